@@ -1,0 +1,1 @@
+"""Gristmill: text in, language model out."""

@@ -1,0 +1,1 @@
+"""Floor 0: errors, units, files and processes; knows nothing of the rest."""

@@ -1,0 +1,165 @@
+"""Files that survive a crash: atomic writes, fingerprints, locks, and reading through compression.
+
+A file is replaced by writing a temporary one beside it, flushing it to the disk, renaming it over
+the old one and flushing the folder. After a crash either the old or the new content is there,
+never a mix.
+"""
+
+from __future__ import annotations
+
+import bz2
+import errno
+import fcntl
+import gzip
+import hashlib
+import io
+import json
+import lzma
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from gristmill.base.errors import Exit, UserError, optional
+from gristmill.base.units import format_bytes
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries, so that a rename inside it survives a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_file(path: Path) -> None:
+    """Flush a file's content to the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def write_atomic(path: Path, content: bytes | str) -> None:
+    """Replace a file's content in one step."""
+    data = content.encode() if isinstance(content, str) else content
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with storage_errors(path):
+        try:
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            sync_folder(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON atomically, keys in the order given."""
+    write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read JSON, or say which file is damaged."""
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise UserError("no such file", where=str(path), exit=Exit.DATA) from error
+    except ValueError as error:
+        raise UserError(f"not valid JSON: {error}", where=str(path), exit=Exit.DATA) from error
+
+
+def sha256_file(path: Path) -> str:
+    """The SHA-256 of a file's content, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_text(text: str) -> str:
+    """The SHA-256 of a text's UTF-8 bytes, in hexadecimal."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """Turn what the disk refuses into a message that names the path and the free space."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            existing = next(folder for folder in (path, *path.parents) if folder.exists())
+            free = format_bytes(shutil.disk_usage(existing).free)
+            raise UserError(
+                f"the disk is full ({free} free)",
+                where=str(path),
+                remedy="make room, then start the same command again",
+                exit=Exit.STORAGE,
+            ) from error
+        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO):
+            raise UserError(
+                f"cannot write: {error.strerror}", where=str(path), exit=Exit.STORAGE
+            ) from error
+        raise
+
+
+def _open_zstd(file: BinaryIO) -> BinaryIO:
+    zstandard = optional("zstandard", extra="data", purpose="reading .zst files")
+    return cast(BinaryIO, zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True))
+
+
+_MAGIC: tuple[tuple[bytes, Callable[[BinaryIO], BinaryIO]], ...] = (
+    (b"\x1f\x8b", lambda file: cast(BinaryIO, gzip.GzipFile(fileobj=file))),
+    (b"BZh", lambda file: cast(BinaryIO, bz2.BZ2File(file))),
+    (b"\xfd7zXZ\x00", lambda file: cast(BinaryIO, lzma.LZMAFile(file))),
+    (b"\x28\xb5\x2f\xfd", _open_zstd),
+)
+
+
+def open_bytes(path: Path) -> BinaryIO:
+    """Open a file for reading, decompressing gzip, bzip2, xz and zstd by their first bytes."""
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise UserError(
+            f"cannot read: {error.strerror}", where=str(path), exit=Exit.DATA
+        ) from error
+    start = file.peek(6)[:6] if isinstance(file, io.BufferedReader) else b""
+    for magic, opener in _MAGIC:
+        if start.startswith(magic):
+            return opener(file)
+    return file
+
+
+class FolderLock:
+    """Holds a folder for one process; the kernel lets go when that process ends, however it
+    ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / ".lock"
+        self._handle: int | None = None
+
+    def acquire(self) -> None:
+        handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.read(handle, 200).decode(errors="replace").strip() or "another process"
+            os.close(handle)
+            raise UserError(
+                f"this folder is in use by {holder}",
+                where=str(self.path.parent),
+                remedy="wait for it to end, or give this run another name or folder",
+                exit=Exit.REFUSED,
+            ) from error
+        os.ftruncate(handle, 0)
+        os.write(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        self._handle = handle
+
+    def release(self) -> None:
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None

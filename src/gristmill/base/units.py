@@ -1,0 +1,133 @@
+"""Amounts with units: how far a run has come, and how far or how often something goes.
+
+    Duration   "600k steps", "1M samples", "20B tokens"    an interval, a horizon, a warm-up
+    Progress   steps, samples and tokens done so far       the only clock of a run
+
+One step is one optimizer update, one sample one window of text, and a sample of sequence length T
+counts T tokens. Nothing in a run is timed by wall clock except its time limit.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+
+from gristmill.base.errors import UserError
+
+_MULTIPLIERS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+_DURATION = re.compile(r"([0-9][0-9_,]*(?:\.[0-9]+)?)\s*([kKmMbBgGtT]?)\s*([A-Za-z]+)")
+_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(d|h|m|s)")
+_TIME_SECONDS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
+
+
+class Unit(enum.Enum):
+    """What a duration counts."""
+
+    STEPS = "steps"
+    SAMPLES = "samples"
+    TOKENS = "tokens"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How much a run has consumed: the only clock, and all that resuming needs."""
+
+    steps: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+    def measured_in(self, unit: Unit) -> int:
+        return int(getattr(self, unit.value))
+
+    def after(self, *, samples: int, tokens: int) -> Progress:
+        """The clock after one more step."""
+        return Progress(self.steps + 1, self.samples + samples, self.tokens + tokens)
+
+    def reached(self, horizon: Duration) -> bool:
+        return self.measured_in(horizon.unit) >= horizon.amount
+
+
+@dataclass(frozen=True)
+class Duration:
+    """An amount of steps, samples or tokens."""
+
+    amount: int
+    unit: Unit
+
+    @classmethod
+    def parse(cls, text: str) -> Duration:
+        """Read "600k steps", "20B tokens", "1_000 samples"; the unit is required."""
+        match = _DURATION.fullmatch(text.strip())
+        unit = match and next(
+            (u for u in Unit if match[3].lower() in (u.value, u.value[:-1])), None
+        )
+        if not match or not unit:
+            raise UserError(
+                f"{text!r} is not a duration",
+                remedy='write a number and a unit: "500 steps", "1M samples" or "20B tokens"',
+            )
+        amount = float(match[1].replace("_", "").replace(",", ""))
+        amount *= _MULTIPLIERS[match[2].lower()]
+        if amount != int(amount):
+            raise UserError(f"{text!r} is not a whole number of {unit.value}")
+        return cls(int(amount), unit)
+
+    def __str__(self) -> str:
+        return f"{format_exact(self.amount)} {self.unit.value}"
+
+    def due(self, before: Progress, after: Progress) -> bool:
+        """Whether a multiple of this interval lies in the step from `before` to `after`."""
+        if self.amount == 0:
+            return False
+        return (
+            after.measured_in(self.unit) // self.amount
+            > before.measured_in(self.unit) // self.amount
+        )
+
+
+def format_exact(amount: int) -> str:
+    """The shortest form with a k, M, B or T that reads back as the same number: 2500 -> "2.5k"."""
+    for letter, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if amount >= size and amount % (size // 1000) == 0:
+            return f"{amount / size:g}{letter}" if amount % size else f"{amount // size}{letter}"
+    return str(amount)
+
+
+def format_count(amount: float) -> str:
+    """About three digits for a person: 124439808 -> "124M"."""
+    for letter, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(amount) >= size:
+            value = amount / size
+            return f"{value:.0f}{letter}" if value >= 100 else f"{value:.3g}{letter}"
+    return f"{amount:.0f}" if amount == int(amount) else f"{amount:.3g}"
+
+
+def format_bytes(amount: float) -> str:
+    """Bytes for a person, in powers of 1024: 1536 -> "1.5 KiB"."""
+    for name, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if amount >= size:
+            return (
+                f"{amount / size:.3g} {name}"
+                if amount < 999.5 * size
+                else f"{amount / size:.0f} {name}"
+            )
+    return f"{amount:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """A span for a person: 3725 -> "1h02m05s"."""
+    whole = round(seconds)
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    if hours:
+        return f"{hours}h{minutes:02d}m{rest:02d}s"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{seconds:.1f}s"
+
+
+def parse_seconds(text: str) -> float:
+    """Read a wall-clock span: "90s", "30m", "3h30m", "1d"."""
+    compact = text.replace(" ", "")
+    parts = _TIME.findall(compact)
+    if not parts or "".join(number + unit for number, unit in parts) != compact:
+        raise UserError(f"{text!r} is not a time", remedy='write "90s", "30m", "3h30m" or "1d"')
+    return sum(float(number) * _TIME_SECONDS[unit] for number, unit in parts)

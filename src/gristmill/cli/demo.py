@@ -1,0 +1,145 @@
+"""The whole pipeline on text that every Python carries, in a few minutes on a laptop."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import typer
+
+from gristmill.base.errors import Exit
+from gristmill.base.files import write_atomic
+from gristmill.base.units import format_bytes
+from gristmill.cli.data import report_prepared
+from gristmill.config.load import load_run
+from gristmill.report.page import write_report
+from gristmill.text.prepare import prepare_documents
+from gristmill.text.python_docs import python_documents
+from gristmill.text.tokenizers import Tokenizer, train_tokenizer
+from gristmill.tokens.store import open_tokens
+from gristmill.track.folder import RunFolder
+from gristmill.track.metrics import SampleRecord, ValidationRecord, read_metrics
+
+VOCABULARY = 2048
+STEPS = 600
+
+RUN = """\
+# The demo's run file. Change something, and run it under another name:
+#   gristmill train {file} name=second folder=runs/second optim.lr=1e-3
+name   = "demo"
+preset = "gpt2-nano"
+folder = "{folder}"
+
+[data]
+paths = "{tokens}"
+split = "95,5"
+
+[train]
+until = "{steps} steps"
+batch = 16
+
+[optim]
+lr = 3e-3
+
+[schedule]
+type   = "cosine"
+warmup = 0.05
+min_lr = 3e-4
+
+[validate]
+every   = "{often} steps"
+windows = 128
+
+[sample]
+every   = "{often} steps"
+prompts = ["Return a new"]
+tokens  = 60
+"""
+
+
+def run_demo(folder: Path, *, steps: int | None) -> None:
+    """Text, tokenizer, tokens, training, validation, samples, report."""
+    data = folder.with_name(f"{folder.name}-data")
+    _title("1. Text: the documentation that comes with Python")
+    documents = list(python_documents())
+    size = sum(len(document.text.encode()) for document in documents)
+    typer.echo(f"{len(documents):,} documents, {format_bytes(size)}")
+
+    _title("2. Tokenizer: byte-level BPE, learned from that text")
+    tokenizer = train_tokenizer((d.text for d in documents), vocab_size=VOCABULARY)
+    typer.echo(f"{tokenizer.size:,} tokens, for example {_examples(tokenizer)}")
+
+    _title("3. Token files")
+    tokens = data / "python"
+    data.mkdir(parents=True, exist_ok=True)
+    result = prepare_documents(documents, tokenizer=tokenizer, output=tokens, overwrite=True)
+    report_prepared(result, tokens)
+
+    _title("4. Training a small GPT")
+    file = _write_run_file(data / "demo.toml", folder=folder, tokens=tokens, steps=steps or STEPS)
+    _train(file, folder=folder)
+
+    _title("5. What it learned")
+    _compare(folder, unigram=_unigram_entropy(tokens))
+    page = write_report([folder], RunFolder(folder).report)
+
+    _title("What to do next")
+    typer.echo(f"  look at the curves     open {page} in a browser")
+    typer.echo(f"  let it write           gristmill generate {folder} 'The function returns'")
+    typer.echo(f"  train it longer        gristmill train {file} train.until='{3 * STEPS} steps'")
+    typer.echo("  on your own text       gristmill tokenizer train TEXT -o my-tokenizer -n 4096")
+    typer.echo("                         gristmill prepare TEXT -o tokens/mine -t my-tokenizer")
+    mine = "name=mine folder=runs/mine data.paths=tokens/mine"
+    typer.echo(f"                         gristmill train {file} {mine}")
+
+
+def _train(file: Path, *, folder: Path) -> None:
+    """Go on with an interrupted demo; move a finished one aside and train anew."""
+    config = load_run(file)
+    from gristmill.train.assemble import run_training
+
+    fresh = RunFolder(folder).read_status().get("state") == "done"
+    outcome = run_training(config, fresh=fresh)
+    if outcome.exit is not Exit.DONE:
+        raise typer.Exit(outcome.exit)
+
+
+def _write_run_file(file: Path, *, folder: Path, tokens: Path, steps: int) -> Path:
+    often = max(1, steps // 4)
+    text = RUN.format(file=file, folder=folder, tokens=tokens, steps=steps, often=often)
+    write_atomic(file, text)
+    return file
+
+
+def _examples(tokenizer: Tokenizer) -> str:
+    longest = sorted(range(tokenizer.size), key=lambda id: -len(tokenizer.token_bytes(id)))[:5]
+    return ", ".join(repr(tokenizer.decode([id])) for id in longest)
+
+
+def _unigram_entropy(tokens: Path) -> float:
+    """Nats per token of the best guess that looks at no context: a loss any model must beat."""
+    reader = open_tokens(tokens)
+    counts = np.bincount(reader.read(0, len(reader)))
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
+def _compare(folder: Path, *, unigram: float) -> None:
+    records = read_metrics(RunFolder(folder).metrics)
+    losses = [record.loss for record in records if isinstance(record, ValidationRecord)]
+    samples = [record for record in records if isinstance(record, SampleRecord)]
+    rows = {
+        "validation loss before": losses[0],
+        "guessing by frequency": unigram,
+        "validation loss after": losses[-1],
+    }
+    for name, loss in rows.items():
+        typer.echo(f"{name:<24} {loss:.3f} nats a token, perplexity {math.exp(loss):,.0f}")
+    for name, record in (("before", samples[0]), ("after", samples[-1])):
+        typer.secho(f"\nA sample {name} training:", bold=True)
+        typer.echo(record.prompt + record.text)
+
+
+def _title(text: str) -> None:
+    typer.secho(f"\n{text}", bold=True)

@@ -1,0 +1,121 @@
+"""`config`, `report` and `doctor`: looking at settings, runs and machines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gristmill.base.errors import UserError
+
+
+def config(
+    run: Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="The run file.")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[A.B=C…]", help="Settings that replace those of the file."),
+    ] = None,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON Schema, for editors.")
+    ] = False,
+    presets: Annotated[bool, typer.Option("--presets", help="List the presets.")] = False,
+) -> None:
+    """Print the complete settings of a run and the numbers that follow from them."""
+    from gristmill.config.load import dump_run, load_run
+    from gristmill.config.schema import RunConfig
+
+    if schema:
+        typer.echo(json.dumps(RunConfig.model_json_schema(by_alias=True), indent=2))
+    elif presets:
+        _list_presets()
+    elif run is None:
+        raise UserError("give a run file, --schema or --presets", where="config")
+    else:
+        loaded = load_run(run, settings or ())
+        typer.echo(dump_run(loaded), nl=False)
+        _derived(loaded)
+
+
+def _list_presets() -> None:
+    from gristmill.base.units import format_count
+    from gristmill.config.load import load_preset, preset_names
+    from gristmill.config.schema import ModelConfig
+    from gristmill.plan.arithmetic import count_parameters
+
+    typer.echo(
+        f"{'preset':<14}{'parameters':>11}{'layers':>8}{'heads':>7}{'width':>7}{'context':>9}"
+    )
+    for name in preset_names():
+        model = ModelConfig.model_validate(load_preset(name)["model"])
+        rows = 51200 if name.startswith("gpt3") else 50257
+        size = format_count(count_parameters(model, rows=rows))
+        typer.echo(
+            f"{name:<14}{size:>11}{model.layers:>8}{model.heads:>7}{model.width:>7}"
+            f"{model.context:>9}"
+        )
+    typer.echo("parameters with GPT-2's vocabulary of 50257 (gpt3: padded to 51200)")
+
+
+def _derived(config: object) -> None:
+    from gristmill.base.units import format_count
+    from gristmill.config.resolve import resolve
+    from gristmill.config.schema import RunConfig
+    from gristmill.plan.arithmetic import count_parameters, token_cost
+    from gristmill.tokens.store import open_tokens
+
+    assert isinstance(config, RunConfig)
+    vocab, source = config.model.vocab, "model.vocab"
+    if vocab is None:
+        try:
+            vocab, source = open_tokens(config.data.paths).info.vocab_size, config.data.paths
+        except UserError:
+            vocab, source = 50257, "assumed: the token files are not there yet"
+    numbers = resolve(config, vocab=vocab)
+    size = count_parameters(config.model, rows=numbers.padded_vocab)
+    cost = token_cost(config.model, rows=numbers.padded_vocab, sequence=numbers.sequence)
+    total = numbers.steps * numbers.tokens_per_step
+    typer.echo("\n# which means")
+    rows = {
+        "parameters": f"{size:,}",
+        "vocabulary": f"{numbers.vocab:,}, padded to {numbers.padded_vocab:,} ({source})",
+        "batch": f"{numbers.batch} samples of {numbers.sequence} tokens = {numbers.micro_batch} "
+        f"x {numbers.accumulate} accumulated = {numbers.tokens_per_step:,} tokens",
+        "run": f"{numbers.steps:,} steps, {format_count(total)} tokens",
+        "compute": f"{cost.palm * total:.3g} floating-point operations "
+        f"({format_count(cost.palm)} a token; {format_count(cost.causal)} counting attention as "
+        "causal)",
+        "validate": f"every {numbers.validate_every}",
+        "checkpoint": f"every {numbers.checkpoint_every}, {format_count(12 * size)}B each",
+    }
+    for name, text in rows.items():
+        typer.echo(f"# {name:<11} {text}")
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Run folders.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The page; RUN/report.html for one run.")
+    ] = None,
+) -> None:
+    """Write one HTML page with the curves of a run, or a comparison of several."""
+    from gristmill.report.page import write_report
+
+    if output is None and len(runs) > 1:
+        output = Path("report.html")
+    page = write_report(runs, output or runs[0] / "report.html")
+    typer.echo(f"written to {page}")
+
+
+def doctor() -> None:
+    """Show what this machine has for training, and what is wrong with it."""
+    from gristmill.cli.doctor import examine
+
+    problems = 0
+    for finding in examine():
+        problems += not finding.good
+        typer.echo(f"{'ok     ' if finding.good else 'PROBLEM'}  {finding.name:<14} {finding.what}")
+        if finding.remedy:
+            typer.echo(f"{'':>25}{finding.remedy}")
+    raise typer.Exit(1 if problems else 0)

@@ -1,0 +1,106 @@
+"""Sizes of a Hugging Face GPT-2 folder as model settings, and back: one table read both ways.
+
+    n_layer <-> layers    n_head <-> heads    n_embd <-> width    n_positions <-> context   ...
+
+A run folder is accepted in the place of a Hugging Face one: its `run.toml` holds the settings.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from gristmill.base.errors import Exit, UserError
+from gristmill.base.files import read_json
+from gristmill.config.schema import ModelConfig
+
+_SAME = {
+    "n_layer": "layers",
+    "n_head": "heads",
+    "n_embd": "width",
+    "n_positions": "context",
+    "n_inner": "mlp_width",
+    "vocab_size": "vocab",
+    "layer_norm_epsilon": "norm_eps",
+    "tie_word_embeddings": "tie_head",
+    "initializer_range": "init_std",
+}
+_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+_DEFAULTS = {
+    "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": True,
+    "activation_function": "gelu_new",
+    "initializer_range": 0.02,
+}
+_UNSUPPORTED = ("scale_attn_by_inverse_layer_idx", "add_cross_attention")
+
+
+def model_settings(start: str) -> dict[str, Any]:
+    """The `[model]` table that fits the weights in a Hugging Face folder or a run folder."""
+    folder = Path(start)
+    if (folder / "run.toml").is_file():
+        model = dict(tomllib.loads((folder / "run.toml").read_text())["model"])
+        model.pop("start", None)
+        return model
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"{start!r} holds neither a run (run.toml) nor a Hugging Face model (config.json)",
+            where="model.start",
+            exit=Exit.DATA,
+        )
+    return from_hf(read_json(folder / "config.json"), where=str(folder / "config.json"))
+
+
+def from_hf(values: dict[str, Any], *, where: str) -> dict[str, Any]:
+    """Model settings from the content of a Hugging Face `config.json`."""
+    if values.get("model_type") != "gpt2":
+        raise UserError(
+            f"the model is of type {values.get('model_type')!r}; only GPT-2 can be read",
+            where=where,
+            exit=Exit.DATA,
+        )
+    values = {**_DEFAULTS, **values}
+    activation = _ACTIVATIONS.get(values["activation_function"])
+    on = [name for name in _UNSUPPORTED if values.get(name)]
+    if activation is None or on or values.get("scale_attn_weights") is False:
+        what = on[0] if on else f"activation_function {values['activation_function']!r}"
+        raise UserError(f"{what} is not supported", where=where, exit=Exit.DATA)
+    settings = {
+        ours: values[theirs] for theirs, ours in _SAME.items() if values.get(theirs) is not None
+    }
+    return {**settings, "activation": activation, "bias": True}
+
+
+def to_hf(model: ModelConfig, *, vocab: int, end_of_text: int) -> dict[str, Any]:
+    """The `config.json` of `GPT2LMHeadModel`; raises where GPT-2 cannot express a setting."""
+    unlike = {
+        "positions": ("learned", model.positions),
+        "norm": ("layernorm", model.norm),
+        "qk_norm": (False, model.qk_norm),
+        "kv_heads": (model.heads, model.groups),
+    }
+    wrong = [f"{name} = {got!r}" for name, (needed, got) in unlike.items() if got != needed]
+    if model.activation not in _ACTIVATIONS.values():
+        wrong.append(f"activation = {model.activation!r}")
+    if wrong:
+        raise UserError(
+            f"GPT-2 in Hugging Face's form has no {', '.join(wrong)}",
+            where="export",
+            remedy="such a model can be used with `gristmill generate` and `evaluate`",
+        )
+    names = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
+    values = model.model_dump()
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        **{theirs: values[ours] for theirs, ours in _SAME.items()},
+        "n_inner": model.inner,
+        "vocab_size": vocab,
+        "activation_function": {"gelu_tanh": "gelu_new", "gelu": names["gelu"]}[model.activation],
+        "attn_pdrop": model.dropout,
+        "embd_pdrop": model.dropout,
+        "resid_pdrop": model.dropout,
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
+    }

@@ -1,0 +1,296 @@
+"""From a run file to a `RunConfig`, or to one error that lists everything wrong with it.
+
+    class defaults  <  sizes of model.start  <  preset  <  run file  <  a.b=c on the command line
+
+Every problem names its place: the file and line, the preset, or the word on the command line; an
+unknown name comes with the nearest known one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from gristmill.base.errors import Exit, Problem, UserError
+from gristmill.config.hf import model_settings
+from gristmill.config.resolve import check
+from gristmill.config.schema import RunConfig
+from gristmill.config.toml import key_lines, write_toml
+
+Path_ = tuple[str, ...]
+
+
+@dataclass
+class _Layers:
+    """The merged tables, and for every key the place it came from."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    places: dict[Path_, str] = field(default_factory=dict)
+
+    def add(self, tables: Mapping[str, Any], *, place: str, lines: Mapping[Path_, int]) -> None:
+        for path in _leaves(tables):
+            line = next(
+                (lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), None
+            )
+            self.places[path] = f"{place}:{line}" if line else place
+        _merge(self.values, tables)
+
+    def place(self, path: Path_) -> str:
+        """Where a key, or the nearest table around it, was written."""
+        for end in range(len(path), 0, -1):
+            if path[:end] in self.places:
+                return self.places[path[:end]]
+            inside = [p for p in self.places if p[:end] == path[:end]]
+            if inside:
+                return self.places[inside[0]]
+        return "run file"
+
+
+def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run file with its preset and overrides; raises one error with all problems."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"cannot read the run file: {error.strerror}", where=str(path), exit=Exit.CONFIG
+        ) from error
+    except UnicodeDecodeError as error:
+        raise UserError("the run file is not UTF-8 text", where=str(path)) from error
+    return load_text(text, overrides, place=str(path))
+
+
+def load_text(text: str, overrides: Sequence[str] = (), *, place: str) -> RunConfig:
+    """As `load_run`, from the text of a run file."""
+    tables = _parse(text, place=place)
+    words = _parse_overrides(overrides)
+    layers = _Layers()
+    start = _chosen(words, tables, "model", "start")
+    if isinstance(start, str):
+        layers.add({"model": model_settings(start)}, place=f"model.start {start}", lines={})
+    preset = _chosen(words, tables, "preset")
+    if preset is not None:
+        layers.add(load_preset(preset), place=f"preset {preset}", lines={})
+    layers.add(tables, place=place, lines=key_lines(text))
+    for word, table in words:
+        layers.add(table, place=f"command line {word!r}", lines={})
+    return _validate(layers)
+
+
+def dump_run(config: RunConfig) -> str:
+    """The complete settings as a run file that loads to the same settings."""
+    values = config.model_dump(mode="json", by_alias=True, exclude_none=True)
+    values.pop("preset", None)
+    origin = f"# made from preset {config.preset}\n" if config.preset else ""
+    return origin + write_toml(values)
+
+
+def changed_settings(file: Path, config: RunConfig) -> list[str]:
+    """What differs between a written run file and settings, one line each."""
+    before, now = (
+        {path: _value_at(tables, path) for path in _leaves(tables)}
+        for tables in (tomllib.loads(file.read_text()), tomllib.loads(dump_run(config)))
+    )
+    return [
+        f"{'.'.join(path)} from {before.get(path)!r} to {now.get(path)!r}"
+        for path in dict.fromkeys((*before, *now))
+        if before.get(path) != now.get(path)
+    ]
+
+
+def preset_names() -> list[str]:
+    """All presets, smallest model first within a family."""
+    folder = resources.files("gristmill.config") / "presets"
+    names = [entry.name.removesuffix(".toml") for entry in folder.iterdir()]
+    return sorted(names, key=lambda name: (name.split("-")[0], load_preset(name)["model"]["width"]))
+
+
+def load_preset(name: Any) -> dict[str, Any]:
+    """The tables of one preset."""
+    file = resources.files("gristmill.config") / "presets" / f"{name}.toml"
+    if not isinstance(name, str) or "/" in name or not file.is_file():
+        near = difflib.get_close_matches(str(name), preset_names(), n=3)
+        raise UserError(
+            f"there is no preset {name!r}",
+            where="preset",
+            remedy=f"did you mean {', '.join(near)}?"
+            if near
+            else "see `gristmill config --presets`",
+        )
+    return tomllib.loads(file.read_text())
+
+
+# ------------------------------------------------------------------ reading
+
+
+def _parse(text: str, *, place: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"not valid TOML: {error}", where=place) from error
+
+
+def _parse_overrides(words: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+    """`a.b=c` words as nested tables; a value that is not TOML is taken as a string."""
+    result = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key or not all(part.isidentifier() for part in key.split(".")):
+            raise UserError(
+                f"{word!r} is not a setting",
+                where="command line",
+                remedy="write TABLE.KEY=VALUE, for example optim.lr=3e-4",
+            )
+        try:
+            parsed = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            parsed = value
+        for part in reversed(key.split(".")):
+            parsed = {part: parsed}
+        result.append((word, parsed))
+    return result
+
+
+def _chosen(words: list[tuple[str, dict[str, Any]]], tables: dict[str, Any], *path: str) -> Any:
+    """The value of a key that decides what else is loaded: command line first, then the file."""
+    for source in [*(table for _, table in reversed(words)), tables]:
+        value = _value_at(source, path)
+        if value is not None:
+            return value
+    return None
+
+
+def _value_at(tables: Mapping[str, Any], path: Path_) -> Any:
+    value: Any = tables
+    for part in path:
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _leaves(tables: Mapping[str, Any], path: Path_ = ()) -> Iterator[Path_]:
+    for key, value in tables.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, (*path, key))
+        else:
+            yield (*path, key)
+
+
+def _merge(target: dict[str, Any], tables: Mapping[str, Any]) -> None:
+    """Lay tables over others. A table that names another `type` replaces the one below it."""
+    for key, value in tables.items():
+        below = target.get(key)
+        if not (isinstance(value, dict) and isinstance(below, dict)):
+            target[key] = dict(value) if isinstance(value, dict) else value
+        elif value.get("type", below.get("type")) != below.get("type"):
+            target[key] = dict(value)
+        else:
+            _merge(below, value)
+
+
+# ------------------------------------------------------------------ checking
+
+
+def _validate(layers: _Layers) -> RunConfig:
+    try:
+        config = RunConfig.model_validate(layers.values)
+    except ValidationError as error:
+        raise UserError(_problem(details, layers) for details in error.errors()) from None
+    problems = [
+        Problem(problem.what, f"{layers.place(path)}: {'.'.join(path)}", problem.remedy)
+        for path, problem in check(config)
+    ]
+    if problems:
+        raise UserError(problems)
+    return config
+
+
+def _problem(details: ErrorDetails, layers: _Layers) -> Problem:
+    path, model = _locate(details)
+    dotted = ".".join(path)
+    where = f"{layers.place(path)}: {dotted}"
+    match details["type"]:
+        case "extra_forbidden":
+            return Problem("there is no such setting", where, _nearest(path, model))
+        case "missing":
+            return Problem("this setting is required", where, _description(path, model))
+        case "union_tag_invalid" | "union_tag_not_found":
+            choices = details.get("ctx", {}).get("expected_tags", "")
+            return Problem("unknown type", f"{where}.type", f"one of {choices}")
+        case "value_error":
+            message = str(details["ctx"]["error"])
+        case _:
+            message = details["msg"][0].lower() + details["msg"][1:]
+    return Problem(f"{message} (it is {details['input']!r})", where, _description(path, model))
+
+
+def _locate(details: ErrorDetails) -> tuple[Path_, type[BaseModel]]:
+    """The key's path without the tags that unions add, and the class of the table it is in."""
+    path: list[str] = []
+    model: type[BaseModel] = RunConfig
+    parts = [str(part) for part in details["loc"]]
+    for position, part in enumerate(parts):
+        candidates = _tables(model, path[-1]) if path else {}
+        if part in candidates and position < len(parts) - 1:
+            model = candidates[part]
+            continue
+        if path and len(candidates) == 1:
+            model = next(iter(candidates.values()))
+        path.append(part)
+    return tuple(path), model
+
+
+def _field(model: type[BaseModel], key: str) -> Any:
+    for name, info in model.model_fields.items():
+        if key in (name, info.alias):
+            return info
+    return None
+
+
+def _tables(model: type[BaseModel], key: str) -> dict[str, type[BaseModel]]:
+    """The table classes a field may hold, by their `type`."""
+    info = _field(model, key)
+    found: dict[str, type[BaseModel]] = {}
+    if info is None:
+        return found
+    for option in (info.annotation, *get_args(info.annotation)):
+        if isinstance(option, type) and issubclass(option, BaseModel):
+            kind = option.model_fields.get("type")
+            found[str(kind.default) if kind else option.__name__] = option
+    return found
+
+
+def _description(path: Path_, model: type[BaseModel]) -> str | None:
+    info = _field(model, path[-1])
+    return " ".join(info.description.split()) if info is not None and info.description else None
+
+
+def _nearest(path: Path_, model: type[BaseModel]) -> str:
+    known = [info.alias or name for name, info in model.model_fields.items()]
+    near = difflib.get_close_matches(path[-1], known, n=2, cutoff=0.6)
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    keys = difflib.get_close_matches(path[-1], {p[-1] for p in setting_paths()}, n=1, cutoff=0.8)
+    elsewhere = [".".join(p) for p in setting_paths() if p[-1] in keys]
+    if elsewhere:
+        return f"did you mean {' or '.join(elsewhere[:3])}?"
+    return f"known here: {', '.join(known)}"
+
+
+def setting_paths(model: type[BaseModel] = RunConfig, path: Path_ = ()) -> list[Path_]:
+    """Every setting a user can write, as paths."""
+    found: dict[Path_, None] = {}
+    for name, info in model.model_fields.items():
+        key = info.alias or name
+        tables = _tables(model, key)
+        if not tables:
+            found[(*path, key)] = None
+        for table in tables.values():
+            found.update(dict.fromkeys(setting_paths(table, (*path, key))))
+    return list(found)

@@ -1,0 +1,479 @@
+"""Every setting of a run: a TOML table is a class, and the docstring under a field is its help
+text.
+
+Settings are frozen: nothing changes them after loading, and numbers that follow from them live in
+`config/resolve.py`. An optional setting that is `None` is left out when a run file is written, so a
+written file never holds a setting that does not act.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    WithJsonSchema,
+)
+
+from gristmill.base.errors import UserError
+from gristmill.base.units import Duration, parse_seconds
+
+# ------------------------------------------------------------------ kinds of values
+
+
+def _duration(value: Any) -> Duration:
+    if isinstance(value, Duration):
+        return value
+    if not isinstance(value, str):
+        raise ValueError('needs a unit: write "500 steps", "1M samples" or "20B tokens"')
+    try:
+        return Duration.parse(value)
+    except UserError as error:
+        raise ValueError(str(error).replace("\n    ", "; ")) from error
+
+
+def _positive_duration(value: Any) -> Duration:
+    duration = _duration(value)
+    if duration.amount < 1:
+        raise ValueError("must be at least 1")
+    return duration
+
+
+def _span(value: Any) -> Duration | float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return _duration(value)
+    if not 0 <= value < 1:
+        raise ValueError(
+            'a plain number is a fraction of the run, from 0 to 1; or write "2k steps"'
+        )
+    return float(value)
+
+
+def _seconds(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError('needs a unit: write "90s", "30m", "3h30m" or "1d"')
+    try:
+        parse_seconds(value)
+    except UserError as error:
+        raise ValueError(str(error).replace("\n    ", "; ")) from error
+    return value
+
+
+_DURATION_SCHEMA = {
+    "type": "string",
+    "pattern": r"^[0-9][0-9_,]*(\.[0-9]+)?\s*[kKmMbBgGtT]?\s*(steps?|samples?|tokens?)$",
+    "examples": ["500 steps", "1M samples", "20B tokens"],
+}
+
+Interval = Annotated[
+    Duration,
+    BeforeValidator(_positive_duration),
+    PlainSerializer(str),
+    WithJsonSchema(_DURATION_SCHEMA),
+]
+"""An amount of steps, samples or tokens, at least 1."""
+
+Span = Annotated[
+    Duration | float,
+    BeforeValidator(_span),
+    PlainSerializer(lambda span: str(span) if isinstance(span, Duration) else span),
+    WithJsonSchema(
+        {"anyOf": [_DURATION_SCHEMA, {"type": "number", "minimum": 0, "exclusiveMaximum": 1}]}
+    ),
+]
+"""A part of the run: a duration, or a fraction of the horizon from 0 to 1."""
+
+WallTime = Annotated[str, BeforeValidator(_seconds)]
+"""A wall-clock span such as "3h30m"."""
+
+Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Settings(BaseModel):
+    """What all tables have in common: frozen, strict, no unknown keys."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        populate_by_name=True,
+    )
+
+
+# ------------------------------------------------------------------ the model
+
+
+class ModelConfig(Settings):
+    """The shape of the network. GPT-2 as published is the default in all but size."""
+
+    layers: Count
+    """Number of transformer blocks."""
+    heads: Count
+    """Attention heads per block; must divide the width."""
+    width: Count
+    """Size of the residual stream."""
+    context: Count
+    """Longest sequence the model can attend to."""
+    kv_heads: Count | None = None
+    """Key and value heads, shared by groups of query heads; all heads have their own if not
+    given."""
+    mlp_width: Count | None = None
+    """Inner size of the feed-forward part; 4 times the width if not given (8/3 times, in multiples
+    of
+    64, for swiglu, which has three matrices)."""
+    vocab: Count | None = None
+    """Vocabulary size; taken from the token files' tokenizer if not given."""
+    vocab_multiple: Count = 128
+    """The embedding is padded to a multiple of this, for speed; padded ids can never be
+    predicted."""
+    positions: Literal["learned", "rotary"] = "learned"
+    """How the model knows where a token stands."""
+    rotary_base: Annotated[float, Field(gt=0)] | None = None
+    """Longest wavelength parameter of rotary positions; 10000 if not given."""
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Normalisation before attention, before the feed-forward part and before the head."""
+    norm_eps: Annotated[float, Field(gt=0)] = 1e-5
+    """Added to the variance in every normalisation."""
+    qk_norm: bool = False
+    """Normalise queries and keys per head (RMSNorm) before attention."""
+    bias: bool = True
+    """Biases in linear layers and LayerNorm."""
+    activation: Literal["gelu", "gelu_tanh", "relu2", "swiglu"] = "gelu_tanh"
+    """Non-linearity of the feed-forward part; GPT-2 was trained with gelu_tanh."""
+    tie_head: bool = True
+    """Share the token embedding with the output head."""
+    dropout: Fraction = 0.0
+    """Dropout on embeddings, attention weights and residual branches."""
+    init_std: Annotated[float, Field(gt=0)] = 0.02
+    """Standard deviation of initial weights; residual projections get it divided by sqrt(2
+    layers)."""
+    start: str | None = None
+    """Start from these weights instead of random ones: a Hugging Face folder or a run folder. Its
+    sizes are taken over; sizes that are also given here must agree with it."""
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def groups(self) -> int:
+        """Key and value heads."""
+        return self.kv_heads or self.heads
+
+    @property
+    def inner(self) -> int:
+        """Width of the feed-forward part."""
+        if self.mlp_width:
+            return self.mlp_width
+        if self.activation == "swiglu":
+            return -(-8 * self.width // 3 // 64) * 64
+        return 4 * self.width
+
+
+# ------------------------------------------------------------------ data
+
+
+class DataConfig(Settings):
+    """Where the tokens come from and in which order they are read."""
+
+    paths: str
+    """Token files to train on: the prefix given to `gristmill prepare -o`."""
+    validation: str | None = None
+    """Token files to validate on; a part of `paths` is held out if not given."""
+    split: str | None = None
+    """Proportions of `paths` for training, validation and, optionally, a test set that stays
+    unread,
+    such as "969,30,1"; "99,1" if neither this nor `validation` is given."""
+    tokenizer: str | None = None
+    """Tokenizer folder or file; found beside the token files if not given."""
+    sequence: Count | None = None
+    """Tokens per sample; the model's context if not given."""
+    order: Literal["shuffled", "random"] = "shuffled"
+    """shuffled: each epoch cuts the text into windows at a new offset and visits all of them in a
+    random order. random: every window starts at an independent random place."""
+
+
+# ------------------------------------------------------------------ optimizers and schedules
+
+
+class AdamWConfig(Settings):
+    """Adam with decoupled weight decay, one fused kernel."""
+
+    type: Literal["adamw"] = "adamw"
+    """Which optimizer."""
+    lr: Annotated[float, Field(gt=0)] = 6e-4
+    """Peak learning rate."""
+    beta1: Fraction = 0.9
+    """Memory of the first moment."""
+    beta2: Fraction = 0.95
+    """Memory of the second moment."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Decay of matrices and embeddings; biases and norm gains are never decayed."""
+
+
+OptimConfig = AdamWConfig
+
+
+class _Warmup(Settings):
+    warmup: Span = 0.0
+    """Linear rise from zero at the start: a duration, or a fraction of the run."""
+
+
+class _Decaying(_Warmup):
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    """Learning rate at the end of the decay and after it."""
+    decay: Span | None = None
+    """Where the decay ends, counted from the start of the run; the run's end if not given."""
+
+
+class ConstantSchedule(_Warmup):
+    """Flat after the warm-up."""
+
+    type: Literal["constant"] = "constant"
+    """Which schedule."""
+
+
+class LinearSchedule(_Decaying):
+    """A straight line down."""
+
+    type: Literal["linear"] = "linear"
+    """Which schedule."""
+
+
+class CosineSchedule(_Decaying):
+    """Half a cosine wave down."""
+
+    type: Literal["cosine"] = "cosine"
+    """Which schedule."""
+
+
+class CosineRestartsSchedule(_Decaying):
+    """Several half waves, each beginning at the peak again."""
+
+    type: Literal["cosine-restarts"] = "cosine-restarts"
+    """Which schedule."""
+    cycles: Count = 2
+    """How many half waves between the warm-up and the end of the decay."""
+
+
+class PolynomialSchedule(_Decaying):
+    """(1 - t) to a power."""
+
+    type: Literal["polynomial"] = "polynomial"
+    """Which schedule."""
+    power: Annotated[float, Field(gt=0)] = 2.0
+    """The power; 1 is a straight line."""
+
+
+class InverseSqrtSchedule(_Warmup):
+    """The "noam" schedule: falls with the inverse square root of the time since the start."""
+
+    type: Literal["inverse-sqrt"] = "inverse-sqrt"
+    """Which schedule."""
+    warmup: Span = 0.02
+    """Linear rise to the peak; its length also sets how fast the rate falls, so it cannot be
+    zero."""
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    """The rate never falls below this."""
+
+
+class WarmupStableDecaySchedule(_Warmup):
+    """Flat, then down at the end: the flat part can be prolonged later."""
+
+    type: Literal["warmup-stable-decay"] = "warmup-stable-decay"
+    """Which schedule."""
+    decay: Span = 0.2
+    """Length of the final decay."""
+    shape: Literal["linear", "cosine", "sqrt"] = "linear"
+    """How the final decay falls; sqrt is 1 - sqrt(t)."""
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    """Learning rate at the end."""
+
+
+ScheduleConfig = Annotated[
+    ConstantSchedule
+    | LinearSchedule
+    | CosineSchedule
+    | CosineRestartsSchedule
+    | PolynomialSchedule
+    | InverseSqrtSchedule
+    | WarmupStableDecaySchedule,
+    Field(discriminator="type"),
+]
+
+
+# ------------------------------------------------------------------ how to compute
+
+
+class LossScaleConfig(Settings):
+    """Dynamic loss scaling for fp16, with Megatron's rules."""
+
+    initial: Annotated[float, Field(gt=0)] = 2.0**32
+    """First scale; it is halved on overflow until gradients fit."""
+    minimum: Annotated[float, Field(gt=0)] = 1.0
+    """The scale never falls below this."""
+    window: Count = 1000
+    """Steps without overflow before the scale is doubled."""
+    hysteresis: Count = 2
+    """Overflows that are tolerated before the scale is halved; refilled when it is doubled."""
+
+
+class PrecisionConfig(Settings):
+    """Number formats."""
+
+    compute: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Format of matrix products and activations; weights and optimizer state stay in fp32."""
+    tf32: bool = True
+    """Let fp32 matrix products on NVIDIA GPUs use TF32: faster, about three digits."""
+    loss_scale: LossScaleConfig | None = None
+    """Rules of the loss scale; only with compute = "fp16"."""
+
+
+class RuntimeConfig(Settings):
+    """The machine."""
+
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """Where to train; auto takes CUDA, then MPS, then the CPU."""
+    threads: Count | None = None
+    """CPU threads; all cores if not given. Results are bit-identical only for the same number."""
+    compile: bool | None = None
+    """Compile the model with torch.compile; on CUDA only if not given."""
+    deterministic: bool = False
+    """Use only kernels whose result never varies. On the CPU that is always so; on a GPU it makes a
+    resumed run bit-identical too, at some cost in speed."""
+
+
+class TrainConfig(Settings):
+    """How long and in which portions."""
+
+    until: Interval
+    """The horizon: "10k steps", "1M samples" or "20B tokens"."""
+    batch: Count | None = None
+    """Samples per step, over all micro-batches."""
+    micro_batch: Count | None = None
+    """Samples that go through the model at once."""
+    accumulate: Count | None = None
+    """Micro-batches per step. Give two of batch, micro_batch and accumulate, or batch alone, or
+    micro_batch alone; the rest follows."""
+    clip: Annotated[float, Field(ge=0)] = 1.0
+    """Largest norm of the whole gradient; larger ones are scaled down. 0 never scales."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1337
+    """Decides initial weights, data order, dropout and samples."""
+    recompute: Literal["none", "full"] = "none"
+    """full: keep only block inputs and compute activations again in the backward pass; saves
+    memory,
+    costs about a third more time."""
+    time_limit: WallTime | None = None
+    """Save and stop in time to end before this much wall-clock time, such as "3h30m"."""
+    bad_steps: Count = 50
+    """Stop when this many steps in a row had a non-finite loss or gradient."""
+
+
+# ------------------------------------------------------------------ what happens along the way
+
+
+class ValidateConfig(Settings):
+    """Loss on held-out text, always on the same windows."""
+
+    every: Interval | None = None
+    """How often; twenty times in the run if not given."""
+    windows: Count = 128
+    """How many windows, spread evenly over the validation text (fewer if it is shorter)."""
+
+
+class SampleConfig(Settings):
+    """Text written by the model as it learns."""
+
+    every: Interval
+    """How often."""
+    prompts: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = ("",)
+    """Beginnings to continue; an empty one starts a new document."""
+    tokens: Count = 64
+    """Length of each sample."""
+    temperature: Annotated[float, Field(ge=0)] = 0.8
+    """0 always takes the likeliest token."""
+    top_k: Annotated[int, Field(ge=0)] = 50
+    """Only the likeliest so many tokens can be drawn; 0 allows all."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Only the likeliest tokens that together have this probability can be drawn."""
+
+
+class CheckpointConfig(Settings):
+    """What survives a crash."""
+
+    every: Interval | None = None
+    """How often; ten times in the run if not given. The end of the run is always saved."""
+    keep: Annotated[int, Field(ge=2)] = 3
+    """How many of the newest to keep; at least 2, so that a damaged one has a predecessor."""
+    keep_every: Interval | None = None
+    """Checkpoints at multiples of this are kept for ever."""
+    keep_best: bool = True
+    """Also keep the one with the best validation loss."""
+    background: bool = True
+    """Write in the background, while training goes on."""
+
+
+class WandbConfig(Settings):
+    """Weights & Biases."""
+
+    project: str
+    """Project name there."""
+    mode: Literal["online", "offline"] = "online"
+    """offline writes files to be sent later with `wandb sync`."""
+
+
+class TrackConfig(Settings):
+    """Where the numbers go, besides metrics.jsonl and train.log."""
+
+    every: Interval = Duration.parse("1 steps")
+    """One record per this much progress."""
+    tensorboard: bool = False
+    """Write TensorBoard event files into the run folder."""
+    wandb: WandbConfig | None = None
+    """Report to Weights & Biases."""
+
+
+# ------------------------------------------------------------------ the run
+
+
+class RunConfig(Settings):
+    """One training run."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Name of the run: letters, digits, dot, dash and underscore."""
+    preset: str | None = None
+    """A named set of sizes to start from, such as "gpt2-small"; `gristmill config --presets` lists
+    them."""
+    folder: str | None = None
+    """Folder for everything the run writes; runs/NAME if not given."""
+    model: ModelConfig
+    """The network."""
+    data: DataConfig
+    """The token files."""
+    train: TrainConfig
+    """Horizon and batch."""
+    optim: OptimConfig = AdamWConfig()
+    """The optimizer."""
+    schedule: ScheduleConfig = CosineSchedule(warmup=0.02)
+    """The learning rate over the run."""
+    precision: PrecisionConfig = PrecisionConfig()
+    """Number formats."""
+    runtime: RuntimeConfig = RuntimeConfig()
+    """The machine."""
+    validation: ValidateConfig = Field(default=ValidateConfig(), alias="validate")
+    """Validation along the way."""
+    sample: SampleConfig | None = None
+    """Samples along the way; none if not given."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Saving."""
+    track: TrackConfig = TrackConfig()
+    """Metrics."""

@@ -1,0 +1,88 @@
+"""Windows of token files, and the parts that are held out of training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from gristmill.base.errors import Exit, UserError
+from gristmill.config.resolve import parse_split
+from gristmill.config.schema import DataConfig
+from gristmill.data.sampling import Stretch
+from gristmill.tokens.format import TokenReader
+from gristmill.tokens.store import open_tokens
+
+
+@dataclass(frozen=True)
+class Part:
+    """One stretch of one token set."""
+
+    reader: TokenReader
+    stretch: Stretch
+
+    def windows(self, starts: np.ndarray, *, sequence: int) -> np.ndarray:
+        """The windows that begin at `starts`, T + 1 tokens each, as int64."""
+        result = np.empty((len(starts), sequence + 1), np.int64)
+        for row, start in enumerate(starts):
+            result[row] = self.reader.read(int(start), sequence + 1)
+        return result
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What is trained on and what is validated on."""
+
+    train: Part
+    validation: Part | None
+
+
+def open_parts(config: DataConfig, *, sequence: int) -> Parts:
+    """Open the token files of a run and divide them."""
+    reader = open_tokens(config.paths)
+    if config.validation is not None:
+        held = open_tokens(config.validation)
+        _same_tokenizer(reader, held, config)
+        whole = Part(held, Stretch(0, len(held)))
+        return Parts(Part(reader, Stretch(0, len(reader))), _long_enough(whole, sequence, config))
+    fractions = parse_split(config.split or "99,1")
+    assert fractions is not None, "the rules are checked when settings are loaded"
+    cuts = _cuts(reader, fractions)
+    train = Part(reader, Stretch(0, cuts[0]))
+    if fractions[1] == 0:
+        return Parts(train, None)
+    validation = Part(reader, Stretch(cuts[0], cuts[1]))
+    return Parts(train, _long_enough(validation, sequence, config))
+
+
+def _cuts(reader: TokenReader, fractions: list[float]) -> list[int]:
+    """Ends of the parts in tokens, each moved to the nearest beginning of a document."""
+    starts = np.append(reader.document_starts, len(reader))
+    ends = np.cumsum(fractions) * len(reader)
+    if len(starts) <= 2:
+        return [int(end) for end in ends[:-1]] + [len(reader)]
+    return [int(starts[np.abs(starts - end).argmin()]) for end in ends[:-1]] + [len(reader)]
+
+
+def _long_enough(part: Part, sequence: int, config: DataConfig) -> Part:
+    if len(part.stretch) > sequence:
+        return part
+    where = "data.validation" if config.validation else "data.split"
+    raise UserError(
+        f"the validation text has {len(part.stretch)} tokens, too few for one window of "
+        f"{sequence} + 1",
+        where=where,
+        remedy='hold out more (data.split = "9,1"), or shorten data.sequence',
+        exit=Exit.DATA,
+    )
+
+
+def _same_tokenizer(train: TokenReader, held: TokenReader, config: DataConfig) -> None:
+    if train.info.tokenizer != held.info.tokenizer:
+        raise UserError(
+            f"{config.validation} was made with another tokenizer than {config.paths} "
+            f"({held.info.tokenizer[:12]} and {train.info.tokenizer[:12]})",
+            where="data.validation",
+            remedy="prepare both with the same tokenizer",
+            exit=Exit.DATA,
+        )

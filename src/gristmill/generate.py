@@ -1,0 +1,203 @@
+"""Token ids in, token ids out: prefill, then one position at a time with a cache of keys and
+values.
+
+    window   the last `context` ids the model sees; when it is full, its older half is forgotten
+
+The window rule depends on positions only, so decoding with and without the cache see the same text
+and greedy decoding gives the same ids either way. The engine knows nothing about text;
+`TextGenerator` puts a tokenizer around it.
+
+Shapes: B samples, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from gristmill.base.errors import UserError
+from gristmill.models.gpt import GPT
+from gristmill.models.spec import KVCache
+from gristmill.text.tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn."""
+
+    temperature: float = 0.8
+    """0 takes the likeliest."""
+    top_k: int = 50
+    """Only the likeliest so many; 0 allows all."""
+    top_p: float = 1.0
+    """Only the likeliest that together have this probability."""
+    seed: int = 1337
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise UserError("the temperature must be 0 or more", where="--temperature")
+        if self.top_k < 0:
+            raise UserError("top-k must be 0 (all) or more", where="--top-k")
+        if not 0 < self.top_p <= 1:
+            raise UserError("top-p must be above 0 and at most 1", where="--top-p")
+
+
+class Engine:
+    """Continues sequences of ids with one model."""
+
+    def __init__(self, model: GPT, *, cached: bool = True) -> None:
+        self.model, self.cached = model, cached
+        self.device = model.embedding.weight.device
+
+    @torch.inference_mode()
+    def stream(
+        self, prompt: list[int], *, tokens: int, sampling: Sampling, samples: int = 1
+    ) -> Iterator[list[int]]:
+        """Yield the next id of each sample, `tokens` times."""
+        assert prompt, "the caller begins with an end-of-text id if there is nothing else"
+        was_training = self.model.training
+        self.model.eval()
+        generator = torch.Generator(self.device).manual_seed(sampling.seed)
+        ids_BT = torch.tensor([prompt] * samples, device=self.device)
+        forward = self._cached_forward() if self.cached else self._plain_forward
+        try:
+            for _ in range(tokens):
+                next_B = draw(forward(ids_BT), sampling, generator)
+                ids_BT = torch.cat((ids_BT, next_B[:, None]), dim=1)
+                yield next_B.tolist()
+        finally:
+            self.model.train(was_training)
+
+    def _plain_forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
+        start = window_start(ids_BT.shape[1], self.model.config.context)
+        logits = self.model(ids_BT[:, start:], last_only=True)
+        assert isinstance(logits, torch.Tensor)
+        return logits[:, -1]
+
+    def _cached_forward(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        context = self.model.config.context
+        cache = KVCache(context)
+        cached_from = 0
+
+        def forward(ids_BT: torch.Tensor) -> torch.Tensor:
+            nonlocal cached_from
+            start = window_start(ids_BT.shape[1], context)
+            if start != cached_from:
+                cache.clear()
+                cached_from = start
+            new_BT = ids_BT[:, start + cache.length :]
+            logits = self.model(new_BT, cache=cache, last_only=True)
+            assert isinstance(logits, torch.Tensor)
+            return logits[:, -1]
+
+        return forward
+
+
+def window_start(length: int, context: int) -> int:
+    """The first of `length` ids that is still seen."""
+    if length <= context:
+        return 0
+    half = max(1, context // 2)
+    return -(-(length - context) // half) * half
+
+
+def draw(logits_BV: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> torch.Tensor:
+    """One id per row."""
+    logits_BV = logits_BV.float()
+    if sampling.temperature == 0:
+        return logits_BV.argmax(dim=-1)
+    logits_BV = logits_BV / sampling.temperature
+    if 0 < sampling.top_k < logits_BV.shape[1]:
+        least = logits_BV.topk(sampling.top_k).values[:, -1:]
+        logits_BV = logits_BV.masked_fill(logits_BV < least, -torch.inf)
+    probabilities_BV = logits_BV.softmax(dim=-1)
+    if sampling.top_p < 1:
+        ordered, places = probabilities_BV.sort(descending=True, dim=-1)
+        ordered[ordered.cumsum(dim=-1) - ordered >= sampling.top_p] = 0.0
+        probabilities_BV = torch.zeros_like(ordered).scatter_(1, places, ordered)
+    return torch.multinomial(probabilities_BV, 1, generator=generator)[:, 0]
+
+
+@dataclass
+class _Draft:
+    """One sample being written."""
+
+    ids: list[int] = field(default_factory=list)
+    given_out: int = 0
+    """Characters already given out."""
+    finished: bool = False
+
+
+class TextGenerator:
+    """Continues text: an engine with a tokenizer, stop strings, and text given out as it
+    appears."""
+
+    def __init__(self, model: GPT, tokenizer: Tokenizer, *, cached: bool = True) -> None:
+        self.engine, self.tokenizer = Engine(model, cached=cached), tokenizer
+
+    def stream(
+        self,
+        prompt: str,
+        *,
+        tokens: int,
+        sampling: Sampling,
+        samples: int = 1,
+        stop: Sequence[str] = (),
+    ) -> Iterator[tuple[int, str]]:
+        """Yield (sample, new text); a sample ends at end-of-text, before a stop string, or when
+        full."""
+        ids = self.tokenizer.encode(prompt) or [self.tokenizer.end_of_text]
+        drafts = [_Draft() for _ in range(samples)]
+        for next_ids in self.engine.stream(ids, tokens=tokens, sampling=sampling, samples=samples):
+            for number, (draft, next_id) in enumerate(zip(drafts, next_ids, strict=True)):
+                if not draft.finished:
+                    yield number, self._extend(draft, next_id, stop)
+            if all(draft.finished for draft in drafts):
+                return
+        for number, draft in enumerate(drafts):
+            if not draft.finished:
+                yield number, self.tokenizer.decode(draft.ids)[draft.given_out :]
+
+    def texts(
+        self,
+        prompt: str,
+        *,
+        tokens: int,
+        sampling: Sampling,
+        samples: int = 1,
+        stop: Sequence[str] = (),
+    ) -> list[str]:
+        """The whole continuations."""
+        texts = [""] * samples
+        for number, piece in self.stream(
+            prompt, tokens=tokens, sampling=sampling, samples=samples, stop=stop
+        ):
+            texts[number] += piece
+        return texts
+
+    def _extend(self, draft: _Draft, next_id: int, stop: Sequence[str]) -> str:
+        """Take in one id and return the text that is certain now."""
+        if next_id == self.tokenizer.end_of_text:
+            draft.finished = True
+        else:
+            draft.ids.append(next_id)
+        text = self.tokenizer.decode(draft.ids)
+        cut = min((text.find(word) for word in stop if word in text), default=-1)
+        if cut >= 0:
+            draft.finished = True
+            text = text[:cut]
+        elif not draft.finished:
+            # An unfinished character or a possible beginning of a stop string stays back.
+            text = text.rstrip("\N{REPLACEMENT CHARACTER}")
+            text = text[: len(text) - _overlap(text, stop)]
+        new = text[draft.given_out :]
+        draft.given_out = max(draft.given_out, len(text))
+        return new
+
+
+def _overlap(text: str, stop: Sequence[str]) -> int:
+    """How many characters at the end of a text could begin a stop string."""
+    lengths = (n for word in stop for n in range(1, len(word)) if text.endswith(word[:n]))
+    return max(lengths, default=0)

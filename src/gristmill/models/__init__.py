@@ -1,0 +1,1 @@
+"""Floor 5: the networks and what the rest may ask of them."""

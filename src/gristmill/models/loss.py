@@ -1,0 +1,125 @@
+"""Cross-entropy of the next token, without ever holding the logits of all tokens.
+
+For N tokens, hidden states h, head W and counting weights w, the loss is the sum
+
+    sum_n  w_n (logsumexp(W h_n) - (W h_n)[target_n])
+
+computed over slices of tokens. When gradients are wanted they are formed slice by slice in the same
+pass, from the softmax in place of the logits: dW and dh are kept, the logits never are, and the
+work is the three matrix products that the plain way needs too. The price: the scale of the loss
+has to be known in the forward pass, which also lets fp16 gradients be scaled before they are
+rounded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gristmill.models.spec import Loss
+
+SLICE_BYTES = 256 * 2**20
+"""Memory allowed for one slice's fp32 logits on a GPU."""
+CPU_SLICE_BYTES = 8 * 2**20
+"""The same on the CPU, where a slice should stay in the cache."""
+
+
+def linear_cross_entropy(
+    hidden_ND: torch.Tensor,
+    head_VD: torch.Tensor,
+    targets_N: torch.Tensor,
+    weights_N: torch.Tensor | None,
+    *,
+    vocab: int,
+    scale: torch.Tensor | None = None,
+) -> Loss:
+    """Loss summed over tokens; rows of the head from `vocab` on are padding and cannot be
+    predicted."""
+    if scale is None:
+        scale = torch.ones((), device=hidden_ND.device)
+    scaled, total = _LinearCrossEntropy.apply(
+        hidden_ND, head_VD, targets_N, weights_N, scale, vocab, torch.is_grad_enabled()
+    )
+    return Loss(scaled, total)
+
+
+def slice_length(rows: int, device: torch.device) -> int:
+    """Tokens per slice, so that its fp32 logits fit the allowance."""
+    allowance = CPU_SLICE_BYTES if device.type == "cpu" else SLICE_BYTES
+    return max(64, allowance // (4 * rows))
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: torch.Tensor,
+        head_VD: torch.Tensor,
+        targets_N: torch.Tensor,
+        weights_N: torch.Tensor | None,
+        scale: torch.Tensor,
+        vocab: int,
+        wants_gradient: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        dtype = _compute_dtype(hidden_ND)
+        head = head_VD.to(dtype)
+        total = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
+        d_hidden = torch.empty_like(hidden_ND) if wants_gradient else None
+        d_head = torch.zeros_like(head_VD) if wants_gradient else None
+        step = slice_length(head_VD.shape[0], hidden_ND.device)
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            for start in range(0, hidden_ND.shape[0], step):
+                part = slice(start, start + step)
+                hidden = hidden_ND[part].to(dtype)
+                weights = None if weights_N is None else weights_N[part].float()
+                logits = (hidden @ head.T).float()
+                loss = _slice_loss(logits, targets_N[part], weights, vocab)
+                total += loss
+                if d_hidden is None or d_head is None:
+                    continue
+                d_logits = _slice_gradient(logits, targets_N[part], weights, scale).to(dtype)
+                d_hidden[part] = d_logits @ head
+                if dtype == d_head.dtype:
+                    d_head.addmm_(d_logits.T, hidden)
+                else:
+                    d_head += d_logits.T @ hidden
+        ctx.save_for_backward(d_hidden, d_head)
+        ctx.mark_non_differentiable(total)
+        return total * scale, total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        d_hidden, d_head = ctx.saved_tensors
+        outer = gradients[0]
+        return d_hidden * outer.to(d_hidden.dtype), d_head * outer, None, None, None, None, None
+
+
+def _slice_loss(
+    logits_NV: torch.Tensor, targets_N: torch.Tensor, weights_N: torch.Tensor | None, vocab: int
+) -> torch.Tensor:
+    """Summed loss of one slice; leaves log-probabilities in the place of the logits."""
+    if vocab < logits_NV.shape[1]:
+        logits_NV[:, vocab:] = -torch.inf
+    logits_NV -= torch.logsumexp(logits_NV, dim=-1, keepdim=True)
+    picked_N = logits_NV.gather(1, targets_N[:, None])[:, 0]
+    return -(picked_N.sum() if weights_N is None else (picked_N * weights_N).sum())
+
+
+def _slice_gradient(
+    log_probabilities_NV: torch.Tensor,
+    targets_N: torch.Tensor,
+    weights_N: torch.Tensor | None,
+    scale: torch.Tensor,
+) -> torch.Tensor:
+    """The scaled gradient of the summed loss with respect to the logits, in the same memory."""
+    gradient_NV = log_probabilities_NV.exp_()
+    minus_one = gradient_NV.new_full((targets_N.shape[0], 1), -1.0)
+    gradient_NV.scatter_add_(1, targets_N[:, None], minus_one)
+    factor = scale.float() if weights_N is None else (weights_N * scale)[:, None]
+    return gradient_NV.mul_(factor)
+
+
+def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype

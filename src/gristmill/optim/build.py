@@ -1,0 +1,49 @@
+"""From settings to an optimizer over a model's parameters.
+
+Optimizers here are stepped without a decision of the host: before `step` the strategy sets two
+attributes, `grad_scale` (gradients are divided by it) and `found_inf` (1 leaves everything as it
+is), both tensors on the device, which the fused kernels read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from gristmill.config.schema import AdamWConfig, OptimConfig, Settings
+
+
+def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer a run asks for."""
+    return _BUILDERS[type(config)](config, model)
+
+
+def decide_step(
+    optimizer: torch.optim.Optimizer, *, divisor: torch.Tensor, skip: torch.Tensor
+) -> None:
+    """Tell the next `step` what to divide gradients by, and whether (1) to leave all as it is."""
+    vars(optimizer).update(grad_scale=divisor, found_inf=skip)
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+    """Matrices and embeddings, which decay, and vectors, which do not."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def _adamw(config: AdamWConfig, model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        decay_groups(model, config.weight_decay),
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=True,
+    )
+
+
+_BUILDERS: dict[type[Settings], Callable[..., torch.optim.Optimizer]] = {AdamWConfig: _adamw}

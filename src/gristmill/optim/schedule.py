@@ -1,0 +1,120 @@
+"""The learning rate as a pure function of progress.
+
+Time is counted in samples. With w the end of the warm-up and e the end of the decay,
+
+    s < w    peak (s + batch) / w                   the last warm-up step has the full rate
+    s >= w   a shape of t = (s - w) / (e - w)       from 1 at t = 0 to min_lr at t = 1 and after
+
+where s is the number of samples before the step, so that no step of a run has a rate of zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from gristmill.base.units import Progress
+from gristmill.config.resolve import Resolved
+from gristmill.config.schema import (
+    ConstantSchedule,
+    CosineRestartsSchedule,
+    CosineSchedule,
+    InverseSqrtSchedule,
+    LinearSchedule,
+    PolynomialSchedule,
+    RunConfig,
+    Settings,
+    WarmupStableDecaySchedule,
+)
+
+Shape = Callable[[float], float]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The rate over a run; `shape` maps samples since the start to a height from 0 to 1."""
+
+    peak: float
+    floor: float
+    warmup: int
+    batch: int
+    shape: Shape
+
+    def rate(self, progress: Progress) -> float:
+        """The learning rate of the step that starts at `progress`."""
+        if progress.samples < self.warmup:
+            return self.peak * min(1.0, (progress.samples + self.batch) / self.warmup)
+        return self.floor + (self.peak - self.floor) * self.shape(progress.samples)
+
+    def apply(self, optimizer: torch.optim.Optimizer, progress: Progress) -> float:
+        """Set the rate of all parameter groups and return it."""
+        rate = self.rate(progress)
+        for group in optimizer.param_groups:
+            group["lr"] = rate * group.get("lr_factor", 1.0)
+        return rate
+
+
+def build_schedule(config: RunConfig, numbers: Resolved) -> Schedule:
+    """The schedule of a run."""
+    settings = config.schedule
+    return Schedule(
+        peak=config.optim.lr,
+        floor=getattr(settings, "min_lr", 0.0),
+        warmup=numbers.samples_of(settings.warmup),
+        batch=numbers.batch,
+        shape=_SHAPES[type(settings)](settings, numbers),
+    )
+
+
+def _half_cosine(time: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * time))
+
+
+def _decaying(settings: Settings, numbers: Resolved, height: Shape) -> Shape:
+    """Stretch a height over the time from the warm-up's to the decay's end."""
+    assert isinstance(
+        settings, LinearSchedule | CosineSchedule | CosineRestartsSchedule | PolynomialSchedule
+    )
+    begin = numbers.samples_of(settings.warmup)
+    end = numbers.samples if settings.decay is None else numbers.samples_of(settings.decay)
+    return lambda samples: height(min(1.0, (samples - begin) / max(1, end - begin)))
+
+
+def _restarts(settings: CosineRestartsSchedule, numbers: Resolved) -> Shape:
+    def height(time: float) -> float:
+        return 0.0 if time >= 1 else _half_cosine(time * settings.cycles % 1.0)
+
+    return _decaying(settings, numbers, height)
+
+
+def _stable(settings: WarmupStableDecaySchedule, numbers: Resolved) -> Shape:
+    heights: dict[str, Shape] = {
+        "linear": lambda time: 1 - time,
+        "cosine": _half_cosine,
+        "sqrt": lambda time: 1 - math.sqrt(time),
+    }
+    length = numbers.samples_of(settings.decay)
+    begin = numbers.samples - length
+    height = heights[settings.shape]
+    return lambda s: 1.0 if s < begin else height(min(1.0, (s - begin) / max(1, length)))
+
+
+def _inverse_sqrt(settings: InverseSqrtSchedule, numbers: Resolved) -> Shape:
+    warmup = numbers.samples_of(settings.warmup)
+    return lambda samples: math.sqrt(warmup / samples) if samples > warmup else 1.0
+
+
+_SHAPES: dict[type[Settings], Callable[..., Shape]] = {
+    ConstantSchedule: lambda settings, numbers: lambda samples: 1.0,
+    LinearSchedule: lambda settings, numbers: _decaying(settings, numbers, lambda t: 1 - t),
+    CosineSchedule: lambda settings, numbers: _decaying(settings, numbers, _half_cosine),
+    CosineRestartsSchedule: _restarts,
+    PolynomialSchedule: lambda settings, numbers: _decaying(
+        settings, numbers, lambda t: (1 - t) ** settings.power
+    ),
+    InverseSqrtSchedule: _inverse_sqrt,
+    WarmupStableDecaySchedule: _stable,
+}

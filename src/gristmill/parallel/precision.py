@@ -1,0 +1,82 @@
+"""Number formats of the computation, and the loss scale that fp16 needs.
+
+The dynamic loss scale follows Megatron: an overflow uses up one unit of hysteresis, and once that
+is spent halves the scale (not below the minimum); `window` steps in a row without overflow double
+it and refill the hysteresis. All of it is arithmetic on the device, so no step waits for the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gristmill.config.schema import LossScaleConfig, PrecisionConfig
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class LossScale:
+    """The current scale and its counters, as tensors on the device."""
+
+    config: LossScaleConfig
+    scale: torch.Tensor
+    clean: torch.Tensor
+    """Steps without overflow since the scale last grew."""
+    patience: torch.Tensor
+    """Overflows still tolerated before the scale is halved."""
+
+    @classmethod
+    def start(cls, config: LossScaleConfig, device: torch.device) -> LossScale:
+        return cls(
+            config,
+            torch.tensor(config.initial, dtype=torch.float32, device=device),
+            torch.tensor(0, dtype=torch.int32, device=device),
+            torch.tensor(config.hysteresis, dtype=torch.int32, device=device),
+        )
+
+    def update(self, overflow: torch.Tensor) -> None:
+        """Take note of one step; `overflow` is a boolean on the device."""
+        patience = self.patience - overflow.int()
+        halved = (self.scale * 0.5).clamp(min=self.config.minimum)
+        clean = torch.where(overflow, 0, self.clean + 1)
+        grow = clean >= self.config.window
+        scale = torch.where(overflow & (patience <= 0), halved, self.scale)
+        self.scale = torch.where(grow, scale * 2.0, scale)
+        self.patience = torch.where(grow, self.config.hysteresis, patience).int()
+        self.clean = torch.where(grow, 0, clean).int()
+
+    def state(self) -> dict[str, float]:
+        return {
+            "scale": self.scale.item(),
+            "clean": self.clean.item(),
+            "patience": self.patience.item(),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.scale.fill_(state["scale"])
+        self.clean.fill_(int(state["clean"]))
+        self.patience.fill_(int(state["patience"]))
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How a run computes."""
+
+    config: PrecisionConfig
+    device: torch.device
+
+    def computing(self) -> contextlib.AbstractContextManager[Any]:
+        """The context in which a forward pass runs."""
+        if self.config.compute == "fp32":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=_DTYPES[self.config.compute])
+
+    def loss_scale(self) -> LossScale | None:
+        """The loss scale, for fp16 only."""
+        if self.config.compute != "fp16":
+            return None
+        return LossScale.start(self.config.loss_scale or LossScaleConfig(), self.device)

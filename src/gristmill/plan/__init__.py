@@ -1,0 +1,1 @@
+"""Floor 2: what a model costs, before anything is spent; needs no torch."""

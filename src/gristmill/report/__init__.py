@@ -1,0 +1,1 @@
+"""Floor 3: one self-contained HTML page made from run folders."""

@@ -1,0 +1,91 @@
+"""English that every Python carries: a corpus for the demo that needs no network.
+
+    pydoc_data.topics          the chapters of the language reference that `help()` shows
+    the standard library       the docstrings of every module, class and function, module by module
+    with source code           and the sources of those modules
+
+About two megabytes of plain technical English. The files are parsed, never imported, so nothing of
+them runs. The order is fixed: sorted, then shuffled with a fixed seed; the text differs between
+Python versions, as their documentation does. A docstring found twice is taken once. Tests are left
+out, since their docstrings are few and their sources many.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import random
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from pydoc_data.topics import topics
+
+from gristmill.text.sources import Document
+
+_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+_SEED = 1337
+
+
+def python_documents(*, source_code: bool = False) -> Iterator[Document]:
+    """The documentation of this Python, then, if asked for, its sources."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [path for path in sorted(root.rglob("*.py")) if not _is_skipped(path, root=root)]
+    seen: set[str] = set()
+    documents = [*_topics(seen), *_docstrings(files, root=root, seen=seen)]
+    random.Random(_SEED).shuffle(documents)
+    yield from documents
+    if source_code:
+        random.Random(_SEED).shuffle(files)
+        yield from _sources(files, root=root)
+
+
+def _is_skipped(path: Path, *, root: Path) -> bool:
+    return not _SKIPPED.isdisjoint(path.relative_to(root).parts)
+
+
+def _topics(seen: set[str]) -> Iterator[Document]:
+    for name in sorted(topics):
+        text = topics[name].strip() + "\n"
+        if text not in seen:
+            seen.add(text)
+            yield Document(text, origin=f"pydoc_data.topics:{name}")
+
+
+def _docstrings(files: list[Path], *, root: Path, seen: set[str]) -> Iterator[Document]:
+    for path in files:
+        with warnings.catch_warnings():
+            # Old sources hold escapes that newer Pythons warn of; nobody can mend them here.
+            warnings.simplefilter("ignore")
+            module = ast.parse(path.read_bytes(), filename=str(path))
+        texts = []
+        for node in (module, *_definitions(module)):
+            text = ast.get_docstring(node)
+            if text and text not in seen:
+                seen.add(text)
+                texts.append(text)
+        if texts:
+            yield Document("\n\n".join(texts) + "\n", origin=_origin(path, root=root))
+
+
+def _definitions(
+    node: ast.AST,
+) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    """The classes and functions below a node, in the order they are written."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield child
+        # Expressions hold no definitions, and are most of the tree.
+        if isinstance(child, ast.stmt | ast.excepthandler):
+            yield from _definitions(child)
+
+
+def _sources(files: list[Path], *, root: Path) -> Iterator[Document]:
+    for path in files:
+        text = importlib.util.decode_source(path.read_bytes())
+        if text.strip():
+            yield Document(text, origin=_origin(path, root=root))
+
+
+def _origin(path: Path, *, root: Path) -> str:
+    return f"{path.relative_to(root).as_posix()}:1"

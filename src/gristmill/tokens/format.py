@@ -1,0 +1,263 @@
+"""What every token set on disk has in common: its facts, its manifest, and the reader and writer.
+
+A set named PREFIX is a few files that start with PREFIX, one of them the manifest:
+
+    PREFIX.json   {"kind": "gristmill token set", "version": 1, "format": "flat", "dtype": "uint16",
+                   "tokens": 5, "documents": 2, "vocab_size": 257, "end_of_text": 256,
+                   "text_bytes": 3, "tokenizer": {"type": "bytes", "fingerprint": "…", …},
+                   "token_file": ".bin", "files": {".bin": {"bytes": 10, "sha256": "…"}, …},
+                   "created_by": "gristmill 0.1.0"}
+
+The manifest is written last, so a set without one is unfinished. It names its files by what follows
+PREFIX, so that a set may be moved and renamed. Documents are not empty and lie end to end: document
+i begins at `document_starts[i]` and ends where the next one begins. The checksums are not compared
+when a set is opened, only the sizes: a terabyte of tokens must open at once. That is left to
+`verify_tokens`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from gristmill.base.errors import Exit, Problem, UserError
+from gristmill.base.files import read_json, write_json
+
+KIND = "gristmill token set"
+VERSION = 1
+
+Ids: TypeAlias = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+Starts: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class TokenSetInfo:
+    """The facts about a token set that its users need."""
+
+    format: str
+    """Name of the format, as in the table of `gristmill.tokens.store`."""
+    dtype: str
+    """How an id is stored: "uint16" or "uint32", little-endian."""
+    tokens: int
+    documents: int
+    vocab_size: int
+    """Every id is below this number."""
+    end_of_text: int | None
+    """The id that ends a document, if the tokenizer has one."""
+    tokenizer: str
+    """Fingerprint of the tokenizer that made the ids."""
+    fingerprint: str
+    """SHA-256 of the token file."""
+    text_bytes: int | None = None
+    """UTF-8 bytes of the text that was encoded, if known."""
+
+
+class TokenReader(Protocol):
+    """A finished token set, open for reading."""
+
+    @property
+    def info(self) -> TokenSetInfo: ...
+
+    def __len__(self) -> int:
+        """The number of tokens."""
+        ...
+
+    def read(self, start: int, count: int) -> Ids:
+        """The ids at positions start to start + count, in their stored type."""
+        ...
+
+    @property
+    def document_starts(self) -> Starts:
+        """The positions at which documents begin."""
+        ...
+
+
+class TokenWriter(Protocol):
+    """A token set in the making; nothing of it is visible under its name before `finish`."""
+
+    def add(self, ids: npt.NDArray[Any] | Sequence[int]) -> None:
+        """Append one document; an id outside the vocabulary is refused."""
+        ...
+
+    def finish(self, *, text_bytes: int | None = None) -> TokenSetInfo:
+        """Put the set in place, its manifest last."""
+        ...
+
+    def abandon(self) -> None:
+        """Remove everything written so far; after `finish` there is nothing to remove."""
+        ...
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """Size and checksum of one file of a set."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of PREFIX.json."""
+
+    info: TokenSetInfo
+    tokenizer: Mapping[str, Any]
+    """The tokenizer's spec; its "fingerprint" says which tokenizer it was."""
+    files: Mapping[str, FileFacts]
+    """The files of the set, by what follows PREFIX in their names."""
+    token_file: str
+    """Which of them holds the ids."""
+    created_by: str
+
+
+def dtype_for(vocab_size: int) -> str:
+    """The narrowest stored type that holds every id of a vocabulary."""
+    assert 0 < vocab_size <= 2**32, f"no stored type holds {vocab_size} ids"
+    return "uint16" if vocab_size <= 2**16 else "uint32"
+
+
+def file_of(prefix: Path, suffix: str) -> Path:
+    """PREFIX with a suffix appended: a dot inside the prefix's own name stays."""
+    return Path(f"{prefix}{suffix}")
+
+
+def program_version() -> str:
+    """The name and version of this program, for the record of who wrote a set."""
+    try:
+        return f"gristmill {importlib.metadata.version('gristmill')}"
+    except importlib.metadata.PackageNotFoundError:
+        return "gristmill (not installed)"
+
+
+def checked_ids(
+    ids: npt.NDArray[Any] | Sequence[int], *, vocab_size: int, where: str
+) -> npt.NDArray[Any]:
+    """The ids of one document as an array, each of them inside the vocabulary."""
+    array = np.asarray(ids)
+    assert array.ndim == 1 and array.size > 0, "a document is a non-empty row of ids"
+    assert array.dtype.kind in "iu", f"ids are whole numbers, not {array.dtype}"
+    smallest, largest = int(array.min()), int(array.max())
+    if smallest < 0 or largest >= vocab_size:
+        outside = smallest if smallest < 0 else largest
+        raise UserError(
+            f"the id {outside} is outside the vocabulary of {vocab_size}",
+            where=where,
+            remedy="state the vocabulary size of the tokenizer that made these ids",
+            exit=Exit.DATA,
+        )
+    return array
+
+
+def write_manifest(prefix: Path, manifest: Manifest) -> None:
+    """Write PREFIX.json, which makes the set a finished one."""
+    info = manifest.info
+    value = {
+        "kind": KIND,
+        "version": VERSION,
+        "format": info.format,
+        "dtype": info.dtype,
+        "tokens": info.tokens,
+        "documents": info.documents,
+        "vocab_size": info.vocab_size,
+        "end_of_text": info.end_of_text,
+        "text_bytes": info.text_bytes,
+        "tokenizer": dict(manifest.tokenizer),
+        "token_file": manifest.token_file,
+        "files": {
+            suffix: {"bytes": facts.bytes, "sha256": facts.sha256}
+            for suffix, facts in manifest.files.items()
+        },
+        "created_by": manifest.created_by,
+    }
+    write_json(file_of(prefix, ".json"), value)
+
+
+def is_manifest(path: Path) -> bool:
+    """Whether a file is the manifest of a token set, of whatever version."""
+    try:
+        value = read_json(path)
+    except UserError:
+        return False
+    return isinstance(value, dict) and value.get("kind") == KIND
+
+
+def read_manifest(prefix: Path) -> Manifest:
+    """Read PREFIX.json, or say what is wrong with it."""
+    path = file_of(prefix, ".json")
+    value = read_json(path)
+    if not isinstance(value, dict) or value.get("kind") != KIND:
+        raise UserError("this is not the manifest of a token set", where=str(path), exit=Exit.DATA)
+    if value.get("version") != VERSION:
+        raise UserError(
+            f"this token set has version {value.get('version')}; this program reads {VERSION}",
+            where=str(path),
+            remedy=f"read it with the program that wrote it: {value.get('created_by')}",
+            exit=Exit.DATA,
+        )
+    try:
+        return _parse_manifest(value)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"the manifest is damaged ({type(error).__name__}: {error})",
+            where=str(path),
+            remedy="prepare the set again, or copy its files again from where they came",
+            exit=Exit.DATA,
+        ) from error
+
+
+def _parse_manifest(value: dict[str, Any]) -> Manifest:
+    files = {
+        str(suffix): FileFacts(bytes=int(facts["bytes"]), sha256=str(facts["sha256"]))
+        for suffix, facts in value["files"].items()
+    }
+    if value["dtype"] not in ("uint16", "uint32"):
+        raise ValueError(f"dtype is {value['dtype']!r}")
+    token_file = str(value["token_file"])
+    info = TokenSetInfo(
+        format=str(value["format"]),
+        dtype=str(value["dtype"]),
+        tokens=int(value["tokens"]),
+        documents=int(value["documents"]),
+        vocab_size=int(value["vocab_size"]),
+        end_of_text=None if value["end_of_text"] is None else int(value["end_of_text"]),
+        tokenizer=str(value["tokenizer"]["fingerprint"]),
+        fingerprint=files[token_file].sha256,
+        text_bytes=None if value["text_bytes"] is None else int(value["text_bytes"]),
+    )
+    return Manifest(
+        info=info,
+        tokenizer=value["tokenizer"],
+        files=files,
+        token_file=token_file,
+        created_by=str(value["created_by"]),
+    )
+
+
+def size_problems(prefix: Path, manifest: Manifest) -> list[Problem]:
+    """What is missing, cut or longer than the manifest says."""
+    return [
+        problem
+        for suffix, facts in manifest.files.items()
+        if (problem := _size_problem(file_of(prefix, suffix), expected=facts.bytes))
+    ]
+
+
+def _size_problem(path: Path, *, expected: int) -> Problem | None:
+    remedy = "copy the file again from where it came, or prepare the set again"
+    if not path.is_file():
+        return Problem("this file of the token set is missing", where=str(path), remedy=remedy)
+    found = path.stat().st_size
+    if found == expected:
+        return None
+    how = "cut short" if found < expected else "too long"
+    return Problem(
+        f"the file is {how}: {found} bytes, and the manifest says {expected}",
+        where=str(path),
+        remedy=remedy,
+    )

@@ -1,0 +1,115 @@
+"""The run folder: where everything that one run leaves behind lies.
+
+    runs/NAME/
+    ├── run.toml            the complete settings, runs again as it is
+    ├── origin.txt          the command as typed
+    ├── environment.json    versions, commit, host, device
+    ├── train.log           the run in lines for people
+    ├── metrics.jsonl       the run in records for programs
+    ├── status.json         how the run stands
+    ├── tokenizer/          the tokenizer the run was trained with
+    ├── checkpoints/        step-00012000/ and its like
+    ├── evals/ · samples/   results and texts
+    ├── report.html         the page made from all this
+    └── .lock               held by the process that trains
+
+This module names the places and knows the format of `status.json` only; every other format belongs
+to the module that writes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from gristmill.base.files import read_json, storage_errors, write_json
+
+State = Literal["running", "done", "stopped", "failed"]
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The paths of one run."""
+
+    path: Path
+
+    @property
+    def settings(self) -> Path:
+        """The complete settings; its presence makes the folder a run."""
+        return self.path / "run.toml"
+
+    @property
+    def origin(self) -> Path:
+        """The command as typed, and its translation if it came from a dialect."""
+        return self.path / "origin.txt"
+
+    @property
+    def environment(self) -> Path:
+        """Versions, commit, host and device."""
+        return self.path / "environment.json"
+
+    @property
+    def log(self) -> Path:
+        """The run in lines for people."""
+        return self.path / "train.log"
+
+    @property
+    def metrics(self) -> Path:
+        """The run in records for programs, one JSON object per line."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def status(self) -> Path:
+        """How the run stands."""
+        return self.path / "status.json"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The folder of the tokenizer."""
+        return self.path / "tokenizer"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the step folders."""
+        return self.path / "checkpoints"
+
+    @property
+    def evals(self) -> Path:
+        """The folder of evaluation results."""
+        return self.path / "evals"
+
+    @property
+    def samples(self) -> Path:
+        """The folder of generated texts."""
+        return self.path / "samples"
+
+    @property
+    def report(self) -> Path:
+        """The page with the curves."""
+        return self.path / "report.html"
+
+    @property
+    def lock(self) -> Path:
+        """The file that the training process holds locked."""
+        return self.path / ".lock"
+
+    def create(self) -> None:
+        """Make the folder and its subfolders; those that exist are left as they are."""
+        for folder in (self.path, self.checkpoints, self.evals, self.samples):
+            with storage_errors(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+
+    def holds_run(self) -> bool:
+        """Whether a run was started here."""
+        return self.settings.is_file()
+
+    def write_status(self, state: State, **facts: Any) -> None:
+        """Say how the run stands, with facts such as the step, and the time of saying so."""
+        updated = datetime.now().astimezone().isoformat(timespec="seconds")
+        write_json(self.status, {"state": state, **facts, "updated": updated})
+
+    def read_status(self) -> dict[str, Any]:
+        """What `write_status` wrote last; empty before the first time."""
+        return dict(read_json(self.status)) if self.status.is_file() else {}

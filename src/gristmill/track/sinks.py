@@ -1,0 +1,386 @@
+"""Where the records of a run go: files on this machine, TensorBoard, Weights & Biases.
+
+    Fanout ─┬─ Guarded ── JsonlSink        metrics.jsonl
+            ├─ Guarded ── LogSink          train.log
+            ├─ Guarded ── ConsoleSink      the terminal (see `console`)
+            ├─ Guarded ── TensorBoardSink  event files, for the extra "tensorboard"
+            └─ Guarded ── WandbSink        Weights & Biases, for the extra "wandb"
+
+A sink that fails (a full disk, a lost network) must not cost the run: `Guarded` turns the first
+failure into one warning, handed back to the caller, and is silent from then on. The sink is not
+tried again later, because half a curve that says so is better than one with unexplained holes.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import os
+import time
+import unicodedata
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from gristmill.base.errors import UserError, optional
+from gristmill.base.files import storage_errors
+from gristmill.base.units import format_bytes, format_count, format_seconds
+from gristmill.track.metrics import (
+    EventRecord,
+    Moment,
+    Record,
+    SampleRecord,
+    StepRecord,
+    ValidationRecord,
+    to_json,
+)
+
+
+class Sink(Protocol):
+    """Somewhere that records go."""
+
+    def write(self, record: Record) -> None:
+        """Take one record."""
+
+    def flush(self) -> None:
+        """Bring all that was written to where it will stay."""
+
+    def close(self) -> None:
+        """Flush and let go; nothing is written afterwards."""
+
+
+class Fanout:
+    """Sends every record to several sinks."""
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self.sinks = tuple(sinks)
+
+    def write(self, record: Record) -> None:
+        for sink in self.sinks:
+            sink.write(record)
+
+    def flush(self) -> None:
+        for sink in self.sinks:
+            sink.flush()
+
+    def close(self) -> None:
+        """Close all, last to first, so that the trouble of a later one still reaches the others."""
+        with ExitStack() as stack:
+            for sink in self.sinks:
+                stack.callback(sink.close)
+
+
+class Guarded:
+    """A sink whose failure becomes one warning instead of the end of the run."""
+
+    def __init__(self, sink: Sink, *, name: str, report: Callable[[EventRecord], None]) -> None:
+        self._sink = sink
+        self._name = name
+        self._report = report
+        self._silent = False
+        self._last: Moment | None = None
+
+    def write(self, record: Record) -> None:
+        self._last = record
+        self._attempt(lambda: self._sink.write(record))
+
+    def flush(self) -> None:
+        self._attempt(self._sink.flush)
+
+    def close(self) -> None:
+        """Close the sink, even a failed one, for it may still hold a file or a connection."""
+        self._attempt(self._sink.close, despite_failure=True)
+        self._silent = True
+
+    def _attempt(self, action: Callable[[], None], *, despite_failure: bool = False) -> None:
+        if self._silent and not despite_failure:
+            return
+        try:
+            action()
+        # Whatever a logger raises, and remote ones raise anything, the run is worth more.
+        except Exception as error:
+            if not self._silent:
+                self._silent = True
+                self._report(self._warning(error))
+
+    def _warning(self, error: Exception) -> EventRecord:
+        last = self._last
+        return EventRecord(
+            step=last.step if last else 0,
+            samples=last.samples if last else 0,
+            tokens=last.tokens if last else 0,
+            time=time.time(),
+            level="warning",
+            text=f"{self._name} takes no more records ({type(error).__name__}: {error}); "
+            "training goes on",
+        )
+
+
+class Pace:
+    """How long a run still takes, from the wall clock between its latest steps.
+
+    The clock covers what happens between steps (validation, checkpoints) and leaves out the first
+    step, which compiles.
+    """
+
+    def __init__(self, horizon_steps: int) -> None:
+        self._horizon = horizon_steps
+        self._seen: deque[tuple[int, float]] = deque(maxlen=100)
+
+    def seconds_left(self, record: StepRecord) -> float:
+        self._seen.append((record.step, record.time))
+        (first_step, first_time), (step, now) = self._seen[0], self._seen[-1]
+        pace = (now - first_time) / (step - first_step) if step > first_step else None
+        remaining = max(self._horizon - step, 0)
+        return remaining * (record.step_seconds if pace is None else max(pace, 0.0))
+
+
+def line(
+    record: Record, *, horizon_steps: int | None = None, seconds_left: float | None = None
+) -> str:
+    """A record as one plain line, for the log and for output that is not a terminal."""
+    if isinstance(record, StepRecord):
+        return " | ".join(_step_parts(record, horizon_steps, seconds_left))
+    if isinstance(record, ValidationRecord):
+        return (
+            f"validation at step {record.step} | loss {record.loss:.4f} | "
+            f"perplexity {record.perplexity:.5g} | {record.windows} windows in "
+            f"{format_seconds(record.seconds)}{' | best so far' if record.best else ''}"
+        )
+    if isinstance(record, SampleRecord):
+        return f"sample at step {record.step} | {_quoted(record.prompt)} -> {_quoted(record.text)}"
+    return f"{record.level}: {printable(record.text)}"
+
+
+def _step_parts(
+    record: StepRecord, horizon_steps: int | None, seconds_left: float | None
+) -> list[str]:
+    total = "" if horizon_steps is None else f"/{horizon_steps}"
+    parts = [
+        f"step {record.step}{total}",
+        f"loss {record.loss:.4f}",
+        f"lr {record.lr:.2e}",
+        f"grad {record.grad_norm:.3f}",
+        f"{rate(record.tokens_per_second)} tok/s",
+        f"{record.tflops:.3g} TFLOP/s",
+    ]
+    if record.mfu is not None:
+        parts.append(f"mfu {record.mfu:.1%}")
+    if record.memory_bytes is not None:
+        parts.append(f"mem {format_bytes(record.memory_bytes)}")
+    if record.loss_scale is not None:
+        parts.append(f"scale {record.loss_scale:.6g}")
+    if record.skipped:
+        parts.append(f"skipped {record.skipped}")
+    if record.nan:
+        parts.append(f"nan {record.nan}")
+    if seconds_left is not None:
+        parts.append(f"eta {format_seconds(seconds_left)}")
+    return parts
+
+
+def rate(amount: float) -> str:
+    """Tokens per second for a person; a rate that could not be measured is a dash."""
+    return format_count(amount) if math.isfinite(amount) else "-"
+
+
+def printable(text: str) -> str:
+    """The text without characters that could steer a terminal; line ends and tabs stay."""
+    return "".join(
+        "\N{REPLACEMENT CHARACTER}"
+        if unicodedata.category(character) in ("Cc", "Cs") and character not in "\n\t"
+        else character
+        for character in text
+    )
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(printable(text), ensure_ascii=False)
+
+
+class _TextFile:
+    """A file that grows by whole lines, each handed to the system at once."""
+
+    def __init__(self, path: Path) -> None:
+        with storage_errors(path):
+            # A lone surrogate, as in a prompt from a command line in another encoding, becomes
+            # the escape that JSON itself uses for it.
+            self._file = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
+
+    def flush(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        try:
+            self.flush()
+        finally:
+            self._file.close()
+
+
+class JsonlSink(_TextFile):
+    """Appends to `metrics.jsonl`."""
+
+    def write(self, record: Record) -> None:
+        self._file.write(to_json(record) + "\n")
+
+
+class LogSink(_TextFile):
+    """Appends to `train.log`: the local time, then the plain line."""
+
+    def __init__(self, path: Path, *, horizon_steps: int | None = None) -> None:
+        super().__init__(path)
+        self._horizon = horizon_steps
+        self._pace = None if horizon_steps is None else Pace(horizon_steps)
+
+    def write(self, record: Record) -> None:
+        left = None
+        if self._pace and isinstance(record, StepRecord):
+            left = self._pace.seconds_left(record)
+        when = datetime.fromtimestamp(record.time).astimezone().isoformat(timespec="seconds")
+        text = line(record, horizon_steps=self._horizon, seconds_left=left)
+        self._file.write(f"{when} {text}\n")
+
+
+def scalars(record: Record) -> dict[str, float]:
+    """The numbers of a record under the names they have in TensorBoard and W&B."""
+    if isinstance(record, StepRecord):
+        named: dict[str, float | None] = {
+            "train/loss": record.loss,
+            "train/lr": record.lr,
+            "train/grad_norm": record.grad_norm,
+            "train/loss_scale": record.loss_scale,
+            "train/skipped": record.skipped,
+            "train/nan": record.nan,
+            "speed/tokens_per_second": record.tokens_per_second,
+            "speed/step_seconds": record.step_seconds,
+            "speed/data_wait": record.data_wait,
+            "speed/tflops": record.tflops,
+            "speed/tflops_causal": record.tflops_causal,
+            "speed/mfu": record.mfu,
+            "speed/mfu_causal": record.mfu_causal,
+            "device/memory_bytes": record.memory_bytes,
+            "progress/samples": record.samples,
+            "progress/tokens": record.tokens,
+        }
+        return {name: value for name, value in named.items() if value is not None}
+    if isinstance(record, ValidationRecord):
+        return {"validation/loss": record.loss, "validation/perplexity": record.perplexity}
+    return {}
+
+
+class TensorBoardSink:
+    """Writes event files that TensorBoard reads, with its own writer and without torch."""
+
+    def __init__(self, folder: Path) -> None:
+        def module(name: str) -> Any:
+            return optional(name, extra="tensorboard", purpose="logging to TensorBoard")
+
+        self._event = module("tensorboard.compat.proto.event_pb2")
+        self._summary = module("tensorboard.compat.proto.summary_pb2").Summary
+        self._tensor = module("tensorboard.compat.proto.tensor_pb2").TensorProto
+        self._text = module("tensorboard.plugins.text.metadata").create_summary_metadata("", "")
+        writer = module("tensorboard.summary.writer.event_file_writer").EventFileWriter
+        with storage_errors(folder):
+            self._writer = writer(str(folder))
+        self._started = False
+
+    def write(self, record: Record) -> None:
+        if not self._started:
+            self._forget_from(record)
+            self._started = True
+        values = [
+            self._summary.Value(tag=name, simple_value=value)
+            for name, value in scalars(record).items()
+        ]
+        if isinstance(record, SampleRecord):
+            values.append(self._text_value("sample", record.prompt + record.text))
+        if isinstance(record, EventRecord):
+            values.append(self._text_value(record.level, record.text))
+        self._add(record, summary=self._summary(value=values))
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _forget_from(self, record: Record) -> None:
+        """Tell TensorBoard to drop the steps that a resumed run does again."""
+        start = self._event.SessionLog(status=self._event.SessionLog.START)
+        self._add(record, session_log=start)
+
+    def _add(self, record: Record, **content: Any) -> None:
+        event = self._event.Event(wall_time=record.time, step=record.step, **content)
+        self._writer.add_event(event)
+
+    def _text_value(self, tag: str, text: str) -> Any:
+        # TensorBoard reads texts as Markdown; indented by four they are shown as they are.
+        literal = "\n".join(f"    {part}" for part in text.split("\n"))
+        tensor = self._tensor(dtype="DT_STRING", string_val=[literal.encode(errors="replace")])
+        tensor.tensor_shape.dim.add(size=1)
+        return self._summary.Value(tag=tag, tensor=tensor, metadata=self._text)
+
+
+class WandbSink:
+    """Writes to Weights & Biases, or to a folder for `wandb sync` to send later.
+
+    The run there is opened by the first record, inside whatever guards the sink, so that a service
+    out of reach does not keep a run from starting. Events are left out: W&B has no place for them
+    but alerts, which send mail.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        project: str,
+        name: str,
+        mode: Literal["online", "offline"],
+        settings: Mapping[str, Any],
+        run_id: str,
+    ) -> None:
+        self._wandb = optional("wandb", extra="wandb", purpose="logging to Weights & Biases")
+        # A login asked for in the middle of a run would wait for an answer forever.
+        if mode == "online" and not self._wandb.login(prompt=False, verify=False):
+            raise UserError(
+                "not logged in to Weights & Biases",
+                remedy="run `wandb login`, or log offline and send the files with `wandb sync`",
+            )
+        self._options = {
+            "dir": str(folder),
+            "project": project,
+            "name": name,
+            "id": run_id,
+            "resume": "allow",
+            "mode": mode,
+            "config": dict(settings),
+            "settings": {
+                "console": "off",
+                "silent": mode == "offline",
+                "init_timeout": 30,
+                "finish_timeout": 120,
+            },
+        }
+        self._run: Any = None
+
+    def write(self, record: Record) -> None:
+        if self._run is None:
+            self._run = self._wandb.init(**self._options)
+        values: dict[str, Any] = dict(scalars(record))
+        if isinstance(record, SampleRecord):
+            text = f"<pre>{html.escape(record.prompt)}<b>{html.escape(record.text)}</b></pre>"
+            values["sample"] = self._wandb.Html(text)
+        if values:
+            self._run.log(values, step=record.step)
+
+    def flush(self) -> None:
+        """Nothing: W&B sends on its own, and waiting for it would hold up training."""
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()

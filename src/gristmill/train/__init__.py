@@ -1,0 +1,1 @@
+"""Floor 10: the loop, and the place where everything meets."""

@@ -1,0 +1,56 @@
+"""What a run ran on: versions, machine, code."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gristmill.parallel.world import World
+
+_PACKAGES = ("numpy", "safetensors", "tokenizers", "pydantic", "triton")
+
+
+def describe_environment(world: World, *, parameters: int) -> dict[str, Any]:
+    """The content of environment.json."""
+    return {
+        "gristmill": version("gristmill"),
+        "commit": code_commit(),
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        **{name: version(name) for name in _PACKAGES},
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "device": world.name,
+        "device_type": world.device.type,
+        "threads": torch.get_num_threads(),
+        "parameters": parameters,
+        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+    }
+
+
+def version(package: str) -> str | None:
+    """The installed version of a package, None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def code_commit() -> str | None:
+    """The commit of the working copy that this code runs from, with + if files were changed."""
+    here = Path(__file__).resolve().parent
+    if not any((folder / ".git").exists() for folder in here.parents):
+        return None
+    try:
+        words = ("git", "-C", str(here), "describe", "--always", "--dirty=+", "--exclude=*")
+        found = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip() or None

@@ -1,0 +1,272 @@
+"""What happens along the way: each hook says when it is due and acts then, and once at the end.
+
+    order   validate -> sample -> checkpoint     the checkpoint knows the newest validation loss
+
+Before hooks act, all step results are settled; the time they take does not count as training speed.
+A stop asked for by a signal or the time limit ends the loop after the step in progress; it saves.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
+from typing import Protocol
+
+from gristmill.base.units import Duration
+from gristmill.checkpoint.layout import Best
+from gristmill.checkpoint.state import TrainState, capture
+from gristmill.checkpoint.writer import CheckpointWriter
+from gristmill.config.schema import SampleConfig
+from gristmill.data.loader import Batch
+from gristmill.generate import Sampling, TextGenerator
+from gristmill.models.gpt import GPT
+from gristmill.parallel.strategy import Strategy
+from gristmill.text.tokenizers import Tokenizer
+from gristmill.train.meter import Meter
+from gristmill.train.moment import Moment
+from gristmill.train.tracker import Tracker
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class Hook(Protocol):
+    """Something done every now and then."""
+
+    def at_start(self) -> None:
+        """Before the first step of a new run."""
+        ...
+
+    def due(self, moment: Moment) -> bool: ...
+
+    def act(self, moment: Moment) -> None: ...
+
+    def at_end(self, *, finished: bool) -> None:
+        """After the last step; `finished` is False when the run was stopped before its horizon."""
+        ...
+
+
+class StopRequest:
+    """Asks the loop to stop: on TERM, INT or USR1, or when the time limit comes near.
+
+    The handlers only note the signal. A second INT leaves at once, without a save.
+    """
+
+    def __init__(self, *, time_limit: float | None) -> None:
+        self.reason: str | None = None
+        self.time_limit = time_limit
+        self.started = time.monotonic()
+        self._before: dict[signal.Signals, Callable[..., object] | int | None] = {}
+
+    def __enter__(self) -> StopRequest:
+        for number in _SIGNALS:
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def check_time(self, *, reserve: float) -> None:
+        """Stop if another step and a save, which take `reserve` seconds, might not fit."""
+        if self.time_limit is not None and self.reason is None:
+            spent = time.monotonic() - self.started
+            if spent + reserve >= self.time_limit:
+                self.reason = "the time limit"
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.reason is not None:
+            raise KeyboardInterrupt
+        self.reason = f"signal {signal.Signals(number).name}"
+
+
+class Hooks:
+    """Runs the hooks that are due, and knows whether to stop."""
+
+    def __init__(
+        self,
+        hooks: Sequence[Hook],
+        *,
+        meter: Meter,
+        tracker: Tracker,
+        stop: StopRequest,
+        writer: CheckpointWriter,
+    ) -> None:
+        self.hooks, self.meter, self.tracker, self.stop = hooks, meter, tracker, stop
+        self.writer = writer
+
+    @property
+    def stopping(self) -> bool:
+        return self.stop.reason is not None
+
+    def at_start(self) -> None:
+        for hook in self.hooks:
+            hook.at_start()
+        self.meter.restart_clock()
+
+    def after_step(self, moment: Moment) -> None:
+        self.meter.add(moment)
+        due = [hook for hook in self.hooks if hook.due(moment)]
+        if due:
+            self.meter.settle()
+            for hook in due:
+                hook.act(moment)
+            self.meter.restart_clock()
+        self.stop.check_time(reserve=2 * (self.meter.step_seconds + self.writer.seconds))
+
+    def at_end(self) -> None:
+        self.meter.settle()
+        if self.stopping:
+            self.tracker.say(f"stopping after {self.stop.reason}")
+        for hook in self.hooks:
+            hook.at_end(finished=not self.stopping)
+        self.tracker.flush()
+
+
+class Validate:
+    """Measures the loss on the fixed validation windows."""
+
+    def __init__(
+        self,
+        every: Duration,
+        *,
+        strategy: Strategy,
+        batches: Callable[[], Iterable[Batch]],
+        tracker: Tracker,
+        state: TrainState,
+        best: Best | None,
+    ) -> None:
+        self.every, self.strategy, self.batches = every, strategy, batches
+        self.tracker, self.state, self.best = tracker, state, best
+        self._done_at: int | None = None
+
+    def at_start(self) -> None:
+        self._measure()
+
+    def due(self, moment: Moment) -> bool:
+        return self.every.due(moment.before, moment.after)
+
+    def act(self, moment: Moment) -> None:
+        self._measure()
+
+    def at_end(self, *, finished: bool) -> None:
+        if finished and self._done_at != self.state.progress.steps:
+            self._measure()
+
+    def best_now(self) -> Best | None:
+        """The best loss, if this very step has it."""
+        if self.best is not None and self.best.step == self.state.progress.steps:
+            return self.best
+        return None
+
+    def _measure(self) -> None:
+        started = time.monotonic()
+        windows = 0
+
+        def counted() -> Iterable[Batch]:
+            nonlocal windows
+            for batch in self.batches():
+                windows += batch.samples
+                yield batch
+
+        loss = self.strategy.evaluate(counted())
+        step = self.state.progress.steps
+        better = step > 0 and math.isfinite(loss) and (not self.best or loss < self.best.loss)
+        if better:
+            self.best = Best(step, loss)
+        self._done_at = step
+        self.tracker.validation(
+            loss,
+            perplexity=math.exp(min(loss, 700.0)),
+            windows=windows,
+            seconds=time.monotonic() - started,
+            best=better,
+        )
+
+
+class Sample:
+    """Lets the model write."""
+
+    def __init__(
+        self,
+        config: SampleConfig,
+        *,
+        model: GPT,
+        tokenizer: Tokenizer,
+        tracker: Tracker,
+        state: TrainState,
+        seed: int,
+    ) -> None:
+        self.config, self.tracker, self.state = config, tracker, state
+        self.generator = TextGenerator(model, tokenizer)
+        self.sampling = Sampling(config.temperature, config.top_k, config.top_p, seed)
+        self._done_at: int | None = None
+
+    def at_start(self) -> None:
+        self._write()
+
+    def due(self, moment: Moment) -> bool:
+        return self.config.every.due(moment.before, moment.after)
+
+    def act(self, moment: Moment) -> None:
+        self._write()
+
+    def at_end(self, *, finished: bool) -> None:
+        if finished and self._done_at != self.state.progress.steps:
+            self._write()
+
+    def _write(self) -> None:
+        self._done_at = self.state.progress.steps
+        for prompt in self.config.prompts:
+            (text,) = self.generator.texts(
+                prompt, tokens=self.config.tokens, sampling=self.sampling
+            )
+            self.tracker.sample(prompt, text)
+
+
+class Checkpoint:
+    """Saves the state, also when validation has just found it to be the best."""
+
+    def __init__(
+        self,
+        every: Duration,
+        *,
+        writer: CheckpointWriter,
+        state: TrainState,
+        strategy: Strategy,
+        validate: Validate | None,
+        keep_best: bool,
+    ) -> None:
+        self.every, self.writer, self.state, self.strategy = every, writer, state, strategy
+        self.validate, self.keep_best = validate, keep_best
+        self._saved_at: int | None = None
+
+    def at_start(self) -> None:
+        """Nothing: the start can be made again from the settings."""
+
+    def due(self, moment: Moment) -> bool:
+        if self.every.due(moment.before, moment.after):
+            return True
+        return self.keep_best and self.validate is not None and self.validate.due(moment)
+
+    def act(self, moment: Moment) -> None:
+        best = self._best_now()
+        if best is not None or self.every.due(moment.before, moment.after):
+            self._save(best)
+
+    def at_end(self, *, finished: bool) -> None:
+        if self._saved_at != self.state.progress.steps:
+            self._save(self._best_now())
+        self.writer.finish()
+
+    def _best_now(self) -> Best | None:
+        if not self.keep_best or self.validate is None:
+            return None
+        return self.validate.best_now()
+
+    def _save(self, best: Best | None) -> None:
+        self._saved_at = self.state.progress.steps
+        self.state.strategy = self.strategy.state()
+        self.writer.save(capture(self.state), best=best)

@@ -1,0 +1,38 @@
+"""The training loop: the only one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from gristmill.base.units import Duration
+from gristmill.checkpoint.state import TrainState
+from gristmill.data.loader import Batch
+from gristmill.optim.schedule import Schedule
+from gristmill.parallel.strategy import Strategy
+from gristmill.train.hooks import Hooks
+from gristmill.train.moment import Moment
+
+
+def train(
+    state: TrainState,
+    *,
+    batches: Iterator[Sequence[Batch]],
+    strategy: Strategy,
+    schedule: Schedule,
+    hooks: Hooks,
+    until: Duration,
+) -> None:
+    """Run steps until the horizon or until a hook asks to stop; everything periodic is a hook."""
+    if state.progress.steps == 0:
+        hooks.at_start()
+    while not state.progress.reached(until) and not hooks.stopping:
+        asked = time.monotonic()
+        micro_batches = next(batches)
+        waited = time.monotonic() - asked
+        before = state.progress
+        lr = schedule.apply(state.optimizer, before)
+        result = strategy.update(strategy.accumulate(micro_batches, before))
+        state.progress = before.after(samples=result.samples, tokens=result.tokens)
+        hooks.after_step(Moment(before, state.progress, result, lr=lr, data_wait=waited))
+    hooks.at_end()

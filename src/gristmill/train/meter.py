@@ -1,0 +1,144 @@
+"""From step results on the device to records, without making the device wait.
+
+On a GPU the host runs ahead of the device. Each step's few numbers are copied to pinned memory
+behind the step's own kernels, and read when the copy has arrived, so a record may be written a
+step or two after its step. `settle` waits for all of them: before a validation, a save, or the end.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from gristmill.base.errors import Exit, UserError
+from gristmill.base.units import Duration
+from gristmill.checkpoint.state import Counters
+from gristmill.parallel.strategy import StepResult
+from gristmill.parallel.world import World
+from gristmill.plan.arithmetic import TokenCost
+from gristmill.plan.hardware import peak_flops
+from gristmill.track.metrics import StepRecord
+from gristmill.train.moment import Moment
+from gristmill.train.tracker import Tracker
+
+
+@dataclass(frozen=True)
+class _Pending:
+    moment: Moment
+    numbers: torch.Tensor
+    arrived: torch.cuda.Event | None
+
+
+class Meter:
+    """Turns the results of steps into records, and keeps count of what went wrong."""
+
+    def __init__(
+        self,
+        tracker: Tracker,
+        *,
+        counters: Counters,
+        every: Duration,
+        cost: TokenCost,
+        world: World,
+        bad_steps: int,
+    ) -> None:
+        self.tracker, self.counters, self.every = tracker, counters, every
+        self.cost, self.world, self.bad_steps = cost, world, bad_steps
+        self.peak = peak_flops(world.name)
+        self._pending: deque[_Pending] = deque()
+        self._bad_in_a_row = 0
+        self._clock = time.monotonic()
+        self.step_seconds = 0.0
+
+    def add(self, moment: Moment) -> None:
+        """Take in one step's result, and report all steps whose numbers have arrived."""
+        numbers = _numbers(moment.result)
+        arrived = None
+        if numbers.is_cuda:
+            host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            numbers = host.copy_(numbers, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        self._pending.append(_Pending(moment, numbers, arrived))
+        self._report()
+
+    def settle(self) -> None:
+        """Wait for all steps and report them."""
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize()
+        self._report()
+
+    def restart_clock(self) -> None:
+        """Leave the time since the last step out of the next one's."""
+        self._clock = time.monotonic()
+
+    def _report(self) -> None:
+        ready = []
+        while self._pending and _has_arrived(self._pending[0]):
+            ready.append(self._pending.popleft())
+        if not ready:
+            return
+        now = time.monotonic()
+        self.step_seconds = (now - self._clock) / len(ready)
+        self.counters.seconds += now - self._clock
+        self._clock = now
+        for pending in ready:
+            self._record(pending.moment, pending.numbers.tolist())
+
+    def _record(self, moment: Moment, numbers: list[float]) -> None:
+        loss, norm, skipped, scale = numbers
+        self.counters.skipped += int(skipped)
+        self.counters.nan += int(not math.isfinite(loss))
+        # An overflow in fp16 only means that the loss scale is still being found.
+        overflow = skipped and math.isfinite(loss) and moment.result.loss_scale is not None
+        self._bad_in_a_row = self._bad_in_a_row + 1 if skipped and not overflow else 0
+        if self.every.due(moment.before, moment.after) or moment.after.steps == 1:
+            self.tracker.write(self._step_record(moment, loss, norm, scale))
+        if self._bad_in_a_row >= self.bad_steps:
+            raise UserError(
+                f"loss or gradient was not finite for {self._bad_in_a_row} steps in a row, up to "
+                f"step {moment.after.steps}; the weights are as they were before",
+                where="training",
+                remedy="lower optim.lr, lengthen the warm-up, or look at the data from "
+                f"sample {moment.before.samples} on",
+                exit=Exit.DATA,
+            )
+
+    def _step_record(self, moment: Moment, loss: float, norm: float, scale: float) -> StepRecord:
+        rate = moment.result.tokens / self.step_seconds if self.step_seconds else math.inf
+        palm, causal = rate * self.cost.palm, rate * self.cost.causal
+        return StepRecord(
+            step=moment.after.steps,
+            samples=moment.after.samples,
+            tokens=moment.after.tokens,
+            time=time.time(),
+            loss=loss,
+            lr=moment.lr,
+            grad_norm=norm,
+            tokens_per_second=rate,
+            step_seconds=self.step_seconds,
+            tflops=palm / 1e12,
+            tflops_causal=causal / 1e12,
+            mfu=palm / self.peak if self.peak else None,
+            mfu_causal=causal / self.peak if self.peak else None,
+            memory_bytes=self.world.memory_in_use(),
+            loss_scale=None if moment.result.loss_scale is None else scale,
+            skipped=self.counters.skipped,
+            nan=self.counters.nan,
+            data_wait=moment.data_wait,
+        )
+
+
+def _has_arrived(pending: _Pending) -> bool:
+    return pending.arrived is None or pending.arrived.query()
+
+
+def _numbers(result: StepResult) -> torch.Tensor:
+    assert result.grad_norm is not None, "results are metered after the update"
+    assert result.skipped is not None, "results are metered after the update"
+    scale = result.loss_scale if result.loss_scale is not None else result.loss.new_ones(())
+    return torch.stack((result.loss.detach(), result.grad_norm, result.skipped, scale))

@@ -1,0 +1,86 @@
+"""One way in for all records of a run, from any thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from gristmill.base.units import Progress
+from gristmill.config.load import dump_run
+from gristmill.config.schema import RunConfig
+from gristmill.track.console import ConsoleSink
+from gristmill.track.folder import RunFolder
+from gristmill.track.metrics import EventRecord, Record, SampleRecord, ValidationRecord
+from gristmill.track.sinks import (
+    Fanout,
+    Guarded,
+    JsonlSink,
+    LogSink,
+    Sink,
+    TensorBoardSink,
+    WandbSink,
+)
+
+
+class Tracker:
+    """Sends records to all sinks, stamped with the run's progress."""
+
+    def __init__(self, sinks: Sequence[Sink], *, clock: Callable[[], Progress]) -> None:
+        self._fanout, self._clock = Fanout(sinks), clock
+        self._lock = threading.RLock()
+
+    def write(self, record: Record) -> None:
+        with self._lock:
+            self._fanout.write(record)
+
+    def say(self, text: str, *, level: Literal["info", "warning", "error"] = "info") -> None:
+        """An event, in words."""
+        self.write(EventRecord(**self._stamp(), level=level, text=text))
+
+    def validation(self, loss: float, **facts: float) -> None:
+        self.write(ValidationRecord(**self._stamp(), loss=loss, **facts))  # type: ignore[arg-type]
+
+    def sample(self, prompt: str, text: str) -> None:
+        self.write(SampleRecord(**self._stamp(), prompt=prompt, text=text))
+
+    def flush(self) -> None:
+        with self._lock:
+            self._fanout.flush()
+
+    def close(self) -> None:
+        with self._lock:
+            self._fanout.close()
+
+    def _stamp(self) -> dict[str, int]:
+        now = self._clock()
+        stamp = {"step": now.steps, "samples": now.samples, "tokens": now.tokens}
+        return {**stamp, "time": time.time()}  # type: ignore[dict-item]
+
+
+def build_tracker(
+    config: RunConfig, folder: RunFolder, *, steps: int, clock: Callable[[], Progress]
+) -> Tracker:
+    """The console, the files of the run folder, and the services a run asks for.
+
+    Whatever a file or service refuses becomes one warning on the console; training goes on.
+    """
+    console = ConsoleSink(horizon_steps=steps, start_step=clock().steps, name=config.name)
+    sinks: dict[str, Sink] = {
+        "metrics.jsonl": JsonlSink(folder.metrics),
+        "train.log": LogSink(folder.log, horizon_steps=steps),
+    }
+    if config.track.tensorboard:
+        sinks["TensorBoard"] = TensorBoardSink(folder.path / "tensorboard")
+    if config.track.wandb is not None:
+        sinks["Weights & Biases"] = WandbSink(
+            folder.path,
+            project=config.track.wandb.project,
+            name=config.name,
+            mode=config.track.wandb.mode,
+            settings={"run.toml": dump_run(config), **config.model_dump(mode="json")},
+            run_id=config.name,
+        )
+    guarded = [Guarded(sink, name=name, report=console.write) for name, sink in sinks.items()]
+    return Tracker([console, *guarded], clock=clock)

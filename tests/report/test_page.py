@@ -1,0 +1,209 @@
+"""The report page: what it holds, what it refuses, and that it needs nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gristmill.base.errors import Exit, UserError
+from gristmill.report.page import MOST_EVENTS, MOST_SAMPLES, write_report
+from gristmill.report.plots import LIMIT
+from gristmill.track.folder import RunFolder
+from gristmill.track.metrics import EventRecord, Record, SampleRecord, StepRecord, to_json
+
+MakeRun = Callable[..., Path]
+
+
+class Elements(HTMLParser):
+    """The elements of a page with their attributes, and the content of its data element."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.data = ""
+        self.title = ""
+        self._inside: str | None = None
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        self._inside = dict(attrs).get("id") or tag
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = None
+
+    def handle_data(self, data: str) -> None:
+        if self._inside == "data":
+            self.data += data
+        if self._inside == "title":
+            self.title += data
+
+
+def contents(page: Path) -> dict[str, Any]:
+    return dict(json.loads(Elements(page.read_text("utf-8")).data))
+
+
+def moment(step: int) -> dict[str, Any]:
+    return {"step": step, "samples": step, "tokens": step, "time": float(step)}
+
+
+def bare_run(folder: Path, records: list[Record], *, settings: str = "") -> Path:
+    run = RunFolder(folder)
+    run.create()
+    run.settings.write_text(settings, "utf-8")
+    run.metrics.write_text("".join(to_json(record) + "\n" for record in records), "utf-8")
+    return folder
+
+
+def event(step: int) -> EventRecord:
+    return EventRecord(**moment(step), level="info", text=f"event {step}")
+
+
+def step_record(number: int, **others: Any) -> StepRecord:
+    names = ("lr", "grad_norm", "tokens_per_second", "step_seconds", "tflops", "tflops_causal")
+    return StepRecord(**{**moment(number), **dict.fromkeys(names, 1.0), "loss": 2.0, **others})
+
+
+def test_one_run_has_its_headline_numbers_and_curves(tmp_path: Path, make_run: MakeRun) -> None:
+    run = make_run(tmp_path / "gpt2", steps=2400)
+    page = write_report([run], tmp_path / "pages" / "report.html")
+    assert page == tmp_path / "pages" / "report.html"
+    (shown,) = contents(page)["runs"]
+    assert (shown["name"], shown["state"]) == ("gpt2", "done")
+    summary = shown["summary"]
+    assert summary["step"] == 2400
+    assert summary["tokens"] == 2400 * 480 * 1024
+    assert summary["parameters"] == 124439808
+    checks = shown["validation"]["curves"]["loss"]["mean"]
+    assert len(checks) == 12
+    assert summary["best_loss"] == pytest.approx(min(checks), rel=1e-5)
+    assert summary["final_loss"] == pytest.approx(checks[-1], rel=1e-5)
+    assert summary["tokens_per_second"] == pytest.approx(480 * 1024 / 2.4, rel=0.03)
+    assert summary["mfu"] == pytest.approx(0.48, rel=0.03)
+    curves = shown["train"]["curves"]
+    assert "loss_scale" not in curves
+    assert len(curves["loss"]["mean"]) == LIMIT
+    assert shown["environment"]["device"] == "NVIDIA A100-SXM4-80GB"
+    assert 'preset = "gpt2-small"' in shown["settings"]
+    assert [sample["step"] for sample in shown["samples"]] == list(range(200, 2401, 200))
+    assert shown["events"]["total"] == 3
+
+
+def test_several_runs_are_compared_by_the_settings_that_differ(
+    tmp_path: Path, make_run: MakeRun
+) -> None:
+    runs = [
+        make_run(tmp_path / "a", steps=60),
+        make_run(tmp_path / "b", steps=60, lr=3e-4, half=True),
+    ]
+    page = write_report(runs, tmp_path / "report.html")
+    content = contents(page)
+    assert {row["setting"]: row["values"] for row in content["differences"]} == {
+        "name": ["a", "b"],
+        "optim.lr": ["0.0006", "0.0003"],
+        "precision.compute": ["bf16", "fp16"],
+    }
+    assert "loss_scale" in content["runs"][1]["train"]["curves"]
+    assert Elements(page.read_text("utf-8")).title.startswith("a · b")
+
+
+def test_a_setting_that_one_run_lacks_is_a_difference(tmp_path: Path) -> None:
+    runs = [
+        bare_run(tmp_path / "a", [event(1)], settings="[x]\ny = 1\n"),
+        bare_run(tmp_path / "b", [event(1)], settings="[x]\ny = 1\nz = 2024-01-01\n"),
+    ]
+    content = contents(write_report(runs, tmp_path / "report.html"))
+    assert content["differences"] == [{"setting": "x.z", "values": [None, '"2024-01-01"']}]
+
+
+def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
+    runs = [bare_run(tmp_path / side / "run", [event(1)]) for side in ("left", "right")]
+    content = contents(write_report(runs, tmp_path / "report.html"))
+    assert [run["name"] for run in content["runs"]] == [str(run) for run in runs]
+
+
+def test_the_page_asks_for_nothing_from_outside(tmp_path: Path, make_run: MakeRun) -> None:
+    text = write_report([make_run(tmp_path / "a", steps=30)], tmp_path / "r.html").read_text(
+        "utf-8"
+    )
+    loading = {"link", "img", "iframe", "object", "embed", "base", "audio", "video"}
+    for tag, attributes in Elements(text).found:
+        assert tag not in loading
+        assert not {"src", "href"} & set(attributes), tag
+    assert not re.search(r"@import|url\(\s*['\"]?(?!#)|fetch\(|XMLHttpRequest|import\(", text)
+    assert set(re.findall(r"https?://[^\s\"'<]+", text)) == {"http://www.w3.org/2000/svg"}
+
+
+def test_no_text_of_a_run_becomes_markup(tmp_path: Path) -> None:
+    hostile = "</script><script>alert(1)</script><!-- \udc80 \u2028 {{data}} {{title}}"
+    sample = SampleRecord(**moment(1), prompt=hostile, text=hostile)
+    run = bare_run(tmp_path / "<b>&{{data}}", [], settings=f"# {hostile}\n".replace("\udc80", ""))
+    lines = to_json(sample).encode(errors="backslashreplace") + b"\n"
+    RunFolder(run).metrics.write_bytes(lines)
+    plain = write_report([bare_run(tmp_path / "plain", [event(1)])], tmp_path / "plain.html")
+    page = write_report([run], tmp_path / "report.html")
+    elements = Elements(page.read_text("utf-8"))
+    assert elements.found == Elements(plain.read_text("utf-8")).found
+    assert elements.title.startswith("<b>&{{data}}")
+    (shown,) = json.loads(elements.data)["runs"]
+    assert shown["samples"] == [{"step": 1, "texts": [{"prompt": hostile, "text": hostile}]}]
+
+
+def test_numbers_that_are_not_finite_leave_gaps(tmp_path: Path) -> None:
+    nan = float("nan")
+    records = [step_record(1), step_record(2, loss=nan, grad_norm=float("inf"), nan=1)]
+    (run,) = contents(write_report([bare_run(tmp_path / "a", list(records))], tmp_path / "r.html"))[
+        "runs"
+    ]
+    assert run["train"]["curves"]["loss"]["mean"] == [2.0, None]
+    assert run["train"]["curves"]["grad_norm"]["mean"] == [1.0, None]
+    assert run["summary"]["train_loss"] == 2.0
+    assert run["summary"]["nan"] == 1
+    assert run["summary"]["best_loss"] is None
+    assert run["state"] == "unknown"
+
+
+def test_very_long_runs_keep_the_newest(tmp_path: Path) -> None:
+    records: list[Record] = []
+    for step in range(1, 1001):
+        records += [event(step), SampleRecord(**moment(step), prompt="p", text=str(step))]
+    (run,) = contents(write_report([bare_run(tmp_path / "a", records)], tmp_path / "r.html"))[
+        "runs"
+    ]
+    assert len(run["samples"]) == MOST_SAMPLES
+    assert run["samples"][-1]["step"] == 1000
+    assert run["events"]["total"] == 1000
+    assert len(run["events"]["newest"]) == MOST_EVENTS
+    assert run["events"]["newest"][-1]["text"] == "event 1000"
+
+
+def test_all_folders_that_cannot_be_reported_are_named_together(tmp_path: Path) -> None:
+    started = bare_run(tmp_path / "started", [])
+    unwritten = bare_run(tmp_path / "unwritten", [])
+    RunFolder(unwritten).metrics.unlink()
+    good = bare_run(tmp_path / "good", [event(1)])
+    runs = [tmp_path / "nowhere", started, good, unwritten]
+    with pytest.raises(UserError) as caught:
+        write_report(runs, tmp_path / "report.html")
+    assert caught.value.exit is Exit.DATA
+    found = [(problem.where, problem.what) for problem in caught.value.problems]
+    assert found == [
+        (str(tmp_path / "nowhere"), "this folder holds no run"),
+        (str(started), "this run has no metrics yet"),
+        (str(unwritten), "this run has no metrics yet"),
+    ]
+    assert not (tmp_path / "report.html").exists()
+    with pytest.raises(UserError, match="no run was given"):
+        write_report([], tmp_path / "report.html")
+
+
+def test_settings_that_cannot_be_compared_are_named(tmp_path: Path) -> None:
+    runs = [bare_run(tmp_path / name, [event(1)], settings="a = = 1") for name in ("a", "b")]
+    with pytest.raises(UserError, match="not valid TOML"):
+        write_report(runs, tmp_path / "report.html")

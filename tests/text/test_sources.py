@@ -1,0 +1,210 @@
+"""Reading documents: splits, encodings, compression, places, and what is dropped and why."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gristmill.base.errors import Exit, UserError
+from gristmill.text.sources import Document, DocumentSplit, Dropped, Reason, open_sources
+
+
+def texts(*paths: Path | str, **options: Any) -> list[str | Reason]:
+    items = open_sources([str(path) for path in paths], **options)
+    return [item.text if isinstance(item, Document) else item.reason for item in items]
+
+
+def test_every_reason_with_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    lines = [
+        (b'{"text": "good"}', "good"),
+        (b'{"text": "cut', Reason.INVALID_JSON),
+        (b'{"body": "x"}', Reason.MISSING_KEY),
+        (b'{"text": 3}', Reason.WRONG_TYPE),
+        (b'{"text": null}', Reason.WRONG_TYPE),
+        (b'["text"]', Reason.WRONG_TYPE),
+        (b'"text"', Reason.WRONG_TYPE),
+        (b'{"text": "\xff"}', Reason.INVALID_UTF8),
+        (b'{"text": "\\ud800"}', Reason.INVALID_UTF8),
+        (b'{"text": "\\ud83d\\ude00"}', "\U0001f600"),
+        (b'{"text": ""}', Reason.EMPTY_TEXT),
+        (b"", Reason.EMPTY_TEXT),
+        (b"[" * 100_000, Reason.INVALID_JSON),
+        (b'{"text": "no newline at the end"}', "no newline at the end"),
+    ]
+    path.write_bytes(b"\n".join(line for line, _ in lines))
+    found = list(open_sources([str(path)]))
+    expected = [
+        Dropped(result, f"{path}:{n}") if isinstance(result, Reason) else
+        Document(result, f"{path}:{n}")
+        for n, (_, result) in enumerate(lines, start=1)
+    ]  # fmt: skip
+    assert found == expected
+
+
+@settings(deadline=None)
+@given(st.lists(st.text(min_size=1)))
+def test_json_lines_come_back(tmp_path_factory: pytest.TempPathFactory, given: list[str]) -> None:
+    path = tmp_path_factory.mktemp("in") / "a.jsonl"
+    lines = [json.dumps({"body": text}, ensure_ascii=False) for text in given]
+    path.write_bytes("".join(line + "\n" for line in lines).encode())
+    assert texts(path, json_key="body") == given
+
+
+def test_only_newlines_split_lines(tmp_path: Path) -> None:
+    odd = "a\u2028b\u2029c\x0bd\x0ce\x1cf\x85g\rh"
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": odd}, ensure_ascii=False) + "\n", "utf-8")
+    (tmp_path / "a.txt").write_bytes(odd.encode() + b"\nsecond\n")
+    assert texts(tmp_path / "a.jsonl") == [odd]
+    assert texts(tmp_path / "a.txt", split=DocumentSplit.LINE) == [odd, "second"]
+
+
+def test_byte_order_mark_and_carriage_returns(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "x"}\r\n{"text": "y"}\r\n')
+    assert texts(tmp_path / "a.jsonl") == ["x", "y"]
+    plain = tmp_path / "a.txt"
+    plain.write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n\r\nthree\r\n")
+    assert texts(plain) == ["one\ntwo\n\nthree\n"]
+    assert texts(plain, split=DocumentSplit.LINE) == ["one", "two", Reason.EMPTY_TEXT, "three"]
+    assert texts(plain, split=DocumentSplit.BLANK) == ["one\ntwo", "three"]
+
+
+def test_blocks_know_where_they_begin(tmp_path: Path) -> None:
+    path = tmp_path / "a.md"
+    path.write_text("\n\none\ntwo\n \t\n\n\nthree")
+    found = list(open_sources([str(path)], split=DocumentSplit.BLANK))
+    assert found == [Document("one\ntwo", f"{path}:3"), Document("three", f"{path}:8")]
+
+
+def test_bad_text_is_dropped_and_the_rest_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"one\nb\xffd\nthree\n")
+    assert texts(path, split=DocumentSplit.LINE) == ["one", Reason.INVALID_UTF8, "three"]
+    assert texts(path) == [Reason.INVALID_UTF8]
+    path.write_bytes(b"")
+    assert texts(path) == [Reason.EMPTY_TEXT]
+    assert texts(path, split=DocumentSplit.LINE) == []
+
+
+@pytest.mark.parametrize(
+    ("suffix", "compress"), [(".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)]
+)
+def test_compressed_files(tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes]) -> None:
+    lines = b"".join(b'{"text": "%d"}\n' % n for n in range(1000))
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(compress(lines))
+    reader = open_sources([str(path)])
+    items = list(reader)
+    assert items[999] == Document("999", f"{path}:1000")
+    assert reader.bytes_done == reader.bytes_total == path.stat().st_size
+    whole = tmp_path / f"a{suffix}"
+    whole.write_bytes(compress(b"plain"))
+    assert texts(whole) == ["plain"]
+
+
+def test_zstd(tmp_path: Path) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(zstandard.compress(b'{"text": "x"}\n{"text": "y"}\n'))
+    assert texts(path) == ["x", "y"]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "compress"), [(".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)]
+)
+def test_a_cut_compressed_file_is_an_error_with_its_place(
+    tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes]
+) -> None:
+    path = tmp_path / f"a.txt{suffix}"
+    path.write_bytes(compress(bytes(range(256)) * 999)[:-20])
+    for split in DocumentSplit:
+        with pytest.raises(UserError, match="damaged or incomplete") as caught:
+            texts(path, split=split)
+        assert str(path) in str(caught.value.problems[0].where)
+        assert caught.value.exit is Exit.DATA
+
+
+def test_progress_within_a_compressed_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.xz"
+    lines = (json.dumps({"text": format(n**40, "x")}) for n in range(1, 20_000))
+    path.write_bytes(lzma.compress("\n".join(lines).encode(), preset=0))
+    reader = open_sources([str(path)])
+    total = reader.bytes_total
+    assert total is not None
+    seen = [reader.bytes_done for _ in reader]
+    assert seen == sorted(seen)
+    assert 0.3 * total < seen[len(seen) // 2] < 0.8 * total
+
+
+def test_folders_globs_and_order(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.txt", "deep/c.txt", "deep/.hidden", ".git/d.txt", "e.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "json"}' if name.endswith("l") else name)
+    assert texts(tmp_path) == ["a.txt", "b.txt", "deep/c.txt", "json"]
+    assert texts(tmp_path / "*.txt") == ["a.txt", "b.txt"]
+    assert texts(tmp_path / "**" / "*.txt") == ["a.txt", "b.txt", "deep/c.txt"]
+    assert texts(tmp_path / "e.jsonl", tmp_path / "a.txt") == ["json", "a.txt"]
+    assert texts(tmp_path / "deep" / ".hidden") == ["deep/.hidden"]
+
+
+def test_a_name_with_glob_characters_is_taken_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "a[1].txt").write_text("literal")
+    assert texts(tmp_path / "a[1].txt") == ["literal"]
+
+
+def test_missing_sources_are_named(tmp_path: Path) -> None:
+    for name, words in (("no.txt", "no such file"), ("*.txt", "no file matches")):
+        with pytest.raises(UserError, match=words) as caught:
+            open_sources([str(tmp_path / name)])
+        assert caught.value.exit is Exit.DATA
+    with pytest.raises(UserError, match="holds no files"):
+        open_sources([str(tmp_path)])
+
+
+def test_a_line_over_the_limit_is_an_error_with_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("short\n" + "x" * 100 + "\n")
+    for split, line in ((DocumentSplit.FILE, 1), (DocumentSplit.LINE, 2), (DocumentSplit.BLANK, 2)):
+        with pytest.raises(UserError, match="longer than 100 B") as caught:
+            texts(path, split=split, line_limit=100)
+        assert caught.value.problems[0].where == f"{path}:{line}"
+        assert texts(path, split=split, line_limit=107)
+    path.write_text("x" * 60 + "\n" + "y" * 60 + "\n")
+    with pytest.raises(UserError, match="longer"):
+        texts(path, split=DocumentSplit.BLANK, line_limit=100)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [(b'{"text": "x"}\n{"text": "y"}\n', ["x", "y"]), (b"plain\n", ["plain\n"])],
+)
+def test_standard_input(
+    monkeypatch: pytest.MonkeyPatch, content: bytes, expected: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+    reader = open_sources(["-"])
+    assert reader.bytes_total is None
+    assert next(iter(reader)) == Document(expected[0], "<stdin>:1")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+    assert texts("-") == expected
+
+
+def test_a_pipe_in_place_of_a_file() -> None:
+    process = subprocess.Popen(["printf", r'{"text": "piped"}\n'], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    with process:
+        reader = open_sources([f"/dev/fd/{process.stdout.fileno()}"])
+        assert [item.text for item in reader if isinstance(item, Document)] == ["piped"]
+        assert reader.bytes_total is None

@@ -1,0 +1,231 @@
+"""Tokenizers lose nothing, never make a control token of text, and come back from their files."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import models, pre_tokenizers
+
+from gristmill.base.errors import Exit, UserError
+from gristmill.text.tokenizers import (
+    BYTE_OF,
+    END_OF_TEXT,
+    ByteTokenizer,
+    Tokenizer,
+    open_tokenizer,
+    train_tokenizer,
+)
+
+WORDS = "the mill grinds grain and water turns the wheel while it's raining; don't stop 1234 é ü\n"
+
+
+def corpus() -> list[str]:
+    source = random.Random(0)
+    return [" ".join(source.choices(WORDS.split(" "), k=50)) for _ in range(40)]
+
+
+TRAINED = train_tokenizer(iter(corpus()), vocab_size=310)
+BYTES = ByteTokenizer()
+
+
+def gpt2_files(folder: Path, *, names: tuple[str, str], end: str | None = END_OF_TEXT) -> None:
+    """GPT-2's two files, with two merges."""
+    tokens = [*BYTE_OF, "he", "Ġhe", *([end] if end else [])]
+    (folder / names[0]).write_text(json.dumps({token: id for id, token in enumerate(tokens)}))
+    (folder / names[1]).write_text("#version: 0.2\nh e\nĠ he\n")
+
+
+def saved(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
+    tokenizer.save(folder)
+    value: dict[str, Any] = json.loads((folder / "tokenizer.json").read_text())
+    return value
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, TRAINED], ids=["bytes", "bpe"])
+@settings(deadline=None)
+@given(text=st.text())
+@example(text="hello <|endoftext|> world<|endoftext|>")
+@example(text=" \r\n\t  leading and trailing \u2028 \x00\x1f\ufeff ")
+@example(text="".join(map(chr, range(0x250))))
+def test_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
+    assert tokenizer.end_of_text not in ids
+    assert all(0 <= id < tokenizer.size for id in ids)
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, TRAINED], ids=["bytes", "bpe"])
+def test_batches_and_control_tokens(tokenizer: Tokenizer) -> None:
+    texts = ["the mill", "", "a<|endoftext|>b", "grain" * 99]
+    assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
+    assert tokenizer.token_bytes(tokenizer.end_of_text) == b""
+    ids = [*tokenizer.encode("a"), tokenizer.end_of_text]
+    assert tokenizer.decode(ids) == "a" + END_OF_TEXT
+    with pytest.raises(AssertionError):
+        tokenizer.token_bytes(tokenizer.size)
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, TRAINED], ids=["bytes", "bpe"])
+def test_saved_and_opened_again(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tokenizer.save(tmp_path / "deep" / "folder")
+    again = open_tokenizer(tmp_path / "deep" / "folder")
+    assert again.spec == tokenizer.spec
+    assert again.encode(WORDS) == tokenizer.encode(WORDS)
+
+
+def test_byte_ids_are_bytes() -> None:
+    assert (BYTES.size, BYTES.end_of_text) == (257, 256)
+    assert open_tokenizer("bytes").encode("aé") == [97, 0xC3, 0xA9]
+
+
+def test_the_byte_table_is_the_field_s_own() -> None:
+    assert set(BYTE_OF) == set(pre_tokenizers.ByteLevel.alphabet())
+    assert sorted(BYTE_OF.values()) == list(range(256))
+    assert BYTE_OF["Ġ"] == ord(" ") and BYTE_OF["Ċ"] == ord("\n")
+
+
+def test_training_is_deterministic_and_of_the_size_asked_for() -> None:
+    again = train_tokenizer(iter(corpus()), vocab_size=310)
+    assert again.spec == TRAINED.spec
+    assert (TRAINED.size, TRAINED.end_of_text) == (310, 309)
+    assert sorted(TRAINED.token_bytes(id) for id in range(256)) == [bytes([b]) for b in range(256)]
+    assert len(TRAINED.encode(" the water")) == 2
+    other = train_tokenizer(iter(corpus()), vocab_size=300)
+    assert other.fingerprint != TRAINED.fingerprint
+
+
+def test_training_splits_as_gpt2_does() -> None:
+    tokenizer = train_tokenizer(iter(["don't stop now, it's 42 degrees"] * 9), vocab_size=279)
+    longest = max((tokenizer.token_bytes(id) for id in range(tokenizer.size)), key=len)
+    assert longest == b" degrees"
+    assert b"'t" in [tokenizer.token_bytes(id) for id in range(tokenizer.size)]
+
+
+def test_training_reports_progress() -> None:
+    seen: list[int] = []
+    train_tokenizer(iter(["abab é", "abab"]), vocab_size=258, progress=seen.append)
+    assert seen == [7, 11]
+
+
+def test_too_little_text_says_what_can_be_reached() -> None:
+    with pytest.raises(UserError, match="at most 258 tokens") as caught:
+        train_tokenizer(iter(["abab"]), vocab_size=1000)
+    assert caught.value.exit is Exit.DATA
+    assert train_tokenizer(iter(["abab"]), vocab_size=258).size == 258
+    with pytest.raises(UserError, match="257 or more"):
+        train_tokenizer(iter(["abab"]), vocab_size=256)
+
+
+@pytest.mark.parametrize("names", [("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")])
+def test_gpt2_files(tmp_path: Path, names: tuple[str, str]) -> None:
+    gpt2_files(tmp_path, names=names)
+    tokenizer = open_tokenizer(tmp_path)
+    assert tokenizer.encode("he he<|endoftext|>")[:2] == [256, 257]
+    assert (tokenizer.size, tokenizer.end_of_text) == (259, 258)
+    assert tokenizer.end_of_text not in tokenizer.encode("<|endoftext|>")
+    tokenizer.save(tmp_path / "saved")
+    assert open_tokenizer(tmp_path / "saved" / "tokenizer.json").spec == tokenizer.spec
+
+
+def test_other_end_tokens_are_found_or_named(tmp_path: Path) -> None:
+    gpt2_files(tmp_path, names=("vocab.json", "merges.txt"), end="<|stop|>")
+    with pytest.raises(UserError, match="no end-of-text token"):
+        open_tokenizer(tmp_path)
+    tokenizer = open_tokenizer(tmp_path, end_of_text="<|stop|>")
+    tokenizer.save(tmp_path / "saved")
+    assert open_tokenizer(tmp_path / "saved").spec == tokenizer.spec
+    (tmp_path / "saved" / "tokenizer_config.json").unlink()
+    with pytest.raises(UserError, match=r"special tokens are: <\|stop\|>"):
+        open_tokenizer(tmp_path / "saved")
+
+
+def test_saved_settings_are_those_of_transformers(tmp_path: Path) -> None:
+    saved(TRAINED, tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert {settings[f"{name}_token"] for name in ("bos", "eos", "unk")} == {END_OF_TEXT}
+    plain = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert plain.encode(WORDS).ids == TRAINED.encode(WORDS)
+
+
+def test_settings_of_its_last_use_are_put_aside(tmp_path: Path) -> None:
+    TRAINED.save(tmp_path)
+    inner = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    inner.enable_truncation(3)
+    inner.enable_padding(length=50)
+    inner.model.dropout = 0.9
+    inner.save(str(tmp_path / "tokenizer.json"))
+    again = open_tokenizer(tmp_path)
+    assert again.encode_batch([WORDS]) == [TRAINED.encode(WORDS)]
+    assert again.fingerprint == TRAINED.fingerprint
+
+
+def test_the_fingerprint_covers_what_decides_ids(tmp_path: Path) -> None:
+    value = saved(TRAINED, tmp_path)
+    path = tmp_path / "tokenizer.json"
+
+    def fingerprint(**changes: Any) -> str:
+        path.write_text(json.dumps(value | changes))
+        return open_tokenizer(path).fingerprint
+
+    same = value["pre_tokenizer"] | {"trim_offsets": not value["pre_tokenizer"]["trim_offsets"]}
+    assert fingerprint(pre_tokenizer=same) == TRAINED.fingerprint
+    spaced = value["pre_tokenizer"] | {"add_prefix_space": True}
+    fewer = value["model"] | {"merges": value["model"]["merges"][:-1]}
+    changed = [
+        fingerprint(pre_tokenizer=spaced),
+        fingerprint(model=fewer),
+        fingerprint(normalizer={"type": "NFC"}),
+    ]
+    assert len({TRAINED.fingerprint, *changed}) == 4
+
+
+def test_an_end_token_not_marked_as_special_still_cannot_come_from_text(tmp_path: Path) -> None:
+    value = saved(TRAINED, tmp_path)
+    value["added_tokens"][0]["special"] = False
+    (tmp_path / "tokenizer.json").write_text(json.dumps(value))
+    tokenizer = open_tokenizer(tmp_path)
+    assert tokenizer.end_of_text not in tokenizer.encode("a<|endoftext|>b")
+    assert tokenizer.spec == TRAINED.spec
+
+
+def test_unfit_tokenizers_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    words = tokenizers.Tokenizer(models.WordLevel({"a": 0, END_OF_TEXT: 1}, unk_token="a"))
+    words.save(str(path))
+    with pytest.raises(UserError, match="does not work on bytes"):
+        open_tokenizer(path)
+    value = saved(TRAINED, tmp_path)
+    value["model"]["vocab"]["?!?"] = value["model"]["vocab"].pop("Z")
+    path.write_text(json.dumps(value))
+    with pytest.raises(UserError, match="lacks 1 of the 256 bytes"):
+        open_tokenizer(path)
+
+
+def test_what_is_no_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such tokenizer"):
+        open_tokenizer(tmp_path / "nothing")
+    with pytest.raises(
+        UserError, match=r"looked for tokenizer\.json, vocab\.json with merges\.txt"
+    ):
+        open_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match=r"not a tokenizer\.json"):
+        open_tokenizer(tmp_path)
+    (tmp_path / "gristmill_tokenizer.json").write_text('{"type": "runes"}')
+    with pytest.raises(UserError, match="does not know"):
+        open_tokenizer(tmp_path)
+    gpt2_files(tmp_path, names=("vocab.json", "merges.txt"))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nx unknown\n")
+    for name in ("tokenizer.json", "gristmill_tokenizer.json"):
+        (tmp_path / name).unlink()
+    with pytest.raises(UserError, match="do not make a tokenizer"):
+        open_tokenizer(tmp_path)

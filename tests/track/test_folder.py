@@ -1,0 +1,49 @@
+"""The run folder: its names, what makes it a run, and its status."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gristmill.track.folder import RunFolder
+
+
+def test_every_path_has_its_name(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    names = {
+        folder.settings: "run.toml",
+        folder.origin: "origin.txt",
+        folder.environment: "environment.json",
+        folder.log: "train.log",
+        folder.metrics: "metrics.jsonl",
+        folder.status: "status.json",
+        folder.tokenizer: "tokenizer",
+        folder.checkpoints: "checkpoints",
+        folder.evals: "evals",
+        folder.samples: "samples",
+        folder.report: "report.html",
+        folder.lock: ".lock",
+    }
+    assert len(names) == 12
+    assert all(path == tmp_path / name for path, name in names.items())
+
+
+def test_a_folder_holds_a_run_once_its_settings_are_written(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "runs" / "first")
+    assert not folder.holds_run()
+    folder.create()
+    folder.create()
+    assert folder.checkpoints.is_dir()
+    assert not folder.holds_run()
+    folder.settings.write_text('name = "first"\n')
+    assert folder.holds_run()
+
+
+def test_the_last_status_is_read_back(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert folder.read_status() == {}
+    folder.write_status("running", step=3)
+    folder.write_status("failed", step=4, reason="out of memory")
+    status = folder.read_status()
+    assert list(status) == ["state", "step", "reason", "updated"]
+    assert (status["state"], status["step"]) == ("failed", 4)
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]

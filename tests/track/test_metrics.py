@@ -1,0 +1,178 @@
+"""The records and their file: exact round trips, newer files, cut and damaged lines."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gristmill.base.errors import Exit, UserError
+from gristmill.track.metrics import (
+    EventRecord,
+    Record,
+    SampleRecord,
+    StepRecord,
+    ValidationRecord,
+    cut_metrics,
+    from_json,
+    read_metrics,
+    to_json,
+)
+
+counts = st.integers(min_value=0, max_value=2**62)
+floats = st.floats()
+maybe_floats = st.none() | floats
+moments = {"step": counts, "samples": counts, "tokens": counts, "time": floats}
+records = st.one_of(
+    st.builds(
+        StepRecord,
+        **moments,
+        **dict.fromkeys(
+            ("loss", "lr", "grad_norm", "tokens_per_second", "step_seconds", "tflops"), floats
+        ),
+        tflops_causal=floats,
+        mfu=maybe_floats,
+        mfu_causal=maybe_floats,
+        memory_bytes=st.none() | counts,
+        loss_scale=maybe_floats,
+        skipped=counts,
+        nan=counts,
+        data_wait=floats,
+    ),
+    st.builds(
+        ValidationRecord,
+        **moments,
+        loss=floats,
+        perplexity=floats,
+        windows=counts,
+        seconds=floats,
+        best=st.booleans(),
+    ),
+    st.builds(SampleRecord, **moments, prompt=st.text(), text=st.text()),
+    st.builds(
+        EventRecord, **moments, level=st.sampled_from(["info", "warning", "error"]), text=st.text()
+    ),
+)
+
+
+def event(step: int, text: str = "x") -> EventRecord:
+    return EventRecord(step=step, samples=step, tokens=step, time=1.0, level="info", text=text)
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, float) and math.isnan(left):
+        return isinstance(right, float) and math.isnan(right)
+    return type(left) is type(right) and bool(left == right)
+
+
+@given(records)
+def test_round_trip_is_exact(record: Record) -> None:
+    text = to_json(record)
+    back = from_json(text)
+    assert "\n" not in text
+    assert type(back) is type(record)
+    for field in fields(record):
+        assert same(getattr(record, field.name), getattr(back, field.name)), field.name
+
+
+@given(records)
+def test_lines_are_strict_json_with_the_declared_order(record: Record) -> None:
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    value = json.loads(to_json(record), parse_constant=refuse)
+    assert list(value) == ["kind", *(field.name for field in fields(record))]
+    assert value["kind"] == record.kind
+
+
+def test_a_text_that_reads_like_a_number_stays_a_text() -> None:
+    assert from_json(to_json(event(1, "nan"))) == event(1, "nan")
+
+
+def test_keys_and_kinds_of_newer_versions_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    newer = json.dumps({**json.loads(to_json(event(1))), "colour": "blue"})
+    path.write_text(newer + "\n" + '{"kind": "poem", "step": 1}\n' + to_json(event(2)) + "\n")
+    assert read_metrics(path) == [event(1), event(2)]
+
+
+def test_fields_with_a_default_may_be_missing() -> None:
+    value = dict.fromkeys(("time", "loss", "lr", "grad_norm", "tokens_per_second"), 1.0)
+    value |= {"step_seconds": 1.0, "tflops": 1.0, "tflops_causal": 1.0}
+    record = from_json(json.dumps({"kind": "step", "step": 1, "samples": 2, "tokens": 3, **value}))
+    assert isinstance(record, StepRecord)
+    assert record.mfu is None
+    assert record.skipped == 0
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"step": 1}',
+        '{"kind": "poem", "step": 1}',
+        '{"kind": "event", "step": 1, "samples": 1, "tokens": 1, "time": 1.0, "text": "x"}',
+        to_json(event(1)).replace('"x"', "5"),
+        to_json(event(1)).replace('"time": 1.0', '"time": "soon"'),
+    ],
+)
+def test_what_is_no_record_is_refused(line: str) -> None:
+    with pytest.raises(ValueError):
+        from_json(line)
+
+
+def test_a_line_cut_anywhere_is_skipped_and_removed(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    whole = (to_json(event(1)) + "\n").encode()
+    last = to_json(event(2, "žluť")).encode()
+    for length in range(len(last)):
+        path.write_bytes(whole + last[:length])
+        assert read_metrics(path) == [event(1)]
+        cut_metrics(path, after=10)
+        assert path.read_bytes() == whole
+
+
+def test_a_whole_last_line_without_its_end_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(to_json(event(1)))
+    cut_metrics(path, after=1)
+    assert path.read_text() == to_json(event(1)) + "\n"
+
+
+@given(steps=st.lists(st.integers(0, 20)), after=st.integers(0, 20))
+def test_cutting_keeps_exactly_the_records_up_to_a_step(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[int], after: int
+) -> None:
+    path = tmp_path_factory.mktemp("cut") / "metrics.jsonl"
+    path.write_text("".join(to_json(event(step)) + "\n" for step in steps))
+    cut_metrics(path, after=after)
+    assert [record.step for record in read_metrics(path)] == [s for s in steps if s <= after]
+
+
+def test_cutting_keeps_what_a_newer_version_wrote(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"kind": "poem", "step": 1, "verse":  2}\n{"kind": "poem", "step": 9}\n')
+    cut_metrics(path, after=5)
+    assert path.read_text() == '{"kind": "poem", "step": 1, "verse":  2}\n'
+
+
+def test_cutting_a_missing_file_does_nothing(tmp_path: Path) -> None:
+    cut_metrics(tmp_path / "metrics.jsonl", after=5)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("damage", ["no json\n", '{"kind": "step", "step": 1}\n'])
+def test_damage_before_the_end_is_named_by_its_line(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(to_json(event(1)) + "\n" + damage + to_json(event(2)) + "\n")
+    with pytest.raises(UserError, match="line 2 cannot be read") as caught:
+        read_metrics(path)
+    assert caught.value.exit is Exit.DATA

@@ -1,0 +1,278 @@
+"""Sinks: lines for people, files that grow, remote loggers, and failures that stay small."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from gristmill.base.errors import UserError
+from gristmill.track.metrics import (
+    EventRecord,
+    Record,
+    SampleRecord,
+    StepRecord,
+    ValidationRecord,
+    read_metrics,
+)
+from gristmill.track.sinks import (
+    Fanout,
+    Guarded,
+    JsonlSink,
+    LogSink,
+    Pace,
+    TensorBoardSink,
+    WandbSink,
+    line,
+)
+
+STEP = StepRecord(
+    step=1200,
+    samples=9600,
+    tokens=9830400,
+    time=1_700_000_000.5,
+    loss=3.21449,
+    lr=6e-4,
+    grad_norm=0.5118,
+    tokens_per_second=51_234.0,
+    step_seconds=0.16,
+    tflops=12.34,
+    tflops_causal=11.2,
+    mfu=0.4119,
+    mfu_causal=0.39,
+    memory_bytes=3_328_599_654,
+)
+VALIDATION = ValidationRecord(
+    step=1200,
+    samples=9600,
+    tokens=9830400,
+    time=1.7e9,
+    loss=3.3,
+    perplexity=27.1126,
+    windows=64,
+    seconds=3.14,
+    best=True,
+)
+SAMPLE = SampleRecord(
+    step=1200, samples=1, tokens=1, time=1.7e9, prompt="Once", text=' upon\na "time" [bold]\x1b[2J'
+)
+EVENT = EventRecord(
+    step=1200, samples=1, tokens=1, time=1.7e9, level="warning", text="slow network"
+)
+
+
+class Kept:
+    """A sink that keeps records and what was asked of it, and fails on demand."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.records: list[Record] = []
+        self.calls: list[str] = []
+        self.fails = fails
+
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if name == self.fails:
+            raise ConnectionError("no route to host")
+
+    def write(self, record: Record) -> None:
+        self._call("write")
+        self.records.append(record)
+
+    def flush(self) -> None:
+        self._call("flush")
+
+    def close(self) -> None:
+        self._call("close")
+
+
+def test_a_step_in_one_line() -> None:
+    assert line(STEP, horizon_steps=5000, seconds_left=723) == (
+        "step 1200/5000 | loss 3.2145 | lr 6.00e-04 | grad 0.512 | 51.2k tok/s | 12.3 TFLOP/s | "
+        "mfu 41.2% | mem 3.1 GiB | eta 12m03s"
+    )
+
+
+def test_parts_that_do_not_matter_are_left_out() -> None:
+    bare = line(replace(STEP, mfu=None, memory_bytes=None))
+    assert bare.endswith("12.3 TFLOP/s")
+    assert bare.startswith("step 1200 |")
+    troubled = line(replace(STEP, loss_scale=65536.0, skipped=3, nan=1, loss=float("nan")))
+    assert troubled.endswith("scale 65536 | skipped 3 | nan 1")
+    assert "loss nan" in troubled
+
+
+def test_every_kind_of_record_is_one_line_without_control_characters() -> None:
+    assert line(VALIDATION) == (
+        "validation at step 1200 | loss 3.3000 | perplexity 27.113 | 64 windows in 3.1s | "
+        "best so far"
+    )
+    assert line(EVENT) == "warning: slow network"
+    assert line(SAMPLE) == (
+        r'sample at step 1200 | "Once" -> " upon\na \"time\" [bold]' + "\N{REPLACEMENT CHARACTER}"
+        '[2J"'
+    )
+
+
+def test_time_left_follows_the_clock_between_steps() -> None:
+    pace = Pace(100)
+    assert pace.seconds_left(replace(STEP, step=10, time=0.0, step_seconds=7.0)) == 630.0
+    assert pace.seconds_left(replace(STEP, step=20, time=20.0, step_seconds=7.0)) == 160.0
+    assert pace.seconds_left(replace(STEP, step=120, time=90.0)) == 0.0
+
+
+def test_metrics_grow_over_sinks_and_are_there_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = JsonlSink(path)
+    first.write(STEP)
+    assert read_metrics(path) == [STEP]
+    first.close()
+    second = JsonlSink(path)
+    strange = replace(SAMPLE, prompt="\udc80", text="žluť \u2028")
+    second.write(strange)
+    second.close()
+    assert read_metrics(path) == [STEP, strange]
+
+
+def test_the_log_has_time_and_time_left(tmp_path: Path) -> None:
+    sink = LogSink(tmp_path / "train.log", horizon_steps=1300)
+    sink.write(STEP)
+    sink.write(EVENT)
+    sink.close()
+    first, second = (tmp_path / "train.log").read_text().splitlines()
+    when, text = first.split(" ", 1)
+    assert datetime.fromisoformat(when).timestamp() == int(STEP.time)
+    assert text == line(STEP, horizon_steps=1300, seconds_left=16.0)
+    assert second.endswith(" warning: slow network")
+
+
+@pytest.mark.parametrize("fails", ["write", "flush", "close"])
+def test_a_failing_sink_gives_one_warning_and_is_silent(fails: str) -> None:
+    inner, reports = Kept(fails), Kept()
+    sink = Guarded(inner, name="W&B", report=reports.write)
+    for _ in range(2):
+        sink.write(STEP)
+        sink.flush()
+    sink.close()
+    sink.write(STEP)
+    (warning,) = reports.records
+    assert isinstance(warning, EventRecord)
+    assert (warning.level, warning.step, warning.tokens) == ("warning", 1200, STEP.tokens)
+    assert "W&B" in warning.text
+    assert "no route to host" in warning.text
+    assert inner.calls.count(fails) == 1
+    assert inner.calls[-1] == "close"
+
+
+def test_a_full_disk_does_not_stop_the_others() -> None:
+    kept = Kept()
+    sinks: list[Guarded | Kept] = []
+    fanout = Fanout([])
+    for path in (Path("/dev/full"), Path("/dev/full")):
+        sinks.append(
+            Guarded(JsonlSink(path), name="metrics", report=lambda event: fanout.write(event))
+        )
+    fanout = Fanout([*sinks, kept])
+    for _ in range(3):
+        fanout.write(STEP)
+    fanout.flush()
+    fanout.close()
+    warnings = [record for record in kept.records if isinstance(record, EventRecord)]
+    assert len(warnings) == 2
+    assert kept.records.count(STEP) == 3
+    assert all("No space left" in warning.text for warning in warnings)
+
+
+def test_trouble_while_closing_still_reaches_the_sinks_before() -> None:
+    first, order = Kept(), []
+    guarded = Guarded(Kept("close"), name="W&B", report=lambda e: order.append(list(first.calls)))
+    Fanout([first, guarded]).close()
+    assert order == [[]]
+    assert first.calls == ["close"]
+
+
+def test_closing_all_survives_one_that_fails() -> None:
+    sinks = [Kept(), Kept("close"), Kept()]
+    with pytest.raises(ConnectionError):
+        Fanout(sinks).close()
+    assert [sink.calls for sink in sinks] == [["close"]] * 3
+
+
+def read_events(folder: Path) -> dict[str, dict[int, object]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(folder))
+    accumulator.Reload()
+    found: dict[str, dict[int, object]] = {}
+    for tag in accumulator.Tags()["scalars"]:
+        found[tag] = {event.step: event.value for event in accumulator.Scalars(tag)}
+    for tag in accumulator.Tags()["tensors"]:
+        for event in accumulator.Tensors(tag):
+            found.setdefault(tag, {})[event.step] = event.tensor_proto.string_val[0].decode()
+    return found
+
+
+def test_tensorboard_shows_numbers_texts_and_a_resumed_run_once(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    first = TensorBoardSink(tmp_path)
+    for step in (1, 2, 3):
+        first.write(replace(STEP, step=step, loss=float(step), loss_scale=None))
+    first.flush()
+    first.close()
+    second = TensorBoardSink(tmp_path)
+    second.write(replace(STEP, step=2, loss=20.0))
+    second.write(replace(VALIDATION, step=2))
+    second.write(replace(SAMPLE, step=2))
+    second.write(replace(EVENT, step=2))
+    second.close()
+    found = read_events(tmp_path)
+    assert found["train/loss"] == {1: 1.0, 2: 20.0}
+    assert found["validation/loss"] == {2: pytest.approx(3.3)}
+    assert "train/loss_scale" not in found
+    assert found["sample"] == {2: '    Once upon\n    a "time" [bold]\x1b[2J'}
+    assert found["warning"] == {2: "    slow network"}
+
+
+def test_tracking_needs_no_torch(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    program = (
+        "import sys, pathlib, gristmill.track.console\n"
+        "from gristmill.track.sinks import TensorBoardSink\n"
+        f"TensorBoardSink(pathlib.Path({str(tmp_path)!r})).close()\n"
+        "assert 'torch' not in sys.modules and 'tensorflow' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_wandb_offline_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    sink = WandbSink(
+        tmp_path,
+        project="tests",
+        name="first",
+        mode="offline",
+        settings={"optim": {"lr": 6e-4}},
+        run_id="abc123",
+    )
+    assert not (tmp_path / "wandb").exists()
+    for record in (STEP, VALIDATION, SAMPLE, EVENT):
+        sink.write(record)
+    sink.flush()
+    sink.close()
+    (written,) = tmp_path.glob("wandb/offline-run-*-abc123/run-abc123.wandb")
+    content = written.read_bytes()
+    assert b"train/loss" in content
+    assert b"validation/perplexity" in content
+
+
+def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"gristmill\[wandb\]"):
+        WandbSink(tmp_path, project="p", name="n", mode="offline", settings={}, run_id="i")
