@@ -273,13 +273,14 @@ def _description(path: Path_, model: type[BaseModel]) -> str | None:
 
 def _nearest(path: Path_, model: type[BaseModel]) -> str:
     known = [info.alias or name for name, info in model.model_fields.items()]
-    near = difflib.get_close_matches(path[-1], known, n=2, cutoff=0.6)
+    keys = difflib.get_close_matches(path[-1], {p[-1] for p in setting_paths()}, n=1, cutoff=0.8)
+    near = (
+        difflib.get_close_matches(path[-1], known, n=2, cutoff=0.6)
+        or [".".join(p) for p in setting_paths() if p[-1] in keys][:3]
+        or difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
+    )
     if near:
         return f"did you mean {' or '.join(near)}?"
-    keys = difflib.get_close_matches(path[-1], {p[-1] for p in setting_paths()}, n=1, cutoff=0.8)
-    elsewhere = [".".join(p) for p in setting_paths() if p[-1] in keys]
-    if elsewhere:
-        return f"did you mean {' or '.join(elsewhere[:3])}?"
     return f"known here: {', '.join(known)}"
 
 

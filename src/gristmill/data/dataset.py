@@ -56,12 +56,12 @@ def open_parts(config: DataConfig, *, sequence: int) -> Parts:
 
 
 def _cuts(reader: TokenReader, fractions: list[float]) -> list[int]:
-    """Ends of the parts in tokens, each moved to the nearest beginning of a document."""
-    starts = np.append(reader.document_starts, len(reader))
-    ends = np.cumsum(fractions) * len(reader)
-    if len(starts) <= 2:
-        return [int(end) for end in ends[:-1]] + [len(reader)]
-    return [int(starts[np.abs(starts - end).argmin()]) for end in ends[:-1]] + [len(reader)]
+    """Ends of the parts in tokens, each moved to the nearest beginning of a document, if any."""
+    inner = reader.document_starts[1:]
+    ends = np.cumsum(fractions)[:-1] * len(reader)
+    if len(inner):
+        ends = [inner[np.abs(inner - end).argmin()] for end in ends]
+    return [*(int(end) for end in ends), len(reader)]
 
 
 def _long_enough(part: Part, sequence: int, config: DataConfig) -> Part:

@@ -1,0 +1,129 @@
+"""Saving in the background, and disks that refuse."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from gristmill.base.errors import Exit, UserError
+from gristmill.base.units import Progress
+from gristmill.checkpoint import writer as module
+from gristmill.checkpoint.layout import Best, CheckpointFolder, step_of, verify
+from gristmill.checkpoint.state import Snapshot, TrainState, capture
+from gristmill.checkpoint.writer import CheckpointWriter
+from gristmill.config.schema import CheckpointConfig
+
+
+def snapshot(step: int) -> Snapshot:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = TrainState(model, optimizer, {}, {}, progress=Progress(step, step, step))
+    return capture(state)
+
+
+class Written:
+    """A writer and what it said."""
+
+    def __init__(self, root: Path, *, background: bool = True) -> None:
+        self.said: list[str] = []
+        self.folder = CheckpointFolder(root)
+        self.writer = CheckpointWriter(
+            self.folder,
+            CheckpointConfig(keep=2, background=background),
+            per_step=Progress(1, 1, 1),
+            say=self.said.append,
+        )
+
+    @property
+    def steps(self) -> list[int]:
+        return [step_of(path) for path in self.folder.committed()]
+
+
+def test_snapshots_are_written_and_thinned_out(tmp_path: Path) -> None:
+    written = Written(tmp_path)
+    written.writer.save(snapshot(1), best=Best(1, 2.0))
+    for step in (2, 3, 4):
+        written.writer.save(snapshot(step))
+    written.writer.finish()
+    assert written.steps == [1, 3, 4]
+    assert all(verify(path) == [] for path in written.folder.committed())
+    assert written.said[-1].startswith("saved checkpoint step-00000004")
+
+
+def test_training_goes_on_while_a_snapshot_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    real = Snapshot.write
+
+    def slow(self: Snapshot, folder: Path) -> None:
+        assert go_on.wait(10)
+        real(self, folder)
+
+    monkeypatch.setattr(Snapshot, "write", slow)
+    written = Written(tmp_path)
+    written.writer.save(snapshot(1))
+    assert written.steps == []  # returned before anything was written
+    go_on.set()
+    written.writer.finish()
+    assert written.steps == [1]
+
+
+def test_a_snapshot_is_not_changed_by_training(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    state = TrainState(model, torch.optim.AdamW(model.parameters()), {}, {})
+    taken = capture(state)
+    before = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    assert torch.equal(taken.model["weight"], before)
+
+
+def test_a_full_disk_is_found_before_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = Written(tmp_path, background=False)
+    written.writer.save(snapshot(1))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage._replace(free=10))
+    written.writer.save(snapshot(2))
+    assert written.steps == [1]
+    assert "a checkpoint needs 32 B, and 10 B are free" in written.said[-1]
+    with pytest.raises(UserError) as error:
+        written.writer.finish()
+    assert error.value.exit is Exit.STORAGE
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_disk_that_fills_up_while_writing(tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    if os.system(f"mount -t tmpfs -o size=256k tmpfs {small} 2>/dev/null"):
+        pytest.skip("no tmpfs can be mounted here")
+    try:
+        written = Written(small / "checkpoints", background=False)
+        written.writer.save(snapshot(1))
+        (small / "ballast").write_bytes(bytes(240 * 1024))
+        big = snapshot(2)
+        big.model["weight"] = torch.zeros(30_000)
+        module_room = module.require_room
+        module.require_room = lambda folder, needed: None  # it fills up after the check
+        try:
+            written.writer.save(big)
+        finally:
+            module.require_room = module_room
+        assert "the disk is full" in written.said[-1]
+        assert written.steps == [1]
+        assert verify(written.folder.path(1)) == []
+        assert list((small / "checkpoints").glob(".*")) == []
+        (small / "ballast").unlink()
+        written.writer.save(snapshot(3))
+        written.writer.finish()
+        assert written.steps == [1, 3]
+    finally:
+        os.system(f"umount {small}")

@@ -1,0 +1,254 @@
+"""The command line as a person uses it: what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from gristmill.base.errors import UserError
+from gristmill.cli.main import app
+
+runner = CliRunner()
+
+
+def run(*words: object, input: str | None = None, code: int = 0) -> str:
+    result = runner.invoke(app, [str(word) for word in words], input=input)
+    if isinstance(result.exception, UserError):
+        raise result.exception
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with text, tokenizer, token files and a trained run."""
+    folder = tmp_path_factory.mktemp("cli")
+    text = "The mill turns, the corn is ground, the flour is white. " * 40
+    (folder / "text.txt").write_text(text)
+    run("tokenizer", "train", folder / "text.txt", "-o", folder / "bpe", "-n", 270)
+    run("prepare", folder / "text.txt", "-o", folder / "corn", "-t", folder / "bpe")
+    (folder / "run.toml").write_text(
+        f"""
+name = "corn"
+folder = "{folder / "run"}"
+[model]
+layers = 1
+heads = 2
+width = 16
+context = 16
+[data]
+paths = "{folder / "corn"}"
+split = "8,2"
+[train]
+until = "6 steps"
+batch = 2
+[runtime]
+device = "cpu"
+threads = 1
+"""
+    )
+    run("train", folder / "run.toml", "optim.lr=1e-2")
+    return folder
+
+
+def test_train_prints_what_happens(trained: Path) -> None:
+    output = run("train", trained / "run.toml", "optim.lr=1e-2", f"folder={trained / 'other'}")
+    assert "corn: 9.71k parameters" in output
+    assert "step 6/6 | loss" in output
+    assert "validation at step 6" in output
+    assert "done at step 6" in output
+
+
+def test_prepare_and_tokens(trained: Path) -> None:
+    lines = [json.dumps({"text": "white flour"}), "{broken", json.dumps({"body": "x"}), ""]
+    (trained / "more.jsonl").write_text("\n".join(lines))
+    output = run("prepare", trained / "more.jsonl", "-o", trained / "more", "-t", "bytes")
+    assert "12 tokens in 1 documents" in output
+    assert "3 read = 1 kept + 2 dropped" in output
+    assert f"{trained / 'more.jsonl'}:2: invalid json" in output
+    assert "ids         32 to 256" in run("tokens", "inspect", trained / "more")
+    assert "intact" in run("tokens", "verify", trained / "more")
+    with pytest.raises(UserError, match=r"more\.jsonl:2"):
+        run("prepare", trained / "more.jsonl", "-o", trained / "m2", "-t", "bytes", "--strict")
+    with pytest.raises(UserError, match="there is already a token set"):
+        run("prepare", trained / "more.jsonl", "-o", trained / "more", "-t", "bytes")
+
+
+def test_tokenizer_show(trained: Path) -> None:
+    output = run("tokenizer", "show", trained / "bpe", "the mill")
+    assert "ids          270" in output
+    assert "end of text  269" in output
+    assert "     256  b'he'" in output
+
+
+def test_evaluate(trained: Path) -> None:
+    output = run("evaluate", trained / "run")
+    assert "perplexity" in output
+    file = trained / "run" / "evals" / "step-00000006-corn-held-out.json"
+    assert json.loads(file.read_text())["tokens"] > 0
+    by_text = run("evaluate", trained / "run", "--text", trained / "text.txt", "--limit", 50)
+    assert "tokens         50" in by_text
+
+
+def test_generate(trained: Path) -> None:
+    once = run("generate", trained / "run", "The mill", "-n", 12, "--temperature", 0)
+    assert once.startswith("The mill")
+    plain = run("generate", trained / "run", "The mill", "-n", 12, "--temperature", 0, "--no-cache")
+    assert once == plain
+    by_stdin = run("generate", trained / "run", "-", "-n", 12, "--temperature", 0, input="The mill")
+    assert by_stdin == once
+    many = run("generate", trained / "run", "The", "--samples", 2, "--json", "-n", 5)
+    assert [json.loads(line)["prompt"] for line in many.splitlines()] == ["The", "The"]
+    step = run("generate", trained / "run", "The", "--checkpoint", "6", "-n", 1)
+    assert step.startswith("The")
+    with pytest.raises(UserError, match="there are: "):
+        run("generate", trained / "run", "The", "--checkpoint", "99")
+
+
+def test_export_and_use(trained: Path) -> None:
+    pytest.importorskip("transformers")
+    output = run("export", trained / "run", trained / "hf")
+    assert "greedy tokens are the same" in output
+    theirs = run("generate", trained / "hf", "The mill", "-n", 12, "--temperature", 0)
+    assert theirs == run("generate", trained / "run", "The mill", "-n", 12, "--temperature", 0)
+
+
+def test_report(trained: Path) -> None:
+    run("report", trained / "run")
+    assert "corn" in (trained / "run" / "report.html").read_text()
+    page = trained / "both.html"
+    run("report", trained / "run", trained / "run", "-o", page)
+    assert "http://" not in page.read_text().replace("http://www.w3.org", "")
+
+
+def test_config(trained: Path) -> None:
+    output = run("config", trained / "run.toml", "optim.lr=0.5")
+    assert "lr = 0.5" in output
+    assert "# run         6 steps, 192 tokens" in output
+    presets = run("config", "--presets")
+    assert "gpt2-small" in presets and "124M" in presets and "gpt3-310b" in presets
+    assert json.loads(run("config", "--schema"))["properties"]["optim"]
+
+
+def test_doctor() -> None:
+    output = run("doctor")
+    assert "torch" in output and "file system" in output and "PROBLEM" not in output
+
+
+def test_light_commands_do_not_load_torch(trained: Path) -> None:
+    script = (
+        "import sys; sys.argv = ['gristmill', 'config', sys.argv[1]]\n"
+        "from gristmill.cli.main import app\n"
+        "try: app()\n"
+        "except SystemExit as end: code = end.code\n"
+        "assert code == 0 and 'torch' not in sys.modules"
+    )
+    words = [sys.executable, "-c", script, str(trained / "run.toml")]
+    subprocess.run(words, check=True, capture_output=True)
+
+
+def shell(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gristmill", *map(str, words)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+def test_a_mistake_prints_one_clear_message_and_no_traceback(trained: Path) -> None:
+    done = shell("train", trained / "run.toml", "optim.rl=3", "train.until=5", cwd=trained)
+    assert done.returncode == 78
+    assert done.stdout == ""
+    assert done.stderr.splitlines() == [
+        "error: command line 'train.until=5': train.until: needs a unit: write \"500 steps\", "
+        '"1M samples" or "20B tokens" (it is 5)',
+        '    The horizon: "10k steps", "1M samples" or "20B tokens".',
+        "error: command line 'optim.rl=3': optim.rl: there is no such setting",
+        "    did you mean lr?",
+    ]
+
+
+def test_a_signal_saves_and_the_same_command_goes_on(trained: Path) -> None:
+    words = [
+        "train",
+        trained / "run.toml",
+        f"folder={trained / 'signal'}",
+        "train.until=100k steps",
+    ]
+    command = [sys.executable, "-m", "gristmill", *map(str, words)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    metrics = trained / "signal" / "metrics.jsonl"
+    while not (metrics.is_file() and '"step":3' in metrics.read_text().replace(" ", "")):
+        time.sleep(0.05)
+        assert process.poll() is None
+    second = shell(*words, cwd=trained)
+    assert second.returncode == 77
+    assert f"in use by process {process.pid} on " in second.stderr
+    os.kill(process.pid, signal.SIGUSR1)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert "stopping after signal SIGUSR1" in output
+    assert "stopped and saved; the same command goes on" in output
+    assert json.loads((trained / "signal" / "status.json").read_text())["state"] == "stopped"
+
+
+BAD_INPUT: dict[str, tuple[list[str], str]] = {
+    "no run file": (["train", "missing.toml"], "cannot read the run file: No such file"),
+    "no token files": (["train", "run.toml", "data.paths=nowhere"], "nowhere"),
+    "no tokenizer": (["train", "run.toml", "data.tokenizer=gone"], "no such tokenizer"),
+    "other tokenizer": (["train", "run.toml", "data.tokenizer=bytes"], "made with tokenizer"),
+    "vocabulary too small": (["train", "run.toml", "model.vocab=100"], "the model only 100"),
+    "text too short": (["train", "run.toml", "model.context=5000"], "too few for one window"),
+    "validation too short": (
+        ["train", "run.toml", "data.split=\"9999,1\""],
+        "the validation text has",
+    ),
+    "no such device": (["train", "run.toml", "runtime.device=\"mps\""], "no mps device"),
+    "not a model": (["generate", "bpe", "x"], "neither a run folder"),
+    "unknown device": (["generate", "run", "x", "--device", "tpu"], "is not auto, cpu"),
+    "wrong checkpoint": (["generate", "run", "x", "--checkpoint", "newest"], "best or a step"),
+    "not a run": (["report", "bpe"], "bpe"),
+    "empty text": (["prepare", "empty.txt", "-o", "e", "-t", "bytes"], "empty"),
+    "no text": (["prepare", "none.txt", "-o", "e", "-t", "bytes"], "none.txt"),
+    "tokenizer too large": (
+        ["tokenizer", "train", "text.txt", "-o", "big", "-n", "60000"],
+        "too short to learn 60000 tokens",
+    ),
+    "evaluate on other tokens": (["evaluate", "run", "--data", "bytes"], "another tokenizer"),
+    "config without file": (["config"], "give a run file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "message"), BAD_INPUT.values(), ids=BAD_INPUT)
+def test_bad_input(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
+) -> None:
+    monkeypatch.chdir(trained)
+    (trained / "empty.txt").touch()
+    if not (trained / "bytes.json").exists():
+        run("prepare", "text.txt", "-o", "bytes", "-t", "bytes")
+    if words[0] == "train":
+        words = [*words, "folder=bad-run"]
+    with pytest.raises(UserError) as error:
+        run(*words)
+    assert message in str(error.value)
+    assert not (trained / "e.json").exists()
+
+
+def test_wrong_command_lines_end_with_2() -> None:
+    assert "No such command" in run("grind", code=2)
+    assert "Missing argument" in run("train", code=2)
+
+
+def test_demo_from_text_to_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    output = run("demo", "--steps", 4)
+    for words in ("documents", "tokens in", "step 4/4", "guessing by frequency", "What to do next"):
+        assert words in output
+    assert (tmp_path / "runs/demo/report.html").is_file()
+    assert output.count("A sample ") == 2

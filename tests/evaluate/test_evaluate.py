@@ -1,0 +1,80 @@
+"""Loss, perplexity and bits per byte."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from gristmill.base.errors import UserError
+from gristmill.checkpoint.model import LoadedModel, open_model
+from gristmill.config.schema import ModelConfig, RunConfig
+from gristmill.evaluate.data import evaluation_ids
+from gristmill.evaluate.loss import evaluate_loss
+from gristmill.models.build import build_model
+from gristmill.text.tokenizers import ByteTokenizer
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def loaded() -> LoadedModel:
+    config = ModelConfig(layers=1, heads=2, width=16, context=10)
+    model = build_model(config, vocab=257, device=CPU)
+    model.initialise(0)
+    return LoadedModel(model.eval(), ByteTokenizer(), Path("nowhere"))
+
+
+@pytest.mark.parametrize("length", [2, 10, 11, 12, 57])
+def test_every_token_but_the_first_is_predicted_once(loaded: LoadedModel, length: int) -> None:
+    ids = np.random.default_rng(0).integers(0, 256, length)
+    total, at = 0.0, 0
+    while at < length - 1:
+        window = torch.tensor(ids[at : at + 11])[None]
+        logits = loaded.model(window[:, :-1])
+        total += functional.cross_entropy(logits[0], window[0, 1:], reduction="sum").item()
+        at += 10
+    result = evaluate_loss(loaded, ids, batch=3)
+    assert result.tokens == length - 1
+    assert result.loss == pytest.approx(total / (length - 1), rel=1e-5)
+    assert result.perplexity == pytest.approx(math.exp(result.loss))
+    assert result.bits_per_byte == pytest.approx(result.loss / math.log(2))  # one byte a token
+
+
+def test_end_of_text_has_no_bytes(loaded: LoadedModel) -> None:
+    result = evaluate_loss(loaded, np.array([65, 66, 256, 67, 256]))
+    assert result.bits_per_byte == pytest.approx(result.loss * 4 / 2 / math.log(2))
+
+
+def test_too_little_text(loaded: LoadedModel) -> None:
+    with pytest.raises(UserError, match="fewer than two tokens"):
+        evaluate_loss(loaded, np.array([1]))
+
+
+def test_a_run_is_evaluated_on_its_own_validation_text(
+    make_run: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    from gristmill.train.assemble import run_training
+
+    run_training(make_run('train.until="2 steps"'))
+    opened = open_model(str(tmp_path / "run"), device=CPU)
+    chosen = evaluation_ids(opened, data=None, text=None)
+    assert chosen.name.endswith("tiny (held out)")
+    whole = evaluation_ids(opened, data=make_run().data.paths, text=None)
+    assert np.array_equal(whole.ids[-len(chosen.ids) :], chosen.ids)
+    assert 0.05 < len(chosen.ids) / len(whole.ids) < 0.15
+    (tmp_path / "a.txt").write_text("corn")
+    text = evaluation_ids(opened, data=None, text=[str(tmp_path / "a.txt")])
+    assert text.ids.tolist() == [*b"corn", 256]
+    with pytest.raises(UserError, match="not both"):
+        evaluation_ids(opened, data="x", text=["y"])
+
+
+def test_text_must_be_named_for_a_model_without_a_run(loaded: LoadedModel) -> None:
+    with pytest.raises(UserError, match="--data PREFIX or --text FILE"):
+        evaluation_ids(loaded, data=None, text=None)

@@ -1,0 +1,232 @@
+"""The native model against transformers' GPT-2, and its variants against plain definitions."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from gristmill.config.hf import from_hf
+from gristmill.config.schema import ModelConfig
+from gristmill.models.build import build_model
+from gristmill.models.gpt import GPT
+from gristmill.models.layers import Attention, Rotary
+from gristmill.models.spec import KVCache, Loss
+from gristmill.models.weights import from_gpt2, gpt2_names, to_gpt2
+
+CPU = torch.device("cpu")
+SMALL: dict[str, Any] = {"layers": 2, "heads": 4, "width": 32, "context": 20}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "no bias": {"bias": False},
+    "erf gelu, untied": {"activation": "gelu", "tie_head": False},
+    "rotary": {"positions": "rotary"},
+    "rmsnorm, relu2": {"norm": "rmsnorm", "activation": "relu2", "bias": False},
+    "swiglu": {"activation": "swiglu"},
+    "grouped heads": {"kv_heads": 2},
+    "one key head, qk norm": {"kv_heads": 1, "qk_norm": True},
+    "all modern": {
+        "positions": "rotary",
+        "norm": "rmsnorm",
+        "qk_norm": True,
+        "activation": "swiglu",
+        "kv_heads": 2,
+        "bias": False,
+        "tie_head": False,
+    },
+}
+
+
+def make(settings: dict[str, Any] | None = None, *, vocab: int = 50, seed: int = 3) -> GPT:
+    config = ModelConfig(**{**SMALL, **(settings or {})})
+    model = build_model(config, vocab=vocab, device=CPU)
+    model.initialise(seed)
+    return model
+
+
+def random_ids(*shape: int, vocab: int = 50, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, vocab, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        {},
+        {"activation_function": "gelu"},
+        {"tie_word_embeddings": False},
+        {"n_inner": 40, "layer_norm_epsilon": 1e-3},
+        {"n_head": 1, "n_layer": 3},
+    ],
+    ids=str,
+)
+def test_logits_and_gradients_equal_transformers(theirs: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    base = {"n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 20, "vocab_size": 50}
+    quiet = {"attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0, "bos_token_id": 0}
+    config = transformers.GPT2Config(**{**base, **quiet, "eos_token_id": 0, **theirs})
+    reference = transformers.GPT2LMHeadModel(config)
+    model = build_model(
+        ModelConfig(**from_hf(config.to_dict(), where="test")), vocab=50, device=CPU
+    )
+    from_gpt2(model, reference.state_dict(), where="test")
+    ids, targets = random_ids(3, 20), random_ids(3, 20, seed=1)
+
+    expected = reference(ids).logits
+    assert torch.allclose(model(ids), expected, atol=1e-5, rtol=0)
+
+    functional.cross_entropy(expected.flatten(0, 1), targets.flatten()).backward()
+    loss = model(ids, targets_BT=targets, scale=torch.tensor(1 / 60))
+    loss.scaled.backward()
+    theirs_by_name = dict(reference.named_parameters())
+    ours = dict(model.named_parameters())
+    for name, other in gpt2_names(model).items():
+        gradient, wanted = ours[name].grad, theirs_by_name[other].grad
+        assert gradient is not None
+        if name in ("embedding.weight", "head.weight"):
+            assert not gradient[50:].any()
+            gradient = gradient[:50]
+        if "c_" in other and other.endswith("weight"):
+            wanted = wanted.T
+        assert torch.allclose(gradient, wanted, atol=1e-6, rtol=1e-4), name
+
+
+def test_weights_go_to_hugging_face_names_and_back() -> None:
+    source, target = make(), make(seed=4)
+    from_gpt2(target, to_gpt2(source), where="test")
+    for (name, ours), theirs in zip(source.named_parameters(), target.parameters(), strict=True):
+        kept = slice(0, 50) if name == "embedding.weight" else slice(None)
+        assert torch.equal(ours[kept], theirs[kept]), name
+
+
+@pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
+def test_a_cache_gives_the_same_logits_as_the_whole_text(settings: dict[str, Any]) -> None:
+    model = make(settings).eval()
+    ids = random_ids(2, 20)
+    with torch.inference_mode():
+        whole = model(ids)
+        for cuts in ([7, 8, 9, 15, 20], [1, 20], [20]):
+            cache, parts = KVCache(20), []
+            for begin, end in itertools.pairwise([0, *cuts]):
+                parts.append(model(ids[:, begin:end], cache=cache))
+            assert torch.allclose(torch.cat(parts, dim=1), whole, atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
+def test_no_position_sees_the_future(settings: dict[str, Any]) -> None:
+    model = make(settings).eval()
+    ids = random_ids(1, 20)
+    changed = ids.clone()
+    changed[0, 12:] = (changed[0, 12:] + 1) % 50
+    with torch.inference_mode():
+        before, after = model(ids), model(changed)
+    assert torch.equal(before[:, :12], after[:, :12])
+    assert not torch.allclose(before[:, 12:], after[:, 12:])
+
+
+@pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
+def test_every_variant_learns(settings: dict[str, Any]) -> None:
+    model = make(settings)
+    ids = random_ids(4, 21)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(30):
+        loss = model(ids[:, :-1], targets_BT=ids[:, 1:], scale=torch.tensor(1 / 80))
+        loss.scaled.backward()
+        assert all(p.grad is not None for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.total.item() / 80)
+    assert losses[0] == pytest.approx(3.91, abs=0.15)  # log 50: nothing is known yet
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_grouped_heads_are_shared_keys_and_values() -> None:
+    grouped = Attention(ModelConfig(**SMALL, kv_heads=2), layer=0)
+    full = Attention(ModelConfig(**SMALL), layer=0)
+    query, key, value = grouped.qkv.weight.detach().split([32, 16, 16])
+    repeated = [
+        m.unflatten(0, (2, 8)).repeat_interleave(2, dim=0).flatten(0, 1) for m in (key, value)
+    ]
+    with torch.no_grad():
+        full.qkv.weight.copy_(torch.cat((query, *repeated)))
+        full.qkv.bias.zero_()
+        grouped.qkv.bias.zero_()
+        full.out.load_state_dict(grouped.out.state_dict())
+    x = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(9)
+    assert torch.allclose(full(x, positions, None), grouped(x, positions, None), atol=1e-6)
+
+
+def test_rotary_products_depend_on_distance_only() -> None:
+    rotary = Rotary(ModelConfig(**SMALL, positions="rotary"))
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 1, 1, 1, 8, generator=generator).unbind(0)
+
+    def product(at: int, other: int) -> torch.Tensor:
+        return (rotary(query, torch.tensor([at])) * rotary(key, torch.tensor([other]))).sum()
+
+    assert product(3, 1) == pytest.approx(product(12, 10).item(), abs=1e-5)
+    assert product(3, 1).item() != pytest.approx(product(3, 2).item(), abs=1e-3)
+    assert torch.allclose(rotary(query, torch.tensor([0])), query)
+
+
+def test_recomputing_activations_changes_nothing() -> None:
+    ids = random_ids(2, 21)
+    gradients = []
+    for recompute in (False, True):
+        config = ModelConfig(**SMALL, dropout=0.1)
+        model = build_model(config, vocab=50, device=CPU, recompute=recompute)
+        model.initialise(3)
+        model.train()
+        torch.manual_seed(7)
+        model(ids[:, :-1], targets_BT=ids[:, 1:]).scaled.backward()
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    for plain, again in zip(*gradients, strict=True):
+        assert torch.equal(plain, again)
+
+
+def test_start_weights_follow_gpt2() -> None:
+    config = ModelConfig(layers=8, heads=4, width=64, context=32)
+    model = build_model(config, vocab=500, device=CPU)
+    model.initialise(1)
+    assert model.embedding.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    block = model.blocks[0]
+    assert block.mlp.up.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert block.mlp.down.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
+    assert block.attention.out.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
+    assert not block.mlp.up.bias.any()
+    assert torch.equal(model.norm.weight, torch.ones(64))
+    assert not torch.equal(model.blocks[0].mlp.up.weight, model.blocks[1].mlp.up.weight)
+
+
+def test_start_weights_are_a_function_of_the_seed() -> None:
+    one, two, other = make(seed=3), make(seed=3), make(seed=4)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    assert not torch.equal(one.embedding.weight, other.embedding.weight)
+    # A deeper model has the same first layers: no weight depends on those made before it.
+    deeper = make({"layers": 3, "init_std": 0.02}, seed=3)
+    assert torch.equal(one.blocks[0].mlp.up.weight, deeper.blocks[0].mlp.up.weight)
+
+
+def test_dropout_acts_in_training_only() -> None:
+    model = make({"dropout": 0.5})
+    ids = random_ids(1, 20)
+    model.train()
+    assert not torch.equal(model(ids), model(ids))
+    model.eval()
+    assert torch.equal(model(ids), model(ids))
+
+
+def test_padding_is_never_predicted() -> None:
+    model = make(vocab=50)
+    assert model.embedding.weight.shape[0] == 128
+    assert model(random_ids(1, 5)).shape == (1, 5, 50)
+    with torch.no_grad():
+        model.head.weight[50:] = 1e4  # even absurd padding must not matter
+    loss = model(random_ids(1, 5), targets_BT=random_ids(1, 5, seed=1))
+    assert isinstance(loss, Loss)
+    assert loss.total.item() / 5 == pytest.approx(3.91, abs=0.3)

@@ -1,0 +1,111 @@
+"""The sliced loss against the plain one in double precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from gristmill.models import loss as module
+from gristmill.models.loss import linear_cross_entropy
+
+N, D, V, ROWS = 300, 12, 70, 96
+
+
+@pytest.fixture
+def tensors(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
+    """Inputs for several slices of 64 tokens."""
+    monkeypatch.setattr(module, "CPU_SLICE_BYTES", 4 * ROWS * 64)
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "hidden": torch.randn(N, D, generator=generator),
+        "head": torch.randn(ROWS, D, generator=generator),
+        "targets": torch.randint(0, V, (N,), generator=generator),
+        "weights": torch.rand(N, generator=generator).round(decimals=1),
+    }
+
+
+def plain(
+    tensors: dict[str, torch.Tensor], *, weighted: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Loss and gradients by definition, in double precision."""
+    hidden, head = (tensors[k].double().requires_grad_() for k in ("hidden", "head"))
+    losses = functional.cross_entropy(hidden @ head[:V].T, tensors["targets"], reduction="none")
+    total = (losses * tensors["weights"].double()).sum() if weighted else losses.sum()
+    total.backward()
+    assert hidden.grad is not None
+    assert head.grad is not None
+    return total.detach(), hidden.grad, head.grad
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_value_and_gradients(tensors: dict[str, torch.Tensor], weighted: bool) -> None:
+    total, d_hidden, d_head = plain(tensors, weighted=weighted)
+    hidden, head = (tensors[k].clone().requires_grad_() for k in ("hidden", "head"))
+    weights = tensors["weights"] if weighted else None
+    loss = linear_cross_entropy(
+        hidden, head, tensors["targets"], weights, vocab=V, scale=torch.tensor(0.25)
+    )
+    assert loss.total.item() == pytest.approx(total.item(), rel=1e-5)
+    assert loss.scaled.item() == pytest.approx(0.25 * total.item(), rel=1e-5)
+    (2 * loss.scaled).backward()
+    assert torch.allclose(hidden.grad.double(), 0.5 * d_hidden, atol=1e-4, rtol=1e-4)
+    assert torch.allclose(head.grad.double(), 0.5 * d_head, atol=1e-3, rtol=1e-4)
+    assert not head.grad[V:].any()
+
+
+def test_all_logits_are_never_kept(tensors: dict[str, torch.Tensor]) -> None:
+    kept: list[int] = []
+    hidden, head = (tensors[k].clone().requires_grad_() for k in ("hidden", "head"))
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor.numel()) or tensor, lambda tensor: tensor
+    ):
+        linear_cross_entropy(hidden, head, tensors["targets"], None, vocab=V)
+    assert kept
+    assert max(kept) <= max(N * D, ROWS * D) < N * ROWS
+
+
+def test_slices_do_not_change_the_result(
+    tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def total() -> float:
+        return linear_cross_entropy(
+            tensors["hidden"], tensors["head"], tensors["targets"], None, vocab=V
+        ).total.item()
+
+    sliced = total()
+    monkeypatch.setattr(module, "CPU_SLICE_BYTES", 2**30)
+    assert sliced == pytest.approx(total(), rel=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
+def test_half_precision(
+    tensors: dict[str, torch.Tensor], dtype: torch.dtype, tolerance: float
+) -> None:
+    total, d_hidden, _ = plain(tensors, weighted=False)
+    hidden, head = (tensors[k].clone().requires_grad_() for k in ("hidden", "head"))
+    with torch.autocast("cpu", dtype=dtype):
+        loss = linear_cross_entropy(hidden, head, tensors["targets"], None, vocab=V)
+    loss.scaled.backward()
+    assert loss.total.item() == pytest.approx(total.item(), rel=tolerance)
+    assert hidden.grad.dtype == torch.float32
+    assert (hidden.grad - d_hidden).norm() / d_hidden.norm() < tolerance
+
+
+def test_a_large_scale_saves_small_fp16_gradients(tensors: dict[str, torch.Tensor]) -> None:
+    """Gradients too small for fp16 survive because they are scaled before they are rounded."""
+
+    def gradient(scale: float) -> torch.Tensor:
+        hidden, head = (tensors[k].clone().requires_grad_() for k in ("hidden", "head"))
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = linear_cross_entropy(
+                hidden, head, tensors["targets"], None, vocab=V, scale=torch.tensor(scale)
+            )
+        loss.scaled.backward()
+        return head.grad / scale
+
+    _, _, d_head = plain(tensors, weighted=False)
+    lost = (gradient(1e-8) - d_head).norm() / d_head.norm()
+    kept = (gradient(1e-8 * 2**30) - d_head).norm() / d_head.norm()
+    assert lost > 0.5
+    assert kept < 0.01

@@ -1,0 +1,171 @@
+"""Hugging Face folders, out and in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gristmill.base.errors import Exit, UserError
+from gristmill.checkpoint.model import LoadedModel, open_model
+from gristmill.config.load import load_text
+from gristmill.config.schema import ModelConfig, RunConfig
+from gristmill.export import export
+from gristmill.models.build import build_model
+from gristmill.text.tokenizers import Tokenizer, train_tokenizer
+
+transformers = pytest.importorskip("transformers")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    words = "the mill turns and grinds corn into flour"
+    return train_tokenizer(iter([words] * 50), vocab_size=280)
+
+
+def loaded(tokenizer: Tokenizer, **settings: Any) -> LoadedModel:
+    config = ModelConfig(layers=2, heads=2, width=16, context=32, **settings)
+    model = build_model(config, vocab=tokenizer.size, device=CPU)
+    model.initialise(0)
+    return LoadedModel(model.eval(), tokenizer, Path("nowhere"))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"bias": False}, {"tie_head": False, "activation": "gelu"}, {"mlp_width": 24}],
+    ids=str,
+)
+def test_transformers_loads_the_same_model_and_tokenizer(
+    tokenizer: Tokenizer, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    source = loaded(tokenizer, **settings)
+    done = export(source, tmp_path / "hf")
+    assert done.largest_difference < 1e-5
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert type(theirs).__name__ == "GPT2LMHeadModel"
+    assert theirs.config.vocab_size == tokenizer.size  # padded rows are dropped
+    text = "the mill grinds 🌾"
+    named = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert named(text)["input_ids"] == tokenizer.encode(text)
+    assert named.eos_token_id == tokenizer.end_of_text
+    again = open_model(str(tmp_path / "hf"), device=CPU)
+    ids = torch.randint(0, tokenizer.size, (2, 32))
+    assert torch.allclose(again.model(ids), source.model(ids), atol=1e-6)
+    assert again.tokenizer.fingerprint == tokenizer.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"positions": "rotary"}, "no positions = 'rotary'"),
+        ({"norm": "rmsnorm"}, "no norm = 'rmsnorm'"),
+        ({"activation": "swiglu"}, "no activation = 'swiglu'"),
+        ({"kv_heads": 1, "qk_norm": True}, "no qk_norm = True, kv_heads = 1"),
+    ],
+)
+def test_what_gpt2_cannot_express_is_refused(
+    tokenizer: Tokenizer, tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        export(loaded(tokenizer, **settings), tmp_path / "hf")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_that_does_not_agree_is_not_kept(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gristmill import export as module
+
+    real = module.to_gpt2
+
+    def wrong(model: Any) -> dict[str, torch.Tensor]:
+        weights = real(model)
+        weights["transformer.h.1.mlp.c_fc.weight"][0, 0] += 1.0
+        return weights
+
+    monkeypatch.setattr(module, "to_gpt2", wrong)
+    with pytest.raises(UserError, match="nothing was exported"):
+        export(loaded(tokenizer), tmp_path / "hf")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_in_use_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("x")
+    with pytest.raises(UserError, match="not empty") as error:
+        export(loaded(tokenizer), tmp_path)
+    assert error.value.exit is Exit.REFUSED
+    assert (tmp_path / "precious").read_text() == "x"
+
+
+def test_training_starts_from_a_hugging_face_folder(
+    make_run: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    from gristmill.text.tokenizers import ByteTokenizer
+    from gristmill.train.assemble import run_training
+
+    source = loaded(ByteTokenizer())
+    export(source, tmp_path / "hf")
+    config = make_run()
+    text = f"""
+name = "from-hf"
+folder = "{tmp_path / "run"}"
+[model]
+start = "{tmp_path / "hf"}"
+[data]
+paths = "{config.data.paths}"
+[train]
+until = "2 steps"
+batch = 2
+[optim]
+lr = 1e-12
+"""
+    started = load_text(text, place="run.toml")
+    assert started.model.width == 16
+    assert started.model.vocab == 257
+    run_training(started)
+    after = open_model(str(tmp_path / "run"), device=CPU)
+    ids = torch.randint(0, 257, (1, 20))
+    assert torch.allclose(after.model(ids), source.model(ids), atol=1e-5)
+    with pytest.raises(UserError, match=r"model\.width: is 32, but the weights in .* have 16"):
+        load_text(text, ["model.width=32"], place="run.toml")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "llama"}, "of type 'llama'; only GPT-2 can be read"),
+        ({"activation_function": "relu"}, "activation_function 'relu' is not supported"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ({"n_layer": 3}, "the weights lack transformer.h.2."),
+        ({"n_inner": 32}, "has shape"),
+    ],
+    ids=str,
+)
+def test_hugging_face_folders_that_cannot_be_read(
+    tokenizer: Tokenizer, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    export(loaded(tokenizer), tmp_path / "hf")
+    file = tmp_path / "hf" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(UserError, match=message):
+        open_model(str(tmp_path / "hf"), device=CPU)
+
+
+def test_pickled_weights_are_never_opened(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    export(loaded(tokenizer), tmp_path / "hf")
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    torch.save({"x": torch.zeros(1)}, tmp_path / "hf" / "pytorch_model.bin")
+    with pytest.raises(UserError, match="pickled weights are not read"):
+        open_model(str(tmp_path / "hf"), device=CPU)
+
+
+def test_a_name_that_is_nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="not a folder here, and not to be had from Hugging Face"):
+        open_model("no-such/model", device=CPU)

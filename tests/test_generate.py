@@ -1,0 +1,144 @@
+"""Continuing ids and text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from gristmill.base.errors import UserError
+from gristmill.config.schema import ModelConfig
+from gristmill.generate import Engine, Sampling, TextGenerator, draw, window_start
+from gristmill.models.build import build_model
+from gristmill.models.gpt import GPT
+from gristmill.text.tokenizers import ByteTokenizer
+
+GREEDY = Sampling(temperature=0)
+
+
+def make_model(**settings: Any) -> GPT:
+    sizes = {"layers": 2, "heads": 2, "width": 16, "context": 16}
+    # Large weights and a head of its own keep greedy text from repeating one token.
+    config = ModelConfig(**sizes, init_std=0.3, tie_head=False, **settings)
+    model = build_model(config, vocab=257, device=torch.device("cpu"))
+    model.initialise(0)
+    return model
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"positions": "rotary", "kv_heads": 1, "qk_norm": True, "norm": "rmsnorm"}],
+    ids=["gpt2", "modern"],
+)
+@pytest.mark.parametrize("prompt_length", [1, 5, 16, 40])
+def test_greedy_decoding_with_the_cache_equals_decoding_without(
+    settings: dict[str, Any], prompt_length: int
+) -> None:
+    model = make_model(**settings)
+    prompt = torch.randint(0, 257, (prompt_length,), generator=torch.Generator().manual_seed(1))
+    results = [
+        [ids[0] for ids in Engine(model, cached=cached).stream(
+            prompt.tolist(), tokens=60, sampling=GREEDY
+        )]
+        for cached in (True, False)
+    ]  # fmt: skip
+    assert results[0] == results[1]
+    assert len(results[0]) == 60  # far beyond the context of 16
+    assert len(set(results[0])) > 5
+
+
+def test_the_window_is_never_longer_than_the_context() -> None:
+    for context in (1, 2, 7, 16):
+        starts = [window_start(length, context) for length in range(1, 100)]
+        assert starts == sorted(starts)
+        seen = [length - start for length, start in zip(range(1, 100), starts, strict=True)]
+        assert max(seen) <= context
+        assert min(seen[context:]) >= context // 2
+
+
+def test_the_same_seed_gives_the_same_text() -> None:
+    generator = TextGenerator(make_model(), ByteTokenizer())
+    texts = [
+        generator.texts("mill", tokens=20, sampling=Sampling(seed=seed), samples=3)
+        for seed in (1, 1, 2)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+    assert len(set(texts[0])) == 3
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = make_model(dropout=0.5)
+    model.train()
+    list(Engine(model).stream([1], tokens=3, sampling=GREEDY))
+    assert model.training
+
+
+def probabilities(sampling: Sampling, logits: list[float], draws: int = 4000) -> torch.Tensor:
+    rows = torch.tensor([logits]).repeat(draws, 1)
+    ids = draw(rows, sampling, torch.Generator().manual_seed(0))
+    return torch.bincount(ids, minlength=len(logits)) / draws
+
+
+def test_temperature_top_k_and_top_p() -> None:
+    logits = [2.0, 1.0, 0.0, -1.0]
+    exact = torch.tensor(logits).softmax(0)
+    plain = probabilities(Sampling(temperature=1.0, top_k=0), logits)
+    assert torch.allclose(plain, exact, atol=0.03)
+    cold = probabilities(Sampling(temperature=0.5, top_k=0), logits)
+    assert torch.allclose(cold, (torch.tensor(logits) * 2).softmax(0), atol=0.03)
+    two = probabilities(Sampling(temperature=1.0, top_k=2), logits)
+    assert torch.allclose(two, torch.tensor(logits[:2] + [-99.0] * 2).softmax(0), atol=0.03)
+    # 0.64 + 0.24 reach 0.8; the first alone does not.
+    nucleus = probabilities(Sampling(temperature=1.0, top_k=0, top_p=0.8), logits)
+    assert torch.allclose(nucleus, two, atol=0.03)
+    assert probabilities(Sampling(temperature=1.0, top_k=0, top_p=0.1), logits)[0] == 1
+    assert probabilities(Sampling(temperature=0), logits)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temperature": -1.0}, "temperature must be 0 or more"),
+        ({"top_k": -1}, "top-k must be 0"),
+        ({"top_p": 0.0}, "top-p must be above 0"),
+        ({"top_p": 1.5}, "top-p must be above 0 and at most 1"),
+    ],
+)
+def test_wrong_sampling_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Sampling(**values)
+
+
+class Scripted:
+    """An engine that says what it is told to."""
+
+    def __init__(self, *texts: bytes) -> None:
+        self.texts = texts
+
+    def stream(self, prompt: list[int], **_: object):  # type: ignore[no-untyped-def]
+        longest = max(map(len, self.texts))
+        for at in range(longest):
+            yield [text[at] if at < len(text) else 256 for text in self.texts]
+
+
+def scripted(*texts: bytes) -> TextGenerator:
+    generator = TextGenerator(make_model(), ByteTokenizer())
+    generator.engine = Scripted(*texts)  # type: ignore[assignment]
+    return generator
+
+
+def test_text_comes_out_in_whole_characters() -> None:
+    said = "Mühle 磨坊 🌾".encode()
+    pieces = list(scripted(said).stream("", tokens=99, sampling=GREEDY))
+    assert "".join(piece for _, piece in pieces) == "Mühle 磨坊 🌾"
+    assert all("\ufffd" not in piece for _, piece in pieces)
+
+
+def test_stop_strings_and_end_of_text_end_a_sample() -> None:
+    generator = scripted(b"grain STOP flour", b"STOthe STO end", b"ab" * 8)
+    texts = generator.texts("", tokens=99, sampling=GREEDY, samples=3, stop=["STOP"])
+    assert texts == ["grain ", "STOthe STO end", "ab" * 8]
+    stream = generator.stream("", tokens=9, sampling=GREEDY, samples=3, stop=["STOP"])
+    first = "".join(piece for number, piece in stream if number == 0)
+    assert first == "grain "  # the beginning of a stop string is held back

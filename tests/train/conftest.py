@@ -1,0 +1,51 @@
+"""Comparing runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gristmill.checkpoint.layout import CheckpointFolder
+
+TIMED = {"time", "tokens_per_second", "step_seconds", "tflops", "tflops_causal", "memory_bytes"}
+TIMED |= {"data_wait", "seconds"}
+
+
+class Runs:
+    """What two runs must have in common to count as the same."""
+
+    def history(self, folder: Path) -> list[dict[str, Any]]:
+        """All numbers of a run that must not depend on when it was interrupted."""
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [
+            {key: value for key, value in line.items() if key not in TIMED}
+            for line in lines
+            if line["kind"] != "event"
+        ]
+
+    def tensors(self, folder: Path) -> dict[str, torch.Tensor]:
+        """Weights and optimizer state of the newest checkpoint."""
+        newest = CheckpointFolder(folder / "checkpoints").newest_intact().path
+        assert newest is not None
+        return {
+            f"{file}:{name}": tensor
+            for file in ("model.safetensors", "optimizer.safetensors")
+            for name, tensor in load_file(newest / file).items()
+        }
+
+    def assert_same(self, one: Path, two: Path) -> None:
+        """Equal numbers at every step, equal bits at the end."""
+        assert self.history(one) == self.history(two)
+        left, right = self.tensors(one), self.tensors(two)
+        assert left.keys() == right.keys()
+        assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.fixture
+def runs() -> Runs:
+    return Runs()

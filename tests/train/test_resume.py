@@ -1,0 +1,257 @@
+"""A run that was stopped goes on as if it never had been."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from gristmill.base.errors import Exit, UserError
+from gristmill.base.files import FolderLock
+from gristmill.checkpoint.layout import CheckpointFolder
+from gristmill.config.schema import RunConfig
+from gristmill.track.metrics import EventRecord, StepRecord, ValidationRecord, read_metrics
+from gristmill.train.assemble import run_training
+from gristmill.train.hooks import StopRequest
+
+if TYPE_CHECKING:
+    from conftest import Runs
+
+MakeRun = Callable[..., RunConfig]
+
+
+def events(folder: Path) -> str:
+    records = read_metrics(folder / "metrics.jsonl")
+    return "\n".join(record.text for record in records if isinstance(record, EventRecord))
+
+
+@pytest.fixture
+def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Make the next run stop politely after so many steps."""
+
+    def arrange(steps: int) -> None:
+        seen = 0
+
+        def count(self: StopRequest, *, reserve: float) -> None:
+            nonlocal seen
+            seen += 1
+            if seen == steps:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        monkeypatch.setattr(StopRequest, "check_time", count)
+
+    return arrange
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [],
+        ["model.dropout=0.2", 'train.recompute="full"'],
+        ["train.accumulate=2", 'data.order="random"'],
+        ['precision.compute="bf16"'],
+        ['precision.compute="fp16"', "precision.loss_scale.window=2"],
+        ['schedule.type="warmup-stable-decay"', "checkpoint.background=false"],
+    ],
+    ids=["plain", "dropout", "accumulate", "bf16", "fp16", "foreground"],
+)
+def test_stopped_and_resumed_equals_uninterrupted(
+    make_run: MakeRun,
+    tmp_path: Path,
+    stop_after: Callable[[int], None],
+    settings: list[str],
+    runs: Runs,
+) -> None:
+    whole, parted = make_run(*settings, folder="whole"), make_run(*settings, folder="parted")
+    assert run_training(whole).exit is Exit.DONE
+    stop_after(5)
+    first = run_training(parted)
+    assert first.exit is Exit.STOPPED
+    assert first.step == 5  # nothing is lost by a polite stop
+    stop_after(2)
+    assert run_training(parted).step == 7
+    stop_after(10**9)
+    assert run_training(parted).exit is Exit.DONE
+    runs.assert_same(tmp_path / "whole", tmp_path / "parted")
+
+
+def test_the_records_of_a_run(make_run: MakeRun, tmp_path: Path) -> None:
+    outcome = run_training(make_run())
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    steps = [r for r in records if isinstance(r, StepRecord)]
+    validations = [r for r in records if isinstance(r, ValidationRecord)]
+    assert [r.step for r in steps] == list(range(1, 13))
+    assert [r.step for r in validations] == [0, 4, 8, 12]
+    assert steps[-1].tokens == 12 * 4 * 24
+    assert validations[-1].loss < validations[0].loss
+    assert outcome.best_loss == min(r.loss for r in validations)
+    assert all(r.tokens_per_second > 0 and r.grad_norm > 0 for r in steps)
+    folder = tmp_path / "run"
+    assert json.loads((folder / "status.json").read_text())["state"] == "done"
+    assert json.loads((folder / "environment.json").read_text())["torch"] == torch.__version__
+    assert (folder / "origin.txt").read_text().count("\n") == 1
+    assert "step 12" in (folder / "train.log").read_text()
+
+
+def test_a_complete_run_has_nothing_to_do(make_run: MakeRun, tmp_path: Path, runs: Runs) -> None:
+    config = make_run()
+    run_training(config)
+    before = runs.history(tmp_path / "run")
+    assert run_training(config).exit is Exit.DONE
+    assert "nothing to do" in events(tmp_path / "run")
+    assert runs.history(tmp_path / "run") == before
+    longer = make_run('train.until="14 steps"')
+    assert run_training(longer).step == 14
+    assert "changed: train.until from '12 steps' to '14 steps'" in events(tmp_path / "run")
+
+
+def test_a_written_run_file_runs_again_as_it_is(
+    make_run: MakeRun, tmp_path: Path, runs: Runs
+) -> None:
+    from gristmill.config.load import load_run
+
+    config = make_run()
+    run_training(config)
+    again = load_run(tmp_path / "run" / "run.toml", [f"folder={tmp_path / 'again'}"])
+    run_training(again)
+    runs.assert_same(tmp_path / "run", tmp_path / "again")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
+def test_a_damaged_checkpoint_is_skipped_and_said_so(
+    make_run: MakeRun,
+    tmp_path: Path,
+    stop_after: Callable[[int], None],
+    name: str,
+    runs: Runs,
+) -> None:
+    whole, config = make_run(folder="whole"), make_run()
+    run_training(whole)
+    stop_after(8)
+    run_training(config)
+    file = tmp_path / "run" / "checkpoints" / "step-00000008" / name
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+    stop_after(10**9)
+    run_training(config)
+    text = events(tmp_path / "run")
+    assert "resuming from step-00000006" in text
+    assert "skipped damaged checkpoint step-00000008" in text
+    assert f"{name}: has changed bytes" in text
+    assert (tmp_path / "run/checkpoints/damaged-step-00000008").is_dir()
+    runs.assert_same(tmp_path / "whole", tmp_path / "run")
+
+
+def test_all_checkpoints_damaged_is_an_error_that_changes_nothing(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    config = make_run()
+    run_training(config)
+    root = tmp_path / "run" / "checkpoints"
+    for path in root.glob("step-*"):
+        (path / "MANIFEST").write_text("")
+    names = sorted(path.name for path in root.iterdir())
+    with pytest.raises(UserError) as error:
+        run_training(config)
+    assert error.value.exit is Exit.STORAGE
+    assert "every checkpoint of this run is damaged" in str(error.value)
+    assert "--fresh" in str(error.value)
+    assert sorted(path.name for path in root.iterdir()) == names
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("model.width=32", "model.width: was 16 and is now 32"),
+        ("model.layers=3", "model.layers: was 2 and is now 3"),
+        ("train.seed=2", "train.seed: was 1337 and is now 2"),
+        ("data.sequence=12", "data.sequence: was 24 and is now 12"),
+        ('data.split="80,20"', "data.split (tokens): was"),
+    ],
+)
+def test_a_different_run_is_refused_with_the_fields(
+    make_run: MakeRun, tmp_path: Path, setting: str, message: str
+) -> None:
+    run_training(make_run('train.until="3 steps"'))
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    with pytest.raises(UserError) as error:
+        run_training(make_run('train.until="3 steps"', setting))
+    assert message in str(error.value)
+    assert "--fresh" in str(error.value)
+    after = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    assert before == after
+
+
+def test_fresh_moves_the_old_run_aside(make_run: MakeRun, tmp_path: Path, runs: Runs) -> None:
+    config = make_run('train.until="3 steps"')
+    run_training(config)
+    run_training(make_run('train.until="3 steps"', "train.seed=2"), fresh=True)
+    (old,) = tmp_path.glob("run.old-*")
+    assert (old / "checkpoints/step-00000003/MANIFEST").is_file()
+    assert runs.history(old) != runs.history(tmp_path / "run")
+
+
+def test_a_folder_in_use_is_refused(make_run: MakeRun, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    lock = FolderLock(tmp_path / "run")
+    lock.acquire()
+    with pytest.raises(UserError, match=f"in use by process {os.getpid()}") as error:
+        run_training(make_run())
+    assert error.value.exit is Exit.REFUSED
+    lock.release()
+    assert run_training(make_run()).exit is Exit.DONE
+
+
+def test_the_time_limit_stops_with_a_save(make_run: MakeRun, tmp_path: Path) -> None:
+    config = make_run('train.until="100k steps"', 'train.time_limit="2s"')
+    outcome = run_training(config)
+    assert outcome.exit is Exit.STOPPED
+    assert 0 < outcome.step < 100_000
+    assert "stopping after the time limit" in events(tmp_path / "run")
+    newest = CheckpointFolder(tmp_path / "run" / "checkpoints").newest_intact().path
+    assert newest is not None
+    assert newest.name == f"step-{outcome.step:08d}"
+
+
+def test_start_from_another_run(make_run: MakeRun, tmp_path: Path, runs: Runs) -> None:
+    run_training(make_run(folder="first"))
+    second = make_run(
+        f"model.start={tmp_path / 'first'}", 'train.until="4 steps"', "optim.lr=1e-9",
+        folder="second",
+    )  # fmt: skip
+    run_training(second)
+    first_end = runs.history(tmp_path / "first")[-1]
+    second_start = runs.history(tmp_path / "second")[0]
+    assert second_start["kind"] == "validation"
+    assert second_start["loss"] == first_end["loss"]
+
+
+def test_training_that_breaks_down_stops(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_run("train.bad_steps=3", 'checkpoint.every="1 steps"')
+    from gristmill.models.gpt import GPT
+
+    real, calls = GPT._hidden, 0
+
+    def broken(self: GPT, *args: Any) -> torch.Tensor:
+        nonlocal calls
+        hidden = real(self, *args)
+        calls += self.training
+        return hidden * torch.nan if calls > 5 and self.training else hidden
+
+    monkeypatch.setattr(GPT, "_hidden", broken)
+    with pytest.raises(UserError, match="not finite for 3 steps in a row, up to step 8") as error:
+        run_training(config)
+    assert "lower optim.lr" in str(error.value)
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
+    steps = [r for r in read_metrics(tmp_path / "run/metrics.jsonl") if isinstance(r, StepRecord)]
+    assert [r.skipped for r in steps] == [0, 0, 0, 0, 0, 1, 2, 3]
+    assert [r.nan for r in steps][-1] == 3
