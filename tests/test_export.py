@@ -139,7 +139,7 @@ lr = 1e-12
     ("change", "message"),
     [
         ({"model_type": "llama"}, "of type 'llama'; only GPT-2 can be read"),
-        ({"activation_function": "relu"}, "activation_function 'relu' is not supported"),
+        ({"activation_function": "relu"}, "activation_function = 'relu'"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ({"n_layer": 3}, "the weights lack transformer.h.2."),
         ({"n_inner": 32}, "has shape"),

@@ -12,7 +12,6 @@ import errno
 import fcntl
 import gzip
 import hashlib
-import io
 import json
 import lzma
 import os
@@ -111,10 +110,10 @@ def _open_zstd(file: BinaryIO) -> BinaryIO:
     return cast(BinaryIO, zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True))
 
 
-_MAGIC: tuple[tuple[bytes, Callable[[BinaryIO], BinaryIO]], ...] = (
-    (b"\x1f\x8b", lambda file: cast(BinaryIO, gzip.GzipFile(fileobj=file))),
-    (b"BZh", lambda file: cast(BinaryIO, bz2.BZ2File(file))),
-    (b"\xfd7zXZ\x00", lambda file: cast(BinaryIO, lzma.LZMAFile(file))),
+_MAGIC: tuple[tuple[bytes, Callable[[BinaryIO], Any]], ...] = (
+    (b"\x1f\x8b", lambda file: gzip.GzipFile(fileobj=file)),
+    (b"BZh", bz2.BZ2File),
+    (b"\xfd7zXZ\x00", lzma.LZMAFile),
     (b"\x28\xb5\x2f\xfd", _open_zstd),
 )
 
@@ -127,11 +126,31 @@ def open_bytes(path: Path) -> BinaryIO:
         raise UserError(
             f"cannot read: {error.strerror}", where=str(path), exit=Exit.DATA
         ) from error
-    start = file.peek(6)[:6] if isinstance(file, io.BufferedReader) else b""
+    start = file.peek(6)[:6]
     for magic, opener in _MAGIC:
         if start.startswith(magic):
-            return opener(file)
+            return _closing_both(opener(file), file)
     return file
+
+
+def _closing_both(reader: Any, below: BinaryIO) -> BinaryIO:
+    """Make closing a decompressor close its file too; those of the standard library do not."""
+    if isinstance(reader, gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile):
+        close = reader.close
+
+        def close_both() -> None:
+            close()
+            below.close()
+
+        vars(reader)["close"] = close_both
+    return cast(BinaryIO, reader)
+
+
+def share_file(path: Path) -> None:
+    """Give a file the permissions that new files have; some libraries make theirs private."""
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
 
 
 class FolderLock:
@@ -147,6 +166,14 @@ class FolderLock:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                os.close(handle)
+                raise UserError(
+                    f"files cannot be locked here: {error.strerror}",
+                    where=str(self.path),
+                    remedy="use a folder on a file system with locks",
+                    exit=Exit.STORAGE,
+                ) from error
             holder = os.read(handle, 200).decode(errors="replace").strip() or "another process"
             os.close(handle)
             raise UserError(

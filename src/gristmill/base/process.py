@@ -45,6 +45,8 @@ class Place:
             raise UserError(
                 "RANK, LOCAL_RANK and WORLD_SIZE must be whole numbers", where="environment"
             ) from error
-        if not (0 <= rank < world and 0 <= local_rank < world):
-            raise UserError(f"RANK={rank} does not fit WORLD_SIZE={world}", where="environment")
+        for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank)):
+            if not 0 <= value < world:
+                what = f"{name}={value} does not fit WORLD_SIZE={world}"
+                raise UserError(what, where="environment")
         return cls(rank, local_rank, world, socket.gethostname())

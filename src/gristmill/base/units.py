@@ -12,11 +12,13 @@ from __future__ import annotations
 import enum
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 
 from gristmill.base.errors import UserError
 
 _MULTIPLIERS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
-_DURATION = re.compile(r"([0-9][0-9_,]*(?:\.[0-9]+)?)\s*([kKmMbBgGtT]?)\s*([A-Za-z]+)")
+_NUMBER = r"(\d{1,3}(?:,\d{3})+|\d[\d_]*)((?:\.\d+)?)"
+_DURATION = re.compile(rf"{_NUMBER}\s*([kmbgt]?)\s*(steps?|samples?|tokens?)", re.IGNORECASE)
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(d|h|m|s)")
 _TIME_SECONDS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
 
@@ -59,16 +61,15 @@ class Duration:
     def parse(cls, text: str) -> Duration:
         """Read "600k steps", "20B tokens", "1_000 samples"; the unit is required."""
         match = _DURATION.fullmatch(text.strip())
-        unit = match and next(
-            (u for u in Unit if match[3].lower() in (u.value, u.value[:-1])), None
-        )
-        if not match or not unit:
+        if not match:
             raise UserError(
                 f"{text!r} is not a duration",
                 remedy='write a number and a unit: "500 steps", "1M samples" or "20B tokens"',
             )
-        amount = float(match[1].replace("_", "").replace(",", ""))
-        amount *= _MULTIPLIERS[match[2].lower()]
+        whole, fraction, letter, name = match.groups()
+        digits = whole.replace(",", "").replace("_", "") + fraction
+        amount = Decimal(digits) * _MULTIPLIERS[letter.lower()]
+        unit = Unit(name.lower().removesuffix("s") + "s")
         if amount != int(amount):
             raise UserError(f"{text!r} is not a whole number of {unit.value}")
         return cls(int(amount), unit)
@@ -87,10 +88,11 @@ class Duration:
 
 
 def format_exact(amount: int) -> str:
-    """The shortest form with a k, M, B or T that reads back as the same number: 2500 -> "2.5k"."""
+    """A form with a k, M, B or T that reads back as the same number: 2500 -> "2.5k"."""
     for letter, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):
         if amount >= size and amount % (size // 1000) == 0:
-            return f"{amount / size:g}{letter}" if amount % size else f"{amount // size}{letter}"
+            thousandths = f"{amount % size * 1000 // size:03d}".rstrip("0")
+            return f"{amount // size}{'.' if thousandths else ''}{thousandths}{letter}"
     return str(amount)
 
 

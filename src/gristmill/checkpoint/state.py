@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from gristmill.base.errors import Exit, Problem, UserError
-from gristmill.base.files import read_json, storage_errors, write_json
+from gristmill.base.files import read_json, share_file, storage_errors, write_json
 from gristmill.base.units import Progress
 
 FORMAT = "gristmill-checkpoint"
@@ -81,6 +81,8 @@ class Snapshot:
                 save_file(self.optimizer, folder / OPTIMIZER)
             except Exception as error:
                 raise _as_os_error(error) from error
+            share_file(folder / MODEL)
+            share_file(folder / OPTIMIZER)
             write_json(folder / STATE, self.state)
 
 

@@ -92,10 +92,17 @@ def _wait(device: torch.device) -> None:
 
 
 def _threads() -> Iterator[Finding]:
-    cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    cores, threads = _cores(), torch.get_num_threads()
     good = threads <= cores
     remedy = None if good else "set runtime.threads, or OMP_NUM_THREADS, to the number of cores"
     yield Finding("threads", f"{threads} on {cores} cores", good, remedy)
+
+
+def _cores() -> int:
+    """Cores this process may use, where the system tells it."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _compiler() -> Iterator[Finding]:

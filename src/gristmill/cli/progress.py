@@ -40,7 +40,8 @@ class ProgressLine:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._bar.stop()
+        if self._console.is_terminal:
+            self._bar.stop()
 
     def update(self, done: float, total: float | None, words: str) -> None:
         """Show `done` of `total`, with a few words beside the bar."""

@@ -32,6 +32,7 @@ _DEFAULTS = {
     "tie_word_embeddings": True,
     "activation_function": "gelu_new",
     "initializer_range": 0.02,
+    "scale_attn_weights": True,
 }
 _UNSUPPORTED = ("scale_attn_by_inverse_layer_idx", "add_cross_attention")
 
@@ -40,9 +41,7 @@ def model_settings(start: str) -> dict[str, Any]:
     """The `[model]` table that fits the weights in a Hugging Face folder or a run folder."""
     folder = Path(start)
     if (folder / "run.toml").is_file():
-        model = dict(tomllib.loads((folder / "run.toml").read_text())["model"])
-        model.pop("start", None)
-        return model
+        return _from_run(folder / "run.toml")
     if not (folder / "config.json").is_file():
         raise UserError(
             f"{start!r} holds neither a run (run.toml) nor a Hugging Face model (config.json)",
@@ -52,20 +51,32 @@ def model_settings(start: str) -> dict[str, Any]:
     return from_hf(read_json(folder / "config.json"), where=str(folder / "config.json"))
 
 
-def from_hf(values: dict[str, Any], *, where: str) -> dict[str, Any]:
-    """Model settings from the content of a Hugging Face `config.json`."""
-    if values.get("model_type") != "gpt2":
+def _from_run(file: Path) -> dict[str, Any]:
+    try:
+        model = tomllib.loads(file.read_text())["model"]
+    except (tomllib.TOMLDecodeError, KeyError) as error:
         raise UserError(
-            f"the model is of type {values.get('model_type')!r}; only GPT-2 can be read",
-            where=where,
-            exit=Exit.DATA,
+            f"this is not the run file of a run: {error}", where=str(file), exit=Exit.DATA
+        ) from error
+    return {name: value for name, value in model.items() if name != "start"}
+
+
+def from_hf(values: Any, *, where: str) -> dict[str, Any]:
+    """Model settings from the content of a Hugging Face `config.json`."""
+    if not isinstance(values, dict) or values.get("model_type") != "gpt2":
+        kind = values.get("model_type") if isinstance(values, dict) else None
+        raise UserError(
+            f"the model is of type {kind!r}; only GPT-2 can be read", where=where, exit=Exit.DATA
         )
     values = {**_DEFAULTS, **values}
     activation = _ACTIVATIONS.get(values["activation_function"])
-    on = [name for name in _UNSUPPORTED if values.get(name)]
-    if activation is None or on or values.get("scale_attn_weights") is False:
-        what = on[0] if on else f"activation_function {values['activation_function']!r}"
-        raise UserError(f"{what} is not supported", where=where, exit=Exit.DATA)
+    wrong = [f"{name} = true" for name in _UNSUPPORTED if values.get(name)]
+    if values["scale_attn_weights"] is False:
+        wrong.append("scale_attn_weights = false")
+    if activation is None:
+        wrong.append(f"activation_function = {values['activation_function']!r}")
+    if wrong:
+        raise UserError(f"{', '.join(wrong)}: not supported", where=where, exit=Exit.DATA)
     settings = {
         ours: values[theirs] for theirs, ours in _SAME.items() if values.get(theirs) is not None
     }

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -32,16 +33,22 @@ Path_ = tuple[str, ...]
 class _Layers:
     """The merged tables, and for every key the place it came from."""
 
+    file: str
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[Path_, str] = field(default_factory=dict)
 
     def add(self, tables: Mapping[str, Any], *, place: str, lines: Mapping[Path_, int]) -> None:
+        """Lay tables over those that are there."""
+        self.note(tables, place=place, lines=lines)
+        _merge(self.values, tables)
+
+    def note(self, tables: Mapping[str, Any], *, place: str, lines: Mapping[Path_, int]) -> None:
+        """Remember where the keys of tables were written."""
         for path in _leaves(tables):
             line = next(
                 (lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), None
             )
             self.places[path] = f"{place}:{line}" if line else place
-        _merge(self.values, tables)
 
     def place(self, path: Path_) -> str:
         """Where a key, or the nearest table around it, was written."""
@@ -51,7 +58,7 @@ class _Layers:
             inside = [p for p in self.places if p[:end] == path[:end]]
             if inside:
                 return self.places[inside[0]]
-        return "run file"
+        return self.file
 
 
 def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -71,17 +78,39 @@ def load_text(text: str, overrides: Sequence[str] = (), *, place: str) -> RunCon
     """As `load_run`, from the text of a run file."""
     tables = _parse(text, place=place)
     words = _parse_overrides(overrides)
-    layers = _Layers()
-    start = _chosen(words, tables, "model", "start")
+    chosen: dict[str, Any] = {}
+    for table in words.values():
+        _merge(chosen, table)
+    written = _Layers(place)
+    written.add(tables, place=place, lines=key_lines(text))
+    for word, table in words.items():
+        written.note(table, place=f"command line {word!r}", lines={})
+    _merge(written.values, chosen)
+
+    layers = _Layers(place)
+    start = _value_at(written.values, ("model", "start"))
     if isinstance(start, str):
-        layers.add({"model": model_settings(start)}, place=f"model.start {start}", lines={})
-    preset = _chosen(words, tables, "preset")
+        with _placed(written, ("model", "start")):
+            layers.add({"model": model_settings(start)}, place=f"model.start {start}", lines={})
+    preset = _value_at(written.values, ("preset",))
     if preset is not None:
-        layers.add(load_preset(preset), place=f"preset {preset}", lines={})
-    layers.add(tables, place=place, lines=key_lines(text))
-    for word, table in words:
-        layers.add(table, place=f"command line {word!r}", lines={})
+        with _placed(written, ("preset",)):
+            layers.add(load_preset(preset), place=f"preset {preset}", lines={})
+    _merge(layers.values, written.values)
+    layers.places.update(written.places)
     return _validate(layers)
+
+
+@contextmanager
+def _placed(layers: _Layers, path: Path_) -> Iterator[None]:
+    """Say where a setting stands whose value cannot be used."""
+    try:
+        yield
+    except UserError as error:
+        where = f"{layers.place(path)}: {'.'.join(path)}"
+        first, *rest = error.problems
+        inner = f"{first.where}: {first.what}" if first.where != ".".join(path) else first.what
+        raise UserError([Problem(inner, where, first.remedy), *rest], exit=error.exit) from error
 
 
 def dump_run(config: RunConfig) -> str:
@@ -137,9 +166,9 @@ def _parse(text: str, *, place: str) -> dict[str, Any]:
         raise UserError(f"not valid TOML: {error}", where=place) from error
 
 
-def _parse_overrides(words: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+def _parse_overrides(words: Sequence[str]) -> dict[str, dict[str, Any]]:
     """`a.b=c` words as nested tables; a value that is not TOML is taken as a string."""
-    result = []
+    result = {}
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not key or not all(part.isidentifier() for part in key.split(".")):
@@ -154,17 +183,8 @@ def _parse_overrides(words: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
             parsed = value
         for part in reversed(key.split(".")):
             parsed = {part: parsed}
-        result.append((word, parsed))
+        result[word] = parsed
     return result
-
-
-def _chosen(words: list[tuple[str, dict[str, Any]]], tables: dict[str, Any], *path: str) -> Any:
-    """The value of a key that decides what else is loaded: command line first, then the file."""
-    for source in [*(table for _, table in reversed(words)), tables]:
-        value = _value_at(source, path)
-        if value is not None:
-            return value
-    return None
 
 
 def _value_at(tables: Mapping[str, Any], path: Path_) -> Any:
@@ -188,7 +208,7 @@ def _merge(target: dict[str, Any], tables: Mapping[str, Any]) -> None:
         below = target.get(key)
         if not (isinstance(value, dict) and isinstance(below, dict)):
             target[key] = dict(value) if isinstance(value, dict) else value
-        elif value.get("type", below.get("type")) != below.get("type"):
+        elif "type" in value and "type" in below and value["type"] != below["type"]:
             target[key] = dict(value)
         else:
             _merge(below, value)
@@ -199,7 +219,7 @@ def _merge(target: dict[str, Any], tables: Mapping[str, Any]) -> None:
 
 def _validate(layers: _Layers) -> RunConfig:
     try:
-        config = RunConfig.model_validate(layers.values)
+        config = RunConfig.model_validate({**layers.values, **_default_types(layers.values)})
     except ValidationError as error:
         raise UserError(_problem(details, layers) for details in error.errors()) from None
     problems = [
@@ -211,6 +231,17 @@ def _validate(layers: _Layers) -> RunConfig:
     return config
 
 
+def _default_types(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables that come in several types but name none, with the type that is the default."""
+    return {
+        key: {"type": info.default.type, **values[key]}
+        for key, info in RunConfig.model_fields.items()
+        if len(_tables(RunConfig, key)) > 1
+        and isinstance(values.get(key), dict)
+        and "type" not in values[key]
+    }
+
+
 def _problem(details: ErrorDetails, layers: _Layers) -> Problem:
     path, model = _locate(details)
     dotted = ".".join(path)
@@ -220,9 +251,11 @@ def _problem(details: ErrorDetails, layers: _Layers) -> Problem:
             return Problem("there is no such setting", where, _nearest(path, model))
         case "missing":
             return Problem("this setting is required", where, _description(path, model))
-        case "union_tag_invalid" | "union_tag_not_found":
-            choices = details.get("ctx", {}).get("expected_tags", "")
-            return Problem("unknown type", f"{where}.type", f"one of {choices}")
+        case "union_tag_invalid":
+            got, choices = details["ctx"]["tag"], details["ctx"]["expected_tags"]
+            return Problem(f"there is no type {got!r}", f"{where}.type", f"one of {choices}")
+        case "model_type" | "model_attributes_type" | "union_tag_not_found":
+            message = f"must be a table, [{dotted}]"
         case "value_error":
             message = str(details["ctx"]["error"])
         case _:
@@ -273,6 +306,9 @@ def _description(path: Path_, model: type[BaseModel]) -> str | None:
 
 def _nearest(path: Path_, model: type[BaseModel]) -> str:
     known = [info.alias or name for name, info in model.model_fields.items()]
+    kinds = [kind for kind, table in _tables(RunConfig, path[0]).items() if _field(table, path[-1])]
+    if len(path) == 2 and kinds:
+        return f"{path[0]} has it with type = {' or '.join(map(repr, kinds))}"
     keys = difflib.get_close_matches(path[-1], {p[-1] for p in setting_paths()}, n=1, cutoff=0.8)
     near = (
         difflib.get_close_matches(path[-1], known, n=2, cutoff=0.6)

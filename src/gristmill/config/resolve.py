@@ -253,9 +253,11 @@ def _schedule_fits(config: RunConfig) -> Iterator[Broken]:
 def _start_agrees(config: RunConfig) -> Iterator[Broken]:
     if config.model.start is None:
         return
-    for name, value in model_settings(config.model.start).items():
-        got = getattr(config.model, name, None)
-        if name not in SHAPE_FREE and got != value:
+    weights = ModelConfig.model_validate(model_settings(config.model.start))
+    for name in (name for name in ModelConfig.model_fields if name not in SHAPE_FREE):
+        field = {"kv_heads": "groups", "mlp_width": "inner"}.get(name, name)
+        got, value = getattr(config.model, field), getattr(weights, field)
+        if got != value:
             what = f"is {got!r}, but the weights in {config.model.start!r} have {value!r}"
             yield (
                 ("model", name),

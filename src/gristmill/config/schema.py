@@ -103,7 +103,6 @@ class Settings(BaseModel):
         strict=True,
         use_attribute_docstrings=True,
         allow_inf_nan=False,
-        populate_by_name=True,
     )
 
 
@@ -224,8 +223,8 @@ OptimConfig = AdamWConfig
 
 
 class _Warmup(Settings):
-    warmup: Span = 0.0
-    """Linear rise from zero at the start: a duration, or a fraction of the run."""
+    warmup: Span = 0.02
+    """Linear rise from zero at the start: a duration, or a fraction of the run; 0 for none."""
 
 
 class _Decaying(_Warmup):
@@ -463,7 +462,7 @@ class RunConfig(Settings):
     """Horizon and batch."""
     optim: OptimConfig = AdamWConfig()
     """The optimizer."""
-    schedule: ScheduleConfig = CosineSchedule(warmup=0.02)
+    schedule: ScheduleConfig = CosineSchedule()
     """The learning rate over the run."""
     precision: PrecisionConfig = PrecisionConfig()
     """Number formats."""

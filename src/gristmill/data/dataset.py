@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -56,12 +57,22 @@ def open_parts(config: DataConfig, *, sequence: int) -> Parts:
 
 
 def _cuts(reader: TokenReader, fractions: list[float]) -> list[int]:
-    """Ends of the parts in tokens, each moved to the nearest beginning of a document, if any."""
-    inner = reader.document_starts[1:]
-    ends = np.cumsum(fractions)[:-1] * len(reader)
-    if len(inner):
-        ends = [inner[np.abs(inner - end).argmin()] for end in ends]
-    return [*(int(end) for end in ends), len(reader)]
+    """Ends of the parts in tokens, moved to the beginning of a document where one is near."""
+    ends = [round(end) for end in np.cumsum(fractions) * len(reader)]
+    return [_document_cut(reader, end, begin=begin) for begin, end in pairwise([0, *ends])]
+
+
+def _document_cut(reader: TokenReader, end: int, *, begin: int) -> int:
+    """The document start nearest to a cut, or the cut itself where none is near.
+
+    A start is near if moving to it changes neither neighbour by more than half.
+    """
+    if end == len(reader):
+        return end
+    starts = reader.document_starts
+    nearest = int(starts[np.abs(starts - end).argmin()])
+    room = min(end - begin, len(reader) - end) / 2
+    return nearest if abs(nearest - end) <= room else end
 
 
 def _long_enough(part: Part, sequence: int, config: DataConfig) -> Part:

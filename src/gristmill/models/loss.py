@@ -74,11 +74,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 hidden = hidden_ND[part].to(dtype)
                 weights = None if weights_N is None else weights_N[part].float()
                 logits = (hidden @ head.T).float()
-                loss = _slice_loss(logits, targets_N[part], weights, vocab)
+                loss, sums_N1 = _slice_loss(logits, targets_N[part], weights, vocab)
                 total += loss
                 if d_hidden is None or d_head is None:
                     continue
-                d_logits = _slice_gradient(logits, targets_N[part], weights, scale).to(dtype)
+                gradient = _slice_gradient(logits, sums_N1, targets_N[part], weights, scale)
+                d_logits = gradient.to(dtype)
                 d_hidden[part] = d_logits @ head
                 if dtype == d_head.dtype:
                     d_head.addmm_(d_logits.T, hidden)
@@ -97,27 +98,33 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _slice_loss(
     logits_NV: torch.Tensor, targets_N: torch.Tensor, weights_N: torch.Tensor | None, vocab: int
-) -> torch.Tensor:
-    """Summed loss of one slice; leaves log-probabilities in the place of the logits."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Summed loss of one slice; leaves exp(logit - largest) in the place of the logits.
+
+    Also returns the sum of those, so that the gradient needs no second exponential.
+    """
     if vocab < logits_NV.shape[1]:
         logits_NV[:, vocab:] = -torch.inf
-    logits_NV -= torch.logsumexp(logits_NV, dim=-1, keepdim=True)
-    picked_N = logits_NV.gather(1, targets_N[:, None])[:, 0]
-    return -(picked_N.sum() if weights_N is None else (picked_N * weights_N).sum())
+    picked_N1 = logits_NV.gather(1, targets_N[:, None])
+    largest_N1 = logits_NV.amax(dim=-1, keepdim=True)
+    sums_N1 = logits_NV.sub_(largest_N1).exp_().sum(dim=-1, keepdim=True)
+    losses_N = (sums_N1.log() + largest_N1 - picked_N1)[:, 0]
+    return (losses_N.sum() if weights_N is None else (losses_N * weights_N).sum()), sums_N1
 
 
 def _slice_gradient(
-    log_probabilities_NV: torch.Tensor,
+    exponentials_NV: torch.Tensor,
+    sums_N1: torch.Tensor,
     targets_N: torch.Tensor,
     weights_N: torch.Tensor | None,
     scale: torch.Tensor,
 ) -> torch.Tensor:
     """The scaled gradient of the summed loss with respect to the logits, in the same memory."""
-    gradient_NV = log_probabilities_NV.exp_()
-    minus_one = gradient_NV.new_full((targets_N.shape[0], 1), -1.0)
-    gradient_NV.scatter_add_(1, targets_N[:, None], minus_one)
-    factor = scale.float() if weights_N is None else (weights_N * scale)[:, None]
-    return gradient_NV.mul_(factor)
+    factor_N1 = scale.float().expand_as(sums_N1)
+    if weights_N is not None:
+        factor_N1 = factor_N1 * weights_N[:, None]
+    gradient_NV = exponentials_NV.mul_(factor_N1 / sums_N1)
+    return gradient_NV.scatter_add_(1, targets_N[:, None], -factor_N1)
 
 
 def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:

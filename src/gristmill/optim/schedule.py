@@ -30,7 +30,8 @@ from gristmill.config.schema import (
     WarmupStableDecaySchedule,
 )
 
-Shape = Callable[[float], float]
+Shape = Callable[[int], float]
+Height = Callable[[float], float]
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def build_schedule(config: RunConfig, numbers: Resolved) -> Schedule:
         floor=getattr(settings, "min_lr", 0.0),
         warmup=numbers.samples_of(settings.warmup),
         batch=numbers.batch,
-        shape=_SHAPES[type(settings)](settings, numbers),
+        shape=_SHAPES[type(settings)](settings, numbers, config.optim.lr),
     )
 
 
@@ -73,25 +74,29 @@ def _half_cosine(time: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * time))
 
 
-def _decaying(settings: Settings, numbers: Resolved, height: Shape) -> Shape:
+def _decaying(settings: Settings, numbers: Resolved, height: Height) -> Shape:
     """Stretch a height over the time from the warm-up's to the decay's end."""
-    assert isinstance(
-        settings, LinearSchedule | CosineSchedule | CosineRestartsSchedule | PolynomialSchedule
-    )
+    assert isinstance(settings, LinearSchedule | CosineSchedule | PolynomialSchedule)
     begin = numbers.samples_of(settings.warmup)
     end = numbers.samples if settings.decay is None else numbers.samples_of(settings.decay)
     return lambda samples: height(min(1.0, (samples - begin) / max(1, end - begin)))
 
 
-def _restarts(settings: CosineRestartsSchedule, numbers: Resolved) -> Shape:
-    def height(time: float) -> float:
-        return 0.0 if time >= 1 else _half_cosine(time * settings.cycles % 1.0)
+def _restarts(settings: CosineRestartsSchedule, numbers: Resolved, peak: float) -> Shape:
+    begin = numbers.samples_of(settings.warmup)
+    end = numbers.samples if settings.decay is None else numbers.samples_of(settings.decay)
+    length = max(1, end - begin)
 
-    return _decaying(settings, numbers, height)
+    def height(samples: int) -> float:
+        # In whole samples, so that rounding cannot turn the start of a wave into its end.
+        into_wave = (samples - begin) * settings.cycles % length
+        return _half_cosine(into_wave / length) if samples < end else 0.0
+
+    return height
 
 
-def _stable(settings: WarmupStableDecaySchedule, numbers: Resolved) -> Shape:
-    heights: dict[str, Shape] = {
+def _stable(settings: WarmupStableDecaySchedule, numbers: Resolved, peak: float) -> Shape:
+    heights: dict[str, Height] = {
         "linear": lambda time: 1 - time,
         "cosine": _half_cosine,
         "sqrt": lambda time: 1 - math.sqrt(time),
@@ -102,17 +107,18 @@ def _stable(settings: WarmupStableDecaySchedule, numbers: Resolved) -> Shape:
     return lambda s: 1.0 if s < begin else height(min(1.0, (s - begin) / max(1, length)))
 
 
-def _inverse_sqrt(settings: InverseSqrtSchedule, numbers: Resolved) -> Shape:
-    warmup = numbers.samples_of(settings.warmup)
-    return lambda samples: math.sqrt(warmup / samples) if samples > warmup else 1.0
+def _inverse_sqrt(settings: InverseSqrtSchedule, numbers: Resolved, peak: float) -> Shape:
+    warmup, floor = numbers.samples_of(settings.warmup), settings.min_lr
+    span = max(peak - floor, 1e-300)
+    return lambda samples: max(0.0, (peak * math.sqrt(warmup / samples) - floor) / span)
 
 
 _SHAPES: dict[type[Settings], Callable[..., Shape]] = {
-    ConstantSchedule: lambda settings, numbers: lambda samples: 1.0,
-    LinearSchedule: lambda settings, numbers: _decaying(settings, numbers, lambda t: 1 - t),
-    CosineSchedule: lambda settings, numbers: _decaying(settings, numbers, _half_cosine),
+    ConstantSchedule: lambda settings, numbers, peak: lambda samples: 1.0,
+    LinearSchedule: lambda settings, numbers, peak: _decaying(settings, numbers, lambda t: 1 - t),
+    CosineSchedule: lambda settings, numbers, peak: _decaying(settings, numbers, _half_cosine),
     CosineRestartsSchedule: _restarts,
-    PolynomialSchedule: lambda settings, numbers: _decaying(
+    PolynomialSchedule: lambda settings, numbers, peak: _decaying(
         settings, numbers, lambda t: (1 - t) ** settings.power
     ),
     InverseSqrtSchedule: _inverse_sqrt,

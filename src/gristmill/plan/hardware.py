@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from importlib import resources
 
@@ -12,6 +13,6 @@ def peak_flops(device_name: str) -> float | None:
     table = tomllib.loads((resources.files("gristmill.plan") / "hardware.toml").read_text())
     name = device_name.lower()
     for row in table["device"]:
-        if row["match"] in name:
+        if re.search(rf"\b{re.escape(row['match'])}\b", name):
             return float(row["bf16_tflops"]) * 1e12
     return None

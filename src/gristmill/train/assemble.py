@@ -394,6 +394,7 @@ def _build_hooks(
                 tracker=tracker,
                 state=parts.state,
                 seed=config.train.seed,
+                folder=parts.folder.samples,
             )
         )
     hooks.append(

@@ -12,9 +12,12 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
+from gristmill.base.errors import UserError
+from gristmill.base.files import write_atomic
 from gristmill.base.units import Duration
 from gristmill.checkpoint.layout import Best
 from gristmill.checkpoint.state import TrainState, capture
@@ -198,8 +201,9 @@ class Sample:
         tracker: Tracker,
         state: TrainState,
         seed: int,
+        folder: Path,
     ) -> None:
-        self.config, self.tracker, self.state = config, tracker, state
+        self.config, self.tracker, self.state, self.folder = config, tracker, state, folder
         self.generator = TextGenerator(model, tokenizer)
         self.sampling = Sampling(config.temperature, config.top_k, config.top_p, seed)
         self._done_at: int | None = None
@@ -218,12 +222,18 @@ class Sample:
             self._write()
 
     def _write(self) -> None:
-        self._done_at = self.state.progress.steps
+        step = self._done_at = self.state.progress.steps
+        pages = []
         for prompt in self.config.prompts:
             (text,) = self.generator.texts(
                 prompt, tokens=self.config.tokens, sampling=self.sampling
             )
             self.tracker.sample(prompt, text)
+            pages.append(f"{prompt}{text}\n")
+        try:
+            write_atomic(self.folder / f"step-{step:08d}.txt", "---\n".join(pages))
+        except UserError as error:
+            self.tracker.say(f"the samples were not written: {error}", level="warning")
 
 
 class Checkpoint:

@@ -26,11 +26,29 @@ from gristmill.train.moment import Moment
 from gristmill.train.tracker import Tracker
 
 
+class _Mark:
+    """A point in the device's own time: after everything that was asked of it so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        if self.event is not None:
+            self.event.record()
+        self.time = time.monotonic()
+
+    def reached(self) -> bool:
+        return self.event is None or self.event.query()
+
+    def seconds_since(self, earlier: _Mark) -> float:
+        if self.event is None or earlier.event is None:
+            return self.time - earlier.time
+        return earlier.event.elapsed_time(self.event) / 1000
+
+
 @dataclass(frozen=True)
 class _Pending:
     moment: Moment
     numbers: torch.Tensor
-    arrived: torch.cuda.Event | None
+    end: _Mark
 
 
 class Meter:
@@ -51,19 +69,16 @@ class Meter:
         self.peak = peak_flops(world.name)
         self._pending: deque[_Pending] = deque()
         self._bad_in_a_row = 0
-        self._clock = time.monotonic()
+        self._last = _Mark(world.device)
         self.step_seconds = 0.0
 
     def add(self, moment: Moment) -> None:
         """Take in one step's result, and report all steps whose numbers have arrived."""
         numbers = _numbers(moment.result)
-        arrived = None
         if numbers.is_cuda:
             host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             numbers = host.copy_(numbers, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record()
-        self._pending.append(_Pending(moment, numbers, arrived))
+        self._pending.append(_Pending(moment, numbers, _Mark(self.world.device)))
         self._report()
 
     def settle(self) -> None:
@@ -74,19 +89,14 @@ class Meter:
 
     def restart_clock(self) -> None:
         """Leave the time since the last step out of the next one's."""
-        self._clock = time.monotonic()
+        self._last = _Mark(self.world.device)
 
     def _report(self) -> None:
-        ready = []
-        while self._pending and _has_arrived(self._pending[0]):
-            ready.append(self._pending.popleft())
-        if not ready:
-            return
-        now = time.monotonic()
-        self.step_seconds = (now - self._clock) / len(ready)
-        self.counters.seconds += now - self._clock
-        self._clock = now
-        for pending in ready:
+        while self._pending and self._pending[0].end.reached():
+            pending = self._pending.popleft()
+            self.step_seconds = pending.end.seconds_since(self._last)
+            self.counters.seconds += self.step_seconds
+            self._last = pending.end
             self._record(pending.moment, pending.numbers.tolist())
 
     def _record(self, moment: Moment, numbers: list[float]) -> None:
@@ -131,10 +141,6 @@ class Meter:
             nan=self.counters.nan,
             data_wait=moment.data_wait,
         )
-
-
-def _has_arrived(pending: _Pending) -> bool:
-    return pending.arrived is None or pending.arrived.query()
 
 
 def _numbers(result: StepResult) -> torch.Tensor:

@@ -82,5 +82,7 @@ def build_tracker(
             settings={"run.toml": dump_run(config), **config.model_dump(mode="json")},
             run_id=config.name,
         )
-    guarded = [Guarded(sink, name=name, report=console.write) for name, sink in sinks.items()]
-    return Tracker([console, *guarded], clock=clock)
+    # A terminal that goes away (a closed window, `| head`) must not end the run either.
+    terminal = Guarded(console, name="the terminal", report=lambda warning: None)
+    guarded = [Guarded(sink, name=name, report=terminal.write) for name, sink in sinks.items()]
+    return Tracker([terminal, *guarded], clock=clock)

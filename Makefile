@@ -1,0 +1,80 @@
+# Everything a person or a CI runner does with this repository. `make help` lists the targets.
+#
+# Torch is installed first and by itself, at the version in constraints.txt, so that pip never
+# resolves to another release of it: a release chosen freely may bring several gigabytes of CUDA
+# libraries, which nobody needs to run the demo or the tests. To install another build, for example
+# for an NVIDIA GPU or the small CPU build on Linux, name it (see pytorch.org for the indexes):
+#
+#   make demo TORCH="--index-url https://download.pytorch.org/whl/cu130 torch==2.13.0"
+#   make demo TORCH="--index-url https://download.pytorch.org/whl/cpu torch==2.13.0"
+#
+# A build of the same version satisfies the constraint; for another version, change
+# constraints.txt or give CONSTRAINTS=your-file.txt. After a change of either, run `make clean`.
+
+PYTHON      ?= python3
+VENV        ?= .venv
+CONSTRAINTS ?= constraints.txt
+TORCH       ?= -r $(CONSTRAINTS)
+BENCH       ?=
+ARGS        ?=
+
+BIN      := $(VENV)/bin
+PIP      := $(BIN)/python -m pip install --disable-pip-version-check
+INPUTS   := pyproject.toml $(CONSTRAINTS)
+BASE     := $(VENV)/.installed-torch
+RUNTIME  := $(VENV)/.installed
+DEV      := $(VENV)/.installed-dev
+CODE     := src tests docs $(wildcard benchmarks)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check docs bench clean
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+demo: $(RUNTIME) ## train a small model on this machine, from text to report, in a few minutes
+	$(BIN)/gristmill demo $(ARGS)
+
+test: check docs ## all checks, the documentation, then all tests
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(DEV) ## lint, formatting, types and the import floors
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+docs: $(DEV) ## build the documentation into site/, warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+bench: $(RUNTIME) ## run benchmarks/BENCH.py with ARGS; without BENCH, list them
+ifeq ($(strip $(BENCH)),)
+	@echo 'usage: make bench BENCH=name [ARGS="--help"]; there are:'
+	@ls benchmarks/*.py 2>/dev/null | sed -E 's|benchmarks/(.*)\.py|  \1|' || true
+else
+	$(BIN)/python benchmarks/$(BENCH).py $(ARGS)
+endif
+
+clean: ## remove the virtual environment, the built pages and all caches; runs/ and tokens/ stay
+	rm -rf $(VENV) site build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+		.import_linter_cache
+	find src tests docs -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp is newer than its inputs once its packages are installed, so a second call installs
+# nothing. The package itself is installed in place: edits of the source need no new install.
+
+$(BASE): $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Gristmill needs Python \
+	3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; name another: \
+	make PYTHON=python3.12 ...")'
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	$(PIP) $(TORCH)
+	@touch $@
+
+$(RUNTIME): $(BASE) $(INPUTS)
+	$(PIP) -c $(CONSTRAINTS) -e .
+	@touch $@
+
+$(DEV): $(BASE) $(INPUTS)
+	$(PIP) -c $(CONSTRAINTS) -e '.[dev]'
+	@touch $@ $(RUNTIME)

@@ -1,0 +1,300 @@
+"""Pages made from the program itself, so that they cannot say anything else than it does.
+
+    reference/settings.md   the classes of `config/schema.py`, their docstrings, types and defaults
+    reference/cli.md        the commands as `--help` declares them, and the exit statuses
+    the metrics tables      the record classes of `track/metrics.py`, for the tracking guide
+
+`hooks.py` hands them to MkDocs; nothing is written into the working copy. To read one without
+building the site: python docs/generate.py settings, or cli, or metrics.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import enum
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import typer
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from gristmill.base.errors import Exit
+from gristmill.base.units import Duration
+from gristmill.cli.main import app
+from gristmill.config import schema
+from gristmill.track import metrics
+
+_UNIONS = (Union, UnionType)
+
+
+def settings_page() -> str:
+    """Every table of a run file, in the order of `RunConfig`."""
+    lines = [
+        "# Settings",
+        "",
+        "Every key of a [run file](../guides/run-files.md), made from the program's own schema. A",
+        "key without a default must be given; one that may be left out says what happens then.",
+        "`gristmill config RUN.toml` prints all of them for one run.",
+        "",
+        "## The top of the file",
+        "",
+        _plain(schema.RunConfig.__doc__),
+        "",
+        *_table(schema.RunConfig),
+    ]
+    for path, models in _tables(schema.RunConfig):
+        lines += ["", f"## `[{path}]`", ""]
+        for model in models:
+            if len(models) > 1:
+                kind = model.model_fields["type"].default
+                lines += ["", f"### `type = {_toml(kind)}`", ""]
+            lines += [_plain(model.__doc__), "", *_table(model)]
+    return "\n".join(lines) + "\n"
+
+
+def _tables(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, list[type[BaseModel]]]]:
+    """Every table below a model, with the classes that may stand in it."""
+    for name, info in model.model_fields.items():
+        inner = _models(info.annotation)
+        if inner:
+            here = f"{path}.{info.alias or name}" if path else info.alias or name
+            yield here, inner
+            for table in inner:
+                yield from _tables(table, here)
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if get_origin(annotation) is Annotated:
+        return _models(get_args(annotation)[0])
+    if get_origin(annotation) in _UNIONS:
+        return [model for option in get_args(annotation) for model in _models(option)]
+    return []
+
+
+def _table(model: type[BaseModel]) -> list[str]:
+    rows = ["| key | value | default | meaning |", "| --- | --- | --- | --- |"]
+    ordered = sorted(model.model_fields.items(), key=lambda item: item[0] != "type")
+    for name, info in ordered:
+        if _models(info.annotation):
+            continue
+        meaning = _plain(info.description)
+        assert meaning, f"{model.__name__}.{name} has no docstring"
+        rows.append(
+            f"| `{info.alias or name}` | {_type(info.annotation, info.metadata)} "
+            f"| {_default(info)} | {_cell(meaning)} |"
+        )
+    return rows
+
+
+def _type(annotation: Any, metadata: list[Any]) -> str:
+    """A type in the words of a person who writes TOML."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        inner, *more = get_args(annotation)
+        return _type(inner, [*more, *metadata])
+    if origin is Literal:
+        return " or ".join(f"`{_toml(value)}`" for value in get_args(annotation))
+    if origin in _UNIONS:
+        options = [option for option in get_args(annotation) if option is not type(None)]
+        return " or ".join(_type(option, metadata) for option in options)
+    if origin is tuple:
+        return f"list of {_type(get_args(annotation)[0], [])}"
+    names = {int: "whole number", float: "number", str: "text", bool: "`true` or `false`"}
+    if annotation is Duration:
+        return "duration"
+    return names[annotation] + _bounds(annotation, metadata)
+
+
+def _bounds(annotation: Any, metadata: list[Any]) -> str:
+    words = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+    found: dict[str, Any] = {}
+    for item in metadata:
+        for part in getattr(item, "metadata", [item]):
+            for name in words:
+                if getattr(part, name, None) is not None:
+                    found[name] = getattr(part, name)
+    if annotation is int and found.get("lt") == 2**63:
+        found["lt"] = "2^63"
+    parts = [f"{words[name]} {bound}" for name, bound in found.items()]
+    return f", {' and '.join(parts)}" if parts else ""
+
+
+def _default(info: FieldInfo) -> str:
+    if info.default is PydanticUndefined:
+        return "required"
+    return "none" if info.default is None else f"`{_toml(info.default)}`"
+
+
+def _toml(value: Any) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case str() | Duration():
+            return f'"{value}"'
+        case tuple():
+            return f"[{', '.join(_toml(item) for item in value)}]"
+        case float() if value.is_integer():
+            return str(int(value))
+        case _:
+            return str(value)
+
+
+# ------------------------------------------------------------------ the command line
+
+
+def cli_page() -> str:
+    """Every command with its arguments and options, and what its exit status means."""
+    group = typer.main.get_command(app)
+    lines = [
+        "# Command line",
+        "",
+        "Made from the same declarations as `gristmill --help`. Every command takes `-h` and",
+        "`--help`; `gristmill --version` prints the version.",
+    ]
+    for words, command in _commands(group):
+        lines += ["", f"## {' '.join(words[1:])}", "", _plain(command.help), ""]
+        lines += ["```text", _usage(words, command), "```", "", *_parameters(command)]
+    return "\n".join([*lines, "", *_exit_statuses()]) + "\n"
+
+
+def _commands(command: Any, words: tuple[str, ...] = ("gristmill",)) -> Iterator[Any]:
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from _commands(inner, (*words, name))
+    if not hasattr(command, "commands"):
+        yield words, command
+
+
+def _usage(words: tuple[str, ...], command: Any) -> str:
+    """The command with its arguments; those that may be left out in brackets."""
+    pieces = [*words, "[OPTIONS]"]
+    for parameter in command.params:
+        if parameter.param_type_name == "argument":
+            name = parameter.metavar or parameter.name.upper()
+            pieces.append(name if parameter.required or name[0] == "[" else f"[{name}]")
+    return " ".join(pieces)
+
+
+def _parameters(command: Any) -> list[str]:
+    rows = ["| argument or option | default | meaning |", "| --- | --- | --- |"]
+    for parameter in command.params:
+        if parameter.name == "help":
+            continue
+        if parameter.param_type_name == "argument":
+            names = f"`{parameter.metavar or parameter.name.upper()}`"
+        else:
+            both = [*parameter.opts, *parameter.secondary_opts]
+            names = ", ".join(f"`{name}`" for name in both)
+        rows.append(f"| {names} | {_value(parameter)} | {_cell(_plain(parameter.help))} |")
+    return rows if len(rows) > 2 else []
+
+
+def _value(parameter: Any) -> str:
+    if parameter.required:
+        return "required"
+    default = parameter.default
+    if default is None or default == () or default == [] or callable(default):
+        return "none"
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return f"`{default.value if isinstance(default, enum.Enum) else default}`"
+
+
+def _exit_statuses() -> list[str]:
+    texts = attribute_docstrings(Exit)
+    rows = [f"| {int(item)} | {_cell(texts[item.name])} |" for item in Exit]
+    return [
+        "## Exit status",
+        "",
+        "| status | meaning |",
+        "| --- | --- |",
+        *rows,
+        "| 130 | Interrupted with Ctrl-C outside of training, or a second time during it. |",
+        "",
+        "`doctor` ends with 1 when it found a problem.",
+    ]
+
+
+# ------------------------------------------------------------------ metrics.jsonl
+
+
+def metrics_tables() -> str:
+    """One table per kind of record."""
+    shared = [field.name for field in dataclasses.fields(metrics.Moment)]
+    lines = ["#### All records", "", *_fields(metrics.Moment, leave_out=())]
+    for record in get_args(metrics.Record):
+        lines += ["", f'#### `"kind": "{record.kind}"`', "", _plain(record.__doc__), ""]
+        lines += _fields(record, leave_out=shared)
+    return "\n".join(lines) + "\n"
+
+
+def _fields(record: Any, *, leave_out: Any) -> list[str]:
+    texts = attribute_docstrings(record)
+    rows = ["| key | type | meaning |", "| --- | --- | --- |"]
+    for field in dataclasses.fields(record):
+        if field.name not in leave_out:
+            kind = _cell(_json_type(str(field.type)))
+            rows.append(f"| `{field.name}` | {kind} | {_cell(texts[field.name])} |")
+    return rows
+
+
+def _json_type(annotation: str) -> str:
+    """A field's annotation in the words of JSON."""
+    names = {"int": "whole number", "float": "number", "str": "text", "None": "null"}
+    if annotation.startswith("Literal["):
+        return " or ".join(f'"{value}"' for value in ast.literal_eval(annotation[7:]))
+    return " or ".join(names.get(part, part) for part in annotation.split(" | "))
+
+
+# ------------------------------------------------------------------ texts
+
+
+def attribute_docstrings(owner: type) -> dict[str, str]:
+    """The docstrings under the attributes of a class, by attribute."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+    assert isinstance(definition, ast.ClassDef)
+    found = {}
+    for statement, after in zip(definition.body, definition.body[1:], strict=False):
+        match statement:
+            case ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]):
+                if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                    found[name] = _plain(str(after.value.value))
+            case _:
+                pass
+    return found
+
+
+def _plain(text: str | None) -> str:
+    return " ".join((text or "").split())
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "reference/settings.md": settings_page,
+    "reference/cli.md": cli_page,
+}
+"""Pages that do not lie in docs/, by the path they would have there."""
+
+
+def main() -> None:
+    """Print one of the texts."""
+    texts = {Path(path).stem: make for path, make in PAGES.items()} | {"metrics": metrics_tables}
+    if len(sys.argv) != 2 or sys.argv[1] not in texts:
+        sys.exit(f"usage: python docs/generate.py {'|'.join(texts)}")
+    sys.stdout.write(texts[sys.argv[1]]())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,269 @@
+"""Files that survive a crash, and a folder that one process holds."""
+
+from __future__ import annotations
+
+import bz2
+import errno
+import gzip
+import hashlib
+import lzma
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gristmill.base.errors import Exit, UserError
+from gristmill.base.files import (
+    FolderLock,
+    open_bytes,
+    read_json,
+    sha256_file,
+    sha256_text,
+    storage_errors,
+    write_atomic,
+    write_json,
+)
+
+TEXT = "one line of grain\n" * 100
+HOLD = """
+import pathlib, sys
+from gristmill.base.files import FolderLock
+FolderLock(pathlib.Path(sys.argv[1])).acquire()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+# ------------------------------------------------------------------ writing
+
+
+def test_content_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "status.json"
+    write_atomic(path, "old")
+    write_atomic(path, b"new \xff")
+    assert path.read_bytes() == b"new \xff"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("step", ["replace", "fsync"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EINTR])
+def test_a_failed_write_leaves_the_old_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, number: int
+) -> None:
+    path = tmp_path / "status.json"
+    write_atomic(path, "old")
+
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, step, fail)
+    with pytest.raises((UserError, OSError)):
+        write_atomic(path, "new")
+    monkeypatch.undo()
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_is_named_with_the_path_and_the_remedy(tmp_path: Path, number: int) -> None:
+    path = tmp_path / "not" / "there" / "yet.bin"
+    with pytest.raises(UserError) as caught, storage_errors(path):
+        raise OSError(number, os.strerror(number))
+    assert caught.value.exit is Exit.STORAGE
+    message = str(caught.value)
+    assert message.startswith(f"{path}: the disk is full (")
+    assert "iB free)\n" in message
+    assert message.endswith("    make room, then start the same command again")
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (errno.EROFS, "Read-only file system"),
+        (errno.EACCES, "Permission denied"),
+        (errno.EIO, "Input/output error"),
+    ],
+)
+def test_a_disk_that_refuses_says_why(tmp_path: Path, number: int, reason: str) -> None:
+    path = tmp_path / "out.bin"
+    with pytest.raises(UserError) as caught, storage_errors(path):
+        raise OSError(number, reason)
+    assert caught.value.exit is Exit.STORAGE
+    assert str(caught.value) == f"{path}: cannot write: {reason}"
+
+
+def test_other_errors_pass_unchanged(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), storage_errors(tmp_path):
+        raise FileNotFoundError(errno.ENOENT, "no such file")
+    with pytest.raises(ZeroDivisionError), storage_errors(tmp_path):
+        _ = 1 / 0
+
+
+def test_json_keeps_the_order_of_keys_and_the_letters(tmp_path: Path) -> None:
+    path = tmp_path / "facts.json"
+    write_json(path, {"zebra": 1, "apple": ["Mühle", None]})
+    assert read_json(path) == {"zebra": 1, "apple": ["Mühle", None]}
+    assert "Mühle" in path.read_text(encoding="utf-8")
+    assert path.read_text().index("zebra") < path.read_text().index("apple")
+
+
+def test_damaged_and_missing_json_name_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "facts.json"
+    with pytest.raises(UserError) as caught:
+        read_json(path)
+    assert (str(caught.value), caught.value.exit) == (f"{path}: no such file", Exit.DATA)
+    path.write_text('{"cut": ')
+    with pytest.raises(UserError) as caught:
+        read_json(path)
+    assert str(caught.value).startswith(f"{path}: not valid JSON: ")
+    path.write_bytes(b'{"a": "\xff"}')
+    with pytest.raises(UserError, match="not valid JSON"):
+        read_json(path)
+
+
+@given(st.text())
+def test_fingerprints_are_sha256(text: str) -> None:
+    assert sha256_text(text) == hashlib.sha256(text.encode()).hexdigest()
+
+
+def test_a_file_has_the_fingerprint_of_its_content(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_text(TEXT)
+    assert sha256_file(path) == sha256_text(TEXT)
+
+
+# ------------------------------------------------------------------ reading
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        TEXT.encode(),
+        gzip.compress(TEXT.encode()),
+        gzip.compress(TEXT[:700].encode()) + gzip.compress(TEXT[700:].encode()),
+        bz2.compress(TEXT.encode()),
+        lzma.compress(TEXT.encode()),
+    ],
+    ids=["plain", "gzip", "gzip in two members", "bzip2", "xz"],
+)
+def test_compressed_files_are_known_by_their_first_bytes(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "named-anyhow.txt"
+    path.write_bytes(content)
+    with open_bytes(path) as file:
+        assert file.read().decode() == TEXT
+
+
+def test_zstd_is_read_where_its_package_is_installed(tmp_path: Path) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    path = tmp_path / "text.zst"
+    compress = zstandard.ZstdCompressor().compress
+    path.write_bytes(compress(TEXT[:700].encode()) + compress(TEXT[700:].encode()))
+    with open_bytes(path) as file:
+        assert file.read().decode() == TEXT
+
+
+def test_zstd_without_its_package_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    path = tmp_path / "text.zst"
+    path.write_bytes(b"\x28\xb5\x2f\xfd and more")
+    with pytest.raises(UserError) as caught:
+        open_bytes(path)
+    assert str(caught.value) == (
+        "reading .zst files needs the package 'zstandard', which is not installed\n"
+        "    pip install 'gristmill[data]'"
+    )
+
+
+@pytest.mark.parametrize("content", [b"", b"\x1f", b"BZ", b"x"])
+def test_files_too_short_to_be_compressed_are_plain(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "short"
+    path.write_bytes(content)
+    with open_bytes(path) as file:
+        assert file.read() == content
+
+
+def test_what_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    for path, reason in [
+        (tmp_path / "none", "No such file or directory"),
+        (tmp_path, "Is a directory"),
+    ]:
+        with pytest.raises(UserError) as caught:
+            open_bytes(path)
+        assert str(caught.value) == f"{path}: cannot read: {reason}"
+        assert caught.value.exit is Exit.DATA
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress])
+def test_closing_a_compressed_file_closes_the_file_below(
+    tmp_path: Path, compress: Callable[[bytes], bytes]
+) -> None:
+    path = tmp_path / "text"
+    path.write_bytes(compress(TEXT.encode()))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        file = open_bytes(path)
+        file.close()
+        del file
+    assert [str(warning.message) for warning in found] == []
+
+
+# ------------------------------------------------------------------ locks
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds `tmp_path`."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def test_a_second_process_is_refused_and_told_who_holds_the_folder(
+    tmp_path: Path, holder: subprocess.Popen[str]
+) -> None:
+    with pytest.raises(UserError) as caught:
+        FolderLock(tmp_path).acquire()
+    assert caught.value.exit is Exit.REFUSED
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path}: this folder is in use by process {holder.pid} on ")
+    assert message.endswith("wait for it to end, or give this run another name or folder")
+    assert holder.poll() is None
+
+
+def test_the_folder_is_free_after_its_holder_was_killed(
+    tmp_path: Path, holder: subprocess.Popen[str]
+) -> None:
+    holder.send_signal(signal.SIGKILL)
+    assert holder.wait() == -signal.SIGKILL
+    lock = FolderLock(tmp_path)
+    lock.acquire()
+    other = FolderLock(tmp_path)
+    with pytest.raises(UserError, match=f"in use by process {os.getpid()} on "):
+        other.acquire()
+    lock.release()
+    other.acquire()
+    other.release()
+
+
+def test_releasing_twice_or_unheld_does_no_harm(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path)
+    lock.release()
+    lock.acquire()
+    lock.release()
+    lock.release()

@@ -1,0 +1,302 @@
+"""Which setting wins, and that a written run file is the run."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from gristmill.base.units import Duration, Unit
+from gristmill.config.load import changed_settings, dump_run, load_preset, load_text, preset_names
+from gristmill.config.resolve import parse_split, resolve
+from gristmill.config.schema import (
+    AdamWConfig,
+    ConstantSchedule,
+    CosineSchedule,
+    LinearSchedule,
+    RunConfig,
+    SampleConfig,
+)
+from gristmill.config.toml import write_toml
+
+BASE = """\
+name = "trial"
+preset = "gpt2-small"
+
+[data]
+paths = "tokens/books"
+
+[train]
+until = "100 steps"
+batch = 12
+"""
+
+
+def load(added: str = "", *words: str) -> RunConfig:
+    return load_text(BASE + added, words, place="run.toml")
+
+
+# ------------------------------------------------------------------ layers
+
+
+def test_defaults_then_preset_then_file_then_command_line() -> None:
+    plain = load()
+    assert plain.optim == AdamWConfig()
+    assert (plain.model.layers, plain.model.width) == (12, 768)
+    filed = load("[model]\nlayers = 6\n[optim]\nlr = 1e-3\n")
+    assert (filed.model.layers, filed.model.width, filed.optim.lr) == (6, 768, 1e-3)
+    assert filed.optim.beta2 == AdamWConfig().beta2
+    typed = load("[model]\nlayers = 6\n[optim]\nlr = 1e-3\n", "model.layers=3", "optim.lr=2e-3")
+    assert (typed.model.layers, typed.model.width, typed.optim.lr) == (3, 768, 2e-3)
+
+
+def test_a_preset_is_chosen_by_the_command_line_first() -> None:
+    assert load("", "preset=gpt2-nano").model.width == 128
+    assert load("", "preset=gpt2-nano", "preset=gpt2-medium").model.width == 1024
+    assert load("", "preset=gpt2-nano").preset == "gpt2-nano"
+
+
+def test_the_last_word_of_a_setting_wins() -> None:
+    assert load("", "train.seed=1", "train.seed=2").train.seed == 2
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("train.until=20k steps", Duration(20_000, Unit.STEPS)),
+        ('train.until="20k steps"', Duration(20_000, Unit.STEPS)),
+        ("train.until=3B tokens", Duration(3 * 10**9, Unit.TOKENS)),
+        ("train.time_limit=3h30m", "3h30m"),
+        ("data.paths=tokens/more=and.less", "tokens/more=and.less"),
+        ("data.split=969,30,1", "969,30,1"),
+        ("model.tie_head=false", False),
+        ("optim.lr=1", 1.0),
+        ("runtime.device=cpu", "cpu"),
+        ("validate.windows=7", 7),
+    ],
+)
+def test_words_need_no_quotes(word: str, expected: object) -> None:
+    table, key = word.split("=")[0].split(".")
+    settings = getattr(load("", word), {"validate": "validation"}.get(table, table))
+    assert getattr(settings, key) == expected
+
+
+def test_another_schedule_drops_the_fields_of_the_one_in_the_file() -> None:
+    file = '[schedule]\ntype = "cosine"\nwarmup = "5 steps"\nmin_lr = 1e-5\ndecay = "50 steps"\n'
+    assert load(file).schedule == CosineSchedule(
+        warmup=Duration(5, Unit.STEPS), min_lr=1e-5, decay=Duration(50, Unit.STEPS)
+    )
+    assert load(file, "schedule.type=constant").schedule == ConstantSchedule()
+    assert load(file, "schedule.type=linear", "schedule.min_lr=2e-5").schedule == LinearSchedule(
+        min_lr=2e-5
+    )
+
+
+def test_the_same_schedule_keeps_the_fields_of_the_file() -> None:
+    file = '[schedule]\ntype = "cosine"\nwarmup = "5 steps"\nmin_lr = 1e-5\n'
+    schedule = load(file, "schedule.type=cosine", "schedule.min_lr=2e-5").schedule
+    assert schedule == CosineSchedule(warmup=Duration(5, Unit.STEPS), min_lr=2e-5)
+
+
+def test_the_order_of_words_does_not_matter() -> None:
+    file = '[schedule]\ntype = "cosine"\n'
+    schedule = load(file, "schedule.min_lr=2e-5", "schedule.type=linear").schedule
+    assert schedule == LinearSchedule(min_lr=2e-5)
+
+
+def test_presets_are_listed_by_family_and_size() -> None:
+    names = preset_names()
+    assert names[:3] == ["gpt2-nano", "gpt2-small", "gpt2-medium"]
+    widths = [load_preset(name)["model"]["width"] for name in names if name.startswith("gpt3")]
+    assert len(widths) == 8 and widths == sorted(widths)
+
+
+# ------------------------------------------------------------------ frozen
+
+
+@pytest.mark.parametrize(
+    ("table", "key"), [(None, "name"), ("train", "batch"), ("optim", "lr"), ("schedule", "warmup")]
+)
+def test_settings_cannot_be_assigned(table: str | None, key: str) -> None:
+    config = load()
+    settings: Any = getattr(config, table) if table else config
+    with pytest.raises(ValidationError, match="frozen"):
+        setattr(settings, key, getattr(settings, key))
+
+
+# ------------------------------------------------------------------ writing and reading again
+
+FRACTIONS = st.floats(0, 1, exclude_max=True)
+NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True)
+INTERVALS = st.builds(
+    lambda number, size, unit: f"{number}{size} {unit}",
+    st.integers(1, 999),
+    st.sampled_from(["", "k", "M"]),
+    st.sampled_from(["steps", "samples"]),
+)
+TABLES = st.fixed_dictionaries(
+    {
+        "name": NAMES,
+        "preset": st.sampled_from(["gpt2-nano", "gpt3-7.5b"]),
+        "data": st.fixed_dictionaries(
+            {"paths": st.text(min_size=1)},
+            optional={"tokenizer": st.text(), "order": st.sampled_from(["shuffled", "random"])},
+        ),
+        "train": st.fixed_dictionaries(
+            {"until": INTERVALS, "batch": st.integers(1, 10**6)},
+            optional={"seed": st.integers(0, 2**63 - 1), "clip": st.floats(0, 1e9)},
+        ),
+    },
+    optional={
+        "optim": st.fixed_dictionaries(
+            {}, optional={"lr": st.floats(1e-300, 1e300), "beta1": FRACTIONS, "beta2": FRACTIONS}
+        ),
+        "schedule": st.one_of(
+            st.just({"type": "constant"}),
+            st.fixed_dictionaries(
+                {"type": st.just("polynomial"), "power": st.floats(0.1, 9)},
+                optional={"warmup": FRACTIONS.filter(lambda part: part < 0.5)},
+            ),
+        ),
+        "model": st.fixed_dictionaries({}, optional={"dropout": FRACTIONS, "bias": st.booleans()}),
+        "precision": st.just({"compute": "fp16", "loss_scale": {"window": 7}}),
+        "validate": st.fixed_dictionaries({"every": INTERVALS}),
+        "checkpoint": st.fixed_dictionaries({"keep": st.integers(2, 9)}),
+        "sample": st.fixed_dictionaries(
+            {"every": INTERVALS, "prompts": st.lists(st.text(), min_size=1, max_size=3)}
+        ),
+    },
+)
+
+
+@given(TABLES)
+def test_a_written_run_is_the_run(tables: dict[str, Any]) -> None:
+    config = load_text(write_toml(tables), place="run.toml")
+    text = dump_run(config)
+    again = load_text(text, place="run.toml")
+    assert again.preset is None
+    assert again == config.model_copy(update={"preset": None})
+    assert dump_run(again) == text.split("\n", 1)[1]
+
+
+def test_a_written_run_names_its_preset_in_a_comment_only() -> None:
+    text = dump_run(load())
+    assert text.startswith("# made from preset gpt2-small\n")
+    assert "preset" not in tomllib.loads(text)
+    assert tomllib.loads(text)["model"]["width"] == 768
+
+
+def test_a_written_run_leaves_out_what_is_not_set() -> None:
+    tables = tomllib.loads(dump_run(load()))
+    assert "rotary_base" not in tables["model"]
+    assert "loss_scale" not in tables["precision"]
+    assert "sample" not in tables
+    assert "validation" not in tables and tables["validate"] == {"windows": 128}
+
+
+@pytest.mark.parametrize("until", ["1234567 samples", "1001 steps", "1000000001 steps"])
+def test_a_written_run_keeps_every_digit_of_its_horizon(until: str) -> None:
+    config = load("", f"train.until={until}")
+    again = load_text(dump_run(config), place="run.toml")
+    assert again.train.until == config.train.until == Duration.parse(until)
+
+
+def test_changed_settings_are_told_one_by_one(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    before = load()
+    file.write_text(dump_run(before))
+    assert changed_settings(file, before) == []
+    after = load("", "optim.lr=1e-3", "train.micro_batch=4")
+    assert changed_settings(file, after) == [
+        "optim.lr from 0.0006 to 0.001",
+        "train.micro_batch from None to 4",
+    ]
+
+
+# ------------------------------------------------------------------ numbers that follow
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["train.batch=12"], (12, 12, 1)),
+        (["train.batch=12", "train.micro_batch=4"], (12, 4, 3)),
+        (["train.batch=12", "train.accumulate=4"], (12, 3, 4)),
+        (["train.batch=12", "train.micro_batch=2", "train.accumulate=6"], (12, 2, 6)),
+    ],
+)
+def test_portions_of_the_batch(words: list[str], expected: tuple[int, int, int]) -> None:
+    numbers = resolve(load("", *words), vocab=50257)
+    assert (numbers.batch, numbers.micro_batch, numbers.accumulate) == expected
+
+
+def test_a_micro_batch_alone_is_the_batch() -> None:
+    text = BASE.replace("batch = 12", "micro_batch = 3\naccumulate = 5")
+    numbers = resolve(load_text(text, place="run.toml"), vocab=50257)
+    assert (numbers.batch, numbers.micro_batch, numbers.accumulate) == (15, 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("until", "steps"),
+    [
+        ("100 steps", 100),
+        ("1200 samples", 100),
+        ("1201 samples", 101),
+        ("12288B tokens", 10**9),
+        ("1.2288M tokens", 100),
+    ],
+)
+def test_the_horizon_in_steps(until: str, steps: int) -> None:
+    numbers = resolve(load("", f"train.until={until}"), vocab=50257)
+    assert numbers.steps == steps
+    assert numbers.samples == steps * 12
+    assert numbers.progress_at(steps).tokens == steps * 12 * 1024 == steps * numbers.tokens_per_step
+
+
+def test_the_vocabulary_is_padded() -> None:
+    assert resolve(load(), vocab=50257).padded_vocab == 50304
+    assert resolve(load("", "model.vocab_multiple=1"), vocab=50257).padded_vocab == 50257
+    assert resolve(load("", "model.vocab=300"), vocab=50257).vocab == 300
+
+
+def test_intervals_that_are_not_given_follow_the_horizon() -> None:
+    numbers = resolve(load(), vocab=1)
+    assert str(numbers.validate_every) == "5 steps"
+    assert str(numbers.checkpoint_every) == "10 steps"
+    short = resolve(load("", "train.until=3 steps"), vocab=1)
+    assert short.validate_every == short.checkpoint_every == Duration(1, Unit.STEPS)
+    given_ = resolve(load("", "validate.every=7 samples"), vocab=1)
+    assert given_.validate_every == Duration(7, Unit.SAMPLES)
+
+
+def test_a_span_is_the_same_in_every_unit() -> None:
+    numbers = resolve(load(), vocab=1)
+    spans = [
+        Duration(25, Unit.STEPS),
+        Duration(25 * 12, Unit.SAMPLES),
+        Duration(25 * 12 * 1024, Unit.TOKENS),
+        0.25,
+    ]
+    assert {numbers.samples_of(span) for span in spans} == {300}
+
+
+@given(st.lists(st.integers(0, 1000), min_size=2, max_size=3))
+def test_a_split_is_fractions_of_one(parts: list[int]) -> None:
+    fractions = parse_split(",".join(map(str, parts)))
+    if parts[0] == 0:
+        assert fractions is None
+    else:
+        assert fractions == pytest.approx([part / sum(parts) for part in parts])
+        assert sum(fractions) == pytest.approx(1)
+
+
+def test_samples_are_off_unless_asked_for() -> None:
+    assert load().sample is None
+    assert load("", "sample.every=10 steps").sample == SampleConfig(
+        every=Duration(10, Unit.STEPS), prompts=("",)
+    )

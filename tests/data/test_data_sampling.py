@@ -1,0 +1,180 @@
+"""Which tokens form sample i."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gristmill.base.errors import Exit, UserError
+from gristmill.data.sampling import (
+    RandomWindows,
+    ShuffledWindows,
+    Stretch,
+    build_index,
+    spread_windows,
+)
+
+Order = Literal["shuffled", "random"]
+ORDERS = st.sampled_from(["shuffled", "random"])
+SEEDS = st.integers(0, 2**63 - 1)
+
+
+@st.composite
+def texts(draw: st.DrawFn) -> tuple[Stretch, int]:
+    """A stretch of text and a sequence length of which at least one window fits."""
+    sequence = draw(st.integers(1, 20))
+    begin = draw(st.integers(0, 100))
+    return Stretch(begin, begin + sequence + 1 + draw(st.integers(0, 300))), sequence
+
+
+def epoch(index: ShuffledWindows, number: int) -> np.ndarray:
+    return index.starts(np.arange(index.windows) + number * index.windows)
+
+
+# ------------------------------------------------------------------ shuffled
+
+
+@given(text=texts(), seed=SEEDS, number=st.integers(0, 10**6))
+def test_an_epoch_visits_every_window_once(
+    text: tuple[Stretch, int], seed: int, number: int
+) -> None:
+    stretch, sequence = text
+    starts = np.sort(epoch(ShuffledWindows(stretch, sequence, seed), number))
+    assert (np.diff(starts) == sequence).all()
+    assert starts[0] >= stretch.begin
+    assert starts[-1] + sequence + 1 <= stretch.end
+    read = len(starts) * sequence
+    assert len(stretch) - 1 - read < 2 * sequence
+
+
+def test_every_epoch_and_every_seed_has_its_own_order() -> None:
+    stretch = Stretch(0, 10_001)
+    orders = [
+        tuple(epoch(ShuffledWindows(stretch, 10, seed), number))
+        for seed in (0, 1, 2**62)
+        for number in (0, 1, 2)
+    ]
+    assert len(set(orders)) == len(orders)
+    assert all(list(order) != sorted(order) for order in orders)
+
+
+def test_epochs_cut_the_text_at_different_offsets() -> None:
+    index = ShuffledWindows(Stretch(0, 1001), 50, 3)
+    offsets = {int(epoch(index, number).min()) for number in range(40)}
+    assert len(offsets) > 20
+    assert offsets <= set(range(51))
+
+
+def test_all_tokens_are_targets_over_the_epochs() -> None:
+    index = ShuffledWindows(Stretch(5, 120), 16, 9)
+    seen = {
+        int(start) + place
+        for number in range(200)
+        for start in epoch(index, number)
+        for place in range(1, 17)
+    }
+    assert seen == set(range(6, 120))
+
+
+# ------------------------------------------------------------------ random
+
+
+@given(text=texts(), seed=SEEDS, first=st.integers(0, 2**40))
+def test_random_windows_lie_inside_the_stretch(
+    text: tuple[Stretch, int], seed: int, first: int
+) -> None:
+    stretch, sequence = text
+    starts = RandomWindows(stretch, sequence, seed).starts(np.arange(first, first + 50))
+    assert starts.dtype == np.int64
+    assert (starts >= stretch.begin).all()
+    assert (starts + sequence + 1 <= stretch.end).all()
+
+
+@pytest.mark.parametrize("seed", [0, 1337, 2**63 - 1])
+def test_random_windows_start_everywhere_alike(seed: int) -> None:
+    starts = RandomWindows(Stretch(7, 67), 10, seed).starts(np.arange(20_000))
+    counts = np.bincount(starts - 7, minlength=50)
+    assert len(counts) == 50
+    assert counts.min() > 300 and counts.max() < 500
+    steps = np.bincount((np.diff(starts) % 50), minlength=50)
+    assert steps.min() > 300 and steps.max() < 500
+
+
+def test_every_seed_has_its_own_random_windows() -> None:
+    stretch, samples = Stretch(0, 10**6), np.arange(200)
+    rows = {tuple(RandomWindows(stretch, 8, seed).starts(samples)) for seed in range(20)}
+    assert len(rows) == 20
+
+
+# ------------------------------------------------------------------ both
+
+
+@given(
+    order=ORDERS,
+    text=texts(),
+    seed=SEEDS,
+    calls=st.lists(st.lists(st.integers(0, 500), min_size=1, max_size=8), min_size=1, max_size=6),
+)
+def test_the_index_is_pure(
+    order: Order, text: tuple[Stretch, int], seed: int, calls: list[list[int]]
+) -> None:
+    stretch, sequence = text
+    whole = build_index(order, stretch, sequence=sequence, seed=seed).starts(np.arange(501))
+    used = build_index(order, stretch, sequence=sequence, seed=seed)
+    for samples in calls:
+        assert (used.starts(np.array(samples)) == whole[samples]).all()
+
+
+@given(
+    order=ORDERS,
+    text=texts(),
+    first=st.integers(0, 200),
+    batch=st.integers(1, 6),
+    times=st.integers(1, 6),
+)
+def test_samples_do_not_depend_on_how_they_are_grouped(
+    order: Order, text: tuple[Stretch, int], first: int, batch: int, times: int
+) -> None:
+    stretch, sequence = text
+    index = build_index(order, stretch, sequence=sequence, seed=1)
+    whole = index.starts(np.arange(first, first + batch * times))
+    grouped = [
+        index.starts(np.arange(first + batch * time, first + batch * (time + 1)))
+        for time in range(times)
+    ]
+    assert np.concatenate(grouped).tolist() == whole.tolist()
+
+
+@pytest.mark.parametrize("order", ["shuffled", "random"])
+def test_a_text_of_one_window_is_enough_and_one_token_less_is_refused(order: Order) -> None:
+    index = build_index(order, Stretch(40, 57), sequence=16, seed=0)
+    assert index.starts(np.arange(5)).tolist() == [40] * 5
+    with pytest.raises(UserError) as caught:
+        build_index(order, Stretch(40, 56), sequence=16, seed=0)
+    assert str(caught.value) == (
+        "data.paths: the training text has 16 tokens, too few for one window of 16 + 1\n"
+        "    prepare more text, or shorten data.sequence"
+    )
+    assert caught.value.exit is Exit.DATA
+
+
+# ------------------------------------------------------------------ validation
+
+
+@given(text=texts(), windows=st.integers(1, 50))
+def test_validation_windows_do_not_overlap_and_spread_over_the_text(
+    text: tuple[Stretch, int], windows: int
+) -> None:
+    stretch, sequence = text
+    starts = spread_windows(stretch, sequence=sequence, windows=windows)
+    fitting = (len(stretch) - 1) // sequence
+    assert len(starts) == min(windows, fitting)
+    assert starts[0] == stretch.begin
+    assert (np.diff(starts) >= sequence).all()
+    assert starts[-1] + sequence + 1 <= stretch.end
+    largest_gap = np.diff(np.append(starts, stretch.begin + fitting * sequence)).max()
+    assert largest_gap <= sequence * -(-fitting // len(starts))

@@ -1,0 +1,61 @@
+"""Statements of the pages that no other test covers, checked against the program."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from gristmill.cli import doctor
+from gristmill.cli.progress import ProgressLine
+from gristmill.config.load import dump_run
+from gristmill.config.schema import RunConfig
+from gristmill.track.folder import RunFolder
+
+
+def test_a_closed_terminal_does_not_end_a_run(
+    make_run: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    config = make_run('train.until="60 steps"')
+    file = tmp_path / "run.toml"
+    file.write_text(dump_run(config))
+    command = [sys.executable, "-m", "gristmill", "train", str(file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()
+        status = process.wait(timeout=120)
+    assert status == 0
+    assert RunFolder(Path(config.folder or "")).read_status()["state"] == "done"
+
+
+def test_a_model_with_large_logits_can_be_exported(
+    make_run: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    from gristmill.checkpoint.model import open_model
+    from gristmill.export import export
+    from gristmill.train.assemble import run_training
+
+    outcome = run_training(make_run("model.width=128", "model.context=64", 'train.until="2 steps"'))
+    loaded = open_model(str(outcome.folder), device=torch.device("cpu"))
+    with torch.no_grad():
+        loaded.model.norm.weight *= 100.0
+    assert export(loaded, tmp_path / "exported").greedy_tokens > 0
+
+
+def test_doctor_works_where_cores_cannot_be_assigned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    findings = [finding for finding in doctor.examine() if finding.name == "threads"]
+    assert len(findings) == 1
+
+
+def test_progress_is_silent_where_nothing_can_be_drawn(capfd: pytest.CaptureFixture[str]) -> None:
+    with ProgressLine("working") as line:
+        line.update(1, 2, "half")
+    assert capfd.readouterr().err == ""

@@ -1,0 +1,67 @@
+"""Settings and presets as they were when someone last changed them on purpose."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gristmill.base.units import Duration
+from gristmill.config.load import load_text, preset_names, setting_paths
+from gristmill.config.resolve import resolve
+from gristmill.plan.arithmetic import count_parameters
+
+RUN = """\
+name = "golden"
+data.paths = "tokens/books"
+train.until = "1k steps"
+train.batch = 8
+"""
+
+Compare = Callable[[str, str], None]
+
+
+def flat(value: Any, path: str) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from flat(inner, f"{path}.{key}" if path else key)
+    else:
+        yield f"{path} = {str(value) if isinstance(value, Duration) else value!r}"
+
+
+def test_the_list_of_settings(golden: Compare) -> None:
+    golden("settings.txt", "".join(f"{'.'.join(path)}\n" for path in setting_paths()))
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_preset_resolved(name: str, golden: Compare) -> None:
+    config = load_text(RUN, (f"preset={name}",), place="run.toml")
+    numbers = resolve(config, vocab=50257)
+    derived = {
+        **{field.name: getattr(numbers, field.name) for field in dataclasses.fields(numbers)},
+        "parameters": count_parameters(config.model, rows=numbers.padded_vocab),
+    }
+    lines = [
+        *flat(config.model_dump(mode="json", by_alias=True), ""),
+        *(line for name, value in derived.items() for line in flat(value, f"resolved.{name}")),
+    ]
+    golden(f"presets/{name}.txt", "\n".join(sorted(lines)) + "\n")
+
+
+def test_there_is_one_file_for_every_preset() -> None:
+    files = {path.stem for path in (Path(__file__).parent / "presets").glob("*.txt")}
+    assert files == set(preset_names())
+
+
+def test_a_difference_is_told_with_the_way_to_accept_it(
+    golden: Compare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GRISTMILL_UPDATE_GOLDEN", raising=False)
+    with pytest.raises(AssertionError) as caught:
+        golden("settings.txt", "name\nmore\n")
+    message = str(caught.value)
+    assert "+ more" in message and "- train.until" in message
+    assert "GRISTMILL_UPDATE_GOLDEN=1 pytest tests/golden" in message

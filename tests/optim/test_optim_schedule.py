@@ -1,0 +1,179 @@
+"""Every schedule against its formula, written once more in steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from gristmill.base.units import Progress
+from gristmill.config.load import load_text
+from gristmill.config.resolve import resolve
+from gristmill.optim.schedule import Schedule, build_schedule
+
+PEAK, STEPS, BATCH, SEQUENCE = 1e-3, 200, 12, 128
+RUN = f"""\
+name = "trial"
+preset = "gpt2-nano"
+data.paths = "tokens/books"
+train.until = "{STEPS} steps"
+train.batch = {BATCH}
+optim.lr = {PEAK}
+"""
+
+
+def schedule(*words: str) -> Schedule:
+    config = load_text(RUN, tuple(f"schedule.{word}" for word in words), place="run.toml")
+    return build_schedule(config, resolve(config, vocab=300))
+
+
+def rate(of: Schedule, step: int) -> float:
+    return of.rate(Progress(step, step * BATCH, step * BATCH * SEQUENCE))
+
+
+def curve(*words: str) -> list[float]:
+    made = schedule(*words)
+    return [rate(made, step) for step in range(0, 250, 3)]
+
+
+def fall(low: float, height: float) -> float:
+    return low + (PEAK - low) * height
+
+
+def cosine(time: float) -> float:
+    return (1 + math.cos(math.pi * min(time, 1.0))) / 2
+
+
+# With a warm-up of 20 steps and, where there is one, a lowest rate of 1e-4.
+SHAPES: dict[str, tuple[list[str], Callable[[int], float]]] = {
+    "constant": (["type=constant"], lambda step: PEAK),
+    "linear": (
+        ["type=linear", "min_lr=1e-4"],
+        lambda step: fall(1e-4, 1 - min(1.0, (step - 20) / 180)),
+    ),
+    "linear with an earlier end": (
+        ["type=linear", "min_lr=1e-4", "decay=120 steps"],
+        lambda step: fall(1e-4, 1 - min(1.0, (step - 20) / 100)),
+    ),
+    "cosine": (
+        ["type=cosine", "min_lr=1e-4"],
+        lambda step: fall(1e-4, cosine((step - 20) / 180)),
+    ),
+    "cosine with a later end": (
+        ["type=cosine", "min_lr=1e-4", "decay=400 steps"],
+        lambda step: fall(1e-4, cosine((step - 20) / 380)),
+    ),
+    "cosine with restarts": (
+        ["type=cosine-restarts", "min_lr=1e-4", "cycles=3"],
+        lambda step: fall(1e-4, cosine((step - 20) % 60 / 60)) if step < STEPS else 1e-4,
+    ),
+    "polynomial": (
+        ["type=polynomial", "min_lr=1e-4", "power=3.0"],
+        lambda step: fall(1e-4, (1 - min(1.0, (step - 20) / 180)) ** 3),
+    ),
+    "inverse-sqrt": (["type=inverse-sqrt"], lambda step: PEAK / math.sqrt(max(step, 20) / 20)),
+    "flat, then a line": (
+        ["type=warmup-stable-decay", "min_lr=1e-4", "decay=50 steps"],
+        lambda step: fall(1e-4, 1 - min(1.0, max(0, step - 150) / 50)),
+    ),
+    "flat, then a half wave": (
+        ["type=warmup-stable-decay", "min_lr=1e-4", "decay=50 steps", "shape=cosine"],
+        lambda step: fall(1e-4, cosine(max(0, step - 150) / 50)),
+    ),
+    "flat, then one minus a root": (
+        ["type=warmup-stable-decay", "min_lr=1e-4", "decay=50 steps", "shape=sqrt"],
+        lambda step: fall(1e-4, 1 - math.sqrt(min(1.0, max(0, step - 150) / 50))),
+    ),
+}
+
+
+@pytest.mark.parametrize(("words", "formula"), SHAPES.values(), ids=SHAPES.keys())
+def test_a_schedule_follows_its_formula(words: list[str], formula: Callable[[int], float]) -> None:
+    made = schedule(*words, "warmup=20 steps")
+    assert rate(made, 0) == pytest.approx(PEAK / 20)
+    assert rate(made, 9) == pytest.approx(PEAK / 2)
+    assert rate(made, 19) == PEAK
+    assert rate(made, 20) == pytest.approx(PEAK)
+    for step in [21, 50, 79, 80, 110, 149, 150, 151, 175, 198, 199, 200, 201, 1000]:
+        assert rate(made, step) == pytest.approx(formula(step), rel=1e-12), step
+
+
+@pytest.mark.parametrize("words", [row[0] for row in SHAPES.values()], ids=SHAPES.keys())
+@pytest.mark.parametrize("warmup", ["20 steps", "1 steps", "7 samples", "125 samples"])
+def test_no_step_has_a_rate_of_zero_or_above_the_peak(words: list[str], warmup: str) -> None:
+    without_floor = [word for word in words if not word.startswith(("min_lr", "decay=120"))]
+    made = schedule(*without_floor, f"warmup={warmup}")
+    rates = [rate(made, step) for step in range(STEPS)]
+    assert min(rates) > 0
+    assert max(rates) == PEAK
+    last = (made.warmup - 1) // BATCH
+    assert rates[last] == PEAK
+    assert rates[: last + 1] == sorted(rates[: last + 1])
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "cosine-restarts", "polynomial"])
+def test_without_a_warm_up_the_first_step_has_the_peak(kind: str) -> None:
+    assert rate(schedule(f"type={kind}", "warmup=0.0"), 0) == PEAK
+
+
+def same(*spans: str) -> list[str]:
+    return [f"{name}={span}" for name, span in zip(("warmup", "decay"), spans, strict=False)]
+
+
+@pytest.mark.parametrize(
+    "kind", ["linear", "cosine", "cosine-restarts", "polynomial", "warmup-stable-decay"]
+)
+def test_the_curve_is_the_same_in_every_unit(kind: str) -> None:
+    spans = {
+        "steps": same("40 steps", "100 steps"),
+        "samples": same("480 samples", "1200 samples"),
+        "tokens": same("61.44k tokens", "153.6k tokens"),
+        "fractions": same("0.2", "0.5"),
+    }
+    curves = {unit: curve(f"type={kind}", *words) for unit, words in spans.items()}
+    for unit, rates in curves.items():
+        assert rates == curves["steps"], unit
+
+
+@pytest.mark.parametrize("kind", ["constant", "inverse-sqrt"])
+def test_a_warm_up_is_the_same_in_every_unit(kind: str) -> None:
+    first, *others = (
+        curve(f"type={kind}", f"warmup={warmup}")
+        for warmup in ("40 steps", "480 samples", "61.44k tokens", "0.2")
+    )
+    assert all(rates == first for rates in others)
+
+
+def test_inverse_sqrt_never_falls_below_its_lowest_rate() -> None:
+    made = schedule("type=inverse-sqrt", "warmup=2 steps", "min_lr=5e-4")
+    rates = [rate(made, step) for step in range(2, 5000, 7)]
+    assert rates == sorted(rates, reverse=True)
+    assert min(rates) >= 5e-4
+
+
+def restarts(cycles: int) -> list[float]:
+    """The first rate of every cycle, each of four steps."""
+    spans = (f"cycles={cycles}", f"decay={cycles * 4} steps", "warmup=0.0")
+    made = schedule("type=cosine-restarts", *spans)
+    return [rate(made, 4 * cycle) for cycle in range(cycles)]
+
+
+@pytest.mark.parametrize("cycles", [1, 2, 3, 7, 10])
+def test_every_cycle_begins_at_the_peak(cycles: int) -> None:
+    assert restarts(cycles) == [pytest.approx(PEAK)] * cycles
+
+
+@pytest.mark.parametrize("cycles", [22, 23, 26, 39])
+def test_many_cycles_begin_at_the_peak(cycles: int) -> None:
+    assert restarts(cycles) == [pytest.approx(PEAK)] * cycles
+
+
+def test_the_rate_is_set_on_every_group_with_its_factor() -> None:
+    weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    groups = [{"params": weights[:1]}, {"params": weights[1:], "lr_factor": 0.5}]
+    optimizer = torch.optim.SGD(groups, lr=7.0)
+    made = schedule("type=linear", "warmup=20 steps")
+    assert made.apply(optimizer, Progress(9, 9 * BATCH, 0)) == pytest.approx(PEAK / 2)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([PEAK / 2, PEAK / 4])
