@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from gristmill.base.units import Duration
-from gristmill.config.load import load_text, preset_names, setting_paths
+from gristmill.config.load import load_run, load_text, preset_names, setting_paths
 from gristmill.config.resolve import resolve
+from gristmill.config.schema import RunConfig
 from gristmill.plan.arithmetic import count_parameters
 
 RUN = """\
@@ -22,6 +23,7 @@ train.batch = 8
 """
 
 Compare = Callable[[str, str], None]
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 def flat(value: Any, path: str) -> Iterator[str]:
@@ -36,9 +38,8 @@ def test_the_list_of_settings(golden: Compare) -> None:
     golden("settings.txt", "".join(f"{'.'.join(path)}\n" for path in setting_paths()))
 
 
-@pytest.mark.parametrize("name", preset_names())
-def test_a_preset_resolved(name: str, golden: Compare) -> None:
-    config = load_text(RUN, (f"preset={name}",), place="run.toml")
+def resolved(config: RunConfig) -> str:
+    """A run as sorted `path = value` lines, derived numbers included."""
     numbers = resolve(config, vocab=50257)
     derived = {
         **{field.name: getattr(numbers, field.name) for field in dataclasses.fields(numbers)},
@@ -48,7 +49,18 @@ def test_a_preset_resolved(name: str, golden: Compare) -> None:
         *flat(config.model_dump(mode="json", by_alias=True), ""),
         *(line for name, value in derived.items() for line in flat(value, f"resolved.{name}")),
     ]
-    golden(f"presets/{name}.txt", "\n".join(sorted(lines)) + "\n")
+    return "\n".join(sorted(lines)) + "\n"
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_preset_resolved(name: str, golden: Compare) -> None:
+    config = load_text(RUN, (f"preset={name}",), place="run.toml")
+    golden(f"presets/{name}.txt", resolved(config))
+
+
+@pytest.mark.parametrize("name", [path.stem for path in RECIPES.glob("*.toml")])
+def test_a_recipe_resolved(name: str, golden: Compare) -> None:
+    golden(f"recipes/{name}.txt", resolved(load_run(RECIPES / f"{name}.toml")))
 
 
 def test_there_is_one_file_for_every_preset() -> None:

@@ -19,7 +19,7 @@ import torch
 
 from gristmill.models.spec import Loss
 
-SLICE_BYTES = 256 * 2**20
+SLICE_BYTES = 2**30
 """Memory allowed for one slice's fp32 logits on a GPU."""
 CPU_SLICE_BYTES = 8 * 2**20
 """The same on the CPU, where a slice should stay in the cache."""

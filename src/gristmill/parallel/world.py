@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import resource
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -22,13 +23,14 @@ class World:
     device: torch.device
     name: str
 
-    def memory_in_use(self) -> int | None:
-        """The largest amount of memory held since the start, in bytes; None where it is unknown."""
+    def memory_peak(self) -> int:
+        """The largest amount of memory held since the start, in bytes."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         if self.device.type == "mps":
             return torch.mps.driver_allocated_memory()
-        return _resident_bytes()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def select_device(asked: str) -> torch.device:
@@ -78,11 +80,3 @@ def memory_explained(hint: str) -> Iterator[None]:
         raise UserError(
             f"the device has too little memory: {str(error).splitlines()[0]}", remedy=hint
         ) from error
-
-
-def _resident_bytes() -> int | None:
-    """Memory of this process in RAM, where the system tells it."""
-    status = Path("/proc/self/statm")
-    if not status.exists():
-        return None
-    return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

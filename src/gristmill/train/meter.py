@@ -135,7 +135,7 @@ class Meter:
             tflops_causal=causal / 1e12,
             mfu=palm / self.peak if self.peak else None,
             mfu_causal=causal / self.peak if self.peak else None,
-            memory_bytes=self.world.memory_in_use(),
+            memory_bytes=self.world.memory_peak(),
             loss_scale=None if moment.result.loss_scale is None else scale,
             skipped=self.counters.skipped,
             nan=self.counters.nan,

@@ -1,0 +1,125 @@
+"""What only a CUDA device can show: compilation, half precision, exact resume, memory."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gristmill.base.units import Progress
+from gristmill.config.schema import RunConfig
+from gristmill.data.loader import make_batch
+from gristmill.generate import Engine, Sampling
+from gristmill.models.build import build_model
+from gristmill.models.loss import linear_cross_entropy
+from gristmill.optim.build import build_optimizer
+from gristmill.parallel.spmd import SingleDevice
+from gristmill.parallel.world import open_world
+from gristmill.train.assemble import run_training
+from gristmill.train.hooks import StopRequest
+
+MakeRun = Callable[..., RunConfig]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+ON_GPU = ('runtime.device="cuda"', "model.width=64", "model.context=64", "optim.lr=3e-3")
+
+
+def losses(config: RunConfig, steps: int = 12) -> list[float]:
+    world = open_world(config.runtime, tf32=False)
+    model = build_model(config.model, vocab=257, device=world.device)
+    cpu = build_model(config.model, vocab=257, device=torch.device("cpu"))
+    cpu.initialise(1)  # the same start on every device
+    model.load_state_dict(cpu.state_dict())
+    optimizer = build_optimizer(config.optim, model)
+    strategy = SingleDevice(config, model=model, optimizer=optimizer, world=world)
+    rng = np.random.default_rng(0)
+    batch = [make_batch(rng.integers(0, 257, (8, 65)))]
+    return [
+        strategy.update(strategy.accumulate(batch, Progress(steps=n))).loss.item()
+        for n in range(steps)
+    ]
+
+
+def test_all_ways_of_computing_agree(make_run: MakeRun) -> None:
+    reference = losses(make_run(*ON_GPU[1:], 'runtime.device="cpu"', "runtime.compile=false"))
+    for extra, tolerance in (
+        (("runtime.compile=false",), 1e-4),
+        (("runtime.compile=true",), 1e-4),
+        (("runtime.compile=true", 'precision.compute="bf16"'), 0.03),
+        (("runtime.compile=true", 'train.recompute="full"'), 1e-4),
+    ):
+        ours = losses(make_run(*ON_GPU, *extra))
+        assert ours == pytest.approx(reference, rel=tolerance), extra
+
+
+def test_fp16_skips_until_the_scale_fits(make_run: MakeRun) -> None:
+    config = make_run(*ON_GPU, 'precision.compute="fp16"', "precision.loss_scale.hysteresis=1")
+    result = losses(config, steps=40)
+    assert result[0] == result[1]  # nothing is changed by an overflow
+    assert result[-1] < result[0] - 0.5
+
+
+def test_resume_is_exact_with_deterministic_kernels(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = (*ON_GPU, "runtime.deterministic=true", 'precision.compute="bf16"')
+    settings = (*settings, "model.dropout=0.1", "runtime.compile=true")
+    run_training(make_run(*settings, folder="whole"))
+    counter = itertools.count(1)
+
+    def stop_at_five(self: StopRequest, *, reserve: float) -> None:
+        if next(counter) == 5:
+            self.reason = "a test"
+
+    monkeypatch.setattr(StopRequest, "check_time", stop_at_five)
+    assert run_training(make_run(*settings, folder="parted")).step == 5
+    run_training(make_run(*settings, folder="parted"))
+    torch.use_deterministic_algorithms(False)
+
+    def numbers(folder: str) -> list[tuple[int, float]]:
+        lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
+        records = [json.loads(line) for line in lines]
+        return [(r["step"], r["loss"]) for r in records if r["kind"] in ("step", "validation")]
+
+    assert numbers("parted") == numbers("whole")
+
+
+def test_records_come_in_order_and_complete(make_run: MakeRun, tmp_path: Path) -> None:
+    run_training(make_run(*ON_GPU, 'train.until="60 steps"', 'validate.every="25 steps"'))
+    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
+    steps = [record for record in records if record["kind"] == "step"]
+    assert [record["step"] for record in steps] == list(range(1, 61))
+    assert all(0 < record["step_seconds"] < 60 for record in steps)
+    assert all(record["memory_bytes"] > 0 for record in steps)
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_cached_decoding_on_the_gpu(make_run: MakeRun, compute: str) -> None:
+    config = make_run(*ON_GPU, "model.init_std=0.3", "model.tie_head=false")
+    model = build_model(config.model, vocab=257, device=torch.device("cuda"))
+    model.initialise(0)
+    greedy = Sampling(temperature=0)
+    results = [
+        [ids[0] for ids in Engine(model, cached=cached).stream([1], tokens=90, sampling=greedy)]
+        for cached in (True, False)
+    ]
+    assert results[0] == results[1]
+
+
+def test_the_loss_needs_far_less_memory_than_its_logits() -> None:
+    tokens, width, vocab = 65536, 64, 50304
+    hidden = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    head = torch.randn(vocab, width, device="cuda", requires_grad=True)
+    targets = torch.randint(0, vocab, (tokens,), device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    linear_cross_entropy(hidden, head, targets, None, vocab=vocab).scaled.backward()
+    used = torch.cuda.max_memory_allocated() - before
+    assert used < 0.15 * 4 * tokens * vocab
