@@ -106,7 +106,7 @@ def test_training_starts_from_a_hugging_face_folder(
     make_run: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
     from gristmill.text.tokenizers import ByteTokenizer
-    from gristmill.train.assemble import run_training
+    from gristmill.train.run import run_training
 
     source = loaded(ByteTokenizer())
     export(source, tmp_path / "hf")

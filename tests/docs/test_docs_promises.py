@@ -40,7 +40,7 @@ def test_a_model_with_large_logits_can_be_exported(
     pytest.importorskip("transformers")
     from gristmill.checkpoint.model import open_model
     from gristmill.export import export
-    from gristmill.train.assemble import run_training
+    from gristmill.train.run import run_training
 
     outcome = run_training(make_run("model.width=128", "model.context=64", 'train.until="2 steps"'))
     loaded = open_model(str(outcome.folder), device=torch.device("cpu"))

@@ -59,7 +59,7 @@ def test_too_little_text(loaded: LoadedModel) -> None:
 def test_a_run_is_evaluated_on_its_own_validation_text(
     make_run: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
-    from gristmill.train.assemble import run_training
+    from gristmill.train.run import run_training
 
     run_training(make_run('train.until="2 steps"'))
     opened = open_model(str(tmp_path / "run"), device=CPU)

@@ -20,8 +20,8 @@ from gristmill.models.loss import linear_cross_entropy
 from gristmill.optim.build import build_optimizer
 from gristmill.parallel.spmd import SingleDevice
 from gristmill.parallel.world import open_world
-from gristmill.train.assemble import run_training
 from gristmill.train.hooks import StopRequest
+from gristmill.train.run import run_training
 
 MakeRun = Callable[..., RunConfig]
 pytestmark = [

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from gristmill.config.schema import RunConfig
-from gristmill.train.assemble import run_training
+from gristmill.train.run import run_training
 
 if TYPE_CHECKING:
     from conftest import Runs

@@ -17,8 +17,8 @@ from gristmill.base.files import FolderLock
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.config.schema import RunConfig
 from gristmill.track.metrics import EventRecord, StepRecord, ValidationRecord, read_metrics
-from gristmill.train.assemble import run_training
 from gristmill.train.hooks import StopRequest
+from gristmill.train.run import run_training
 
 if TYPE_CHECKING:
     from conftest import Runs
@@ -207,6 +207,37 @@ def test_a_folder_in_use_is_refused(make_run: MakeRun, tmp_path: Path) -> None:
     assert error.value.exit is Exit.REFUSED
     lock.release()
     assert run_training(make_run()).exit is Exit.DONE
+
+
+@pytest.mark.parametrize("done", [0, 5])
+def test_a_signal_while_starting_saves_or_loses_nothing(
+    make_run: MakeRun,
+    tmp_path: Path,
+    stop_after: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    runs: Runs,
+    done: int,
+) -> None:
+    run_training(make_run(folder="whole"))
+    config = make_run()
+    if done:
+        stop_after(done)
+        run_training(config)
+    enter = StopRequest.__enter__
+
+    def interrupted(self: StopRequest) -> StopRequest:
+        enter(self)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return self
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StopRequest, "__enter__", interrupted)
+        outcome = run_training(config)
+    assert outcome.exit is Exit.STOPPED
+    assert outcome.step == done
+    stop_after(10**9)
+    assert run_training(config).exit is Exit.DONE
+    runs.assert_same(tmp_path / "whole", tmp_path / "run")
 
 
 def test_the_time_limit_stops_with_a_save(make_run: MakeRun, tmp_path: Path) -> None:

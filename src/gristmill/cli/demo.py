@@ -97,7 +97,7 @@ def run_demo(folder: Path, *, steps: int | None) -> None:
 def _train(file: Path, *, folder: Path) -> None:
     """Go on with an interrupted demo; move a finished one aside and train anew."""
     config = load_run(file)
-    from gristmill.train.assemble import run_training
+    from gristmill.train.run import run_training
 
     fresh = RunFolder(folder).read_status().get("state") == "done"
     outcome = run_training(config, fresh=fresh)

@@ -22,7 +22,7 @@ def train(
     from gristmill.config.load import load_run
 
     config = load_run(run, settings or ())
-    from gristmill.train.assemble import run_training
+    from gristmill.train.run import run_training
 
     outcome = run_training(config, fresh=fresh)
     raise typer.Exit(outcome.exit)

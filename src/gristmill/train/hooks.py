@@ -251,7 +251,8 @@ class Checkpoint:
     ) -> None:
         self.every, self.writer, self.state, self.strategy = every, writer, state, strategy
         self.validate, self.keep_best = validate, keep_best
-        self._saved_at: int | None = None
+        resumed = writer.folder.path(state.progress.steps).is_dir()
+        self._saved_at = state.progress.steps if resumed else None
 
     def at_start(self) -> None:
         """Nothing: the start can be made again from the settings."""

@@ -1,0 +1,108 @@
+"""What a run folder holds, and how a run goes on with it.
+
+newest intact checkpoint -> state      damaged newer ones are set aside, and said so
+metrics.jsonl                          cut back to the checkpoint's step
+run.toml, origin.txt, environment.json, tokenizer/   written for this start
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gristmill.base.errors import Exit, Problem, UserError
+from gristmill.base.files import FolderLock, write_atomic, write_json
+from gristmill.checkpoint.layout import CheckpointFolder, Found
+from gristmill.checkpoint.state import restore
+from gristmill.config.load import changed_settings, dump_run
+from gristmill.track.folder import RunFolder
+from gristmill.track.metrics import cut_metrics
+from gristmill.train.assemble import Assembly
+from gristmill.train.environment import describe_environment
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What was found in the run folder."""
+
+    checkpoint: Path | None
+    notes: list[str]
+
+
+def resume(parts: Assembly) -> Resumed:
+    """Load the newest intact checkpoint, if there is one, and make the folder fit it."""
+    folder, notes = parts.folder, []
+    checkpoints = CheckpointFolder(folder.checkpoints)
+    checkpoints.clean()
+    found = checkpoints.newest_intact()
+    if found.path is None and found.damaged:
+        raise _all_damaged(found, folder)
+    if found.path is not None:
+        saved = restore(parts.state, found.path)
+        parts.strategy.load(parts.state.strategy)
+        notes += _resume_differences(saved)
+    for path, problems in found.damaged:
+        aside = checkpoints.set_aside(path)
+        what = "; ".join(str(problem) for problem in problems)
+        notes.append(f"skipped damaged checkpoint {path.name} ({what}); it is now {aside.name}")
+    # At step 0 what was measured before the first step is measured again.
+    cut_metrics(folder.metrics, after=parts.state.progress.steps or -1)
+    if folder.holds_run():
+        notes += [f"changed: {line}" for line in changed_settings(folder.settings, parts.config)]
+    _write_run_files(parts)
+    return Resumed(found.path, notes)
+
+
+def _all_damaged(found: Found, folder: RunFolder) -> UserError:
+    return UserError(
+        [
+            Problem("every checkpoint of this run is damaged", str(folder.checkpoints)),
+            *(problem for _, problems in found.damaged for problem in problems),
+            Problem(
+                "nothing was changed",
+                str(folder.path),
+                "restore one from a backup, or start anew with --fresh, which moves the old run "
+                "aside",
+            ),
+        ],
+        exit=Exit.STORAGE,
+    )
+
+
+def _resume_differences(saved: dict[str, Any]) -> list[str]:
+    """Reasons why the rest of the run may not be bit-identical to an uninterrupted one."""
+    now = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    return [
+        f"{name} was {saved.get(name)} and is now {value}: losses agree only within rounding"
+        for name, value in now.items()
+        if saved.get(name) != value
+    ]
+
+
+def _write_run_files(parts: Assembly) -> None:
+    folder = parts.folder
+    write_atomic(folder.settings, dump_run(parts.config))
+    when = datetime.now().astimezone().isoformat(timespec="seconds")
+    before = folder.origin.read_text() if folder.origin.is_file() else ""
+    write_atomic(folder.origin, f"{before}{when}  {shlex.join(sys.argv)}\n")
+    parameters = sum(parameter.numel() for parameter in parts.model.parameters())
+    write_json(folder.environment, describe_environment(parts.world, parameters=parameters))
+    parts.tokenizer.save(folder.tokenizer)
+
+
+def move_aside(folder: RunFolder) -> None:
+    """Give an existing run another name, so that nothing is lost."""
+    if not folder.holds_run():
+        return
+    lock = FolderLock(folder.path)
+    lock.acquire()
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    os.rename(folder.path, folder.path.with_name(f"{folder.path.name}.old-{stamp}"))
+    lock.release()
