@@ -67,6 +67,13 @@ def test_the_same_seed_gives_the_same_text() -> None:
     assert len(set(texts[0])) == 3
 
 
+def test_only_ids_of_the_tokenizer_are_drawn() -> None:
+    model = make_model()
+    hot = Sampling(temperature=50.0, top_k=0)
+    drawn = {ids[0] for ids in Engine(model, ids=7).stream([1], tokens=60, sampling=hot)}
+    assert drawn == set(range(7))
+
+
 def test_the_model_is_left_as_it_was() -> None:
     model = make_model(dropout=0.5)
     model.train()

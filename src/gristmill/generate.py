@@ -47,8 +47,9 @@ class Sampling:
 class Engine:
     """Continues sequences of ids with one model."""
 
-    def __init__(self, model: GPT, *, cached: bool = True) -> None:
-        self.model, self.cached = model, cached
+    def __init__(self, model: GPT, *, cached: bool = True, ids: int | None = None) -> None:
+        """`ids` limits what can be drawn, for a model with more ids than its tokenizer."""
+        self.model, self.cached, self.ids = model, cached, ids or model.vocab
         self.device = model.embedding.weight.device
 
     @torch.inference_mode()
@@ -64,7 +65,7 @@ class Engine:
         forward = self._cached_forward() if self.cached else self._plain_forward
         try:
             for _ in range(tokens):
-                next_B = draw(forward(ids_BT), sampling, generator)
+                next_B = draw(forward(ids_BT)[:, : self.ids], sampling, generator)
                 ids_BT = torch.cat((ids_BT, next_B[:, None]), dim=1)
                 yield next_B.tolist()
         finally:
@@ -135,7 +136,8 @@ class TextGenerator:
     appears."""
 
     def __init__(self, model: GPT, tokenizer: Tokenizer, *, cached: bool = True) -> None:
-        self.engine, self.tokenizer = Engine(model, cached=cached), tokenizer
+        self.engine = Engine(model, cached=cached, ids=tokenizer.size)
+        self.tokenizer = tokenizer
 
     def stream(
         self,

@@ -74,6 +74,19 @@ def test_training_goes_on_while_a_snapshot_is_written(
     assert written.steps == [1]
 
 
+def test_a_defect_while_writing_is_raised_in_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Snapshot, folder: Path) -> None:
+        raise AssertionError("a defect")
+
+    monkeypatch.setattr(Snapshot, "write", broken)
+    written = Written(tmp_path)
+    written.writer.save(snapshot(1))
+    with pytest.raises(AssertionError, match="a defect"):
+        written.writer.finish()
+
+
 def test_a_snapshot_is_not_changed_by_training(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     state = TrainState(model, torch.optim.AdamW(model.parameters()), {}, {})

@@ -67,6 +67,11 @@ def test_train_prints_what_happens(trained: Path) -> None:
     assert "done at step 6" in output
 
 
+def test_a_run_folder_goes_on(trained: Path) -> None:
+    run("train", trained / "run.toml", f"folder={trained / 'on'}", "train.until=2 steps")
+    assert "done at step 4" in run("train", trained / "on", "train.until=4 steps")
+
+
 def test_prepare_and_tokens(trained: Path) -> None:
     lines = [json.dumps({"text": "white flour"}), "{broken", json.dumps({"body": "x"}), ""]
     (trained / "more.jsonl").write_text("\n".join(lines))

@@ -35,6 +35,7 @@ class CheckpointWriter:
         self.seconds = 0.0
         self.failure: UserError | None = None
         self._thread: threading.Thread | None = None
+        self._defect: Exception | None = None
 
     def save(self, snapshot: Snapshot, *, best: Best | None = None) -> None:
         """Begin to write a snapshot; `best` marks it as the best so far once it is committed."""
@@ -43,7 +44,7 @@ class CheckpointWriter:
             self._write(snapshot, best)
             return
         self._thread = threading.Thread(
-            target=self._write, args=(snapshot, best), name="checkpoint", daemon=False
+            target=self._write_aside, args=(snapshot, best), name="checkpoint"
         )
         self._thread.start()
 
@@ -52,12 +53,20 @@ class CheckpointWriter:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        if self._defect is not None:
+            raise self._defect
 
     def finish(self) -> None:
         """Wait for the last save, and raise what made it fail."""
         self.wait()
         if self.failure is not None:
             raise self.failure
+
+    def _write_aside(self, snapshot: Snapshot, best: Best | None) -> None:
+        try:
+            self._write(snapshot, best)
+        except Exception as error:  # raised in the training thread by the next `wait`
+            self._defect = error
 
     def _write(self, snapshot: Snapshot, best: Best | None) -> None:
         started = time.monotonic()

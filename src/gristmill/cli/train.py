@@ -9,7 +9,10 @@ import typer
 
 
 def train(
-    run: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.")],
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN.toml", help="The run file, or a run folder to go on with."),
+    ],
     settings: Annotated[
         list[str] | None,
         typer.Argument(metavar="[A.B=C…]", help="Settings that replace those of the file."),

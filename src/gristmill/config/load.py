@@ -62,7 +62,9 @@ class _Layers:
 
 
 def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run file with its preset and overrides; raises one error with all problems."""
+    """Read a run file, or the one in a run folder; raises one error with all problems."""
+    if path.is_dir():
+        path = path / "run.toml"
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from gristmill.base.files import write_atomic
 from gristmill.base.units import Progress
 from gristmill.config.load import dump_run
 from gristmill.config.schema import RunConfig
@@ -59,6 +61,14 @@ class Tracker:
         return {**stamp, "time": time.time()}  # type: ignore[dict-item]
 
 
+def _run_id(folder: RunFolder) -> str:
+    """A name for this run that stays the same when it is resumed, and that no other run has."""
+    file = folder.path / "wandb-id.txt"
+    if not file.is_file():
+        write_atomic(file, uuid.uuid4().hex[:12])
+    return file.read_text()
+
+
 def build_tracker(
     config: RunConfig, folder: RunFolder, *, steps: int, clock: Callable[[], Progress]
 ) -> Tracker:
@@ -80,7 +90,7 @@ def build_tracker(
             name=config.name,
             mode=config.track.wandb.mode,
             settings={"run.toml": dump_run(config), **config.model_dump(mode="json")},
-            run_id=config.name,
+            run_id=_run_id(folder),
         )
     # A terminal that goes away (a closed window, `| head`) must not end the run either.
     terminal = Guarded(console, name="the terminal", report=lambda warning: None)
