@@ -99,6 +99,19 @@ def test_the_records_of_a_run(make_run: MakeRun, tmp_path: Path) -> None:
     assert "step 12" in (folder / "train.log").read_text()
 
 
+def test_the_best_checkpoint_is_the_one_with_the_best_loss(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    """Also when the end of the run was saved before it was validated."""
+    run_training(make_run('validate.every="5 steps"', 'checkpoint.every="4 steps"'))
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    losses = {r.loss: r.step for r in records if isinstance(r, ValidationRecord)}
+    best = CheckpointFolder(tmp_path / "run" / "checkpoints").best()
+    assert best is not None
+    assert best.step == losses[min(losses)] == 12
+    assert best.loss == min(losses)
+
+
 def test_a_complete_run_has_nothing_to_do(make_run: MakeRun, tmp_path: Path, runs: Runs) -> None:
     config = make_run()
     run_training(config)

@@ -22,7 +22,7 @@ from gristmill.track.folder import RunFolder
 from gristmill.track.metrics import SampleRecord, ValidationRecord, read_metrics
 
 VOCABULARY = 2048
-STEPS = 600
+STEPS = 750
 
 RUN = """\
 # The demo's run file. Change something, and run it under another name:
@@ -37,7 +37,7 @@ split = "95,5"
 
 [train]
 until = "{steps} steps"
-batch = 16
+batch = 8
 
 [optim]
 lr = 3e-3
@@ -45,7 +45,7 @@ lr = 3e-3
 [schedule]
 type   = "cosine"
 warmup = 0.05
-min_lr = 3e-4
+min_lr = 1e-4
 
 [validate]
 every   = "{often} steps"
@@ -106,7 +106,7 @@ def _train(file: Path, *, folder: Path) -> None:
 
 
 def _write_run_file(file: Path, *, folder: Path, tokens: Path, steps: int) -> Path:
-    often = max(1, steps // 4)
+    often = max(1, steps // 5)
     text = RUN.format(file=file, folder=folder, tokens=tokens, steps=steps, often=often)
     write_atomic(file, text)
     return file

@@ -18,7 +18,10 @@ def train(
         typer.Argument(metavar="[A.B=C…]", help="Settings that replace those of the file."),
     ] = None,
     fresh: Annotated[
-        bool, typer.Option(help="Start anew; a run in the folder is moved aside, not deleted.")
+        bool,
+        typer.Option(
+            "--fresh", help="Start anew; a run in the folder is moved aside, not deleted."
+        ),
     ] = False,
 ) -> None:
     """Train a model, or go on with the run that the folder holds."""

@@ -268,9 +268,13 @@ class Checkpoint:
             self._save(best)
 
     def at_end(self, *, finished: bool) -> None:
+        best = self._best_now()
         if self._saved_at != self.state.progress.steps:
-            self._save(self._best_now())
+            self._save(best)
         self.writer.finish()
+        if best is not None:
+            # The last validation came after the last save, whose step turns out to be the best.
+            self.writer.folder.mark_best(best)
 
     def _best_now(self) -> Best | None:
         if not self.keep_best or self.validate is None:
