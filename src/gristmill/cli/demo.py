@@ -48,11 +48,11 @@ warmup = 0.05
 min_lr = 1e-4
 
 [validate]
-every   = "{often} steps"
+every   = "{validate} steps"
 windows = 128
 
 [sample]
-every   = "{often} steps"
+every   = "{sample} steps"
 prompts = ["Return a new"]
 tokens  = 60
 """
@@ -106,8 +106,8 @@ def _train(file: Path, *, folder: Path) -> None:
 
 
 def _write_run_file(file: Path, *, folder: Path, tokens: Path, steps: int) -> Path:
-    often = max(1, steps // 5)
-    text = RUN.format(file=file, folder=folder, tokens=tokens, steps=steps, often=often)
+    intervals = {"validate": max(1, steps // 10), "sample": max(1, steps // 3)}
+    text = RUN.format(file=file, folder=folder, tokens=tokens, steps=steps, **intervals)
     write_atomic(file, text)
     return file
 
