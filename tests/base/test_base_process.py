@@ -13,13 +13,11 @@ from gristmill.base.process import Place
 def test_without_variables_there_is_one_process() -> None:
     place = Place.current({"HOME": "/home/miller"})
     assert place == Place(rank=0, local_rank=0, world=1, host=socket.gethostname())
-    assert place.speaks
 
 
 def test_the_three_variables_of_torchrun_are_read() -> None:
     place = Place.current({"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"})
     assert (place.rank, place.local_rank, place.world) == (5, 1, 8)
-    assert not place.speaks
 
 
 def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,11 +19,6 @@ class Place:
     world: int = 1
     host: str = "localhost"
 
-    @property
-    def speaks(self) -> bool:
-        """Whether this process is the one that writes to the terminal and the run folder."""
-        return self.rank == 0
-
     @classmethod
     def current(cls, environment: Mapping[str, str] | None = None) -> Place:
         """Read the variables that torchrun sets; without them there is one process."""

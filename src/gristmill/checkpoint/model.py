@@ -3,7 +3,6 @@ name."""
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,8 +141,3 @@ def _download(name: str) -> Path:
             remedy="give a run folder, a checkpoint, a Hugging Face folder or a name such as gpt2",
             exit=Exit.DATA,
         ) from error
-
-
-def run_settings(run: Path) -> dict[str, object]:
-    """The settings a run was started with."""
-    return tomllib.loads((run / "run.toml").read_text())

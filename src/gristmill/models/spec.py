@@ -12,11 +12,9 @@ Shapes: B samples, T positions, D width, V vocabulary, H heads, K head width.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-
-from gristmill.config.schema import ModelConfig
 
 
 class Loss(NamedTuple):
@@ -54,25 +52,3 @@ class KVCache:
     def clear(self) -> None:
         """Forget everything; the memory is used again."""
         self.length = 0
-
-
-class CausalLM(Protocol):
-    """A model that predicts the next token."""
-
-    config: ModelConfig
-    vocab: int
-
-    def initialise(self, seed: int) -> None:
-        """Set all weights to their random start values."""
-        ...
-
-    def __call__(
-        self,
-        tokens_BT: torch.Tensor,
-        *,
-        targets_BT: torch.Tensor | None = None,
-        weights_BT: torch.Tensor | None = None,
-        scale: torch.Tensor | None = None,
-        cache: KVCache | None = None,
-        last_only: bool = False,
-    ) -> torch.Tensor | Loss: ...
