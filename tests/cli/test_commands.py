@@ -224,7 +224,7 @@ BAD_INPUT: dict[str, tuple[list[str], str]] = {
         ["tokenizer", "train", "text.txt", "-o", "big", "-n", "60000"],
         "too short to learn 60000 tokens",
     ),
-    "evaluate on other tokens": (["evaluate", "run", "--data", "bytes"], "another tokenizer"),
+    "evaluate on other tokens": (["evaluate", "run", "--data", "bytes"], "made with tokenizer"),
     "config without file": (["config"], "give a run file"),
 }  # fmt: skip
 

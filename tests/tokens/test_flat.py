@@ -129,6 +129,7 @@ def test_counts_must_fit_the_files(tmp_path: Path) -> None:
         ('"version": 1', '"version": 9', "version 9"),
         ('"dtype": "uint16"', '"dtype": "float"', "damaged"),
         ('"documents": 2', '"papers": 2', "damaged"),
+        ('".starts":', '"/../other.starts":', "a file is named"),
         ('"kind": "gristmill token set"', '"kind": "cake"', "not the manifest"),
         ('"format": "flat"', '"format": "round"', "'round' is not known; known are flat"),
         ("{", "", "not valid JSON"),
@@ -187,7 +188,7 @@ def test_an_interrupted_overwrite_leaves_no_manifest(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("gristmill.tokens.flat.os.replace", power_cut)
+        patched.setattr("gristmill.tokens.writer.os.replace", power_cut)
         with pytest.raises(KeyboardInterrupt):
             writer.finish()
     with pytest.raises(UserError, match="unfinished"):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import sha256_file
-from gristmill.tokens import store
+from gristmill.tokens import reader, store
 from gristmill.tokens.store import create_tokens, inspect_tokens, open_tokens, verify_tokens
 
 DOCUMENTS = [[5, 6, 7], [8], [9] * 8, [250, 3]]
@@ -66,7 +66,7 @@ def test_missing_folder_and_empty_folder(tmp_path: Path) -> None:
 
 def test_a_foreign_token_file_is_called_unfinished(tmp_path: Path) -> None:
     (tmp_path / "set.bin").write_bytes(b"1234")
-    with pytest.raises(UserError, match="unfinished"):
+    with pytest.raises(UserError, match=r"unfinished(.|\n)*--from flat"):
         open_tokens(tmp_path / "set")
 
 
@@ -90,7 +90,7 @@ def test_a_file_in_the_way_of_the_folder(prefix: Path) -> None:
 
 @pytest.mark.parametrize("piece", [1, 3, 1 << 20])
 def test_inspection(prefix: Path, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "_PIECE", piece)
+    monkeypatch.setattr(reader, "PIECE", piece)
     summary = inspect_tokens(prefix)
     assert (summary.info.tokens, summary.info.documents, summary.info.text_bytes) == (14, 4, 33)
     assert (summary.smallest_id, summary.largest_id) == (3, 250)
@@ -142,7 +142,7 @@ def test_cut_and_missing_files_are_named(prefix: Path) -> None:
 def test_ids_outside_the_vocabulary_are_found(
     prefix: Path, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "_PIECE", piece)
+    monkeypatch.setattr(reader, "PIECE", piece)
     ids = np.fromfile(prefix.with_suffix(".bin"), dtype="<u2")
     ids[10] = 257
     ids.tofile(prefix.with_suffix(".bin"))

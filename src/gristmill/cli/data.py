@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import enum
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,8 +16,12 @@ from gristmill.text.sources import DocumentSplit
 
 if TYPE_CHECKING:
     from gristmill.text.prepare import PrepareProgress, PrepareResult
+    from gristmill.text.tokenizers import Tokenizer
+    from gristmill.tokens.convert import CopyProgress
+    from gristmill.tokens.foreign import Reading
+    from gristmill.tokens.format import TokenSetInfo
 
-tokens = typer.Typer(help="Look into token files.", no_args_is_help=True)
+tokens = typer.Typer(help="Look into token files, convert and merge them.", no_args_is_help=True)
 tokenizer = typer.Typer(help="Train and try tokenizers.", no_args_is_help=True)
 
 Sources = Annotated[
@@ -33,9 +38,53 @@ Documents = Annotated[
 JsonKey = Annotated[str, typer.Option(help="The key of the text in JSON lines.")]
 
 
+class TokenFormat(enum.StrEnum):
+    """The formats of token files."""
+
+    FLAT = "flat"
+    MEGATRON = "megatron"
+    LLMC = "llmc"
+    NPY = "npy"
+
+
+class IdType(enum.StrEnum):
+    """How ids are stored in plain files."""
+
+    UINT16 = "uint16"
+    UINT32 = "uint32"
+    INT32 = "int32"
+
+
+Prefix = Annotated[Path, typer.Argument(help="Prefix of token files.")]
+Output = Annotated[Path, typer.Option("--output", "-o", help="Prefix of the token files.")]
+Overwrite = Annotated[bool, typer.Option(help="Replace existing token files.")]
+ShardSize = Annotated[
+    int | None,
+    typer.Option(min=1, help="Tokens in one file, with llmc and npy; 100M if not given."),
+]
+From = Annotated[
+    TokenFormat | None,
+    typer.Option("--from", help="Format of files of other programs, if it is not found out."),
+]
+Dtype = Annotated[
+    IdType | None,
+    typer.Option(help="How ids are stored, with --from flat; uint16 if not given."),
+]
+EndOfText = Annotated[
+    int | None,
+    typer.Option(help="The id between documents, in files that do not say where those begin."),
+]
+MadeBy = Annotated[
+    str | None,
+    typer.Option(
+        "--tokenizer", "-t", help="What made the ids, in files that do not say: folder or file."
+    ),
+]
+
+
 def prepare(
     sources: Sources,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Prefix of the token files.")],
+    output: Output,
     tokenizer: Annotated[
         str, typer.Option("--tokenizer", "-t", help='Tokenizer folder or file, or "bytes".')
     ],
@@ -45,7 +94,11 @@ def prepare(
         bool, typer.Option(help="End every document with the end-of-text token.")
     ] = True,
     strict: Annotated[bool, typer.Option(help="Stop at the first line that is dropped.")] = False,
-    overwrite: Annotated[bool, typer.Option(help="Replace existing token files.")] = False,
+    format: Annotated[TokenFormat, typer.Option(help="Format of the token files.")] = (
+        TokenFormat.FLAT
+    ),
+    shard_size: ShardSize = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Turn text into token files that `train` reads."""
     from gristmill.text.prepare import prepare as prepare_tokens
@@ -60,6 +113,8 @@ def prepare(
             split=documents,
             append_end_of_text=append_eod,
             strict=strict,
+            format=format.value,
+            shard_size=shard_size,
             overwrite=overwrite,
             progress=_show(line),
         )
@@ -94,19 +149,23 @@ def report_prepared(result: PrepareResult, output: Path) -> None:
 
 
 @tokens.command("inspect")
-def inspect_set(prefix: Annotated[Path, typer.Argument(help="Prefix of token files.")]) -> None:
+def inspect_set(
+    prefix: Prefix, source: From = None, dtype: Dtype = None, end_of_text: EndOfText = None
+) -> None:
     """Show counts, document lengths and the range of ids."""
     from gristmill.text.tokenizers import open_tokenizer
-    from gristmill.tokens.store import inspect_tokens, open_tokens
+    from gristmill.tokens.store import find_tokens, inspect_tokens
 
-    summary = inspect_tokens(prefix)
+    reading = _reading(source, dtype, end_of_text)
+    summary = inspect_tokens(prefix, reading)
     info = summary.info
+    vocabulary = "unknown" if info.vocab_size is None else f"{info.vocab_size:,}"
     typer.echo(f"format      {info.format}, {info.dtype}")
     typer.echo(f"tokens      {info.tokens:,}")
     typer.echo(f"documents   {info.documents:,}")
-    typer.echo(f"vocabulary  {info.vocab_size:,}, end of text {info.end_of_text}")
+    typer.echo(f"vocabulary  {vocabulary}, end of text {info.end_of_text}")
     typer.echo(f"ids         {summary.smallest_id} to {summary.largest_id}")
-    typer.echo(f"tokenizer   {info.tokenizer[:16]}")
+    typer.echo(f"tokenizer   {info.tokenizer[:16] if info.tokenizer else 'unknown'}")
     typer.echo(f"content     {info.fingerprint[:16]}")
     quantiles = ", ".join(f"{100 * q:g}%: {n}" for q, n in summary.length_quantiles.items())
     typer.echo(f"lengths     mean {summary.mean_length:.1f}; {quantiles}")
@@ -116,20 +175,151 @@ def inspect_set(prefix: Annotated[Path, typer.Argument(help="Prefix of token fil
         typer.echo(f"  {bin.low:>9,} to {bin.high:>9,}  {bin.documents:>9,}  {bar}")
     folder = Path(f"{prefix}.tokenizer")
     if folder.is_dir():
-        reader = open_tokens(prefix)
+        reader = find_tokens(prefix, reading).reader
         first = open_tokenizer(folder).decode(reader.read(0, min(60, len(reader))).tolist())
         typer.echo(f"begins      {first!r}")
 
 
 @tokens.command("verify")
-def verify_set(prefix: Annotated[Path, typer.Argument(help="Prefix of token files.")]) -> None:
+def verify_set(
+    prefix: Prefix, source: From = None, dtype: Dtype = None, end_of_text: EndOfText = None
+) -> None:
     """Check sizes, checksums and ids; name everything that is broken."""
-    from gristmill.tokens.store import verify_tokens
+    from gristmill.tokens.store import find_tokens, verify_tokens
 
-    problems = verify_tokens(prefix)
+    reading = _reading(source, dtype, end_of_text)
+    problems = verify_tokens(prefix, reading)
     if problems:
         raise UserError(problems, exit=Exit.DATA)
-    typer.echo(f"{prefix}: intact")
+    if find_tokens(prefix, reading).manifest is None:
+        typer.echo(f"{prefix}: readable throughout; without a manifest there are no checksums")
+    else:
+        typer.echo(f"{prefix}: intact")
+
+
+@tokens.command("convert")
+def convert_set(
+    prefix: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="Prefix, folder or file of token files.")
+    ],
+    output: Output,
+    format: Annotated[TokenFormat, typer.Option(help="Format of the new token files.")],
+    shard_size: ShardSize = None,
+    source: From = None,
+    dtype: Dtype = None,
+    end_of_text: EndOfText = None,
+    tokenizer: MadeBy = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Write token files anew in another format."""
+    _copy(
+        [prefix],
+        output,
+        format=format,
+        shard_size=shard_size,
+        reading=_reading(source, dtype, end_of_text),
+        tokenizer=tokenizer,
+        overwrite=overwrite,
+    )
+
+
+@tokens.command("merge")
+def merge_sets(
+    prefixes: Annotated[
+        list[Path],
+        typer.Argument(metavar="SOURCE…", help="Prefixes of token files, in the order wanted."),
+    ],
+    output: Output,
+    format: Annotated[
+        TokenFormat | None,
+        typer.Option(help="Format of the new token files; that of the first if not given."),
+    ] = None,
+    shard_size: ShardSize = None,
+    tokenizer: MadeBy = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Write the documents of several token sets, one set after the other, as one."""
+    _copy(
+        prefixes,
+        output,
+        format=format,
+        shard_size=shard_size,
+        reading=None,
+        tokenizer=tokenizer,
+        overwrite=overwrite,
+    )
+
+
+def _reading(source: TokenFormat | None, dtype: IdType | None, end_of_text: int | None) -> Reading:
+    from gristmill.tokens.foreign import Reading
+
+    return Reading(
+        format=source.value if source else None,
+        dtype=dtype.value if dtype else None,
+        end_of_text=end_of_text,
+    )
+
+
+def _copy(
+    sources: Sequence[Path],
+    output: Path,
+    *,
+    format: TokenFormat | None,
+    shard_size: int | None,
+    reading: Reading | None,
+    tokenizer: str | None,
+    overwrite: bool,
+) -> None:
+    """Copy token sets into a new one, and the tokenizer beside them along with it."""
+    from gristmill.text.prepare import save_tokenizer
+    from gristmill.tokens.convert import Origin, convert_tokens
+
+    made_by = _tokenizer_of(sources, tokenizer)
+    origin = None
+    if tokenizer is not None and made_by is not None:
+        origin = Origin(made_by.size, made_by.end_of_text, made_by.spec)
+    with ProgressLine("copying") as line:
+        info = convert_tokens(
+            sources,
+            output,
+            format=format.value if format else None,
+            shard_size=shard_size,
+            reading=reading,
+            origin=origin,
+            overwrite=overwrite,
+            progress=_show_copy(line),
+        )
+    if made_by is not None:
+        save_tokenizer(made_by, Path(f"{output}.tokenizer"))
+    _report_copied(info, output)
+
+
+def _tokenizer_of(sources: Sequence[Path], given: str | None) -> Tokenizer | None:
+    """The tokenizer that is named, or else the first that lies beside a source."""
+    from gristmill.text.tokenizers import open_tokenizer
+
+    beside = [folder for source in sources if (folder := Path(f"{source}.tokenizer")).is_dir()]
+    if given is not None:
+        return open_tokenizer(given)
+    return open_tokenizer(beside[0]) if beside else None
+
+
+def _show_copy(line: ProgressLine) -> Callable[[CopyProgress], None]:
+    def show(state: CopyProgress) -> None:
+        rate = format_count(state.tokens / max(state.seconds, 1e-9))
+        words = f"{format_count(state.documents)} documents, {format_count(state.tokens)} tokens"
+        line.update(state.tokens, state.tokens_total, f"{words}, {rate} tokens/s")
+
+    return show
+
+
+def _report_copied(info: TokenSetInfo, output: Path) -> None:
+    typer.echo(
+        f"{output}: {info.tokens:,} tokens in {info.documents:,} documents, {info.format}, "
+        f"{info.dtype}"
+    )
+    if info.tokenizer is None:
+        typer.echo("  the tokenizer is not known: name it in data.tokenizer to train")
 
 
 @tokenizer.command("train")

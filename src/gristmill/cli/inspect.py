@@ -72,6 +72,8 @@ def _derived(config: object) -> None:
             vocab, source = open_tokens(config.data.paths).info.vocab_size, config.data.paths
         except UserError:
             vocab, source = 50257, "assumed: the token files are not there yet"
+        if vocab is None:
+            vocab, source = 50257, "assumed: the token files do not say"
     numbers = resolve(config, vocab=vocab)
     size = count_parameters(config.model, rows=numbers.padded_vocab)
     cost = token_cost(config.model, rows=numbers.padded_vocab, sequence=numbers.sequence)

@@ -11,7 +11,9 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.config.resolve import parse_split
 from gristmill.config.schema import DataConfig
 from gristmill.data.sampling import Stretch
+from gristmill.text.tokenizers import Tokenizer
 from gristmill.tokens.format import TokenReader
+from gristmill.tokens.reader import id_range
 from gristmill.tokens.store import open_tokens
 
 
@@ -89,11 +91,35 @@ def _long_enough(part: Part, sequence: int, config: DataConfig) -> Part:
 
 
 def _same_tokenizer(train: TokenReader, held: TokenReader, config: DataConfig) -> None:
-    if train.info.tokenizer != held.info.tokenizer:
+    """Token files of other programs name no tokenizer; training proves those by their ids."""
+    ours, theirs = train.info.tokenizer, held.info.tokenizer
+    if ours is not None and theirs is not None and ours != theirs:
         raise UserError(
             f"{config.validation} was made with another tokenizer than {config.paths} "
-            f"({held.info.tokenizer[:12]} and {train.info.tokenizer[:12]})",
+            f"({theirs[:12]} and {ours[:12]})",
             where="data.validation",
             remedy="prepare both with the same tokenizer",
             exit=Exit.DATA,
         )
+
+
+def prove_tokenizer(tokenizer: Tokenizer, reader: TokenReader, *, where: str, remedy: str) -> None:
+    """Refuse a tokenizer that did not make the ids: by its fingerprint, or where nobody wrote that
+    down, because ids lie outside its vocabulary.
+    """
+    made_with, size = reader.info.tokenizer, reader.info.vocab_size
+    if made_with is not None:
+        if tokenizer.fingerprint != made_with:
+            what = (
+                f"the token files were made with tokenizer {made_with[:12]}, and this one is "
+                f"{tokenizer.fingerprint[:12]}"
+            )
+            raise UserError(what, where=where, remedy=remedy, exit=Exit.DATA)
+        return
+    if size is not None and size <= tokenizer.size:
+        return
+    found = id_range(reader)
+    if found.smallest < 0 or found.largest >= tokenizer.size:
+        outside = found.smallest if found.smallest < 0 else found.largest
+        what = f"the token files hold the id {outside}, and the tokenizer has {tokenizer.size} ids"
+        raise UserError(what, where=where, remedy=remedy, exit=Exit.DATA)

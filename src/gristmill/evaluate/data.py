@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gristmill.base.errors import Exit, UserError
+from gristmill.base.errors import UserError
 from gristmill.checkpoint.model import LoadedModel
 from gristmill.config.load import load_run
-from gristmill.data.dataset import open_parts
+from gristmill.data.dataset import open_parts, prove_tokenizer
 from gristmill.text.sources import Document, open_sources
 from gristmill.tokens.store import open_tokens
 
@@ -33,13 +33,8 @@ def evaluation_ids(
         return EvaluationText(_encode(loaded, text), " ".join(text))
     if data is not None:
         reader = open_tokens(data)
-        if reader.info.tokenizer != loaded.tokenizer.fingerprint:
-            raise UserError(
-                "these token files were made with another tokenizer than the model's",
-                where=data,
-                remedy="evaluate on the text itself with --text",
-                exit=Exit.DATA,
-            )
+        remedy = "the model needs its own tokenizer: evaluate on the text itself with --text"
+        prove_tokenizer(loaded.tokenizer, reader, where=data, remedy=remedy)
         return EvaluationText(reader.read(0, len(reader)), data)
     if loaded.run is None:
         raise UserError(

@@ -3,7 +3,7 @@
     sources -> Document -> batches -> encode_batch -> ids + end-of-text -> TokenWriter
             `> Dropped  -> Ledger
 
-    PREFIX.bin PREFIX.starts PREFIX.json   the token set
+    PREFIX.bin PREFIX.starts PREFIX.json   the token set, here of the format `flat`
     PREFIX.tokenizer/                      the tokenizer that made it
     PREFIX.ledger.json                     what became of every line
 
@@ -25,6 +25,7 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import write_json
 from gristmill.text.sources import Document, DocumentSplit, Dropped, Item, Reason, open_sources
 from gristmill.text.tokenizers import TOKENIZER_FILES, Tokenizer
+from gristmill.tokens.flat import FORMAT
 from gristmill.tokens.format import TokenSetInfo, TokenWriter, file_of
 from gristmill.tokens.store import create_tokens
 
@@ -97,6 +98,8 @@ def prepare(
     split: DocumentSplit = DocumentSplit.FILE,
     append_end_of_text: bool = True,
     strict: bool = False,
+    format: str = FORMAT,
+    shard_size: int | None = None,
     overwrite: bool = False,
     limit: int | None = None,
     progress: Callable[[PrepareProgress], None] | None = None,
@@ -116,6 +119,8 @@ def prepare(
         output=output,
         append_end_of_text=append_end_of_text,
         strict=strict,
+        format=format,
+        shard_size=shard_size,
         overwrite=overwrite,
         limit=limit,
         progress=with_bytes,
@@ -129,19 +134,24 @@ def prepare_documents(
     output: Path,
     append_end_of_text: bool = True,
     strict: bool = False,
+    format: str = FORMAT,
+    shard_size: int | None = None,
     overwrite: bool = False,
     limit: int | None = None,
     progress: Callable[[PrepareProgress], None] | None = None,
 ) -> PrepareResult:
     """Turn documents into the token set `output`.
 
-    `strict` stops at the first line that would be dropped; `limit` is the most documents to take.
+    `strict` stops at the first line that would be dropped; `limit` is the most documents to take;
+    `shard_size` is the most tokens in one file, for formats of several files.
     """
     writer = create_tokens(
         output,
         vocab_size=tokenizer.size,
         end_of_text=tokenizer.end_of_text,
         tokenizer=tokenizer.spec,
+        format=format,
+        shard_size=shard_size,
         overwrite=overwrite,
     )
     mill = _Mill(
@@ -154,7 +164,7 @@ def prepare_documents(
         mill.run(items, limit=limit, progress=progress)
         mill.ledger.check()
         _refuse_nothing(mill.ledger)
-        _save_tokenizer(tokenizer, file_of(output, ".tokenizer"))
+        save_tokenizer(tokenizer, file_of(output, ".tokenizer"))
         write_json(file_of(output, ".ledger.json"), mill.ledger.as_json())
         info = writer.finish(text_bytes=mill.text_bytes)
     except BaseException:
@@ -269,7 +279,8 @@ def _refuse_nothing(ledger: Ledger) -> None:
     )
 
 
-def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Save a tokenizer beside a token set, in place of any other."""
     # A file of another tokenizer that stood here before would be opened in this one's place.
     for name in TOKENIZER_FILES:
         (folder / name).unlink(missing_ok=True)

@@ -5,14 +5,16 @@ A set named PREFIX is a few files that start with PREFIX, one of them the manife
     PREFIX.json   {"kind": "gristmill token set", "version": 1, "format": "flat", "dtype": "uint16",
                    "tokens": 5, "documents": 2, "vocab_size": 257, "end_of_text": 256,
                    "text_bytes": 3, "tokenizer": {"type": "bytes", "fingerprint": "…", …},
-                   "token_file": ".bin", "files": {".bin": {"bytes": 10, "sha256": "…"}, …},
+                   "content": "…", "files": {".bin": {"bytes": 10, "sha256": "…"}, …},
                    "created_by": "gristmill 0.1.0"}
 
-The manifest is written last, so a set without one is unfinished. It names its files by what follows
-PREFIX, so that a set may be moved and renamed. Documents are not empty and lie end to end: document
-i begins at `document_starts[i]` and ends where the next one begins. The checksums are not compared
-when a set is opened, only the sizes: a terabyte of tokens must open at once. That is left to
-`verify_tokens`.
+The manifest is written last, so a set without one is unfinished, or another program made it: see
+`gristmill.tokens.foreign`. It names its files by what follows PREFIX, so that a set may be moved
+and renamed. "content" is the SHA-256 of the ids themselves, end to end in their stored type: it
+does not depend on how they are laid out in files. Documents are not empty and lie end to end:
+document i begins at `document_starts[i]` and ends where the next one begins. The checksums are not
+compared when a set is opened, only the sizes: a terabyte of tokens must open at once. That is left
+to `verify_tokens`.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ from gristmill.base.files import read_json, write_json
 KIND = "gristmill token set"
 VERSION = 1
 
-Ids: TypeAlias = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "int64")
+"""The types an id may be stored in; we write uint16, uint32 and int32 only."""
+
+Ids: TypeAlias = npt.NDArray[np.integer[Any]]
 Starts: TypeAlias = npt.NDArray[np.int64]
 
 
@@ -43,17 +48,17 @@ class TokenSetInfo:
     format: str
     """Name of the format, as in the table of `gristmill.tokens.store`."""
     dtype: str
-    """How an id is stored: "uint16" or "uint32", little-endian."""
+    """How an id is stored: one of `DTYPES`, little-endian."""
     tokens: int
     documents: int
-    vocab_size: int
-    """Every id is below this number."""
+    vocab_size: int | None
+    """Every id is below this number; None where nobody wrote it down."""
     end_of_text: int | None
-    """The id that ends a document, if the tokenizer has one."""
-    tokenizer: str
-    """Fingerprint of the tokenizer that made the ids."""
+    """The id that ends a document, if there is one and it is known."""
+    tokenizer: str | None
+    """Fingerprint of the tokenizer that made the ids; None where nobody wrote it down."""
     fingerprint: str
-    """SHA-256 of the token file."""
+    """SHA-256 of the ids; of a set without a manifest, of its sizes and pieces of its content."""
     text_bytes: int | None = None
     """UTF-8 bytes of the text that was encoded, if known."""
 
@@ -85,6 +90,20 @@ class TokenWriter(Protocol):
         """Append one document; an id outside the vocabulary is refused."""
         ...
 
+    def append(
+        self,
+        ids: npt.NDArray[Any],
+        *,
+        starts: npt.NDArray[np.int64],
+        sequences: npt.NDArray[np.int64] | None = None,
+    ) -> None:
+        """Append a stretch of tokens, in which documents begin at the positions `starts`.
+
+        What stands before the first of them goes on with the document begun last. Some formats cut
+        documents into sequences, which begin at `sequences`; the others do not keep them.
+        """
+        ...
+
     def finish(self, *, text_bytes: int | None = None) -> TokenSetInfo:
         """Put the set in place, its manifest last."""
         ...
@@ -111,15 +130,32 @@ class Manifest:
     """The tokenizer's spec; its "fingerprint" says which tokenizer it was."""
     files: Mapping[str, FileFacts]
     """The files of the set, by what follows PREFIX in their names."""
-    token_file: str
-    """Which of them holds the ids."""
     created_by: str
 
 
+@dataclass(frozen=True)
+class NewSet:
+    """What is asked for when a token set is begun."""
+
+    prefix: Path
+    vocab_size: int
+    end_of_text: int | None
+    tokenizer: Mapping[str, Any]
+    """The tokenizer's spec; its "fingerprint" is None if the tokenizer is not known."""
+    overwrite: bool
+    shard_size: int
+    """The most tokens in one file, for formats that write several."""
+
+
 def dtype_for(vocab_size: int) -> str:
-    """The narrowest stored type that holds every id of a vocabulary."""
+    """The narrowest unsigned type of 2 or 4 bytes that holds every id of a vocabulary."""
     assert 0 < vocab_size <= 2**32, f"no stored type holds {vocab_size} ids"
     return "uint16" if vocab_size <= 2**16 else "uint32"
+
+
+def stored(dtype: str) -> np.dtype[Any]:
+    """The type as it lies in files, little-endian on every machine."""
+    return np.dtype(dtype).newbyteorder("<")
 
 
 def file_of(prefix: Path, suffix: str) -> Path:
@@ -168,7 +204,7 @@ def write_manifest(prefix: Path, manifest: Manifest) -> None:
         "end_of_text": info.end_of_text,
         "text_bytes": info.text_bytes,
         "tokenizer": dict(manifest.tokenizer),
-        "token_file": manifest.token_file,
+        "content": info.fingerprint,
         "files": {
             suffix: {"bytes": facts.bytes, "sha256": facts.sha256}
             for suffix, facts in manifest.files.items()
@@ -216,9 +252,15 @@ def _parse_manifest(value: dict[str, Any]) -> Manifest:
         str(suffix): FileFacts(bytes=int(facts["bytes"]), sha256=str(facts["sha256"]))
         for suffix, facts in value["files"].items()
     }
-    if value["dtype"] not in ("uint16", "uint32"):
+    for suffix in files:
+        # An overwritten set's files are removed by these names, so none may lead elsewhere.
+        if not suffix.startswith((".", "_")) or "/" in suffix:
+            raise ValueError(f"a file is named {suffix!r}")
+    if value["dtype"] not in DTYPES:
         raise ValueError(f"dtype is {value['dtype']!r}")
-    token_file = str(value["token_file"])
+    made_by = value["tokenizer"]["fingerprint"]
+    # Manifests of version 1 first named the file whose checksum is that of the content.
+    content = value["content"] if "content" in value else files[value["token_file"]].sha256
     info = TokenSetInfo(
         format=str(value["format"]),
         dtype=str(value["dtype"]),
@@ -226,15 +268,14 @@ def _parse_manifest(value: dict[str, Any]) -> Manifest:
         documents=int(value["documents"]),
         vocab_size=int(value["vocab_size"]),
         end_of_text=None if value["end_of_text"] is None else int(value["end_of_text"]),
-        tokenizer=str(value["tokenizer"]["fingerprint"]),
-        fingerprint=files[token_file].sha256,
+        tokenizer=None if made_by is None else str(made_by),
+        fingerprint=str(content),
         text_bytes=None if value["text_bytes"] is None else int(value["text_bytes"]),
     )
     return Manifest(
         info=info,
         tokenizer=value["tokenizer"],
         files=files,
-        token_file=token_file,
         created_by=str(value["created_by"]),
     )
 

@@ -1,25 +1,28 @@
 """Open, create, inspect and verify token sets without knowing their format.
 
 A format is one module with a reader and a writer, and one row of `FORMATS`. Reading finds the row
-by the manifest's "format". Inspection and verification go through the reader in pieces of a few
-MiB, so they need little memory however large the set is; only the document starts are taken whole.
+by the manifest's "format"; a set without a manifest is recognised by its files. Inspection and
+verification go through the reader in pieces of a few MiB, so they need little memory however large
+the set is; only the document starts are taken whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from gristmill.base.errors import Exit, Problem, UserError
 from gristmill.base.files import sha256_file
-from gristmill.tokens import flat
+from gristmill.tokens import flat, megatron, megatron_writer, shards
+from gristmill.tokens.foreign import Reading, find_foreign, open_foreign
 from gristmill.tokens.format import (
     Manifest,
+    NewSet,
     TokenReader,
     TokenSetInfo,
     TokenWriter,
@@ -28,23 +31,11 @@ from gristmill.tokens.format import (
     read_manifest,
     size_problems,
 )
+from gristmill.tokens.reader import id_range, pieces
 
-_PIECE = 1 << 21
+SHARD_SIZE = 10**8
 _QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 _AGAIN = "copy the set again from where it came, or prepare it again"
-
-
-class _Create(Protocol):
-    def __call__(
-        self,
-        prefix: Path,
-        /,
-        *,
-        vocab_size: int,
-        end_of_text: int | None,
-        tokenizer: Mapping[str, Any],
-        overwrite: bool,
-    ) -> TokenWriter: ...
 
 
 @dataclass(frozen=True)
@@ -52,11 +43,16 @@ class Format:
     """How sets of one format are read and written."""
 
     read: Callable[[Path, Manifest], TokenReader]
-    write: _Create
+    write: Callable[[NewSet], TokenWriter]
+    sharded: bool = False
+    """Whether a set is several files of a given number of tokens."""
 
 
 FORMATS: Mapping[str, Format] = {
-    flat.FORMAT: Format(read=flat.FlatReader, write=flat.FlatWriter),
+    flat.FORMAT: Format(read=flat.open_set, write=flat.create_set),
+    megatron.FORMAT: Format(read=megatron.open_set, write=megatron_writer.create_set),
+    shards.LLMC: Format(read=shards.open_set, write=shards.create_llmc, sharded=True),
+    shards.NPY: Format(read=shards.open_set, write=shards.create_npy, sharded=True),
 }
 
 
@@ -84,11 +80,52 @@ class TokenSetSummary:
     """Documents by length, in powers of two from the shortest to the longest."""
 
 
-def open_tokens(prefix: Path | str) -> TokenReader:
-    """Open a finished token set."""
-    path = Path(prefix)
+@dataclass(frozen=True)
+class TokenSet:
+    """A token set that was found and opened."""
+
+    reader: TokenReader
+    manifest: Manifest | None
+    """None of a set that another program made."""
+
+
+def open_tokens(
+    prefix: Path | str,
+    *,
+    format: str | None = None,
+    dtype: str | None = None,
+    end_of_text: int | None = None,
+) -> TokenReader:
+    """Open a finished token set.
+
+    The options are for files of other programs: their format where it cannot be found out, the type
+    of the ids in plain files, and the id that stands between documents.
+    """
+    reading = Reading(format=format, dtype=dtype, end_of_text=end_of_text)
+    return find_tokens(prefix, reading).reader
+
+
+def find_tokens(prefix: Path | str, reading: Reading | None = None) -> TokenSet:
+    """Open a finished token set together with its manifest."""
+    path, reading = Path(prefix), reading or Reading()
+    if reading.format is not None:
+        _format(reading.format, where=path)
     manifest = _find_manifest(path)
-    return _format(manifest.info.format, where=path).read(path, manifest)
+    if manifest is None:
+        found = find_foreign(path, format=reading.format)
+        if found is None:
+            raise _not_found(path, format=reading.format)
+        return TokenSet(open_foreign(found, where=path, reading=reading), None)
+    problems = size_problems(path, manifest)
+    if problems:
+        raise UserError(problems, exit=Exit.DATA)
+    if reading not in (Reading(), Reading(format=manifest.info.format)):
+        raise UserError(
+            f"the manifest of this set already says how to read it: it is {manifest.info.format}",
+            where=str(path),
+            remedy="leave out the format, the type and the end of text",
+        )
+    return TokenSet(_format(manifest.info.format, where=path).read(path, manifest), manifest)
 
 
 def create_tokens(
@@ -98,54 +135,66 @@ def create_tokens(
     end_of_text: int | None,
     tokenizer: Mapping[str, Any],
     format: str = flat.FORMAT,
+    shard_size: int | None = None,
     overwrite: bool = False,
 ) -> TokenWriter:
-    """Begin a token set; `tokenizer` is a spec whose "fingerprint" names the tokenizer."""
+    """Begin a token set; `tokenizer` is a spec whose "fingerprint" names the tokenizer.
+
+    `shard_size` is the most tokens in one file, for formats of several files; 100M if not given.
+    """
     path = Path(prefix)
     _check_place(path)
-    return _format(format, where=path).write(
-        path,
-        vocab_size=vocab_size,
-        end_of_text=end_of_text,
-        tokenizer=tokenizer,
-        overwrite=overwrite,
+    chosen = _format(format, where=path)
+    if shard_size is not None and not chosen.sharded:
+        several = ", ".join(name for name, row in FORMATS.items() if row.sharded)
+        raise UserError(
+            f"a set of the format {format} is one file of ids; of several are {several}",
+            where="--shard-size",
+            remedy="leave it out, or choose one of these formats",
+        )
+    return chosen.write(
+        NewSet(
+            prefix=path,
+            vocab_size=vocab_size,
+            end_of_text=end_of_text,
+            tokenizer=tokenizer,
+            overwrite=overwrite,
+            shard_size=SHARD_SIZE if shard_size is None else shard_size,
+        )
     )
 
 
-def inspect_tokens(prefix: Path | str) -> TokenSetSummary:
+def inspect_tokens(prefix: Path | str, reading: Reading | None = None) -> TokenSetSummary:
     """Count and measure a token set; reads every token once."""
-    path = Path(prefix)
-    manifest = _find_manifest(path)
-    reader = _format(manifest.info.format, where=path).read(path, manifest)
-    extremes = [(int(ids.min()), int(ids.max())) for _, ids in _pieces(reader)]
+    opened = find_tokens(prefix, reading)
+    reader = opened.reader
+    extremes = id_range(reader)
     lengths = np.diff(reader.document_starts, append=len(reader))
     quantiles = np.quantile(lengths, _QUANTILES, method="lower")
     return TokenSetSummary(
         info=reader.info,
-        tokenizer=manifest.tokenizer,
-        smallest_id=min(low for low, _ in extremes),
-        largest_id=max(high for _, high in extremes),
+        tokenizer=opened.manifest.tokenizer if opened.manifest else {"fingerprint": None},
+        smallest_id=extremes.smallest,
+        largest_id=extremes.largest,
         mean_length=len(reader) / len(lengths),
         length_quantiles={q: int(v) for q, v in zip(_QUANTILES, quantiles, strict=True)},
         length_histogram=_histogram(lengths),
     )
 
 
-def verify_tokens(prefix: Path | str) -> list[Problem]:
-    """Everything that is wrong with a token set; an empty list means that it is intact."""
-    path = Path(prefix)
+def verify_tokens(prefix: Path | str, reading: Reading | None = None) -> list[Problem]:
+    """Everything that is wrong with a token set; an empty list means that it is intact.
+
+    Of a set without a manifest only its own structure and the sign of its ids can be checked.
+    """
+    path, problems = Path(prefix), list[Problem]()
     try:
         manifest = _find_manifest(path)
+        if manifest is not None and not (problems := size_problems(path, manifest)):
+            problems = _checksum_problems(path, manifest)
+        reader = find_tokens(path, reading).reader
     except UserError as error:
-        return error.problems
-    problems = size_problems(path, manifest)
-    if problems:
-        return problems
-    problems = _checksum_problems(path, manifest)
-    try:
-        reader = _format(manifest.info.format, where=path).read(path, manifest)
-    except UserError as error:
-        return [*problems, *error.problems]
+        return [*problems, *(problem for problem in error.problems if problem not in problems)]
     return [*problems, *_id_problems(path, reader), *_start_problems(path, reader)]
 
 
@@ -171,19 +220,27 @@ def _check_place(prefix: Path) -> None:
         raise UserError("this is a file, not a folder", where=str(nearest), exit=Exit.STORAGE)
 
 
-def _find_manifest(prefix: Path) -> Manifest:
-    path = file_of(prefix, ".json")
-    if path.is_file():
+def _find_manifest(prefix: Path) -> Manifest | None:
+    if file_of(prefix, ".json").is_file():
         return read_manifest(prefix)
-    if file_of(prefix, ".bin").exists():
-        raise UserError(
-            f"the token set is unfinished: it has no manifest {path.name}",
+    if prefix.is_file() and is_manifest(file_of(prefix.with_suffix(""), ".json")):
+        raise _not_found(prefix, format=None)
+    return None
+
+
+def _not_found(prefix: Path, *, format: str | None) -> UserError:
+    manifest = file_of(prefix, ".json")
+    if any(file_of(prefix, suffix).exists() for suffix in (".bin", ".starts")):
+        return UserError(
+            f"the token set is unfinished: it has no manifest {manifest.name}",
             where=str(prefix),
-            remedy="prepare it again",
+            remedy="prepare it again; plain ids of nanoGPT can be read after: gristmill tokens "
+            f"convert {prefix} --from flat -o NEW",
             exit=Exit.DATA,
         )
-    raise UserError(
-        f"there is no token set here: looked for {path}",
+    kind = f"token set of the format {format}" if format else "token set"
+    return UserError(
+        f"there is no {kind} here: looked for {manifest}",
         where=str(prefix),
         remedy=_suggestion(prefix),
         exit=Exit.DATA,
@@ -200,11 +257,6 @@ def _suggestion(prefix: Path) -> str:
     if not present:
         return f"the folder {folder} holds no token sets; make one with: gristmill prepare"
     return f"the folder {folder} holds these token sets: {', '.join(present)}"
-
-
-def _pieces(reader: TokenReader) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-    for start in range(0, len(reader), _PIECE):
-        yield start, reader.read(start, min(_PIECE, len(reader) - start))
 
 
 def _histogram(lengths: npt.NDArray[np.int64]) -> tuple[LengthBin, ...]:
@@ -232,18 +284,14 @@ def _checksum_problems(prefix: Path, manifest: Manifest) -> list[Problem]:
 
 def _id_problems(prefix: Path, reader: TokenReader) -> list[Problem]:
     vocab_size = reader.info.vocab_size
-    for start, ids in _pieces(reader):
-        outside = np.flatnonzero(ids >= vocab_size)
+    for start, ids in pieces(reader):
+        wrong = ids < 0 if vocab_size is None else (ids < 0) | (ids >= vocab_size)
+        outside = np.flatnonzero(wrong)
         if len(outside):
             first = int(outside[0])
-            return [
-                Problem(
-                    f"the id {int(ids[first])} at position {start + first} is outside the "
-                    f"vocabulary of {vocab_size}",
-                    where=str(prefix),
-                    remedy=_AGAIN,
-                )
-            ]
+            of = "any vocabulary" if vocab_size is None else f"the vocabulary of {vocab_size}"
+            what = f"the id {int(ids[first])} at position {start + first} is outside {of}"
+            return [Problem(what, where=str(prefix), remedy=_AGAIN)]
     return []
 
 

@@ -8,6 +8,7 @@ Everything a user can get wrong is found here, before the first step.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from gristmill.base.errors import Exit, UserError
@@ -18,7 +19,7 @@ from gristmill.checkpoint.state import TrainState
 from gristmill.checkpoint.writer import CheckpointWriter, require_room
 from gristmill.config.resolve import SHAPE_FREE, Resolved, resolve
 from gristmill.config.schema import RunConfig
-from gristmill.data.dataset import Parts, open_parts
+from gristmill.data.dataset import Parts, open_parts, prove_tokenizer
 from gristmill.data.loader import Loader, validation_batches
 from gristmill.data.sampling import build_index
 from gristmill.models.build import build_model
@@ -83,17 +84,22 @@ def assemble(config: RunConfig, folder: RunFolder) -> Assembly:
 
 
 def _open_tokenizer(config: RunConfig, data: Parts) -> Tokenizer:
-    """The tokenizer the token files were made with, proven by its fingerprint."""
-    tokenizer = open_tokenizer(config.data.tokenizer or f"{config.data.paths}.tokenizer")
-    made_with = data.train.reader.info.tokenizer
-    if tokenizer.fingerprint != made_with:
+    """The tokenizer the token files were made with, proven by its fingerprint or by the ids."""
+    train, held = data.train.reader, data.validation
+    given = config.data.tokenizer or f"{config.data.paths}.tokenizer"
+    if train.info.tokenizer is None and not config.data.tokenizer and not Path(given).exists():
         raise UserError(
-            f"the token files were made with tokenizer {made_with[:12]}, and this one is "
-            f"{tokenizer.fingerprint[:12]}",
-            where=f"data.tokenizer {config.data.tokenizer or config.data.paths + '.tokenizer'}",
-            remedy="give the tokenizer that `gristmill prepare` used, or prepare again",
+            "these token files do not say which tokenizer made them",
+            where=f"data.paths {config.data.paths}",
+            remedy="name it with data.tokenizer",
             exit=Exit.DATA,
         )
+    tokenizer = open_tokenizer(given)
+    remedy = "give the tokenizer that the token files were made with, or prepare them again"
+    prove_tokenizer(tokenizer, train, where=f"data.tokenizer {given}", remedy=remedy)
+    if config.data.validation is not None and held is not None:
+        where = f"data.validation {config.data.validation}"
+        prove_tokenizer(tokenizer, held.reader, where=where, remedy=remedy)
     if config.model.vocab is not None and config.model.vocab < tokenizer.size:
         raise UserError(
             f"the tokenizer has {tokenizer.size} ids, and the model only {config.model.vocab}",

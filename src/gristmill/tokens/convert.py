@@ -1,0 +1,180 @@
+"""From one or more token sets to a new one of any format, in order and in bounded memory.
+
+The ids are copied in pieces of a few MiB; only the document starts of a source are taken whole, 8
+bytes each. The type of the ids is chosen anew for the vocabulary and the format. What a source does
+not say about itself (see `gristmill.tokens.foreign`) a person may say, and it is checked against
+every id; otherwise the vocabulary ends after the largest id, and the tokenizer stays unknown.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from gristmill.base.errors import Exit, UserError
+from gristmill.tokens.foreign import Reading
+from gristmill.tokens.format import Starts, TokenReader, TokenSetInfo, TokenWriter
+from gristmill.tokens.megatron import sequence_starts
+from gristmill.tokens.reader import id_range, pieces
+from gristmill.tokens.store import TokenSet, create_tokens, find_tokens
+
+_Sets: TypeAlias = Sequence[tuple[str, TokenSet]]
+"""Each set with the name it was given by."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The tokenizer that made the ids of a set."""
+
+    vocab_size: int
+    end_of_text: int | None
+    spec: Mapping[str, Any]
+    """Its "fingerprint" is None if the tokenizer is not known."""
+
+
+@dataclass(frozen=True)
+class CopyProgress:
+    """How far a copy has come."""
+
+    tokens: int
+    tokens_total: int
+    documents: int
+    seconds: float
+
+
+def convert_tokens(
+    sources: Sequence[Path | str],
+    output: Path | str,
+    *,
+    format: str | None = None,
+    shard_size: int | None = None,
+    reading: Reading | None = None,
+    origin: Origin | None = None,
+    overwrite: bool = False,
+    progress: Callable[[CopyProgress], None] | None = None,
+) -> TokenSetInfo:
+    """Write the documents of all sources, in the order given, as the token set `output`.
+
+    `reading` says how sources without a manifest are read, `origin` which tokenizer made them. The
+    format is that of the first source if none is given.
+    """
+    sets = [(str(source), find_tokens(source, reading)) for source in sources]
+    infos = [one.reader.info for _, one in sets]
+    _refuse_itself(sets, Path(output))
+    known = _origin(sets, origin)
+    writer = create_tokens(
+        output,
+        vocab_size=known.vocab_size,
+        end_of_text=known.end_of_text,
+        tokenizer=known.spec,
+        format=format or infos[0].format,
+        shard_size=shard_size,
+        overwrite=overwrite,
+    )
+    sizes = [info.text_bytes for info in infos if info.text_bytes is not None]
+    try:
+        _copy([one.reader for _, one in sets], writer, progress=progress)
+        return writer.finish(text_bytes=sum(sizes) if len(sizes) == len(infos) else None)
+    except BaseException:
+        writer.abandon()
+        raise
+
+
+def _copy(
+    readers: Sequence[TokenReader],
+    writer: TokenWriter,
+    *,
+    progress: Callable[[CopyProgress], None] | None,
+) -> None:
+    began, total = time.perf_counter(), sum(len(reader) for reader in readers)
+    tokens = documents = 0
+    for reader in readers:
+        starts = reader.document_starts
+        sequences = sequence_starts(reader)
+        for begin, ids in pieces(reader):
+            inside = _within(starts, begin, len(ids))
+            writer.append(
+                ids,
+                starts=inside,
+                sequences=None if sequences is None else _within(sequences, begin, len(ids)),
+            )
+            tokens, documents = tokens + len(ids), documents + len(inside)
+            if progress:
+                progress(CopyProgress(tokens, total, documents, time.perf_counter() - began))
+
+
+def _within(places: Starts, begin: int, count: int) -> Starts:
+    low, high = np.searchsorted(places, [begin, begin + count])
+    return places[low:high] - begin
+
+
+def _refuse_itself(sets: _Sets, output: Path) -> None:
+    for name, _ in sets:
+        if Path(name).resolve() == output.resolve():
+            raise UserError(
+                "the new set has the name of its source",
+                where=str(output),
+                remedy="give the new set another name",
+                exit=Exit.REFUSED,
+            )
+
+
+def _origin(sets: _Sets, given: Origin | None) -> Origin:
+    """The tokenizer of all sets: the one given unless a set contradicts, or what the sets say."""
+    if given is not None:
+        for name, one in sets:
+            made_by = one.reader.info.tokenizer
+            if made_by not in (None, given.spec["fingerprint"]):
+                raise UserError(
+                    f"these token files were made with tokenizer {str(made_by)[:12]}, and the one "
+                    f"given is {str(given.spec['fingerprint'])[:12]}",
+                    where=name,
+                    exit=Exit.DATA,
+                )
+        return given
+    _refuse_different(sets)
+    readers = [one.reader for _, one in sets]
+    sizes = [reader.info.vocab_size or id_range(reader).largest + 1 for reader in readers]
+    ends = {reader.info.end_of_text for reader in readers}
+    specs = [one.manifest.tokenizer for _, one in sets if one.manifest]
+    return Origin(
+        vocab_size=max(1, *sizes),
+        end_of_text=ends.pop() if len(ends) == 1 else None,
+        spec=specs[0] if specs else {"type": "unknown", "fingerprint": None},
+    )
+
+
+def _refuse_different(sets: _Sets) -> None:
+    """Sets go together if one tokenizer made all, or if all are silent and store ids alike."""
+    first_name, first = sets[0][0], sets[0][1].reader.info
+    for name, one in sets:
+        info = one.reader.info
+        if info.tokenizer != first.tokenizer and None in (info.tokenizer, first.tokenizer):
+            silent = name if info.tokenizer is None else first_name
+            raise UserError(
+                "these token files do not say which tokenizer made them, and the others do",
+                where=silent,
+                remedy="name the tokenizer of all: --tokenizer",
+                exit=Exit.DATA,
+            )
+        if info.tokenizer != first.tokenizer:
+            raise UserError(
+                f"these token files were made with another tokenizer than {first_name} "
+                f"({str(info.tokenizer)[:12]} and {str(first.tokenizer)[:12]})",
+                where=name,
+                remedy="prepare both with the same tokenizer",
+                exit=Exit.DATA,
+            )
+        if info.tokenizer is None and info.dtype != first.dtype:
+            raise UserError(
+                f"the ids are {info.dtype} and those of {first_name} are {first.dtype}, so they "
+                "are hardly of one tokenizer",
+                where=name,
+                remedy="name the tokenizer of all: --tokenizer",
+                exit=Exit.DATA,
+            )

@@ -1,0 +1,289 @@
+"""The format of Megatron-LM: ids in one file, sequences and documents in an index beside it.
+
+    PREFIX.bin    ids, end to end
+    PREFIX.idx    offset      bytes   what (little-endian, packed)
+                  0           9       "MMIDIDX", two zeros
+                  9           8       uint64, version 1
+                  17          1       uint8, code of the type of an id
+                  18          8       uint64, S sequences
+                  26          8       uint64, D entries of the document index, one per document + 1
+                  34          4 S     int32, length of each sequence in tokens
+                  34 + 4 S    8 S     int64, byte in PREFIX.bin where each sequence begins
+                  34 + 12 S   8 D     int64, number of each document's first sequence; last is S
+                  …           S       int8, mode of each sequence: only of sets with images
+    PREFIX.json   the manifest; Megatron neither writes nor reads it
+
+A document is one sequence or several. Ids are uint16 if the vocabulary has fewer than 65,500,
+otherwise int32, as Megatron chooses, and then both files are the same byte for byte. Megatron
+compares hardly anything when it opens a set; this reader checks the whole index and the size of the
+ids against each other. Documents without tokens, which Megatron can store, are left out when read.
+The older index of Megatron-DeepSpeed ("TNTIDX", for its `lazy` and `cached` files) is read too:
+
+    0  8  "TNTIDX", two zeros        56   8 (N + 1)   first dimension of each item: 0, 1, 2, …
+    8  8  version 1                  …    8 (N + 1)   where each item begins, in ids
+    16 8  code of the type           …    8 Z         size of each dimension: Z = N for rows of ids
+    24 8  bytes of an id             …    8 D         document index, as above
+    32 24 N items, Z sizes, D
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gristmill.base.errors import Exit, UserError
+from gristmill.tokens.format import Manifest, NewSet, Starts, TokenSetInfo, file_of, stored
+from gristmill.tokens.reader import MappedReader, Shard, check_manifest, file_size, map_array
+
+FORMAT = "megatron"
+MAGIC = b"MMIDIDX\x00\x00"
+OLD_MAGIC = b"TNTIDX\x00\x00"
+VERSION = 1
+CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+HEADER = struct.Struct("<9sQBQQ")
+LONGEST = 2**31 - 1
+_OLD_HEADER = struct.Struct("<8s6Q")
+_FLOATS = (6, 7)
+_PIECE = 1 << 20
+_AGAIN = "copy both files of the set again from where they came"
+
+
+@dataclass(frozen=True)
+class Index:
+    """What an index file says, checked for itself and against the size of the ids."""
+
+    dtype: str
+    lengths: npt.NDArray[Any]
+    """Tokens of each sequence."""
+    begins: npt.NDArray[Any]
+    """Where each sequence begins, in units of `unit` bytes."""
+    unit: int
+    documents: npt.NDArray[Any]
+    """Number of each document's first sequence, and of sequences in all."""
+
+    def positions(self, sequences: npt.NDArray[Any], *, tokens: int) -> Starts:
+        """Where sequences begin, in tokens; one past the last begins at the end."""
+        per_token = stored(self.dtype).itemsize // self.unit
+        result = np.full(len(sequences), tokens, dtype=np.int64)
+        inside = sequences < len(self.lengths)
+        result[inside] = self.begins[sequences[inside]] // per_token
+        return result
+
+
+class MegatronReader(MappedReader):
+    """A set of Megatron's, memory-mapped; it knows sequences too."""
+
+    def __init__(self, info: TokenSetInfo, *, shard: Shard, starts: Starts, index: Index) -> None:
+        super().__init__(info, shards=[shard], starts=starts)
+        self._index = index
+
+    @property
+    def sequence_lengths(self) -> npt.NDArray[Any]:
+        """Tokens of each sequence, empty ones included."""
+        return self._index.lengths
+
+    @property
+    def sequence_starts(self) -> Starts:
+        """The positions at which sequences begin, empty ones left out."""
+        numbers = np.flatnonzero(self._index.lengths)
+        return self._index.positions(numbers, tokens=len(self))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The two files of a set and what they hold."""
+
+    shard: Shard
+    starts: Starts
+    index: Index
+
+    def reader(self, info: TokenSetInfo) -> MegatronReader:
+        return MegatronReader(info, shard=self.shard, starts=self.starts, index=self.index)
+
+
+def open_pair(prefix: Path) -> Pair:
+    """Open PREFIX.bin and PREFIX.idx, or say what does not fit."""
+    ids = file_of(prefix, ".bin")
+    size = file_size(ids)
+    index = read_index(file_of(prefix, ".idx"))
+    _check_documents(file_of(prefix, ".idx"), index)
+    tokens = _check_sequences(prefix, index, size=size)
+    if tokens == 0:
+        raise UserError("this set holds no tokens", where=str(prefix), exit=Exit.DATA)
+    bounds = index.positions(index.documents, tokens=tokens)
+    starts = bounds[:-1][np.diff(bounds) > 0]
+    shard = Shard(ids, offset=0, tokens=tokens, dtype=index.dtype)
+    return Pair(shard=shard, starts=starts, index=index)
+
+
+def open_set(prefix: Path, manifest: Manifest) -> MegatronReader:
+    """Open a set that has a manifest beside the pair."""
+    pair = open_pair(prefix)
+    check_manifest(prefix, manifest.info, shards=[pair.shard], documents=len(pair.starts))
+    return pair.reader(manifest.info)
+
+
+def read_index(path: Path) -> Index:
+    """Read an index of either kind; the arrays are checked by `open_pair`."""
+    size = file_size(path)
+    with path.open("rb") as file:
+        begin = file.read(max(HEADER.size, _OLD_HEADER.size))
+    if begin.startswith(MAGIC):
+        return _read_index(path, begin, size=size)
+    if begin.startswith(OLD_MAGIC):
+        return _read_old_index(path, begin, size=size)
+    raise _damaged(path, f"this is not an index of Megatron: it begins with {begin[:9]!r}")
+
+
+def _read_index(path: Path, begin: bytes, *, size: int) -> Index:
+    if size < HEADER.size:
+        raise _damaged(path, f"the index is cut short: {size} bytes, and its header is 34")
+    _, version, code, sequences, entries = HEADER.unpack_from(begin)
+    _check_version(path, version)
+    dtype = _dtype(path, code)
+    expected = HEADER.size + 12 * sequences + 8 * entries
+    _check_size(path, size=size, expected=expected, modes=sequences)
+    begins = HEADER.size + 4 * sequences
+    index = Index(
+        dtype=dtype,
+        lengths=map_array(path, "<i4", offset=HEADER.size, count=sequences),
+        begins=map_array(path, "<i8", offset=begins, count=sequences),
+        unit=1,
+        documents=map_array(path, "<i8", offset=begins + 8 * sequences, count=entries),
+    )
+    if size > expected and map_array(path, "i1", offset=expected, count=sequences).any():
+        raise UserError(
+            "some sequences of this set are not text but images", where=str(path), exit=Exit.DATA
+        )
+    return index
+
+
+def _read_old_index(path: Path, begin: bytes, *, size: int) -> Index:
+    if size < _OLD_HEADER.size:
+        raise _damaged(path, f"the index is cut short: {size} bytes, and its header is 56")
+    _, version, code, width, items, sizes, entries = _OLD_HEADER.unpack_from(begin)
+    _check_version(path, version)
+    dtype = _dtype(path, code)
+    if width != stored(dtype).itemsize:
+        raise _damaged(path, f"it says that {dtype} has {width} bytes")
+    if sizes != items:
+        raise _damaged(path, f"{items} items have {sizes} dimensions: they are no rows of ids")
+    offset = _OLD_HEADER.size + 8 * (items + 1)
+    _check_size(path, size=size, expected=offset + 8 * (2 * items + 1 + entries), modes=0)
+    return Index(
+        dtype=dtype,
+        lengths=map_array(path, "<i8", offset=offset + 8 * (items + 1), count=items),
+        begins=map_array(path, "<i8", offset=offset, count=items),
+        unit=width,
+        documents=map_array(path, "<i8", offset=offset + 8 * (2 * items + 1), count=entries),
+    )
+
+
+def _check_version(path: Path, version: int) -> None:
+    if version != VERSION:
+        raise _damaged(path, f"the index has version {version}; this program reads {VERSION}")
+
+
+def _dtype(path: Path, code: int) -> str:
+    if code in _FLOATS:
+        raise UserError("the set holds fractions, not token ids", where=str(path), exit=Exit.DATA)
+    if code not in CODES:
+        known = ", ".join(f"{number} {name}" for number, name in CODES.items())
+        raise _damaged(path, f"the type code {code} is not known; known are {known}")
+    return CODES[code]
+
+
+def _check_size(path: Path, *, size: int, expected: int, modes: int) -> None:
+    if size not in (expected, expected + modes):
+        how = "cut short" if size < expected else "too long"
+        raise _damaged(
+            path, f"the index is {how}: {size} bytes, and its header promises {expected}"
+        )
+
+
+def _check_documents(path: Path, index: Index) -> None:
+    documents, sequences = index.documents, len(index.lengths)
+    if not len(documents):
+        raise _damaged(path, "the document index is empty")
+    if documents[0] != 0 or documents[-1] != sequences:
+        raise _damaged(
+            path,
+            f"the document index goes from {documents[0]} to {documents[-1]} instead of from 0 to "
+            f"the number of sequences, {sequences}",
+        )
+    for begin in range(0, len(documents), _PIECE):
+        steps = np.diff(documents[begin : begin + _PIECE + 1])
+        if (steps < 0).any():
+            number = begin + int(np.flatnonzero(steps < 0)[0])
+            raise _damaged(path, f"document {number} ends before it begins")
+
+
+def _check_sequences(prefix: Path, index: Index, *, size: int) -> int:
+    """That the sequences lie end to end and fill the ids; the number of tokens."""
+    path, width = file_of(prefix, ".idx"), stored(index.dtype).itemsize
+    per_token = width // index.unit
+    tokens = 0
+    for begin in range(0, len(index.lengths), _PIECE):
+        lengths = index.lengths[begin : begin + _PIECE].astype(np.int64)
+        if (lengths < 0).any():
+            number = int(np.flatnonzero(lengths < 0)[0])
+            what = f"sequence {begin + number} has the length {lengths[number]}"
+            raise _damaged(path, what)
+        ends = tokens + np.cumsum(lengths)
+        wanted = np.concatenate([[tokens], ends[:-1]]) * per_token
+        found = index.begins[begin : begin + _PIECE]
+        wrong = np.flatnonzero(found != wanted)
+        if len(wrong):
+            number = int(wrong[0])
+            raise _misplaced(
+                path,
+                begin + number,
+                found=int(found[number]) * index.unit,
+                wanted=int(wanted[number]) * index.unit,
+                size=size,
+            )
+        tokens = int(ends[-1])
+    if tokens * width != size:
+        how = "cut short" if size < tokens * width else "too long"
+        raise UserError(
+            f"the file is {how}: {size} bytes, and the lengths in the index add up to "
+            f"{tokens * width}",
+            where=str(file_of(prefix, ".bin")),
+            remedy=_AGAIN,
+            exit=Exit.DATA,
+        )
+    return tokens
+
+
+def _misplaced(path: Path, number: int, *, found: int, wanted: int, size: int) -> UserError:
+    if not 0 <= found <= size:
+        what = f"sequence {number} begins at byte {found}, and the ids have {size} bytes"
+    else:
+        what = f"sequence {number} begins at byte {found}, and the one before it ends at {wanted}"
+    return _damaged(path, what)
+
+
+def _damaged(path: Path, what: str) -> UserError:
+    return UserError(what, where=str(path), remedy=_AGAIN, exit=Exit.DATA)
+
+
+def dtype_by_vocabulary(new: NewSet) -> str:
+    """The type that Megatron's preprocessing chooses."""
+    if new.vocab_size > 2**31:
+        raise UserError(
+            f"the format megatron holds ids below 2,147,483,648, and the vocabulary has "
+            f"{new.vocab_size:,}",
+            where=str(new.prefix),
+            remedy="choose the format flat",
+        )
+    return "uint16" if new.vocab_size < 65500 else "int32"
+
+
+def sequence_starts(reader: object) -> Starts | None:
+    """Where sequences begin, of a reader that knows."""
+    return reader.sequence_starts if isinstance(reader, MegatronReader) else None

@@ -1,0 +1,258 @@
+"""Formats that cut a set into files of equal length: `llmc` and `npy`.
+
+    PREFIX_000001.bin, PREFIX_000002.bin, …   llm.c and its descendants: a header of 256 int32
+                                              (magic, version, number of tokens, zeros), then ids
+    PREFIX_000001.npy, PREFIX_000002.npy, …   NumPy arrays of one dimension
+    PREFIX.starts                             where documents begin in the whole, as in `flat`
+    PREFIX.json                               the manifest
+
+    llmc magic   version   ids
+    20240520     1         uint16
+    20240801     7         uint32
+
+All files but the last hold the same number of tokens, and a document may lie across a border. Other
+programs find the shards by their names and never see the two files beside them. The header of each
+file is written for a full shard; the last one's is corrected, and its checksum taken again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from gristmill.base.errors import Exit, UserError
+from gristmill.tokens.format import (
+    DTYPES,
+    FileFacts,
+    Manifest,
+    NewSet,
+    TokenReader,
+    dtype_for,
+    file_of,
+    stored,
+)
+from gristmill.tokens.reader import MappedReader, Shard, check_manifest, file_size, read_starts
+from gristmill.tokens.writer import (
+    SHARD_ENDINGS,
+    HashedFile,
+    SetWriter,
+    StartsFile,
+    Stretch,
+    Written,
+)
+
+LLMC = "llmc"
+NPY = "npy"
+
+_LLMC_BYTES = 256 * 4
+_LLMC_KINDS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
+LLMC_MAGICS = frozenset(struct.pack("<i", magic) for magic, _ in _LLMC_KINDS)
+"""The first four bytes of llm.c's files."""
+
+_NPY_MAGIC = b"\x93NUMPY"
+_AGAIN = "copy the file again from where it came"
+
+
+@dataclass(frozen=True)
+class ShardFormat:
+    """What distinguishes the files of one format."""
+
+    header: Callable[[str, int], bytes]
+    """The first bytes of a file, by type and number of tokens; their length does not vary."""
+    parse: Callable[[Path], Shard]
+    """Find the ids in a file, or say what is wrong with it."""
+    largest: int
+    """The most tokens in one file."""
+
+
+def _llmc_header(dtype: str, tokens: int) -> bytes:
+    magic, version = next(kind for kind, name in _LLMC_KINDS.items() if name == dtype)
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = magic, version, tokens
+    return header.tobytes()
+
+
+def _parse_llmc(path: Path) -> Shard:
+    size = file_size(path)
+    with path.open("rb") as file:
+        begin = file.read(_LLMC_BYTES)
+    if len(begin) < _LLMC_BYTES:
+        raise _damaged(path, f"the header is cut short: {len(begin)} of {_LLMC_BYTES} bytes")
+    magic, version, tokens = (int(number) for number in np.frombuffer(begin, "<i4", count=3))
+    if magic not in {known for known, _ in _LLMC_KINDS}:
+        raise UserError(
+            f"this is not a token file of llm.c: it begins with {magic} instead of 20240520",
+            where=str(path),
+            remedy="plain ids without a header are read as the format flat",
+            exit=Exit.DATA,
+        )
+    if (magic, version) not in _LLMC_KINDS:
+        raise _damaged(path, f"version {version} of this format is not known")
+    dtype = _LLMC_KINDS[magic, version]
+    return _fitting(Shard(path, offset=_LLMC_BYTES, tokens=tokens, dtype=dtype), size=size)
+
+
+def _npy_header(dtype: str, tokens: int) -> bytes:
+    buffer = io.BytesIO()
+    value = {"descr": stored(dtype).str, "fortran_order": False, "shape": (tokens,)}
+    np.lib.format.write_array_header_1_0(buffer, value)
+    return buffer.getvalue()
+
+
+def _parse_npy(path: Path) -> Shard:
+    size = file_size(path)
+    with path.open("rb") as file:
+        if file.read(len(_NPY_MAGIC)) != _NPY_MAGIC:
+            raise _damaged(path, "this is not a NumPy array: its first bytes are others")
+        file.seek(0)
+        try:
+            version = np.lib.format.read_magic(file)
+            read = {
+                (1, 0): np.lib.format.read_array_header_1_0,
+                (2, 0): np.lib.format.read_array_header_2_0,
+            }[version]
+            shape, _, dtype = read(file)
+        except (KeyError, ValueError) as error:
+            raise _damaged(path, f"the header of the array is damaged: {error}") from error
+        offset = file.tell()
+    if len(shape) != 1 or dtype.name not in DTYPES or dtype.newbyteorder("<") != dtype:
+        raise _damaged(
+            path, f"an array {shape} of {dtype.str} is no row of ids: those are whole numbers"
+        )
+    return _fitting(Shard(path, offset=offset, tokens=shape[0], dtype=dtype.name), size=size)
+
+
+def _fitting(shard: Shard, *, size: int) -> Shard:
+    expected = shard.offset + shard.tokens * stored(shard.dtype).itemsize
+    if shard.tokens < 0:
+        raise _damaged(shard.path, f"the header promises {shard.tokens} tokens")
+    if size != expected:
+        how = "cut short" if size < expected else "too long"
+        what = f"the file is {how}: {size} bytes, and its header promises {expected}"
+        raise _damaged(shard.path, what)
+    return shard
+
+
+def _damaged(path: Path, what: str) -> UserError:
+    return UserError(what, where=str(path), remedy=_AGAIN, exit=Exit.DATA)
+
+
+SHARD_FORMATS: Mapping[str, ShardFormat] = {
+    LLMC: ShardFormat(header=_llmc_header, parse=_parse_llmc, largest=2**31 - 1),
+    NPY: ShardFormat(header=_npy_header, parse=_parse_npy, largest=2**40),
+}
+
+
+def parse_shards(format: str, paths: Sequence[Path]) -> list[Shard]:
+    """Find the ids in files that together are one set."""
+    shards = [SHARD_FORMATS[format].parse(path) for path in paths]
+    for shard in shards:
+        if shard.dtype != shards[0].dtype:
+            what = f"its ids are {shard.dtype}, and those of {shards[0].path} are {shards[0].dtype}"
+            raise UserError(
+                what, where=str(shard.path), remedy="keep the two sets apart", exit=Exit.DATA
+            )
+    return shards
+
+
+def open_set(prefix: Path, manifest: Manifest) -> TokenReader:
+    """Open a set of shards, memory-mapped."""
+    info = manifest.info
+    ending = SHARD_ENDINGS[info.format]
+    paths = [file_of(prefix, suffix) for suffix in manifest.files if suffix.endswith(ending)]
+    if not paths:
+        raise _damaged(file_of(prefix, ".json"), f"the manifest names no {ending} files")
+    shards = parse_shards(info.format, paths)
+    starts = read_starts(prefix)
+    check_manifest(prefix, info, shards=shards, documents=len(starts))
+    return MappedReader(info, shards=shards, starts=starts)
+
+
+def create_llmc(new: NewSet) -> SetWriter:
+    """Begin a set of llm.c files."""
+    return _create(new, LLMC)
+
+
+def create_npy(new: NewSet) -> SetWriter:
+    """Begin a set of NumPy files."""
+    return _create(new, NPY)
+
+
+def _create(new: NewSet, format: str) -> SetWriter:
+    most = SHARD_FORMATS[format].largest
+    if not 0 < new.shard_size <= most:
+        raise UserError(
+            f"a file of the format {format} holds 1 to {most:,} tokens, not {new.shard_size:,}",
+            where="--shard-size",
+        )
+    dtype = dtype_for(new.vocab_size)
+    return SetWriter(
+        new, format=format, dtype=dtype, open_body=lambda: _ShardBody(new, format, dtype)
+    )
+
+
+class _ShardBody:
+    """Fills one file after the other."""
+
+    def __init__(self, new: NewSet, format: str, dtype: str) -> None:
+        self._new = new
+        self._dtype = dtype
+        self._header = SHARD_FORMATS[format].header
+        self._ending = SHARD_ENDINGS[format]
+        self._files: list[HashedFile] = []
+        self._facts: dict[str, FileFacts] = {}
+        self._filled = new.shard_size
+        self._content = hashlib.sha256()
+        self._starts = StartsFile(new.prefix)
+
+    def write(self, stretch: Stretch) -> None:
+        self._starts.note(stretch)
+        self._content.update(stretch.ids.tobytes())
+        rest = stretch.ids
+        while len(rest):
+            if self._filled == self._new.shard_size:
+                self._close_shard()
+                self._open_shard()
+            part = rest[: self._new.shard_size - self._filled]
+            self._files[-1].write(part.tobytes())
+            self._filled += len(part)
+            rest = rest[len(part) :]
+
+    def _suffix(self) -> str:
+        return f"_{len(self._files):06d}{self._ending}"
+
+    def _open_shard(self) -> None:
+        final = file_of(self._new.prefix, f"_{len(self._files) + 1:06d}{self._ending}")
+        self._files.append(HashedFile(final))
+        self._files[-1].write(self._header(self._dtype, self._new.shard_size))
+        self._filled = 0
+
+    def _close_shard(self) -> None:
+        if not self._files:
+            return
+        last = self._files[-1]
+        if self._filled == self._new.shard_size:
+            self._facts[self._suffix()] = last.close()
+        else:
+            self._facts[self._suffix()] = last.close_with(self._header(self._dtype, self._filled))
+
+    def close(self) -> Written:
+        self._close_shard()
+        self._facts[".starts"] = self._starts.close()
+        return Written(self._facts, content=self._content.hexdigest())
+
+    def publish(self) -> None:
+        # With the starts there and no manifest yet, the shards are known to be unfinished.
+        self._starts.publish()
+        for file in self._files:
+            file.publish()
+
+    def discard(self) -> None:
+        for file in [*self._files, self._starts]:
+            file.discard()

@@ -1,0 +1,214 @@
+"""`tokens` and `prepare --format` as a person uses them, and training on what they make."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from gristmill.base.errors import Exit, UserError
+from gristmill.cli.data import IdType, TokenFormat
+from gristmill.cli.main import app
+from gristmill.config.schema import DataConfig
+from gristmill.data.dataset import open_parts
+from gristmill.tokens.format import DTYPES
+from gristmill.tokens.store import FORMATS, open_tokens
+
+TEXT = "The mill turns, the corn is ground, the flour is white.\n" * 40
+RUN = """
+name = "corn"
+folder = "{folder}"
+[model]
+layers = 1
+heads = 2
+width = 8
+context = 16
+[data]
+paths = "{paths}"
+split = "8,2"
+[train]
+until = "2 steps"
+batch = 2
+[optim]
+lr = 1e-2
+[runtime]
+device = "cpu"
+threads = 1
+"""
+
+
+def run(*words: object, code: int = 0) -> str:
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    if isinstance(result.exception, UserError):
+        raise result.exception
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+@pytest.fixture
+def corn(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text(TEXT)
+    words = ("prepare", tmp_path / "text.txt", "-o", tmp_path / "corn", "-t", "bytes")
+    run(*words, "--documents", "line")
+    return tmp_path / "corn"
+
+
+def foreign(corn: Path, name: str) -> Path:
+    """The same ids as Megatron, llm.c and nanoGPT would leave them."""
+    reader = open_tokens(corn)
+    ids = reader.read(0, len(reader)).astype("<u2").tobytes()
+    prefix = corn.with_name(name)
+    if name == "megatron":
+        count = len(reader)
+        index = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 1, 2)
+        Path(f"{prefix}.idx").write_bytes(index + struct.pack("<iqqq", count, 0, 0, 1))
+        Path(f"{prefix}.bin").write_bytes(ids)
+    elif name == "llmc":
+        header = struct.pack("<3i", 20240520, 1, len(reader)) + bytes(253 * 4)
+        Path(f"{prefix}_000001.bin").write_bytes(header + ids)
+    else:
+        Path(f"{prefix}.bin").write_bytes(ids)
+    return prefix
+
+
+def run_file(folder: Path, paths: Path) -> Path:
+    file = folder / "run.toml"
+    file.write_text(RUN.format(folder=folder / "run", paths=paths))
+    return file
+
+
+def test_the_choices_are_all_formats_and_known_types() -> None:
+    assert {choice.value for choice in TokenFormat} == set(FORMATS)
+    assert {choice.value for choice in IdType} <= set(DTYPES)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_prepare_in_every_format(corn: Path, format: str) -> None:
+    sharded = FORMATS[format].sharded
+    output = run(
+        "prepare", corn.with_name("text.txt"), "-o", corn.with_name(format), "-t", "bytes",
+        "--documents", "line", "--format", format, *(["--shard-size", 500] if sharded else []),
+    )  # fmt: skip
+    assert "2,240 tokens in 40 documents" in output
+    assert "intact" in run("tokens", "verify", corn.with_name(format))
+    shown = run("tokens", "inspect", corn.with_name(format))
+    assert f"format      {format}, uint16" in shown
+    assert "begins      'The mill turns" in shown
+    one, two = open_tokens(corn), open_tokens(corn.with_name(format))
+    assert (one.read(0, len(one)) == two.read(0, len(two))).all()
+    assert one.info.fingerprint == two.info.fingerprint
+    if sharded:
+        assert len(list(corn.parent.glob(f"{format}_*"))) == 5
+
+
+def test_a_shard_size_without_shards_is_refused(corn: Path) -> None:
+    with pytest.raises(UserError, match="--shard-size: a set of the format flat is one file"):
+        run("prepare", corn.with_name("text.txt"), "-o", corn.with_name("x"), "-t", "bytes",
+            "--shard-size", 5)  # fmt: skip
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_convert_there_and_back(corn: Path, format: str) -> None:
+    there, back = corn.with_name("there"), corn.with_name("back")
+    output = run("tokens", "convert", corn, "-o", there, "--format", format)
+    assert f"{there}: 2,240 tokens in 40 documents, {format}, uint16" in output
+    run("tokens", "convert", there, "-o", back, "--format", "flat")
+    for suffix in (".bin", ".starts"):
+        assert Path(f"{back}{suffix}").read_bytes() == Path(f"{corn}{suffix}").read_bytes()
+    assert "begins      'The mill turns" in run("tokens", "inspect", back)
+    with pytest.raises(UserError, match="already a token set"):
+        run("tokens", "convert", corn, "-o", there, "--format", format)
+    run("tokens", "convert", corn, "-o", there, "--format", format, "--overwrite")
+
+
+def test_a_run_goes_on_with_converted_files(corn: Path, tmp_path: Path) -> None:
+    run("train", run_file(tmp_path, corn))
+    other = corn.with_name("other")
+    run("tokens", "convert", corn, "-o", other, "--format", "megatron")
+    words = ("train", tmp_path / "run", f"data.paths={other}", "train.until=3 steps")
+    assert "done at step 3" in run(*words)
+
+
+def test_merge(corn: Path) -> None:
+    run("tokens", "convert", corn, "-o", corn.with_name("b"), "--format", "megatron")
+    both = corn.with_name("both")
+    output = run("tokens", "merge", corn, corn.with_name("b"), "-o", both, "--format", "npy")
+    assert "4,480 tokens in 80 documents, npy" in output
+    assert "intact" in run("tokens", "verify", both)
+    assert Path(f"{both}.tokenizer").is_dir()
+
+
+def test_plain_ids_become_a_set_that_trains(corn: Path, tmp_path: Path) -> None:
+    plain = foreign(corn, "plain")
+    with pytest.raises(UserError, match="unfinished"):
+        run("tokens", "inspect", plain)
+    shown = run("tokens", "inspect", plain, "--from", "flat", "--end-of-text", 256)
+    assert "documents   40" in shown
+    assert "vocabulary  unknown, end of text 256" in shown
+    assert "tokenizer   unknown" in shown
+    verified = run("tokens", "verify", plain, "--from", "flat")
+    assert "readable throughout" in verified
+    run("tokens", "convert", f"{plain}.bin", "--from", "flat", "--end-of-text", 256, "-t", "bytes",
+        "-o", corn.with_name("ours"), "--format", "flat")  # fmt: skip
+    for suffix in (".bin", ".starts"):
+        ours = Path(f"{corn.with_name('ours')}{suffix}")
+        assert ours.read_bytes() == Path(f"{corn}{suffix}").read_bytes()
+    assert "done at step 2" in run("train", run_file(tmp_path, corn.with_name("ours")))
+
+
+def test_without_a_tokenizer_the_new_set_says_so(corn: Path) -> None:
+    output = run(
+        "tokens", "convert", foreign(corn, "llmc"), "-o", corn.with_name("new"), "--format", "npy"
+    )
+    assert "the tokenizer is not known" in output
+    assert "vocabulary  257" in run("tokens", "inspect", corn.with_name("new"))
+
+
+@pytest.mark.parametrize("name", ["megatron", "llmc"])
+def test_training_on_files_of_other_programs(corn: Path, tmp_path: Path, name: str) -> None:
+    file = run_file(tmp_path, foreign(corn, name))
+    assert "assumed: the token files do not say" in run("config", file)
+    with pytest.raises(UserError) as caught:
+        run("train", file)
+    assert "do not say which tokenizer made them\n    name it with data.tokenizer" in str(
+        caught.value
+    )
+    assert caught.value.exit is Exit.DATA
+    assert "done at step 2" in run("train", file, "data.tokenizer=bytes")
+    # The run goes on with the same files, and not with others.
+    assert "done at step 3" in run("train", tmp_path / "run", "train.until=3 steps")
+
+
+def test_training_refuses_a_tokenizer_that_is_too_small(corn: Path, tmp_path: Path) -> None:
+    for name, ids in (("large", [0, 300, 5] * 400), ("negative", [1, -3] * 400)):
+        np.save(tmp_path / f"{name}_1.npy", np.array(ids, dtype="<i4"))
+    file = run_file(tmp_path, tmp_path / "large")
+    with pytest.raises(UserError, match="hold the id 300, and the tokenizer has 257 ids"):
+        run("train", file, "data.tokenizer=bytes")
+    with pytest.raises(UserError, match="hold the id -3"):
+        run("train", run_file(tmp_path, tmp_path / "negative"), "data.tokenizer=bytes")
+
+
+def test_validation_files_of_other_programs_are_checked_too(corn: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "large_1.npy", np.array([0, 300, 5] * 400, dtype="<u2"))
+    held = foreign(corn, "megatron")
+    text = RUN.format(folder=tmp_path / "run", paths=corn).replace('split = "8,2"', "")
+    for name, wanted in ((held, None), (tmp_path / "large", "hold the id 300")):
+        file = tmp_path / "run.toml"
+        file.write_text(text.replace("[train]", f'validation = "{name}"\n[train]'))
+        if wanted is None:
+            assert "done at step 2" in run("train", file)
+        else:
+            with pytest.raises(UserError, match=wanted):
+                run("train", file, f"folder={tmp_path / 'other'}")
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_an_unknown_tokenizer_is_no_contradiction(corn: Path, ours_first: bool) -> None:
+    pair = [str(corn), str(foreign(corn, "megatron"))]
+    train, held = pair if ours_first else reversed(pair)
+    parts = open_parts(DataConfig(paths=train, validation=held), sequence=8)
+    assert parts.validation is not None
