@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network
 
 from gristmill.config.load import load_text
 from gristmill.config.schema import RunConfig

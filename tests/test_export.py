@@ -164,8 +164,49 @@ def test_pickled_weights_are_never_opened(tokenizer: Tokenizer, tmp_path: Path) 
         open_model(str(tmp_path / "hf"), device=CPU)
 
 
-def test_a_name_that_is_nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty cache of Hugging Face's, and no network."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="not a folder here, and not to be had from Hugging Face"):
-        open_model("no-such/model", device=CPU)
+    return tmp_path / "hub"
+
+
+def test_a_name_that_is_nowhere(hub: Path) -> None:
+    for name in ("no-such/model", "not a name"):
+        with pytest.raises(
+            UserError, match="not a folder here, and not to be had from Hugging Fac"
+        ):
+            open_model(name, device=CPU)
+
+
+def test_a_name_is_found_in_the_cache(
+    hub: Path, tokenizer: Tokenizer, make_run: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    source = loaded(tokenizer)
+    export(source, hub / "models--mill--tiny" / "snapshots" / "abc")
+    refs = hub / "models--mill--tiny" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("abc")
+    opened = open_model("mill/tiny", device=CPU)
+    ids = torch.randint(0, tokenizer.size, (1, 20))
+    assert torch.allclose(opened.model(ids), source.model(ids), atol=1e-6)
+    text = 'name = "x"\n[model]\nstart = "mill/tiny"\n[data]\npaths = "x"\n[train]\n'
+    config = load_text(text + 'until = "2 steps"\nbatch = 2\n', place="run.toml")
+    assert config.model.width == 16
+    with pytest.raises(
+        UserError, match=r"run\.toml:3: model\.start: 'mill/gone' is not a folder here"
+    ):
+        load_text(text.replace("tiny", "gone"), place="run.toml")
+
+
+def test_a_start_folder_that_holds_no_model(tmp_path: Path) -> None:
+    text = f'name = "x"\n[model]\nstart = "{tmp_path}"\n[data]\npaths = "x"\n[train]\n'
+    with pytest.raises(
+        UserError, match=r"run\.toml:3: model\.start: .* holds neither a run"
+    ) as error:
+        load_text(text + 'until = "2 steps"\nbatch = 2\n', place="run.toml")
+    assert error.value.exit is Exit.DATA

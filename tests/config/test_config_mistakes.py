@@ -370,11 +370,10 @@ REPLACED = {
         "preset = 2",
         "preset: there is no preset 2\n",
     ),
-    "start in a folder that holds nothing": (
+    "start nowhere": (
         'preset = "gpt2-nano"',
         'model.start = "nowhere"',
-        "model.start: 'nowhere' holds neither a run (run.toml) nor a Hugging Face model "
-        "(config.json)",
+        "model.start: 'nowhere' is not a folder here, and not to be had from Hugging Face",
     ),
     "unclosed table": (
         "[train]",

@@ -13,7 +13,7 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import read_json
 from gristmill.checkpoint.layout import MANIFEST, CheckpointFolder, step_of, verify
 from gristmill.checkpoint.state import load_weights, read_state
-from gristmill.config.hf import from_hf
+from gristmill.config.hf import from_hf, model_folder
 from gristmill.config.schema import ModelConfig
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
@@ -36,26 +36,24 @@ class LoadedModel:
 
 def open_model(spec: str, *, device: torch.device, checkpoint: str = "latest") -> LoadedModel:
     """Load what `spec` names; `checkpoint` chooses in a run folder: latest, best or a step."""
-    path = Path(spec)
+    path = model_folder(spec, where="MODEL")
     if (path / "run.toml").is_file():
         return _from_checkpoint(_choose(path, checkpoint), device)
     if (path / MANIFEST).is_file():
         return _from_checkpoint(path, device)
     if (path / "config.json").is_file():
         return _from_hf(path, device)
-    if path.exists():
-        raise UserError(
-            f"{spec!r} is neither a run folder (run.toml), a checkpoint ({MANIFEST}) nor a "
-            "Hugging Face model (config.json)",
-            where="MODEL",
-            exit=Exit.DATA,
-        )
-    return _from_hf(_download(spec), device)
+    raise UserError(
+        f"{spec!r} is neither a run folder (run.toml), a checkpoint ({MANIFEST}) nor a "
+        "Hugging Face model (config.json)",
+        where="MODEL",
+        exit=Exit.DATA,
+    )
 
 
 def fill_model(model: GPT, start: str) -> None:
-    """Put the weights of a Hugging Face folder or a run folder into a freshly built model."""
-    path = Path(start)
+    """Put the weights of a run folder, a Hugging Face folder or name into a freshly built model."""
+    path = model_folder(start, where="model.start")
     if (path / "run.toml").is_file():
         chosen = _choose(path, "latest")
         vocab = read_state(chosen)["settings"]["vocab"]
@@ -123,21 +121,3 @@ def _hf_tensors(path: Path) -> dict[str, torch.Tensor]:
             exit=Exit.DATA,
         )
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
-
-
-def _download(name: str) -> Path:
-    """A Hugging Face name from the local cache or the network; never code, never pickles."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        wanted = ["*.safetensors", "*.json", "merges.txt"]
-        return Path(snapshot_download(name, allow_patterns=wanted))
-    except (OSError, HFValidationError, ValueError) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"{name!r} is not a folder here, and not to be had from Hugging Face: {first}",
-            where="MODEL",
-            remedy="give a run folder, a checkpoint, a Hugging Face folder or a name such as gpt2",
-            exit=Exit.DATA,
-        ) from error

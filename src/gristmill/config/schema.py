@@ -154,8 +154,8 @@ class ModelConfig(Settings):
     """Standard deviation of initial weights; residual projections get it divided by sqrt(2
     layers)."""
     start: str | None = None
-    """Start from these weights instead of random ones: a Hugging Face folder or a run folder. Its
-    sizes are taken over; sizes that are also given here must agree with it."""
+    """Start from these weights instead of random ones: a run folder, a Hugging Face folder, or a
+    name there such as "gpt2". Its sizes are taken over; sizes given here too must agree with it."""
 
     @property
     def head_width(self) -> int:
