@@ -77,6 +77,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, default=2048)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--compute", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--deterministic", action="store_true", help="for both, on CUDA")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     return parser.parse_args()
 
@@ -110,6 +111,7 @@ batch = {options.batch}
 [runtime]
 device = "{options.device}"
 threads = {options.threads}
+deterministic = {str(options.deterministic).lower()}
 [precision]
 compute = "{options.compute}"
 """
@@ -229,17 +231,21 @@ def compare(options: argparse.Namespace, steps: dict[str, Step]) -> None:
     tokens = options.batch * options.context * options.steps
     speeds: dict[str, list[float]] = {name: [] for name in steps}
     last: dict[str, torch.Tensor] = {}
+    memory = dict.fromkeys(steps, 0)
     for block in range(options.blocks + 1):
         for name, step in steps.items():
+            held = start_counting_memory(options)
             started = time.perf_counter()
             for _ in range(options.steps):
                 last[name] = step()
             last[name].item()  # waits for the device
             if block:  # the first block warms up
+                memory[name] = max(memory[name], peak_memory(options) - held)
                 speeds[name].append(tokens / (time.perf_counter() - started))
     print(
         f"{options.layers} layers, width {options.width}, T {options.context}, batch "
-        f"{options.batch}, vocabulary {options.vocabulary}, {options.compute}, {where(options)}, "
+        f"{options.batch}, vocabulary {options.vocabulary}, {options.compute}, {where(options)}"
+        f"{', deterministic' if options.deterministic else ''}, "
         f"torch {torch.__version__}; {options.blocks} blocks of {options.steps} steps each"
     )
     for name, values in speeds.items():
@@ -248,8 +254,22 @@ def compare(options: argparse.Namespace, steps: dict[str, Step]) -> None:
             f"{name:<10} {middle:9.0f} tokens/s  ({spread[0]:.0f} to {spread[1]:.0f}), "
             f"last loss {last[name].item():.3f}"
         )
+        if memory[name]:
+            print(f"{'':<10} {memory[name] / 2**30:9.1f} GiB in a step, above weights and moments")
     ratio = statistics.median(speeds["gristmill"]) / statistics.median(speeds["nanoGPT"])
     print(f"ratio      {ratio:9.3f}")
+
+
+def start_counting_memory(options: argparse.Namespace) -> int:
+    """Bytes held on the device now, by both models together."""
+    if options.device != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def peak_memory(options: argparse.Namespace) -> int:
+    return torch.cuda.max_memory_allocated() if options.device == "cuda" else 0
 
 
 def where(options: argparse.Namespace) -> str:

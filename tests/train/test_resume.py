@@ -16,6 +16,9 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import FolderLock
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.config.schema import RunConfig
+from gristmill.text.prepare import prepare_documents
+from gristmill.text.sources import Document
+from gristmill.text.tokenizers import train_tokenizer
 from gristmill.track.metrics import EventRecord, StepRecord, ValidationRecord, read_metrics
 from gristmill.train.hooks import StopRequest
 from gristmill.train.run import run_training
@@ -200,6 +203,22 @@ def test_a_different_run_is_refused_with_the_fields(
     assert "--fresh" in str(error.value)
     after = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
     assert before == after
+
+
+def test_another_tokenizer_is_refused(make_run: MakeRun, tmp_path: Path) -> None:
+    run_training(make_run('train.until="3 steps"'))
+    texts = ["the mill turns and grinds the corn into flour. " * 20] * 30
+    learned = train_tokenizer(iter(texts), vocab_size=262)
+    documents = [Document(text, "test") for text in texts]
+    prepare_documents(documents, tokenizer=learned, output=tmp_path / "other")
+    with pytest.raises(UserError) as error:
+        run_training(make_run('train.until="3 steps"', f"data.paths={tmp_path / 'other'}"))
+    for line in (
+        "model.vocab: was 257 and is now 262",
+        "tokenizer: was",
+        "data.paths (content): was",
+    ):
+        assert line in str(error.value)
 
 
 def test_fresh_moves_the_old_run_aside(make_run: MakeRun, tmp_path: Path, runs: Runs) -> None:

@@ -76,15 +76,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 logits = (hidden @ head.T).float()
                 loss, sums_N1 = _slice_loss(logits, targets_N[part], weights, vocab)
                 total += loss
-                if d_hidden is None or d_head is None:
-                    continue
-                gradient = _slice_gradient(logits, sums_N1, targets_N[part], weights, scale)
-                d_logits = gradient.to(dtype)
-                d_hidden[part] = d_logits @ head
-                if dtype == d_head.dtype:
-                    d_head.addmm_(d_logits.T, hidden)
-                else:
-                    d_head += d_logits.T @ hidden
+                if d_hidden is not None and d_head is not None:
+                    _slice_gradient(logits, sums_N1, targets_N[part], weights, scale)
+                    _add_gradients(logits.to(dtype), hidden, head, d_hidden[part], d_head)
+                del logits  # before the next slice's are made
         ctx.save_for_backward(d_hidden, d_head)
         ctx.mark_non_differentiable(total)
         return total * scale, total
@@ -118,13 +113,28 @@ def _slice_gradient(
     targets_N: torch.Tensor,
     weights_N: torch.Tensor | None,
     scale: torch.Tensor,
-) -> torch.Tensor:
-    """The scaled gradient of the summed loss with respect to the logits, in the same memory."""
+) -> None:
+    """Put the scaled gradient of the summed loss into the memory of the logits."""
     factor_N1 = scale.float().expand_as(sums_N1)
     if weights_N is not None:
         factor_N1 = factor_N1 * weights_N[:, None]
-    gradient_NV = exponentials_NV.mul_(factor_N1 / sums_N1)
-    return gradient_NV.scatter_add_(1, targets_N[:, None], -factor_N1)
+    exponentials_NV.mul_(factor_N1 / sums_N1)
+    exponentials_NV.scatter_add_(1, targets_N[:, None], -factor_N1)
+
+
+def _add_gradients(
+    d_logits_NV: torch.Tensor,
+    hidden_ND: torch.Tensor,
+    head_VD: torch.Tensor,
+    d_hidden_ND: torch.Tensor,
+    d_head_VD: torch.Tensor,
+) -> None:
+    """Carry one slice's gradient on to its hidden states and add it to the head's."""
+    d_hidden_ND.copy_(d_logits_NV @ head_VD)
+    if d_logits_NV.dtype == d_head_VD.dtype:
+        d_head_VD.addmm_(d_logits_NV.T, hidden_ND)
+    else:
+        d_head_VD += d_logits_NV.T @ hidden_ND
 
 
 def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
