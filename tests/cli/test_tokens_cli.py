@@ -10,8 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.cli.data import IdType, TokenFormat
 from gristmill.cli.main import app
+from gristmill.cli.options import TokenFormat
+from gristmill.cli.tokens import IdType
 from gristmill.config.schema import DataConfig
 from gristmill.data.dataset import open_parts
 from gristmill.tokens.format import DTYPES

@@ -11,7 +11,7 @@ import typer
 from gristmill.base.errors import Exit
 from gristmill.base.files import write_atomic
 from gristmill.base.units import format_bytes
-from gristmill.cli.data import report_prepared
+from gristmill.cli.prepare import report_prepared
 from gristmill.config.load import load_run
 from gristmill.report.page import write_report
 from gristmill.text.prepare import prepare_documents

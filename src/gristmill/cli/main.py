@@ -11,7 +11,7 @@ import sys
 import typer
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.cli import data, inspect, models, train
+from gristmill.cli import inspect, models, prepare, tokenizer, tokens, train
 
 app = typer.Typer(
     name="gristmill",
@@ -24,9 +24,9 @@ app = typer.Typer(
 )
 
 app.command("demo")(train.demo)
-app.command("prepare")(data.prepare)
-app.add_typer(data.tokens, name="tokens")
-app.add_typer(data.tokenizer, name="tokenizer")
+app.command("prepare")(prepare.prepare)
+app.add_typer(tokens.tokens, name="tokens")
+app.add_typer(tokenizer.tokenizer, name="tokenizer")
 app.command("train")(train.train)
 app.command("evaluate")(models.evaluate)
 app.command("generate")(models.generate)

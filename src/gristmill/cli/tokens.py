@@ -1,4 +1,4 @@
-"""`prepare`, `tokens` and `tokenizer`: from text to token files."""
+"""`tokens`: look into token files, check, convert and merge them."""
 
 from __future__ import annotations
 
@@ -10,41 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.units import format_bytes, format_count, format_seconds
+from gristmill.base.units import format_count
+from gristmill.cli.options import Output, Overwrite, ShardSize, TokenFormat
 from gristmill.cli.progress import ProgressLine
-from gristmill.text.sources import DocumentSplit
 
 if TYPE_CHECKING:
-    from gristmill.text.prepare import PrepareProgress, PrepareResult
     from gristmill.text.tokenizers import Tokenizer
     from gristmill.tokens.convert import CopyProgress
     from gristmill.tokens.foreign import Reading
     from gristmill.tokens.format import TokenSetInfo
 
 tokens = typer.Typer(help="Look into token files, convert and merge them.", no_args_is_help=True)
-tokenizer = typer.Typer(help="Train and try tokenizers.", no_args_is_help=True)
-
-Sources = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="SOURCE…",
-        help="Files, globs or folders of .jsonl or plain text, also .gz .bz2 .xz .zst; - is stdin.",
-    ),
-]
-Documents = Annotated[
-    DocumentSplit,
-    typer.Option("--documents", help="In plain text, a document is a file, a line or a block."),
-]
-JsonKey = Annotated[str, typer.Option(help="The key of the text in JSON lines.")]
-
-
-class TokenFormat(enum.StrEnum):
-    """The formats of token files."""
-
-    FLAT = "flat"
-    MEGATRON = "megatron"
-    LLMC = "llmc"
-    NPY = "npy"
 
 
 class IdType(enum.StrEnum):
@@ -56,12 +32,6 @@ class IdType(enum.StrEnum):
 
 
 Prefix = Annotated[Path, typer.Argument(help="Prefix of token files.")]
-Output = Annotated[Path, typer.Option("--output", "-o", help="Prefix of the token files.")]
-Overwrite = Annotated[bool, typer.Option(help="Replace existing token files.")]
-ShardSize = Annotated[
-    int | None,
-    typer.Option(min=1, help="Tokens in one file, with llmc and npy; 100M if not given."),
-]
 From = Annotated[
     TokenFormat | None,
     typer.Option("--from", help="Format of files of other programs, if it is not found out."),
@@ -80,72 +50,6 @@ MadeBy = Annotated[
         "--tokenizer", "-t", help="What made the ids, in files that do not say: folder or file."
     ),
 ]
-
-
-def prepare(
-    sources: Sources,
-    output: Output,
-    tokenizer: Annotated[
-        str, typer.Option("--tokenizer", "-t", help='Tokenizer folder or file, or "bytes".')
-    ],
-    json_key: JsonKey = "text",
-    documents: Documents = DocumentSplit.FILE,
-    append_eod: Annotated[
-        bool, typer.Option(help="End every document with the end-of-text token.")
-    ] = True,
-    strict: Annotated[bool, typer.Option(help="Stop at the first line that is dropped.")] = False,
-    format: Annotated[TokenFormat, typer.Option(help="Format of the token files.")] = (
-        TokenFormat.FLAT
-    ),
-    shard_size: ShardSize = None,
-    overwrite: Overwrite = False,
-) -> None:
-    """Turn text into token files that `train` reads."""
-    from gristmill.text.prepare import prepare as prepare_tokens
-    from gristmill.text.tokenizers import open_tokenizer
-
-    with ProgressLine("preparing") as line:
-        result = prepare_tokens(
-            sources,
-            tokenizer=open_tokenizer(tokenizer),
-            output=output,
-            json_key=json_key,
-            split=documents,
-            append_end_of_text=append_eod,
-            strict=strict,
-            format=format.value,
-            shard_size=shard_size,
-            overwrite=overwrite,
-            progress=_show(line),
-        )
-    report_prepared(result, output)
-
-
-def _show(line: ProgressLine) -> Callable[[PrepareProgress], None]:
-    def show(state: PrepareProgress) -> None:
-        rate = format_bytes(state.bytes_done / max(state.seconds, 1e-9))
-        words = f"{format_count(state.documents)} documents, {format_count(state.tokens)} tokens"
-        line.update(state.bytes_done, state.bytes_total, f"{words}, {rate}/s")
-
-    return show
-
-
-def report_prepared(result: PrepareResult, output: Path) -> None:
-    """Say what was made and what was dropped."""
-    ledger, info = result.ledger, result.info
-    typer.echo(
-        f"{output}: {info.tokens:,} tokens in {info.documents:,} documents from "
-        f"{format_bytes(result.text_bytes)} of text, {info.dtype}, "
-        f"in {format_seconds(result.seconds)}"
-    )
-    dropped = sum(ledger.dropped.values())
-    typer.echo(f"{ledger.lines:,} read = {ledger.kept:,} kept + {dropped:,} dropped")
-    for reason, count in ledger.dropped.items():
-        typer.echo(f"  dropped {count:,}: {reason.value}")
-    for place in ledger.places[:5]:
-        typer.echo(f"    {place.origin}: {place.reason.value}")
-    if dropped > 5:
-        typer.echo(f"    all places: {output}.ledger.json")
 
 
 @tokens.command("inspect")
@@ -320,46 +224,3 @@ def _report_copied(info: TokenSetInfo, output: Path) -> None:
     )
     if info.tokenizer is None:
         typer.echo("  the tokenizer is not known: name it in data.tokenizer to train")
-
-
-@tokenizer.command("train")
-def train_tokenizer(
-    sources: Sources,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the tokenizer.")],
-    vocab_size: Annotated[int, typer.Option("--vocab-size", "-n", help="Number of ids.")] = 32768,
-    json_key: JsonKey = "text",
-    documents: Documents = DocumentSplit.FILE,
-) -> None:
-    """Learn a byte-level BPE tokenizer from text."""
-    from gristmill.text.sources import Document, open_sources
-    from gristmill.text.tokenizers import train_tokenizer as learn
-
-    if output.exists() and any(output.iterdir()):
-        raise UserError("this folder is not empty", where=str(output), exit=Exit.REFUSED)
-    items = open_sources(sources, json_key=json_key, split=documents)
-    texts = (item.text for item in items if isinstance(item, Document))
-    with ProgressLine("learning") as line:
-        learned = learn(
-            texts,
-            vocab_size=vocab_size,
-            progress=lambda done: line.update(done, None, f"{format_bytes(done)} read"),
-        )
-    learned.save(output)
-    typer.echo(f"{output}: {learned.size:,} ids, fingerprint {learned.fingerprint[:16]}")
-
-
-@tokenizer.command("show")
-def show_tokenizer(
-    spec: Annotated[str, typer.Argument(help='Tokenizer folder or file, or "bytes".')],
-    text: Annotated[str | None, typer.Argument(help="Text to cut into tokens.")] = None,
-) -> None:
-    """Show a tokenizer's facts, and how it cuts a text."""
-    from gristmill.text.tokenizers import open_tokenizer
-
-    opened = open_tokenizer(spec)
-    typer.echo(f"ids          {opened.size:,}")
-    typer.echo(f"end of text  {opened.end_of_text}")
-    typer.echo(f"fingerprint  {opened.fingerprint}")
-    if text is not None:
-        for id in opened.encode(text):
-            typer.echo(f"{id:>8}  {opened.token_bytes(id)!r}")
