@@ -32,9 +32,9 @@ from gristmill.checkpoint.state import Counters
 from gristmill.config.load import load_text
 from gristmill.config.resolve import resolve
 from gristmill.config.schema import RunConfig
+from gristmill.data.build import Wanted, build_stream
 from gristmill.data.dataset import open_parts
 from gristmill.data.loader import Loader
-from gristmill.data.sampling import build_index
 from gristmill.models.build import build_model
 from gristmill.models.weights import from_gpt2
 from gristmill.optim.build import build_optimizer
@@ -182,10 +182,11 @@ def our_steps(config: RunConfig, start: torch.nn.Module, folder: Path) -> Iterat
     optimizer = build_optimizer(config.optim, model)
     strategy = SingleDevice(config, model=model, optimizer=optimizer, world=world)
     schedule = build_schedule(config, numbers)
-    part = open_parts(config.data, sequence=numbers.sequence).train
-    index = build_index("random", part.stretch, sequence=numbers.sequence, seed=0)
+    train = open_parts(config.data, sequence=numbers.sequence).train
+    wanted = Wanted(numbers.sequence, seed=0, samples=numbers.samples, cache=None)
+    stream = build_stream(config.data, train, wanted)
     pin = world.device.type == "cuda"
-    loader = Loader(part, index, numbers.sequence, numbers.micro_batch, numbers.accumulate, pin)
+    loader = Loader(stream, numbers.micro_batch, numbers.accumulate, pin=pin)
     progress = Progress()
     tracker = Tracker([JsonlSink(folder / "metrics.jsonl")], clock=lambda: progress)
     meter = Meter(

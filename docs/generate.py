@@ -109,6 +109,9 @@ def _type(annotation: Any, metadata: list[Any]) -> str:
         return " or ".join(_type(option, metadata) for option in options)
     if origin is tuple:
         return f"list of {_type(get_args(annotation)[0], [])}"
+    if origin is dict:
+        key, value = get_args(annotation)
+        return f"table from {_type(key, [])} to {_type(value, [])}"
     names = {int: "whole number", float: "number", str: "text", bool: "`true` or `false`"}
     if annotation is Duration:
         return "duration"

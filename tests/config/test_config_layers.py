@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from gristmill.base.units import Duration, Unit
+from gristmill.base.units import Duration, Unit, parse_split
 from gristmill.config.load import changed_settings, dump_run, load_preset, load_text, preset_names
-from gristmill.config.resolve import parse_split, resolve
+from gristmill.config.resolve import resolve
 from gristmill.config.schema import (
     AdamWConfig,
     ConstantSchedule,
@@ -300,3 +300,56 @@ def test_samples_are_off_unless_asked_for() -> None:
     assert load("", "sample.every=10 steps").sample == SampleConfig(
         every=Duration(10, Unit.STEPS), prompts=("",)
     )
+
+
+# ------------------------------------------------------------------ paths with weights
+
+
+def test_paths_may_be_one_or_several_with_or_without_weights() -> None:
+    def paths(text: str, *words: str) -> object:
+        return load_text(f"{BLEND}\n[data]\npaths = {text}\n", words, place="run.toml").data.paths
+
+    assert paths('"tokens/web"') == "tokens/web"
+    assert paths('["tokens/web", "tokens/books"]') == ("tokens/web", "tokens/books")
+    assert paths('{ "tokens/web" = 9, b = 0.5 }') == {"tokens/web": 9.0, "b": 0.5}
+    assert paths("{ a = 1 }", "data.paths={b=2}") == {"b": 2.0}
+    assert paths("{ a = 1 }", 'data.paths=["b"]') == ("b",)
+    assert paths('["b"]', "data.paths={b=2}") == {"b": 2.0}
+
+
+@pytest.mark.parametrize("text", ['["a", "b"]', '{ "tokens/web.v2" = 9, b = 0.5 }'])
+def test_paths_are_written_as_they_were_read(text: str) -> None:
+    config = load_text(f"{BLEND}\n[data]\npaths = {text}\n", place="run.toml")
+    again = load_text(dump_run(config), place="again")
+    assert again.data == config.data
+
+
+BLEND = """\
+name = "trial"
+preset = "gpt2-nano"
+train.until = "100 steps"
+train.batch = 12
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [
+        ((), 1200),
+        (('train.until="1000 samples"',), 1000),
+        (('train.until="100k tokens"', "data.sequence=100"), 1008),
+        (("data.order=megatron", "data.samples=77"), 77),
+    ],
+)
+def test_megatrons_order_is_made_for_the_samples_of_the_run(
+    words: tuple[str, ...], asked: int
+) -> None:
+    config = load_text(f'{BLEND}\n[data]\npaths = "a"\n', words, place="run.toml")
+    assert resolve(config, vocab=10).asked_samples == asked
+
+
+def test_the_order_has_the_seed_of_the_run_unless_it_has_its_own() -> None:
+    text = f'{BLEND}\n[data]\npaths = "a"\n'
+    assert resolve(load_text(text, place="run.toml"), vocab=10).data_seed == 1337
+    own = load_text(text, ("data.seed=1234",), place="run.toml")
+    assert resolve(own, vocab=10).data_seed == 1234

@@ -345,10 +345,74 @@ REPLACED = {
         "run.toml:6: data.sequence: 4096 is longer than the model's context 128\n"
         "    raise model.context or shorten it",
     ),
-    "table in the place of text": (
+    "number in the place of paths": (
         'paths = "tokens/books"',
-        "paths = { a = 1 }",
-        "run.toml:5: data.paths: input should be a valid string (it is {'a': 1})\n",
+        "paths = 3",
+        "run.toml:5: data.paths: must be a path, a list of paths, or a table from path to weight "
+        "(it is 3)\n",
+    ),
+    "no path at all": (
+        'paths = "tokens/books"',
+        "paths = []",
+        "run.toml:5: data.paths: must name at least one token set (it is [])\n",
+    ),
+    "a path twice": (
+        'paths = "tokens/books"',
+        'paths = ["a", "a"]',
+        "run.toml:5: data.paths: a path stands here twice; to read a set more often, use weights",
+    ),
+    "a weight of nothing": (
+        'paths = "tokens/books"',
+        "paths = { a = 1, b = 0 }",
+        "run.toml:5: data.paths: the weight of 'b' must be a number above 0, not 0 ",
+    ),
+    "a weight without end": (
+        'paths = "tokens/books"',
+        "paths = { a = 1, b = inf }",
+        "run.toml:5: data.paths: the weight of 'b' must be a number above 0, not inf ",
+    ),
+    "a weight in words": (
+        'paths = "tokens/books"',
+        'paths = { a = "half" }',
+        "run.toml:5: data.paths: the weight of 'a' must be a number above 0, not 'half' ",
+    ),
+    "a blend of one": (
+        'paths = "tokens/books"',
+        'paths = "tokens/books"\nblend = "proportion"',
+        "run.toml:6: data.blend: has no effect on a single token set\n    remove it",
+    ),
+    "weights where everything is read": (
+        'paths = "tokens/books"',
+        'paths = { a = 1, b = 2 }\nblend = "exhaustive"',
+        "run.toml:6: data.blend: every sample once leaves no room for the weights in data.paths\n"
+        '    write the paths as a list, or set data.blend = "proportion"',
+    ),
+    "all of what is random": (
+        'paths = "tokens/books"',
+        'paths = ["a", "b"]\nblend = "exhaustive"\norder = "random"',
+        "run.toml:6: data.blend: windows that start at random places cannot all be visited once\n",
+    ),
+    "samples of another order than Megatron's": (
+        'paths = "tokens/books"',
+        'paths = "a"\nsamples = 5',
+        "run.toml:6: data.samples: has no effect with order = 'shuffled'\n",
+    ),
+    "a seed of what is not shuffled": (
+        'paths = "tokens/books"',
+        'paths = "a"\nseed = 5\norder = "sequential"',
+        "run.toml:6: data.seed: has no effect with order = 'sequential'\n",
+    ),
+    "a seed too large for Megatron": (
+        'paths = "tokens/books"',
+        'paths = "a"\norder = "megatron"\nseed = 4294967296',
+        "run.toml:7: data.seed: Megatron's seeds are below 4294967296",
+    ),
+    "documents kept apart twice": (
+        'paths = "tokens/books"',
+        'paths = "a"\ndocuments = "masked"\nreset_positions = true',
+        'run.toml:7: data.reset_positions: has no effect with documents = "masked", which does '
+        "both\n"
+        "    remove one of the two",
     ),
     "misspelt preset": (
         'preset = "gpt2-nano"',

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -15,11 +14,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gristmill.base.units import Progress
-from gristmill.data.dataset import Part
-from gristmill.data.loader import READ_AHEAD, Batch, Loader, make_batch, validation_batches
-from gristmill.data.sampling import Stretch, build_index
+from gristmill.config.schema import DataConfig
+from gristmill.data.build import Wanted, build_stream
+from gristmill.data.dataset import Mixture, Part, RowPart
+from gristmill.data.documents import DocumentRules
+from gristmill.data.loader import (
+    READ_AHEAD,
+    Batch,
+    Loader,
+    make_batch,
+    validation_batches,
+    window_shares,
+)
+from gristmill.data.megatron_order import Rows
+from gristmill.data.sampling import Stretch
+from gristmill.data.stream import TokenText
+from gristmill.tokens.format import TokenSetInfo
 
 SEQUENCE = 8
+ORDERS = ["shuffled", "random", "sequential", "megatron"]
 
 
 @dataclass
@@ -40,19 +53,40 @@ class Numbers:
         assert 0 <= start <= start + count <= self.length
         return np.arange(start, start + count, dtype=np.uint16)
 
+    @property
+    def document_starts(self) -> np.ndarray:
+        return np.arange(0, self.length, 25)
+
+    @property
+    def info(self) -> TokenSetInfo:
+        return TokenSetInfo("test", "uint16", self.length, 40, None, None, None, "0123")
+
+
+def make_part(reader: Numbers, begin: int, end: int) -> Part:
+    text = TokenText(reader, None, None)  # type: ignore[arg-type]
+    starts = reader.document_starts
+    rows = Rows(starts, np.full(len(starts), 25, np.int32))
+    return Part(
+        "numbers", text, Stretch(begin, end), RowPart(rows, Stretch(begin // 25, end // 25))
+    )
+
 
 def make_loader(
     *,
     micro_batch: int = 2,
     accumulate: int = 3,
-    order: Literal["shuffled", "random"] = "shuffled",
+    order: str = "shuffled",
     reader: Numbers | None = None,
+    rank: int = 0,
+    ranks: int = 1,
+    sets: int = 1,
 ) -> Loader:
     reader = reader or Numbers()
-    stretch = Stretch(100, len(reader))
-    index = build_index(order, stretch, sequence=SEQUENCE, seed=7)
-    part = Part(reader, stretch)  # type: ignore[arg-type]
-    return Loader(part, index, SEQUENCE, micro_batch, accumulate)
+    parts = tuple(make_part(reader, 100 * number, len(reader)) for number in range(1, sets + 1))
+    paths = tuple(map(str, range(sets)))
+    config = DataConfig.model_validate({"paths": paths, "order": order})
+    stream = build_stream(config, Mixture(parts), Wanted(SEQUENCE, 7, 400, None))
+    return Loader(stream, micro_batch, accumulate, rank=rank, ranks=ranks)
 
 
 def rows(step: list[Batch]) -> list[list[int]]:
@@ -75,10 +109,10 @@ def loader_threads() -> list[threading.Thread]:
 
 
 def test_targets_are_the_inputs_shifted_by_one() -> None:
-    batch = make_batch(np.arange(18, dtype=np.int64).reshape(2, 9))
+    batch = make_batch(np.arange(18, dtype=np.uint16).reshape(2, 9))
     assert batch.tokens_BT.tolist() == [list(range(8)), list(range(9, 17))]
     assert batch.targets_BT.tolist() == [list(range(1, 9)), list(range(10, 18))]
-    assert batch.weights_BT is None
+    assert batch.weights_BT is batch.positions_BT is batch.documents_BT is None
     assert (batch.samples, batch.tokens, batch.counted) == (2, 16, 16.0)
     assert batch.tokens_BT.dtype == batch.targets_BT.dtype == torch.int64
     assert batch.tokens_BT.is_contiguous() and batch.targets_BT.is_contiguous()
@@ -86,7 +120,10 @@ def test_targets_are_the_inputs_shifted_by_one() -> None:
 
 def test_a_batch_moves_whole() -> None:
     weights = torch.ones(1, 2)
-    batch = Batch(torch.zeros(1, 2), torch.ones(1, 2), weights, 2.0).to(torch.device("meta"))
+    batch = Batch(torch.zeros(1, 2), torch.ones(1, 2), weights, 2.0, weights, weights)
+    batch = batch.to(torch.device("meta"))
+    assert batch.positions_BT is not None and batch.positions_BT.device.type == "meta"
+    assert batch.documents_BT is not None and batch.documents_BT.device.type == "meta"
     assert {batch.tokens_BT.device.type, batch.targets_BT.device.type} == {"meta"}
     assert batch.weights_BT is not None and batch.weights_BT.device.type == "meta"
     assert batch.counted == 2.0
@@ -99,15 +136,38 @@ def test_a_step_is_accumulate_micro_batches() -> None:
         assert (batch.targets_BT - batch.tokens_BT).unique().tolist() == [1]
 
 
+def test_rules_give_positions_documents_and_weights() -> None:
+    ids = np.array([[5, 9, 7, 9, 9, 4]])
+    rules = DocumentRules("ids", attention=True, positions=True, unweighted=True, end_of_text=9)
+    batch = make_batch(ids, rules=rules)
+    assert batch.positions_BT is not None and batch.positions_BT.tolist() == [[0, 1, 0, 1, 0]]
+    assert batch.documents_BT is not None and batch.documents_BT.tolist() == [[0, 0, 1, 1, 2]]
+    assert batch.weights_BT is not None and batch.weights_BT.tolist() == [[1, 0, 1, 0, 0]]
+    assert batch.counted == 2.0
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_documents_come_from_the_files_and_not_from_the_ids(order: str) -> None:
+    loader = make_loader(order=order, micro_batch=6, accumulate=1)
+    rules = DocumentRules("files", attention=True, positions=True)
+    (batch,) = replace(loader, rules=rules).step_batches(0)
+    assert batch.documents_BT is not None and batch.positions_BT is not None
+    for tokens, documents in zip(batch.tokens_BT, batch.documents_BT, strict=True):
+        # Documents have 25 tokens, so tokens of one document have the same number div 25.
+        changes = (tokens[1:] // 25 != tokens[:-1] // 25).int()
+        assert (documents[1:] - documents[:-1]).tolist() == changes.tolist()
+    assert (batch.positions_BT[:, 0] == 0).all()
+
+
 @settings(deadline=None)
 @given(
     first=st.integers(0, 500),
     micro_batch=st.integers(1, 5),
     accumulate=st.integers(1, 5),
-    order=st.sampled_from(["shuffled", "random"]),
+    order=st.sampled_from(ORDERS),
 )
 def test_micro_batches_only_divide_the_batch(
-    first: int, micro_batch: int, accumulate: int, order: Literal["shuffled", "random"]
+    first: int, micro_batch: int, accumulate: int, order: str
 ) -> None:
     divided = make_loader(micro_batch=micro_batch, accumulate=accumulate, order=order)
     whole = make_loader(micro_batch=micro_batch * accumulate, accumulate=1, order=order)
@@ -117,8 +177,8 @@ def test_micro_batches_only_divide_the_batch(
 # ------------------------------------------------------------------ the stream
 
 
-@pytest.mark.parametrize("order", ["shuffled", "random"])
-def test_the_stream_goes_on_from_any_step(order: Literal["shuffled", "random"]) -> None:
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_stream_goes_on_from_any_step(order: str) -> None:
     loader = make_loader(order=order)
     whole = take(loader, 60)
     for start in (0, 1, 17, 18, 19, 37, 55):
@@ -183,7 +243,9 @@ def test_an_error_while_reading_reaches_the_consumer_after_the_good_steps() -> N
 
 def test_reading_ahead_is_bounded() -> None:
     reader = Numbers()
-    stream = make_loader(micro_batch=1, accumulate=1, reader=reader).starting_at(Progress())
+    stream = make_loader(order="shuffled", micro_batch=1, accumulate=1, reader=reader).starting_at(
+        Progress()
+    )
     next(stream)
     deadline = time.monotonic() + 5
     while reader.reads < READ_AHEAD + 2 and time.monotonic() < deadline:
@@ -193,14 +255,72 @@ def test_reading_ahead_is_bounded() -> None:
     stream.close()  # type: ignore[attr-defined]
 
 
+# ------------------------------------------------------------------ ranks
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("sets", [1, 3])
+def test_no_sample_is_lost_or_repeated_when_the_ranks_change(order: str, sets: int) -> None:
+    """The same global batch of 8 on 1, 2, 4 and again 1 process, 5 steps each."""
+    alone = make_loader(order=order, sets=sets, micro_batch=8, accumulate=1)
+    expected = [rows(alone.step_batches(8 * step)) for step in range(20)]
+    found, progress = [], Progress()
+    for ranks, accumulate in ((1, 1), (2, 2), (4, 1), (1, 4)):
+        micro_batch = 8 // ranks // accumulate
+        loaders = [
+            make_loader(
+                order=order,
+                sets=sets,
+                micro_batch=micro_batch,
+                accumulate=accumulate,
+                rank=rank,
+                ranks=ranks,
+            )
+            for rank in range(ranks)
+        ]
+        streams = [loader.starting_at(progress) for loader in loaders]
+        for _ in range(5):
+            steps = [next(stream) for stream in streams]
+            # Micro-batch by micro-batch, the ranks' shares side by side.
+            found.append([row for shares in zip(*steps, strict=True) for row in rows(list(shares))])
+            progress = progress.after(samples=8, tokens=8 * SEQUENCE)
+        for stream in streams:
+            stream.close()
+    assert found == expected
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_ranks_of_a_step_share_nothing(order: str) -> None:
+    loaders = [make_loader(order=order, rank=rank, ranks=4) for rank in range(4)]
+    assert {loader.batch for loader in loaders} == {24}
+    shares = [rows(loader.step_batches(48)) for loader in loaders]
+    whole = rows(make_loader(order=order, micro_batch=24, accumulate=1).step_batches(48))
+    assert sorted(row for share in shares for row in share) == sorted(whole)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    order=st.sampled_from(ORDERS),
+    sets=st.integers(1, 3),
+    calls=st.lists(st.integers(0, 1500), min_size=1, max_size=5),
+)
+def test_a_step_does_not_depend_on_what_was_read_before(
+    order: str, sets: int, calls: list[int]
+) -> None:
+    used = make_loader(order=order, sets=sets)
+    for first in calls:
+        fresh = make_loader(order=order, sets=sets)
+        assert rows(used.step_batches(first)) == rows(fresh.step_batches(first))
+
+
 # ------------------------------------------------------------------ validation
 
 
 def test_validation_is_the_same_every_time_and_however_it_is_divided() -> None:
-    part = Part(Numbers(), Stretch(500, 1000))  # type: ignore[arg-type]
+    part = make_part(Numbers(), 500, 1000)
 
     def read(batch: int) -> list[list[int]]:
-        batches = validation_batches(part, sequence=SEQUENCE, windows=10, batch=batch)
+        batches = validation_batches(Mixture((part,)), sequence=SEQUENCE, windows=10, batch=batch)
         return rows(list(batches))
 
     first = read(4)
@@ -212,6 +332,24 @@ def test_validation_is_the_same_every_time_and_however_it_is_divided() -> None:
 
 
 def test_the_last_validation_batch_may_be_smaller() -> None:
-    part = Part(Numbers(), Stretch(0, 1000))  # type: ignore[arg-type]
-    batches = validation_batches(part, sequence=SEQUENCE, windows=10, batch=4)
+    part = make_part(Numbers(), 0, 1000)
+    batches = validation_batches(Mixture((part,)), sequence=SEQUENCE, windows=10, batch=4)
     assert [batch.samples for batch in batches] == [4, 4, 2]
+
+
+def test_validation_windows_are_shared_out_by_weight_or_size() -> None:
+    parts = (make_part(Numbers(), 0, 1000), make_part(Numbers(), 500, 1000))
+    assert window_shares(Mixture(parts), SEQUENCE, 30) == [20, 10]
+    assert window_shares(Mixture(parts, (1.0, 9.0)), SEQUENCE, 20) == [2, 18]
+    assert window_shares(Mixture(parts, (1.0, 9999.0)), SEQUENCE, 20) == [1, 20]
+    mixture = Mixture(parts, (1.0, 2.0))
+    batches = validation_batches(mixture, sequence=SEQUENCE, windows=30, batch=8)
+    assert [batch.samples for batch in batches] == [8, 2, 8, 8, 4]
+
+
+def test_validation_keeps_documents_apart_too() -> None:
+    mixture = Mixture((make_part(Numbers(), 0, 1000),))
+    rules = DocumentRules("files", attention=True, positions=True)
+    (batch,) = validation_batches(mixture, sequence=60, windows=2, batch=2, rules=rules)
+    assert batch.documents_BT is not None
+    assert batch.documents_BT[0].tolist() == [0] * 25 + [1] * 25 + [2] * 10

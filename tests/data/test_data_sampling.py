@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gristmill.base.errors import Exit, UserError
 from gristmill.data.sampling import (
     RandomWindows,
+    SequentialWindows,
     ShuffledWindows,
     Stretch,
-    build_index,
+    Windows,
     spread_windows,
 )
 
-Order = Literal["shuffled", "random"]
-ORDERS = st.sampled_from(["shuffled", "random"])
+KINDS = (ShuffledWindows, RandomWindows, SequentialWindows)
+ORDERS = st.sampled_from(KINDS)
 SEEDS = st.integers(0, 2**63 - 1)
 
 
@@ -32,7 +30,7 @@ def texts(draw: st.DrawFn) -> tuple[Stretch, int]:
 
 
 def epoch(index: ShuffledWindows, number: int) -> np.ndarray:
-    return index.starts(np.arange(index.windows) + number * index.windows)
+    return index.starts(np.arange(index.epoch) + number * index.epoch)
 
 
 # ------------------------------------------------------------------ shuffled
@@ -110,7 +108,17 @@ def test_every_seed_has_its_own_random_windows() -> None:
     assert len(rows) == 20
 
 
-# ------------------------------------------------------------------ both
+# ------------------------------------------------------------------ sequential
+
+
+def test_sequential_windows_follow_one_another_and_begin_again() -> None:
+    index = SequentialWindows(Stretch(100, 131), 10, 0)
+    assert index.epoch == 3
+    assert index.starts(np.arange(7)).tolist() == [100, 110, 120, 100, 110, 120, 100]
+    assert SequentialWindows(Stretch(100, 130), 10, 0).epoch == 2
+
+
+# ------------------------------------------------------------------ all
 
 
 @given(
@@ -120,11 +128,11 @@ def test_every_seed_has_its_own_random_windows() -> None:
     calls=st.lists(st.lists(st.integers(0, 500), min_size=1, max_size=8), min_size=1, max_size=6),
 )
 def test_the_index_is_pure(
-    order: Order, text: tuple[Stretch, int], seed: int, calls: list[list[int]]
+    order: type[Windows], text: tuple[Stretch, int], seed: int, calls: list[list[int]]
 ) -> None:
     stretch, sequence = text
-    whole = build_index(order, stretch, sequence=sequence, seed=seed).starts(np.arange(501))
-    used = build_index(order, stretch, sequence=sequence, seed=seed)
+    whole = order(stretch, sequence, seed).starts(np.arange(501))
+    used = order(stretch, sequence, seed)
     for samples in calls:
         assert (used.starts(np.array(samples)) == whole[samples]).all()
 
@@ -137,10 +145,10 @@ def test_the_index_is_pure(
     times=st.integers(1, 6),
 )
 def test_samples_do_not_depend_on_how_they_are_grouped(
-    order: Order, text: tuple[Stretch, int], first: int, batch: int, times: int
+    order: type[Windows], text: tuple[Stretch, int], first: int, batch: int, times: int
 ) -> None:
     stretch, sequence = text
-    index = build_index(order, stretch, sequence=sequence, seed=1)
+    index = order(stretch, sequence, 1)
     whole = index.starts(np.arange(first, first + batch * times))
     grouped = [
         index.starts(np.arange(first + batch * time, first + batch * (time + 1)))
@@ -149,17 +157,18 @@ def test_samples_do_not_depend_on_how_they_are_grouped(
     assert np.concatenate(grouped).tolist() == whole.tolist()
 
 
-@pytest.mark.parametrize("order", ["shuffled", "random"])
-def test_a_text_of_one_window_is_enough_and_one_token_less_is_refused(order: Order) -> None:
-    index = build_index(order, Stretch(40, 57), sequence=16, seed=0)
+@pytest.mark.parametrize("order", KINDS)
+def test_a_text_of_one_window_is_enough(order: type[Windows]) -> None:
+    index = order(Stretch(40, 57), 16, 0)
     assert index.starts(np.arange(5)).tolist() == [40] * 5
-    with pytest.raises(UserError) as caught:
-        build_index(order, Stretch(40, 56), sequence=16, seed=0)
-    assert str(caught.value) == (
-        "data.paths: the training text has 16 tokens, too few for one window of 16 + 1\n"
-        "    prepare more text, or shorten data.sequence"
-    )
-    assert caught.value.exit is Exit.DATA
+    assert index.epoch == 1
+
+
+@pytest.mark.parametrize("order", KINDS)
+def test_a_window_is_one_piece_of_one_token_more(order: type[Windows]) -> None:
+    pieces = order(Stretch(40, 140), 16, 0).pieces(np.arange(5))
+    assert pieces.counts.tolist() == [17] * 5
+    assert pieces.begins.tolist() == order(Stretch(40, 140), 16, 0).starts(np.arange(5)).tolist()
 
 
 # ------------------------------------------------------------------ validation

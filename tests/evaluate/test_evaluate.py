@@ -78,3 +78,46 @@ def test_a_run_is_evaluated_on_its_own_validation_text(
 def test_text_must_be_named_for_a_model_without_a_run(loaded: LoadedModel) -> None:
     with pytest.raises(UserError, match="--data PREFIX or --text FILE"):
         evaluation_ids(loaded, data=None, text=None)
+
+
+@pytest.mark.parametrize("order", ["shuffled", "megatron"])
+def test_a_model_that_keeps_documents_apart_is_evaluated_so(
+    make_run: Callable[..., RunConfig], tmp_path: Path, order: str
+) -> None:
+    from gristmill.train.run import run_training
+
+    run_training(make_run('train.until="2 steps"', "data.documents=masked", f"data.order={order}"))
+    opened = open_model(str(tmp_path / "run"), device=CPU)
+    chosen = evaluation_ids(opened, data=None, text=None)
+    assert (chosen.rules.marks, chosen.rules.attention) == ("files", True)
+    bounds = [*chosen.starts.tolist(), len(chosen.ids)]
+    assert bounds[0] == 0
+    assert all(chosen.ids[end - 1] == 256 for end in bounds[1:])
+    apart = evaluate_loss(opened, chosen.ids, rules=chosen.rules, starts=chosen.starts)
+    joined = evaluate_loss(opened, chosen.ids)
+    assert apart.tokens == joined.tokens and apart.loss != joined.loss
+
+    # One window that holds the end of one document and the beginning of the next.
+    begin = int(chosen.starts[1])
+    ids, starts = chosen.ids[begin - 6 : begin + 6], np.array([0, 6])
+    both = evaluate_loss(opened, ids, rules=chosen.rules, starts=starts)
+    first = evaluate_loss(opened, ids[:7])
+    second = evaluate_loss(opened, ids[6:])
+    assert both.loss * 11 == pytest.approx(first.loss * 6 + second.loss * 5, rel=1e-5)
+
+
+def test_text_of_several_files_is_several_documents(
+    make_run: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    from gristmill.train.run import run_training
+
+    run_training(make_run('train.until="2 steps"', "data.reset_attention=true"))
+    opened = open_model(str(tmp_path / "run"), device=CPU)
+    files = []
+    for name in ("corn", "flour"):
+        (tmp_path / f"{name}.txt").write_text(name)
+        files.append(str(tmp_path / f"{name}.txt"))
+    text = evaluation_ids(opened, data=None, text=files)
+    assert text.starts.tolist() == [0, 5]
+    assert (text.rules.marks, text.rules.positions) == ("ids", False)
+    assert evaluate_loss(opened, text.ids, rules=text.rules).tokens == 10

@@ -158,7 +158,9 @@ def test_grouped_heads_are_shared_keys_and_values() -> None:
         full.out.load_state_dict(grouped.out.state_dict())
     x = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0))
     positions = torch.arange(9)
-    assert torch.allclose(full(x, positions, None), grouped(x, positions, None), atol=1e-6)
+    assert torch.allclose(
+        full(x, positions, None, None), grouped(x, positions, None, None), atol=1e-6
+    )
 
 
 def test_rotary_products_depend_on_distance_only() -> None:

@@ -18,7 +18,7 @@ from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.config.schema import RunConfig
 from gristmill.text.prepare import prepare_documents
 from gristmill.text.sources import Document
-from gristmill.text.tokenizers import train_tokenizer
+from gristmill.text.tokenizer_training import train_tokenizer
 from gristmill.track.metrics import EventRecord, StepRecord, ValidationRecord, read_metrics
 from gristmill.train.hooks import StopRequest
 from gristmill.train.run import run_training

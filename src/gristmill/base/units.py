@@ -2,6 +2,7 @@
 
     Duration   "600k steps", "1M samples", "20B tokens"    an interval, a horizon, a warm-up
     Progress   steps, samples and tokens done so far       the only clock of a run
+    a split    "969,30,1"                                  shares of a whole
 
 One step is one optimizer update, one sample one window of text, and a sample of sequence length T
 counts T tokens. Nothing in a run is timed by wall clock except its time limit.
@@ -10,6 +11,7 @@ counts T tokens. Nothing in a run is timed by wall clock except its time limit.
 from __future__ import annotations
 
 import enum
+import math
 import re
 from dataclasses import dataclass
 from decimal import Decimal
@@ -133,3 +135,20 @@ def parse_seconds(text: str) -> float:
     if not parts or "".join(number + unit for number, unit in parts) != compact:
         raise UserError(f"{text!r} is not a time", remedy='write "90s", "30m", "3h30m" or "1d"')
     return sum(float(number) * _TIME_SECONDS[unit] for number, unit in parts)
+
+
+def split_shares(split: str) -> list[float] | None:
+    """Proportions of a split string as they are written, or None if it is not one."""
+    try:
+        parts = [float(part) for part in split.split(",")]
+    except ValueError:
+        return None
+    if len(parts) not in (2, 3) or min(parts) < 0 or not all(map(math.isfinite, parts)):
+        return None
+    return parts if parts[0] > 0 else None
+
+
+def parse_split(split: str) -> list[float] | None:
+    """Proportions of a split string as fractions of one, or None if it is not one."""
+    parts = split_shares(split)
+    return None if parts is None else [part / sum(parts) for part in parts]

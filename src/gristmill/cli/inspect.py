@@ -69,7 +69,9 @@ def _derived(config: object) -> None:
     vocab, source = config.model.vocab, "model.vocab"
     if vocab is None:
         try:
-            vocab, source = open_tokens(config.data.paths).info.vocab_size, config.data.paths
+            paths = config.data.paths
+            source = paths if isinstance(paths, str) else next(iter(paths))
+            vocab = open_tokens(source).info.vocab_size
         except UserError:
             vocab, source = 50257, "assumed: the token files are not there yet"
         if vocab is None:

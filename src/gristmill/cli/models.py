@@ -65,6 +65,8 @@ def evaluate(
             chosen.ids,
             batch=batch,
             limit=limit,
+            rules=chosen.rules,
+            starts=chosen.starts,
             progress=lambda done, total: line.update(done, total, f"{format_count(done)} tokens"),
         )
     typer.echo(f"model          {loaded.origin}")

@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, get_args
@@ -204,16 +205,24 @@ def _leaves(tables: Mapping[str, Any], path: Path_ = ()) -> Iterator[Path_]:
             yield (*path, key)
 
 
-def _merge(target: dict[str, Any], tables: Mapping[str, Any]) -> None:
-    """Lay tables over others. A table that names another `type` replaces the one below it."""
+def _merge(target: dict[str, Any], tables: Mapping[str, Any], path: Path_ = ()) -> None:
+    """Lay tables over others. A table that names another `type` replaces the one below it, and so
+    does one that is the value of a setting, such as the paths of a blend."""
     for key, value in tables.items():
         below = target.get(key)
         if not (isinstance(value, dict) and isinstance(below, dict)):
             target[key] = dict(value) if isinstance(value, dict) else value
-        elif "type" in value and "type" in below and value["type"] != below["type"]:
+        elif (*path, key) in _value_tables() or (
+            "type" in value and "type" in below and value["type"] != below["type"]
+        ):
             target[key] = dict(value)
         else:
-            _merge(below, value)
+            _merge(below, value, (*path, key))
+
+
+@cache
+def _value_tables() -> frozenset[Path_]:
+    return frozenset(setting_paths())
 
 
 # ------------------------------------------------------------------ checking

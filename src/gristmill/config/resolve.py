@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from gristmill.base.errors import Problem
-from gristmill.base.units import Duration, Progress, Unit
+from gristmill.base.units import Duration, Progress, Unit, parse_split
 from gristmill.config.hf import model_settings
 from gristmill.config.schema import (
     InverseSqrtSchedule,
@@ -34,6 +34,10 @@ class Resolved:
 
     sequence: int
     """Tokens per sample."""
+    data_seed: int
+    """Decides the order of samples."""
+    asked_samples: int
+    """Samples that Megatron's order is made for."""
     batch: int
     """Samples per step."""
     micro_batch: int
@@ -110,19 +114,6 @@ def portions(train: TrainConfig) -> Portions | Problem:
     return Portions(batch, micro, batch // micro)
 
 
-def parse_split(split: str) -> list[float] | None:
-    """Proportions of a split string as fractions of one, or None if it is not one."""
-    try:
-        parts = [float(part) for part in split.split(",")]
-    except ValueError:
-        return None
-    if len(parts) not in (2, 3) or min(parts) < 0 or not all(map(math.isfinite, parts)):
-        return None
-    if parts[0] <= 0:
-        return None
-    return [part / sum(parts) for part in parts]
-
-
 def resolve(config: RunConfig, *, vocab: int) -> Resolved:
     """Derive the numbers of a run whose tokenizer has `vocab` ids."""
     parts = portions(config.train)
@@ -130,8 +121,12 @@ def resolve(config: RunConfig, *, vocab: int) -> Resolved:
     sequence = config.data.sequence or config.model.context
     vocab = config.model.vocab or vocab
     steps = _steps(config.train.until, batch=parts.batch, sequence=sequence)
+    until = config.train.until
     return Resolved(
         sequence=sequence,
+        data_seed=config.train.seed if config.data.seed is None else config.data.seed,
+        asked_samples=config.data.samples
+        or (until.amount if until.unit is Unit.SAMPLES else steps * parts.batch),
         batch=parts.batch,
         micro_batch=parts.micro_batch,
         accumulate=parts.accumulate,
@@ -214,6 +209,48 @@ def _split_reads(config: RunConfig) -> Iterator[Broken]:
         yield ("data", "split"), Problem(what, remedy=remedy)
 
 
+def _blend_acts(config: RunConfig) -> Iterator[Broken]:
+    data = config.data
+    if data.blend is None:
+        return
+    if isinstance(data.paths, str) or len(data.paths) == 1:
+        yield ("data", "blend"), Problem("has no effect on a single token set", remedy="remove it")
+    elif data.blend == "exhaustive" and isinstance(data.paths, dict):
+        what = "every sample once leaves no room for the weights in data.paths"
+        remedy = 'write the paths as a list, or set data.blend = "proportion"'
+        yield ("data", "blend"), Problem(what, remedy=remedy)
+    elif data.blend == "exhaustive" and data.order == "random":
+        what = "windows that start at random places cannot all be visited once"
+        yield ("data", "blend"), Problem(what, remedy="choose another data.order")
+
+
+def _order_settings_act(config: RunConfig) -> Iterator[Broken]:
+    data = config.data
+    if data.order == "megatron":
+        if data.seed is not None and data.seed >= 2**32:
+            yield ("data", "seed"), Problem("Megatron's seeds are below 4294967296")
+        elif data.seed is None and config.train.seed >= 2**32:
+            what = "Megatron's seeds are below 4294967296"
+            yield ("train", "seed"), Problem(what, remedy="give the order its own: data.seed")
+        return
+    for name in ("samples", "cache"):
+        if getattr(data, name) is not None:
+            what = f"has no effect with order = {data.order!r}"
+            yield ("data", name), Problem(what, remedy='remove it: it is for order = "megatron"')
+    if data.seed is not None and data.order == "sequential":
+        what = "has no effect with order = 'sequential'"
+        yield ("data", "seed"), Problem(what, remedy="remove it")
+
+
+def _documents_agree(config: RunConfig) -> Iterator[Broken]:
+    if config.data.documents == "joined":
+        return
+    for name in ("reset_attention", "reset_positions"):
+        if getattr(config.data, name):
+            what = 'has no effect with documents = "masked", which does both'
+            yield ("data", name), Problem(what, remedy="remove one of the two")
+
+
 def _loss_scale_acts(config: RunConfig) -> Iterator[Broken]:
     scale = config.precision.loss_scale
     if scale is None:
@@ -271,6 +308,9 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Broken]], ...] = (
     _batch_divides,
     _sequence_fits,
     _split_reads,
+    _blend_acts,
+    _order_settings_act,
+    _documents_agree,
     _loss_scale_acts,
     _schedule_fits,
     _start_agrees,

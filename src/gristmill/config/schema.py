@@ -8,90 +8,12 @@ written file never holds a setting that does not act.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    WithJsonSchema,
-)
+from pydantic import BaseModel, ConfigDict, Field
 
-from gristmill.base.errors import UserError
-from gristmill.base.units import Duration, parse_seconds
-
-# ------------------------------------------------------------------ kinds of values
-
-
-def _duration(value: Any) -> Duration:
-    if isinstance(value, Duration):
-        return value
-    if not isinstance(value, str):
-        raise ValueError('needs a unit: write "500 steps", "1M samples" or "20B tokens"')
-    try:
-        return Duration.parse(value)
-    except UserError as error:
-        raise ValueError(str(error).replace("\n    ", "; ")) from error
-
-
-def _positive_duration(value: Any) -> Duration:
-    duration = _duration(value)
-    if duration.amount < 1:
-        raise ValueError("must be at least 1")
-    return duration
-
-
-def _span(value: Any) -> Duration | float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return _duration(value)
-    if not 0 <= value < 1:
-        raise ValueError(
-            'a plain number is a fraction of the run, from 0 to 1; or write "2k steps"'
-        )
-    return float(value)
-
-
-def _seconds(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError('needs a unit: write "90s", "30m", "3h30m" or "1d"')
-    try:
-        parse_seconds(value)
-    except UserError as error:
-        raise ValueError(str(error).replace("\n    ", "; ")) from error
-    return value
-
-
-_DURATION_SCHEMA = {
-    "type": "string",
-    "pattern": r"^[0-9][0-9_,]*(\.[0-9]+)?\s*[kKmMbBgGtT]?\s*(steps?|samples?|tokens?)$",
-    "examples": ["500 steps", "1M samples", "20B tokens"],
-}
-
-Interval = Annotated[
-    Duration,
-    BeforeValidator(_positive_duration),
-    PlainSerializer(str),
-    WithJsonSchema(_DURATION_SCHEMA),
-]
-"""An amount of steps, samples or tokens, at least 1."""
-
-Span = Annotated[
-    Duration | float,
-    BeforeValidator(_span),
-    PlainSerializer(lambda span: str(span) if isinstance(span, Duration) else span),
-    WithJsonSchema(
-        {"anyOf": [_DURATION_SCHEMA, {"type": "number", "minimum": 0, "exclusiveMaximum": 1}]}
-    ),
-]
-"""A part of the run: a duration, or a fraction of the horizon from 0 to 1."""
-
-WallTime = Annotated[str, BeforeValidator(_seconds)]
-"""A wall-clock span such as "3h30m"."""
-
-Count = Annotated[int, Field(ge=1)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
+from gristmill.base.units import Duration
+from gristmill.config.values import Count, Fraction, Interval, Span, TokenPaths, WallTime
 
 
 class Settings(BaseModel):
@@ -182,10 +104,16 @@ class ModelConfig(Settings):
 class DataConfig(Settings):
     """Where the tokens come from and in which order they are read."""
 
-    paths: str
-    """Token files to train on: the prefix given to `gristmill prepare -o`."""
-    validation: str | None = None
-    """Token files to validate on; a part of `paths` is held out if not given."""
+    paths: TokenPaths
+    """Token files to train on: the prefix given to `gristmill prepare -o`, a list of such prefixes,
+    or a table from prefix to weight, such as { "tokens/web" = 0.9, "tokens/books" = 0.1 }."""
+    blend: Literal["proportion", "exhaustive"] | None = None
+    """How several sets are mixed; proportion if not given. proportion: by their weights, those of a
+    list by their size. exhaustive: every sample of every set once in an epoch, which leaves no room
+    for weights."""
+    validation: TokenPaths | None = None
+    """Token files to validate on, in the same forms; a part of each of `paths` is held out if not
+    given."""
     split: str | None = None
     """Proportions of `paths` for training, validation and, optionally, a test set that stays
     unread,
@@ -194,9 +122,31 @@ class DataConfig(Settings):
     """Tokenizer folder or file; found beside the token files if not given."""
     sequence: Count | None = None
     """Tokens per sample; the model's context if not given."""
-    order: Literal["shuffled", "random"] = "shuffled"
+    order: Literal["shuffled", "random", "sequential", "megatron"] = "shuffled"
     """shuffled: each epoch cuts the text into windows at a new offset and visits all of them in a
-    random order. random: every window starts at an independent random place."""
+    random order. random: every window starts at an independent random place. sequential: one window
+    after the other from the beginning, again and again. megatron: exactly Megatron-LM's order, in
+    which documents are shuffled, strung together, cut into samples, and these shuffled."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    """Decides the order; train.seed if not given. Megatron's default is 1234."""
+    samples: Count | None = None
+    """For order megatron: the number of samples the order is made for, which decides its epochs;
+    those of the whole run if not given. Give the old number to prolong a run into another epoch."""
+    documents: Literal["joined", "masked"] = "joined"
+    """joined: the documents of a sample see one another. masked: attention stays inside a document
+    and positions begin again with each, where the token files say that documents begin."""
+    reset_attention: bool = False
+    """As Megatron's reset-attention-mask: attention does not reach behind an end-of-text id."""
+    reset_positions: bool = False
+    """As Megatron's reset-position-ids: positions begin again behind each end-of-text id."""
+    mask_end_of_text: bool = False
+    """As Megatron's eod-mask-loss: what is predicted from an end-of-text id, the first token of the
+    next document, does not count."""
+    in_memory: bool = False
+    """Read the token files into memory at the start; they are memory-mapped otherwise."""
+    cache: str | None = None
+    """Folder for sample indices that take long to build, which runs may share; a folder inside the
+    run's if not given."""
 
 
 # ------------------------------------------------------------------ optimizers and schedules

@@ -1,25 +1,38 @@
-"""Batches in the order of the sample index, read ahead by a thread.
+"""Batches in the order of the samples, read ahead by a thread.
 
-    samples n ... n + batch - 1  ->  accumulate x Batch(micro_batch)      for step n / batch
+    samples n ... n + batch - 1       of the step that begins at sample n
+
+    micro-batch 0                     micro-batch 1                    accumulate times
+    rank 0 | rank 1 | rank 2 ...      rank 0 | rank 1 | rank 2 ...     micro_batch samples each
 
 The loader keeps no state: `starting_at(progress)` computes the stream from the number of samples
-already consumed. Reading ahead hides the time of gathering windows; on a GPU the host memory is
-pinned, so that the copy to the device overlaps with computation.
+already consumed. Which samples a step consists of does not depend on how it is divided over ranks
+and micro-batches, so a run may go on with another number of either. Reading ahead hides the time of
+gathering; on a GPU batches are written into pinned memory at once, so that the copy to the device
+overlaps with computation (torch keeps that memory for the next batch).
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from gristmill.base.units import Progress
-from gristmill.data.dataset import Part
-from gristmill.data.sampling import SampleIndex, spread_windows
+from gristmill.data.dataset import Mixture, Part
+from gristmill.data.documents import (
+    JOINED,
+    DocumentRules,
+    document_numbers,
+    marks_behind,
+    restarted_positions,
+)
+from gristmill.data.sampling import Pieces, spread_windows
+from gristmill.data.stream import Samples, SampleStream, read_pieces
 
 READ_AHEAD = 4
 
@@ -34,6 +47,10 @@ class Batch:
     """How much each target counts; None if all count one."""
     counted: float
     """Sum of the weights, known without asking the device."""
+    positions_BT: torch.Tensor | None = None
+    """Where each token stands; None if positions are those in the sample."""
+    documents_BT: torch.Tensor | None = None
+    """The document of each token, between which there is no attention; None if all see all."""
 
     @property
     def samples(self) -> int:
@@ -45,46 +62,88 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on a device; returns before the copy is done if the memory is pinned."""
-        weights = self.weights_BT
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        def move_any(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else move(tensor)
+
         return Batch(
-            self.tokens_BT.to(device, non_blocking=True),
-            self.targets_BT.to(device, non_blocking=True),
-            None if weights is None else weights.to(device, non_blocking=True),
+            move(self.tokens_BT),
+            move(self.targets_BT),
+            move_any(self.weights_BT),
             self.counted,
+            move_any(self.positions_BT),
+            move_any(self.documents_BT),
         )
 
 
-def make_batch(windows_BS: np.ndarray, *, pin: bool = False) -> Batch:
-    """Inputs and targets from windows of T + 1 tokens."""
-    tokens = torch.from_numpy(np.ascontiguousarray(windows_BS[:, :-1]))
-    targets = torch.from_numpy(np.ascontiguousarray(windows_BS[:, 1:]))
-    if pin:
-        tokens, targets = tokens.pin_memory(), targets.pin_memory()
-    return Batch(tokens, targets, None, float(tokens.numel()))
+def make_batch(
+    ids_BS: np.ndarray,
+    *,
+    marks_BS: np.ndarray | None = None,
+    rules: DocumentRules = JOINED,
+    pin: bool = False,
+) -> Batch:
+    """Inputs and targets from samples of T + 1 tokens, and what the rules ask for."""
+    inputs_BT = ids_BS[:, :-1]
+    weights = positions = documents = None
+    counted = float(inputs_BT.size)
+    if rules.unweighted:
+        weights = _tensor(inputs_BT != rules.end_of_text, torch.float32, pin)
+        counted = float(weights.sum())
+    marks_BT = None if marks_BS is None else marks_BS[:, :-1]
+    if rules.marks == "ids":
+        assert rules.end_of_text is not None
+        marks_BT = marks_behind(inputs_BT, end_of_text=rules.end_of_text)
+    if marks_BT is not None and rules.positions:
+        positions = _tensor(restarted_positions(marks_BT), torch.int64, pin)
+    if marks_BT is not None and rules.attention:
+        documents = _tensor(document_numbers(marks_BT), torch.int32, pin)
+    return Batch(
+        _tensor(inputs_BT, torch.int64, pin),
+        _tensor(ids_BS[:, 1:], torch.int64, pin),
+        weights,
+        counted,
+        positions,
+        documents,
+    )
+
+
+def _tensor(values: np.ndarray, dtype: torch.dtype, pin: bool) -> torch.Tensor:
+    """A tensor of its own, converted while it is copied."""
+    tensor = torch.empty(values.shape, dtype=dtype, pin_memory=pin)
+    tensor.numpy()[...] = values
+    return tensor
 
 
 @dataclass(frozen=True)
 class Loader:
-    """The endless stream of training batches."""
+    """The endless stream of training batches, or one rank's share of it."""
 
-    part: Part
-    index: SampleIndex
-    sequence: int
+    stream: SampleStream
     micro_batch: int
     accumulate: int
+    rules: DocumentRules = JOINED
+    rank: int = 0
+    ranks: int = 1
     pin: bool = False
 
     @property
     def batch(self) -> int:
-        return self.micro_batch * self.accumulate
+        """Samples of a step, over all ranks."""
+        return self.micro_batch * self.accumulate * self.ranks
 
     def step_batches(self, first_sample: int) -> list[Batch]:
-        """The micro-batches of the step that begins with a sample."""
-        samples = np.arange(first_sample, first_sample + self.batch, dtype=np.int64)
-        starts = self.index.starts(samples).reshape(self.accumulate, self.micro_batch)
+        """This rank's micro-batches of the step that begins with a sample."""
+        self.stream.check_files()
+        step = np.arange(first_sample, first_sample + self.batch, dtype=np.int64)
+        mine = step.reshape(self.accumulate, self.ranks, self.micro_batch)[:, self.rank]
+        samples = self.stream.read(mine.reshape(-1), marks=self.rules.marks == "files")
         return [
-            make_batch(self.part.windows(row, sequence=self.sequence), pin=self.pin)
-            for row in starts
+            make_batch(part.ids_BS, marks_BS=part.marks_BS, rules=self.rules, pin=self.pin)
+            for part in _cut(samples, self.micro_batch)
         ]
 
     def starting_at(self, progress: Progress) -> Generator[list[Batch]]:
@@ -121,6 +180,14 @@ class Loader:
             _offer(ready, error, done)
 
 
+def _cut(samples: Samples, size: int) -> Iterator[Samples]:
+    for first in range(0, len(samples.ids_BS), size):
+        part = slice(first, first + size)
+        yield Samples(
+            samples.ids_BS[part], None if samples.marks_BS is None else samples.marks_BS[part]
+        )
+
+
 def _offer(
     ready: queue.Queue[list[Batch] | BaseException],
     item: list[Batch] | BaseException,
@@ -134,8 +201,32 @@ def _offer(
             continue
 
 
-def validation_batches(part: Part, *, sequence: int, windows: int, batch: int) -> Iterator[Batch]:
-    """The fixed validation windows, in order."""
-    starts = spread_windows(part.stretch, sequence=sequence, windows=windows)
-    for first in range(0, len(starts), batch):
-        yield make_batch(part.windows(starts[first : first + batch], sequence=sequence))
+# ------------------------------------------------------------------ validation
+
+
+def validation_batches(
+    held: Mixture, *, sequence: int, windows: int, batch: int, rules: DocumentRules = JOINED
+) -> Iterator[Batch]:
+    """The fixed validation windows, in order: those of the first set first."""
+    held.check_files()
+    length = sequence + 1
+    for part, count in zip(held.parts, window_shares(held, sequence, windows), strict=True):
+        starts = spread_windows(part.stretch, sequence=sequence, windows=count)
+        for first in range(0, len(starts), batch):
+            begins = starts[first : first + batch]
+            pieces = Pieces(begins, np.full(len(begins), length))
+            samples = read_pieces(part.text, pieces, length=length, marks=rules.marks == "files")
+            yield make_batch(samples.ids_BS, marks_BS=samples.marks_BS, rules=rules)
+
+
+def window_shares(held: Mixture, sequence: int, windows: int) -> list[int]:
+    """Windows of each set, by weight or size; at least one of each."""
+    if len(held.parts) == 1:
+        return [windows]
+    weights: Sequence[float] = held.weights or [_fitting(part, sequence) for part in held.parts]
+    total = sum(weights)
+    return [max(1, round(windows * weight / total)) for weight in weights]
+
+
+def _fitting(part: Part, sequence: int) -> int:
+    return (len(part.stretch) - 1) // sequence

@@ -1,41 +1,63 @@
-"""The text a model is evaluated on: token files, plain text, or the run's own validation text."""
+"""The text a model is evaluated on: token files, plain text, or the run's own validation text.
+
+A model that was trained with documents kept apart is evaluated so too, whatever the text.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from gristmill.base.errors import UserError
 from gristmill.checkpoint.model import LoadedModel
 from gristmill.config.load import load_run
-from gristmill.data.dataset import open_parts, prove_tokenizer
-from gristmill.text.sources import Document, open_sources
+from gristmill.data.build import build_rules
+from gristmill.data.dataset import Mixture, open_parts, prove_tokenizer
+from gristmill.data.documents import JOINED, DocumentRules
+from gristmill.text.reading import open_sources
+from gristmill.text.sources import Document
 from gristmill.tokens.store import open_tokens
 
 
 @dataclass(frozen=True)
 class EvaluationText:
-    """Token ids and where they come from."""
+    """Token ids, where they come from, and where documents begin in them."""
 
     ids: np.ndarray
     name: str
+    starts: np.ndarray
+    rules: DocumentRules = JOINED
+    """What is done about the borders of documents."""
 
 
 def evaluation_ids(
     loaded: LoadedModel, *, data: str | None, text: Sequence[str] | None
 ) -> EvaluationText:
     """The ids of the text that is asked for."""
+    return replace(_chosen(loaded, data=data, text=text), rules=_rules(loaded))
+
+
+def _rules(loaded: LoadedModel) -> DocumentRules:
+    """Those of the run that the model came from, except that every token counts."""
+    if loaded.run is None or not (loaded.run / "run.toml").is_file():
+        return JOINED
+    config = load_run(loaded.run / "run.toml")
+    rules = build_rules(config.data, end_of_text=loaded.tokenizer.end_of_text)
+    return replace(rules, unweighted=False)
+
+
+def _chosen(loaded: LoadedModel, *, data: str | None, text: Sequence[str] | None) -> EvaluationText:
     if data is not None and text:
         raise UserError("give token files or text, not both", where="--data, --text")
     if text:
-        return EvaluationText(_encode(loaded, text), " ".join(text))
+        return _encode(loaded, text)
     if data is not None:
         reader = open_tokens(data)
         remedy = "the model needs its own tokenizer: evaluate on the text itself with --text"
         prove_tokenizer(loaded.tokenizer, reader, where=data, remedy=remedy)
-        return EvaluationText(reader.read(0, len(reader)), data)
+        return EvaluationText(reader.read(0, len(reader)), data, reader.document_starts)
     if loaded.run is None:
         raise UserError(
             "this model did not come with validation text",
@@ -45,13 +67,14 @@ def evaluation_ids(
     return _own_validation(loaded)
 
 
-def _encode(loaded: LoadedModel, paths: Sequence[str]) -> np.ndarray:
+def _encode(loaded: LoadedModel, paths: Sequence[str]) -> EvaluationText:
     tokenizer = loaded.tokenizer
-    ids: list[int] = []
+    ids, starts = list[int](), list[int]()
     for item in open_sources(list(paths)):
         if isinstance(item, Document):
+            starts.append(len(ids))
             ids += [*tokenizer.encode(item.text), tokenizer.end_of_text]
-    return np.array(ids, dtype=np.int64)
+    return EvaluationText(np.array(ids, dtype=np.int64), " ".join(paths), np.array(starts))
 
 
 def _own_validation(loaded: LoadedModel) -> EvaluationText:
@@ -63,5 +86,20 @@ def _own_validation(loaded: LoadedModel) -> EvaluationText:
         raise UserError(
             "this run has no validation text", where=str(loaded.run), remedy="use --data or --text"
         )
-    ids = held.reader.read(held.stretch.begin, len(held.stretch))
-    return EvaluationText(ids, config.data.validation or f"{config.data.paths} (held out)")
+    name = ", ".join(part.path for part in held.parts)
+    return _joined(held, name=name if config.data.validation else f"{name} (held out)")
+
+
+def _joined(held: Mixture, *, name: str) -> EvaluationText:
+    """The parts of several sets as one text; a part begins a document."""
+    ids, starts, total = list[np.ndarray](), list[np.ndarray](), 0
+    for part in held.parts:
+        begin, end = part.stretch.begin, part.stretch.end
+        inside = part.reader.document_starts
+        inside = inside[np.searchsorted(inside, begin) : np.searchsorted(inside, end)]
+        starts.append(np.union1d([0], inside - begin) + total)
+        ids.append(part.reader.read(begin, end - begin))
+        total += end - begin
+    return EvaluationText(
+        ids[0] if len(ids) == 1 else np.concatenate(ids), name, np.concatenate(starts)
+    )

@@ -1,7 +1,8 @@
 """Loss, perplexity and bits per byte of a model on text.
 
 The text is read in windows of the model's context that do not overlap, the last one shorter; every
-token but the first of each window is predicted. Bits per byte divide by the bytes of the predicted
+token but the first of each window is predicted. For a model that keeps documents apart, so do the
+windows. Bits per byte divide by the bytes of the predicted
 tokens, so that models with different tokenizers can be compared.
 """
 
@@ -17,6 +18,9 @@ import torch
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.checkpoint.model import LoadedModel
+from gristmill.data.documents import JOINED, DocumentRules, marks_in_pieces
+from gristmill.data.loader import make_batch
+from gristmill.data.sampling import Pieces
 from gristmill.models.spec import Loss
 
 
@@ -40,8 +44,13 @@ def evaluate_loss(
     batch: int = 8,
     limit: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    rules: DocumentRules = JOINED,
+    starts: np.ndarray | None = None,
 ) -> Evaluation:
-    """Evaluate on a sequence of token ids, on its first `limit` tokens if given."""
+    """Evaluate on a sequence of token ids, on its first `limit` tokens if given.
+
+    Rules that keep documents apart may need to know where these start.
+    """
     ids = ids if limit is None else ids[: limit + 1]
     if len(ids) < 2:
         raise UserError("the text has fewer than two tokens", where="evaluate", exit=Exit.DATA)
@@ -51,13 +60,24 @@ def evaluate_loss(
     )
     device = loaded.model.embedding.weight.device
     total, tokens, text_bytes = 0.0, 0, 0
-    for windows_BS in _windows(ids, context=loaded.model.config.context, batch=batch):
-        window = torch.from_numpy(windows_BS).to(device)
+    for pieces in _windows(len(ids), context=loaded.model.config.context, batch=batch):
+        length = int(pieces.counts[0])
+        windows_BS = np.stack([ids[begin : begin + length] for begin in pieces.begins])
+        marks_BS = None
+        if rules.marks == "files":
+            assert starts is not None, "the text knows where its documents start"
+            marks_BS = marks_in_pieces(pieces, starts=starts, length=length)
+        part = make_batch(windows_BS, marks_BS=marks_BS, rules=rules).to(device)
         with torch.inference_mode():
-            loss = loaded.model(window[:, :-1], targets_BT=window[:, 1:].contiguous())
+            loss = loaded.model(
+                part.tokens_BT,
+                targets_BT=part.targets_BT,
+                positions_BT=part.positions_BT,
+                documents_BT=part.documents_BT,
+            )
         assert isinstance(loss, Loss)
         total += loss.total.item()
-        tokens += windows_BS[:, 1:].size
+        tokens += part.tokens
         text_bytes += int(bytes_of[windows_BS[:, 1:]].sum())
         if progress is not None:
             progress(tokens, len(ids) - 1)
@@ -71,11 +91,12 @@ def evaluate_loss(
     )
 
 
-def _windows(ids: np.ndarray, *, context: int, batch: int) -> Iterator[np.ndarray]:
+def _windows(tokens: int, *, context: int, batch: int) -> Iterator[Pieces]:
     """Windows of context + 1 tokens that share one token with the next, then the rest."""
-    whole = (len(ids) - 1) // context
+    whole = (tokens - 1) // context
     for first in range(0, whole, batch):
-        rows = range(first, min(first + batch, whole))
-        yield np.stack([ids[r * context : (r + 1) * context + 1] for r in rows]).astype(np.int64)
-    if whole * context + 1 < len(ids):
-        yield np.array(ids[whole * context :], dtype=np.int64)[None]
+        begins = np.arange(first, min(first + batch, whole)) * context
+        yield Pieces(begins, np.full(len(begins), context + 1))
+    rest = tokens - whole * context
+    if rest > 1:
+        yield Pieces(np.array([whole * context]), np.array([rest]))

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gristmill.config.schema import ModelConfig
-from gristmill.models.layers import Block, build_norm
+from gristmill.models.layers import Block, build_norm, document_mask
 from gristmill.models.loss import linear_cross_entropy
 from gristmill.models.spec import KVCache, Loss
 
@@ -67,10 +67,13 @@ class GPT(nn.Module):
         targets_BT: torch.Tensor | None = None,
         weights_BT: torch.Tensor | None = None,
         scale: torch.Tensor | None = None,
+        positions_BT: torch.Tensor | None = None,
+        documents_BT: torch.Tensor | None = None,
         cache: KVCache | None = None,
         last_only: bool = False,
     ) -> torch.Tensor | Loss:
-        hidden_BTD = self._hidden(tokens_BT, cache)
+        assert cache is None or (positions_BT is None and documents_BT is None), "one document"
+        hidden_BTD = self._hidden(tokens_BT, positions_BT, documents_BT, cache)
         if targets_BT is not None:
             return linear_cross_entropy(
                 hidden_BTD.flatten(0, 1),
@@ -84,19 +87,28 @@ class GPT(nn.Module):
             hidden_BTD = hidden_BTD[:, -1:]
         return self.head(hidden_BTD)[..., : self.vocab]
 
-    def _hidden(self, tokens_BT: torch.Tensor, cache: KVCache | None) -> torch.Tensor:
+    def _hidden(
+        self,
+        tokens_BT: torch.Tensor,
+        positions_BT: torch.Tensor | None,
+        documents_BT: torch.Tensor | None,
+        cache: KVCache | None,
+    ) -> torch.Tensor:
         start = cache.length if cache is not None else 0
         length = tokens_BT.shape[1]
-        positions_T = torch.arange(start, start + length, device=tokens_BT.device)
+        positions = positions_BT
+        if positions is None:
+            positions = torch.arange(start, start + length, device=tokens_BT.device)
+        mask = None if documents_BT is None else document_mask(documents_BT)
         x_BTD = self.embedding(tokens_BT)
         if self.positions is not None:
-            x_BTD = x_BTD + self.positions(positions_T)
+            x_BTD = x_BTD + self.positions(positions)
         x_BTD = self.dropout(x_BTD)
         for block in self.blocks:
             if self.recompute and self.training:
-                x_BTD = checkpoint(block, x_BTD, positions_T, use_reentrant=False)
+                x_BTD = checkpoint(block, x_BTD, positions, mask, use_reentrant=False)
             else:
-                x_BTD = block(x_BTD, positions_T, cache)
+                x_BTD = block(x_BTD, positions, mask, cache)
         if cache is not None:
             cache.length += length
         return self.norm(x_BTD)

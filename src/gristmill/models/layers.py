@@ -1,5 +1,8 @@
 """The parts of a transformer block, each chosen by the model's settings.
 
+Positions are one row for all samples (T) or a row for each (B, T). A mask says which positions see
+which, where it is not simply the earlier ones.
+
 Shapes: B samples, T positions, D width, H heads, G key and value heads, K head width, F inner
 width.
 """
@@ -22,6 +25,12 @@ def build_norm(config: ModelConfig, width: int | None = None) -> nn.Module:
     return nn.RMSNorm(width, eps=config.norm_eps)
 
 
+def document_mask(documents_BT: torch.Tensor) -> torch.Tensor:
+    """Which position sees which, (B, 1, T, T): the earlier ones of the same document and itself."""
+    same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
+    return same_BTT.tril()[:, None]
+
+
 class Rotary(nn.Module):
     """Turns pairs of query and key features by an angle that grows with the position.
 
@@ -33,15 +42,17 @@ class Rotary(nn.Module):
         self.pairs = config.head_width // 2
         self.base = config.rotary_base or 10_000.0
 
-    def angles(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of all positions, computed in fp32."""
-        steps = torch.arange(self.pairs, device=positions_T.device, dtype=torch.float32)
+    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of all positions, computed in fp32: (T, K/2) or (B, 1, T, K/2)."""
+        steps = torch.arange(self.pairs, device=positions.device, dtype=torch.float32)
         frequencies = self.base ** (-steps / self.pairs)
-        angles_TK = positions_T.float()[:, None] * frequencies
-        return angles_TK.cos(), angles_TK.sin()
+        angles = positions.float()[..., None] * frequencies
+        if positions.dim() == 2:
+            angles = angles[:, None]
+        return angles.cos(), angles.sin()
 
-    def forward(self, x_BHTK: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        cos, sin = self.angles(positions_T)
+    def forward(self, x_BHTK: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        cos, sin = self.angles(positions)
         first, second = x_BHTK.float().chunk(2, dim=-1)
         turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
         return turned.type_as(x_BHTK)
@@ -64,19 +75,23 @@ class Attention(nn.Module):
         self.key_norm = nn.RMSNorm(self.head_width, config.norm_eps) if config.qk_norm else None
 
     def forward(
-        self, x_BTD: torch.Tensor, positions_T: torch.Tensor, cache: KVCache | None
+        self,
+        x_BTD: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor | None,
+        cache: KVCache | None,
     ) -> torch.Tensor:
         query, key, value = self._project(x_BTD)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         if self.rotary is not None:
-            query, key = self.rotary(query, positions_T), self.rotary(key, positions_T)
-        mask, causal = None, True
+            query, key = self.rotary(query, positions), self.rotary(key, positions)
+        causal = mask is None
         if cache is not None:
             key, value = cache.extend(self.layer, key, value)
             causal = cache.length == 0
-            if not causal and positions_T.shape[0] > 1:
-                mask = positions_T[:, None] >= torch.arange(key.shape[2], device=key.device)
+            if not causal and positions.shape[0] > 1:
+                mask = positions[:, None] >= torch.arange(key.shape[2], device=key.device)
         y_BHTK = functional.scaled_dot_product_attention(
             query,
             key,
@@ -131,8 +146,12 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, x_BTD: torch.Tensor, positions_T: torch.Tensor, cache: KVCache | None = None
+        self,
+        x_BTD: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        cache: KVCache | None = None,
     ) -> torch.Tensor:
-        attended = self.attention(self.attention_norm(x_BTD), positions_T, cache)
+        attended = self.attention(self.attention_norm(x_BTD), positions, mask, cache)
         x_BTD = x_BTD + self.dropout(attended)
         return x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD)))

@@ -5,6 +5,7 @@ Everything goes through `forward`, so that wrappers (compilation, sharding) see 
     model(tokens_BT)                               -> logits_BTV, or _B1V with last_only
     model(tokens_BT, targets=, weights=, scale=)   -> Loss, for training and validation
     model(tokens_BT, cache=KVCache)                -> logits, the cache grown by T
+    model(tokens_BT, positions=, documents=, ...)  -> the same with packed documents kept apart
 
 Shapes: B samples, T positions, D width, V vocabulary, H heads, K head width.
 """

@@ -111,6 +111,8 @@ class SingleDevice:
                 targets_BT=batch.targets_BT,
                 weights_BT=batch.weights_BT,
                 scale=scale,
+                positions_BT=batch.positions_BT,
+                documents_BT=batch.documents_BT,
             )
         assert isinstance(loss, tuple)
         return Loss(*loss)

@@ -89,6 +89,11 @@ class MappedReader:
         """The positions at which documents begin."""
         return self._starts
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that hold the ids."""
+        return tuple(shard.path for shard in self._shards)
+
 
 def map_array(path: Path, dtype: npt.DTypeLike, *, offset: int = 0, count: int) -> npt.NDArray[Any]:
     """Part of a file as an array, read when it is touched."""

@@ -7,6 +7,7 @@ Everything a user can get wrong is found here, before the first step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from gristmill.checkpoint.model import fill_model
 from gristmill.checkpoint.state import TrainState
 from gristmill.checkpoint.writer import CheckpointWriter, require_room
 from gristmill.config.resolve import SHAPE_FREE, Resolved, resolve
-from gristmill.config.schema import RunConfig
-from gristmill.data.dataset import Parts, open_parts, prove_tokenizer
+from gristmill.config.schema import DataConfig, RunConfig
+from gristmill.data.build import Wanted, build_rules, build_stream, order_identity
+from gristmill.data.dataset import Part, Parts, open_parts, prove_tokenizer
+from gristmill.data.documents import DocumentRules
 from gristmill.data.loader import Loader, validation_batches
-from gristmill.data.sampling import build_index
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
 from gristmill.optim.build import build_optimizer
@@ -85,21 +87,25 @@ def assemble(config: RunConfig, folder: RunFolder) -> Assembly:
 
 def _open_tokenizer(config: RunConfig, data: Parts) -> Tokenizer:
     """The tokenizer the token files were made with, proven by its fingerprint or by the ids."""
-    train, held = data.train.reader, data.validation
-    given = config.data.tokenizer or f"{config.data.paths}.tokenizer"
-    if train.info.tokenizer is None and not config.data.tokenizer and not Path(given).exists():
+    train = data.train.parts
+    held = data.validation.parts if config.data.validation and data.validation else ()
+    given = config.data.tokenizer or f"{train[0].path}.tokenizer"
+    known = any(part.reader.info.tokenizer is not None for part in train)
+    if not known and not config.data.tokenizer and not Path(given).exists():
         raise UserError(
             "these token files do not say which tokenizer made them",
-            where=f"data.paths {config.data.paths}",
+            where=f"data.paths {train[0].path}",
             remedy="name it with data.tokenizer",
             exit=Exit.DATA,
         )
     tokenizer = open_tokenizer(given)
     remedy = "give the tokenizer that the token files were made with, or prepare them again"
-    prove_tokenizer(tokenizer, train, where=f"data.tokenizer {given}", remedy=remedy)
-    if config.data.validation is not None and held is not None:
-        where = f"data.validation {config.data.validation}"
-        prove_tokenizer(tokenizer, held.reader, where=where, remedy=remedy)
+    for part in train:
+        where = f"data.tokenizer {given}" if len(train) == 1 else f"data.paths {part.path}"
+        prove_tokenizer(tokenizer, part.reader, where=where, remedy=remedy)
+    for part in held:
+        where = f"data.validation {part.path}"
+        prove_tokenizer(tokenizer, part.reader, where=where, remedy=remedy)
     if config.model.vocab is not None and config.model.vocab < tokenizer.size:
         raise UserError(
             f"the tokenizer has {tokenizer.size} ids, and the model only {config.model.vocab}",
@@ -114,35 +120,51 @@ def _identity(
 ) -> dict[str, Any]:
     """What must stay the same for a run to go on exactly."""
     model = config.model.model_dump(exclude_none=True, exclude=SHAPE_FREE)
-    stretch = data.train.stretch
+    own_seed = {} if config.data.seed is None else {"data.seed": config.data.seed}
     return {
         **{f"model.{name}": value for name, value in model.items()},
         "model.vocab": numbers.vocab,
         "tokenizer": tokenizer.fingerprint,
-        "data.paths (content)": data.train.reader.info.fingerprint,
-        "data.split (tokens)": [stretch.begin, stretch.end],
+        "data.paths (content)": _each(data, lambda part: part.reader.info.fingerprint),
+        "data.split (tokens)": _each(data, lambda part: [part.stretch.begin, part.stretch.end]),
         "data.order": config.data.order,
         "data.sequence": numbers.sequence,
+        **own_seed,
+        **order_identity(config.data, data.train, _wanted(config.data, numbers)),
         "train.seed": config.train.seed,
         "optim.type": config.optim.type,
     }
 
 
+def _each(data: Parts, fact: Callable[[Part], Any]) -> Any:
+    """A fact about each set that is trained on, as it is if there is one set."""
+    facts = [fact(part) for part in data.train.parts]
+    return facts[0] if len(facts) == 1 else facts
+
+
+def document_rules(parts: Assembly) -> DocumentRules:
+    """What is done about the borders of documents."""
+    return build_rules(parts.config.data, end_of_text=parts.tokenizer.end_of_text)
+
+
+def _wanted(data: DataConfig, numbers: Resolved, folder: RunFolder | None = None) -> Wanted:
+    own = None if folder is None else folder.path / "index"
+    return Wanted(
+        sequence=numbers.sequence,
+        seed=numbers.data_seed,
+        samples=numbers.asked_samples,
+        cache=Path(data.cache) if data.cache else own,
+    )
+
+
 def build_loader(parts: Assembly) -> Loader:
     """The stream of training batches."""
-    numbers, config = parts.numbers, parts.config
-    index = build_index(
-        config.data.order,
-        parts.data.train.stretch,
-        sequence=numbers.sequence,
-        seed=config.train.seed,
-    )
+    numbers, data = parts.numbers, parts.config.data
     return Loader(
-        parts.data.train,
-        index,
-        sequence=numbers.sequence,
+        build_stream(data, parts.data.train, _wanted(data, numbers, parts.folder)),
         micro_batch=numbers.micro_batch,
         accumulate=numbers.accumulate,
+        rules=document_rules(parts),
         pin=parts.world.device.type == "cuda",
     )
 
@@ -162,6 +184,7 @@ def build_validate(parts: Assembly, tracker: Tracker) -> Validate | None:
             sequence=parts.numbers.sequence,
             windows=parts.config.validation.windows,
             batch=parts.numbers.micro_batch,
+            rules=document_rules(parts),
         ),
         tracker=tracker,
         state=parts.state,

@@ -1,0 +1,142 @@
+"""Runs with other orders, several token sets and documents kept apart: they resume exactly too."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gristmill.base.errors import Exit, UserError
+from gristmill.config.schema import RunConfig
+from gristmill.tokens.store import create_tokens, find_tokens
+from gristmill.train.hooks import StopRequest
+from gristmill.train.run import run_training
+
+if TYPE_CHECKING:
+    from conftest import Runs
+
+MakeRun = Callable[..., RunConfig]
+
+
+@pytest.fixture
+def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Make the next run stop politely after so many steps."""
+
+    def arrange(steps: int) -> None:
+        seen = 0
+
+        def count(self: StopRequest, *, reserve: float) -> None:
+            nonlocal seen
+            seen += 1
+            if seen == steps:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        monkeypatch.setattr(StopRequest, "check_time", count)
+
+    return arrange
+
+
+@pytest.fixture
+def second(tokens: Path, tmp_path: Path) -> Path:
+    """Another set of the same tokenizer: every other document of the first."""
+    opened = find_tokens(tokens)
+    reader, manifest = opened.reader, opened.manifest
+    assert manifest is not None
+    writer = create_tokens(
+        tmp_path / "second",
+        vocab_size=257,
+        end_of_text=256,
+        tokenizer=manifest.tokenizer,
+        format="megatron",
+    )
+    bounds = [*reader.document_starts.tolist(), len(reader)]
+    for number in range(0, len(bounds) - 1, 2):
+        begin, end = bounds[number], bounds[number + 1]
+        writer.add(reader.read(begin, end - begin))
+    writer.finish()
+    return tmp_path / "second"
+
+
+SETTINGS = {
+    "sequential": ["data.order=sequential"],
+    "megatron": ["data.order=megatron", "data.seed=1234"],
+    "masked": ["data.documents=masked", "train.accumulate=2"],
+    "switches": [
+        "data.order=megatron",
+        "data.reset_attention=true",
+        "data.reset_positions=true",
+        "data.mask_end_of_text=true",
+    ],
+    "in memory": ["data.in_memory=true"],
+    "by weight": ['data.paths={{"{tokens}"=3,"{second}"=1}}'],
+    "exhaustive": ['data.paths=["{tokens}","{second}"]', "data.blend=exhaustive"],
+    "megatron by weight": ["data.order=megatron", 'data.paths={{"{tokens}"=3,"{second}"=1}}'],
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_stopped_and_resumed_equals_uninterrupted(
+    make_run: MakeRun,
+    tokens: Path,
+    second: Path,
+    stop_after: Callable[[int], None],
+    settings: list[str],
+    runs: Runs,
+) -> None:
+    words = [word.format(tokens=tokens, second=second) for word in settings]
+    whole, parted = make_run(*words, folder="whole"), make_run(*words, folder="parted")
+    assert run_training(whole).exit is Exit.DONE
+    stop_after(5)
+    first = run_training(parted)
+    assert (first.exit, first.step) == (Exit.STOPPED, 5)
+    stop_after(1000)
+    last = run_training(parted)
+    assert last.exit is Exit.DONE
+    assert whole.folder is not None and parted.folder is not None
+    runs.assert_same(Path(whole.folder), Path(parted.folder))
+
+
+def test_keeping_documents_apart_changes_the_loss(make_run: MakeRun, runs: Runs) -> None:
+    joined = run_training(make_run(folder="joined"))
+    masked = run_training(make_run("data.documents=masked", folder="masked"))
+    assert runs.history(joined.folder)[0] != runs.history(masked.folder)[0]
+
+
+def test_megatrons_order_is_prolonged_where_that_does_not_change_it(make_run: MakeRun) -> None:
+    run_training(make_run("data.order=megatron", 'train.until="4 steps"'))
+    assert run_training(make_run("data.order=megatron", 'train.until="6 steps"')).step == 6
+    longer = ["data.order=megatron", 'train.until="300 steps"', "train.time_limit=1s"]
+    with pytest.raises(UserError) as caught:
+        run_training(make_run(*longer))
+    assert "data.samples (epochs): was ['1'] and is now ['3" in str(caught.value)
+    assert run_training(make_run(*longer, "data.samples=24")).step > 6
+
+
+@pytest.mark.parametrize("change", ['data.paths={{"{tokens}"=2,"{second}"=1}}', "data.seed=7"])
+def test_another_mixture_or_seed_is_another_run(
+    make_run: MakeRun, tokens: Path, second: Path, change: str
+) -> None:
+    blend = f'data.paths={{"{tokens}"=3,"{second}"=1}}'
+    run_training(make_run(blend, 'train.until="2 steps"'))
+    word = change.format(tokens=tokens, second=second)
+    with pytest.raises(UserError, match="cannot go on with these settings"):
+        run_training(make_run(blend, word, 'train.until="3 steps"'))
+
+
+def test_a_large_index_is_kept_in_the_run_or_where_the_user_says(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gristmill.data.build.WORTH_KEEPING", 10)
+    few = 'train.until="2 steps"'
+    run_training(make_run("data.order=megatron", few))
+    assert len(list((tmp_path / "run" / "index").glob("*/shuffle.npy"))) == 1
+    shared = tmp_path / "shared"
+    for folder in ("one", "two"):
+        words = ("data.order=megatron", f"data.cache={shared}", few)
+        run_training(make_run(*words, folder=folder))
+        assert not (tmp_path / folder / "index").exists()
+    assert len(list(shared.glob("*/shuffle.npy"))) == 1
