@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gristmill.checkpoint.layout import CheckpointFolder
-from gristmill.text.prepare import prepare_documents
-from gristmill.text.python_docs import python_documents
-from gristmill.text.tokenizers import open_tokenizer
+from gristmill.text.prepare.prepare import prepare_documents
+from gristmill.text.sources.python_docs import python_documents
+from gristmill.text.tokenizers.tokenizer import open_tokenizer
 
 RUN = """
 name = "victim"

@@ -13,9 +13,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network
 
 from gristmill.config.load import load_text
 from gristmill.config.schema import RunConfig
-from gristmill.text.prepare import prepare_documents
-from gristmill.text.sources import Document
-from gristmill.text.tokenizers import open_tokenizer
+from gristmill.text.prepare.prepare import prepare_documents
+from gristmill.text.sources.source import Document
+from gristmill.text.tokenizers.tokenizer import open_tokenizer
 
 WORDS = "the mill turns and grinds the corn into flour while water runs below the wheel".split()
 

@@ -16,7 +16,8 @@ from gristmill.config.load import load_text
 from gristmill.config.schema import ModelConfig, RunConfig
 from gristmill.export import export
 from gristmill.models.build import build_model
-from gristmill.text.tokenizers import Tokenizer, train_tokenizer
+from gristmill.text.tokenizers.tokenizer import Tokenizer
+from gristmill.text.tokenizers.training import train_tokenizer
 
 transformers = pytest.importorskip("transformers")
 CPU = torch.device("cpu")
@@ -105,7 +106,7 @@ def test_a_folder_in_use_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> Non
 def test_training_starts_from_a_hugging_face_folder(
     make_run: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
-    from gristmill.text.tokenizers import ByteTokenizer
+    from gristmill.text.tokenizers.tokenizer import ByteTokenizer
     from gristmill.train.run import run_training
 
     source = loaded(ByteTokenizer())

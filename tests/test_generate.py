@@ -12,7 +12,7 @@ from gristmill.config.schema import ModelConfig
 from gristmill.generate import Engine, Sampling, TextGenerator, draw, window_start
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
-from gristmill.text.tokenizers import ByteTokenizer
+from gristmill.text.tokenizers.tokenizer import ByteTokenizer
 
 GREEDY = Sampling(temperature=0)
 

@@ -20,7 +20,7 @@ import torch
 from gristmill.base.errors import UserError
 from gristmill.models.gpt import GPT
 from gristmill.models.spec import KVCache
-from gristmill.text.tokenizers import Tokenizer
+from gristmill.text.tokenizers.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

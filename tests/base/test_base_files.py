@@ -8,11 +8,13 @@ import gzip
 import hashlib
 import lzma
 import os
+import random
 import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -169,6 +171,34 @@ def test_zstd_is_read_where_its_package_is_installed(tmp_path: Path) -> None:
         assert file.read().decode() == TEXT
 
 
+def compressed(content: bytes, compression: str) -> bytes:
+    if compression == "zstd":
+        zstandard = pytest.importorskip("zstandard")
+        result: bytes = zstandard.ZstdCompressor(write_checksum=True).compress(content)
+        return result
+    return {"gzip": gzip.compress, "bzip2": bz2.compress, "xz": lzma.compress}[compression](content)
+
+
+@pytest.mark.parametrize("compression", ["gzip", "bzip2", "xz", "zstd"])
+@pytest.mark.parametrize("damage", ["cut", "flipped"])
+def test_damaged_compressed_files_are_refused(
+    tmp_path: Path, compression: str, damage: str
+) -> None:
+    noise = random.Random(0).randbytes(10_000).hex().encode()
+    content = bytearray(compressed(noise, compression) * 2)
+    path = tmp_path / "text"
+    path.write_bytes(content)
+    with open_bytes(path) as file:
+        assert file.read() == noise * 2
+    if damage == "cut":
+        del content[-9:]
+    else:
+        content[len(content) // 4] ^= 0x10
+    path.write_bytes(content)
+    with open_bytes(path) as file, pytest.raises((OSError, EOFError, zlib.error, lzma.LZMAError)):
+        file.read(100_000)
+
+
 def test_zstd_without_its_package_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,12 +232,10 @@ def test_what_cannot_be_opened_is_named(tmp_path: Path) -> None:
         assert caught.value.exit is Exit.DATA
 
 
-@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress])
-def test_closing_a_compressed_file_closes_the_file_below(
-    tmp_path: Path, compress: Callable[[bytes], bytes]
-) -> None:
+@pytest.mark.parametrize("compression", ["gzip", "bzip2", "xz", "zstd"])
+def test_closing_a_compressed_file_closes_the_file_below(tmp_path: Path, compression: str) -> None:
     path = tmp_path / "text"
-    path.write_bytes(compress(TEXT.encode()))
+    path.write_bytes(compressed(TEXT.encode(), compression))
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         file = open_bytes(path)

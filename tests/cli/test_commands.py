@@ -205,7 +205,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(trained: Path) -> None:
 BAD_INPUT: dict[str, tuple[list[str], str]] = {
     "no run file": (["train", "missing.toml"], "cannot read the run file: No such file"),
     "no token files": (["train", "run.toml", "data.paths=nowhere"], "nowhere"),
-    "no tokenizer": (["train", "run.toml", "data.tokenizer=gone"], "no such tokenizer"),
+    "no tokenizer": (["train", "run.toml", "data.tokenizer=./gone"], "no such tokenizer"),
     "other tokenizer": (["train", "run.toml", "data.tokenizer=bytes"], "made with tokenizer"),
     "vocabulary too small": (["train", "run.toml", "model.vocab=100"], "the model only 100"),
     "text too short": (["train", "run.toml", "model.context=5000"], "too few for one window"),

@@ -17,7 +17,7 @@ from gristmill.config.schema import ModelConfig, RunConfig
 from gristmill.evaluate.data import evaluation_ids
 from gristmill.evaluate.loss import evaluate_loss
 from gristmill.models.build import build_model
-from gristmill.text.tokenizers import ByteTokenizer
+from gristmill.text.tokenizers.tokenizer import ByteTokenizer
 
 CPU = torch.device("cpu")
 

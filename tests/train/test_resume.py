@@ -16,9 +16,9 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import FolderLock
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.config.schema import RunConfig
-from gristmill.text.prepare import prepare_documents
-from gristmill.text.sources import Document
-from gristmill.text.tokenizer_training import train_tokenizer
+from gristmill.text.prepare.prepare import prepare_documents
+from gristmill.text.sources.source import Document
+from gristmill.text.tokenizers.training import train_tokenizer
 from gristmill.track.metrics import EventRecord, StepRecord, ValidationRecord, read_metrics
 from gristmill.train.hooks import StopRequest
 from gristmill.train.run import run_training

@@ -12,6 +12,7 @@ import errno
 import fcntl
 import gzip
 import hashlib
+import io
 import json
 import lzma
 import os
@@ -24,6 +25,10 @@ from typing import Any, BinaryIO, cast
 
 from gristmill.base.errors import Exit, UserError, optional
 from gristmill.base.units import format_bytes
+
+_ZSTD_BUFFER = 1 << 18
+# Small, since 4 bytes of zstd can stand for 128 KiB.
+_ZSTD_PIECE = 1 << 13
 
 
 def sync_folder(folder: Path) -> None:
@@ -105,16 +110,67 @@ def storage_errors(path: Path) -> Iterator[None]:
         raise
 
 
-def _open_zstd(file: BinaryIO) -> BinaryIO:
-    zstandard = optional("zstandard", extra="data", purpose="reading .zst files")
-    return cast(BinaryIO, zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True))
+class _ZstdFile(io.BufferedReader):
+    """A file of zstd frames, decompressed."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(_ZstdFrames(file), _ZSTD_BUFFER)
+        # The attribute under which the readers of the standard library keep their file, too.
+        self.fileobj = file
+
+    def close(self) -> None:
+        super().close()
+        self.fileobj.close()
+
+
+class _ZstdFrames(io.RawIOBase):
+    """Decompresses frames one after the other.
+
+    The reader of the package itself ends without a word where a file was cut, and raises an error
+    of its own where one is garbled; this raises what the readers of the standard library do.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._package = optional("zstandard", extra="data", purpose="reading .zst files")
+        self._file = file
+        self._frame: Any = None
+        self._compressed = b""
+        self._content = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._content:
+            if not self._decompress():
+                return 0
+        count = min(len(buffer), len(self._content))
+        buffer[:count] = self._content[:count]
+        self._content = self._content[count:]
+        return count
+
+    def _decompress(self) -> bool:
+        """Go on by one piece, if there is one."""
+        piece = self._compressed or self._file.read(_ZSTD_PIECE)
+        if not piece:
+            if self._frame:
+                raise EOFError("the compressed file ended before its last frame did")
+            return False
+        frame = self._frame or self._package.ZstdDecompressor().decompressobj()
+        try:
+            self._content = memoryview(frame.decompress(piece))
+        except self._package.ZstdError as error:
+            raise OSError(f"invalid zstd data: {error}") from error
+        self._frame = None if frame.eof else frame
+        self._compressed = frame.unused_data if frame.eof else b""
+        return True
 
 
 _MAGIC: tuple[tuple[bytes, Callable[[BinaryIO], Any]], ...] = (
     (b"\x1f\x8b", lambda file: gzip.GzipFile(fileobj=file)),
     (b"BZh", bz2.BZ2File),
     (b"\xfd7zXZ\x00", lzma.LZMAFile),
-    (b"\x28\xb5\x2f\xfd", _open_zstd),
+    (b"\x28\xb5\x2f\xfd", _ZstdFile),
 )
 
 
@@ -129,8 +185,19 @@ def open_bytes(path: Path) -> BinaryIO:
     start = file.peek(6)[:6]
     for magic, opener in _MAGIC:
         if start.startswith(magic):
-            return _closing_both(opener(file), file)
+            try:
+                return _closing_both(opener(file), file)
+            except BaseException:
+                file.close()
+                raise
     return file
+
+
+def is_compressed(path: Path) -> bool:
+    """Whether `open_bytes` would decompress a file."""
+    with path.open("rb") as file:
+        start = file.read(6)
+    return any(start.startswith(magic) for magic, _ in _MAGIC)
 
 
 def _closing_both(reader: Any, below: BinaryIO) -> BinaryIO:

@@ -18,7 +18,7 @@ from gristmill.config.schema import ModelConfig
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
 from gristmill.models.weights import from_gpt2
-from gristmill.text.tokenizers import Tokenizer, open_tokenizer
+from gristmill.text.tokenizers.tokenizer import Tokenizer, open_tokenizer
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ from gristmill.base.units import format_bytes
 from gristmill.cli.prepare import report_prepared
 from gristmill.config.load import load_run
 from gristmill.report.page import write_report
-from gristmill.text.prepare import prepare_documents
-from gristmill.text.python_docs import python_documents
-from gristmill.text.tokenizers import Tokenizer, train_tokenizer
+from gristmill.text.prepare.prepare import prepare_documents
+from gristmill.text.sources.python_docs import python_documents
+from gristmill.text.tokenizers.tokenizer import Tokenizer
+from gristmill.text.tokenizers.training import train_tokenizer
 from gristmill.tokens.store import open_tokens
 from gristmill.track.folder import RunFolder
 from gristmill.track.metrics import SampleRecord, ValidationRecord, read_metrics
@@ -74,7 +75,7 @@ def run_demo(folder: Path, *, steps: int | None) -> None:
     tokens = data / "python"
     data.mkdir(parents=True, exist_ok=True)
     result = prepare_documents(documents, tokenizer=tokenizer, output=tokens, overwrite=True)
-    report_prepared(result, tokens)
+    report_prepared(result)
 
     _title("4. Training a small GPT")
     file = _write_run_file(data / "demo.toml", folder=folder, tokens=tokens, steps=steps or STEPS)

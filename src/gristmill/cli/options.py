@@ -8,20 +8,30 @@ from typing import Annotated
 
 import typer
 
-from gristmill.text.sources import DocumentSplit
+from gristmill.text.sources.source import DocumentSplit
 
 Sources = Annotated[
     list[str],
     typer.Argument(
         metavar="SOURCE…",
-        help="Files, globs or folders of .jsonl or plain text, also .gz .bz2 .xz .zst; - is stdin.",
+        help="Files, globs, folders (JSON, CSV, Parquet, Arrow, plain text; .gz .bz2 .xz .zst), "
+        "- for stdin, hf:NAME for a dataset, or the name of a corpus.",
     ),
 ]
 Documents = Annotated[
     DocumentSplit,
     typer.Option("--documents", help="In plain text, a document is a file, a line or a block."),
 ]
-JsonKey = Annotated[str, typer.Option(help="The key of the text in JSON lines.")]
+JsonKey = Annotated[str, typer.Option(help="The key or column that holds the text.")]
+JsonKeys = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--json-key",
+        "--json-keys",
+        help="The key or column that holds the text; several times for several sets.",
+        show_default="text",
+    ),
+]
 
 
 class TokenFormat(enum.StrEnum):

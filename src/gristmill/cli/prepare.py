@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gristmill.base.errors import UserError
 from gristmill.base.units import format_bytes, format_count, format_seconds
 from gristmill.cli.options import (
     Documents,
-    JsonKey,
+    JsonKeys,
     Output,
     Overwrite,
     ShardSize,
@@ -19,19 +20,50 @@ from gristmill.cli.options import (
     TokenFormat,
 )
 from gristmill.cli.progress import ProgressLine
-from gristmill.text.sources import DocumentSplit
+from gristmill.text.sources.source import DocumentSplit
 
 if TYPE_CHECKING:
-    from gristmill.text.prepare import PrepareProgress, PrepareResult
+    from gristmill.text.prepare.outputs import PreparedKey
+    from gristmill.text.prepare.prepare import PrepareProgress, PrepareResult
+    from gristmill.text.sources.corpora import Corpus
+    from gristmill.text.tokenizers.tokenizer import Tokenizer
+
+_SEED = 1234
+
+
+def _list_corpora(wanted: bool) -> None:
+    if not wanted:
+        return
+    from gristmill.text.sources.corpora import corpus_names, describe, find_corpus
+
+    for name in corpus_names():
+        corpus = find_corpus(name)
+        assert corpus is not None
+        typer.echo(describe(corpus) + "\n")
+    raise typer.Exit()
 
 
 def prepare(
     sources: Sources,
     output: Output,
     tokenizer: Annotated[
-        str, typer.Option("--tokenizer", "-t", help='Tokenizer folder or file, or "bytes".')
-    ],
-    json_key: JsonKey = "text",
+        str,
+        typer.Option(
+            "--tokenizer",
+            "-t",
+            help='"gpt2", "bytes", a tiktoken encoding, a folder or file, a Hugging Face name.',
+        ),
+    ] = "gpt2",
+    vocab_file: Annotated[
+        Path | None, typer.Option(help="Vocabulary of a BPE, with --merge-file.")
+    ] = None,
+    merge_file: Annotated[
+        Path | None, typer.Option(help="Merges of a BPE, with --vocab-file.")
+    ] = None,
+    end_of_text: Annotated[
+        str | None, typer.Option(help="The token that ends a document, if it is not found out.")
+    ] = None,
+    json_key: JsonKeys = None,
     documents: Documents = DocumentSplit.FILE,
     append_eod: Annotated[
         bool, typer.Option(help="End every document with the end-of-text token.")
@@ -41,46 +73,181 @@ def prepare(
         TokenFormat.FLAT
     ),
     shard_size: ShardSize = None,
+    split: Annotated[
+        str | None,
+        typer.Option(
+            help="Hold documents out: proportions for train, val and perhaps test, as 999,1."
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help=f"Chooses the documents held out; {_SEED} if not given.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes; one for each core if not given.")
+    ] = None,
+    part: Annotated[
+        str | None,
+        typer.Option(help='Do one part of the work, as 2/8, or "slurm" for a job array\'s task.'),
+    ] = None,
     overwrite: Overwrite = False,
+    corpora: Annotated[
+        bool,
+        typer.Option(
+            "--corpora",
+            callback=_list_corpora,
+            is_eager=True,
+            help="Show the corpora known by name, and do nothing else.",
+        ),
+    ] = False,
 ) -> None:
-    """Turn text into token files that `train` reads."""
-    from gristmill.text.prepare import prepare as prepare_tokens
-    from gristmill.text.tokenizers import open_tokenizer
+    """Turn text into token files that `train` reads.
+
+    Killed or interrupted, the same command goes on where it was. With --split the sets are named
+    OUTPUT_train and OUTPUT_val, or as OUTPUT says where it contains {split}.
+    """
+    from gristmill.text.prepare.holdout import parse_holdout
+    from gristmill.text.prepare.parts import WHOLE, parse_part
+
+    opened = _open_tokenizer(tokenizer, vocab_file, merge_file, end_of_text)
+    if not opened.lossless:
+        typer.echo(
+            f"note: the tokenizer {tokenizer} changes some texts: decoding differs from them"
+        )
+    settings: dict[str, Any] = {
+        "tokenizer": opened,
+        "keys": tuple(json_key or ("text",)),
+        "split": documents,
+        "append_end_of_text": append_eod,
+        "strict": strict,
+        "format": format.value,
+        "shard_size": shard_size,
+        "part": parse_part(part) if part else WHOLE,
+        "workers": workers,
+        "overwrite": overwrite,
+    }
+    corpus = _corpus(sources)
+    if corpus:
+        _prepare_corpus(corpus, output, settings, split=split, seed=seed)
+        return
+    if seed is not None and split is None:
+        raise UserError(
+            "a seed chooses the documents held out, and none are",
+            where="--seed",
+            remedy="hold some out with --split, or leave it out",
+        )
+    holdout = parse_holdout(split, seed=_SEED if seed is None else seed) if split else None
+    report_prepared(_prepare(sources, output, settings | {"holdout": holdout}))
+
+
+def _open_tokenizer(
+    name: str, vocab: Path | None, merges: Path | None, end_of_text: str | None
+) -> Tokenizer:
+    from gristmill.text.tokenizers.tokenizer import open_tokenizer, open_tokenizer_files
+
+    if vocab and merges:
+        return open_tokenizer_files(vocab, merges, end_of_text=end_of_text)
+    if vocab or merges:
+        raise UserError(
+            "a vocabulary and its merges belong together",
+            where="--vocab-file" if vocab else "--merge-file",
+            remedy="give both, or a tokenizer with -t",
+        )
+    return open_tokenizer(name, end_of_text=end_of_text)
+
+
+def _prepare(
+    sources: Sequence[str],
+    output: Path,
+    settings: dict[str, Any],
+    *,
+    expected: int | None = None,
+) -> PrepareResult:
+    from gristmill.text.prepare.prepare import prepare as prepare_tokens
 
     with ProgressLine("preparing") as line:
-        result = prepare_tokens(
-            sources,
-            tokenizer=open_tokenizer(tokenizer),
-            output=output,
-            json_key=json_key,
-            split=documents,
-            append_end_of_text=append_eod,
-            strict=strict,
-            format=format.value,
-            shard_size=shard_size,
-            overwrite=overwrite,
-            progress=_show(line),
+        return prepare_tokens(
+            sources, output=output, progress=_show(line, expected), note=typer.echo, **settings
         )
-    report_prepared(result, output)
 
 
-def _show(line: ProgressLine) -> Callable[[PrepareProgress], None]:
+# ------------------------------------------------------------------ corpora by name
+
+
+def _corpus(sources: Sequence[str]) -> Corpus | None:
+    from gristmill.text.sources.corpora import find_corpus
+
+    named = [name for name in sources if not Path(name).exists() and find_corpus(name)]
+    if not named:
+        return None
+    if len(sources) > 1:
+        raise UserError(
+            "a corpus known by name is prepared by itself",
+            where=named[0],
+            remedy="prepare each on its own, then: gristmill tokens merge",
+        )
+    return find_corpus(named[0])
+
+
+def _prepare_corpus(
+    corpus: Corpus, output: Path, settings: dict[str, Any], *, split: str | None, seed: int | None
+) -> None:
+    from gristmill.text.prepare.holdout import Holdout, parse_holdout
+    from gristmill.text.prepare.outputs import split_name
+    from gristmill.text.sources.corpora import check_disk, describe, fetch_corpus
+
+    typer.echo(describe(corpus))
+    check_disk(corpus, output=output)
+    with ProgressLine("fetching") as line:
+        source = fetch_corpus(
+            corpus, watch=lambda done, total: line.update(done, total, format_bytes(done))
+        )
+    if split is None and corpus.validation:
+        # The corpus brings a validation set of its own.
+        for name, own in (("train", source), ("val", corpus.source(corpus.validation))):
+            report_prepared(_prepare([own], Path(split_name(str(output), name)), settings))
+        return
+    holdout = None
+    if split is not None:
+        holdout = parse_holdout(split, seed=_SEED if seed is None else seed)
+    elif corpus.held_out is not None:
+        chosen = seed if seed is not None else corpus.seed
+        shares = (1 - corpus.held_out, corpus.held_out)
+        holdout = Holdout(shares, _SEED if chosen is None else chosen, corpus.permuted_rows)
+    settings = settings | {"holdout": holdout}
+    report_prepared(_prepare([source], output, settings, expected=corpus.text_bytes))
+
+
+# ------------------------------------------------------------------ words
+
+
+def _show(line: ProgressLine, expected: int | None) -> Callable[[PrepareProgress], None]:
     def show(state: PrepareProgress) -> None:
-        rate = format_bytes(state.bytes_done / max(state.seconds, 1e-9))
-        words = f"{format_count(state.documents)} documents, {format_count(state.tokens)} tokens"
-        line.update(state.bytes_done, state.bytes_total, f"{words}, {rate}/s")
+        seconds = max(state.seconds, 1e-9)
+        words = (
+            f"{format_count(state.documents)} documents, {format_count(state.tokens)} tokens, "
+            f"{format_bytes((state.bytes_done - state.bytes_before) / seconds)}/s"
+        )
+        line.update(state.bytes_done, state.bytes_total or expected, words)
 
     return show
 
 
-def report_prepared(result: PrepareResult, output: Path) -> None:
+def report_prepared(result: PrepareResult) -> None:
     """Say what was made and what was dropped."""
-    ledger, info = result.ledger, result.info
-    typer.echo(
-        f"{output}: {info.tokens:,} tokens in {info.documents:,} documents from "
-        f"{format_bytes(result.text_bytes)} of text, {info.dtype}, "
-        f"in {format_seconds(result.seconds)}"
-    )
+    for key in result.keys:
+        for made in key.sets:
+            info = made.info
+            typer.echo(
+                f"{made.prefix}: {info.tokens:,} tokens in {info.documents:,} documents from "
+                f"{format_bytes(info.text_bytes or 0)} of text, {info.format}, {info.dtype}"
+            )
+        _report_ledger(key)
+    rate = format_bytes(result.text_bytes / max(result.seconds, 1e-9))
+    typer.echo(f"{format_seconds(result.seconds)}, {rate}/s, encoded by {result.encoder}")
+
+
+def _report_ledger(key: PreparedKey) -> None:
+    ledger = key.ledger
     dropped = sum(ledger.dropped.values())
     typer.echo(f"{ledger.lines:,} read = {ledger.kept:,} kept + {dropped:,} dropped")
     for reason, count in ledger.dropped.items():
@@ -88,4 +255,4 @@ def report_prepared(result: PrepareResult, output: Path) -> None:
     for place in ledger.places[:5]:
         typer.echo(f"    {place.origin}: {place.reason.value}")
     if dropped > 5:
-        typer.echo(f"    all places: {output}.ledger.json")
+        typer.echo(f"    more places: {key.ledger_file}")

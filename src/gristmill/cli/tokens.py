@@ -15,7 +15,7 @@ from gristmill.cli.options import Output, Overwrite, ShardSize, TokenFormat
 from gristmill.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
-    from gristmill.text.tokenizers import Tokenizer
+    from gristmill.text.tokenizers.tokenizer import Tokenizer
     from gristmill.tokens.convert import CopyProgress
     from gristmill.tokens.foreign import Reading
     from gristmill.tokens.format import TokenSetInfo
@@ -57,7 +57,7 @@ def inspect_set(
     prefix: Prefix, source: From = None, dtype: Dtype = None, end_of_text: EndOfText = None
 ) -> None:
     """Show counts, document lengths and the range of ids."""
-    from gristmill.text.tokenizers import open_tokenizer
+    from gristmill.text.tokenizers.tokenizer import open_tokenizer
     from gristmill.tokens.store import find_tokens, inspect_tokens
 
     reading = _reading(source, dtype, end_of_text)
@@ -131,7 +131,10 @@ def convert_set(
 def merge_sets(
     prefixes: Annotated[
         list[Path],
-        typer.Argument(metavar="SOURCE…", help="Prefixes of token files, in the order wanted."),
+        typer.Argument(
+            metavar="SOURCE…",
+            help="Prefixes of token files, in the order wanted, or globs of them in quotes.",
+        ),
     ],
     output: Output,
     format: Annotated[
@@ -142,9 +145,16 @@ def merge_sets(
     tokenizer: MadeBy = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write the documents of several token sets, one set after the other, as one."""
+    """Write the documents of several token sets, one set after the other, as one.
+
+    The parts that `prepare --part` made give the very files that one preparation would have made:
+    gristmill tokens merge "tokens/books.part-*" -o tokens/books
+    """
+    from gristmill.text.prepare.merging import find_sets, merge_ledgers
+
+    sources = find_sets(prefixes)
     _copy(
-        prefixes,
+        sources,
         output,
         format=format,
         shard_size=shard_size,
@@ -152,6 +162,7 @@ def merge_sets(
         tokenizer=tokenizer,
         overwrite=overwrite,
     )
+    merge_ledgers(sources, output)
 
 
 def _reading(source: TokenFormat | None, dtype: IdType | None, end_of_text: int | None) -> Reading:
@@ -175,7 +186,7 @@ def _copy(
     overwrite: bool,
 ) -> None:
     """Copy token sets into a new one, and the tokenizer beside them along with it."""
-    from gristmill.text.prepare import save_tokenizer
+    from gristmill.text.prepare.outputs import save_tokenizer
     from gristmill.tokens.convert import Origin, convert_tokens
 
     made_by = _tokenizer_of(sources, tokenizer)
@@ -200,7 +211,7 @@ def _copy(
 
 def _tokenizer_of(sources: Sequence[Path], given: str | None) -> Tokenizer | None:
     """The tokenizer that is named, or else the first that lies beside a source."""
-    from gristmill.text.tokenizers import open_tokenizer
+    from gristmill.text.tokenizers.tokenizer import open_tokenizer
 
     beside = [folder for source in sources if (folder := Path(f"{source}.tokenizer")).is_dir()]
     if given is not None:

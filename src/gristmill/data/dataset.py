@@ -24,7 +24,7 @@ from gristmill.data.megatron_order import Rows, rows_of, split_rows
 from gristmill.data.sampling import Stretch
 from gristmill.data.stream import TokenText
 from gristmill.data.watch import watch_files
-from gristmill.text.tokenizers import Tokenizer
+from gristmill.text.tokenizers.tokenizer import Tokenizer
 from gristmill.tokens.format import TokenReader
 from gristmill.tokens.reader import id_range
 from gristmill.tokens.store import open_tokens

@@ -16,8 +16,8 @@ from gristmill.config.load import load_run
 from gristmill.data.build import build_rules
 from gristmill.data.dataset import Mixture, open_parts, prove_tokenizer
 from gristmill.data.documents import JOINED, DocumentRules
-from gristmill.text.reading import open_sources
-from gristmill.text.sources import Document
+from gristmill.text.sources.reading import open_sources
+from gristmill.text.sources.source import Document
 from gristmill.tokens.store import open_tokens
 
 

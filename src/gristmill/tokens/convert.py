@@ -21,7 +21,7 @@ from gristmill.tokens.foreign import Reading
 from gristmill.tokens.format import Starts, TokenReader, TokenSetInfo, TokenWriter
 from gristmill.tokens.megatron import sequence_starts
 from gristmill.tokens.reader import id_range, pieces
-from gristmill.tokens.store import TokenSet, create_tokens, find_tokens
+from gristmill.tokens.store import TokenSet, create_tokens, find_tokens, is_empty_part
 
 _Sets: TypeAlias = Sequence[tuple[str, TokenSet]]
 """Each set with the name it was given by."""
@@ -61,9 +61,10 @@ def convert_tokens(
     """Write the documents of all sources, in the order given, as the token set `output`.
 
     `reading` says how sources without a manifest are read, `origin` which tokenizer made them. The
-    format is that of the first source if none is given.
+    format is that of the first source if none is given. Parts without documents add nothing.
     """
-    sets = [(str(source), find_tokens(source, reading)) for source in sources]
+    full = [source for source in sources if not is_empty_part(source)] or sources
+    sets = [(str(source), find_tokens(source, reading)) for source in full]
     infos = [one.reader.info for _, one in sets]
     _refuse_itself(sets, Path(output))
     known = _origin(sets, origin)

@@ -11,6 +11,7 @@ kind rather than shards, because a memory map does not mind the size.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.tokens.format import Manifest, NewSet, TokenReader, dtype_for, file_of, stored
@@ -47,18 +48,28 @@ def create_set(new: NewSet) -> SetWriter:
         new,
         format=FORMAT,
         dtype=dtype_for(new.vocab_size),
-        open_body=lambda: _FlatBody(new.prefix),
+        open_body=lambda: _FlatBody(new),
     )
 
 
 class _FlatBody:
-    def __init__(self, prefix: Path) -> None:
-        self._bin = HashedFile(file_of(prefix, ".bin"))
-        self._starts = StartsFile(prefix)
+    def __init__(self, new: NewSet) -> None:
+        lasting = new.state is not None
+        saved = new.state["body"] if new.state else {}
+        bin = file_of(new.prefix, ".bin")
+        self._bin = HashedFile(bin, lasting=lasting, saved=saved.get(".bin"))
+        self._starts = StartsFile(new.prefix, lasting=lasting, saved=saved.get(".starts"))
 
     def write(self, stretch: Stretch) -> None:
         self._starts.note(stretch)
         self._bin.write(stretch.ids.tobytes())
+
+    def save(self) -> dict[str, Any]:
+        return {".bin": self._bin.save(), ".starts": self._starts.save()}
+
+    def release(self) -> None:
+        self._bin.release()
+        self._starts.release()
 
     def close(self) -> Written:
         files = {".bin": self._bin.close(), ".starts": self._starts.close()}

@@ -82,6 +82,11 @@ class TokenReader(Protocol):
         """The positions at which documents begin."""
         ...
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that hold the ids."""
+        ...
+
 
 class TokenWriter(Protocol):
     """A token set in the making; nothing of it is visible under its name before `finish`."""
@@ -104,12 +109,27 @@ class TokenWriter(Protocol):
         """
         ...
 
-    def finish(self, *, text_bytes: int | None = None) -> TokenSetInfo:
-        """Put the set in place, its manifest last."""
+    def save(self) -> dict[str, Any]:
+        """Flush everything to the disk; what is returned, as JSON, lets another process go on.
+
+        Only for sets begun with a `state`; the others do not outlive their process.
+        """
+        ...
+
+    def close(self) -> None:
+        """Leave what was saved for another process, and let go of the files."""
+        ...
+
+    def finish(self, *, text_bytes: int | None = None, may_be_empty: bool = False) -> TokenSetInfo:
+        """Put the set in place, its manifest last.
+
+        A set without documents, which only a part of a larger one may be, is its manifest alone.
+        """
         ...
 
     def abandon(self) -> None:
-        """Remove everything written so far; after `finish` there is nothing to remove."""
+        """Remove everything that is not in place; sets begun with a `state` need it after `finish`
+        too, when nobody will go on with them."""
         ...
 
 
@@ -145,6 +165,8 @@ class NewSet:
     overwrite: bool
     shard_size: int
     """The most tokens in one file, for formats that write several."""
+    state: Mapping[str, Any] | None = None
+    """What `TokenWriter.save` returned, to go on from there; {} for a new set that can be saved."""
 
 
 def dtype_for(vocab_size: int) -> str:

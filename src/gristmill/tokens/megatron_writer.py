@@ -7,10 +7,10 @@ with the number of documents, and are then copied behind one another.
 
 from __future__ import annotations
 
-import io
-import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ from gristmill.tokens.megatron import (
     VERSION,
     dtype_by_vocabulary,
 )
-from gristmill.tokens.writer import HashedFile, SetWriter, Stretch, Written
+from gristmill.tokens.writer import HashedFile, HiddenFile, SetWriter, Stretch, Written
 
 _BUFFER = 1 << 20
 
@@ -34,34 +34,38 @@ _BUFFER = 1 << 20
 def create_set(new: NewSet) -> SetWriter:
     """Begin a set of Megatron's format."""
     dtype = dtype_by_vocabulary(new)
-    return SetWriter(
-        new, format=FORMAT, dtype=dtype, open_body=lambda: _MegatronBody(new.prefix, dtype)
-    )
+    return SetWriter(new, format=FORMAT, dtype=dtype, open_body=lambda: _MegatronBody(new, dtype))
 
 
 class _MegatronBody:
-    def __init__(self, prefix: Path, dtype: str) -> None:
+    def __init__(self, new: NewSet, dtype: str) -> None:
+        prefix, lasting = new.prefix, new.state is not None
+        saved = new.state["body"] if new.state else {}
         self._prefix = prefix
         self._dtype = dtype
-        self._bin = HashedFile(file_of(prefix, ".bin"))
-        self._idx = HashedFile(file_of(prefix, ".idx"))
-        self._lengths = _Spool(file_of(prefix, ".idx.lengths"), dtype="<i4")
-        self._begins = _Spool(file_of(prefix, ".idx.begins"), dtype="<i8")
-        self._documents = _Spool(file_of(prefix, ".idx.documents"), dtype="<i8")
-        self._current = 0
+        self._bin = HashedFile(file_of(prefix, ".bin"), lasting=lasting, saved=saved.get(".bin"))
+        self._spools = {
+            name: _Spool(file_of(prefix, ending), kind, lasting=lasting, saved=saved.get(name))
+            for name, ending, kind in _SPOOLS
+        }
+        # Written at the end, from the spools; one that a process left in its final place is stale.
+        self._idx = HashedFile(file_of(prefix, ".idx"), lasting=lasting)
+        self._current = int(saved.get("current", 0))
         """Tokens so far of the sequence begun last."""
 
     def write(self, stretch: Stretch) -> None:
         begins, end = stretch.sequences, len(stretch.ids)
-        before = self._begins.count
-        self._documents.write(before + np.searchsorted(begins, stretch.starts))
-        self._begins.write((stretch.position + begins) * stored(self._dtype).itemsize)
+        before = self._spools["begins"].count
+        self._spools["documents"].write_values(before + np.searchsorted(begins, stretch.starts))
+        self._spools["begins"].write_values(
+            (stretch.position + begins) * stored(self._dtype).itemsize
+        )
         bounds = np.empty(len(begins) + 2, dtype=np.int64)
         bounds[0], bounds[1:-1], bounds[-1] = -self._current, begins, end
         # The first length ends the sequence begun before; at the very beginning there is none.
         lengths = (bounds[1:] - bounds[:-1])[0 if before else 1 :]
         self._check(lengths)
-        self._lengths.write(lengths[:-1])
+        self._spools["lengths"].write_values(lengths[:-1])
         self._current = int(lengths[-1])
         self._bin.write(stretch.ids.tobytes())
 
@@ -76,15 +80,22 @@ class _MegatronBody:
                 exit=Exit.DATA,
             )
 
+    def save(self) -> dict[str, Any]:
+        spools = {name: spool.save() for name, spool in self._spools.items()}
+        return {".bin": self._bin.save(), **spools, "current": self._current}
+
+    def release(self) -> None:
+        for file in (self._bin, self._idx, *self._spools.values()):
+            file.release()
+
     def close(self) -> Written:
-        self._lengths.write(np.array([self._current]))
-        self._documents.write(np.array([self._begins.count]))
+        lengths, begins, documents = self._spools.values()
+        lengths.write_values(np.array([self._current]))
+        documents.write_values(np.array([begins.count]))
         code = next(code for code, name in CODES.items() if name == self._dtype)
-        self._idx.write(
-            HEADER.pack(MAGIC, VERSION, code, self._begins.count, self._documents.count)
-        )
-        for spool in (self._lengths, self._begins, self._documents):
-            spool.move_to(self._idx)
+        self._idx.write(HEADER.pack(MAGIC, VERSION, code, begins.count, documents.count))
+        for spool in self._spools.values():
+            spool.copy_to(self._idx)
         files = {".bin": self._bin.close(), ".idx": self._idx.close()}
         return Written(files, content=files[".bin"].sha256)
 
@@ -94,28 +105,34 @@ class _MegatronBody:
         self._idx.publish()
 
     def discard(self) -> None:
-        for file in (self._bin, self._idx, self._lengths, self._begins, self._documents):
+        for file in (self._bin, self._idx, *self._spools.values()):
             file.discard()
 
 
-class _Spool:
+class _Spool(HiddenFile):
     """An array that grows in a hidden file."""
 
-    def __init__(self, path: Path, *, dtype: str) -> None:
-        self.count = 0
-        self._path = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        self._dtype = dtype
-        self._file = io.BufferedRandom(io.FileIO(self._path, "w+b"), _BUFFER)
+    def __init__(
+        self, path: Path, dtype: str, *, lasting: bool, saved: Mapping[str, Any] | None
+    ) -> None:
+        super().__init__(path, lasting=lasting, saved=saved)
+        self._dtype = np.dtype(dtype)
 
-    def write(self, values: npt.NDArray[np.int64]) -> None:
-        self._file.write(values.astype(self._dtype).tobytes())
-        self.count += len(values)
+    @property
+    def count(self) -> int:
+        return self._bytes // self._dtype.itemsize
 
-    def move_to(self, target: HashedFile) -> None:
+    def write_values(self, values: npt.NDArray[np.int64]) -> None:
+        self.write(values.astype(self._dtype).tobytes())
+
+    def copy_to(self, target: HashedFile) -> None:
         self._file.seek(0)
         shutil.copyfileobj(self._file, target, _BUFFER)
-        self.discard()
 
-    def discard(self) -> None:
-        self._file.raw.close()
-        self._path.unlink(missing_ok=True)
+
+# In the order in which the index holds them.
+_SPOOLS = (
+    ("lengths", ".idx.lengths", "<i4"),
+    ("begins", ".idx.begins", "<i8"),
+    ("documents", ".idx.documents", "<i8"),
+)

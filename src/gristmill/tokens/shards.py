@@ -23,6 +23,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -205,11 +206,17 @@ class _ShardBody:
         self._dtype = dtype
         self._header = SHARD_FORMATS[format].header
         self._ending = SHARD_ENDINGS[format]
+        self._lasting = new.state is not None
+        saved = new.state["body"] if new.state else {}
         self._files: list[HashedFile] = []
         self._facts: dict[str, FileFacts] = {}
         self._filled = new.shard_size
         self._content = hashlib.sha256()
-        self._starts = StartsFile(new.prefix)
+        self._starts = StartsFile(new.prefix, lasting=self._lasting, saved=saved.get(".starts"))
+        for facts in saved.get("shards", ()):
+            self._close_shard()
+            self._open_shard(facts)
+            self._filled = int(saved["filled"]) if facts is saved["shards"][-1] else new.shard_size
 
     def write(self, stretch: Stretch) -> None:
         self._starts.note(stretch)
@@ -227,11 +234,14 @@ class _ShardBody:
     def _suffix(self) -> str:
         return f"_{len(self._files):06d}{self._ending}"
 
-    def _open_shard(self) -> None:
+    def _open_shard(self, saved: Mapping[str, Any] | None = None) -> None:
         final = file_of(self._new.prefix, f"_{len(self._files) + 1:06d}{self._ending}")
-        self._files.append(HashedFile(final))
-        self._files[-1].write(self._header(self._dtype, self._new.shard_size))
+        header = self._header(self._dtype, self._new.shard_size)
+        file = HashedFile(final, lasting=self._lasting, saved=saved, beginning=header)
+        self._files.append(file)
         self._filled = 0
+        for piece in file.content(len(header)) if saved else ():
+            self._content.update(piece)
 
     def _close_shard(self) -> None:
         if not self._files:
@@ -241,6 +251,15 @@ class _ShardBody:
             self._facts[self._suffix()] = last.close()
         else:
             self._facts[self._suffix()] = last.close_with(self._header(self._dtype, self._filled))
+
+    def save(self) -> dict[str, Any]:
+        whole = [vars(facts) for facts in self._facts.values()]
+        last = [self._files[-1].save()] if self._files else []
+        return {"shards": [*whole, *last], "filled": self._filled, ".starts": self._starts.save()}
+
+    def release(self) -> None:
+        for file in [*self._files, self._starts]:
+            file.release()
 
     def close(self) -> Written:
         self._close_shard()

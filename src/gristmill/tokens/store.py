@@ -119,6 +119,13 @@ def find_tokens(prefix: Path | str, reading: Reading | None = None) -> TokenSet:
     problems = size_problems(path, manifest)
     if problems:
         raise UserError(problems, exit=Exit.DATA)
+    if manifest.info.documents == 0:
+        raise UserError(
+            "this part of a token set holds no documents",
+            where=str(path),
+            remedy="merge it with the other parts: gristmill tokens merge",
+            exit=Exit.DATA,
+        )
     if reading not in (Reading(), Reading(format=manifest.info.format)):
         raise UserError(
             f"the manifest of this set already says how to read it: it is {manifest.info.format}",
@@ -126,6 +133,12 @@ def find_tokens(prefix: Path | str, reading: Reading | None = None) -> TokenSet:
             remedy="leave out the format, the type and the end of text",
         )
     return TokenSet(_format(manifest.info.format, where=path).read(path, manifest), manifest)
+
+
+def is_empty_part(prefix: Path | str) -> bool:
+    """Whether this is a finished part of a token set to which no document fell."""
+    manifest = _find_manifest(Path(prefix))
+    return manifest is not None and manifest.info.documents == 0
 
 
 def create_tokens(
@@ -137,10 +150,13 @@ def create_tokens(
     format: str = flat.FORMAT,
     shard_size: int | None = None,
     overwrite: bool = False,
+    state: Mapping[str, Any] | None = None,
 ) -> TokenWriter:
     """Begin a token set; `tokenizer` is a spec whose "fingerprint" names the tokenizer.
 
     `shard_size` is the most tokens in one file, for formats of several files; 100M if not given.
+    With `state` the set can outlive its process: {} begins one, what the writer's `save` returned
+    goes on with it.
     """
     path = Path(prefix)
     _check_place(path)
@@ -160,6 +176,7 @@ def create_tokens(
             tokenizer=tokenizer,
             overwrite=overwrite,
             shard_size=SHARD_SIZE if shard_size is None else shard_size,
+            state=state,
         )
     )
 
@@ -192,6 +209,8 @@ def verify_tokens(prefix: Path | str, reading: Reading | None = None) -> list[Pr
         manifest = _find_manifest(path)
         if manifest is not None and not (problems := size_problems(path, manifest)):
             problems = _checksum_problems(path, manifest)
+        if is_empty_part(path):
+            return problems
         reader = find_tokens(path, reading).reader
     except UserError as error:
         return [*problems, *(problem for problem in error.problems if problem not in problems)]

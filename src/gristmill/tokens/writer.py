@@ -1,23 +1,29 @@
 """What writing a token set is in every format: check the ids, count, and put the files in place.
 
-A format brings a `Body`, which fills hidden files beside the set, named for this process. Nothing
-is visible under the set's name before `finish`; then, with everything on the disk,
+A format brings a `Body`, which fills hidden files beside the set. Nothing is visible under the
+set's name before `finish`; then, with everything on the disk,
 
     the old manifest is removed -> files of an old set that have no successor are removed
     -> the new files are renamed into place -> the new manifest is written
 
 so that at no moment a manifest describes files of another set, or files of two sets can be taken
 for one (see `gristmill.tokens.foreign` for what is believed without a manifest).
+
+A set can be made to outlive its process: then its hidden files have names that do not depend on the
+process, and `save` returns how long each was at that moment, and its checksum. Whoever goes on cuts
+them back to that length and compares the checksum on the way. A process that ends while files are
+being renamed leaves some of them in place; going on first takes these back.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import io
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -69,10 +75,21 @@ class Written:
     """SHA-256 of the ids, end to end."""
 
 
+_NOTHING = Written({}, content=hashlib.sha256().hexdigest())
+
+
 class Body(Protocol):
     """The files of one format, being filled."""
 
     def write(self, stretch: Stretch) -> None: ...
+
+    def save(self) -> dict[str, Any]:
+        """Flush to the disk; the result lets another process go on from here."""
+        ...
+
+    def release(self) -> None:
+        """Close the files and leave them."""
+        ...
 
     def close(self) -> Written:
         """Complete the files and flush them to the disk."""
@@ -93,13 +110,14 @@ class SetWriter:
     def __init__(
         self, new: NewSet, *, format: str, dtype: str, open_body: Callable[[], Body]
     ) -> None:
-        _refuse_existing(new, format=format)
+        if not new.state:
+            _refuse_existing(new, format=format)
         self._new = new
         self._format = format
         self._dtype = dtype
         self._stored = stored(dtype)
-        self._tokens = 0
-        self._documents = 0
+        self._tokens = int(new.state["tokens"]) if new.state else 0
+        self._documents = int(new.state["documents"]) if new.state else 0
         with storage_errors(new.prefix):
             new.prefix.parent.mkdir(parents=True, exist_ok=True)
             self._body = open_body()
@@ -141,19 +159,31 @@ class SetWriter:
         self._documents += len(starts)
         self._tokens += len(array)
 
-    def finish(self, *, text_bytes: int | None = None) -> TokenSetInfo:
+    def save(self) -> dict[str, Any]:
+        """Flush everything to the disk; what is returned, as JSON, lets another process go on."""
+        assert self._new.state is not None, "this set was not begun as one that can be saved"
+        with storage_errors(self._new.prefix):
+            body = self._body.save()
+        return {"tokens": self._tokens, "documents": self._documents, "body": body}
+
+    def close(self) -> None:
+        """Leave what was saved for another process, and let go of the files."""
+        self._body.release()
+
+    def finish(self, *, text_bytes: int | None = None, may_be_empty: bool = False) -> TokenSetInfo:
         """Put the set in place, its manifest last."""
-        assert self._documents > 0, "a token set has at least one document"
+        assert self._documents > 0 or may_be_empty, "a token set has at least one document"
         new = self._new
         with storage_errors(new.prefix):
-            written = self._body.close()
+            written = self._body.close() if self._documents else _NOTHING
             old = (
                 _without_successor(new.prefix, self._format, written.files) if new.overwrite else []
             )
             file_of(new.prefix, ".json").unlink(missing_ok=True)
             for path in old:
                 path.unlink(missing_ok=True)
-            self._body.publish()
+            if self._documents:
+                self._body.publish()
             sync_folder(new.prefix.parent)
         fingerprint = new.tokenizer["fingerprint"]
         info = TokenSetInfo(
@@ -174,10 +204,15 @@ class SetWriter:
             created_by=program_version(),
         )
         write_manifest(new.prefix, manifest)
+        if new.state is None:
+            self._body.discard()
         return info
 
     def abandon(self) -> None:
-        """Remove everything written so far; after `finish` there is nothing to remove."""
+        """Remove everything that is not in place.
+
+        After `finish` that is what a set that can be saved kept in case it was not the end.
+        """
         self._body.discard()
 
 
@@ -236,31 +271,94 @@ def _refuse_existing(new: NewSet, *, format: str) -> None:
         )
 
 
-class HashedFile:
-    """A file written under a hidden name, its checksum kept on the way."""
+class HiddenFile:
+    """A file in the making beside its final place, under a hidden name."""
 
-    def __init__(self, final: Path) -> None:
+    def __init__(self, final: Path, *, lasting: bool, saved: Mapping[str, Any] | None) -> None:
+        """Begin the file, or go on with what `save` described.
+
+        A `lasting` file has a name that another process finds again.
+        """
+        ending = "part" if lasting else f"{os.getpid()}.tmp"
         self._final = final
-        self._temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
-        self._file = io.BufferedWriter(io.FileIO(self._temporary, "wb"), _BUFFER)
-        self._hash = hashlib.sha256()
-        self._bytes = 0
+        self._temporary = final.with_name(f".{final.name}.{ending}")
+        if saved is not None:
+            _take_back(self._temporary, final=final, size=int(saved["bytes"]))
+        self._bytes = int(saved["bytes"]) if saved is not None else 0
+        raw = io.FileIO(os.open(self._temporary, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+        if lasting:
+            _lock(raw, where=final)
+        raw.truncate(self._bytes)
+        self._file = io.BufferedRandom(raw, _BUFFER)
+        self._file.seek(self._bytes)
 
     def write(self, data: bytes) -> None:
         self._file.write(data)
-        self._hash.update(data)
         self._bytes += len(data)
+
+    def save(self) -> dict[str, Any]:
+        """Flush the content to the disk and say how long it is."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return {"bytes": self._bytes}
+
+    def release(self) -> None:
+        """Close the file; what is buffered is not wanted."""
+        raw = self._file.raw
+        if not raw.closed:
+            raw.close()
+
+    def discard(self) -> None:
+        # Closing flushes what is buffered; on a full disk that fails, and it is not wanted anyway.
+        self.release()
+        self._temporary.unlink(missing_ok=True)
+
+
+class HashedFile(HiddenFile):
+    """A hidden file that will be part of the set, its checksum kept on the way."""
+
+    def __init__(
+        self,
+        final: Path,
+        *,
+        lasting: bool = False,
+        saved: Mapping[str, Any] | None = None,
+        beginning: bytes = b"",
+    ) -> None:
+        super().__init__(final, lasting=lasting, saved=saved)
+        self._hash = hashlib.sha256()
+        if saved is None:
+            self.write(beginning)
+            return
+        # `close_with` may have replaced it.
+        self._file.seek(0)
+        self._file.write(beginning)
+        for piece in self.content():
+            self._hash.update(piece)
+        if self._hash.hexdigest() != saved["sha256"]:
+            raise _changed(self._temporary)
+
+    def content(self, begin: int = 0) -> Iterator[bytes]:
+        """What was written so far, in pieces."""
+        self._file.seek(begin)
+        while piece := self._file.read(_BUFFER):
+            yield piece
+
+    def write(self, data: bytes) -> None:
+        super().write(data)
+        self._hash.update(data)
+
+    def save(self) -> dict[str, Any]:
+        return super().save() | {"sha256": self._hash.hexdigest()}
 
     def close(self) -> FileFacts:
         """Flush the content to the disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        self.save()
         self._file.close()
         return FileFacts(bytes=self._bytes, sha256=self._hash.hexdigest())
 
     def close_with(self, beginning: bytes) -> FileFacts:
         """Replace the first bytes and flush; costs reading the file once more."""
-        self._file.flush()
         self._file.seek(0)
         self._file.write(beginning)
         self.close()
@@ -269,12 +367,39 @@ class HashedFile:
     def publish(self) -> None:
         os.replace(self._temporary, self._final)
 
-    def discard(self) -> None:
-        # Closing flushes what is buffered; on a full disk that fails, and it is not wanted anyway.
-        raw = self._file.raw
-        if not raw.closed:
-            raw.close()
-        self._temporary.unlink(missing_ok=True)
+
+def _lock(file: io.FileIO, *, where: Path) -> None:
+    """Keep other processes away until the file is closed."""
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise UserError(
+            "another process is writing this token set",
+            where=str(where),
+            remedy="wait for it to end, or give the new set another name",
+            exit=Exit.REFUSED,
+        ) from error
+    except OSError:
+        # Some network file systems have no locks; then nobody can be kept away.
+        return
+
+
+def _take_back(temporary: Path, *, final: Path, size: int) -> None:
+    """Find the hidden file again, or take it back from its final place."""
+    if not temporary.is_file() and final.is_file():
+        os.replace(final, temporary)
+    if not temporary.is_file() or temporary.stat().st_size < size:
+        raise _changed(temporary)
+
+
+def _changed(path: Path) -> UserError:
+    return UserError(
+        "this file of the unfinished set is not what was saved",
+        where=str(path),
+        remedy="ask to overwrite, which begins the set anew",
+        exit=Exit.STORAGE,
+    )
 
 
 _START = np.dtype("<u8")
@@ -283,8 +408,8 @@ _START = np.dtype("<u8")
 class StartsFile(HashedFile):
     """PREFIX.starts: the position where each document begins, uint64, little-endian."""
 
-    def __init__(self, prefix: Path) -> None:
-        super().__init__(file_of(prefix, ".starts"))
+    def __init__(self, prefix: Path, *, lasting: bool, saved: Mapping[str, Any] | None) -> None:
+        super().__init__(file_of(prefix, ".starts"), lasting=lasting, saved=saved)
 
     def note(self, stretch: Stretch) -> None:
         self.write((stretch.starts + stretch.position).astype(_START).tobytes())

@@ -31,7 +31,7 @@ from gristmill.parallel.build import build_strategy
 from gristmill.parallel.strategy import Strategy
 from gristmill.parallel.world import World, memory_explained, open_world
 from gristmill.plan.arithmetic import count_parameters, token_cost
-from gristmill.text.tokenizers import Tokenizer, open_tokenizer
+from gristmill.text.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from gristmill.track.folder import RunFolder
 from gristmill.train.hooks import Checkpoint, Hook, Sample, Validate
 from gristmill.train.meter import Meter

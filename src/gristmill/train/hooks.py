@@ -27,7 +27,7 @@ from gristmill.data.loader import Batch
 from gristmill.generate import Sampling, TextGenerator
 from gristmill.models.gpt import GPT
 from gristmill.parallel.strategy import Strategy
-from gristmill.text.tokenizers import Tokenizer
+from gristmill.text.tokenizers.tokenizer import Tokenizer
 from gristmill.train.meter import Meter
 from gristmill.train.moment import Moment
 from gristmill.train.tracker import Tracker

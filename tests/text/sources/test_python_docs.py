@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gristmill.text import python_docs
-from gristmill.text.python_docs import python_documents
+from gristmill.text.sources import python_docs
+from gristmill.text.sources.python_docs import python_documents
 
 MODULE = '''"""The module."""
 class A:

@@ -18,11 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.text.sources import Document, DocumentSplit, Dropped, Reason, open_sources
+from gristmill.text.sources.reading import open_sources
+from gristmill.text.sources.source import Document, DocumentSplit, Dropped, ReadOptions, Reason
 
 
-def texts(*paths: Path | str, **options: Any) -> list[str | Reason]:
-    items = open_sources([str(path) for path in paths], **options)
+def texts(*paths: Path | str, json_key: str = "text", **options: Any) -> list[str | Reason]:
+    read = ReadOptions(keys=(json_key,), **options)
+    items = open_sources([str(path) for path in paths], options=read)
     return [item.text if isinstance(item, Document) else item.reason for item in items]
 
 
@@ -140,7 +142,7 @@ def test_progress_within_a_compressed_file(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.xz"
     lines = (json.dumps({"text": format(n**40, "x")}) for n in range(1, 20_000))
     path.write_bytes(lzma.compress("\n".join(lines).encode(), preset=0))
-    reader = open_sources([str(path)])
+    reader = open_sources([str(path)], options=ReadOptions(block_bytes=1 << 16))
     total = reader.bytes_total
     assert total is not None
     seen = [reader.bytes_done for _ in reader]
@@ -175,12 +177,12 @@ def test_missing_sources_are_named(tmp_path: Path) -> None:
 
 def test_a_line_over_the_limit_is_an_error_with_its_place(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
-    path.write_text("short\n" + "x" * 100 + "\n")
-    for split, line in ((DocumentSplit.FILE, 1), (DocumentSplit.LINE, 2), (DocumentSplit.BLANK, 2)):
+    path.write_text("short\n" + "x" * 101 + "\n")
+    for split, line in ((DocumentSplit.FILE, 1), (DocumentSplit.LINE, 2), (DocumentSplit.BLANK, 1)):
         with pytest.raises(UserError, match="longer than 100 B") as caught:
             texts(path, split=split, line_limit=100)
         assert caught.value.problems[0].where == f"{path}:{line}"
-        assert texts(path, split=split, line_limit=107)
+        assert texts(path, split=split, line_limit=108)
     path.write_text("x" * 60 + "\n" + "y" * 60 + "\n")
     with pytest.raises(UserError, match="longer"):
         texts(path, split=DocumentSplit.BLANK, line_limit=100)
@@ -188,7 +190,11 @@ def test_a_line_over_the_limit_is_an_error_with_its_place(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("content", "expected"),
-    [(b'{"text": "x"}\n{"text": "y"}\n', ["x", "y"]), (b"plain\n", ["plain\n"])],
+    [
+        (b'{"text": "x"}\n{"text": "y"}\n', ["x", "y"]),
+        (b'[{"text": "x"},\n"y"]', ["x", "y"]),
+        (b"plain\n", ["plain\n"]),
+    ],
 )
 def test_standard_input(
     monkeypatch: pytest.MonkeyPatch, content: bytes, expected: list[str]

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from gristmill.text.sources import Document
+from gristmill.text.sources.source import Document
 
 _SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _SEED = 1337

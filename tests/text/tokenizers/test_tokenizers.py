@@ -11,17 +11,18 @@ import pytest
 import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import models, pre_tokenizers
+from tokenizers import pre_tokenizers
 
-from gristmill.base.errors import Exit, UserError
-from gristmill.text.tokenizers import (
-    BYTE_OF,
+from gristmill.base.errors import UserError
+from gristmill.text.tokenizers.byte_level import BYTE_OF
+from gristmill.text.tokenizers.tokenizer import (
     END_OF_TEXT,
     ByteTokenizer,
     Tokenizer,
     open_tokenizer,
-    train_tokenizer,
+    open_tokenizer_files,
 )
+from gristmill.text.tokenizers.training import train_tokenizer
 
 WORDS = "the mill grinds grain and water turns the wheel while it's raining; don't stop 1234 é ü\n"
 
@@ -90,38 +91,6 @@ def test_the_byte_table_is_the_field_s_own() -> None:
     assert set(BYTE_OF) == set(pre_tokenizers.ByteLevel.alphabet())
     assert sorted(BYTE_OF.values()) == list(range(256))
     assert BYTE_OF["Ġ"] == ord(" ") and BYTE_OF["Ċ"] == ord("\n")
-
-
-def test_training_is_deterministic_and_of_the_size_asked_for() -> None:
-    again = train_tokenizer(iter(corpus()), vocab_size=310)
-    assert again.spec == TRAINED.spec
-    assert (TRAINED.size, TRAINED.end_of_text) == (310, 309)
-    assert sorted(TRAINED.token_bytes(id) for id in range(256)) == [bytes([b]) for b in range(256)]
-    assert len(TRAINED.encode(" the water")) == 2
-    other = train_tokenizer(iter(corpus()), vocab_size=300)
-    assert other.fingerprint != TRAINED.fingerprint
-
-
-def test_training_splits_as_gpt2_does() -> None:
-    tokenizer = train_tokenizer(iter(["don't stop now, it's 42 degrees"] * 9), vocab_size=279)
-    longest = max((tokenizer.token_bytes(id) for id in range(tokenizer.size)), key=len)
-    assert longest == b" degrees"
-    assert b"'t" in [tokenizer.token_bytes(id) for id in range(tokenizer.size)]
-
-
-def test_training_reports_progress() -> None:
-    seen: list[int] = []
-    train_tokenizer(iter(["abab é", "abab"]), vocab_size=258, progress=seen.append)
-    assert seen == [7, 11]
-
-
-def test_too_little_text_says_what_can_be_reached() -> None:
-    with pytest.raises(UserError, match="at most 258 tokens") as caught:
-        train_tokenizer(iter(["abab"]), vocab_size=1000)
-    assert caught.value.exit is Exit.DATA
-    assert train_tokenizer(iter(["abab"]), vocab_size=258).size == 258
-    with pytest.raises(UserError, match="257 or more"):
-        train_tokenizer(iter(["abab"]), vocab_size=256)
 
 
 @pytest.mark.parametrize("names", [("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")])
@@ -197,17 +166,43 @@ def test_an_end_token_not_marked_as_special_still_cannot_come_from_text(tmp_path
     assert tokenizer.spec == TRAINED.spec
 
 
-def test_unfit_tokenizers_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "tokenizer.json"
-    words = tokenizers.Tokenizer(models.WordLevel({"a": 0, END_OF_TEXT: 1}, unk_token="a"))
-    words.save(str(path))
-    with pytest.raises(UserError, match="does not work on bytes"):
-        open_tokenizer(path)
+def test_a_tokenizer_that_changes_text_says_so(tmp_path: Path) -> None:
     value = saved(TRAINED, tmp_path)
-    value["model"]["vocab"]["?!?"] = value["model"]["vocab"].pop("Z")
-    path.write_text(json.dumps(value))
-    with pytest.raises(UserError, match="lacks 1 of the 256 bytes"):
-        open_tokenizer(path)
+    path = tmp_path / "tokenizer.json"
+
+    def opened(**changes: Any) -> Tokenizer:
+        path.write_text(json.dumps(value | changes))
+        return open_tokenizer(path)
+
+    spaced = value["pre_tokenizer"] | {"add_prefix_space": True}
+    removed = {"type": "Split", "pattern": {"Regex": " "}, "behavior": "Removed", "invert": False}
+    steps = {"type": "Sequence", "pretokenizers": [removed, value["pre_tokenizer"]]}
+    isolated = {**steps, "pretokenizers": [removed | {"behavior": "Isolated"}, spaced]}
+    vocab = dict(value["model"]["vocab"])
+    vocab["?!?"] = vocab.pop("Z")
+    mask = dict(value["added_tokens"][0], id=310, content="<mask>", special=False, lstrip=True)
+    lossy = {
+        "é": {"normalizer": {"type": "NFD"}},
+        "mill": {"pre_tokenizer": spaced},
+        "a b": {"pre_tokenizer": steps},
+        "aZ": {"model": value["model"] | {"vocab": vocab}},
+        "a <mask>": {"added_tokens": [*value["added_tokens"], mask]},
+    }
+    assert opened().lossless and TRAINED.lossless and BYTES.lossless
+    for text, changes in lossy.items():
+        tokenizer = opened(**changes)
+        assert not tokenizer.lossless, text
+        assert tokenizer.decode(tokenizer.encode(text)) != text
+    assert not opened(pre_tokenizer=isolated).lossless
+    isolated["pretokenizers"][1] = value["pre_tokenizer"]
+    assert opened(pre_tokenizer=isolated).lossless
+
+
+def test_the_definition_is_a_tokenizer_json() -> None:
+    assert BYTES.definition is None
+    assert TRAINED.definition is not None
+    plain = tokenizers.Tokenizer.from_str(TRAINED.definition)
+    assert plain.encode(WORDS).ids == TRAINED.encode(WORDS)
 
 
 def test_what_is_no_tokenizer(tmp_path: Path) -> None:
@@ -229,3 +224,45 @@ def test_what_is_no_tokenizer(tmp_path: Path) -> None:
         (tmp_path / name).unlink()
     with pytest.raises(UserError, match="do not make a tokenizer"):
         open_tokenizer(tmp_path)
+    with pytest.raises(UserError, match="no such tokenizer"):
+        open_tokenizer("tiktoken:q50k_base")
+
+
+@pytest.mark.parametrize("names", [("v.json", "m.txt"), ("a vocabulary", "some merges")])
+def test_two_files_of_any_name(tmp_path: Path, names: tuple[str, str]) -> None:
+    gpt2_files(tmp_path, names=names)
+    vocab, merges = (tmp_path / name for name in names)
+    tokenizer = open_tokenizer_files(vocab, merges)
+    assert tokenizer.encode("he he") == [256, 257]
+    merges.write_bytes(merges.read_bytes().replace(b"\n", b"\r\n"))
+    assert open_tokenizer_files(vocab, merges).spec == tokenizer.spec
+    with pytest.raises(UserError, match="not valid JSON"):
+        open_tokenizer_files(merges, vocab)
+    vocab.write_text('["a"]')
+    with pytest.raises(UserError, match="not a vocabulary"):
+        open_tokenizer_files(vocab, merges)
+    vocab.write_text(json.dumps({"h": 0, "e": 1, "he": 2, "Ġ": 3, "Ġhe": 4, END_OF_TEXT: 5}))
+    with pytest.raises(UserError, match="lacks 253 of the 256 bytes"):
+        open_tokenizer_files(vocab, merges)
+
+
+def test_a_folder_without_a_tokenizer_does_not_hide_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked: list[str] = []
+
+    def folder_of(name: str) -> Path:
+        asked.append(name)
+        return tmp_path / "fetched"
+
+    monkeypatch.setattr("gristmill.text.tokenizers.tokenizer.hub_folder", folder_of)
+    TRAINED.save(tmp_path / "fetched")
+    (tmp_path / "runs").mkdir()
+    assert open_tokenizer("someone/runs").spec == TRAINED.spec
+    with pytest.raises(UserError, match="this folder holds no tokenizer"):
+        open_tokenizer("runs")
+    assert asked == ["someone/runs"]
+    TRAINED.save(tmp_path / "someone" / "runs")
+    assert open_tokenizer("someone/runs").spec == TRAINED.spec
+    assert asked == ["someone/runs"]

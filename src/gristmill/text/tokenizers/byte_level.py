@@ -1,0 +1,244 @@
+"""Byte-level BPE: ids for bytes and for runs of bytes that occur often, so that no text is lost.
+
+    text  -> pieces, by a pattern      "don't stop"  ->  "don"  "'t"  " stop"
+    piece -> bytes, one character each " stop"       ->  "Ġstop"
+    bytes -> merged pairs              "Ġ s t o p"   ->  "Ġs t o p"  ->  "Ġst o p"  ->  ...
+
+Each of the 256 bytes is written as one printable character (`BYTE_OF`). With all of them in the
+vocabulary no text is out of reach, and decode(encode(x)) == x, unless the tokenizer changes the
+text before it cuts it: by a normalizer, by a space put in front, by throwing blanks away.
+`lossless` says whether any of that is so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from gristmill.base.files import sha256_text, storage_errors, write_atomic, write_json
+
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+
+
+def _byte_characters() -> dict[str, int]:
+    """The character that byte-level tokenizers write for each byte, with that byte.
+
+    Visible Latin-1 characters stand for themselves, all other bytes for the characters from U+0100.
+    """
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in visible]
+    itself = {chr(byte): byte for byte in visible}
+    return itself | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF = _byte_characters()
+CHARACTER_OF = {byte: character for character, byte in BYTE_OF.items()}
+LONGEST_WORD = 100
+SHORT_WORDS = pre_tokenizers.Split(tokenizers.Regex(f".{{1,{LONGEST_WORD}}}"), behavior="isolated")
+"""Cuts words written as bytes to a length that a WordPiece does not give up on."""
+
+
+class BpeTokenizer:
+    """A byte-level BPE of the `tokenizers` library."""
+
+    def __init__(self, inner: tokenizers.Tokenizer, *, end_of_text: str) -> None:
+        forget_last_use(inner)
+        # GPT-2's own files hold the end-of-text token as a word like any other.
+        inner.add_special_tokens(
+            [tokenizers.AddedToken(end_of_text, special=True, normalized=False)]
+        )
+        inner.encode_special_tokens = True
+        value = json.loads(inner.to_str())
+        self._inner = inner
+        self._end_text = end_of_text
+        ids = inner.get_vocab(with_added_tokens=True)
+        self._end = ids[end_of_text]
+        self._size = max(ids.values()) + 1
+        self._fingerprint = sha256_text(_deciding(value))
+        self._lossless = gives_text_back(value)
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def end_of_text(self) -> int:
+        return self._end
+
+    @property
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+    @property
+    def lossless(self) -> bool:
+        return self._lossless
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        return {
+            "type": "byte-level-bpe",
+            "size": self.size,
+            "end_of_text": self.end_of_text,
+            "fingerprint": self.fingerprint,
+        }
+
+    @cached_property
+    def definition(self) -> str:
+        """The text of its tokenizer.json.
+
+        What the file cannot say: control tokens that stand in the text are encoded as text.
+        """
+        return str(self._inner.to_str())
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._inner.encode(text, add_special_tokens=False).ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._inner.decode(list(ids), skip_special_tokens=False))
+
+    def token_bytes(self, id: int) -> bytes:
+        assert 0 <= id < self.size, f"the id {id} is outside the vocabulary"
+        return self._table[id]
+
+    @cached_property
+    def _table(self) -> list[bytes]:
+        return _token_table(self._inner)
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json and its settings, which `transformers` reads too."""
+        with storage_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": self._end_text,
+            "eos_token": self._end_text,
+            "unk_token": self._end_text,
+            "clean_up_tokenization_spaces": False,
+        }
+        write_json(folder / CONFIG_FILE, settings)
+        write_atomic(folder / TOKENIZER_FILE, self._inner.to_str(pretty=True))
+
+
+def byte_level(model: models.Model, *, pattern: str | None = None) -> tokenizers.Tokenizer:
+    """A tokenizer of the library that works on bytes, and cuts words by GPT-2's pattern or one."""
+    inner = tokenizers.Tokenizer(model)
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if pattern is not None:
+        cut = pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")
+        as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        inner.pre_tokenizer = pre_tokenizers.Sequence([cut, as_bytes])
+    inner.decoder = decoders.ByteLevel()
+    return inner
+
+
+def is_byte_level_bpe(value: dict[str, Any]) -> bool:
+    """Whether the content of a tokenizer.json describes a BPE that works on bytes."""
+    return works_on_bytes(value) and value["model"]["type"] == "BPE"
+
+
+def works_on_bytes(value: dict[str, Any]) -> bool:
+    """Whether a tokenizer writes each byte as a character before it cuts, and undoes it after."""
+    parts = (value.get("pre_tokenizer"), value.get("decoder"))
+    return all('"ByteLevel"' in json.dumps(part) for part in parts)
+
+
+def forget_last_use(inner: tokenizers.Tokenizer) -> None:
+    """Put aside settings of a tokenizer's last use that would cut, pad or vary what is encoded."""
+    inner.no_truncation()
+    inner.no_padding()
+    if isinstance(inner.model, models.BPE):
+        inner.model.dropout = None
+
+
+def gives_text_back(value: dict[str, Any]) -> bool:
+    """Whether a tokenizer that works on bytes has them all, and changes nothing before it cuts."""
+    vocabulary = value["model"]["vocab"]
+    # A Unigram holds a list of tokens with their scores.
+    known = {entry[0] for entry in vocabulary} if isinstance(vocabulary, list) else vocabulary
+    if value["normalizer"] is not None or any(character not in known for character in BYTE_OF):
+        return False
+    strips = any(
+        (token["lstrip"] or token["rstrip"]) and not token["special"]
+        for token in value["added_tokens"]
+    )
+    steps = _steps(value["pre_tokenizer"])
+    return not strips and all(map(_only_cuts, steps)) and _can_write(value["model"], steps)
+
+
+def _can_write(model: dict[str, Any], steps: list[dict[str, Any]]) -> bool:
+    """Whether a model with all 256 bytes can write every word of them, wherever it is cut."""
+    if model["type"] == "WordPiece":
+        short = {"Regex": f".{{1,{LONGEST_WORD}}}"} in [step.get("pattern") for step in steps]
+        whole = model["max_input_chars_per_word"] >= LONGEST_WORD
+        return short and whole and model["continuing_subword_prefix"] == ""
+    return model["type"] in {"BPE", "Unigram"}
+
+
+def _steps(part: dict[str, Any]) -> list[dict[str, Any]]:
+    nested = part["pretokenizers"] if part["type"] == "Sequence" else None
+    return [step for each in nested for step in _steps(each)] if nested else [part]
+
+
+def _only_cuts(step: dict[str, Any]) -> bool:
+    match step["type"]:
+        case "ByteLevel":
+            return not step["add_prefix_space"]
+        case "Split" | "Punctuation":
+            return bool(step["behavior"] != "Removed")
+        case other:
+            return bool(other == "Digits")
+
+
+def _token_table(inner: tokenizers.Tokenizer) -> list[bytes]:
+    """The bytes of every id; control tokens and ids that nothing uses have none."""
+    vocabulary = inner.get_vocab(with_added_tokens=True)
+    table = [b""] * (max(vocabulary.values()) + 1)
+    added = inner.get_added_tokens_decoder()
+    for token, id in vocabulary.items():
+        if id not in added:
+            # A token with other characters is one that no text can produce.
+            table[id] = bytes(BYTE_OF[character] for character in token if character in BYTE_OF)
+        elif not added[id].special:
+            table[id] = token.encode()
+    return table
+
+
+def _deciding(value: dict[str, Any]) -> str:
+    """The parts of a tokenizer.json that decide ids, in one order, whatever version wrote them."""
+    model = value["model"]
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    parts = {
+        "vocab": model["vocab"],
+        "merges": merges,
+        "ignore_merges": model.get("ignore_merges", False),
+        "normalizer": value["normalizer"],
+        "pre_tokenizer": without_offsets(value["pre_tokenizer"]),
+        "added_tokens": deciding_tokens(value),
+    }
+    return json.dumps(parts, sort_keys=True)
+
+
+def deciding_tokens(value: dict[str, Any]) -> list[Any]:
+    """Added tokens as far as they decide ids: control tokens are never looked for in text."""
+    return [
+        [token["id"], token["content"]] if token["special"] else token
+        for token in value["added_tokens"]
+    ]
+
+
+def without_offsets(value: Any) -> Any:
+    """Drop what only moves the offsets that a tokenizer reports."""
+    if isinstance(value, dict):
+        return {key: without_offsets(v) for key, v in value.items() if key != "trim_offsets"}
+    return [without_offsets(item) for item in value] if isinstance(value, list) else value

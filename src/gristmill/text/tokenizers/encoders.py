@@ -1,0 +1,299 @@
+"""Encoding text in bulk: the fastest way to the same ids that a tokenizer gives.
+
+    gigatoken    byte-level BPE cut into words by GPT-2's pattern       about 80 MB/s a core
+    tokenizers   everything else, and whatever the fast way may not do  about 1 MB/s a core
+
+(Measured by `benchmarks/prepare_speed.py`.) The ids are the same by construction, not by luck. The
+two libraries differ in one thing that we know of: the tables of Unicode they were built with, which
+decide what is a letter. They can disagree only on code points that one table leaves unassigned, so
+a text that holds a code point which this Python's table leaves unassigned takes the slow way.
+Control tokens are not known to the fast way at all, so that a text which spells one is encoded as
+plain text. And before it is used, the fast way must agree with the slow one on a few thousand words
+of all kinds.
+
+A batch gives one array of ids and the length of each text, never a Python number for each token. A
+worker opens what the first process chose from a folder, and opens the tokenizer itself, which takes
+longer than all the rest, only when a text needs it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from gristmill.base.files import write_atomic
+
+if TYPE_CHECKING:
+    from gristmill.text.tokenizers.tokenizer import Tokenizer
+
+_GPT2_CUTTING = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+_FAST_FILE = "fast.json"
+_BYTES_FILE = "bytes"
+_MEMORY = 512 << 20
+_TEXT_UNSEEN = 128 << 20
+"""How much text is encoded between openings where memory cannot be asked for."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The ids of several texts, end to end."""
+
+    ids: npt.NDArray[Any]
+    lengths: npt.NDArray[np.int64]
+    """How many ids each text has."""
+    text_bytes: npt.NDArray[np.int64]
+    """How many bytes of UTF-8 each text has."""
+
+
+class Encoder(Protocol):
+    """Text to ids, many at a time."""
+
+    name: str
+    """The library that does the work."""
+
+    def encode(self, texts: Sequence[str]) -> Encoded: ...
+
+    def save(self, folder: Path) -> None:
+        """Write what `open_encoder` needs into a folder."""
+        ...
+
+
+def choose_encoder(tokenizer: Tokenizer) -> Encoder:
+    """The fastest encoder for a tokenizer that is installed."""
+    if tokenizer.spec["type"] == "bytes":
+        return BytesEncoder()
+    exact = ExactEncoder(tokenizer)
+    return _fast_encoder(tokenizer, exact) or exact
+
+
+def open_encoder(folder: Path) -> Encoder:
+    """The encoder that was saved in a folder."""
+    if (folder / _BYTES_FILE).exists():
+        return BytesEncoder()
+    if (folder / _FAST_FILE).exists():
+        definition = (folder / _FAST_FILE).read_text("utf-8")
+        return GigatokenEncoder(definition, lambda: _open_exact(folder))
+    return _open_exact(folder)
+
+
+def _open_exact(folder: Path) -> ExactEncoder:
+    from gristmill.text.tokenizers.tokenizer import open_tokenizer
+
+    return ExactEncoder(open_tokenizer(folder))
+
+
+class ExactEncoder:
+    """The tokenizer's own way."""
+
+    name = "tokenizers"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        rows = self._tokenizer.encode_batch(texts)
+        lengths = np.fromiter(map(len, rows), np.int64, count=len(rows))
+        ids = np.fromiter((id for row in rows for id in row), np.uint32, count=int(lengths.sum()))
+        sizes = np.fromiter((len(text.encode()) for text in texts), np.int64, count=len(texts))
+        return Encoded(ids, lengths, sizes)
+
+    def save(self, folder: Path) -> None:
+        self._tokenizer.save(folder)
+
+
+class BytesEncoder:
+    """The bytes of a text are its ids."""
+
+    name = "bytes"
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        contents = [text.encode() for text in texts]
+        sizes = np.fromiter(map(len, contents), np.int64, count=len(contents))
+        return Encoded(np.frombuffer(b"".join(contents), np.uint8), sizes, sizes)
+
+    def save(self, folder: Path) -> None:
+        write_atomic(folder / _BYTES_FILE, b"")
+
+
+class GigatokenEncoder:
+    """Byte-level BPE by gigatoken, except for texts on which it might disagree.
+
+    The library remembers every word it has seen, which is why it is fast, and never forgets one. So
+    it is opened anew when that has taken too much memory; on ordinary text that is hardly ever.
+    """
+
+    name = "gigatoken"
+
+    def __init__(self, definition: str, exact: Callable[[], ExactEncoder]) -> None:
+        """Open a tokenizer.json without control tokens; `exact` opens the slow way."""
+        self._definition = definition
+        self._exact = functools.cache(exact)
+        self._open()
+
+    def _open(self) -> None:
+        import gigatoken
+
+        self._backend = gigatoken.Tokenizer.from_json(self._definition).backend
+        self._resident = _resident()
+        self._encoded = 0
+
+    def _is_full(self) -> bool:
+        resident = _resident()
+        if resident is None or self._resident is None:
+            return self._encoded > _TEXT_UNSEEN
+        return resident - self._resident > _MEMORY
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        contents = [text.encode() for text in texts]
+        sizes = np.fromiter(map(len, contents), np.int64, count=len(contents))
+        # One by one is as fast as all at once, which would bring another library of arrays.
+        rows = [self._backend.encode(content) for content in contents]
+        doubtful = _doubtful(b"".join(contents), sizes)
+        if doubtful:
+            exact = self._exact().encode([texts[number] for number in doubtful])
+            ends = np.cumsum(exact.lengths)[:-1]
+            for number, row in zip(doubtful, np.split(exact.ids, ends), strict=True):
+                rows[number] = row
+        self._encoded += int(sizes.sum())
+        if self._is_full():
+            self._open()
+        lengths = np.fromiter(map(len, rows), np.int64, count=len(rows))
+        return Encoded(np.concatenate(rows) if rows else np.empty(0, np.uint32), lengths, sizes)
+
+    def save(self, folder: Path) -> None:
+        self._exact().save(folder)
+        write_atomic(folder / _FAST_FILE, self._definition)
+
+
+def _resident() -> int | None:
+    """Bytes of memory that this process holds; not known on every system."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+# ------------------------------------------------------------------ when the fast way may be used
+
+
+def _fast_encoder(tokenizer: Tokenizer, exact: ExactEncoder) -> Encoder | None:
+    if tokenizer.definition is None or not tokenizer.lossless:
+        return None
+    definition = _plain(json.loads(tokenizer.definition))
+    if definition is None:
+        return None
+    try:
+        encoder = GigatokenEncoder(json.dumps(definition), lambda: exact)
+    except ImportError:
+        return None
+    return encoder if _agree(encoder, exact) else None
+
+
+def _plain(definition: dict[str, Any]) -> dict[str, Any] | None:
+    """A tokenizer.json without control tokens; None if it asks for more than GPT-2's does."""
+    model = definition["model"]
+    cutting = definition["pre_tokenizer"] or {}
+    ordinary = [token for token in definition["added_tokens"] if not token["special"]]
+    if (
+        model["type"] != "BPE"
+        or model.get("ignore_merges")
+        or definition["normalizer"] is not None
+        or any(cutting.get(name) != value for name, value in _GPT2_CUTTING.items())
+        or ordinary
+    ):
+        return None
+    return definition | {"added_tokens": [], "post_processor": None}
+
+
+def _agree(fast: Encoder, exact: Encoder) -> bool:
+    texts = list(_probes())
+    one, other = fast.encode(texts), exact.encode(texts)
+    return np.array_equal(one.lengths, other.lengths) and np.array_equal(one.ids, other.ids)
+
+
+def _probes() -> Iterator[str]:
+    """Short texts in which every rule of the pattern and every byte of UTF-8 has its turn."""
+    ascii = ("a", "Ab", "7", "42", " ", "  ", "\t", "\n", "\r\n", ".", "'s", "'ll", "'", "_", "\0")
+    beyond = ("\u00e9", "\u4e2d", "\u65e5\u672c", "\u0627", "\u0967", "\u00b2", "\u00a0", "\u2009",
+              "\u2014", "\U0001f642", "\U0001f469\u200d\U0001f52c", "\U00010348")  # fmt: skip
+    pieces = ascii + beyond
+    for one in pieces:
+        for other in pieces:
+            yield one + other + one
+            yield f"word{one}{other} {one}1"
+    yield "I'll say: it's 3,14159; don't you'd've THEY'RE we'Ll\n\n\n  \tdef f(x):\n        x\n"
+    yield "<|endoftext|> <|endoftext|>a"
+
+
+# ------------------------------------------------------------------ which texts are doubtful
+
+
+def _doubtful(content: bytes, sizes: npt.NDArray[np.int64]) -> list[int]:
+    """The numbers of texts, which lie end to end in `content`, that hold an unassigned code point.
+
+    Nearly all text is passed by two looks: at the bytes that begin a character beyond ASCII, and at
+    the byte that follows each. Only where these two may begin an unassigned code point is the
+    character decoded.
+    """
+    data = np.frombuffer(content, np.uint8)
+    leads = np.flatnonzero(data >= 0xC2)
+    if not len(leads):
+        return []
+    free = _unassigned()
+    pairs = data[leads].astype(np.intp) << 8 | data[leads + 1]
+    suspects = leads[free.pairs[pairs]]
+    found = suspects[free.codes[_decoded(data, suspects)]]
+    numbers = np.searchsorted(np.cumsum(sizes), found, side="right")
+    return [int(number) for number in np.unique(numbers)]
+
+
+def _decoded(data: npt.NDArray[np.uint8], leads: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+    """The code points of the characters that begin at some bytes."""
+    first = data[leads]
+    lengths = np.where(first < 0xE0, 2, np.where(first < 0xF0, 3, 4))
+    # A lead byte of n has n ones and a zero before the bits that count.
+    codes = (first & (0x7F >> lengths)).astype(np.intp)
+    for more in (1, 2, 3):
+        follow = lengths > more
+        codes[follow] = codes[follow] << 6 | (data[leads[follow] + more] & 0x3F)
+    return codes
+
+
+@dataclass(frozen=True)
+class _Unassigned:
+    """What the table of Unicode in this Python leaves unassigned."""
+
+    codes: npt.NDArray[np.bool_]
+    """For each code point, whether it is."""
+    pairs: npt.NDArray[np.bool_]
+    """For each two bytes, as one number, whether they may begin such a code point."""
+
+
+@functools.cache
+def _unassigned() -> _Unassigned:
+    codes = np.zeros(0x110000, np.bool_)
+    # Planes 4 to 13 hold nothing, and 15 and 16 are for private use but for their last two code
+    # points; asking for each of these would take half a second.
+    codes[0x40000:0xE0000] = True
+    codes[0xFFFE::0x10000] = codes[0xFFFF::0x10000] = True
+    for begin, end in ((0x80, 0x40000), (0xE0000, 0xF0000)):
+        categories = map(unicodedata.category, map(chr, range(begin, end)))
+        codes[begin:end] = [category == "Cn" for category in categories]
+    pairs = np.zeros(1 << 16, np.bool_)
+    # Two bytes are a whole character below U+0800, and above begin 64 or more that lie together.
+    free = np.flatnonzero(codes)
+    groups = np.unique(free[free >= 0x800] >> 6) << 6
+    for code in np.concatenate([free[free < 0x800], groups]):
+        lead, second = chr(code).encode("utf-8", "surrogatepass")[:2]
+        pairs[lead << 8 | second] = True
+    return _Unassigned(codes, pairs)

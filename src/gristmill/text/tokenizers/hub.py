@@ -1,0 +1,121 @@
+"""Tokenizer folders of Hugging Face: found by name, converted where need be, asked for their end.
+
+    name    the local cache, then the network; tokenizer files only, never weights or code
+    files   tokenizer.json as it is; spiece.model, tokenizer.model, vocab.txt through transformers
+
+The token that ends a document is stated in one of four files, looked at in this order:
+tokenizer_config.json, special_tokens_map.json, generation_config.json, config.json. The first two
+name it, the others give its id. Code that a repository brings along is never run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from gristmill.base.errors import Exit, UserError, optional
+from gristmill.base.files import read_json
+from gristmill.text.tokenizers.byte_level import CONFIG_FILE, TOKENIZER_FILE
+
+SLOW_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt")
+"""Files of tokenizers that only `transformers` can read."""
+_NAMING = (CONFIG_FILE, "special_tokens_map.json")
+_NUMBERING = ("generation_config.json", "config.json")
+_FETCHED = [
+    TOKENIZER_FILE,
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    *_NAMING,
+    *_NUMBERING,
+    *SLOW_FILES,
+]
+_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether this can be the name of a repository on Hugging Face."""
+    return _NAME.fullmatch(name) is not None and not name.endswith(".json")
+
+
+def hub_folder(name: str) -> Path:
+    """The tokenizer files of a name on Hugging Face, from the local cache or the network."""
+    cached = _snapshot(name, local=True)
+    if isinstance(cached, Path) and holds_tokenizer(cached):
+        return cached
+    found = _snapshot(name, local=False)
+    if isinstance(found, Path):
+        return found
+    raise UserError(
+        f"{name!r} is not a file or folder here, and not to be had from Hugging Face: {found}",
+        where="the tokenizer",
+        remedy='give "bytes", "gpt2", a tokenizer.json, a folder with tokenizer files, '
+        "or a name on Hugging Face",
+        exit=Exit.DATA,
+    )
+
+
+def holds_tokenizer(folder: Path) -> bool:
+    """Whether a Hugging Face folder holds a tokenizer in any form."""
+    whole = [TOKENIZER_FILE, *SLOW_FILES]
+    pair = all((folder / name).is_file() for name in ("vocab.json", "merges.txt"))
+    return pair or any((folder / name).is_file() for name in whole)
+
+
+def stated_ends(folder: Path, inner: tokenizers.Tokenizer) -> Iterator[str]:
+    """The tokens that the files in a folder say end a text."""
+    for name in _NAMING:
+        for end in _values(folder / name, "eos_token"):
+            # The file may hold the token with its flags instead of its text alone.
+            text = end.get("content") if isinstance(end, dict) else end
+            if isinstance(text, str):
+                yield text
+    for name in _NUMBERING:
+        for end in _values(folder / name, "eos_token_id"):
+            token = inner.id_to_token(end) if type(end) is int and end >= 0 else None
+            if token is not None:
+                yield token
+
+
+def convert(folder: Path) -> tokenizers.Tokenizer:
+    """A folder without tokenizer.json as a tokenizer of the library, by way of `transformers`."""
+    transformers = optional(
+        "transformers", extra="hf", purpose=f"reading a tokenizer without {TOKENIZER_FILE}"
+    )
+    try:
+        opened = transformers.AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+        inner: tokenizers.Tokenizer = opened.backend_tokenizer
+    except Exception as error:  # the library raises nothing more precise
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"transformers cannot convert this tokenizer: {first}",
+            where=str(folder),
+            remedy="it may need the packages sentencepiece and protobuf; or use a model "
+            f"that comes with {TOKENIZER_FILE}",
+            exit=Exit.DATA,
+        ) from error
+    return inner
+
+
+def _values(path: Path, key: str) -> list[Any]:
+    content = read_json(path) if path.is_file() else {}
+    value = content.get(key) if isinstance(content, dict) else None
+    return value if isinstance(value, list) else [value]
+
+
+def _snapshot(name: str, *, local: bool) -> Path | str:
+    """The folder of a repository's files, or why there is none."""
+    # Imported here: only a name needs it, and it is slow to import.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_FETCHED, local_files_only=local))
+    except (OSError, HFValidationError, ValueError) as error:
+        return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,279 @@
+"""Tokenizers: text to ids and back.
+
+    "bytes"                                 the 256 bytes and an end-of-text token
+    "gpt2"                                  GPT-2's, from this machine or the network
+    "cl100k_base", "tiktoken:cl100k_base"   an encoding of tiktoken
+    tokenizer.json, or its folder           a tokenizer of the `tokenizers` library
+    a folder with vocab.json, merges.txt    the same as GPT-2's files
+    a folder with encoder.json, vocab.bpe   the same by OpenAI's names
+    "google-t5/t5-small"                    a tokenizer on Hugging Face
+
+What exists as a file or a folder with a tokenizer goes before a name. Text that looks like a
+control token ("<|endoftext|>" in a web page) is encoded as plain text: only the program ends a
+document. The fingerprint covers what decides ids and leaves out what does not, so the same
+tokenizer from other files has the same one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import tokenizers
+from tokenizers import models
+
+from gristmill.base.errors import Exit, UserError
+from gristmill.base.files import read_json, sha256_text, storage_errors, write_json
+from gristmill.text.tokenizers.byte_level import (
+    BYTE_OF,
+    CONFIG_FILE,
+    TOKENIZER_FILE,
+    BpeTokenizer,
+    byte_level,
+    is_byte_level_bpe,
+)
+from gristmill.text.tokenizers.hub import (
+    SLOW_FILES,
+    convert,
+    holds_tokenizer,
+    hub_folder,
+    is_hub_name,
+    stated_ends,
+)
+from gristmill.text.tokenizers.rank_files import ENCODINGS, open_encoding
+from gristmill.text.tokenizers.subword import SubwordTokenizer
+from gristmill.text.tokenizers.vocabularies import (
+    PAIRS,
+    Vocabulary,
+    find_pair,
+    gpt2_vocabulary,
+    read_vocabulary,
+)
+
+END_OF_TEXT = "<|endoftext|>"
+BYTES_FILE = "gristmill_tokenizer.json"
+TOKENIZER_FILES = (BYTES_FILE, TOKENIZER_FILE, CONFIG_FILE)
+"""Every file that a tokenizer's `save` may write."""
+_TIKTOKEN = "tiktoken:"
+_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back."""
+
+    @property
+    def size(self) -> int:
+        """Ids go from 0 to size - 1."""
+        ...
+
+    @property
+    def end_of_text(self) -> int:
+        """The id of the control token that ends a document."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 over all that decides which ids a text gets."""
+        ...
+
+    @property
+    def lossless(self) -> bool:
+        """Whether decode(encode(text)) is the text, for every text."""
+        ...
+
+    @property
+    def definition(self) -> str | None:
+        """The text of the tokenizer.json of a byte-level BPE; None for other tokenizers."""
+        ...
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """Type, size, end-of-text id and fingerprint, for a manifest."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text; none of them is a control token."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of several texts, on all cores where the tokenizer can."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some ids; bytes that are not UTF-8 become U+FFFD."""
+        ...
+
+    def token_bytes(self, id: int) -> bytes:
+        """The bytes that one id stands for; none for a control token."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write files from which `open_tokenizer(folder)` gives the same tokenizer."""
+        ...
+
+
+class ByteTokenizer:
+    """The 256 bytes of UTF-8, and 256 for the end of a text."""
+
+    size = 257
+    end_of_text = 256
+    fingerprint = sha256_text("gristmill bytes, end of text 256")
+    lossless = True
+    definition = None
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        return {
+            "type": "bytes",
+            "size": self.size,
+            "end_of_text": self.end_of_text,
+            "fingerprint": self.fingerprint,
+        }
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        content = b"".join(
+            END_OF_TEXT.encode() if id == self.end_of_text else self.token_bytes(id) for id in ids
+        )
+        return content.decode(errors="replace")
+
+    def token_bytes(self, id: int) -> bytes:
+        assert 0 <= id < self.size, f"the id {id} is outside the vocabulary"
+        return bytes([id]) if id < 256 else b""
+
+    def save(self, folder: Path) -> None:
+        with storage_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / BYTES_FILE, self.spec)
+
+
+def open_tokenizer(spec: str | Path, *, end_of_text: str | None = None) -> Tokenizer:
+    """Open a tokenizer by one of the names above, or from its file or folder.
+
+    `end_of_text` names the token that ends a document, where it cannot be found out.
+    """
+    name, path = str(spec), Path(spec)
+    encoding = name.removeprefix(_TIKTOKEN)
+    if name == "bytes":
+        return ByteTokenizer()
+    if path.is_file():
+        return _open_file(path, end_of_text=end_of_text)
+    if path.is_dir() and _holds_tokenizer(path):
+        return _open_folder(path, end_of_text=end_of_text)
+    if encoding == "gpt2":
+        ends = (end_of_text or END_OF_TEXT,)
+        return _from_vocabulary(gpt2_vocabulary(), where=name, ends=ends)
+    if encoding in ENCODINGS:
+        return _finished(open_encoding(encoding), where=name, ends=(end_of_text or END_OF_TEXT,))
+    if path.is_dir() or name.startswith(_TIKTOKEN) or not is_hub_name(name):
+        raise _no_tokenizer(name)
+    return _open_folder(hub_folder(name), end_of_text=end_of_text)
+
+
+def open_tokenizer_files(vocab: Path, merges: Path, *, end_of_text: str | None = None) -> Tokenizer:
+    """Open GPT-2's two files, whatever their names."""
+    found = read_vocabulary(vocab, merges=merges)
+    ends = (end_of_text,) if end_of_text else _ENDS
+    return _from_vocabulary(found, where=str(vocab), ends=ends)
+
+
+def _holds_tokenizer(folder: Path) -> bool:
+    known = (folder / BYTES_FILE).is_file() or holds_tokenizer(folder)
+    return known or find_pair(folder) is not None
+
+
+def _no_tokenizer(name: str) -> UserError:
+    if Path(name).is_dir():
+        names = [TOKENIZER_FILE, *(" with ".join(pair) for pair in PAIRS[:2]), *SLOW_FILES]
+        return UserError(
+            f"this folder holds no tokenizer: looked for {', '.join(names)}",
+            where=name,
+            exit=Exit.DATA,
+        )
+    return UserError(
+        "there is no such tokenizer",
+        where=name,
+        remedy=f'give "bytes", "gpt2", {", ".join(ENCODINGS)}, a tokenizer.json, '
+        "a folder with tokenizer files, or a name on Hugging Face",
+        exit=Exit.DATA,
+    )
+
+
+def _open_folder(folder: Path, *, end_of_text: str | None) -> Tokenizer:
+    if (folder / BYTES_FILE).is_file():
+        return _open_bytes(folder / BYTES_FILE)
+    if (folder / TOKENIZER_FILE).is_file():
+        return _open_file(folder / TOKENIZER_FILE, end_of_text=end_of_text)
+    pair = find_pair(folder)
+    if pair:
+        return open_tokenizer_files(*pair, end_of_text=end_of_text)
+    if not holds_tokenizer(folder):
+        raise _no_tokenizer(str(folder))
+    return _from_library(convert(folder), folder=folder, where=folder, end_of_text=end_of_text)
+
+
+def _open_bytes(path: Path) -> Tokenizer:
+    tokenizer = ByteTokenizer()
+    if read_json(path) != tokenizer.spec:
+        raise UserError(
+            "this describes a tokenizer that the program does not know",
+            where=str(path),
+            exit=Exit.DATA,
+        )
+    return tokenizer
+
+
+def _open_file(path: Path, *, end_of_text: str | None) -> Tokenizer:
+    try:
+        inner = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more precise
+        raise UserError(
+            f"this is not a tokenizer.json: {error}",
+            where=str(path),
+            remedy="for GPT-2's two files, give the folder that holds them",
+            exit=Exit.DATA,
+        ) from error
+    return _from_library(inner, folder=path.parent, where=path, end_of_text=end_of_text)
+
+
+def _from_library(
+    inner: tokenizers.Tokenizer, *, folder: Path, where: Path, end_of_text: str | None
+) -> Tokenizer:
+    ends = (end_of_text,) if end_of_text else (*stated_ends(folder, inner), *_ENDS)
+    return _finished(inner, where=str(where), ends=ends)
+
+
+def _from_vocabulary(found: Vocabulary, *, where: str, ends: Sequence[str]) -> Tokenizer:
+    missing = sum(character not in found.ids for character in BYTE_OF)
+    if missing:
+        raise UserError(
+            f"the vocabulary lacks {missing} of the 256 bytes, so it is not one of GPT-2's kind",
+            where=where,
+            exit=Exit.DATA,
+        )
+    inner = byte_level(models.BPE(dict(found.ids), list(found.merges)))
+    return _finished(inner, where=where, ends=ends)
+
+
+def _finished(inner: tokenizers.Tokenizer, *, where: str, ends: Sequence[str]) -> Tokenizer:
+    """The tokenizer, if it has a token to end a document."""
+    for end in ends:
+        if inner.token_to_id(end) is not None:
+            is_bpe = is_byte_level_bpe(json.loads(inner.to_str()))
+            return (BpeTokenizer if is_bpe else SubwordTokenizer)(inner, end_of_text=end)
+    added = inner.get_added_tokens_decoder().values()
+    special = ", ".join(token.content for token in added if token.special) or "none"
+    raise UserError(
+        f"no end-of-text token: looked for {', '.join(dict.fromkeys(ends))}; "
+        f"the special tokens are: {special}",
+        where=where,
+        remedy="name the token that ends a document",
+        exit=Exit.DATA,
+    )

@@ -1,0 +1,152 @@
+"""Learning a tokenizer from text; whatever its kind, it works on bytes and loses nothing.
+
+    bpe         joins the pair of neighbours that occurs most, again and again
+    wordpiece   learns as BPE does, and cuts a word into the longest tokens from its beginning
+    unigram     begins with many pieces and drops those that the text misses least
+
+Words are cut by a pattern first: GPT-2's, or one of those that came after it. The 256 bytes are
+always in the vocabulary, and the end-of-text token has the last id.
+
+A WordPiece as BERT has it marks pieces inside a word with "##" and gives up on long words. Here it
+has no mark, since a space is a byte of the word that follows it, and long words are cut at 100
+bytes. BPE and WordPiece give the same tokenizer for the same text. The library's Unigram adds up
+its numbers in an order that changes from run to run: scores are rounded and ordered, so that only
+pieces of equal worth at the edge of the vocabulary can still differ.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+
+import tokenizers
+from tokenizers import models, pre_tokenizers, trainers
+
+from gristmill.base.errors import Exit, UserError
+from gristmill.text.tokenizers.byte_level import (
+    BYTE_OF,
+    LONGEST_WORD,
+    SHORT_WORDS,
+    BpeTokenizer,
+    byte_level,
+)
+from gristmill.text.tokenizers.kinds import TokenizerKind, WordPattern
+from gristmill.text.tokenizers.rank_files import CL100K_PATTERN, O200K_PATTERN
+from gristmill.text.tokenizers.subword import SubwordTokenizer
+from gristmill.text.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
+
+_MIN_COUNT = 2
+_SCORE_DIGITS = 6
+_UNSEEN_STEP = 1e-4
+"""The library sets the scores of bytes that the text lacks this far apart."""
+_PATTERNS: Mapping[WordPattern, str | None] = {
+    WordPattern.GPT2: None,
+    WordPattern.GPT4: CL100K_PATTERN,
+    WordPattern.GPT4O: O200K_PATTERN,
+}
+
+
+def train_tokenizer(
+    texts: Iterator[str],
+    *,
+    vocab_size: int,
+    kind: TokenizerKind = TokenizerKind.BPE,
+    pattern: WordPattern = WordPattern.GPT2,
+    min_count: int | None = None,
+    limit: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Tokenizer:
+    """Learn a tokenizer of `vocab_size` ids, the last of them end-of-text.
+
+    `min_count` is how often a pair must occur to be joined, 2 if not given. No further text is read
+    once `limit` bytes are reached. `progress` is called with the bytes of text read so far.
+    """
+    _check(vocab_size=vocab_size, kind=kind, min_count=min_count)
+    inner = byte_level(_MODELS[kind](), pattern=_PATTERNS[pattern])
+    if kind is TokenizerKind.WORDPIECE:
+        inner.pre_tokenizer = pre_tokenizers.Sequence([inner.pre_tokenizer, SHORT_WORDS])
+    trainer = _trainer(kind, vocab_size=vocab_size - 1, min_count=min_count or _MIN_COUNT)
+    inner.train_from_iterator(_watched(texts, limit, progress), trainer=trainer)
+    reached = inner.get_vocab_size() + 1
+    if reached < vocab_size:
+        raise UserError(
+            f"the text is too short to learn {vocab_size} tokens: it gives {reached}",
+            remedy=f"ask for at most {reached} tokens, or give more text",
+            exit=Exit.DATA,
+        )
+    if kind is TokenizerKind.BPE:
+        return BpeTokenizer(inner, end_of_text=END_OF_TEXT)
+    ordered = _ordered(inner) if kind is TokenizerKind.UNIGRAM else inner
+    return SubwordTokenizer(ordered, end_of_text=END_OF_TEXT)
+
+
+def _check(*, vocab_size: int, kind: TokenizerKind, min_count: int | None) -> None:
+    if vocab_size < 257:
+        raise UserError(
+            f"a vocabulary of {vocab_size} is too small",
+            remedy="ask for 257 or more: the 256 bytes and the end-of-text token",
+        )
+    if min_count is not None and kind is TokenizerKind.UNIGRAM:
+        raise UserError(
+            "a smallest count has no meaning for unigram, which drops pieces by their worth",
+            remedy="leave it out, or learn a bpe or wordpiece",
+        )
+
+
+_MODELS: Mapping[TokenizerKind, Callable[[], models.Model]] = {
+    TokenizerKind.BPE: models.BPE,
+    TokenizerKind.UNIGRAM: models.Unigram,
+    TokenizerKind.WORDPIECE: lambda: models.WordPiece(
+        continuing_subword_prefix="", max_input_chars_per_word=LONGEST_WORD
+    ),
+}
+
+
+def _trainer(kind: TokenizerKind, *, vocab_size: int, min_count: int) -> trainers.Trainer:
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    match kind:
+        case TokenizerKind.BPE:
+            return trainers.BpeTrainer(
+                vocab_size=vocab_size,
+                min_frequency=min_count,
+                initial_alphabet=alphabet,
+                show_progress=False,
+            )
+        case TokenizerKind.WORDPIECE:
+            return trainers.WordPieceTrainer(
+                vocab_size=vocab_size,
+                min_frequency=min_count,
+                initial_alphabet=alphabet,
+                continuing_subword_prefix="",
+                show_progress=False,
+            )
+        case TokenizerKind.UNIGRAM:
+            return trainers.UnigramTrainer(
+                vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False
+            )
+
+
+def _ordered(inner: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """A Unigram with its scores rounded and its tokens in one order, the likeliest first."""
+    value = json.loads(inner.to_str())
+    scores = {token: round(score, _SCORE_DIGITS) for token, score in value["model"]["vocab"]}
+    # Bytes that the text lacks get scores a step apart, in no order. They all get the lowest.
+    lowest = min(scores.values())
+    for token in BYTE_OF:
+        if scores[token] <= lowest + _UNSEEN_STEP * len(BYTE_OF):
+            scores[token] = lowest
+    value["model"]["vocab"] = sorted(scores.items(), key=lambda pair: (-pair[1], pair[0]))
+    return tokenizers.Tokenizer.from_str(json.dumps(value))
+
+
+def _watched(
+    texts: Iterator[str], limit: int | None, progress: Callable[[int], None] | None
+) -> Iterator[str]:
+    done = 0
+    for text in texts:
+        if limit is not None and done >= limit:
+            return
+        done += len(text.encode())
+        if progress:
+            progress(done)
+        yield text

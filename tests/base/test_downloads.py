@@ -1,0 +1,179 @@
+"""A download is whole or absent, goes on where it broke off, and never trusts what it was sent."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import io
+import urllib.error
+from email.message import Message
+from pathlib import Path
+
+import pytest
+
+from gristmill.base import downloads
+from gristmill.base.downloads import cache_folder, check_room, download
+from gristmill.base.errors import Exit, UserError
+
+URL = "https://example.invalid/file.bin"
+CONTENT = bytes(range(256)) * 40
+SHA256 = hashlib.sha256(CONTENT).hexdigest()
+
+
+class Reply:
+    """An answer that may break off early."""
+
+    def __init__(self, status: int, content: bytes, *, sent: int | None, tag: str | None) -> None:
+        self.status = status
+        self.headers = http.client.HTTPMessage(Message().policy)
+        self.headers["Content-Length"] = str(len(content))
+        if tag:
+            self.headers["ETag"] = tag
+        self._body = io.BytesIO(content[:sent])
+
+    def read(self, amount: int) -> bytes:
+        return self._body.read(min(amount, 1000))
+
+    def close(self) -> None:
+        self._body.close()
+
+
+class Server:
+    """Serves one file, part by part if it is asked to, and breaks off as often as told."""
+
+    def __init__(self, *, breaks: list[int], tag: str | None = '"one"') -> None:
+        self.content = CONTENT
+        self.tag = tag
+        self.breaks = breaks
+        self.asked: list[str | None] = []
+
+    def open(self, url: str, *, headers: dict[str, str]) -> Reply:
+        assert url == URL
+        begin = headers.get("Range")
+        self.asked.append(begin)
+        sent = self.breaks.pop(0) if self.breaks else None
+        if begin and headers.get("If-Range") == self.tag:
+            start = int(begin.removeprefix("bytes=").removesuffix("-"))
+            if start >= len(self.content):
+                none = http.client.HTTPMessage()
+                raise urllib.error.HTTPError(url, 416, "Range Not Satisfiable", none, None)
+            return Reply(206, self.content[start:], sent=sent, tag=self.tag)
+        return Reply(200, self.content, sent=sent, tag=self.tag)
+
+
+@pytest.fixture(autouse=True)
+def network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+
+
+def serve(monkeypatch: pytest.MonkeyPatch, server: Server) -> Server:
+    monkeypatch.setattr(downloads, "open_url", server.open)
+    return server
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir() if not file.name.startswith("."))
+
+
+def test_a_file_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = serve(monkeypatch, Server(breaks=[]))
+    seen: list[tuple[int, int | None]] = []
+    to = tmp_path / "deep" / "file.bin"
+    download(URL, to=to, sha256=SHA256, size=len(CONTENT), watch=lambda *at: seen.append(at))
+    assert to.read_bytes() == CONTENT
+    assert names(to.parent) == ["file.bin"]
+    assert seen[0] == (1000, len(CONTENT)) and seen[-1] == (len(CONTENT), len(CONTENT))
+    download(URL, to=to, sha256=SHA256)
+    assert len(server.asked) == 1
+
+
+def test_it_goes_on_where_it_broke_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = serve(monkeypatch, Server(breaks=[3000, 2000, 10]))
+    download(URL, to=tmp_path / "file.bin", sha256=SHA256)
+    assert (tmp_path / "file.bin").read_bytes() == CONTENT
+    assert server.asked == [None, "bytes=3000-", "bytes=5000-", "bytes=5010-"]
+
+
+def test_a_later_command_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = serve(monkeypatch, Server(breaks=[3000, 0, 0, 0]))
+    with pytest.raises(UserError, match=r"cannot fetch this.*2\.93 KiB are kept"):
+        download(URL, to=tmp_path / "file.bin", sha256=SHA256)
+    assert names(tmp_path) == ["file.bin.part", "file.bin.part.tag"]
+    download(URL, to=tmp_path / "file.bin", sha256=SHA256)
+    assert server.asked[-1] == "bytes=3000-"
+    assert (tmp_path / "file.bin").read_bytes() == CONTENT
+
+
+def test_a_part_that_is_whole_but_was_never_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve(monkeypatch, Server(breaks=[]))
+    (tmp_path / "file.bin.part").write_bytes(CONTENT)
+    (tmp_path / "file.bin.part.tag").write_text('"one"')
+    download(URL, to=tmp_path / "file.bin", sha256=SHA256)
+    assert (tmp_path / "file.bin").read_bytes() == CONTENT
+    assert server.asked == [f"bytes={len(CONTENT)}-", None]
+
+
+@pytest.mark.parametrize("tag", ['"two"', None, 'W/"weak"'])
+def test_another_version_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag: str | None
+) -> None:
+    server = serve(monkeypatch, Server(breaks=[3000, 0, 0, 0], tag=tag))
+    with pytest.raises(UserError, match="cannot fetch"):
+        download(URL, to=tmp_path / "file.bin")
+    server.content, server.tag = CONTENT[::-1], '"three"'
+    download(URL, to=tmp_path / "file.bin")
+    assert (tmp_path / "file.bin").read_bytes() == CONTENT[::-1]
+
+
+@pytest.mark.parametrize(
+    ("expected", "message"),
+    [({"sha256": "0" * 64}, "its SHA-256 is"), ({"size": 5}, "it has 10,240 bytes, not 5")],
+)
+def test_a_wrong_file_is_not_kept(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    expected: dict[str, object],
+    message: str,
+) -> None:
+    serve(monkeypatch, Server(breaks=[]))
+    with pytest.raises(UserError, match=message):
+        download(URL, to=tmp_path / "file.bin", **expected)  # type: ignore[arg-type]
+    assert names(tmp_path) == []
+
+
+def test_a_refusal_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def refuse(url: str, *, headers: dict[str, str]) -> Reply:
+        asked.append(url)
+        raise urllib.error.HTTPError(url, 404, "Not Found", http.client.HTTPMessage(), None)
+
+    monkeypatch.setattr(downloads, "open_url", refuse)
+    with pytest.raises(UserError, match="404"):
+        download(URL, to=tmp_path / "file.bin")
+    assert len(asked) == 1
+
+
+def test_no_network_if_the_user_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = serve(monkeypatch, Server(breaks=[]))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError, match="switched off by HF_HUB_OFFLINE"):
+        download(URL, to=tmp_path / "file.bin")
+    assert server.asked == []
+
+
+def test_a_disk_without_room(tmp_path: Path) -> None:
+    check_room(tmp_path / "not" / "yet", needed=1, purpose="it")
+    with pytest.raises(UserError, match="a corpus needs") as caught:
+        check_room(tmp_path / "not" / "yet", needed=10**18, purpose="a corpus")
+    assert caught.value.exit is Exit.STORAGE
+
+
+def test_the_cache_is_where_the_field_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert cache_folder() == Path("/somewhere/gristmill")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert cache_folder() == Path("/home/someone/.cache/gristmill")

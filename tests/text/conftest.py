@@ -1,0 +1,53 @@
+"""How the tests of single kinds of sources read: block by block, as workers do."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gristmill.text.sources.blocks import Block, Failure, Value
+from gristmill.text.sources.reading import kind_of
+from gristmill.text.sources.source import ReadOptions, Source
+
+
+class BlockReading:
+    """The blocks of a file up to a failure, and their rows."""
+
+    def __init__(self, path: Path, *, begin: int = 0, line: int = 1, **options: Any) -> None:
+        """Read from a position on, at which the given line is."""
+        source, read = Source(path), ReadOptions(**options)
+        self.blocks: list[Block] = []
+        self.rows: list[tuple[int, Sequence[Value]]] = []
+        """Each with its line."""
+        self.lines: list[int] = []
+        """After each block the number of the next line."""
+        self.counts: list[int] = []
+        """After each block the number of rows so far."""
+        self.failure: Failure | None = None
+        for block in kind_of(source, read).cut(source, read, begin):
+            # Blocks travel to other processes.
+            there, travelled = pickle.loads(pickle.dumps((source, block)))
+            rows = kind_of(there, read).read(there, travelled, read)
+            for place, values in zip(rows.places, zip(*rows.columns, strict=True), strict=True):
+                self.rows.append((line + place, values))
+            line += rows.lines
+            self.blocks.append(block)
+            self.lines.append(line)
+            self.counts.append(len(self.rows))
+            self.failure = rows.failure
+            if self.failure:
+                break
+
+    @property
+    def values(self) -> list[Value]:
+        """The first column."""
+        return [values[0] for _, values in self.rows]
+
+
+@pytest.fixture(scope="session")
+def read_blocks() -> type[BlockReading]:
+    return BlockReading

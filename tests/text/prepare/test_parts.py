@@ -1,0 +1,146 @@
+"""Parts of a preparation: disjoint, complete, and merged into the files of the whole."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from gristmill.base.errors import UserError
+from gristmill.cli.main import app
+from gristmill.text.prepare.parts import PartNumber, first_line, parse_part, spans_of
+from gristmill.text.prepare.prepare import prepare
+from gristmill.text.sources.finding import find_sources
+from gristmill.text.sources.source import DocumentSplit, ReadOptions
+from gristmill.text.tokenizers.tokenizer import ByteTokenizer
+from gristmill.tokens.store import verify_tokens
+
+BYTES = ByteTokenizer()
+
+
+def test_numbers() -> None:
+    assert parse_part("2/8") == PartNumber(2, 8)
+    assert PartNumber(2, 8).suffix == ".part-2-of-8"
+    assert PartNumber(2, 100).suffix == ".part-002-of-100"
+    slurm = {"SLURM_ARRAY_TASK_ID": "6", "SLURM_ARRAY_TASK_COUNT": "4", "SLURM_ARRAY_TASK_MIN": "4"}
+    assert parse_part("slurm", slurm) == PartNumber(3, 4)
+    for wrong in ("0/3", "4/3", "1", "a/b", "-1/2", "1/0"):
+        with pytest.raises(UserError, match="no part of a whole"):
+            parse_part(wrong)
+    with pytest.raises(UserError, match="job array"):
+        parse_part("slurm", {})
+
+
+def write(folder: Path, seed: int) -> list[str]:
+    chance = random.Random(seed)
+    folder.mkdir(parents=True)
+    for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl", "d.txt", "e.jsonl", "f.txt"):
+        lines = [
+            json.dumps({"text": "x" * chance.randrange(80)}) if chance.random() < 0.9 else "bad"
+            for _ in range(chance.randrange(40))
+        ]
+        content = "\n".join(lines).encode() + chance.choice((b"", b"\n"))
+        (folder / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    return [str(folder)]
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 10**6), of=st.integers(1, 9), split=st.sampled_from(DocumentSplit))
+def test_parts_are_disjoint_and_complete(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, of: int, split: DocumentSplit
+) -> None:
+    folder = tmp_path_factory.mktemp("parts")
+    paths = write(folder / "in", seed)
+    options = ReadOptions(split=split, block_bytes=100)
+
+    def run(part: PartNumber, output: Path) -> Any:
+        key = prepare(paths, tokenizer=BYTES, output=output, part=part, options=options, workers=1)
+        return key.keys[0].ledger
+
+    whole = run(PartNumber(1, 1), folder / "whole")
+    parts = [run(PartNumber(number, of), folder / "part") for number in range(1, of + 1)]
+    assert sum(part.lines for part in parts) == whole.lines
+    assert sum(part.kept for part in parts) == whole.kept
+    places = [place for part in parts for place in part.places]
+    assert places[:100] == whole.places
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and ".part-" not in str(path)
+    }
+
+
+FORMATS: dict[str, list[str]] = {
+    "flat": [],
+    "megatron": ["--format", "megatron"],
+    "llmc": ["--format", "llmc", "--shard-size", "300"],
+    "npy": ["--format", "npy", "--shard-size", "300"],
+}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_merged_parts_are_the_files_of_one_preparation(tmp_path: Path, format: str) -> None:
+    sources = write(tmp_path / "in", 7)
+    merge = ["--shard-size", "300"] if format in ("llmc", "npy") else []
+
+    def run(*words: str) -> None:
+        result = CliRunner().invoke(app, list(words))
+        assert result.exit_code == 0, result.output
+
+    # Nine parts of six small files: some of them get nothing.
+    for number in range(1, 10):
+        run("prepare", *sources, "-o", str(tmp_path / "out" / "set"), "-t", "bytes",
+            "--part", f"{number}/9", *FORMATS[format])  # fmt: skip
+    run("prepare", *sources, "-o", str(tmp_path / "one" / "set"), "-t", "bytes", *FORMATS[format])
+    name = "set_text_document" if format == "megatron" else "set"
+    parts = tmp_path / "out" / f"{name}.part-*-of-9"
+    assert any(json.loads(path.read_text())["documents"] == 0
+               for path in tmp_path.glob("out/*part-?-of-9.json"))  # fmt: skip
+    for path in tmp_path.glob("out/*part-?-of-9.json"):
+        assert verify_tokens(path.with_suffix("")) == []
+    run("tokens", "merge", str(parts), "-o", str(tmp_path / "out" / name), *merge)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "one")
+
+
+def test_a_missing_part_is_named(tmp_path: Path) -> None:
+    sources = write(tmp_path / "in", 7)
+    for number in (1, 3):
+        prepare(sources, tokenizer=BYTES, output=tmp_path / "set", part=PartNumber(number, 3))
+    for sets in ([tmp_path / "set.part-*"], [tmp_path / "set.part-1-of-3"]):
+        words = [str(word) for word in ("tokens", "merge", *sets, "-o", tmp_path / "all")]
+        error = CliRunner().invoke(app, words).exception
+        assert isinstance(error, UserError)
+        assert "part-2-of-3" in error.problems[0].what
+    assert not (tmp_path / "all.json").exists()
+    error = (
+        CliRunner()
+        .invoke(app, ["tokens", "merge", str(tmp_path / "no*"), "-o", str(tmp_path / "x")])
+        .exception
+    )
+    assert "no token set matches" in str(error)
+
+
+def test_spans_and_lines(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("0123\n5678\n0\n")
+    options = ReadOptions()
+    sources = find_sources([str(path)], options)
+    spans = [spans_of(sources, options, PartNumber(n, 3)) for n in (1, 2, 3)]
+    assert [(span.begin, span.end) for (span,) in spans] == [(0, 4), (4, 8), (8, 12)]
+    # Line 2 begins at byte 5 and line 3 at byte 10.
+    assert [first_line(span, sources[0], options) for (span,) in spans] == [1, 2, 3]
+
+
+def test_a_pipe_has_no_parts() -> None:
+    with pytest.raises(UserError, match="cannot be divided"):
+        prepare(["/dev/null"], tokenizer=BYTES, output=Path("x"), part=PartNumber(1, 2))

@@ -1,0 +1,301 @@
+"""A preparation that is killed goes on, and its files are those of one that never was."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gristmill.base.errors import Exit, UserError
+from gristmill.text.prepare.holdout import parse_holdout
+from gristmill.text.prepare.prepare import prepare
+from gristmill.text.sources.source import ReadOptions
+from gristmill.text.tokenizers.tokenizer import ByteTokenizer
+from gristmill.tokens.store import verify_tokens
+
+BYTES = ByteTokenizer()
+SMALL = ReadOptions(block_bytes=400)
+
+
+class CrashError(BaseException):
+    """Stands for the end of the process."""
+
+
+def write_lines(path: Path, count: int) -> Path:
+    chance = random.Random(count)
+    with path.open("w") as file:
+        for n in range(count):
+            text = "".join(chance.choices("abc é🙂", k=chance.randrange(60)))
+            file.write("nonsense\n" if n % 31 == 3 else json.dumps({"text": f"{n}{text}"}) + "\n")
+    return path
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_lines(tmp_path / "in.jsonl", 150)
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The processes of these tests end, but the machine does not.
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
+def run(source: Path, folder: Path, **options: Any) -> list[str]:
+    notes: list[str] = []
+    settings: dict[str, Any] = {"workers": 1, "save_every": 0, "options": SMALL} | options
+    prepare([str(source)], tokenizer=BYTES, output=folder / "set", note=notes.append, **settings)
+    return notes
+
+
+def crash_at(call: int, real: Callable[..., Any]) -> Callable[..., Any]:
+    count = itertools.count()
+
+    def maybe(*arguments: Any, **options: Any) -> Any:
+        if next(count) == call:
+            raise CrashError
+        return real(*arguments, **options)
+
+    return maybe
+
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "flat": {},
+    "megatron": {"format": "megatron"},
+    "llmc": {"format": "llmc", "shard_size": 2000},
+    "npy held out": {
+        "format": "npy",
+        "shard_size": 2000,
+        "holdout": parse_holdout("8,2", seed=3),
+    },
+}
+
+
+@pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("function", ["fsync", "replace"])
+def test_a_crash_at_any_write_or_rename(
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    function: str,
+) -> None:
+    run(source, tmp_path / "whole", **options)
+    expected = files_of(tmp_path / "whole")
+    real = getattr(os, function)
+    chance = random.Random(0)
+    calls, went_on = 0, 0
+    for attempt in range(1000):
+        folder = tmp_path / str(attempt)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, function, crash_at(calls, real))
+            try:
+                run(source, folder, **options)
+            except CrashError:
+                pass
+            else:
+                break
+        went_on += len(run(source, folder, **options))
+        assert files_of(folder) == expected
+        # Every call would take minutes.
+        calls += 1 if calls < 6 else chance.randrange(1, 14)
+    assert attempt > 6
+    assert went_on > attempt / 2
+
+
+def test_crash_upon_crash(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(source, tmp_path / "whole")
+    chance, crashes = random.Random(1), 0
+    while True:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", crash_at(chance.randrange(4, 40), os.fsync))
+            try:
+                run(source, tmp_path / "out")
+            except CrashError:
+                crashes += 1
+                continue
+            break
+    assert crashes > 2
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+COMMAND = """
+import sys
+from pathlib import Path
+from gristmill.text.prepare.prepare import prepare
+from gristmill.text.sources.source import ReadOptions
+from gristmill.text.tokenizers.tokenizer import ByteTokenizer
+if __name__ == "__main__":
+    prepare(
+        sys.argv[2:], tokenizer=ByteTokenizer(), output=Path(sys.argv[1]), workers=2,
+        save_every=0, options=ReadOptions(block_bytes=2000), note=print,
+        progress=lambda state: print(state.documents, flush=True),
+    )
+"""
+
+
+def test_killed_with_its_workers_at_random_moments(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", 6_000)
+    more = write_lines(tmp_path / "more.jsonl", 1_000)
+    script = tmp_path / "go.py"
+    script.write_text(COMMAND)
+    chance, kills, notes = random.Random(5), 0, 0
+    while True:
+        output = tmp_path / "out" / "set"
+        command = [sys.executable, str(script), str(output), str(source), str(more)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        for _ in range(chance.randrange(5, 100)):
+            line = process.stdout.readline()
+            notes += "going on" in line
+        process.send_signal(signal.SIGKILL)
+        process.stdout.close()
+        if process.wait() == 0:
+            break
+        kills += 1
+    assert kills > 2
+    assert notes > 1
+    prepare([str(source), str(more)], tokenizer=BYTES, output=tmp_path / "whole" / "set")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def test_workers_end_with_their_parent(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", 20_000)
+    script = tmp_path / "go.py"
+    script.write_text(COMMAND.replace("print(state.documents", "print(*children(), sep=','"))
+    script.write_text(
+        "import multiprocessing\n"
+        "def children(): return [c.pid for c in multiprocessing.active_children()]\n"
+        + script.read_text()
+    )
+    command = [sys.executable, str(script), str(tmp_path / "out" / "set"), str(source)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pids = [int(pid) for pid in process.stdout.readline().split(",")]
+    assert len(pids) == 2
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_a_full_disk_is_a_clear_error_and_the_work_goes_on(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", 3000)
+    script = tmp_path / "go.py"
+    # A limit on the size of files stands for the end of the disk.
+    script.write_text(
+        "import resource, signal\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        + COMMAND.replace("workers=2", "workers=1")
+    )
+    command = [sys.executable, str(script), str(tmp_path / "out" / "set"), str(source)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode != 0
+    assert "the disk is full" in ended.stderr
+    assert not (tmp_path / "out" / "set.json").exists()
+    notes: list[str] = []
+    prepare([str(source)], tokenizer=BYTES, output=tmp_path / "out" / "set", note=notes.append)
+    assert "going on" in notes[0]
+    prepare([str(source)], tokenizer=BYTES, output=tmp_path / "whole" / "set")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def interrupted(
+    source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", crash_at(20, os.fsync))
+        with pytest.raises(CrashError):
+            run(source, folder, **options)
+
+
+def test_another_request_is_refused_and_loses_nothing(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted(source, tmp_path / "out", monkeypatch)
+    before = files_of(tmp_path / "out")
+    with pytest.raises(UserError, match="differs in: append_eod") as caught:
+        run(source, tmp_path / "out", append_end_of_text=False)
+    assert caught.value.exit is Exit.REFUSED
+    with source.open("a") as file:
+        file.write('{"text": "one more"}\n')
+    with pytest.raises(UserError, match="differs in: sources"):
+        run(source, tmp_path / "out")
+    assert files_of(tmp_path / "out") == before
+    assert run(source, tmp_path / "out", overwrite=True) == []
+    run(source, tmp_path / "whole")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def test_overwriting_goes_on_too_and_keeps_the_old_set_until_the_end(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = write_lines(tmp_path / "old.jsonl", 30)
+    run(old, tmp_path / "out")
+    interrupted(source, tmp_path / "out", monkeypatch, overwrite=True)
+    assert verify_tokens(tmp_path / "out" / "set") == []
+    assert run(source, tmp_path / "out", overwrite=True) != []
+    run(source, tmp_path / "whole")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+def test_damaged_unfinished_files_are_found(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    interrupted(source, tmp_path / "out", monkeypatch)
+    hidden = tmp_path / "out" / ".set.bin.part"
+    content = bytearray(hidden.read_bytes())
+    content[100] ^= 1
+    if damage == "remove":
+        hidden.unlink()
+    else:
+        hidden.write_bytes(content if damage == "flip" else content[:50])
+    with pytest.raises(UserError, match="not what was saved"):
+        run(source, tmp_path / "out")
+    run(source, tmp_path / "out", overwrite=True)
+    run(source, tmp_path / "whole")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def test_two_processes_do_not_write_one_set(source: Path, tmp_path: Path) -> None:
+    def meanwhile(state: object) -> None:
+        with pytest.raises(UserError, match="another process is writing"):
+            run(source, tmp_path / "out", overwrite=True)
+
+    run(source, tmp_path / "out", progress=meanwhile, options=ReadOptions())
+    assert verify_tokens(tmp_path / "out" / "set") == []
+
+
+def test_a_pipe_begins_anew(tmp_path: Path) -> None:
+    command = (
+        f'yes \'{{"text": "abc"}}\' | head -n 1000 | {sys.executable} -m gristmill prepare - '
+        f"-o {tmp_path / 'set'} -t bytes"
+    )
+    for _ in range(2):
+        ended = subprocess.run(
+            command + " --overwrite", shell=True, capture_output=True, text=True, check=True
+        )
+        assert "4,000 tokens in 1,000 documents" in ended.stdout
+    assert not list(tmp_path.glob(".*"))

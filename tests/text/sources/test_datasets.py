@@ -1,0 +1,171 @@
+"""Datasets of Hugging Face give their rows one by one, from any row on, and lose none."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gristmill.base.errors import UserError
+from gristmill.text.sources import datasets as ours
+from gristmill.text.sources.datasets import DatasetSpec, DatasetText, is_dataset, parse_dataset
+from gristmill.text.sources.source import Reason
+
+ROWS = [{"number": i, "text": f"text {i}"} for i in range(2500)]
+ROWS[3]["text"] = None
+ROWS[4]["text"] = ""
+EXPECTED: list[str | Reason] = [
+    Reason.WRONG_TYPE if row["text"] is None else str(row["text"]) or Reason.EMPTY_TEXT
+    for row in ROWS
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("hf:wikitext", DatasetSpec("wikitext")),
+        ("hf:a/b?split=test", DatasetSpec("a/b", split="test")),
+        (
+            "hf:a/b?config=sample-10BT&column=body%20text&split=all",
+            DatasetSpec("a/b", config="sample-10BT", split="all", column="body text"),
+        ),
+        ("hf:./a folder", DatasetSpec("./a folder")),
+    ],
+)
+def test_specs_are_read(text: str, spec: DatasetSpec) -> None:
+    assert is_dataset(text)
+    assert parse_dataset(text) == spec
+
+
+@pytest.mark.parametrize(
+    ("text", "messages"),
+    [
+        ("hf:", ["the name is missing"]),
+        ("hf:?split=", ["the name is missing", "'split' has no value"]),
+        ("hf:a?spilt=x", ["'spilt' is not one of config, split, column"]),
+        ("hf:a?split=x&split=y", ["'split' is given twice"]),
+        ("hf:a?split", ["'split' has no value"]),
+    ],
+)
+def test_all_mistakes_are_told_at_once(text: str, messages: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_dataset(text)
+    assert [problem.what for problem in caught.value.problems] == messages
+    assert not is_dataset(text.removeprefix("hf:"))
+
+
+def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    with pytest.raises(UserError, match=r"gristmill\[hub\]"):
+        DatasetText("hf:anything")
+
+
+@pytest.fixture
+def library() -> Any:
+    return pytest.importorskip("datasets")
+
+
+@pytest.fixture(params=["saved", "splits", "parquet", "json"])
+def source(request: pytest.FixtureRequest, library: Any, tmp_path: Path) -> str:
+    """The same rows in each kind of folder."""
+    folder = tmp_path / "data"
+    rows = library.Dataset.from_list(ROWS)
+    match request.param:
+        case "saved":
+            rows.save_to_disk(folder)
+        case "splits":
+            library.DatasetDict({"train": rows, "test": rows.select([0])}).save_to_disk(folder)
+        case "parquet":
+            folder.mkdir()
+            rows.select(range(1200)).to_parquet(folder / "train-0.parquet")
+            rows.select(range(1200, 2500)).to_parquet(folder / "train-1.parquet")
+        case "json":
+            folder.mkdir()
+            (folder / "all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return f"hf:{folder}"
+
+
+def test_rows_come_from_any_number_on(source: str) -> None:
+    text = DatasetText(source)
+    assert list(text.documents_from(0)) == EXPECTED
+    for start in (1, 3, 999, 1000, 1001, 1200, 2499, 2500, 9999):
+        assert list(text.documents_from(start)) == EXPECTED[start:]
+    assert text.count in (len(ROWS), None)
+    assert (text.name, text.column) == (source, "text")
+
+
+def test_the_fingerprint_is_of_what_is_read(source: str) -> None:
+    first = DatasetText(source)
+    assert DatasetText(source).fingerprint == first.fingerprint
+    assert DatasetText(f"{source}?column=text").fingerprint == first.fingerprint
+    file = next(path for path in Path(source.removeprefix("hf:")).rglob("*") if path.is_file())
+    os.utime(file, ns=(0, 0))
+    assert DatasetText(source).fingerprint != first.fingerprint
+
+
+def test_mistakes_are_named(library: Any, tmp_path: Path) -> None:
+    rows = library.Dataset.from_list([{"number": 1, "title": "a", "body": "b"}])
+    library.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "data")
+    source = f"hf:{tmp_path}/data"
+    assert DatasetText(source).column == "title"
+    assert list(DatasetText(f"{source}?column=body").documents_from(0)) == ["b"]
+    for query, message in {
+        "column=number": "the column 'number' holds no text",
+        "column=text": r"no such column: the columns are number \(int64\), title",
+        "split=dev": "no split 'dev': the splits are train, test",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            DatasetText(f"{source}?{query}")
+    with pytest.raises(UserError, match="no such folder"):
+        DatasetText(f"hf:{tmp_path}/nothing")
+    library.Dataset.from_list([{"number": 1}]).save_to_disk(tmp_path / "numbers")
+    with pytest.raises(UserError, match="no column holds text: number"):
+        DatasetText(f"hf:{tmp_path}/numbers")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="cannot be opened"):
+        DatasetText(f"hf:{tmp_path}/empty")
+
+
+def test_a_name_is_pinned_to_its_commit(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    commit = "abc"
+
+    def info(self: Any, name: str) -> Any:
+        return SimpleNamespace(sha=commit)
+
+    def load(*args: Any, **options: Any) -> Any:
+        asked.append((args, options))
+        return library.Dataset.from_list(ROWS).to_iterable_dataset()
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", info)
+    monkeypatch.setattr(library, "load_dataset", load)
+    text = DatasetText("hf:someone/some?config=c&split=s")
+    assert asked == [(("someone/some", "c"), {"split": "s", "revision": "abc", "streaming": True})]
+    assert list(text.documents_from(2400)) == EXPECTED[2400:]
+    commit = "abd"
+    assert DatasetText("hf:someone/some?config=c&split=s").fingerprint != text.fingerprint
+
+
+def test_the_network_can_fail_at_any_row(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows() -> Any:
+        yield from ROWS[10:2010]
+        raise ConnectionError("the line is dead\nand more")
+
+    broken = library.IterableDataset.from_generator(rows)
+    monkeypatch.setattr(ours, "open_hub", lambda datasets, spec: ours.Opened(broken, "abc"))
+    text = DatasetText("hf:someone/some")
+    with pytest.raises(UserError, match=r"after row [12],000: the line is dead\n") as caught:
+        list(text.documents_from(0))
+    assert "someone/some" in str(caught.value)
+    monkeypatch.undo()
+
+    def refuse(self: Any, name: str) -> Any:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", refuse)
+    with pytest.raises(UserError, match="cannot be opened: no route to host"):
+        DatasetText("hf:someone/some")
