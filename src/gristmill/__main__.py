@@ -1,5 +1,7 @@
-"""`python -m gristmill` is `gristmill`."""
+"""`python -m gristmill`."""
 
-from gristmill.cli.main import main
+if __name__ == "__main__":
+    # Worker processes import this module too, and need nothing of the command line.
+    from gristmill.cli.main import main
 
-main()
+    main()

@@ -108,13 +108,8 @@ def prepare(
     from gristmill.text.prepare.holdout import parse_holdout
     from gristmill.text.prepare.parts import WHOLE, parse_part
 
-    opened = _open_tokenizer(tokenizer, vocab_file, merge_file, end_of_text)
-    if not opened.lossless:
-        typer.echo(
-            f"note: the tokenizer {tokenizer} changes some texts: decoding differs from them"
-        )
     settings: dict[str, Any] = {
-        "tokenizer": opened,
+        "tokenizer": lambda: _open_tokenizer(tokenizer, vocab_file, merge_file, end_of_text),
         "keys": tuple(json_key or ("text",)),
         "split": documents,
         "append_end_of_text": append_eod,
@@ -145,14 +140,18 @@ def _open_tokenizer(
     from gristmill.text.tokenizers.tokenizer import open_tokenizer, open_tokenizer_files
 
     if vocab and merges:
-        return open_tokenizer_files(vocab, merges, end_of_text=end_of_text)
-    if vocab or merges:
+        opened = open_tokenizer_files(vocab, merges, end_of_text=end_of_text)
+    elif vocab or merges:
         raise UserError(
             "a vocabulary and its merges belong together",
             where="--vocab-file" if vocab else "--merge-file",
             remedy="give both, or a tokenizer with -t",
         )
-    return open_tokenizer(name, end_of_text=end_of_text)
+    else:
+        opened = open_tokenizer(name, end_of_text=end_of_text)
+    if not opened.lossless:
+        typer.echo("note: this tokenizer changes some texts: decoding them gives something else")
+    return opened
 
 
 def _prepare(

@@ -24,10 +24,9 @@ from gristmill.text.tokenizers.encoders import Encoder
 class Recipe:
     """Everything that decides how blocks are ground."""
 
-    sources: Sequence[Source]
     options: ReadOptions
     encoder: Path
-    """A folder, as `Encoder.save` writes it."""
+    """A folder, as `save_encoder` writes it."""
     end: int | None
     """The id that is put after each document."""
     dtype: str
@@ -64,16 +63,14 @@ class Grinder:
     """Grinds blocks by one recipe."""
 
     def __init__(self, recipe: Recipe, encoder: Encoder) -> None:
-        self._sources = recipe.sources
         self._options = recipe.options
         self._encoder = encoder
         self._end = recipe.end
         self._dtype = recipe.dtype
 
-    def grind(self, source: int, block: Block) -> Ground:
-        """Read and encode a block of the source with this number."""
-        chosen = self._sources[source]
-        return self.encode(kind_of(chosen, self._options).read(chosen, block, self._options))
+    def grind(self, source: Source, block: Block) -> Ground:
+        """Read and encode a block."""
+        return self.encode(kind_of(source, self._options).read(source, block, self._options))
 
     def encode(self, rows: Rows) -> Ground:
         """Encode rows that were read."""

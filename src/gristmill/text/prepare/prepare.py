@@ -16,13 +16,14 @@ read twice, so such a preparation begins anew.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gristmill.base.errors import UserError
@@ -32,8 +33,8 @@ from gristmill.text.prepare.journal import Cursor, Journal, State, request_of
 from gristmill.text.prepare.ledger import HopelessError
 from gristmill.text.prepare.outputs import Layout, Outputs, PreparedKey
 from gristmill.text.prepare.parts import WHOLE, PartNumber, Span, blocks_of, first_line, spans_of
-from gristmill.text.prepare.workers import Task, Workers, gathered, grind_here
-from gristmill.text.sources.blocks import Block, Rows, Value
+from gristmill.text.prepare.workers import Task, Work, Workers, gathered, grind_here
+from gristmill.text.sources.blocks import Rows, Value
 from gristmill.text.sources.finding import find_sources
 from gristmill.text.sources.reading import failed, kind_of
 from gristmill.text.sources.source import (
@@ -43,7 +44,7 @@ from gristmill.text.sources.source import (
     ReadOptions,
     Source,
 )
-from gristmill.text.tokenizers.encoders import choose_encoder
+from gristmill.text.tokenizers.encoders import EXACT, choose_encoder, save_encoder
 from gristmill.text.tokenizers.tokenizer import Tokenizer
 from gristmill.tokens.flat import FORMAT
 from gristmill.tokens.format import dtype_for
@@ -82,7 +83,7 @@ class PrepareResult:
 def prepare(
     sources: Sequence[str],
     *,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | Callable[[], Tokenizer],
     output: Path,
     keys: Sequence[str] = ("text",),
     split: DocumentSplit = DocumentSplit.FILE,
@@ -101,35 +102,36 @@ def prepare(
 ) -> PrepareResult:
     """Turn files, globs, folders or standard input ("-") into token sets named for `output`.
 
-    Each of `keys` gives a set of its own. `strict` stops at the first line that would be dropped.
-    `workers` are processes, one for each core if not given. `note` hears what a person should know.
+    `tokenizer` may be what opens it: then the worker processes start meanwhile. Each of `keys`
+    gives a set of its own. `strict` stops at the first line that would be dropped. `workers` are
+    processes, one for each core if not given. `note` hears what a person should know.
     """
     options = options or ReadOptions(keys=tuple(keys), split=split)
     found = find_sources(sources, options)
     layout = Layout(output, format, shard_size, options.keys, holdout, part)
-    settings = {
-        "tokenizer": tokenizer.fingerprint,
-        "keys": list(options.keys),
-        "documents": options.split.value,
-        "append_eod": append_end_of_text,
-        "format": format,
-        "shard_size": shard_size,
-        "split": [*holdout.shares, holdout.seed, holdout.rows] if holdout else None,
-        "part": str(part),
-    }
-    job = _Job(found, options, spans_of(found, options, part), tokenizer, append_end_of_text)
-    journal = Journal(layout.whole, request_of(found, settings)) if job.lasting else None
-    outputs, cursor = _open(layout, tokenizer, journal, overwrite=overwrite, strict=strict)
-    if cursor != Cursor():
-        note(f"going on with an interrupted preparation: {outputs.kept:,} documents were done")
-    try:
-        encoder = job.run(
-            outputs, cursor, journal, workers=workers, save_every=save_every, progress=progress
-        )
-        made = outputs.finish()
-    except BaseException as error:
-        _end(outputs, journal, error)
-        raise
+    with _Job(found, options, spans_of(found, options, part), workers) as job:
+        opened = tokenizer() if callable(tokenizer) else tokenizer
+        settings = {
+            "tokenizer": opened.fingerprint,
+            "keys": list(options.keys),
+            "documents": options.split.value,
+            "append_eod": append_end_of_text,
+            "format": format,
+            "shard_size": shard_size,
+            "split": [*holdout.shares, holdout.seed, holdout.rows] if holdout else None,
+            "part": str(part),
+        }
+        journal = Journal(layout.whole, request_of(found, settings)) if job.lasting else None
+        outputs, cursor = _open(layout, opened, journal, overwrite=overwrite, strict=strict)
+        if cursor != Cursor():
+            note(f"going on with an interrupted preparation: {outputs.kept:,} documents were done")
+        try:
+            encoder = job.choose(opened, append_end_of_text=append_end_of_text)
+            job.run(outputs, cursor, journal, save_every=save_every, progress=progress)
+            made = outputs.finish()
+        except BaseException as error:
+            _end(outputs, journal, error)
+            raise
     if journal:
         journal.remove()
         outputs.abandon()
@@ -150,7 +152,7 @@ def prepare_documents(
     began = time.perf_counter()
     encoder = choose_encoder(tokenizer)
     end = tokenizer.end_of_text if append_end_of_text else None
-    recipe = Recipe((), ReadOptions(), Path(), end, dtype_for(tokenizer.size))
+    recipe = Recipe(ReadOptions(), Path(), end, dtype_for(tokenizer.size))
     grinder = Grinder(recipe, encoder)
     outputs = Outputs(Layout(output, format), tokenizer, overwrite=overwrite, strict=strict)
     try:
@@ -216,24 +218,54 @@ def _end(outputs: Outputs, journal: Journal | None, error: BaseException) -> Non
 
 
 class _Job:
-    """Grinds the spans of a preparation in order."""
+    """Grinds the spans of a preparation in order, here or in worker processes of its own."""
 
     def __init__(
         self,
         sources: Sequence[Source],
         options: ReadOptions,
         spans: Sequence[Span],
-        tokenizer: Tokenizer,
-        append_end_of_text: bool,
+        workers: int | None,
     ) -> None:
         self._sources = sources
         self._options = options
         self._spans = spans
         self._span_of = {span.source: number for number, span in enumerate(spans)}
         self._ends = list(itertools.accumulate(span.disk for span in spans))
-        self._tokenizer = tokenizer
-        self._append = append_end_of_text
         self._began = time.perf_counter()
+        self._grind: Callable[[Iterator[Task]], Iterator[tuple[Task, list[Ground]]]]
+        self._closing = ExitStack()
+        count = self._count(workers)
+        self._workers = Workers(count) if count > 1 else None
+        if self._workers:
+            self._closing.callback(self._workers.close)
+
+    def __enter__(self) -> _Job:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._closing.close()
+
+    def choose(self, tokenizer: Tokenizer, *, append_end_of_text: bool) -> str:
+        """Choose the encoder; returns the name of its library."""
+        end = tokenizer.end_of_text if append_end_of_text else None
+        recipe = Recipe(self._options, Path(), end, dtype_for(tokenizer.size))
+        if self._workers is None:
+            encoder = choose_encoder(tokenizer)
+            self._grind = functools.partial(grind_here, grinder=Grinder(recipe, encoder))
+            return encoder.name
+        hoped = self._saved(recipe, tokenizer, fast=True)
+        # The workers open the fast encoder while this process makes sure that it may be used.
+        self._workers.open(hoped)
+        name = choose_encoder(tokenizer).name
+        recipe = self._saved(recipe, tokenizer, fast=False) if name == EXACT else hoped
+        self._grind = functools.partial(self._workers.grind, recipe=recipe)
+        return name
+
+    def _saved(self, recipe: Recipe, tokenizer: Tokenizer, *, fast: bool) -> Recipe:
+        folder = Path(self._closing.enter_context(tempfile.TemporaryDirectory()))
+        save_encoder(tokenizer, folder, fast=fast)
+        return replace(recipe, encoder=folder)
 
     @property
     def seconds(self) -> float:
@@ -255,50 +287,27 @@ class _Job:
         cursor: Cursor,
         journal: Journal | None,
         *,
-        workers: int | None,
         save_every: float,
         progress: Callable[[PrepareProgress], None] | None,
-    ) -> str:
-        """Do everything from the cursor on; returns the name of the encoder."""
+    ) -> None:
+        """Do everything from the cursor on."""
         total = self.bytes_total
         saved, before = time.monotonic(), self._before(cursor) if total else outputs.text_bytes
         tasks = gathered(self._blocks(cursor), block_bytes=self._options.block_bytes)
-        with ExitStack() as stack:
-            results, encoder = self._ground(tasks, workers, stack)
-            for task, grounds in results:
-                for (source, block), ground in zip(task, grounds, strict=True):
-                    cursor = self._take(outputs, cursor, source, block, ground)
-                done = self._done(task[-1]) if total is not None else outputs.text_bytes
-                if progress:
-                    progress(self._progress(outputs, done, before))
-                if journal and time.monotonic() - saved >= save_every:
-                    journal.save(State(cursor, outputs.save()))
-                    saved = time.monotonic()
+        for task, grounds in self._grind(tasks):
+            for work, ground in zip(task, grounds, strict=True):
+                cursor = self._take(outputs, cursor, work, ground)
+            done = self._done(task[-1]) if total is not None else outputs.text_bytes
+            if progress:
+                progress(self._progress(outputs, done, before))
+            if journal and time.monotonic() - saved >= save_every:
+                journal.save(State(cursor, outputs.save()))
+                saved = time.monotonic()
         if journal:
             # The files are about to be renamed; a process killed meanwhile left this.
             journal.save(State(Cursor(len(self._spans)), outputs.save()))
-        return encoder
 
-    def _ground(
-        self, tasks: Iterator[Task], workers: int | None, stack: ExitStack
-    ) -> tuple[Iterator[tuple[Task, list[Ground]]], str]:
-        recipe = self._recipe(Path(stack.enter_context(tempfile.TemporaryDirectory())))
-        count = self._workers(workers)
-        if count == 1:
-            encoder = choose_encoder(self._tokenizer)
-            return grind_here(tasks, Grinder(recipe, encoder)), encoder.name
-        apart = Workers(recipe, count=count)
-        stack.callback(apart.close)
-        encoder = choose_encoder(self._tokenizer)
-        encoder.save(recipe.encoder)
-        return apart.grind(tasks), encoder.name
-
-    def _recipe(self, folder: Path) -> Recipe:
-        end = self._tokenizer.end_of_text if self._append else None
-        dtype = dtype_for(self._tokenizer.size)
-        return Recipe(self._sources, self._options, folder, end, dtype)
-
-    def _workers(self, asked: int | None) -> int:
+    def _count(self, asked: int | None) -> int:
         if asked is not None:
             return asked
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -306,20 +315,18 @@ class _Job:
         worth = cores if total is None else 1 + total // _WORTH_A_WORKER
         return max(1, min(cores or 1, worth or 1))
 
-    def _blocks(self, cursor: Cursor) -> Iterator[tuple[int, Block]]:
+    def _blocks(self, cursor: Cursor) -> Iterator[Work]:
         for number, span in enumerate(self._spans[cursor.span :], start=cursor.span):
             begin = span.begin
             if number == cursor.span and cursor.position is not None:
                 begin = cursor.position
             source = self._sources[span.source]
             for block in blocks_of(span, source, self._options, begin):
-                yield span.source, block
+                yield Work(span.source, source, block)
 
-    def _take(
-        self, outputs: Outputs, cursor: Cursor, number: int, block: Block, ground: Ground
-    ) -> Cursor:
-        span, source = self._span_of[number], self._sources[number]
-        line = cursor.line
+    def _take(self, outputs: Outputs, cursor: Cursor, work: Work, ground: Ground) -> Cursor:
+        number, source, block = work
+        span, line = self._span_of[number], cursor.line
         if span != cursor.span or cursor.position is None:
             line = first_line(self._spans[span], source, self._options)
         outputs.take(
@@ -329,9 +336,10 @@ class _Job:
             raise failed(ground.failure, source=source, line=line + ground.lines)
         return Cursor(span, block.end, line + ground.lines)
 
-    def _done(self, last: tuple[int, Block]) -> int:
-        span = self._spans[self._span_of[last[0]]]
-        return self._ends[self._span_of[last[0]]] - span.disk + last[1].disk - span.begin
+    def _done(self, last: Work) -> int:
+        number = self._span_of[last.number]
+        span = self._spans[number]
+        return self._ends[number] - span.disk + last.block.disk - span.begin
 
     def _before(self, cursor: Cursor) -> int:
         """About how many bytes an earlier process had read."""

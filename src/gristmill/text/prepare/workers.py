@@ -18,28 +18,39 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.text.prepare.grind import Grinder, Ground, Recipe
 from gristmill.text.sources.blocks import Block
+from gristmill.text.sources.source import Source
 from gristmill.text.tokenizers.encoders import open_encoder
-
-Task: TypeAlias = Sequence[tuple[int, Block]]
-"""Blocks, each with the number of its source."""
 
 _AHEAD = 3
 _TOGETHER = 256
 
 
-def gathered(blocks: Iterable[tuple[int, Block]], *, block_bytes: int) -> Iterator[Task]:
+class Work(NamedTuple):
+    """A block, its source, and the number of that."""
+
+    number: int
+    source: Source
+    block: Block
+
+
+Task: TypeAlias = Sequence[Work]
+"""Blocks that travel together."""
+
+
+def gathered(blocks: Iterable[Work], *, block_bytes: int) -> Iterator[Task]:
     """Put blocks together until they are about as large as one."""
-    task: list[tuple[int, Block]] = []
+    task: list[Work] = []
     size, last = 0, (-1, 0)
-    for source, block in blocks:
-        before = last[1] if source == last[0] else 0
-        last = (source, block.disk)
-        task.append((source, block))
+    for work in blocks:
+        block = work.block
+        before = last[1] if work.number == last[0] else 0
+        last = (work.number, block.disk)
+        task.append(work)
         size += block_bytes if block.content is not None else block.disk - before
         if size >= block_bytes or len(task) >= _TOGETHER:
             yield task
@@ -51,33 +62,35 @@ def gathered(blocks: Iterable[tuple[int, Block]], *, block_bytes: int) -> Iterat
 def grind_here(tasks: Iterable[Task], grinder: Grinder) -> Iterator[tuple[Task, list[Ground]]]:
     """Grind in this process."""
     for task in tasks:
-        yield task, [grinder.grind(source, block) for source, block in task]
+        yield task, [grinder.grind(work.source, work.block) for work in task]
 
 
 class Workers:
-    """Processes that grind by one recipe.
+    """Processes that grind; they start at once, before anything is known about the work."""
 
-    They start at once; the folder of the encoder may be filled while they do.
-    """
-
-    def __init__(self, recipe: Recipe, *, count: int) -> None:
+    def __init__(self, count: int) -> None:
         self._count = count
         self._pool = concurrent.futures.ProcessPoolExecutor(
             count,
             # A fork would copy locks that threads of the libraries hold.
             mp_context=multiprocessing.get_context("spawn"),
             initializer=_begin,
-            initargs=(recipe, os.getpid()),
+            initargs=(os.getpid(),),
         )
         for _ in range(count):
             self._pool.submit(_nothing)
 
-    def grind(self, tasks: Iterable[Task]) -> Iterator[tuple[Task, list[Ground]]]:
-        """Grind tasks; the results come in the order of the tasks."""
+    def open(self, recipe: Recipe) -> None:
+        """Let every process open what it needs for a recipe."""
+        for _ in range(self._count):
+            self._pool.submit(_work, recipe, ())
+
+    def grind(self, tasks: Iterable[Task], recipe: Recipe) -> Iterator[tuple[Task, list[Ground]]]:
+        """Grind tasks by a recipe; the results come in the order of the tasks."""
         waiting: deque[tuple[Task, concurrent.futures.Future[list[Ground]]]] = deque()
         try:
             for task in tasks:
-                waiting.append((task, self._pool.submit(_work, task)))
+                waiting.append((task, self._pool.submit(_work, recipe, task)))
                 if len(waiting) >= _AHEAD * self._count:
                     first, future = waiting.popleft()
                     yield first, future.result()
@@ -96,12 +109,7 @@ class Workers:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-_recipe: Recipe | None = None
-
-
-def _begin(recipe: Recipe, parent: int) -> None:
-    global _recipe
-    _recipe = recipe
+def _begin(parent: int) -> None:
     # Control-C reaches every process of the terminal; the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # There is a process for each core already.
@@ -120,12 +128,11 @@ def _nothing() -> None:
     """A task that only makes a process start."""
 
 
-def _work(task: Task) -> list[Ground]:
-    grinder = _grinder()
-    return [grinder.grind(source, block) for source, block in task]
+def _work(recipe: Recipe, task: Task) -> list[Ground]:
+    grinder = _grinder(recipe)
+    return [grinder.grind(work.source, work.block) for work in task]
 
 
-@functools.cache
-def _grinder() -> Grinder:
-    assert _recipe is not None
-    return Grinder(_recipe, open_encoder(_recipe.encoder))
+@functools.lru_cache(maxsize=1)
+def _grinder(recipe: Recipe) -> Grinder:
+    return Grinder(recipe, open_encoder(recipe.encoder))

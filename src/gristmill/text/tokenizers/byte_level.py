@@ -63,6 +63,7 @@ class BpeTokenizer:
         self._size = max(ids.values()) + 1
         self._fingerprint = sha256_text(_deciding(value))
         self._lossless = gives_text_back(value)
+        self._as_gpt2 = self._lossless and _is_as_gpt2(value)
 
     @property
     def size(self) -> int:
@@ -90,12 +91,14 @@ class BpeTokenizer:
         }
 
     @cached_property
-    def definition(self) -> str:
-        """The text of its tokenizer.json.
-
-        What the file cannot say: control tokens that stand in the text are encoded as text.
-        """
-        return str(self._inner.to_str())
+    def definition(self) -> str | None:
+        """The tokenizer.json without control tokens, if it is one of GPT-2's kind."""
+        if not self._as_gpt2:
+            return None
+        plain = tokenizers.Tokenizer(self._inner.model)
+        plain.pre_tokenizer = self._inner.pre_tokenizer
+        plain.decoder = self._inner.decoder
+        return str(plain.to_str())
 
     def encode(self, text: str) -> list[int]:
         return list(self._inner.encode(text, add_special_tokens=False).ids)
@@ -142,9 +145,12 @@ def byte_level(model: models.Model, *, pattern: str | None = None) -> tokenizers
     return inner
 
 
-def is_byte_level_bpe(value: dict[str, Any]) -> bool:
-    """Whether the content of a tokenizer.json describes a BPE that works on bytes."""
-    return works_on_bytes(value) and value["model"]["type"] == "BPE"
+def is_byte_level_bpe(inner: tokenizers.Tokenizer) -> bool:
+    """Whether a tokenizer of the library is a BPE that works on bytes."""
+    parts = (inner.pre_tokenizer, inner.decoder)
+    # What a part writes for pickling is its piece of the tokenizer.json.
+    on_bytes = all(part is not None and b'"ByteLevel"' in part.__getstate__() for part in parts)
+    return on_bytes and isinstance(inner.model, models.BPE)
 
 
 def works_on_bytes(value: dict[str, Any]) -> bool:
@@ -174,6 +180,16 @@ def gives_text_back(value: dict[str, Any]) -> bool:
     )
     steps = _steps(value["pre_tokenizer"])
     return not strips and all(map(_only_cuts, steps)) and _can_write(value["model"], steps)
+
+
+def _is_as_gpt2(value: dict[str, Any]) -> bool:
+    """Whether GPT-2's pattern and the merges alone decide ids."""
+    cutting = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    return (
+        not value["model"].get("ignore_merges")
+        and all(token["special"] for token in value["added_tokens"])
+        and all(value["pre_tokenizer"].get(name) == part for name, part in cutting.items())
+    )
 
 
 def _can_write(model: dict[str, Any], steps: list[dict[str, Any]]) -> bool:

@@ -3,10 +3,10 @@
     gigatoken    byte-level BPE cut into words by GPT-2's pattern       about 80 MB/s a core
     tokenizers   everything else, and whatever the fast way may not do  about 1 MB/s a core
 
-(Measured by `benchmarks/prepare_speed.py`.) The ids are the same by construction, not by luck. The
-two libraries differ in one thing that we know of: the tables of Unicode they were built with, which
-decide what is a letter. They can disagree only on code points that one table leaves unassigned, so
-a text that holds a code point which this Python's table leaves unassigned takes the slow way.
+The ids are the same by construction, not by luck. The two libraries differ in one thing that we
+know of: the tables of Unicode they were built with, which decide what is a letter. They can
+disagree only on code points that the older table leaves unassigned, so a text that holds a code
+point which Unicode 14 leaves unassigned (`unassigned.txt`, of 2021) takes the slow way.
 Control tokens are not known to the fast way at all, so that a text which spells one is encoded as
 plain text. And before it is used, the fast way must agree with the slow one on a few thousand words
 of all kinds.
@@ -19,9 +19,8 @@ longer than all the rest, only when a text needs it.
 from __future__ import annotations
 
 import functools
-import json
+import importlib.util
 import os
-import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +34,8 @@ from gristmill.base.files import write_atomic
 if TYPE_CHECKING:
     from gristmill.text.tokenizers.tokenizer import Tokenizer
 
-_GPT2_CUTTING = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+EXACT = "tokenizers"
+_UNASSIGNED = Path(__file__).with_name("unassigned.txt")
 _FAST_FILE = "fast.json"
 _BYTES_FILE = "bytes"
 _MEMORY = 512 << 20
@@ -62,17 +62,27 @@ class Encoder(Protocol):
 
     def encode(self, texts: Sequence[str]) -> Encoded: ...
 
-    def save(self, folder: Path) -> None:
-        """Write what `open_encoder` needs into a folder."""
-        ...
-
 
 def choose_encoder(tokenizer: Tokenizer) -> Encoder:
     """The fastest encoder for a tokenizer that is installed."""
     if tokenizer.spec["type"] == "bytes":
         return BytesEncoder()
     exact = ExactEncoder(tokenizer)
-    return _fast_encoder(tokenizer, exact) or exact
+    if tokenizer.definition is None or importlib.util.find_spec("gigatoken") is None:
+        return exact
+    fast = GigatokenEncoder(tokenizer.definition, lambda: exact)
+    return fast if _agree(fast, exact) else exact
+
+
+def save_encoder(tokenizer: Tokenizer, folder: Path, *, fast: bool) -> None:
+    """Write what `open_encoder` needs; `fast` says that the fast way may be used, if there is
+    one."""
+    if tokenizer.spec["type"] == "bytes":
+        write_atomic(folder / _BYTES_FILE, b"")
+        return
+    tokenizer.save(folder)
+    if fast and tokenizer.definition and importlib.util.find_spec("gigatoken"):
+        write_atomic(folder / _FAST_FILE, tokenizer.definition)
 
 
 def open_encoder(folder: Path) -> Encoder:
@@ -94,7 +104,7 @@ def _open_exact(folder: Path) -> ExactEncoder:
 class ExactEncoder:
     """The tokenizer's own way."""
 
-    name = "tokenizers"
+    name = EXACT
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -106,9 +116,6 @@ class ExactEncoder:
         sizes = np.fromiter((len(text.encode()) for text in texts), np.int64, count=len(texts))
         return Encoded(ids, lengths, sizes)
 
-    def save(self, folder: Path) -> None:
-        self._tokenizer.save(folder)
-
 
 class BytesEncoder:
     """The bytes of a text are its ids."""
@@ -119,9 +126,6 @@ class BytesEncoder:
         contents = [text.encode() for text in texts]
         sizes = np.fromiter(map(len, contents), np.int64, count=len(contents))
         return Encoded(np.frombuffer(b"".join(contents), np.uint8), sizes, sizes)
-
-    def save(self, folder: Path) -> None:
-        write_atomic(folder / _BYTES_FILE, b"")
 
 
 class GigatokenEncoder:
@@ -169,10 +173,6 @@ class GigatokenEncoder:
         lengths = np.fromiter(map(len, rows), np.int64, count=len(rows))
         return Encoded(np.concatenate(rows) if rows else np.empty(0, np.uint32), lengths, sizes)
 
-    def save(self, folder: Path) -> None:
-        self._exact().save(folder)
-        write_atomic(folder / _FAST_FILE, self._definition)
-
 
 def _resident() -> int | None:
     """Bytes of memory that this process holds; not known on every system."""
@@ -184,35 +184,6 @@ def _resident() -> int | None:
 
 
 # ------------------------------------------------------------------ when the fast way may be used
-
-
-def _fast_encoder(tokenizer: Tokenizer, exact: ExactEncoder) -> Encoder | None:
-    if tokenizer.definition is None or not tokenizer.lossless:
-        return None
-    definition = _plain(json.loads(tokenizer.definition))
-    if definition is None:
-        return None
-    try:
-        encoder = GigatokenEncoder(json.dumps(definition), lambda: exact)
-    except ImportError:
-        return None
-    return encoder if _agree(encoder, exact) else None
-
-
-def _plain(definition: dict[str, Any]) -> dict[str, Any] | None:
-    """A tokenizer.json without control tokens; None if it asks for more than GPT-2's does."""
-    model = definition["model"]
-    cutting = definition["pre_tokenizer"] or {}
-    ordinary = [token for token in definition["added_tokens"] if not token["special"]]
-    if (
-        model["type"] != "BPE"
-        or model.get("ignore_merges")
-        or definition["normalizer"] is not None
-        or any(cutting.get(name) != value for name, value in _GPT2_CUTTING.items())
-        or ordinary
-    ):
-        return None
-    return definition | {"added_tokens": [], "post_processor": None}
 
 
 def _agree(fast: Encoder, exact: Encoder) -> bool:
@@ -271,7 +242,7 @@ def _decoded(data: npt.NDArray[np.uint8], leads: npt.NDArray[np.intp]) -> npt.ND
 
 @dataclass(frozen=True)
 class _Unassigned:
-    """What the table of Unicode in this Python leaves unassigned."""
+    """What Unicode 14 leaves unassigned."""
 
     codes: npt.NDArray[np.bool_]
     """For each code point, whether it is."""
@@ -282,18 +253,14 @@ class _Unassigned:
 @functools.cache
 def _unassigned() -> _Unassigned:
     codes = np.zeros(0x110000, np.bool_)
-    # Planes 4 to 13 hold nothing, and 15 and 16 are for private use but for their last two code
-    # points; asking for each of these would take half a second.
-    codes[0x40000:0xE0000] = True
-    codes[0xFFFE::0x10000] = codes[0xFFFF::0x10000] = True
-    for begin, end in ((0x80, 0x40000), (0xE0000, 0xF0000)):
-        categories = map(unicodedata.category, map(chr, range(begin, end)))
-        codes[begin:end] = [category == "Cn" for category in categories]
+    for line in _UNASSIGNED.read_text("ascii").split():
+        first, last = line.split("-")
+        codes[int(first, 16) : int(last, 16) + 1] = True
     pairs = np.zeros(1 << 16, np.bool_)
     # Two bytes are a whole character below U+0800, and above begin 64 or more that lie together.
     free = np.flatnonzero(codes)
     groups = np.unique(free[free >= 0x800] >> 6) << 6
-    for code in np.concatenate([free[free < 0x800], groups]):
+    for code in [*free[free < 0x800].tolist(), *groups.tolist()]:
         lead, second = chr(code).encode("utf-8", "surrogatepass")[:2]
         pairs[lead << 8 | second] = True
     return _Unassigned(codes, pairs)

@@ -16,7 +16,6 @@ tokenizer from other files has the same one.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -85,7 +84,8 @@ class Tokenizer(Protocol):
 
     @property
     def definition(self) -> str | None:
-        """The text of the tokenizer.json of a byte-level BPE; None for other tokenizers."""
+        """The tokenizer.json, without control tokens, of a byte-level BPE in which GPT-2's pattern
+        and the merges alone decide ids; None for other tokenizers."""
         ...
 
     @property
@@ -266,7 +266,7 @@ def _finished(inner: tokenizers.Tokenizer, *, where: str, ends: Sequence[str]) -
     """The tokenizer, if it has a token to end a document."""
     for end in ends:
         if inner.token_to_id(end) is not None:
-            is_bpe = is_byte_level_bpe(json.loads(inner.to_str()))
+            is_bpe = is_byte_level_bpe(inner)
             return (BpeTokenizer if is_bpe else SubwordTokenizer)(inner, end_of_text=end)
     added = inner.get_added_tokens_decoder().values()
     special = ", ".join(token.content for token in added if token.special) or "none"

@@ -104,8 +104,8 @@ def read_vocabulary(vocab: Path, *, merges: Path) -> Vocabulary:
         line = line.removesuffix("\r")
         if not line or line.startswith("#version"):
             continue
-        pair = tuple(line.split(" "))
-        if len(pair) != 2 or not {*pair, "".join(pair)} <= ids.keys():
+        first, space, second = line.partition(" ")
+        if not space or first not in ids or second not in ids or first + second not in ids:
             raise UserError(
                 f"{vocab.name} and {merges.name} do not make a tokenizer: "
                 "a merge is two tokens of the vocabulary that make a third",
@@ -113,7 +113,7 @@ def read_vocabulary(vocab: Path, *, merges: Path) -> Vocabulary:
                 remedy="give the two files that belong together, vocabulary first",
                 exit=Exit.DATA,
             )
-        pairs.append(pair)
+        pairs.append((first, second))
     return Vocabulary(ids, pairs)
 
 
