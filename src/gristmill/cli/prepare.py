@@ -242,7 +242,8 @@ def report_prepared(result: PrepareResult) -> None:
             )
         _report_ledger(key)
     rate = format_bytes(result.text_bytes / max(result.seconds, 1e-9))
-    typer.echo(f"{format_seconds(result.seconds)}, {rate}/s, encoded by {result.encoder}")
+    by = f", encoded by {result.encoder}" if result.encoder else ""
+    typer.echo(f"{format_seconds(result.seconds)}, {rate}/s{by}")
 
 
 def _report_ledger(key: PreparedKey) -> None:

@@ -57,6 +57,8 @@ class Ground:
     lines: int
     columns: Sequence[Column]
     failure: Failure | None
+    encoder: str
+    """The library that encoded it."""
 
 
 class Grinder:
@@ -75,7 +77,7 @@ class Grinder:
     def encode(self, rows: Rows) -> Ground:
         """Encode rows that were read."""
         columns = [self._column(values, rows.places) for values in rows.columns]
-        return Ground(len(rows.places), rows.lines, columns, rows.failure)
+        return Ground(len(rows.places), rows.lines, columns, rows.failure, self._encoder.name)
 
     def _column(self, values: Sequence[Value], places: Sequence[int]) -> Column:
         dropped = [

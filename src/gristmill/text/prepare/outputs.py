@@ -116,6 +116,8 @@ class Outputs:
 
         `lasting` sets outlive their process; `strict` stops at the first line without a document.
         """
+        self.encoder = ""
+        """The library that encoded what was taken last."""
         self._keys: list[_KeyOutput] = []
         self._strict = strict
         self._may_be_empty = layout.part != WHOLE
@@ -150,6 +152,7 @@ class Outputs:
 
         `origin` names a place in the block.
         """
+        self.encoder = ground.encoder
         for output, column in zip(self._keys, ground.columns, strict=True):
             output.ledger.lines += ground.rows
             for place, reason in column.dropped:

@@ -16,14 +16,13 @@ read twice, so such a preparation begins anew.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from gristmill.base.errors import UserError
@@ -44,7 +43,7 @@ from gristmill.text.sources.source import (
     ReadOptions,
     Source,
 )
-from gristmill.text.tokenizers.encoders import EXACT, choose_encoder, save_encoder
+from gristmill.text.tokenizers.encoders import choose_encoder, save_encoder
 from gristmill.text.tokenizers.tokenizer import Tokenizer
 from gristmill.tokens.flat import FORMAT
 from gristmill.tokens.format import dtype_for
@@ -77,7 +76,7 @@ class PrepareResult:
     text_bytes: int
     seconds: float
     encoder: str
-    """The library that encoded the text."""
+    """The library that encoded the text; "" if nothing was left to do."""
 
 
 def prepare(
@@ -126,7 +125,7 @@ def prepare(
         if cursor != Cursor():
             note(f"going on with an interrupted preparation: {outputs.kept:,} documents were done")
         try:
-            encoder = job.choose(opened, append_end_of_text=append_end_of_text)
+            job.begin(opened, cursor, append_end_of_text=append_end_of_text)
             job.run(outputs, cursor, journal, save_every=save_every, progress=progress)
             made = outputs.finish()
         except BaseException as error:
@@ -135,7 +134,7 @@ def prepare(
     if journal:
         journal.remove()
         outputs.abandon()
-    return PrepareResult(made, outputs.text_bytes, job.seconds, encoder)
+    return PrepareResult(made, outputs.text_bytes, job.seconds, outputs.encoder)
 
 
 def prepare_documents(
@@ -167,7 +166,7 @@ def prepare_documents(
     except BaseException:
         outputs.abandon()
         raise
-    return PrepareResult(made, outputs.text_bytes, time.perf_counter() - began, encoder.name)
+    return PrepareResult(made, outputs.text_bytes, time.perf_counter() - began, outputs.encoder)
 
 
 def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
@@ -233,7 +232,7 @@ class _Job:
         self._span_of = {span.source: number for number, span in enumerate(spans)}
         self._ends = list(itertools.accumulate(span.disk for span in spans))
         self._began = time.perf_counter()
-        self._grind: Callable[[Iterator[Task]], Iterator[tuple[Task, list[Ground]]]]
+        self._results: Iterator[tuple[Task, list[Ground]]] = iter(())
         self._closing = ExitStack()
         count = self._count(workers)
         self._workers = Workers(count) if count > 1 else None
@@ -246,26 +245,17 @@ class _Job:
     def __exit__(self, *error: object) -> None:
         self._closing.close()
 
-    def choose(self, tokenizer: Tokenizer, *, append_end_of_text: bool) -> str:
-        """Choose the encoder; returns the name of its library."""
-        end = tokenizer.end_of_text if append_end_of_text else None
-        recipe = Recipe(self._options, Path(), end, dtype_for(tokenizer.size))
-        if self._workers is None:
-            encoder = choose_encoder(tokenizer)
-            self._grind = functools.partial(grind_here, grinder=Grinder(recipe, encoder))
-            return encoder.name
-        hoped = self._saved(recipe, tokenizer, fast=True)
-        # The workers open the fast encoder while this process makes sure that it may be used.
-        self._workers.open(hoped)
-        name = choose_encoder(tokenizer).name
-        recipe = self._saved(recipe, tokenizer, fast=False) if name == EXACT else hoped
-        self._grind = functools.partial(self._workers.grind, recipe=recipe)
-        return name
-
-    def _saved(self, recipe: Recipe, tokenizer: Tokenizer, *, fast: bool) -> Recipe:
+    def begin(self, tokenizer: Tokenizer, cursor: Cursor, *, append_end_of_text: bool) -> None:
+        """Begin to grind from the cursor on."""
         folder = Path(self._closing.enter_context(tempfile.TemporaryDirectory()))
-        save_encoder(tokenizer, folder, fast=fast)
-        return replace(recipe, encoder=folder)
+        end = tokenizer.end_of_text if append_end_of_text else None
+        recipe = Recipe(self._options, folder, end, dtype_for(tokenizer.size))
+        tasks = gathered(self._blocks(cursor), block_bytes=self._options.block_bytes)
+        if self._workers is None:
+            self._results = grind_here(tasks, Grinder(recipe, choose_encoder(tokenizer)))
+        else:
+            save_encoder(tokenizer, folder)
+            self._results = self._workers.grind(tasks, recipe)
 
     @property
     def seconds(self) -> float:
@@ -290,11 +280,10 @@ class _Job:
         save_every: float,
         progress: Callable[[PrepareProgress], None] | None,
     ) -> None:
-        """Do everything from the cursor on."""
+        """Take all that is ground, from the cursor on."""
         total = self.bytes_total
         saved, before = time.monotonic(), self._before(cursor) if total else outputs.text_bytes
-        tasks = gathered(self._blocks(cursor), block_bytes=self._options.block_bytes)
-        for task, grounds in self._grind(tasks):
+        for task, grounds in self._results:
             for work, ground in zip(task, grounds, strict=True):
                 cursor = self._take(outputs, cursor, work, ground)
             done = self._done(task[-1]) if total is not None else outputs.text_bytes

@@ -80,11 +80,6 @@ class Workers:
         for _ in range(count):
             self._pool.submit(_nothing)
 
-    def open(self, recipe: Recipe) -> None:
-        """Let every process open what it needs for a recipe."""
-        for _ in range(self._count):
-            self._pool.submit(_work, recipe, ())
-
     def grind(self, tasks: Iterable[Task], recipe: Recipe) -> Iterator[tuple[Task, list[Ground]]]:
         """Grind tasks by a recipe; the results come in the order of the tasks."""
         waiting: deque[tuple[Task, concurrent.futures.Future[list[Ground]]]] = deque()

@@ -8,8 +8,8 @@ know of: the tables of Unicode they were built with, which decide what is a lett
 disagree only on code points that the older table leaves unassigned, so a text that holds a code
 point which Unicode 14 leaves unassigned (`unassigned.txt`, of 2021) takes the slow way.
 Control tokens are not known to the fast way at all, so that a text which spells one is encoded as
-plain text. And before it is used, the fast way must agree with the slow one on a few thousand words
-of all kinds.
+plain text. And before it is used, in every process, the fast way must agree with the slow one on a
+few thousand words of all kinds.
 
 A batch gives one array of ids and the length of each text, never a Python number for each token. A
 worker opens what the first process chose from a folder, and opens the tokenizer itself, which takes
@@ -34,9 +34,9 @@ from gristmill.base.files import write_atomic
 if TYPE_CHECKING:
     from gristmill.text.tokenizers.tokenizer import Tokenizer
 
-EXACT = "tokenizers"
 _UNASSIGNED = Path(__file__).with_name("unassigned.txt")
 _FAST_FILE = "fast.json"
+_EXPECTED_FILE = "expected.npy"
 _BYTES_FILE = "bytes"
 _MEMORY = 512 << 20
 _TEXT_UNSEEN = 128 << 20
@@ -68,31 +68,37 @@ def choose_encoder(tokenizer: Tokenizer) -> Encoder:
     if tokenizer.spec["type"] == "bytes":
         return BytesEncoder()
     exact = ExactEncoder(tokenizer)
-    if tokenizer.definition is None or importlib.util.find_spec("gigatoken") is None:
+    if tokenizer.definition is None or not _fast_is_installed():
         return exact
     fast = GigatokenEncoder(tokenizer.definition, lambda: exact)
-    return fast if _agree(fast, exact) else exact
+    return fast if _agrees(fast, _expected(exact)) else exact
 
 
-def save_encoder(tokenizer: Tokenizer, folder: Path, *, fast: bool) -> None:
-    """Write what `open_encoder` needs; `fast` says that the fast way may be used, if there is
-    one."""
+def save_encoder(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write what `open_encoder` needs."""
     if tokenizer.spec["type"] == "bytes":
         write_atomic(folder / _BYTES_FILE, b"")
         return
     tokenizer.save(folder)
-    if fast and tokenizer.definition and importlib.util.find_spec("gigatoken"):
+    if tokenizer.definition is not None and _fast_is_installed():
         write_atomic(folder / _FAST_FILE, tokenizer.definition)
+        np.save(folder / _EXPECTED_FILE, _expected(ExactEncoder(tokenizer)), allow_pickle=False)
 
 
 def open_encoder(folder: Path) -> Encoder:
-    """The encoder that was saved in a folder."""
+    """What `choose_encoder` would choose, in a process that has only the folder."""
     if (folder / _BYTES_FILE).exists():
         return BytesEncoder()
+    exact = functools.cache(lambda: _open_exact(folder))
     if (folder / _FAST_FILE).exists():
-        definition = (folder / _FAST_FILE).read_text("utf-8")
-        return GigatokenEncoder(definition, lambda: _open_exact(folder))
-    return _open_exact(folder)
+        fast = GigatokenEncoder((folder / _FAST_FILE).read_text("utf-8"), exact)
+        if _agrees(fast, np.load(folder / _EXPECTED_FILE, allow_pickle=False)):
+            return fast
+    return exact()
+
+
+def _fast_is_installed() -> bool:
+    return importlib.util.find_spec("gigatoken") is not None
 
 
 def _open_exact(folder: Path) -> ExactEncoder:
@@ -104,7 +110,7 @@ def _open_exact(folder: Path) -> ExactEncoder:
 class ExactEncoder:
     """The tokenizer's own way."""
 
-    name = EXACT
+    name = "tokenizers"
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -186,10 +192,15 @@ def _resident() -> int | None:
 # ------------------------------------------------------------------ when the fast way may be used
 
 
-def _agree(fast: Encoder, exact: Encoder) -> bool:
-    texts = list(_probes())
-    one, other = fast.encode(texts), exact.encode(texts)
-    return np.array_equal(one.lengths, other.lengths) and np.array_equal(one.ids, other.ids)
+def _expected(exact: ExactEncoder) -> npt.NDArray[np.int64]:
+    """What the fast way must give for the probes: lengths, then ids."""
+    encoded = exact.encode(list(_probes()))
+    return np.concatenate([encoded.lengths, encoded.ids.astype(np.int64)])
+
+
+def _agrees(fast: Encoder, expected: npt.NDArray[np.int64]) -> bool:
+    encoded = fast.encode(list(_probes()))
+    return np.array_equal(np.concatenate([encoded.lengths, encoded.ids]), expected)
 
 
 def _probes() -> Iterator[str]:
