@@ -222,9 +222,11 @@ def _prepare_corpus(
 def _show(line: ProgressLine, expected: int | None) -> Callable[[PrepareProgress], None]:
     def show(state: PrepareProgress) -> None:
         seconds = max(state.seconds, 1e-9)
+        done = state.bytes_done - state.bytes_before
         words = (
             f"{format_count(state.documents)} documents, {format_count(state.tokens)} tokens, "
-            f"{format_bytes((state.bytes_done - state.bytes_before) / seconds)}/s"
+            f"{format_bytes(done / seconds)}/s, "
+            f"{format_count((state.documents - state.documents_before) / seconds)} documents/s"
         )
         line.update(state.bytes_done, state.bytes_total or expected, words)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,9 +19,13 @@ if TYPE_CHECKING:
     from gristmill.text.tokenizers.tokenizer import Tokenizer
     from gristmill.tokens.convert import CopyProgress
     from gristmill.tokens.foreign import Reading
-    from gristmill.tokens.format import TokenSetInfo
+    from gristmill.tokens.format import TokenReader, TokenSetInfo
 
 tokens = typer.Typer(help="Look into token files, convert and merge them.", no_args_is_help=True)
+
+
+_DOCUMENTS_SHOWN = 3
+_TOKENS_SHOWN = 60
 
 
 class IdType(enum.StrEnum):
@@ -79,9 +84,19 @@ def inspect_set(
         typer.echo(f"  {bin.low:>9,} to {bin.high:>9,}  {bin.documents:>9,}  {bar}")
     folder = Path(f"{prefix}.tokenizer")
     if folder.is_dir():
-        reader = find_tokens(prefix, reading).reader
-        first = open_tokenizer(folder).decode(reader.read(0, min(60, len(reader))).tolist())
-        typer.echo(f"begins      {first!r}")
+        _show_first(find_tokens(prefix, reading).reader, open_tokenizer(folder))
+
+
+def _show_first(reader: TokenReader, tokenizer: Tokenizer) -> None:
+    """The beginnings of the first documents, decoded."""
+    starts = reader.document_starts[: _DOCUMENTS_SHOWN + 1].tolist()
+    for number, (begin, end) in enumerate(zip(starts, [*starts[1:], len(reader)], strict=True)):
+        if number == _DOCUMENTS_SHOWN:
+            break
+        count = min(end - begin, _TOKENS_SHOWN)
+        text = tokenizer.decode(reader.read(begin, count).tolist())
+        more = " …" if count < end - begin else ""
+        typer.echo(f"document {number:<2} {text!r}{more}")
 
 
 @tokens.command("verify")
@@ -204,8 +219,12 @@ def _copy(
             overwrite=overwrite,
             progress=_show_copy(line),
         )
+    folder = Path(f"{output}.tokenizer")
     if made_by is not None:
-        save_tokenizer(made_by, Path(f"{output}.tokenizer"))
+        save_tokenizer(made_by, folder)
+    elif folder.is_dir():
+        # It belongs to the set that was replaced.
+        shutil.rmtree(folder)
     _report_copied(info, output)
 
 

@@ -63,7 +63,9 @@ class PrepareProgress:
     bytes_total: int | None
     """Known when all sources are files; then both are bytes on the disk, else bytes of text."""
     bytes_before: int
-    """What an earlier process had done of `bytes_done`."""
+    """What an earlier process had done of `bytes_done`,"""
+    documents_before: int
+    """and of `documents`."""
     tokens: int
     seconds: float
 
@@ -283,12 +285,13 @@ class _Job:
         """Take all that is ground, from the cursor on."""
         total = self.bytes_total
         saved, before = time.monotonic(), self._before(cursor) if total else outputs.text_bytes
+        kept = outputs.kept
         for task, grounds in self._results:
             for work, ground in zip(task, grounds, strict=True):
                 cursor = self._take(outputs, cursor, work, ground)
             done = self._done(task[-1]) if total is not None else outputs.text_bytes
             if progress:
-                progress(self._progress(outputs, done, before))
+                progress(self._progress(outputs, done, before=before, kept=kept))
             if journal and time.monotonic() - saved >= save_every:
                 journal.save(State(cursor, outputs.save()))
                 saved = time.monotonic()
@@ -340,12 +343,13 @@ class _Job:
         by_bytes = source.can_seek and kind_of(source, self._options).lines_before is not None
         return earlier + cursor.position - span.begin if by_bytes else earlier
 
-    def _progress(self, outputs: Outputs, done: int, before: int) -> PrepareProgress:
+    def _progress(self, outputs: Outputs, done: int, *, before: int, kept: int) -> PrepareProgress:
         return PrepareProgress(
             documents=outputs.kept,
             bytes_done=done,
             bytes_total=self.bytes_total,
             bytes_before=before,
+            documents_before=kept,
             tokens=outputs.tokens,
             seconds=self.seconds,
         )
