@@ -1,7 +1,7 @@
 """Encoding text in bulk: the fastest way to the same ids that a tokenizer gives.
 
-    gigatoken    byte-level BPE cut into words by GPT-2's pattern       about 80 MB/s a core
-    tokenizers   everything else, and whatever the fast way may not do  about 1 MB/s a core
+    gigatoken    byte-level BPE cut into words by GPT-2's pattern
+    tokenizers   everything else, and whatever the fast way may not do
 
 The ids are the same by construction, not by luck. The two libraries differ in one thing that we
 know of: the tables of Unicode they were built with, which decide what is a letter. They can
@@ -12,8 +12,8 @@ plain text. And before it is used, in every process, the fast way must agree wit
 few thousand words of all kinds.
 
 A batch gives one array of ids and the length of each text, never a Python number for each token. A
-worker opens what the first process chose from a folder, and opens the tokenizer itself, which takes
-longer than all the rest, only when a text needs it.
+worker opens the fast way from a folder, and the tokenizer itself, which takes longer than all the
+rest, only when a text needs it.
 """
 
 from __future__ import annotations
