@@ -65,6 +65,10 @@ def prepare(
     ] = None,
     json_key: JsonKeys = None,
     documents: Documents = DocumentSplit.FILE,
+    separator: Annotated[
+        str | None,
+        typer.Option(help="What stands between documents in plain text, as <|endoftext|>."),
+    ] = None,
     append_eod: Annotated[
         bool, typer.Option(help="End every document with the end-of-text token.")
     ] = True,
@@ -112,6 +116,7 @@ def prepare(
         "tokenizer": lambda: _open_tokenizer(tokenizer, vocab_file, merge_file, end_of_text),
         "keys": tuple(json_key or ("text",)),
         "split": documents,
+        "separator": separator,
         "append_end_of_text": append_eod,
         "strict": strict,
         "format": format.value,
@@ -120,6 +125,12 @@ def prepare(
         "workers": workers,
         "overwrite": overwrite,
     }
+    if separator is not None and (not separator or documents is not DocumentSplit.FILE):
+        raise UserError(
+            "documents are divided in one way: by --documents, or by a separator that is not empty",
+            where="--separator",
+            remedy="leave one of the two out",
+        )
     corpus = _corpus(sources)
     if corpus:
         _prepare_corpus(corpus, output, settings, split=split, seed=seed)

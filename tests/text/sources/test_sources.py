@@ -90,6 +90,23 @@ def test_blocks_know_where_they_begin(tmp_path: Path) -> None:
     assert found == [Document("one\ntwo", f"{path}:3"), Document("three", f"{path}:8")]
 
 
+def test_separated_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"one\nmore\n<|end|>\ntwo<|end|>three\r\n<|end|>\n<|end|>\xff<|end|>\n")
+    expected = ["one\nmore", "two", "three", Reason.EMPTY_TEXT, Reason.INVALID_UTF8]
+    lines = [1, 4, 4, 6, 6]
+    for block in (1, 7, 1000):
+        options = ReadOptions(separator="<|end|>", block_bytes=block)
+        found = list(open_sources([str(path)], options=options))
+        assert [item.origin for item in found] == [f"{path}:{line}" for line in lines]
+        assert texts(path, separator="<|end|>", block_bytes=block) == expected
+    path.write_bytes(b"only one")
+    assert texts(path, separator="<|end|>") == ["only one"]
+    path.write_bytes(b"a<|end|>" + b"b" * 200 + b"<|end|>")
+    with pytest.raises(UserError, match="longer than 100 B"):
+        texts(path, separator="<|end|>", line_limit=100)
+
+
 def test_bad_text_is_dropped_and_the_rest_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"one\nb\xffd\nthree\n")

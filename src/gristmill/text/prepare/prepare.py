@@ -88,6 +88,7 @@ def prepare(
     output: Path,
     keys: Sequence[str] = ("text",),
     split: DocumentSplit = DocumentSplit.FILE,
+    separator: str | None = None,
     append_end_of_text: bool = True,
     strict: bool = False,
     format: str = FORMAT,
@@ -107,7 +108,7 @@ def prepare(
     gives a set of its own. `strict` stops at the first line that would be dropped. `workers` are
     processes, one for each core if not given. `note` hears what a person should know.
     """
-    options = options or ReadOptions(keys=tuple(keys), split=split)
+    options = options or ReadOptions(tuple(keys), split, separator)
     found = find_sources(sources, options)
     layout = Layout(output, format, shard_size, options.keys, holdout, part)
     with _Job(found, options, spans_of(found, options, part), workers) as job:
@@ -115,7 +116,7 @@ def prepare(
         settings = {
             "tokenizer": opened.fingerprint,
             "keys": list(options.keys),
-            "documents": options.split.value,
+            "documents": options.separator or options.split.value,
             "append_eod": append_end_of_text,
             "format": format,
             "shard_size": shard_size,

@@ -1,7 +1,8 @@
 """Text in lines: JSON lines and plain text.
 
     .jsonl .ndjson              an object on each line, documents under its keys
-    .txt .md and all others     a document is a file, a line, or a block between blank lines
+    .txt .md and all others     a document is a file, a line, a block between blank lines, or what
+                                stands between two separators such as <|endoftext|>
 
 Lines end at the byte 0x0A and nowhere else: U+2028 and its kin are text. A byte order mark is
 skipped and CRLF reads as LF. Only "" is empty: a text of blanks is for a filter to judge.
@@ -180,6 +181,36 @@ def _read_blocks(source: Source, block: Block, options: ReadOptions) -> Rows:
     return Rows(single(values, options), places, len(lines), failure)
 
 
+def _cut_separated(source: Source, options: ReadOptions, begin: int) -> Iterator[Block]:
+    assert options.separator
+    mark = options.separator.encode()
+
+    def after_last(content: bytes) -> int:
+        return (content.rfind(mark) + len(mark)) if mark in content else 0
+
+    return cut_streamed(source, options, begin, last_cut=after_last)
+
+
+def _read_separated(source: Source, block: Block, options: ReadOptions) -> Rows:
+    """Documents between separators, without the line end on either side of one."""
+    assert options.separator
+    data, failure = content_of(source, block, options)
+    values: list[Value] = []
+    places: list[int] = []
+    parts = data.replace(b"\r\n", b"\n").split(options.separator.encode())
+    line, last = 0, len(parts) - 1
+    for number, part in enumerate(parts):
+        if len(part) > options.line_limit:
+            return Rows(single(values, options), places, line, too_long(options))
+        inside = part.removeprefix(b"\n")
+        # What follows the last separator is a document only if there is something.
+        if number < last or inside.strip():
+            values.append(_decoded(inside.removesuffix(b"\n")))
+            places.append(line + len(part) - len(inside))
+        line += part.count(b"\n")
+    return Rows(single(values, options), places, line, failure)
+
+
 def _cut_whole(source: Source, options: ReadOptions, begin: int) -> Iterator[Block]:
     if source.size is not None:
         if begin == 0:
@@ -221,3 +252,4 @@ TEXT_BY_SPLIT = {
         cut=functools.partial(cut_streamed, last_cut=_after_last_blank), read=_read_blocks
     ),
 }
+SEPARATED_TEXT = Kind(cut=_cut_separated, read=_read_separated)

@@ -5,7 +5,8 @@
     .json                                 JSON lines, an array of values, or one value after another
     .csv .tsv                             tables, the first row naming the columns
     .parquet .arrow .feather              tables; compressed in themselves, not by .gz and the like
-    .txt .md and all others               plain text: a document per file, line or block
+    .txt .md and all others               plain text: a document per file, line, block, or between
+                                          separators
 
 A kind of file is a `Kind` and one row of `KINDS`. What a .json file is, its beginning tells, and so
 every process finds the same. The name of standard input or of a pipe says nothing, so the first
@@ -23,7 +24,7 @@ from gristmill.text.sources.columnar import ARROW, PARQUET
 from gristmill.text.sources.datasets import DATASET, PREFIX
 from gristmill.text.sources.finding import find_sources
 from gristmill.text.sources.json_values import JSON_BY_SHAPE, Shape, shape_of
-from gristmill.text.sources.lines import JSON_LINES, TEXT_BY_SPLIT
+from gristmill.text.sources.lines import JSON_LINES, SEPARATED_TEXT, TEXT_BY_SPLIT
 from gristmill.text.sources.source import (
     PIPED_ARRAY,
     Document,
@@ -54,7 +55,8 @@ def kind_of(source: Source, options: ReadOptions) -> Kind:
     """How a source is cut and read."""
     if source.ending == ".json":
         return JSON_BY_SHAPE[shape_of(source, options)]
-    return KINDS.get(source.ending, TEXT_BY_SPLIT[options.split])
+    text = SEPARATED_TEXT if options.separator else TEXT_BY_SPLIT[options.split]
+    return KINDS.get(source.ending, text)
 
 
 class SourceReader:

@@ -71,6 +71,8 @@ class ReadOptions:
     keys: tuple[str, ...] = ("text",)
     """The keys or columns that hold text; each gives documents of its own."""
     split: DocumentSplit = DocumentSplit.FILE
+    separator: str | None = None
+    """What stands between documents in plain text, instead of `split`."""
     line_limit: int = LINE_LIMIT
     """The most bytes of one document."""
     block_bytes: int = BLOCK_BYTES
