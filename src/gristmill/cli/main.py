@@ -53,9 +53,6 @@ def main() -> None:
         for problem in error.problems:
             sys.stderr.write(f"error: {problem}\n")
         sys.exit(error.exit)
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        sys.exit(130)
     except BrokenPipeError:
         # The reader of our output went away; nothing is left to say to it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

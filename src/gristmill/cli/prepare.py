@@ -175,9 +175,13 @@ def _prepare(
     from gristmill.text.prepare.prepare import prepare as prepare_tokens
 
     with ProgressLine("preparing") as line:
-        return prepare_tokens(
-            sources, output=output, progress=_show(line, expected), note=typer.echo, **settings
-        )
+        try:
+            return prepare_tokens(
+                sources, output=output, progress=_show(line, expected), note=line.say, **settings
+            )
+        except KeyboardInterrupt:
+            line.say("interrupted: the same command goes on where this one was")
+            raise
 
 
 # ------------------------------------------------------------------ corpora by name
@@ -254,7 +258,7 @@ def report_prepared(result: PrepareResult) -> None:
                 f"{format_bytes(info.text_bytes or 0)} of text, {info.format}, {info.dtype}"
             )
         _report_ledger(key)
-    rate = format_bytes(result.text_bytes / max(result.seconds, 1e-9))
+    rate = format_bytes(result.ground_bytes / max(result.seconds, 1e-9))
     by = f", encoded by {result.encoder}" if result.encoder else ""
     typer.echo(f"{format_seconds(result.seconds)}, {rate}/s{by}")
 

@@ -46,6 +46,10 @@ class ProgressLine:
         if self._console.is_terminal:
             self._bar.stop()
 
+    def say(self, words: str) -> None:
+        """Say something that stays, above the bar."""
+        self._console.print(words, highlight=False, markup=False, soft_wrap=True)
+
     def update(self, done: float, total: float | None, words: str) -> None:
         """Show `done` of `total`, with a few words beside the bar."""
         if self._first is None:

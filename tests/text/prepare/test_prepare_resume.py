@@ -288,6 +288,21 @@ def test_two_processes_do_not_write_one_set(source: Path, tmp_path: Path) -> Non
     assert verify_tokens(tmp_path / "out" / "set") == []
 
 
+def test_control_c_says_how_to_go_on(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", 200_000)
+    command = [sys.executable, "-m", "gristmill", "prepare", str(source), "-o",
+               str(tmp_path / "out" / "set"), "-t", "bytes", "--workers", "2"]  # fmt: skip
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    while not (tmp_path / "out" / ".set.bin.part").exists():
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate()
+    assert process.returncode == 130
+    assert said == "interrupted: the same command goes on where this one was\n"
+
+
 def test_a_pipe_begins_anew(tmp_path: Path) -> None:
     command = (
         f'yes \'{{"text": "abc"}}\' | head -n 1000 | {sys.executable} -m gristmill prepare - '

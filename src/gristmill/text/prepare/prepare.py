@@ -76,6 +76,8 @@ class PrepareResult:
 
     keys: tuple[PreparedKey, ...]
     text_bytes: int
+    ground_bytes: int
+    """How much of the text this process worked on, if it went on with the work of another."""
     seconds: float
     encoder: str
     """The library that encoded the text; "" if nothing was left to do."""
@@ -125,6 +127,7 @@ def prepare(
         }
         journal = Journal(layout.whole, request_of(found, settings)) if job.lasting else None
         outputs, cursor = _open(layout, opened, journal, overwrite=overwrite, strict=strict)
+        before = outputs.text_bytes
         if cursor != Cursor():
             note(f"going on with an interrupted preparation: {outputs.kept:,} documents were done")
         try:
@@ -137,7 +140,8 @@ def prepare(
     if journal:
         journal.remove()
         outputs.abandon()
-    return PrepareResult(made, outputs.text_bytes, job.seconds, outputs.encoder)
+    done = outputs.text_bytes
+    return PrepareResult(made, done, done - before, job.seconds, outputs.encoder)
 
 
 def prepare_documents(
@@ -169,7 +173,8 @@ def prepare_documents(
     except BaseException:
         outputs.abandon()
         raise
-    return PrepareResult(made, outputs.text_bytes, time.perf_counter() - began, outputs.encoder)
+    done, seconds = outputs.text_bytes, time.perf_counter() - began
+    return PrepareResult(made, done, done, seconds, outputs.encoder)
 
 
 def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:

@@ -9,6 +9,7 @@ together, so that a folder of many small files costs no message each.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import multiprocessing
 import os
@@ -77,8 +78,9 @@ class Workers:
             initializer=_begin,
             initargs=(os.getpid(),),
         )
-        for _ in range(count):
-            self._pool.submit(_nothing)
+        with _born_deaf():
+            for _ in range(count):
+                self._pool.submit(_nothing)
 
     def grind(self, tasks: Iterable[Task], recipe: Recipe) -> Iterator[tuple[Task, list[Ground]]]:
         """Grind tasks by a recipe; the results come in the order of the tasks."""
@@ -104,8 +106,21 @@ class Workers:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
+@contextlib.contextmanager
+def _born_deaf() -> Iterator[None]:
+    """Let processes that are started ignore control-C, which reaches all of a terminal; the parent
+    decides what it means."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _begin(parent: int) -> None:
-    # Control-C reaches every process of the terminal; the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # There is a process for each core already.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
