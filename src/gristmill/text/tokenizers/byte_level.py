@@ -13,18 +13,14 @@ text before it cuts it: by a normalizer, by a space put in front, by throwing bl
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from gristmill.base.files import sha256_text, storage_errors, write_atomic, write_json
-
-TOKENIZER_FILE = "tokenizer.json"
-CONFIG_FILE = "tokenizer_config.json"
+from gristmill.base.files import sha256_text
+from gristmill.text.tokenizers.library import LibraryTokenizer
 
 
 def _byte_characters() -> dict[str, int]:
@@ -45,50 +41,17 @@ SHORT_WORDS = pre_tokenizers.Split(tokenizers.Regex(f".{{1,{LONGEST_WORD}}}"), b
 """Cuts words written as bytes to a length that a WordPiece does not give up on."""
 
 
-class BpeTokenizer:
+class BpeTokenizer(LibraryTokenizer):
     """A byte-level BPE of the `tokenizers` library."""
 
+    kind = "byte-level-bpe"
+
     def __init__(self, inner: tokenizers.Tokenizer, *, end_of_text: str) -> None:
-        forget_last_use(inner)
-        # GPT-2's own files hold the end-of-text token as a word like any other.
-        inner.add_special_tokens(
-            [tokenizers.AddedToken(end_of_text, special=True, normalized=False)]
-        )
-        inner.encode_special_tokens = True
+        super().__init__(inner, end_of_text=end_of_text)
         value = json.loads(inner.to_str())
-        self._inner = inner
-        self._end_text = end_of_text
-        ids = inner.get_vocab(with_added_tokens=True)
-        self._end = ids[end_of_text]
-        self._size = max(ids.values()) + 1
-        self._fingerprint = sha256_text(_deciding(value))
-        self._lossless = gives_text_back(value)
-        self._as_gpt2 = self._lossless and _is_as_gpt2(value)
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    @property
-    def end_of_text(self) -> int:
-        return self._end
-
-    @property
-    def fingerprint(self) -> str:
-        return self._fingerprint
-
-    @property
-    def lossless(self) -> bool:
-        return self._lossless
-
-    @property
-    def spec(self) -> dict[str, Any]:
-        return {
-            "type": "byte-level-bpe",
-            "size": self.size,
-            "end_of_text": self.end_of_text,
-            "fingerprint": self.fingerprint,
-        }
+        self.fingerprint = sha256_text(_deciding(value))
+        self.lossless = gives_text_back(value)
+        self._as_gpt2 = self.lossless and _is_as_gpt2(value)
 
     @cached_property
     def definition(self) -> str | None:
@@ -100,37 +63,14 @@ class BpeTokenizer:
         plain.decoder = self._inner.decoder
         return str(plain.to_str())
 
-    def encode(self, text: str) -> list[int]:
-        return list(self._inner.encode(text, add_special_tokens=False).ids)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._inner.decode(list(ids), skip_special_tokens=False))
-
-    def token_bytes(self, id: int) -> bytes:
-        assert 0 <= id < self.size, f"the id {id} is outside the vocabulary"
-        return self._table[id]
-
     @cached_property
     def _table(self) -> list[bytes]:
         return _token_table(self._inner)
 
-    def save(self, folder: Path) -> None:
-        """Write tokenizer.json and its settings, which `transformers` reads too."""
-        with storage_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        settings = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": self._end_text,
-            "eos_token": self._end_text,
-            "unk_token": self._end_text,
-            "clean_up_tokenization_spaces": False,
-        }
-        write_json(folder / CONFIG_FILE, settings)
-        write_atomic(folder / TOKENIZER_FILE, self._inner.to_str(pretty=True))
+    @property
+    def _named(self) -> dict[str, str]:
+        names = ("bos_token", "eos_token", "unk_token")
+        return dict.fromkeys(names, self._end_text)
 
 
 def byte_level(model: models.Model, *, pattern: str | None = None) -> tokenizers.Tokenizer:
@@ -157,14 +97,6 @@ def works_on_bytes(value: dict[str, Any]) -> bool:
     """Whether a tokenizer writes each byte as a character before it cuts, and undoes it after."""
     parts = (value.get("pre_tokenizer"), value.get("decoder"))
     return all('"ByteLevel"' in json.dumps(part) for part in parts)
-
-
-def forget_last_use(inner: tokenizers.Tokenizer) -> None:
-    """Put aside settings of a tokenizer's last use that would cut, pad or vary what is encoded."""
-    inner.no_truncation()
-    inner.no_padding()
-    if isinstance(inner.model, models.BPE):
-        inner.model.dropout = None
 
 
 def gives_text_back(value: dict[str, Any]) -> bool:

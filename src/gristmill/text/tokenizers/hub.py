@@ -19,7 +19,7 @@ import tokenizers
 
 from gristmill.base.errors import Exit, UserError, optional
 from gristmill.base.files import read_json
-from gristmill.text.tokenizers.byte_level import CONFIG_FILE, TOKENIZER_FILE
+from gristmill.text.tokenizers.library import CONFIG_FILE, TOKENIZER_FILE
 
 SLOW_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt")
 """Files of tokenizers that only `transformers` can read."""

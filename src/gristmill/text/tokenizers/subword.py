@@ -19,84 +19,46 @@ import json
 import re
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import pre_tokenizers
 
-from gristmill.base.files import sha256_text, storage_errors, write_atomic, write_json
+from gristmill.base.files import sha256_text
 from gristmill.text.tokenizers.byte_level import (
     BYTE_OF,
-    CONFIG_FILE,
-    TOKENIZER_FILE,
     deciding_tokens,
-    forget_last_use,
     gives_text_back,
     without_offsets,
     works_on_bytes,
 )
+from gristmill.text.tokenizers.library import LibraryTokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
-class SubwordTokenizer:
+class SubwordTokenizer(LibraryTokenizer):
     """Any tokenizer of the `tokenizers` library."""
 
-    definition = None
-
     def __init__(self, inner: tokenizers.Tokenizer, *, end_of_text: str) -> None:
-        forget_last_use(inner)
-        inner.add_special_tokens(
-            [tokenizers.AddedToken(end_of_text, special=True, normalized=False)]
-        )
-        inner.encode_special_tokens = True
-        self._file = inner.to_str(pretty=True)
-        self._value = json.loads(self._file)
-        self._inner = inner
-        self._end_text = end_of_text
-        ids = inner.get_vocab(with_added_tokens=True)
-        self._size = max(ids.values()) + 1
-        self._end = ids[end_of_text]
-        self._unknown = _unknown(self._value["model"])
+        super().__init__(inner, end_of_text=end_of_text)
+        # What is done to the tokenizer below is not saved.
+        self._text = inner.to_str(pretty=True)
+        value = json.loads(self._text)
+        model = value["model"]
+        self._on_bytes = works_on_bytes(value)
+        name = str(model["type"]).lower()
+        self.kind = f"byte-level-{name}" if self._on_bytes else name
+        self.fingerprint = sha256_text(_deciding(value))
+        self.lossless = self._on_bytes and gives_text_back(value)
+        self._unknown = _unknown(model)
         added = inner.get_added_tokens_decoder()
         special = {id: token.content for id, token in added.items() if token.special}
         self._control = frozenset(id for id, text in special.items() if text != self._unknown)
-        self._fingerprint = sha256_text(_deciding(self._value))
         _keep_apart(inner, special.values())
 
-    @property
-    def size(self) -> int:
-        return self._size
-
-    @property
-    def end_of_text(self) -> int:
-        return self._end
-
-    @property
-    def fingerprint(self) -> str:
-        return self._fingerprint
-
-    @cached_property
-    def lossless(self) -> bool:
-        return works_on_bytes(self._value) and gives_text_back(self._value)
-
-    @property
-    def spec(self) -> dict[str, Any]:
-        kind = str(self._value["model"]["type"]).lower()
-        return {
-            "type": f"byte-level-{kind}" if works_on_bytes(self._value) else kind,
-            "size": self.size,
-            "end_of_text": self.end_of_text,
-            "fingerprint": self.fingerprint,
-        }
-
-    def encode(self, text: str) -> list[int]:
-        return self.encode_batch([text])[0]
-
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [self._plain(encoding.ids) for encoding in encodings]
+        return [self._plain(ids) for ids in super().encode_batch(texts)]
 
     def _plain(self, ids: list[int]) -> list[int]:
         # A control token of one character cannot be cut apart: it is left out instead.
@@ -104,24 +66,16 @@ class SubwordTokenizer:
             return ids
         return [id for id in ids if id not in self._control]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._inner.decode(list(ids), skip_special_tokens=False))
-
-    def token_bytes(self, id: int) -> bytes:
-        assert 0 <= id < self.size, f"the id {id} is outside the vocabulary"
-        return self._table[id]
-
     @cached_property
     def _table(self) -> list[bytes]:
         """What every id adds to a text; nothing for control tokens and for the unknown."""
         before = self.encode("a")
         start = self.decode(before)
         table = [b""] * self.size
-        on_bytes = works_on_bytes(self._value)
         for token, id in self._inner.get_vocab(with_added_tokens=True).items():
             if id in self._control or token == self._unknown:
                 continue
-            if on_bytes:
+            if self._on_bytes:
                 table[id] = bytes(BYTE_OF[character] for character in token if character in BYTE_OF)
             elif single := _BYTE_TOKEN.fullmatch(token):
                 table[id] = bytes.fromhex(single[1])
@@ -129,19 +83,13 @@ class SubwordTokenizer:
                 table[id] = self.decode([*before, id]).removeprefix(start).encode()
         return table
 
-    def save(self, folder: Path) -> None:
-        """Write tokenizer.json and its settings, which `transformers` reads too."""
-        with storage_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        settings = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": self._end_text,
-            "clean_up_tokenization_spaces": False,
-        }
-        if self._unknown:
-            settings["unk_token"] = self._unknown
-        write_json(folder / CONFIG_FILE, settings)
-        write_atomic(folder / TOKENIZER_FILE, self._file)
+    @property
+    def _file(self) -> str:
+        return self._text
+
+    @property
+    def _named(self) -> dict[str, str]:
+        return super()._named | ({"unk_token": self._unknown} if self._unknown else {})
 
 
 def _unknown(model: dict[str, Any]) -> str | None:

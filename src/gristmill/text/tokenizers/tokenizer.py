@@ -27,8 +27,6 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import read_json, sha256_text, storage_errors, write_json
 from gristmill.text.tokenizers.byte_level import (
     BYTE_OF,
-    CONFIG_FILE,
-    TOKENIZER_FILE,
     BpeTokenizer,
     byte_level,
     is_byte_level_bpe,
@@ -41,6 +39,7 @@ from gristmill.text.tokenizers.hub import (
     is_hub_name,
     stated_ends,
 )
+from gristmill.text.tokenizers.library import CONFIG_FILE, TOKENIZER_FILE
 from gristmill.text.tokenizers.rank_files import ENCODINGS, open_encoding
 from gristmill.text.tokenizers.subword import SubwordTokenizer
 from gristmill.text.tokenizers.vocabularies import (

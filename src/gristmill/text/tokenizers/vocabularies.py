@@ -30,7 +30,7 @@ from typing import Any
 from gristmill.base.downloads import cache_folder, download
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import read_json
-from gristmill.text.tokenizers.byte_level import TOKENIZER_FILE
+from gristmill.text.tokenizers.library import TOKENIZER_FILE
 
 GPT2_VARIABLE = "GRISTMILL_GPT2"
 PAIRS = (

@@ -1,0 +1,103 @@
+"""What all tokenizers of the `tokenizers` library have in common.
+
+Text that looks like a control token is encoded as text, nothing is added around it, and the token
+that ends a document is one of the control tokens, whatever the files say of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import models
+
+from gristmill.base.files import storage_errors, write_atomic, write_json
+
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+
+
+class LibraryTokenizer:
+    """A tokenizer of the library; each kind says what decides its ids and what they stand for."""
+
+    kind: str
+    fingerprint: str
+    lossless: bool
+
+    def __init__(self, inner: tokenizers.Tokenizer, *, end_of_text: str) -> None:
+        forget_last_use(inner)
+        # Some files hold the end-of-text token as a word like any other.
+        inner.add_special_tokens(
+            [tokenizers.AddedToken(end_of_text, special=True, normalized=False)]
+        )
+        inner.encode_special_tokens = True
+        ids = inner.get_vocab(with_added_tokens=True)
+        self.size = max(ids.values()) + 1
+        self.end_of_text = ids[end_of_text]
+        self._inner = inner
+        self._end_text = end_of_text
+
+    @property
+    def definition(self) -> str | None:
+        return None
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        return {
+            "type": self.kind,
+            "size": self.size,
+            "end_of_text": self.end_of_text,
+            "fingerprint": self.fingerprint,
+        }
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._inner.decode(list(ids), skip_special_tokens=False))
+
+    def token_bytes(self, id: int) -> bytes:
+        assert 0 <= id < self.size, f"the id {id} is outside the vocabulary"
+        return self._table[id]
+
+    @cached_property
+    def _table(self) -> list[bytes]:
+        """The bytes that every id stands for."""
+        raise NotImplementedError
+
+    @property
+    def _file(self) -> str:
+        """The text of the tokenizer.json."""
+        return str(self._inner.to_str(pretty=True))
+
+    @property
+    def _named(self) -> dict[str, str]:
+        """The control tokens by the names that `transformers` gives them."""
+        return {"eos_token": self._end_text}
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json and its settings, which `transformers` reads too."""
+        with storage_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **self._named,
+            "clean_up_tokenization_spaces": False,
+        }
+        write_json(folder / CONFIG_FILE, settings)
+        write_atomic(folder / TOKENIZER_FILE, self._file)
+
+
+def forget_last_use(inner: tokenizers.Tokenizer) -> None:
+    """Put aside settings of a tokenizer's last use that would cut, pad or vary what is encoded."""
+    inner.no_truncation()
+    inner.no_padding()
+    if isinstance(inner.model, models.BPE):
+        inner.model.dropout = None
