@@ -15,6 +15,7 @@ Megatron, has a module of its own.
 
 from __future__ import annotations
 
+import abc
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -61,7 +62,7 @@ class SampleIndex(Protocol):
 
 
 @dataclass(frozen=True)
-class Windows:
+class Windows(abc.ABC):
     """What the orders of single windows have in common."""
 
     stretch: Stretch
@@ -73,9 +74,9 @@ class Windows:
         """Windows in one epoch."""
         return (len(self.stretch) - 1) // self.sequence
 
+    @abc.abstractmethod
     def starts(self, samples: np.ndarray) -> np.ndarray:
         """Positions of the first token of each sample."""
-        raise NotImplementedError
 
     def pieces(self, samples: np.ndarray) -> Pieces:
         starts = self.starts(samples)

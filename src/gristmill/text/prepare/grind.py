@@ -80,17 +80,14 @@ class Grinder:
         return Ground(len(rows.places), rows.lines, columns, rows.failure, self._encoder.name)
 
     def _column(self, values: Sequence[Value], places: Sequence[int]) -> Column:
-        dropped = [
-            (place, value)
-            for place, value in zip(places, values, strict=True)
-            if isinstance(value, Reason)
-        ]
         kept = np.asarray(places, np.int64)
-        texts = values
-        if dropped:
-            kept = kept[[not isinstance(value, Reason) for value in values]]
-            texts = [value for value in values if not isinstance(value, Reason)]
-        encoded = self._encoder.encode(texts)  # type: ignore[arg-type]
+        texts = [value for value in values if isinstance(value, str)]
+        dropped: list[tuple[int, Reason]] = []
+        if len(texts) < len(values):
+            kept = kept[[isinstance(value, str) for value in values]]
+            rows = zip(places, values, strict=True)
+            dropped = [(place, value) for place, value in rows if isinstance(value, Reason)]
+        encoded = self._encoder.encode(texts)
         lengths, sizes = encoded.lengths, encoded.text_bytes
         empty = lengths == 0
         if empty.any():

@@ -6,6 +6,7 @@ that ends a document is one of the control tokens, whatever the files say of it.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +21,7 @@ TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 
 
-class LibraryTokenizer:
+class LibraryTokenizer(abc.ABC):
     """A tokenizer of the library; each kind says what decides its ids and what they stand for."""
 
     kind: str
@@ -68,9 +69,9 @@ class LibraryTokenizer:
         return self._table[id]
 
     @cached_property
+    @abc.abstractmethod
     def _table(self) -> list[bytes]:
         """The bytes that every id stands for."""
-        raise NotImplementedError
 
     @property
     def _file(self) -> str:
