@@ -64,9 +64,11 @@ if __name__ == "__main__":
 """
 
 
-def timed(command: list[str], **options: object) -> float:
+def timed(
+    command: list[str], *, cwd: Path | None = None, env: dict[str, str] | None = None
+) -> float:
     began = time.perf_counter()
-    ended = subprocess.run(command, capture_output=True, text=True, **options)  # type: ignore[call-overload]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env)
     seconds = time.perf_counter() - began
     if ended.returncode:
         sys.exit(f"{' '.join(command)}\n{ended.stderr[-3000:]}")

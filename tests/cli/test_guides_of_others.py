@@ -107,6 +107,13 @@ def test_megatron_deepspeed_pretrained_tokenizer_ends_a_document_once() -> None:
         assert ids[-1] == end
 
 
+def test_a_seed_without_documents_held_out() -> None:
+    write_loose_json("a.json", TEXTS)
+    for source in ("a.json", "wikitext-2"):
+        with pytest.raises(UserError, match="a seed chooses"):
+            run("prepare", source, "-o", "a", "-t", "bytes", "--seed", 3)
+
+
 def test_only_one_of_two_vocabulary_files() -> None:
     write_loose_json("a.json", TEXTS)
     with pytest.raises(UserError, match="belong together"):

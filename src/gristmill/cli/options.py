@@ -15,7 +15,7 @@ Sources = Annotated[
     typer.Argument(
         metavar="SOURCE…",
         help="Files, globs, folders (JSON, CSV, Parquet, Arrow, plain text; .gz .bz2 .xz .zst), "
-        "- for stdin, hf:NAME for a dataset, or the name of a corpus.",
+        "- for stdin, hf:NAME for a dataset.",
     ),
 ]
 Documents = Annotated[

@@ -16,7 +16,6 @@ from gristmill.cli.options import (
     Output,
     Overwrite,
     ShardSize,
-    Sources,
     TokenFormat,
 )
 from gristmill.cli.progress import ProgressLine
@@ -44,7 +43,14 @@ def _list_corpora(wanted: bool) -> None:
 
 
 def prepare(
-    sources: Sources,
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SOURCE…",
+            help="Files, globs, folders (JSON, CSV, Parquet, Arrow, text; .gz .bz2 .xz .zst), "
+            "- for stdin, hf:NAME for a dataset, or the name of a corpus.",
+        ),
+    ],
     output: Output,
     tokenizer: Annotated[
         str,
@@ -135,14 +141,19 @@ def prepare(
     if corpus:
         _prepare_corpus(corpus, output, settings, split=split, seed=seed)
         return
-    if seed is not None and split is None:
+    if split is None:
+        _refuse_idle(seed)
+    holdout = parse_holdout(split, seed=_SEED if seed is None else seed) if split else None
+    report_prepared(_prepare(sources, output, settings | {"holdout": holdout}))
+
+
+def _refuse_idle(seed: int | None) -> None:
+    if seed is not None:
         raise UserError(
             "a seed chooses the documents held out, and none are",
             where="--seed",
             remedy="hold some out with --split, or leave it out",
         )
-    holdout = parse_holdout(split, seed=_SEED if seed is None else seed) if split else None
-    report_prepared(_prepare(sources, output, settings | {"holdout": holdout}))
 
 
 def _open_tokenizer(
@@ -180,7 +191,7 @@ def _prepare(
                 sources, output=output, progress=_show(line, expected), note=line.say, **settings
             )
         except KeyboardInterrupt:
-            line.say("interrupted: the same command goes on where this one was")
+            line.say("interrupted: the same command goes on from what was saved")
             raise
 
 
@@ -209,6 +220,8 @@ def _prepare_corpus(
     from gristmill.text.prepare.outputs import split_name
     from gristmill.text.sources.corpora import check_disk, describe, fetch_corpus
 
+    if split is None and corpus.held_out is None:
+        _refuse_idle(seed)
     typer.echo(describe(corpus))
     check_disk(corpus, output=output)
     with ProgressLine("fetching") as line:

@@ -300,7 +300,7 @@ def test_control_c_says_how_to_go_on(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)
     _, said = process.communicate()
     assert process.returncode == 130
-    assert said == "interrupted: the same command goes on where this one was\n"
+    assert said == "interrupted: the same command goes on from what was saved\n"
 
 
 def test_a_pipe_begins_anew(tmp_path: Path) -> None:

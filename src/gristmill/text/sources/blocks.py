@@ -26,7 +26,8 @@ from gristmill.text.sources.source import ReadOptions, Reason, Source, Stream
 
 # What reading raises when a disk fails or a compressed file is cut or garbled.
 DAMAGE = (OSError, EOFError, zlib.error, lzma.LZMAError)
-_BOM = b"\xef\xbb\xbf"
+BOM = b"\xef\xbb\xbf"
+"""The byte order mark that some programs put before UTF-8."""
 _PIECE = 1 << 16
 
 Value: TypeAlias = str | Reason
@@ -186,7 +187,7 @@ def content_of(source: Source, block: Block, options: ReadOptions) -> Content:
     if isinstance(content, Failure):
         return Content(b"", content)
     data, failure = content
-    return Content(data.removeprefix(_BOM) if block.begin == 0 else data, failure)
+    return Content(data.removeprefix(BOM) if block.begin == 0 else data, failure)
 
 
 def _sought(source: Source, block: Block, options: ReadOptions) -> tuple[bytes, Failure | None]:

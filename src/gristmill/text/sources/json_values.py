@@ -32,6 +32,7 @@ from typing import Any
 
 from gristmill.base.files import open_bytes
 from gristmill.text.sources.blocks import (
+    BOM,
     DAMAGE,
     Block,
     Failure,
@@ -44,7 +45,6 @@ from gristmill.text.sources.blocks import (
 from gristmill.text.sources.lines import JSON_LINES, checked, parse_object
 from gristmill.text.sources.source import ReadOptions, Reason, Source, Stream
 
-_BOM = b"\xef\xbb\xbf"
 _GLANCE = 1 << 10
 _NOT_BLANK = re.compile(rb"[^ \t\r\n]")
 _BLANKS = rb"[ \t\r\n]*+"
@@ -83,7 +83,7 @@ def shape_of(source: Source, options: ReadOptions) -> Shape:
 def _shape(name: str, identity: Sequence[object], limit: int) -> Shape:
     """The shape of a file; its identity tells apart what had the same name."""
     with open_bytes(Path(name)) as file:
-        start = file.readline(_GLANCE).removeprefix(_BOM)
+        start = file.readline(_GLANCE).removeprefix(BOM)
         while start and not start.strip():
             start = file.readline(_GLANCE)
         start = start.lstrip()
@@ -166,8 +166,8 @@ class _Scanner:
         if isinstance(piece, Failure):
             self.failure = piece
             return
-        if self._at_start and piece.startswith(_BOM):
-            self._position = len(_BOM)
+        if self._at_start and piece.startswith(BOM):
+            self._position = len(BOM)
         self._at_start = False
         self._data += piece
         while self.failure is None and self._advance():
@@ -326,7 +326,7 @@ def _pieces(stream: Stream, options: ReadOptions, begin: int) -> Iterator[bytes 
     try:
         while begin and (skipped := stream.read(min(begin, 1 << 20))):
             begin -= len(skipped)
-        while piece := stream.read(max(options.block_bytes, len(_BOM))):
+        while piece := stream.read(max(options.block_bytes, len(BOM))):
             yield piece
         yield None
     except DAMAGE as error:

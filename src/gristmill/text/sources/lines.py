@@ -18,6 +18,7 @@ from typing import Any
 
 from gristmill.base.files import open_bytes
 from gristmill.text.sources.blocks import (
+    BOM,
     DAMAGE,
     Block,
     Failure,
@@ -232,7 +233,7 @@ def _read_whole(source: Source, block: Block, options: ReadOptions) -> Rows:
         content = too_long(options)
     if isinstance(content, Failure):
         return Rows([[]] * len(options.keys), (), 0, content)
-    text = content.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n")
+    text = content.removeprefix(BOM).replace(b"\r\n", b"\n")
     return Rows(single([_decoded(text)], options), (0,), 1)
 
 

@@ -32,6 +32,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from gristmill.text.sources.blocks import (
+    BOM,
     DAMAGE,
     Block,
     Failure,
@@ -46,7 +47,6 @@ from gristmill.text.sources.blocks import (
 from gristmill.text.sources.lines import checked
 from gristmill.text.sources.source import ReadOptions, Reason, Source
 
-_BOM = b"\xef\xbb\xbf"
 _PIECE = 1 << 16
 _QUOTED = re.compile(rb'"[^"]*"?')
 _MOST_NAMES = 20
@@ -171,7 +171,7 @@ class _First:
 
 def _first_record(content: bytes, delimiters: Sequence[str]) -> _First | None:
     """The first record, if it is whole."""
-    data = content.removeprefix(_BOM)
+    data = content.removeprefix(BOM)
     line, end, _ = data.partition(b"\n")
     if not end:
         return None
