@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from gristmill.config.roles import Role
 from gristmill.config.schema import ModelConfig
 from gristmill.models.layers import Block, build_norm, document_mask
 from gristmill.models.loss import linear_cross_entropy
@@ -43,6 +44,10 @@ class GPT(nn.Module):
         self.head = nn.Linear(config.width, rows, bias=False)
         if config.tie_head:
             self.head.weight = self.embedding.weight
+
+    def roles(self) -> dict[str, Role]:
+        """What each parameter is for."""
+        return {name: _role(name, parameter) for name, parameter in self.named_parameters()}
 
     def initialise(self, seed: int) -> None:
         """Draw all weights: normal matrices and embeddings, zero biases, unit gains."""
@@ -112,6 +117,13 @@ class GPT(nn.Module):
         if cache is not None:
             cache.length += length
         return self.norm(x_BTD)
+
+
+def _role(name: str, parameter: torch.Tensor) -> Role:
+    if parameter.dim() < 2:
+        return Role.VECTOR
+    tables = {"embedding": Role.EMBEDDING, "positions": Role.EMBEDDING, "head": Role.HEAD}
+    return tables.get(name.partition(".")[0], Role.MATRIX)
 
 
 def _named_seed(seed: int, name: str) -> int:
