@@ -13,7 +13,9 @@ import pytest
 from gristmill.base.units import Duration, Progress
 from gristmill.checkpoint.layout import MANIFEST, Best, CheckpointFolder, step_of, verify
 
-PER_STEP = Progress(1, 4, 400)
+
+def progress_at(step: int) -> Progress:
+    return Progress(step, step * 4, step * 400)
 
 
 def write(folder: CheckpointFolder, step: int) -> Path:
@@ -133,9 +135,23 @@ def test_thinning_out_keeps_the_newest_the_best_and_the_permanent(folder: Checkp
     for step in range(1, 11):
         write(folder, step)
     folder.mark_best(Best(3, 1.5))
-    folder.thin_out(keep=2, keep_every=Duration.parse("2k tokens"), per_step=PER_STEP)
+    folder.thin_out(keep=2, keep_every=Duration.parse("2k tokens"), progress_at=progress_at)
     assert [step_of(p) for p in folder.committed()] == [3, 5, 9, 10]
     assert folder.best() == Best(3, 1.5)
+
+
+def test_permanent_checkpoints_are_those_at_multiples_while_the_batch_grows(
+    folder: CheckpointFolder,
+) -> None:
+    samples = [0, 1, 2, 3, 5, 7, 9, 13, 17, 21, 25]
+    for step in range(11):
+        write(folder, step)
+    folder.thin_out(
+        keep=2,
+        keep_every=Duration.parse("5 samples"),
+        progress_at=lambda step: Progress(step, samples[step], samples[step] * 100),
+    )
+    assert [step_of(p) for p in folder.committed()] == [0, 4, 7, 8, 9, 10]
 
 
 def test_a_half_deleted_checkpoint_is_never_used(
@@ -150,7 +166,7 @@ def test_a_half_deleted_checkpoint_is_never_used(
 
     monkeypatch.setattr(shutil, "rmtree", crash)
     with pytest.raises(Crash):
-        folder.thin_out(keep=2, keep_every=None, per_step=PER_STEP)
+        folder.thin_out(keep=2, keep_every=None, progress_at=progress_at)
     monkeypatch.undo()
     assert [step_of(p) for p in folder.committed()] == [2, 3]
     folder.clean()

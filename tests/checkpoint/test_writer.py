@@ -35,7 +35,7 @@ class Written:
         self.writer = CheckpointWriter(
             self.folder,
             CheckpointConfig(keep=2, background=background),
-            per_step=Progress(1, 1, 1),
+            progress_at=lambda step: Progress(step, step, step),
             say=self.said.append,
         )
 

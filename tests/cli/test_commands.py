@@ -138,6 +138,10 @@ def test_config(trained: Path) -> None:
     output = run("config", trained / "run.toml", "optim.lr=0.5")
     assert "lr = 0.5" in output
     assert "# run         6 steps, 192 tokens" in output
+    ramp = ("train.batch=4", "train.ramp={start=2, by=1, over='3 steps'}")
+    growing = run("config", trained / "run.toml", *ramp)
+    assert "2 stages before the full batch, which begins after 3 steps" in growing
+    assert "# run         6 steps, 304 tokens" in growing
     presets = run("config", "--presets")
     assert "gpt2-small" in presets and "124M" in presets and "gpt3-310b" in presets
     assert json.loads(run("config", "--schema"))["properties"]["optim"]

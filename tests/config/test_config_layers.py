@@ -19,6 +19,7 @@ from gristmill.config.schema import (
     ConstantSchedule,
     CosineSchedule,
     LinearSchedule,
+    MuonConfig,
     RunConfig,
     SampleConfig,
 )
@@ -107,6 +108,11 @@ def test_the_order_of_words_does_not_matter() -> None:
     file = '[schedule]\ntype = "cosine"\n'
     schedule = load(file, "schedule.min_lr=2e-5", "schedule.type=linear").schedule
     assert schedule == LinearSchedule(min_lr=2e-5)
+
+
+def test_a_table_without_a_type_has_the_default() -> None:
+    optim = load("[optim]\nlr = 6e-4\n", "optim.type=muon").optim
+    assert optim == MuonConfig()  # AdamW's rate is not Muon's
 
 
 def test_presets_are_listed_by_family_and_size() -> None:

@@ -145,7 +145,7 @@ ADDED = {
     ),
     "unknown optimizer": (
         '[optim]\ntype = "sgd"',
-        "run.toml:11: optim.type: input should be 'adamw' (it is 'sgd')\n",
+        "run.toml:11: optim.type: there is no type 'sgd'\n    one of 'adamw', 'muon'",
     ),
     "unknown schedule": (
         '[schedule]\ntype = "cosinus"',

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gristmill.base.stages import Stage, Stages
 from gristmill.base.units import Progress
 from gristmill.config.schema import DataConfig
 from gristmill.data.build import Wanted, build_stream
@@ -80,13 +81,14 @@ def make_loader(
     rank: int = 0,
     ranks: int = 1,
     sets: int = 1,
+    stages: Stages | None = None,
 ) -> Loader:
     reader = reader or Numbers()
     parts = tuple(make_part(reader, 100 * number, len(reader)) for number in range(1, sets + 1))
     paths = tuple(map(str, range(sets)))
     config = DataConfig.model_validate({"paths": paths, "order": order})
     stream = build_stream(config, Mixture(parts), Wanted(SEQUENCE, 7, 400, None))
-    return Loader(stream, micro_batch, accumulate, rank=rank, ranks=ranks)
+    return Loader(stream, micro_batch, accumulate, rank=rank, ranks=ranks, stages=stages)
 
 
 def rows(step: list[Batch]) -> list[list[int]]:
@@ -353,3 +355,52 @@ def test_validation_keeps_documents_apart_too() -> None:
     (batch,) = validation_batches(mixture, sequence=60, windows=2, batch=2, rules=rules)
     assert batch.documents_BT is not None
     assert batch.documents_BT[0].tolist() == [0] * 25 + [1] * 25 + [2] * 10
+
+
+# ------------------------------------------------------------------ a batch that grows
+
+GROWING = Stages((Stage(0, 4), Stage(10, 8), Stage(20, 12)))
+"""Steps at samples 0, 4, 8, 12, 20, 32, ...; two edges lie inside a step or at its end."""
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+def test_a_step_takes_the_batch_of_its_first_sample(micro_batch: int) -> None:
+    accumulate = 12 // micro_batch
+    loader = make_loader(micro_batch=micro_batch, accumulate=accumulate, stages=GROWING)
+    stream = loader.starting_at(Progress())
+    steps = list(itertools.islice(stream, 6))
+    stream.close()
+    assert [sum(batch.samples for batch in step) for step in steps] == [4, 4, 4, 8, 12, 12]
+    assert {batch.samples for step in steps for batch in step} == {micro_batch}
+    constant = make_loader(micro_batch=44, accumulate=1).step_batches(0)
+    assert [row for step in steps for row in rows(step)] == rows(constant)
+
+
+@pytest.mark.parametrize(("steps", "samples"), [(2, 8), (3, 12), (4, 20), (5, 32)])
+def test_a_growing_stream_begins_anywhere(steps: int, samples: int) -> None:
+    loader = make_loader(micro_batch=4, accumulate=3, stages=GROWING)
+    whole = take(loader, 8)
+    stream = loader.starting_at(Progress(steps, samples, samples * SEQUENCE))
+    rest = [rows(step) for step in itertools.islice(stream, 8 - steps)]
+    stream.close()
+    assert rest == whole[steps:]
+
+
+def test_ranks_divide_every_stage() -> None:
+    for first in (0, 12, 20):
+        whole = rows(make_loader(micro_batch=4, accumulate=3, stages=GROWING).step_batches(first))
+        shares = [
+            make_loader(micro_batch=1, accumulate=3, rank=rank, ranks=4, stages=GROWING)
+            .step_batches(first)
+            for rank in range(4)
+        ]  # fmt: skip
+        assert {len(share) for share in shares} == {len(whole) // 4}
+        together = [rows([batch])[0] for parts in zip(*shares, strict=True) for batch in parts]
+        assert together == whole
+
+
+def test_a_stage_that_cannot_be_divided_is_our_mistake() -> None:
+    with pytest.raises(AssertionError):
+        make_loader(micro_batch=3, accumulate=4, stages=GROWING)
+    with pytest.raises(AssertionError):
+        make_loader(micro_batch=4, accumulate=4, stages=GROWING)

@@ -13,7 +13,7 @@ from gristmill.config.hf import from_hf
 from gristmill.config.schema import ModelConfig
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
-from gristmill.models.layers import Attention, Rotary
+from gristmill.models.layers import Attention, Rotary, Surroundings
 from gristmill.models.spec import KVCache, Loss
 from gristmill.models.weights import from_gpt2, gpt2_names, to_gpt2
 
@@ -36,6 +36,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "kv_heads": 2,
         "bias": False,
         "tie_head": False,
+    },
+    "everything else": {
+        "positions": "rotary",
+        "norm": "rmsnorm",
+        "norm_gain": False,
+        "qk_norm": True,
+        "activation": "relu2",
+        "bias": False,
+        "tie_head": False,
+        "embedding_norm": True,
+        "shortcut": True,
+        "value_embeddings": 1,
+        "attention_scale": 0.2,
+        "logit_cap": 20.0,
     },
 }
 
@@ -157,23 +171,23 @@ def test_grouped_heads_are_shared_keys_and_values() -> None:
         grouped.qkv.bias.zero_()
         full.out.load_state_dict(grouped.out.state_dict())
     x = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0))
-    positions = torch.arange(9)
-    assert torch.allclose(
-        full(x, positions, None, None), grouped(x, positions, None, None), atol=1e-6
-    )
+    around = Surroundings(torch.arange(9))
+    assert torch.allclose(full(x, around, None), grouped(x, around, None), atol=1e-6)
 
 
 def test_rotary_products_depend_on_distance_only() -> None:
     rotary = Rotary(ModelConfig(**SMALL, positions="rotary"))
+    rotary.fill()
     generator = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 1, 1, 1, 8, generator=generator).unbind(0)
 
     def product(at: int, other: int) -> torch.Tensor:
-        return (rotary(query, torch.tensor([at])) * rotary(key, torch.tensor([other]))).sum()
+        turns = rotary(torch.tensor([at])), rotary(torch.tensor([other]))
+        return (turns[0].apply(query) * turns[1].apply(key)).sum()
 
     assert product(3, 1) == pytest.approx(product(12, 10).item(), abs=1e-5)
     assert product(3, 1).item() != pytest.approx(product(3, 2).item(), abs=1e-3)
-    assert torch.allclose(rotary(query, torch.tensor([0])), query)
+    assert torch.allclose(rotary(torch.tensor([0])).apply(query), query)
 
 
 def test_recomputing_activations_changes_nothing() -> None:

@@ -177,3 +177,59 @@ def test_the_rate_is_set_on_every_group_with_its_factor() -> None:
     made = schedule("type=linear", "warmup=20 steps")
     assert made.apply(optimizer, Progress(9, 9 * BATCH, 0)) == pytest.approx(PEAK / 2)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([PEAK / 2, PEAK / 4])
+
+
+# ------------------------------------------------------------------ a batch that grows
+
+RAMP = ("train.ramp.start=4", "train.ramp.by=4", "train.ramp.over=100 steps")
+"""50 steps of 4, 50 of 8, 100 of 12."""
+
+
+def growing(*words: str) -> tuple[Schedule, list[Progress]]:
+    """A schedule and the progress before each step of its run."""
+    config = load_text(RUN, (*RAMP, *words), place="run.toml")
+    numbers = resolve(config, vocab=300)
+    return build_schedule(config, numbers), [numbers.progress_at(step) for step in range(STEPS)]
+
+
+def test_a_warm_up_over_growing_steps_ends_with_the_full_rate() -> None:
+    """60 steps have 50 x 4 + 10 x 8 samples."""
+    made, moments = growing("schedule.type=constant", "schedule.warmup=60 steps")
+    assert made.warmup == 280
+    rates = [made.rate(moment) for moment in moments]
+    assert rates[0] == pytest.approx(PEAK * 4 / 280)
+    assert rates[49] == pytest.approx(PEAK * 200 / 280)
+    assert rates[50] == pytest.approx(PEAK * 208 / 280)
+    assert rates[58] < PEAK
+    assert rates[59:] == [PEAK] * (STEPS - 59)
+
+
+def test_a_final_decay_in_steps_is_that_of_the_last_steps() -> None:
+    made, moments = growing(
+        "schedule.type=warmup-stable-decay", "schedule.warmup=0.0", "schedule.decay=120 steps"
+    )
+    rates = [made.rate(moment) for moment in moments]
+    assert rates[:81] == [PEAK] * 81
+    length = 20 * 8 + 100 * 12
+    for step, done in ((81, 8), (100, 160), (101, 172), (199, 160 + 99 * 12)):
+        assert rates[step] == pytest.approx(PEAK * (1 - done / length))
+
+
+def test_nothing_but_the_time_in_samples_counts_for_the_rate() -> None:
+    """The same samples give the same rate, however many steps they took."""
+    made, moments = growing("schedule.warmup=0.0", "train.until=1800 samples")
+    config = load_text(RUN, ("schedule.warmup=0.0", "train.until=1800 samples"), place="run.toml")
+    plain = build_schedule(config, resolve(config, vocab=300))
+    for moment in moments:
+        assert made.rate(moment) == plain.rate(moment)
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0])
+def test_the_rate_may_grow_with_the_batch(power: float) -> None:
+    words = ("schedule.type=linear", "schedule.min_lr=1e-4", "schedule.warmup=20 steps")
+    plain, moments = growing(*words)
+    scaled, _ = growing(*words, f"train.ramp.lr_power={power}")
+    factors = [(1 / 3) ** power] * 50 + [(2 / 3) ** power] * 50 + [1.0] * 100
+    for moment, factor in zip(moments, factors, strict=True):
+        assert scaled.rate(moment) == pytest.approx(factor * plain.rate(moment), rel=1e-12)
+    assert [scaled.rate(m) for m in moments[100:]] == [plain.rate(m) for m in moments[100:]]

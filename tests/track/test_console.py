@@ -8,6 +8,7 @@ from rich.console import Console
 
 from gristmill.track.console import ConsoleSink
 from gristmill.track.metrics import EventRecord, SampleRecord, StepRecord, ValidationRecord
+from gristmill.track.sinks import Horizon
 
 
 def step(number: int, time: float) -> StepRecord:
@@ -20,7 +21,7 @@ def step(number: int, time: float) -> StepRecord:
         lr=1e-3,
         grad_norm=1.0,
         tokens_per_second=51_200.0,
-        step_seconds=1.0,
+        step_seconds=0.02,
         tflops=1.0,
         tflops_causal=1.0,
     )
@@ -53,7 +54,9 @@ def sink(*, terminal: bool, start: int = 0) -> tuple[ConsoleSink, io.StringIO]:
     console = Console(
         file=output, force_terminal=terminal, width=120, color_system=None, _environ={}
     )
-    shown = ConsoleSink(horizon_steps=100_000, start_step=start, name="[b]run", console=console)
+    shown = ConsoleSink(
+        horizon=Horizon(100_000, 100_000), start_step=start, name="[b]run", console=console
+    )
     return shown, output
 
 
@@ -102,7 +105,7 @@ def test_the_terminal_has_a_bar_and_literal_texts_above_it() -> None:
     assert "50000/100000" in text
     assert "loss 3.2500" in text
     assert "51.2k tok/s" in text
-    assert "13h53m20s left" in text
+    assert "16m40s left" in text
     assert "[red][/nothing] \N{REPLACEMENT CHARACTER}[2J [bold]kept[/bold]" in text
     assert "warning: disk [almost] full" in text
     assert "validation at step 3" in text

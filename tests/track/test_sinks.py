@@ -23,6 +23,7 @@ from gristmill.track.metrics import (
 from gristmill.track.sinks import (
     Fanout,
     Guarded,
+    Horizon,
     JsonlSink,
     LogSink,
     Pace,
@@ -119,10 +120,20 @@ def test_every_kind_of_record_is_one_line_without_control_characters() -> None:
 
 
 def test_time_left_follows_the_clock_between_steps() -> None:
-    pace = Pace(100)
-    assert pace.seconds_left(replace(STEP, step=10, time=0.0, step_seconds=7.0)) == 630.0
-    assert pace.seconds_left(replace(STEP, step=20, time=20.0, step_seconds=7.0)) == 160.0
-    assert pace.seconds_left(replace(STEP, step=120, time=90.0)) == 0.0
+    pace = Pace(Horizon(steps=25, samples=100))
+    first = replace(STEP, samples=10, tokens=1000, tokens_per_second=200.0)
+    assert pace.seconds_left(replace(first, time=0.0)) == 45.0
+    assert pace.seconds_left(replace(first, samples=20, time=20.0)) == 160.0
+    assert pace.seconds_left(replace(first, samples=120, time=90.0)) == 0.0
+
+
+def test_time_left_knows_that_later_steps_are_larger() -> None:
+    """Ten steps of 4 samples, then ten of 8: a sample takes a second throughout."""
+    pace = Pace(Horizon(steps=20, samples=120))
+    for step in range(1, 11):
+        record = replace(STEP, step=step, samples=4 * step, time=4.0 * step, step_seconds=4.0)
+        left = pace.seconds_left(replace(record, tokens=400 * step, tokens_per_second=100.0))
+        assert left == pytest.approx(120 - 4 * step)
 
 
 def test_metrics_grow_over_sinks_and_are_there_at_once(tmp_path: Path) -> None:
@@ -139,14 +150,14 @@ def test_metrics_grow_over_sinks_and_are_there_at_once(tmp_path: Path) -> None:
 
 
 def test_the_log_has_time_and_time_left(tmp_path: Path) -> None:
-    sink = LogSink(tmp_path / "train.log", horizon_steps=1300)
+    sink = LogSink(tmp_path / "train.log", horizon=Horizon(1300, 10_400))
     sink.write(STEP)
     sink.write(EVENT)
     sink.close()
     first, second = (tmp_path / "train.log").read_text().splitlines()
     when, text = first.split(" ", 1)
     assert datetime.fromisoformat(when).timestamp() == int(STEP.time)
-    assert text == line(STEP, horizon_steps=1300, seconds_left=16.0)
+    assert text == line(STEP, horizon_steps=1300, seconds_left=800 * 1024 / 51_234)
     assert second.endswith(" warning: slow network")
 
 

@@ -61,8 +61,11 @@ def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         ['precision.compute="bf16"'],
         ['precision.compute="fp16"', "precision.loss_scale.window=2"],
         ['schedule.type="warmup-stable-decay"', "checkpoint.background=false"],
+        ['optim.type="muon"', 'optim.momentum_warmup="9 steps"', 'optim.normalise="neurons"'],
+        ['optim.type="muon"', "optim.cautious=true", "model.kv_heads=1", "model.tie_head=false"],
+        ['optim.type="muon"', 'precision.compute="fp16"', "precision.loss_scale.window=2"],
     ],
-    ids=["plain", "dropout", "accumulate", "bf16", "fp16", "foreground"],
+    ids="plain dropout accumulate bf16 fp16 foreground muon muon-heads muon-fp16".split(),
 )
 def test_stopped_and_resumed_equals_uninterrupted(
     make_run: MakeRun,
@@ -188,6 +191,7 @@ def test_all_checkpoints_damaged_is_an_error_that_changes_nothing(
         ("model.width=32", "model.width: was 16 and is now 32"),
         ("model.layers=3", "model.layers: was 2 and is now 3"),
         ("train.seed=2", "train.seed: was 1337 and is now 2"),
+        ('optim.type="muon"', "optim.type: was 'adamw' and is now 'muon'"),
         ("data.sequence=12", "data.sequence: was 24 and is now 12"),
         ('data.split="80,20"', "data.split (tokens): was"),
     ],

@@ -19,6 +19,7 @@ import hashlib
 import os
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from gristmill.base.files import (
     sync_folder,
     write_json,
 )
-from gristmill.base.units import Duration, Progress, Unit
+from gristmill.base.units import Duration, Progress
 
 MANIFEST = "MANIFEST"
 _STEP = re.compile(r"step-(\d{8,})")
@@ -136,7 +137,9 @@ class CheckpointFolder:
     def mark_best(self, best: Best) -> None:
         write_json(self.root / "best.json", {"step": best.step, "loss": best.loss})
 
-    def thin_out(self, *, keep: int, keep_every: Duration | None, per_step: Progress) -> list[Path]:
+    def thin_out(
+        self, *, keep: int, keep_every: Duration | None, progress_at: Callable[[int], Progress]
+    ) -> list[Path]:
         """Delete old checkpoints, newest `keep`, the best and the permanent ones excepted.
 
         Only called after a newer one was committed and verified. A folder is renamed before it is
@@ -146,7 +149,7 @@ class CheckpointFolder:
         removed = []
         for path in self.committed()[:-keep]:
             step = step_of(path)
-            if (best and step == best.step) or _permanent(step, keep_every, per_step):
+            if (best and step == best.step) or _permanent(step, keep_every, progress_at):
                 continue
             doomed = self.root / f".deleting-{path.name}"
             os.rename(path, doomed)
@@ -155,13 +158,12 @@ class CheckpointFolder:
         return removed
 
 
-def _permanent(step: int, keep_every: Duration | None, per_step: Progress) -> bool:
+def _permanent(
+    step: int, keep_every: Duration | None, progress_at: Callable[[int], Progress]
+) -> bool:
     if keep_every is None:
         return False
-    size = {Unit.STEPS: 1, Unit.SAMPLES: per_step.samples, Unit.TOKENS: per_step.tokens}
-    now = Progress(step, step * per_step.samples, step * per_step.tokens)
-    before = now.measured_in(keep_every.unit) - size[keep_every.unit]
-    return now.measured_in(keep_every.unit) // keep_every.amount > before // keep_every.amount
+    return step == 0 or keep_every.due(progress_at(step - 1), progress_at(step))
 
 
 # ------------------------------------------------------------------ manifests

@@ -28,10 +28,11 @@ class CheckpointWriter:
         folder: CheckpointFolder,
         config: CheckpointConfig,
         *,
-        per_step: Progress,
+        progress_at: Callable[[int], Progress],
         say: Callable[[str], None],
     ) -> None:
-        self.folder, self.config, self.per_step, self.say = folder, config, per_step, say
+        self.folder, self.config, self.say = folder, config, say
+        self.progress_at = progress_at
         self.seconds = 0.0
         self.failure: UserError | None = None
         self._thread: threading.Thread | None = None
@@ -82,7 +83,9 @@ class CheckpointWriter:
             if best is not None and self.config.keep_best:
                 self.folder.mark_best(best)
             self.folder.thin_out(
-                keep=self.config.keep, keep_every=self.config.keep_every, per_step=self.per_step
+                keep=self.config.keep,
+                keep_every=self.config.keep_every,
+                progress_at=self.progress_at,
             )
         except UserError as error:
             self.failure = error

@@ -6,7 +6,6 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from gristmill.base.errors import UserError
 from gristmill.base.files import FolderLock, write_atomic
 from gristmill.base.process import Place
 from gristmill.base.units import format_bytes
-from gristmill.parallel.world import device_name, select_device
+from gristmill.parallel.world import device_name, matrix_rate, select_device
 from gristmill.plan.hardware import peak_flops
 from gristmill.train.environment import version
 
@@ -66,32 +65,11 @@ def _device() -> Iterator[Finding]:
         if not torch.cuda.is_bf16_supported():
             yield Finding("bf16", "not supported by this GPU", False, 'use compute = "fp16"')
     yield Finding("device", name)
-    speed = _matmul_speed(device)
+    rate = matrix_rate(device)
     peak = peak_flops(name)
-    share = f", {100 * speed / peak:.0f} % of its peak" if peak else ""
-    kind = "bf16" if device.type == "cuda" else "fp32"
-    yield Finding("speed", f"{speed / 1e12:.3g} TFLOP/s in a large {kind} matrix product{share}")
-
-
-def _matmul_speed(device: torch.device) -> float:
-    size = 8192 if device.type == "cuda" else 1024
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    a = torch.randn(size, size, dtype=dtype, device=device)
-    times = []
-    for _ in range(5):
-        _wait(device)
-        started = time.monotonic()
-        a @ a
-        _wait(device)
-        times.append(time.monotonic() - started)
-    return 2 * size**3 / min(times)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    elif device.type == "mps":
-        torch.mps.synchronize()
+    share = f", {100 * rate.flops / peak:.0f} % of its peak" if peak else ""
+    what = f"{rate.flops / 1e12:.3g} TFLOP/s in a large {rate.format} matrix product{share}"
+    yield Finding("speed", what)
 
 
 def _threads() -> Iterator[Finding]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gristmill.base.errors import UserError
+
+if TYPE_CHECKING:
+    from gristmill.config.resolve import Resolved
 
 
 def config(
@@ -79,13 +82,14 @@ def _derived(config: object) -> None:
     numbers = resolve(config, vocab=vocab)
     size = count_parameters(config.model, rows=numbers.padded_vocab)
     cost = token_cost(config.model, rows=numbers.padded_vocab, sequence=numbers.sequence)
-    total = numbers.steps * numbers.tokens_per_step
+    total = numbers.samples * numbers.sequence
     typer.echo("\n# which means")
     rows = {
         "parameters": f"{size:,}",
         "vocabulary": f"{numbers.vocab:,}, padded to {numbers.padded_vocab:,} ({source})",
         "batch": f"{numbers.batch} samples of {numbers.sequence} tokens = {numbers.micro_batch} "
         f"x {numbers.accumulate} accumulated = {numbers.tokens_per_step:,} tokens",
+        **_ramp_words(numbers),
         "run": f"{numbers.steps:,} steps, {format_count(total)} tokens",
         "compute": f"{cost.palm * total:.3g} floating-point operations "
         f"({format_count(cost.palm)} a token; {format_count(cost.causal)} counting attention as "
@@ -95,6 +99,15 @@ def _derived(config: object) -> None:
     }
     for name, text in rows.items():
         typer.echo(f"# {name:<11} {text}")
+
+
+def _ramp_words(numbers: Resolved) -> dict[str, str]:
+    stages = numbers.stages
+    if len(stages.stages) == 1:
+        return {}
+    grown = stages.steps_to(stages.stages[-1].begin)
+    words = f"from {stages.first} samples in {len(stages.stages) - 1} stages before the full batch"
+    return {"ramp": f"{words}, which begins after {grown:,} steps"}
 
 
 def report(

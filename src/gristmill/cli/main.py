@@ -11,7 +11,7 @@ import sys
 import typer
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.cli import inspect, models, prepare, tokenizer, tokens, train
+from gristmill.cli import bench, inspect, models, prepare, tokenizer, tokens, train
 
 app = typer.Typer(
     name="gristmill",
@@ -28,6 +28,7 @@ app.command("prepare")(prepare.prepare)
 app.add_typer(tokens.tokens, name="tokens")
 app.add_typer(tokenizer.tokenizer, name="tokenizer")
 app.command("train")(train.train)
+app.command("bench")(bench.bench)
 app.command("evaluate")(models.evaluate)
 app.command("generate")(models.generate)
 app.command("export")(models.export)

@@ -115,6 +115,12 @@ def to_hf(model: ModelConfig, *, vocab: int, end_of_text: int) -> dict[str, Any]
         "norm": ("layernorm", model.norm),
         "qk_norm": (False, model.qk_norm),
         "kv_heads": (model.heads, model.groups),
+        "norm_gain": (True, model.norm_gain),
+        "embedding_norm": (False, model.embedding_norm),
+        "shortcut": (False, model.shortcut),
+        "value_embeddings": (0, model.value_embeddings),
+        "attention_scale": (None, model.attention_scale),
+        "logit_cap": (None, model.logit_cap),
     }
     wrong = [f"{name} = {got!r}" for name, (needed, got) in unlike.items() if got != needed]
     if model.activation not in _ACTIVATIONS.values():

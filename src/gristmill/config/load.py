@@ -83,7 +83,7 @@ def load_text(text: str, overrides: Sequence[str] = (), *, place: str) -> RunCon
     words = _parse_overrides(overrides)
     chosen: dict[str, Any] = {}
     for table in words.values():
-        _merge(chosen, table)
+        _merge(chosen, table, apart=False)
     written = _Layers(place)
     written.add(tables, place=place, lines=key_lines(text))
     for word, table in words.items():
@@ -205,19 +205,30 @@ def _leaves(tables: Mapping[str, Any], path: Path_ = ()) -> Iterator[Path_]:
             yield (*path, key)
 
 
-def _merge(target: dict[str, Any], tables: Mapping[str, Any], path: Path_ = ()) -> None:
+def _merge(
+    target: dict[str, Any], tables: Mapping[str, Any], path: Path_ = (), *, apart: bool = True
+) -> None:
     """Lay tables over others. A table that names another `type` replaces the one below it, and so
-    does one that is the value of a setting, such as the paths of a blend."""
+    does one that is the value of a setting, such as the paths of a blend. Tables that do not lie
+    apart, one below the other, are pieces of one, of which a single piece names the type."""
     for key, value in tables.items():
         below = target.get(key)
         if not (isinstance(value, dict) and isinstance(below, dict)):
             target[key] = dict(value) if isinstance(value, dict) else value
-        elif (*path, key) in _value_tables() or (
-            "type" in value and "type" in below and value["type"] != below["type"]
-        ):
+        elif (*path, key) in _value_tables() or _changes_type((*path, key), below, value, apart):
             target[key] = dict(value)
         else:
-            _merge(below, value, (*path, key))
+            _merge(below, value, (*path, key), apart=apart)
+
+
+def _changes_type(
+    path: Path_, below: Mapping[str, Any], above: Mapping[str, Any], apart: bool
+) -> bool:
+    """Whether a table is of another type than the one below, which has the default if it names
+    none."""
+    field = RunConfig.model_fields.get(path[0]) if apart and len(path) == 1 else None
+    before = below.get("type", getattr(getattr(field, "default", None), "type", None))
+    return "type" in above and before is not None and bool(above["type"] != before)
 
 
 @cache

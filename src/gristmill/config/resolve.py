@@ -2,7 +2,8 @@
 
 `check` runs a list of small named rules over settings that are each valid by themselves and returns
 everything broken at once. `resolve` then derives what follows: portions of the batch, steps, the
-padded vocabulary, and spans in samples (a sample is `sequence` tokens, a step is `batch` samples).
+padded vocabulary, and spans in samples (a sample is `sequence` tokens, a step as many samples as
+its stage says: `batch` if the batch does not grow).
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from gristmill.base.errors import Problem
+from gristmill.base.stages import Stages, ceil_divide
 from gristmill.base.units import Duration, Progress, Unit, parse_split
 from gristmill.config.hf import model_settings
 from gristmill.config.schema import (
     InverseSqrtSchedule,
     ModelConfig,
+    MuonConfig,
     RunConfig,
     TrainConfig,
     WarmupStableDecaySchedule,
@@ -24,7 +27,16 @@ from gristmill.config.schema import (
 
 Broken = tuple[tuple[str, ...], Problem]
 
-SHAPE_FREE = {"start", "dropout", "init_std", "vocab_multiple", "vocab"}
+SHAPE_FREE = {
+    "start",
+    "dropout",
+    "init_std",
+    "embedding_std",
+    "head_std",
+    "zero_init",
+    "vocab_multiple",
+    "vocab",
+}
 """Model settings that may differ between a run and the weights it loads."""
 
 
@@ -39,11 +51,13 @@ class Resolved:
     asked_samples: int
     """Samples that Megatron's order is made for."""
     batch: int
-    """Samples per step."""
+    """Samples per step, once the batch has its full size."""
+    stages: Stages
+    """Samples per step over the run."""
     micro_batch: int
     """Samples per forward pass."""
     accumulate: int
-    """Forward passes per step."""
+    """Forward passes per step of the full size."""
     steps: int
     """Steps in the whole run."""
     vocab: int
@@ -55,27 +69,38 @@ class Resolved:
 
     @property
     def tokens_per_step(self) -> int:
+        """Tokens of a step of the full size."""
         return self.batch * self.sequence
 
     @property
     def samples(self) -> int:
         """Samples in the whole run."""
-        return self.steps * self.batch
+        return self.stages.samples_after(self.steps)
 
     def progress_at(self, step: int) -> Progress:
-        return Progress(step, step * self.batch, step * self.tokens_per_step)
+        samples = self.stages.samples_after(step)
+        return Progress(step, samples, samples * self.sequence)
+
+    def samples_at_end(self, progress: Progress) -> int:
+        """Samples done when the run, now at `progress`, has made its last step."""
+        left = max(0, self.steps - progress.steps)
+        return self.stages.samples_after(left, start=progress.samples)
 
     def samples_of(self, span: Duration | float) -> int:
-        """A span of the run in samples; a fraction is one of the whole run."""
+        """A span from the start of the run in samples; a fraction is one of the whole run."""
         if isinstance(span, float):
             return round(span * self.samples)
-        match span.unit:
-            case Unit.STEPS:
-                return span.amount * self.batch
-            case Unit.SAMPLES:
-                return span.amount
-            case Unit.TOKENS:
-                return math.ceil(span.amount / self.sequence)
+        if span.unit is Unit.STEPS:
+            return self.stages.samples_after(span.amount)
+        return _in_samples(span, sequence=self.sequence)
+
+    def last_samples_of(self, span: Duration | float) -> int:
+        """A span up to the end of the run in samples, whose steps may be larger than the first."""
+        if isinstance(span, float) or span.unit is not Unit.STEPS:
+            return self.samples_of(span)
+        too_long = max(0, span.amount - self.steps)
+        before = self.stages.samples_after(self.steps + too_long - span.amount)
+        return self.samples - before + too_long * self.batch
 
 
 @dataclass(frozen=True)
@@ -90,6 +115,9 @@ class Portions:
 def portions(train: TrainConfig) -> Portions | Problem:
     """Batch, micro-batch and accumulation from those that are given."""
     batch, micro, times = train.batch, train.micro_batch, train.accumulate
+    if batch is not None and micro is None and times is None and train.ramp is not None:
+        # The largest portion of which every stage of a growing batch is a multiple.
+        micro = math.gcd(batch, train.ramp.start, train.ramp.by)
     if batch is None and micro is None:
         return Problem("the batch size is not given", remedy="set train.batch, in samples per step")
     if batch is None:
@@ -98,11 +126,9 @@ def portions(train: TrainConfig) -> Portions | Problem:
     divisor = micro or times or 1
     if batch % divisor:
         name = "micro_batch" if micro else "accumulate"
-        near = [n for n in range(1, batch + 1) if batch % n == 0]
-        best = sorted(near, key=lambda n: abs(n - divisor))[:3]
         return Problem(
             f"batch {batch} is not a multiple of {name} {divisor}",
-            remedy=f"{name} could be {', '.join(map(str, sorted(best)))}",
+            remedy=f"{name} could be {_nearest(_divisors(batch), divisor)}",
         )
     if micro is None:
         return Portions(batch, batch // divisor, divisor)
@@ -114,20 +140,36 @@ def portions(train: TrainConfig) -> Portions | Problem:
     return Portions(batch, micro, batch // micro)
 
 
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _nearest(choices: list[int], wanted: int) -> str:
+    """The three choices that are nearest to a number, in words."""
+    best = sorted(choices, key=lambda choice: abs(choice - wanted))[:3]
+    return ", ".join(map(str, sorted(best)))
+
+
 def resolve(config: RunConfig, *, vocab: int) -> Resolved:
     """Derive the numbers of a run whose tokenizer has `vocab` ids."""
     parts = portions(config.train)
     assert isinstance(parts, Portions), "the rules are checked when settings are loaded"
     sequence = config.data.sequence or config.model.context
     vocab = config.model.vocab or vocab
-    steps = _steps(config.train.until, batch=parts.batch, sequence=sequence)
     until = config.train.until
+    stages = _stages(config.train, batch=parts.batch, sequence=sequence)
+    steps = (
+        until.amount
+        if until.unit is Unit.STEPS
+        else stages.steps_to(_in_samples(until, sequence=sequence))
+    )
     return Resolved(
         sequence=sequence,
         data_seed=config.train.seed if config.data.seed is None else config.data.seed,
         asked_samples=config.data.samples
-        or (until.amount if until.unit is Unit.SAMPLES else steps * parts.batch),
+        or (until.amount if until.unit is Unit.SAMPLES else stages.samples_after(steps)),
         batch=parts.batch,
+        stages=stages,
         micro_batch=parts.micro_batch,
         accumulate=parts.accumulate,
         steps=steps,
@@ -143,9 +185,21 @@ def padded(vocab: int, model: ModelConfig) -> int:
     return math.ceil(vocab / model.vocab_multiple) * model.vocab_multiple
 
 
-def _steps(until: Duration, *, batch: int, sequence: int) -> int:
-    per_step = {Unit.STEPS: 1, Unit.SAMPLES: batch, Unit.TOKENS: batch * sequence}
-    return math.ceil(until.amount / per_step[until.unit])
+def _stages(train: TrainConfig, *, batch: int, sequence: int) -> Stages:
+    ramp = train.ramp
+    if ramp is None:
+        return Stages.constant(batch)
+    over = ramp.over
+    if isinstance(over, float):
+        # Of the horizon as it is written: in samples, a horizon in steps would depend on the ramp.
+        over = Duration(max(1, round(over * train.until.amount)), train.until.unit)
+    return Stages.growing(start=ramp.start, by=ramp.by, full=batch, over=over, sequence=sequence)
+
+
+def _in_samples(duration: Duration, *, sequence: int) -> int:
+    """An amount of samples or tokens in samples, rounded up."""
+    assert duration.unit is not Unit.STEPS
+    return ceil_divide(duration.amount, sequence if duration.unit is Unit.TOKENS else 1)
 
 
 # ------------------------------------------------------------------ rules
@@ -159,13 +213,11 @@ def check(config: RunConfig) -> list[Broken]:
 def _heads_divide(config: RunConfig) -> Iterator[Broken]:
     model = config.model
     if model.width % model.heads:
-        near = [n for n in range(1, model.width + 1) if model.width % n == 0]
-        best = sorted(sorted(near, key=lambda n: abs(n - model.heads))[:3])
         yield (
             ("model", "heads"),
             Problem(
                 f"{model.heads} heads do not divide the width {model.width}",
-                remedy=f"heads could be {', '.join(map(str, best))}",
+                remedy=f"heads could be {_nearest(_divisors(model.width), model.heads)}",
             ),
         )
     elif model.positions == "rotary" and model.head_width % 2:
@@ -184,10 +236,71 @@ def _rotary_base_acts(config: RunConfig) -> Iterator[Broken]:
         yield ("model", "rotary_base"), Problem(what, remedy=remedy)
 
 
+def _model_settings_act(config: RunConfig) -> Iterator[Broken]:
+    model = config.model
+    if model.head_std is not None and model.tie_head:
+        what = "has no effect on a head that is tied to the embedding"
+        remedy = "remove it, or set model.tie_head = false"
+        yield ("model", "head_std"), Problem(what, remedy=remedy)
+    most = -(-model.layers // 2)
+    if model.value_embeddings > most:
+        what = f"every other one of {model.layers} layers are {most}, not {model.value_embeddings}"
+        yield ("model", "value_embeddings"), Problem(what, remedy=f"give at most {most}")
+
+
 def _batch_divides(config: RunConfig) -> Iterator[Broken]:
     parts = portions(config.train)
     if isinstance(parts, Problem):
         yield ("train", "batch"), parts
+
+
+def _ramp_fits(config: RunConfig) -> Iterator[Broken]:
+    parts = portions(config.train)
+    if config.train.ramp is None or isinstance(parts, Problem):
+        return
+    broken = list(_ramp_broken(config.train, parts))
+    yield from broken
+    if broken:
+        return
+    numbers = resolve(config, vocab=1)
+    grown = numbers.stages.stages[-1].begin
+    if grown >= numbers.samples:
+        what = (
+            f"the full batch comes after sample {grown}, and the run ends at sample "
+            f"{numbers.samples}"
+        )
+        yield ("train", "ramp", "over"), Problem(what, remedy="shorten it, or prolong train.until")
+
+
+def _ramp_broken(train: TrainConfig, parts: Portions) -> Iterator[Broken]:
+    """What is wrong with a ramp in itself and with the portions of its batches."""
+    ramp, batch, micro = train.ramp, parts.batch, parts.micro_batch
+    if ramp is None:
+        return
+    if (ramp.over if isinstance(ramp.over, float) else ramp.over.amount) == 0:
+        yield ("train", "ramp", "over"), Problem("must be above 0", remedy="or leave the ramp out")
+    if ramp.start >= batch:
+        what = f"{ramp.start} is not below the full batch {batch}"
+        remedy = "the batch grows from train.ramp.start to train.batch"
+        yield ("train", "ramp", "start"), Problem(what, remedy=remedy)
+        return
+    growth = batch - ramp.start
+    if growth % ramp.by:
+        what = f"growing by {ramp.by}, a batch of {ramp.start} never becomes {batch}"
+        remedy = f"by could be {_nearest(_divisors(growth), ramp.by)}"
+        yield ("train", "ramp", "by"), Problem(what, remedy=remedy)
+        return
+    common = math.gcd(ramp.start, ramp.by)
+    if common % micro:
+        odd = next(n for n in range(ramp.start, batch, ramp.by) if n % micro)
+        fitting = _divisors(common)
+        if train.micro_batch is not None:
+            name, choices = "micro_batch", _nearest(fitting, micro)
+        else:
+            name = "accumulate"
+            choices = _nearest([batch // size for size in fitting], parts.accumulate)
+        what = f"the ramp's batch of {odd} is not a multiple of micro_batch {micro}"
+        yield ("train", name), Problem(what, remedy=f"{name} could be {choices}")
 
 
 def _sequence_fits(config: RunConfig) -> Iterator[Broken]:
@@ -269,14 +382,15 @@ def _schedule_fits(config: RunConfig) -> Iterator[Broken]:
     if min_lr > config.optim.lr:
         what = f"{min_lr} is above the peak optim.lr = {config.optim.lr}"
         yield ("schedule", "min_lr"), Problem(what)
-    if isinstance(portions(config.train), Problem):
+    parts = portions(config.train)
+    if isinstance(parts, Problem) or any(_ramp_broken(config.train, parts)):
         return
     numbers = resolve(config, vocab=1)
     warmup = numbers.samples_of(schedule.warmup)
     if isinstance(schedule, InverseSqrtSchedule) and warmup == 0:
         yield ("schedule", "warmup"), Problem("inverse-sqrt needs a warm-up above zero")
     if isinstance(schedule, WarmupStableDecaySchedule):
-        if warmup + numbers.samples_of(schedule.decay) > numbers.samples:
+        if warmup + numbers.last_samples_of(schedule.decay) > numbers.samples:
             what = "warm-up and decay together are longer than the run"
             yield ("schedule", "decay"), Problem(what, remedy="shorten one, or prolong train.until")
         return
@@ -285,6 +399,32 @@ def _schedule_fits(config: RunConfig) -> Iterator[Broken]:
     if warmup and warmup >= end:
         what = f"the warm-up ends at sample {warmup}, after the decay's end at sample {end}"
         yield ("schedule", "warmup"), Problem(what, remedy="shorten it, or prolong train.until")
+
+
+def _muon_settings_act(config: RunConfig) -> Iterator[Broken]:
+    optim = config.optim
+    if not isinstance(optim, MuonConfig):
+        return
+    if optim.momentum_start is not None and optim.momentum_warmup in (0.0, *_NOTHING):
+        what = "has no effect when optim.momentum_warmup is zero"
+        yield ("optim", "momentum_start"), Problem(what, remedy="remove one of the two")
+    if optim.beta2 is not None and optim.normalise == "none":
+        what = "has no effect with normalise = 'none'"
+        remedy = 'remove it, or set optim.normalise = "neurons"; adam_beta2 is Adam\'s'
+        yield ("optim", "beta2"), Problem(what, remedy=remedy)
+    if optim.cautious and optim.weight_decay == 0:
+        what = "has no effect when optim.weight_decay is zero"
+        yield ("optim", "cautious"), Problem(what, remedy="remove one of the two")
+    if optim.head_lr is not None and config.model.tie_head:
+        what = "has no effect on a tied head, which is the embedding"
+        remedy = "set optim.embedding_lr, or model.tie_head = false"
+        yield ("optim", "head_lr"), Problem(what, remedy=remedy)
+    if optim.scale == "rms" and "lr" not in optim.model_fields_set:
+        what = f"the default {optim.lr} is far too high with scale = 'rms'"
+        yield ("optim", "lr"), Problem(what, remedy="give a rate as for AdamW, such as 6e-4")
+
+
+_NOTHING = tuple(Duration(0, unit) for unit in Unit)
 
 
 def _start_agrees(config: RunConfig) -> Iterator[Broken]:
@@ -305,7 +445,9 @@ def _start_agrees(config: RunConfig) -> Iterator[Broken]:
 _RULES: tuple[Callable[[RunConfig], Iterator[Broken]], ...] = (
     _heads_divide,
     _rotary_base_acts,
+    _model_settings_act,
     _batch_divides,
+    _ramp_fits,
     _sequence_fits,
     _split_reads,
     _blend_acts,
@@ -313,5 +455,6 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Broken]], ...] = (
     _documents_agree,
     _loss_scale_acts,
     _schedule_fits,
+    _muon_settings_act,
     _start_agrees,
 )

@@ -31,6 +31,10 @@ class Settings(BaseModel):
 # ------------------------------------------------------------------ the model
 
 
+GATE_FEATURES = 32
+"""How many features of the stream decide the gates of value embeddings."""
+
+
 class ModelConfig(Settings):
     """The shape of the network. GPT-2 as published is the default in all but size."""
 
@@ -68,6 +72,20 @@ class ModelConfig(Settings):
     """Biases in linear layers and LayerNorm."""
     activation: Literal["gelu", "gelu_tanh", "relu2", "swiglu"] = "gelu_tanh"
     """Non-linearity of the feed-forward part; GPT-2 was trained with gelu_tanh."""
+    norm_gain: bool = True
+    """Learned gains (and biases) in normalisations."""
+    embedding_norm: bool = False
+    """Normalise the stream before the first block too."""
+    shortcut: bool = False
+    """Add the embedded tokens to the stream before every block, each time a learned multiple."""
+    value_embeddings: Annotated[int, Field(ge=0)] = 0
+    """How many layers, every other one from the last down, add to each token's values a vector
+    looked up by the token, gated per head. Costs vocabulary x width parameters each, and almost no
+    time."""
+    attention_scale: Annotated[float, Field(gt=0)] | None = None
+    """Factor on query-key products; 1/sqrt(head width) if not given."""
+    logit_cap: Annotated[float, Field(gt=0)] | None = None
+    """Logits z become cap tanh(z / cap), so that none is larger; none if not given."""
     tie_head: bool = True
     """Share the token embedding with the output head."""
     dropout: Fraction = 0.0
@@ -75,6 +93,12 @@ class ModelConfig(Settings):
     init_std: Annotated[float, Field(gt=0)] = 0.02
     """Standard deviation of initial weights; residual projections get it divided by sqrt(2
     layers)."""
+    embedding_std: Annotated[float, Field(gt=0)] | None = None
+    """The same for the token embedding; init_std if not given."""
+    head_std: Annotated[float, Field(gt=0)] | None = None
+    """The same for a head that is not tied; init_std if not given."""
+    zero_init: bool = False
+    """Projections onto the residual stream start at zero, so that every block begins as nothing."""
     start: str | None = None
     """Start from these weights instead of random ones: a run folder, a Hugging Face folder, or a
     name there such as "gpt2". Its sizes are taken over; sizes given here too must agree with it."""
@@ -87,6 +111,11 @@ class ModelConfig(Settings):
     def groups(self) -> int:
         """Key and value heads."""
         return self.kv_heads or self.heads
+
+    @property
+    def value_layers(self) -> tuple[int, ...]:
+        """Layers with value embeddings."""
+        return tuple(range(self.layers - 1, -1, -2))[: self.value_embeddings]
 
     @property
     def inner(self) -> int:
@@ -169,7 +198,63 @@ class AdamWConfig(Settings):
     """Decay of matrices and embeddings; biases and norm gains are never decayed."""
 
 
-OptimConfig = AdamWConfig
+class MuonConfig(Settings):
+    """Muon for the matrices inside blocks: momentum with all singular values made equal. Adam for
+    embeddings, tables, the head and vectors."""
+
+    type: Literal["muon"] = "muon"
+    """Which optimizer."""
+    lr: Annotated[float, Field(gt=0)] = 0.02
+    """Peak learning rate of matrices. The schedule, its min_lr included, is that of this rate; all
+    other rates follow in proportion."""
+    momentum: Fraction = 0.95
+    """Memory of the gradient's running mean."""
+    momentum_start: Fraction | None = None
+    """Momentum at the start of the run, from which it rises in a line; 0.85 if not given."""
+    momentum_warmup: Span = Duration.parse("300 steps")
+    """How long momentum rises: a duration, or a fraction of the run; 0 for none."""
+    nesterov: bool = True
+    """Look ahead: mix the gradient once more into the mean before it is orthogonalised."""
+    steps: Count = 5
+    """Steps of the iteration that orthogonalises."""
+    coefficients: Literal["polar-express", "quintic"] = "polar-express"
+    """Polynomials of the iteration. polar-express: the best one for each step. quintic: one for all
+    steps, as in the first Muon."""
+    scale: Literal["shape", "rms"] = "shape"
+    """Size of an update. shape: sqrt(max(1, rows / columns)). rms: 0.2 sqrt(max(rows, columns)),
+    the size of AdamW's updates, for which rates like AdamW's fit."""
+    normalise: Literal["none", "neurons"] = "none"
+    """neurons: divide each row (column, if there are more columns) of an update by its root mean
+    square over time, which is NorMuon."""
+    beta2: Fraction | None = None
+    """Memory of these mean squares; 0.95 if not given."""
+    split: bool = True
+    """Orthogonalise matrices that are stored as one, such as query, key and value, separately."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.05
+    """Decay of matrices: rate x weight_decay is taken off at each step."""
+    cautious: bool = False
+    """Decay only where update and weight have the same sign, and in proportion to the square of the
+    rate: rate / peak rate times what is taken off otherwise."""
+    embedding_lr: Annotated[float, Field(gt=0)] | None = None
+    """Peak rate of token and position embeddings; 0.004 if not given. A tied head is one of
+    them."""
+    table_lr: Annotated[float, Field(gt=0)] | None = None
+    """Peak rate of tables looked up further up, such as value embeddings; 0.004 if not given."""
+    head_lr: Annotated[float, Field(gt=0)] | None = None
+    """Peak rate of a head that is not tied; 0.004 if not given."""
+    vector_lr: Annotated[float, Field(gt=0)] | None = None
+    """Peak rate of biases, gains and gates; 0.004 if not given."""
+    adam_beta1: Fraction = 0.8
+    """Memory of Adam's first moment."""
+    adam_beta2: Fraction = 0.95
+    """Memory of Adam's second moment."""
+    adam_eps: Annotated[float, Field(gt=0)] = 1e-10
+    """Added to the root of Adam's second moment."""
+    adam_weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decay of embeddings, tables and head, each times its own rate; vectors are never decayed."""
+
+
+OptimConfig = Annotated[AdamWConfig | MuonConfig, Field(discriminator="type")]
 
 
 class _Warmup(Settings):
@@ -296,9 +381,28 @@ class RuntimeConfig(Settings):
     """CPU threads; all cores if not given. Results are bit-identical only for the same number."""
     compile: bool | None = None
     """Compile the model with torch.compile; on CUDA only if not given."""
+    kernels: bool = True
+    """Use the kernels in Triton that come with this program, on CUDA; plain operations if not."""
     deterministic: bool = False
     """Use only kernels whose result never varies. On the CPU that is always so; on a GPU it makes a
     resumed run bit-identical too, at some cost in speed."""
+
+
+class RampConfig(Settings):
+    """A batch that grows from stage to stage until it is the full one, train.batch. Nothing but the
+    batch changes, unless lr_power says so."""
+
+    start: Count
+    """Samples per step at the beginning."""
+    by: Count
+    """How much the batch grows from one stage to the next; so many samples, some times over, must
+    lead from start to the full batch."""
+    over: Span
+    """Where the full batch is reached, counted from the start of the run: a duration, or a fraction
+    of train.until. The stages before it are equally long in the unit that this is given in."""
+    lr_power: Annotated[float, Field(ge=0)] = 0.0
+    """The learning rate of a step is multiplied by (its batch / the full batch) to this power;
+    0 leaves the rate alone, 0.5 is the square-root rule."""
 
 
 class TrainConfig(Settings):
@@ -311,8 +415,10 @@ class TrainConfig(Settings):
     micro_batch: Count | None = None
     """Samples that go through the model at once."""
     accumulate: Count | None = None
-    """Micro-batches per step. Give two of batch, micro_batch and accumulate, or batch alone, or
-    micro_batch alone; the rest follows."""
+    """Micro-batches per step, when the batch has its full size. Give two of batch, micro_batch and
+    accumulate, or batch alone, or micro_batch alone; the rest follows."""
+    ramp: RampConfig | None = None
+    """Begin with a smaller batch; every step has the full one if not given."""
     clip: Annotated[float, Field(ge=0)] = 1.0
     """Largest norm of the whole gradient; larger ones are scaled down. 0 never scales."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1337

@@ -6,7 +6,8 @@
     rank 0 | rank 1 | rank 2 ...      rank 0 | rank 1 | rank 2 ...     micro_batch samples each
 
 The loader keeps no state: `starting_at(progress)` computes the stream from the number of samples
-already consumed. Which samples a step consists of does not depend on how it is divided over ranks
+already consumed, and so is the batch where it grows: there are then fewer micro-batches at first,
+never smaller ones. Which samples a step consists of does not depend on how it is divided over ranks
 and micro-batches, so a run may go on with another number of either. Reading ahead hides the time of
 gathering; on a GPU batches are written into pinned memory at once, so that the copy to the device
 overlaps with computation (torch keeps that memory for the next batch).
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from gristmill.base.stages import Stages
 from gristmill.base.units import Progress
 from gristmill.data.dataset import Mixture, Part
 from gristmill.data.documents import (
@@ -129,17 +131,30 @@ class Loader:
     rank: int = 0
     ranks: int = 1
     pin: bool = False
+    stages: Stages | None = None
+    """How the batch grows to its full size; all steps have that if not given."""
+
+    def __post_init__(self) -> None:
+        if self.stages is not None:
+            assert self.stages.full == self.batch
+            portion = self.micro_batch * self.ranks
+            assert all(stage.batch % portion == 0 for stage in self.stages.stages)
 
     @property
     def batch(self) -> int:
-        """Samples of a step, over all ranks."""
+        """Samples of a step of the full size, over all ranks."""
         return self.micro_batch * self.accumulate * self.ranks
+
+    def batch_at(self, first_sample: int) -> int:
+        """Samples of the step that begins with a sample, over all ranks."""
+        return self.batch if self.stages is None else self.stages.batch_at(first_sample)
 
     def step_batches(self, first_sample: int) -> list[Batch]:
         """This rank's micro-batches of the step that begins with a sample."""
         self.stream.check_files()
-        step = np.arange(first_sample, first_sample + self.batch, dtype=np.int64)
-        mine = step.reshape(self.accumulate, self.ranks, self.micro_batch)[:, self.rank]
+        end = first_sample + self.batch_at(first_sample)
+        step = np.arange(first_sample, end, dtype=np.int64)
+        mine = step.reshape(-1, self.ranks, self.micro_batch)[:, self.rank]
         samples = self.stream.read(mine.reshape(-1), marks=self.rules.marks == "files")
         return [
             make_batch(part.ids_BS, marks_BS=part.marks_BS, rules=self.rules, pin=self.pin)
@@ -175,7 +190,7 @@ class Loader:
         try:
             while not done.is_set():
                 _offer(ready, self.step_batches(first_sample), done)
-                first_sample += self.batch
+                first_sample += self.batch_at(first_sample)
         except Exception as error:  # handed to the training loop, which raises it
             _offer(ready, error, done)
 

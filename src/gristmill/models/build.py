@@ -16,6 +16,8 @@ def build_model(
     with torch.device("meta"):
         model = GPT(config, vocab=vocab, rows=padded(vocab, config), recompute=recompute)
     model.to_empty(device=device)
+    if model.rotary is not None:
+        model.rotary.fill()
     if config.tie_head:
         model.head.weight = model.embedding.weight
     return model

@@ -1,5 +1,8 @@
 """The parts of a transformer block, each chosen by the model's settings.
 
+Weights are kept in fp32 and used in the format of the stream they meet: whoever embeds the tokens
+decides the number format of the whole pass, and gradients arrive in fp32.
+
 Positions are one row for all samples (T) or a row for each (B, T). A mask says which positions see
 which, where it is not simply the earlier ones.
 
@@ -9,20 +12,63 @@ width.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import nn
 from torch.nn import functional
 
-from gristmill.config.schema import ModelConfig
-from gristmill.models.spec import KVCache
+from gristmill.config.schema import GATE_FEATURES, ModelConfig
+from gristmill.models.fused import can_fuse, fused_mlp
+from gristmill.models.spec import Kernels, KVCache
+
+
+class Surroundings(NamedTuple):
+    """What all blocks of one forward pass are told."""
+
+    positions: torch.Tensor
+    mask: torch.Tensor | None = None
+    turn: Turn | None = None
+    """How queries and keys are turned, for models with rotary positions."""
+    start_BTD: torch.Tensor | None = None
+    """The stream before the first block, for models with a shortcut."""
+    cache: KVCache | None = None
+    kernels: Kernels = Kernels()
+
+
+class Linear(nn.Linear):
+    """A linear layer that computes in the format of its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return functional.linear(x, self.weight.to(x.dtype), bias)
+
+
+class LayerNorm(nn.LayerNorm):
+    """The same for LayerNorm; sums are formed in fp32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = None if self.weight is None else self.weight.to(x.dtype)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
+class RMSNorm(nn.RMSNorm):
+    """The same for RMSNorm."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = None if self.weight is None else self.weight.to(x.dtype)
+        return functional.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
 def build_norm(config: ModelConfig, width: int | None = None) -> nn.Module:
     """Normalisation over the last dimension."""
-    width = width or config.width
+    width, gain = width or config.width, config.norm_gain
     if config.norm == "layernorm":
-        return nn.LayerNorm(width, eps=config.norm_eps, bias=config.bias)
-    return nn.RMSNorm(width, eps=config.norm_eps)
+        return LayerNorm(
+            width, eps=config.norm_eps, elementwise_affine=gain, bias=config.bias and gain
+        )
+    return RMSNorm(width, eps=config.norm_eps, elementwise_affine=gain)
 
 
 def document_mask(documents_BT: torch.Tensor) -> torch.Tensor:
@@ -32,30 +78,48 @@ def document_mask(documents_BT: torch.Tensor) -> torch.Tensor:
 
 
 class Rotary(nn.Module):
-    """Turns pairs of query and key features by an angle that grows with the position.
+    """Angles by which pairs of query and key features are turned, growing with the position.
 
-    Feature i and feature i + K/2 form a pair, turned by position x base^(-2i/K).
+    Feature i and feature i + K/2 form a pair, turned by position x base^(-2i/K). Cosines and sines
+    are kept in tables: formed inside a kernel for every element, they would cost more than
+    attention itself.
     """
+
+    cos_TK: torch.Tensor
+    sin_TK: torch.Tensor
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.pairs = config.head_width // 2
         self.base = config.rotary_base or 10_000.0
+        for name in ("cos_TK", "sin_TK"):
+            table = torch.empty(config.context, config.head_width // 2)
+            self.register_buffer(name, table, persistent=False)
 
-    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of all positions, computed in fp32: (T, K/2) or (B, 1, T, K/2)."""
-        steps = torch.arange(self.pairs, device=positions.device, dtype=torch.float32)
-        frequencies = self.base ** (-steps / self.pairs)
-        angles = positions.float()[..., None] * frequencies
-        if positions.dim() == 2:
-            angles = angles[:, None]
-        return angles.cos(), angles.sin()
+    def fill(self) -> None:
+        """Compute the tables, in fp32."""
+        context, pairs = self.cos_TK.shape
+        device = self.cos_TK.device
+        steps = torch.arange(pairs, device=device, dtype=torch.float32)
+        positions = torch.arange(context, device=device, dtype=torch.float32)
+        angles_TK = positions[:, None] * self.base ** (-steps / pairs)
+        self.cos_TK.copy_(angles_TK.cos())
+        self.sin_TK.copy_(angles_TK.sin())
 
-    def forward(self, x_BHTK: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        cos, sin = self.angles(positions)
+    def forward(self, positions: torch.Tensor) -> Turn:
+        cos, sin = self.cos_TK[positions], self.sin_TK[positions]
+        return Turn(cos, sin) if positions.dim() == 1 else Turn(cos[:, None], sin[:, None])
+
+
+class Turn(NamedTuple):
+    """Cosines and sines of the positions of a pass: (T, K/2) or (B, 1, T, K/2)."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def apply(self, x_BHTK: torch.Tensor) -> torch.Tensor:
         first, second = x_BHTK.float().chunk(2, dim=-1)
-        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        return turned.type_as(x_BHTK)
+        turned = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
+        return torch.cat(turned, dim=-1).type_as(x_BHTK)
 
 
 class Attention(nn.Module):
@@ -63,29 +127,35 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.scale = layer, config.attention_scale
         self.heads, self.groups, self.head_width = config.heads, config.groups, config.head_width
         self.dropout = config.dropout
         inner = self.heads * self.head_width
         both = 2 * self.groups * self.head_width
-        self.qkv = nn.Linear(config.width, inner + both, bias=config.bias)
-        self.out = nn.Linear(inner, config.width, bias=config.bias)
-        self.rotary = Rotary(config) if config.positions == "rotary" else None
-        self.query_norm = nn.RMSNorm(self.head_width, config.norm_eps) if config.qk_norm else None
-        self.key_norm = nn.RMSNorm(self.head_width, config.norm_eps) if config.qk_norm else None
+        self.qkv = Linear(config.width, inner + both, bias=config.bias)
+        self.out = Linear(inner, config.width, bias=config.bias)
+        self.query_norm = self._head_norm(config) if config.qk_norm else None
+        self.key_norm = self._head_norm(config) if config.qk_norm else None
+        self.value_gate = (
+            Linear(min(GATE_FEATURES, config.width), self.groups, bias=False)
+            if layer in config.value_layers
+            else None
+        )
+
+    def _head_norm(self, config: ModelConfig) -> nn.Module:
+        return RMSNorm(self.head_width, config.norm_eps, elementwise_affine=config.norm_gain)
 
     def forward(
-        self,
-        x_BTD: torch.Tensor,
-        positions: torch.Tensor,
-        mask: torch.Tensor | None,
-        cache: KVCache | None,
+        self, x_BTD: torch.Tensor, around: Surroundings, looked_up_BTV: torch.Tensor | None
     ) -> torch.Tensor:
+        positions, mask, cache = around.positions, around.mask, around.cache
         query, key, value = self._project(x_BTD)
+        if self.value_gate is not None and looked_up_BTV is not None:
+            value = value + self._gated(looked_up_BTV, x_BTD)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        if self.rotary is not None:
-            query, key = self.rotary(query, positions), self.rotary(key, positions)
+        if around.turn is not None:
+            query, key = around.turn.apply(query), around.turn.apply(key)
         causal = mask is None
         if cache is not None:
             key, value = cache.extend(self.layer, key, value)
@@ -99,6 +169,7 @@ class Attention(nn.Module):
             attn_mask=mask,
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=causal,
+            scale=self.scale,
             enable_gqa=self.groups != self.heads,
         )
         return self.out(y_BHTK.transpose(1, 2).flatten(2))
@@ -106,7 +177,16 @@ class Attention(nn.Module):
     def _project(self, x_BTD: torch.Tensor) -> list[torch.Tensor]:
         widths = [heads * self.head_width for heads in (self.heads, self.groups, self.groups)]
         parts = self.qkv(x_BTD).split(widths, dim=-1)
-        return [part.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part in parts]
+        return [self._by_head(part) for part in parts]
+
+    def _by_head(self, part: torch.Tensor) -> torch.Tensor:
+        return part.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+
+    def _gated(self, looked_up_BTV: torch.Tensor, x_BTD: torch.Tensor) -> torch.Tensor:
+        """Value embeddings, each head's times a factor from 0 to 2 that the stream decides."""
+        assert self.value_gate is not None
+        gate_BTG = 2 * torch.sigmoid(self.value_gate(x_BTD[..., : self.value_gate.in_features]))
+        return self._by_head(looked_up_BTV) * gate_BTG.transpose(1, 2)[..., None]
 
 
 class MLP(nn.Module):
@@ -114,12 +194,14 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.activation = config.activation
+        self.activation, self.inner = config.activation, config.inner
         gates = 2 if config.activation == "swiglu" else 1
-        self.up = nn.Linear(config.width, gates * config.inner, bias=config.bias)
-        self.down = nn.Linear(config.inner, config.width, bias=config.bias)
+        self.up = Linear(config.width, gates * config.inner, bias=config.bias)
+        self.down = Linear(config.inner, config.width, bias=config.bias)
 
-    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_BTD: torch.Tensor, *, kernel: bool = False) -> torch.Tensor:
+        if kernel and can_fuse(x_BTD, inner=self.inner, activation=self.activation):
+            return self._fused(x_BTD)
         inner_BTF = self.up(x_BTD)
         match self.activation:
             case "gelu":
@@ -133,6 +215,13 @@ class MLP(nn.Module):
                 inner_BTF = functional.silu(gate_BTF) * inner_BTF
         return self.down(inner_BTF)
 
+    def _fused(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        dtype = x_BTD.dtype
+        bias = None if self.up.bias is None else self.up.bias.to(dtype)
+        weights = self.up.weight.to(dtype), bias, self.down.weight.to(dtype)
+        y_BTD = fused_mlp(x_BTD.flatten(0, 1), *weights, self.activation).view_as(x_BTD)
+        return y_BTD if self.down.bias is None else y_BTD + self.down.bias.to(dtype)
+
 
 class Block(nn.Module):
     """Attention and feed-forward, each normalised before and added to the stream."""
@@ -144,14 +233,17 @@ class Block(nn.Module):
         self.mlp_norm = build_norm(config)
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
+        self.shortcut = nn.Parameter(torch.empty(1)) if config.shortcut else None
 
     def forward(
         self,
         x_BTD: torch.Tensor,
-        positions: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        cache: KVCache | None = None,
+        around: Surroundings,
+        looked_up_BTV: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        attended = self.attention(self.attention_norm(x_BTD), positions, mask, cache)
+        if self.shortcut is not None and around.start_BTD is not None:
+            x_BTD = x_BTD + self.shortcut.to(x_BTD.dtype) * around.start_BTD
+        attended = self.attention(self.attention_norm(x_BTD), around, looked_up_BTV)
         x_BTD = x_BTD + self.dropout(attended)
-        return x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD)))
+        inner = self.mlp(self.mlp_norm(x_BTD), kernel=around.kernels.mlp)
+        return x_BTD + self.dropout(inner)

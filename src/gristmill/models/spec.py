@@ -18,6 +18,13 @@ from typing import NamedTuple
 import torch
 
 
+class Kernels(NamedTuple):
+    """Which of our own kernels a model uses; plain operations compute the rest."""
+
+    loss: bool = False
+    mlp: bool = False
+
+
 class Loss(NamedTuple):
     """A loss summed over the counted tokens of a batch."""
 

@@ -8,16 +8,32 @@ is), both tensors on the device, which the fused kernels read.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol, cast
 
 import torch
 from torch import nn
 
-from gristmill.config.schema import AdamWConfig, OptimConfig, Settings
+from gristmill.config.roles import Role
+from gristmill.config.schema import AdamWConfig, MuonConfig, OptimConfig, Settings
+from gristmill.optim.muon import Muon
 
 
-def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer a run asks for."""
-    return _BUILDERS[type(config)](config, model)
+class Explained(Protocol):
+    """What an optimizer may ask a model about its parameters, by name."""
+
+    def roles(self) -> dict[str, Role]:
+        """What each parameter is for."""
+
+    def parts(self) -> dict[str, tuple[int, ...]]:
+        """Rows of each matrix in parameters that are several matrices, one below the other."""
+
+
+def build_optimizer(
+    config: OptimConfig, model: nn.Module, *, compiled: bool | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer a run asks for; one with a step of its own is `compiled` on CUDA only if that
+    is not said."""
+    return _BUILDERS[type(config)](config, model, compiled)
 
 
 def decide_step(
@@ -36,7 +52,7 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object
     ]
 
 
-def _adamw(config: AdamWConfig, model: nn.Module) -> torch.optim.Optimizer:
+def _adamw(config: AdamWConfig, model: nn.Module, compiled: bool | None) -> torch.optim.Optimizer:
     return torch.optim.AdamW(
         decay_groups(model, config.weight_decay),
         lr=config.lr,
@@ -46,4 +62,18 @@ def _adamw(config: AdamWConfig, model: nn.Module) -> torch.optim.Optimizer:
     )
 
 
-_BUILDERS: dict[type[Settings], Callable[..., torch.optim.Optimizer]] = {AdamWConfig: _adamw}
+def _muon(config: MuonConfig, model: nn.Module, compiled: bool | None) -> torch.optim.Optimizer:
+    explained = cast(Explained, model)
+    return Muon(
+        config,
+        {name: p for name, p in model.named_parameters() if p.requires_grad},
+        roles=explained.roles(),
+        parts=explained.parts(),
+        compiled=compiled,
+    )
+
+
+_BUILDERS: dict[type[Settings], Callable[..., torch.optim.Optimizer]] = {
+    AdamWConfig: _adamw,
+    MuonConfig: _muon,
+}

@@ -5,7 +5,13 @@ Time is counted in samples. With w the end of the warm-up and e the end of the d
     s < w    peak (s + batch) / w                   the last warm-up step has the full rate
     s >= w   a shape of t = (s - w) / (e - w)       from 1 at t = 0 to min_lr at t = 1 and after
 
-where s is the number of samples before the step, so that no step of a run has a rate of zero.
+where s is the number of samples before the step and batch the number in it, so that no step of a
+run has a rate of zero. While the batch grows the rate may grow with it, by its `lr_power`:
+
+    rate (batch / full batch) ** power              the whole rate, its lowest value included
+
+Momentum may rise too, in a line over the first samples. Whatever else of an optimizer depends on
+progress belongs here: `Schedule.apply` is the one place that sets it.
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gristmill.base.stages import Stages
 from gristmill.base.units import Progress
 from gristmill.config.resolve import Resolved
 from gristmill.config.schema import (
@@ -24,6 +31,8 @@ from gristmill.config.schema import (
     CosineSchedule,
     InverseSqrtSchedule,
     LinearSchedule,
+    MuonConfig,
+    OptimConfig,
     PolynomialSchedule,
     RunConfig,
     Settings,
@@ -35,26 +44,49 @@ Height = Callable[[float], float]
 
 
 @dataclass(frozen=True)
+class Rise:
+    """A number that goes in a line from one value to another, and stays there."""
+
+    start: float
+    end: float
+    samples: int
+
+    def at(self, progress: Progress) -> float:
+        """The value for the step that starts at `progress`."""
+        if progress.samples >= self.samples:
+            return self.end
+        return self.start + (self.end - self.start) * progress.samples / self.samples
+
+
+@dataclass(frozen=True)
 class Schedule:
     """The rate over a run; `shape` maps samples since the start to a height from 0 to 1."""
 
     peak: float
     floor: float
     warmup: int
-    batch: int
+    stages: Stages
     shape: Shape
+    batch_power: float = 0.0
+    """The power of the batch, as a part of the full one, that the rate is multiplied by."""
+    momentum: Rise | None = None
 
     def rate(self, progress: Progress) -> float:
         """The learning rate of the step that starts at `progress`."""
+        batch = self.stages.batch_at(progress.samples)
+        part: float = (batch / self.stages.full) ** self.batch_power
         if progress.samples < self.warmup:
-            return self.peak * min(1.0, (progress.samples + self.batch) / self.warmup)
-        return self.floor + (self.peak - self.floor) * self.shape(progress.samples)
+            return part * self.peak * min(1.0, (progress.samples + batch) / self.warmup)
+        return part * (self.floor + (self.peak - self.floor) * self.shape(progress.samples))
 
     def apply(self, optimizer: torch.optim.Optimizer, progress: Progress) -> float:
-        """Set the rate of all parameter groups and return it."""
+        """Set the rate of all parameter groups, and the momentum of those that have one; returns
+        the rate."""
         rate = self.rate(progress)
         for group in optimizer.param_groups:
             group["lr"] = rate * group.get("lr_factor", 1.0)
+            if self.momentum is not None and "momentum" in group:
+                group["momentum"] = self.momentum.at(progress)
         return rate
 
 
@@ -65,9 +97,18 @@ def build_schedule(config: RunConfig, numbers: Resolved) -> Schedule:
         peak=config.optim.lr,
         floor=getattr(settings, "min_lr", 0.0),
         warmup=numbers.samples_of(settings.warmup),
-        batch=numbers.batch,
+        stages=numbers.stages,
         shape=_SHAPES[type(settings)](settings, numbers, config.optim.lr),
+        batch_power=0.0 if config.train.ramp is None else config.train.ramp.lr_power,
+        momentum=_momentum(config.optim, numbers),
     )
+
+
+def _momentum(optim: OptimConfig, numbers: Resolved) -> Rise | None:
+    if not isinstance(optim, MuonConfig):
+        return None
+    start = 0.85 if optim.momentum_start is None else optim.momentum_start
+    return Rise(start, optim.momentum, numbers.samples_of(optim.momentum_warmup))
 
 
 def _half_cosine(time: float) -> float:
@@ -101,7 +142,7 @@ def _stable(settings: WarmupStableDecaySchedule, numbers: Resolved, peak: float)
         "cosine": _half_cosine,
         "sqrt": lambda time: 1 - math.sqrt(time),
     }
-    length = numbers.samples_of(settings.decay)
+    length = numbers.last_samples_of(settings.decay)
     begin = numbers.samples - length
     height = heights[settings.shape]
     return lambda s: 1.0 if s < begin else height(min(1.0, (s - begin) / max(1, length)))

@@ -1,5 +1,8 @@
 """Number formats of the computation, and the loss scale that fp16 needs.
 
+Weights, gradients and the optimizer's state are in fp32; a model computes in the format of its
+stream (see `models/layers.py`).
+
 The dynamic loss scale follows Megatron: an overflow uses up one unit of hysteresis, and once that
 is spent halves the scale (not below the minimum); `window` steps in a row without overflow double
 it and refill the hysteresis. All of it is arithmetic on the device, so no step waits for the host.
@@ -7,7 +10,6 @@ it and refill the hysteresis. All of it is arithmetic on the device, so no step 
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 
 from gristmill.config.schema import LossScaleConfig, PrecisionConfig
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
@@ -69,11 +71,10 @@ class Precision:
     config: PrecisionConfig
     device: torch.device
 
-    def computing(self) -> contextlib.AbstractContextManager[Any]:
-        """The context in which a forward pass runs."""
-        if self.config.compute == "fp32":
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=_DTYPES[self.config.compute])
+    @property
+    def dtype(self) -> torch.dtype:
+        """The format of the model's stream."""
+        return _DTYPES[self.config.compute]
 
     def loss_scale(self) -> LossScale | None:
         """The loss scale, for fp16 only."""

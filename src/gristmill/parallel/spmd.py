@@ -15,12 +15,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
 from gristmill.base.units import Progress
 from gristmill.config.schema import RunConfig
 from gristmill.data.loader import Batch
 from gristmill.models.gpt import GPT
-from gristmill.models.spec import Loss
+from gristmill.models.kernels.support import kernels_for
+from gristmill.models.spec import Kernels, Loss
 from gristmill.optim.build import decide_step
 from gristmill.parallel.precision import Precision
 from gristmill.parallel.strategy import StepResult
@@ -37,6 +39,8 @@ class SingleDevice:
         self.clip, self.seed = config.train.clip, config.train.seed
         self.precision = Precision(config.precision, world.device)
         self.loss_scale = self.precision.loss_scale()
+        model.compute = self.precision.dtype
+        model.kernels = kernels_for(world.device) if config.runtime.kernels else Kernels()
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         wanted = config.runtime.compile
         compiles = world.device.type == "cuda" if wanted is None else wanted
@@ -53,8 +57,10 @@ class SingleDevice:
         if self.loss_scale is not None:
             scale = scale * self.loss_scale.scale
         for batch in batches:
-            loss = self._loss(self.forward, batch, scale)
-            loss.scaled.backward()
+            with record_function("gristmill::forward"):
+                loss = self._loss(self.forward, batch, scale)
+            with record_function("gristmill::backward"):
+                loss.scaled.backward()
             total += loss.total
         return StepResult(
             samples=sum(batch.samples for batch in batches),
@@ -63,6 +69,7 @@ class SingleDevice:
             loss_scale=None if self.loss_scale is None else self.loss_scale.scale,
         )
 
+    @record_function("gristmill::update")
     def update(self, result: StepResult) -> StepResult:
         """Clip and step, or skip where the gradient is not finite."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
@@ -105,15 +112,14 @@ class SingleDevice:
 
     def _loss(self, model: Any, batch: Batch, scale: torch.Tensor | None) -> Loss:
         batch = batch.to(self.world.device)
-        with self.precision.computing():
-            loss = model(
-                batch.tokens_BT,
-                targets_BT=batch.targets_BT,
-                weights_BT=batch.weights_BT,
-                scale=scale,
-                positions_BT=batch.positions_BT,
-                documents_BT=batch.documents_BT,
-            )
+        loss = model(
+            batch.tokens_BT,
+            targets_BT=batch.targets_BT,
+            weights_BT=batch.weights_BT,
+            scale=scale,
+            positions_BT=batch.positions_BT,
+            documents_BT=batch.documents_BT,
+        )
         assert isinstance(loss, tuple)
         return Loss(*loss)
 

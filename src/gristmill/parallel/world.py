@@ -7,6 +7,7 @@ import os
 import platform
 import resource
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -69,6 +70,43 @@ def open_world(config: RuntimeConfig, *, tf32: bool = True) -> World:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     return World(device, device_name(device))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+@dataclass(frozen=True)
+class MatrixRate:
+    """How fast a device multiplies two large square matrices: what a step could reach at best."""
+
+    flops: float
+    """Operations per second."""
+    size: int
+    """Rows and columns of both matrices."""
+    format: str
+    """Their number format."""
+
+
+def matrix_rate(device: torch.device) -> MatrixRate:
+    """Measure the best of a few large matrix products, in the format that suits the device."""
+    on_gpu = device.type == "cuda"
+    size, products = (8192, 10) if on_gpu else (1024, 1)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    a = torch.randn(size, size, dtype=dtype, device=device)
+    times = []
+    for _ in range(5):
+        synchronize(device)
+        started = time.monotonic()
+        for _ in range(products):
+            a @ a
+        synchronize(device)
+        times.append(time.monotonic() - started)
+    return MatrixRate(products * 2 * size**3 / min(times), size, "bf16" if on_gpu else "fp32")
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gristmill.config.schema import ModelConfig
+from gristmill.config.schema import GATE_FEATURES, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -33,24 +33,37 @@ def block_matrices(model: ModelConfig) -> int:
 
 
 def block_vectors(model: ModelConfig) -> int:
-    """Biases and norm gains of one block."""
+    """Biases, norm gains and scalars of one block; gates of value embeddings are not counted."""
     width, head = model.width, model.head_width
-    gains = 2 * width + (2 * head if model.qk_norm else 0)
+    shortcut = 1 if model.shortcut else 0
+    gains = 2 * norm_vectors(model) + (2 * head if model.qk_norm and model.norm_gain else 0)
     if not model.bias:
-        return gains
+        return gains + shortcut
     up = model.inner * (2 if model.activation == "swiglu" else 1)
     linear = head * (model.heads + 2 * model.groups) + width + up + width
-    norms = 2 * width if model.norm == "layernorm" else 0
-    return gains + linear + norms
+    return gains + linear + shortcut
+
+
+def norm_vectors(model: ModelConfig) -> int:
+    """Gains and biases of one normalisation of the stream."""
+    if not model.norm_gain:
+        return 0
+    return model.width * (2 if model.bias and model.norm == "layernorm" else 1)
+
+
+def value_tables(model: ModelConfig, *, rows: int) -> int:
+    """Value embeddings and their gates."""
+    gates = min(GATE_FEATURES, model.width) * model.groups
+    return len(model.value_layers) * (rows * model.groups * model.head_width + gates)
 
 
 def count_parameters(model: ModelConfig, *, rows: int) -> int:
     """All parameters of a model whose embedding has `rows` rows; shared ones once."""
     embedding = rows * model.width * (1 if model.tie_head else 2)
     positions = model.context * model.width if model.positions == "learned" else 0
-    last_norm = model.width * (2 if model.bias and model.norm == "layernorm" else 1)
+    norms = norm_vectors(model) * (2 if model.embedding_norm else 1)
     blocks = model.layers * (block_matrices(model) + block_vectors(model))
-    return embedding + positions + blocks + last_norm
+    return embedding + positions + norms + value_tables(model, rows=rows) + blocks
 
 
 def token_cost(model: ModelConfig, *, rows: int, sequence: int) -> TokenCost:

@@ -25,7 +25,7 @@ from gristmill.track.metrics import (
     StepRecord,
     ValidationRecord,
 )
-from gristmill.track.sinks import Pace, line, printable, rate
+from gristmill.track.sinks import Horizon, Pace, line, printable, rate
 
 FIRST_STEPS = 5
 SECONDS_BETWEEN_STEPS = 10.0
@@ -38,7 +38,7 @@ class ConsoleSink:
     def __init__(
         self,
         *,
-        horizon_steps: int,
+        horizon: Horizon,
         start_step: int,
         name: str,
         console: Console | None = None,
@@ -46,9 +46,9 @@ class ConsoleSink:
         console = console or Console()
         animated = console.is_terminal and not console.is_dumb_terminal
         self._view: _Bar | _Lines = (
-            _Bar(console, horizon_steps=horizon_steps, start_step=start_step, name=name)
+            _Bar(console, horizon=horizon, start_step=start_step, name=name)
             if animated
-            else _Lines(console, horizon_steps=horizon_steps, start_step=start_step)
+            else _Lines(console, horizon=horizon, start_step=start_step)
         )
 
     def write(self, record: Record) -> None:
@@ -66,9 +66,9 @@ class ConsoleSink:
 class _Bar:
     """The view on a terminal."""
 
-    def __init__(self, console: Console, *, horizon_steps: int, start_step: int, name: str) -> None:
+    def __init__(self, console: Console, *, horizon: Horizon, start_step: int, name: str) -> None:
         self.console = console
-        self._pace = Pace(horizon_steps)
+        self._pace = Pace(horizon)
         self._progress = Progress(
             TextColumn("{task.description}", markup=False, style="bold"),
             BarColumn(bar_width=None),
@@ -82,7 +82,7 @@ class _Bar:
         )
         self._task: TaskID = self._progress.add_task(
             printable(name),
-            total=horizon_steps,
+            total=horizon.steps,
             completed=start_step,
             loss="first step",
             speed="",
@@ -125,11 +125,11 @@ def _sample_panel(record: SampleRecord) -> Panel:
 class _Lines:
     """The view where nothing can be drawn over."""
 
-    def __init__(self, console: Console, *, horizon_steps: int, start_step: int) -> None:
+    def __init__(self, console: Console, *, horizon: Horizon, start_step: int) -> None:
         self.console = console
-        self._horizon = horizon_steps
+        self._steps = horizon.steps
         self._first = start_step + FIRST_STEPS
-        self._pace = Pace(horizon_steps)
+        self._pace = Pace(horizon)
         self._shown_at = float("-inf")
         self._pending: str | None = None
 
@@ -138,7 +138,7 @@ class _Lines:
             self._print(line(record))
             return
         left = self._pace.seconds_left(record)
-        text = line(record, horizon_steps=self._horizon, seconds_left=left)
+        text = line(record, horizon_steps=self._steps, seconds_left=left)
         if self._is_due(record):
             self._shown_at = record.time
             self._pending = None
@@ -154,7 +154,7 @@ class _Lines:
     def _is_due(self, record: StepRecord) -> bool:
         return (
             record.step <= self._first
-            or record.step >= self._horizon
+            or record.step >= self._steps
             or record.time - self._shown_at >= SECONDS_BETWEEN_STEPS
         )
 

@@ -22,6 +22,7 @@ import unicodedata
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -120,23 +121,33 @@ class Guarded:
         )
 
 
+@dataclass(frozen=True)
+class Horizon:
+    """Where a run ends."""
+
+    steps: int
+    samples: int
+
+
 class Pace:
     """How long a run still takes, from the wall clock between its latest steps.
 
     The clock covers what happens between steps (validation, checkpoints) and leaves out the first
-    step, which compiles.
+    step, which compiles. It goes by samples, since later steps may have more of them.
     """
 
-    def __init__(self, horizon_steps: int) -> None:
-        self._horizon = horizon_steps
+    def __init__(self, horizon: Horizon) -> None:
+        self._horizon = horizon.samples
         self._seen: deque[tuple[int, float]] = deque(maxlen=100)
 
     def seconds_left(self, record: StepRecord) -> float:
-        self._seen.append((record.step, record.time))
-        (first_step, first_time), (step, now) = self._seen[0], self._seen[-1]
-        pace = (now - first_time) / (step - first_step) if step > first_step else None
-        remaining = max(self._horizon - step, 0)
-        return remaining * (record.step_seconds if pace is None else max(pace, 0.0))
+        self._seen.append((record.samples, record.time))
+        (first, first_time), (samples, now) = self._seen[0], self._seen[-1]
+        if samples > first:
+            pace = max(now - first_time, 0.0) / (samples - first)
+        else:
+            pace = record.tokens / record.samples / record.tokens_per_second
+        return max(self._horizon - samples, 0) * pace
 
 
 def line(
@@ -232,17 +243,17 @@ class JsonlSink(_TextFile):
 class LogSink(_TextFile):
     """Appends to `train.log`: the local time, then the plain line."""
 
-    def __init__(self, path: Path, *, horizon_steps: int | None = None) -> None:
+    def __init__(self, path: Path, *, horizon: Horizon | None = None) -> None:
         super().__init__(path)
-        self._horizon = horizon_steps
-        self._pace = None if horizon_steps is None else Pace(horizon_steps)
+        self._steps = None if horizon is None else horizon.steps
+        self._pace = None if horizon is None else Pace(horizon)
 
     def write(self, record: Record) -> None:
         left = None
         if self._pace and isinstance(record, StepRecord):
             left = self._pace.seconds_left(record)
         when = datetime.fromtimestamp(record.time).astimezone().isoformat(timespec="seconds")
-        text = line(record, horizon_steps=self._horizon, seconds_left=left)
+        text = line(record, horizon_steps=self._steps, seconds_left=left)
         self._file.write(f"{when} {text}\n")
 
 

@@ -17,7 +17,7 @@ from gristmill.base.process import Place
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.model import fill_model
 from gristmill.checkpoint.state import TrainState
-from gristmill.checkpoint.writer import CheckpointWriter, require_room
+from gristmill.checkpoint.writer import CheckpointWriter
 from gristmill.config.resolve import SHAPE_FREE, Resolved, resolve
 from gristmill.config.schema import DataConfig, RunConfig
 from gristmill.data.build import Wanted, build_rules, build_stream, order_identity
@@ -30,7 +30,7 @@ from gristmill.optim.build import build_optimizer
 from gristmill.parallel.build import build_strategy
 from gristmill.parallel.strategy import Strategy
 from gristmill.parallel.world import World, memory_explained, open_world
-from gristmill.plan.arithmetic import count_parameters, token_cost
+from gristmill.plan.arithmetic import token_cost
 from gristmill.text.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from gristmill.track.folder import RunFolder
 from gristmill.train.hooks import Checkpoint, Hook, Sample, Validate
@@ -70,7 +70,7 @@ def assemble(config: RunConfig, folder: RunFolder) -> Assembly:
         fill_model(model, config.model.start)
     else:
         model.initialise(config.train.seed)
-    optimizer = build_optimizer(config.optim, model)
+    optimizer = build_optimizer(config.optim, model, compiled=config.runtime.compile)
     strategy = build_strategy(
         config, model=model, optimizer=optimizer, world=world, place=Place.current()
     )
@@ -81,7 +81,6 @@ def assemble(config: RunConfig, folder: RunFolder) -> Assembly:
         settings={"model": config.model.model_dump(exclude_none=True), "vocab": numbers.vocab},
         strategy=strategy.state(),
     )
-    require_room(folder.path, 12 * count_parameters(config.model, rows=numbers.padded_vocab))
     return Assembly(config, numbers, folder, data, tokenizer, world, model, state, strategy)
 
 
@@ -166,6 +165,7 @@ def build_loader(parts: Assembly) -> Loader:
         accumulate=numbers.accumulate,
         rules=document_rules(parts),
         pin=parts.world.device.type == "cuda",
+        stages=numbers.stages,
     )
 
 

@@ -96,9 +96,10 @@ class Hooks:
         tracker: Tracker,
         stop: StopRequest,
         writer: CheckpointWriter,
+        batch_at: Callable[[int], int],
     ) -> None:
         self.hooks, self.meter, self.tracker, self.stop = hooks, meter, tracker, stop
-        self.writer = writer
+        self.writer, self.batch_at = writer, batch_at
 
     @property
     def stopping(self) -> bool:
@@ -117,7 +118,9 @@ class Hooks:
             for hook in due:
                 hook.act(moment)
             self.meter.restart_clock()
-        self.stop.check_time(reserve=2 * (self.meter.step_seconds + self.writer.seconds))
+        # The next step may be the first of a larger batch.
+        step_seconds = self.meter.sample_seconds * self.batch_at(moment.after.samples)
+        self.stop.check_time(reserve=2 * (step_seconds + self.writer.seconds))
 
     def at_end(self) -> None:
         self.meter.settle()

@@ -71,6 +71,7 @@ class Meter:
         self._bad_in_a_row = 0
         self._last = _Mark(world.device)
         self.step_seconds = 0.0
+        self.sample_seconds = 0.0
 
     def add(self, moment: Moment) -> None:
         """Take in one step's result, and report all steps whose numbers have arrived."""
@@ -95,6 +96,7 @@ class Meter:
         while self._pending and self._pending[0].end.reached():
             pending = self._pending.popleft()
             self.step_seconds = pending.end.seconds_since(self._last)
+            self.sample_seconds = self.step_seconds / pending.moment.result.samples
             self.counters.seconds += self.step_seconds
             self._last = pending.end
             self._record(pending.moment, pending.numbers.tolist())

@@ -10,10 +10,12 @@ from gristmill.base.errors import Exit
 from gristmill.base.files import FolderLock
 from gristmill.base.units import format_count, format_seconds, parse_seconds
 from gristmill.checkpoint.layout import CheckpointFolder
-from gristmill.checkpoint.writer import CheckpointWriter
+from gristmill.checkpoint.writer import CheckpointWriter, require_room
+from gristmill.config.resolve import Resolved
 from gristmill.config.schema import RunConfig
 from gristmill.optim.schedule import build_schedule
 from gristmill.parallel.world import memory_explained
+from gristmill.plan.arithmetic import count_parameters
 from gristmill.track.folder import RunFolder
 from gristmill.train.assemble import (
     Assembly,
@@ -63,9 +65,15 @@ def _locked_training(config: RunConfig, folder: RunFolder) -> Outcome:
         time_limit=parse_seconds(config.train.time_limit) if config.train.time_limit else None
     ) as stop:
         parts = assemble(config, folder)
+        rows = parts.numbers.padded_vocab
+        require_room(folder.path, 12 * count_parameters(config.model, rows=rows))
         resumed = resume(parts)
         tracker = build_tracker(
-            config, folder, steps=parts.numbers.steps, clock=lambda: parts.state.progress
+            config,
+            folder,
+            steps=parts.numbers.steps,
+            samples=parts.numbers.samples_at_end(parts.state.progress),
+            clock=lambda: parts.state.progress,
         )
         try:
             _announce(parts, tracker, resumed)
@@ -83,8 +91,7 @@ def _announce(parts: Assembly, tracker: Tracker, resumed: Resumed) -> None:
     parameters = sum(parameter.numel() for parameter in parts.model.parameters())
     tracker.say(
         f"{parts.config.name}: {format_count(parameters)} parameters, vocabulary {numbers.vocab}, "
-        f"batch {numbers.batch} x {numbers.sequence} tokens"
-        f"{f' in {numbers.accumulate} parts' if numbers.accumulate > 1 else ''}, "
+        f"batch {_batch_words(numbers)}, "
         f"{parts.config.precision.compute} on {parts.world.name}"
     )
     if resumed.checkpoint is not None:
@@ -94,6 +101,14 @@ def _announce(parts: Assembly, tracker: Tracker, resumed: Resumed) -> None:
     for note in resumed.notes:
         tracker.say(note, level="warning")
     parts.folder.write_status("running", step=state.progress.steps, steps=numbers.steps)
+
+
+def _batch_words(numbers: Resolved) -> str:
+    first, sizes, times = numbers.stages.first, str(numbers.batch), str(numbers.accumulate)
+    if first < numbers.batch:
+        sizes, times = f"{first} to {sizes}", f"{first // numbers.micro_batch} to {times}"
+    words = f"{sizes} x {numbers.sequence} tokens"
+    return f"{words} in {times} parts" if numbers.accumulate > 1 else words
 
 
 def _run(parts: Assembly, tracker: Tracker, stop: StopRequest) -> Outcome:
@@ -108,7 +123,7 @@ def _run(parts: Assembly, tracker: Tracker, stop: StopRequest) -> Outcome:
     writer = CheckpointWriter(
         CheckpointFolder(parts.folder.checkpoints),
         config.checkpoint,
-        per_step=numbers.progress_at(1),
+        progress_at=numbers.progress_at,
         say=tracker.say,
     )
     validate = build_validate(parts, tracker)
@@ -119,6 +134,7 @@ def _run(parts: Assembly, tracker: Tracker, stop: StopRequest) -> Outcome:
         tracker=tracker,
         stop=stop,
         writer=writer,
+        batch_at=numbers.stages.batch_at,
     )
     batches = build_loader(parts).starting_at(state.progress)
     advice = 'set train.micro_batch lower, or train.recompute = "full"'

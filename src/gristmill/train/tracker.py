@@ -18,6 +18,7 @@ from gristmill.track.metrics import EventRecord, Record, SampleRecord, Validatio
 from gristmill.track.sinks import (
     Fanout,
     Guarded,
+    Horizon,
     JsonlSink,
     LogSink,
     Sink,
@@ -70,16 +71,22 @@ def _run_id(folder: RunFolder) -> str:
 
 
 def build_tracker(
-    config: RunConfig, folder: RunFolder, *, steps: int, clock: Callable[[], Progress]
+    config: RunConfig,
+    folder: RunFolder,
+    *,
+    steps: int,
+    samples: int,
+    clock: Callable[[], Progress],
 ) -> Tracker:
     """The console, the files of the run folder, and the services a run asks for.
 
     Whatever a file or service refuses becomes one warning on the console; training goes on.
     """
-    console = ConsoleSink(horizon_steps=steps, start_step=clock().steps, name=config.name)
+    horizon = Horizon(steps, samples)
+    console = ConsoleSink(horizon=horizon, start_step=clock().steps, name=config.name)
     sinks: dict[str, Sink] = {
         "metrics.jsonl": JsonlSink(folder.metrics),
-        "train.log": LogSink(folder.log, horizon_steps=steps),
+        "train.log": LogSink(folder.log, horizon=horizon),
     }
     if config.track.tensorboard:
         sinks["TensorBoard"] = TensorBoardSink(folder.path / "tensorboard")

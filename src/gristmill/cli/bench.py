@@ -1,0 +1,131 @@
+"""`bench`: where the time of a training step goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from gristmill.train.bench import Bench, Row
+
+_NAME = 78
+
+
+def bench(
+    run: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file, or a run folder.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[A.B=C…]", help="Settings that replace those of the file."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=2, help="Steps that are timed.")] = 30,
+    warm_up: Annotated[
+        int, typer.Option(min=1, help="Steps before them; the first one compiles.")
+    ] = 10,
+    random_tokens: Annotated[
+        bool,
+        typer.Option("--random-tokens", help="Use random ids instead of the run's token files."),
+    ] = False,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write all figures to this file too.")
+    ] = None,
+) -> None:
+    """Measure the speed of a run's training step and show where its time goes.
+
+    Runs the real step for a little while, then a few steps more under a profiler. No run folder is
+    made, and none is changed.
+    """
+    import dataclasses
+    import os
+
+    from gristmill.base.files import write_json
+    from gristmill.config.load import load_run
+
+    config = load_run(run, settings or ())
+    # The profiler's library would announce itself; it reads this when torch is imported.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    from gristmill.train.bench import measure_run
+
+    found = measure_run(config, steps=steps, warm_up=warm_up, random_tokens=random_tokens)
+    for line in _lines(found):
+        typer.echo(line)
+    if json is not None:
+        write_json(json, dataclasses.asdict(found))
+
+
+def _lines(found: Bench) -> Iterator[str]:
+    yield from _header(found)
+    if not found.stages:
+        yield ""
+        yield "the profiler does not see the work of this device: no tables"
+        return
+    yield ""
+    yield f"{'stage':<48}{'ms':>10}{'share':>8}"
+    yield from (_line(row.stage, row) for row in found.stages)
+    whole = sum(row.milliseconds for row in found.stages)
+    yield f"{'step':<48}{whole:>10.3f}{1:>8.1%}"
+    if found.host:
+        yield ""
+        yield f"{'meanwhile on the host, slowed by the profiler':<48}{'ms':>10}{'share':>8}"
+        yield from (_line(row.stage, row) for row in found.host)
+    yield ""
+    yield f"{'work by kind':<48}{'ms':>10}{'share':>8}"
+    yield from _parts(found.parts)
+    yield ""
+    yield f"{'the ten largest by name':<{_NAME}}  {'a step':>7}{'ms':>10}{'share':>8}  kind"
+    for kernel in found.kernels:
+        yield (
+            f"{_short(kernel.name):<{_NAME}}  {kernel.count:>7.0f}{kernel.milliseconds:>10.3f}"
+            f"{kernel.share:>8.1%}  {kernel.part}"
+        )
+
+
+def _header(found: Bench) -> Iterator[str]:
+    from gristmill.base.units import format_bytes, format_count
+
+    subject, speed, matrix = found.subject, found.speed, found.matrix
+    split = subject.batch // subject.micro_batch
+    rows = {
+        "model": f"{subject.name}, {format_count(subject.parameters)} parameters, vocabulary "
+        f"{subject.vocabulary}",
+        "batch": f"{subject.batch} x {subject.sequence} tokens"
+        f"{f' in {split} parts' if split > 1 else ''}"
+        f"{', random tokens' if subject.random_tokens else ''}",
+        "device": f"{subject.device}, {subject.precision}"
+        f"{', compiled' if subject.compiled else ''}",
+        "first step": f"{speed.first_step:.1f} s{', compiling' if subject.compiled else ''}",
+        "step": f"{speed.milliseconds:.2f} ms, median of {speed.steps} "
+        f"({speed.fastest:.2f} to {speed.slowest:.2f})",
+        "speed": f"{speed.tokens_per_second:,.0f} tokens/s",
+        "data wait": f"{speed.data_wait:.3f} ms",
+        "memory": "not known" if speed.memory is None else f"{format_bytes(speed.memory)} at most",
+        "PaLM": _counting(speed.tflops, speed.mfu, matrix.flops),
+        "causal": _counting(speed.tflops_causal, speed.mfu_causal, matrix.flops),
+        "matrix": f"{matrix.flops / 1e12:.4g} TFLOP/s measured in {matrix.format} products of "
+        f"{matrix.size} x {matrix.size}",
+    }
+    yield from (f"{name:<12}{text}" for name, text in rows.items())
+
+
+def _counting(tflops: float, mfu: float | None, matrix: float) -> str:
+    peak = "" if mfu is None else f"{mfu:.1%} of the device's peak, "
+    return f"{tflops:.4g} TFLOP/s, {peak}{1e12 * tflops / matrix:.1%} of the measured product"
+
+
+def _parts(rows: Iterable[Row]) -> Iterator[str]:
+    stage = None
+    for row in rows:
+        if row.stage != stage:
+            yield row.stage
+            stage = row.stage
+        yield _line(f"  {row.part}", row)
+
+
+def _line(name: str, row: Row) -> str:
+    return f"{name:<48}{row.milliseconds:>10.3f}{row.share:>8.1%}"
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _NAME else f"{name[: _NAME - 1]}…"

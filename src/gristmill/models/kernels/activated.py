@@ -1,0 +1,197 @@
+"""Matrix products with an activation at their end, so that its input need not be read again.
+
+    forward    h = x W^T + b,  y = f(h)      stores h and y, or y alone where it tells enough
+    backward   dh = (dy V^T) f'(h)           V the weights of the next layer, turned
+
+    f           kept for the backward pass
+    gelu_tanh   h
+    relu2       y, since f'(h) = 2 relu(h) = 2 sqrt(y)
+
+One kernel for both: as many programs as the device has processors, each computing one tile of the
+result after the other, tiles in an order that keeps operands in the cache. Operands come by the
+copy engine of Hopper and later. Sums are in fp32; h is rounded before f, as it is where the two are
+separate. Sizes are multiples of the tile's; other shapes take the plain way.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+TILE_M, TILE_N, TILE_K = 128, 256, 64
+
+
+def linear_activation(
+    x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, activation: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """f(x W^T + b), and f's input where the backward pass needs it (else nothing)."""
+    shape = (x_MK.shape[0], weight_NK.shape[0])
+    out_MN = x_MK.new_empty(shape)
+    keeps = activation != "relu2"
+    kept_MN = x_MK.new_empty(shape) if keeps else out_MN
+    _launch(x_MK, weight_NK, bias_N, kept_MN, out_MN, activation=activation, backward=False)
+    return kept_MN if keeps else x_MK.new_empty(0), out_MN
+
+
+def activation_backward(
+    d_MK: torch.Tensor, weight_NK: torch.Tensor, kept_MN: torch.Tensor, activation: str
+) -> torch.Tensor:
+    """(d W^T) f'(h), with h or f(h) as it was kept."""
+    out_MN = torch.empty_like(kept_MN)
+    _launch(d_MK, weight_NK, None, kept_MN, out_MN, activation=activation, backward=True)
+    return out_MN
+
+
+def _launch(
+    a_MK: torch.Tensor,
+    b_NK: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    kept_MN: torch.Tensor,
+    out_MN: torch.Tensor,
+    *,
+    activation: str,
+    backward: bool,
+) -> None:
+    (m, k), n = a_MK.shape, b_NK.shape[0]
+    assert m % TILE_M == n % TILE_N == k % TILE_K == 0, "whole tiles"
+    tiles = (m // TILE_M) * (n // TILE_N)
+    programs = min(tiles, _processors(a_MK.device))
+    _product[(programs,)](
+        TensorDescriptor.from_tensor(a_MK, [TILE_M, TILE_K]),
+        TensorDescriptor.from_tensor(b_NK, [TILE_N, TILE_K]),
+        bias_N if bias_N is not None else out_MN,
+        kept_MN,
+        TensorDescriptor.from_tensor(out_MN, [TILE_M, TILE_N // 2]),
+        M=m,
+        N=n,
+        K=k,
+        PROGRAMS=programs,
+        TILE_M=TILE_M,
+        TILE_N=TILE_N,
+        TILE_K=TILE_K,
+        ACTIVATION=activation,
+        BACKWARD=backward,
+        BIASED=bias_N is not None,
+        NATIVE=a_MK.is_cuda,
+        num_warps=8,
+        num_stages=3,
+    )
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 3  # for the interpreter
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@triton.jit
+def _tanh(x, NATIVE: tl.constexpr):
+    if NATIVE:
+        return tl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    e = tl.exp(-2.0 * tl.abs(x))
+    t = (1.0 - e) / (1.0 + e)
+    return tl.where(x < 0, -t, t)
+
+
+@triton.jit
+def _activated(h, ACTIVATION: tl.constexpr, NATIVE: tl.constexpr):
+    """f(h)."""
+    if ACTIVATION == "relu2":
+        positive = tl.maximum(h, 0.0)
+        return positive * positive
+    t = _tanh(0.7978845608028654 * h * (1.0 + 0.044715 * h * h), NATIVE)
+    return 0.5 * h * (1.0 + t)
+
+
+@triton.jit
+def _slope(kept, ACTIVATION: tl.constexpr, NATIVE: tl.constexpr):
+    """f'(h), from what was kept of the forward pass."""
+    if ACTIVATION == "relu2":
+        return 2.0 * tl.sqrt(kept)
+    t = _tanh(0.7978845608028654 * kept * (1.0 + 0.044715 * kept * kept), NATIVE)
+    inner = 0.7978845608028654 * (1.0 + 0.134145 * kept * kept)
+    return 0.5 * (1.0 + t) + 0.5 * kept * (1.0 - t * t) * inner
+
+
+@triton.jit
+def _finish(
+    sums,
+    row,
+    column,
+    bias,
+    kept,
+    out,
+    N: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    BIASED: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Store one piece of the result."""
+    dtype = kept.dtype.element_ty
+    columns = column + tl.arange(0, COLUMNS)
+    rows = (row + tl.arange(0, ROWS)).to(tl.int64)
+    places = kept + rows[:, None] * N + columns[None, :]
+    if BACKWARD:
+        old = tl.load(places).to(tl.float32)
+        result = sums * _slope(old, ACTIVATION, NATIVE)
+    else:
+        if BIASED:
+            sums = sums + tl.load(bias + columns).to(tl.float32)[None, :]
+        rounded = sums.to(dtype)
+        if ACTIVATION != "relu2":
+            tl.store(places, rounded)
+        result = _activated(rounded.to(tl.float32), ACTIVATION, NATIVE)
+    out.store([row, column], result.to(dtype))
+
+
+@triton.jit
+def _product(
+    a,
+    b,
+    bias,
+    kept,
+    out,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    BIASED: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    across: tl.constexpr = N // TILE_N
+    tiles: tl.constexpr = (M // TILE_M) * across
+    rounds: tl.constexpr = (tiles + PROGRAMS - 1) // PROGRAMS
+    half: tl.constexpr = TILE_N // 2
+    program = tl.program_id(0)
+    for turn in tl.range(0, rounds, flatten=True):
+        # In the last round programs without a tile of their own do the last one again.
+        tile = tl.minimum(program + turn * PROGRAMS, tiles - 1)
+        row, column = tile // across * TILE_M, tile % across * TILE_N
+        sums = tl.zeros((TILE_M, TILE_N), tl.float32)
+        for begin in range(0, K, TILE_K):
+            sums = tl.dot(a.load([row, begin]), b.load([column, begin]).T, sums)
+        pair = tl.permute(tl.reshape(sums, (TILE_M, 2, half)), (0, 2, 1))
+        left, right = tl.split(pair)
+        _finish(
+            left, row, column, bias, kept, out,
+            N, TILE_M, half, ACTIVATION, BACKWARD, BIASED, NATIVE,
+        )  # fmt: skip
+        _finish(
+            right, row, column + half, bias, kept, out,
+            N, TILE_M, half, ACTIVATION, BACKWARD, BIASED, NATIVE,
+        )  # fmt: skip

@@ -1,0 +1,266 @@
+"""Muon: matrices move by orthogonal directions, everything else by Adam, in one optimizer.
+
+    role                             rule                      state in fp32, per parameter
+    matrix                           optim/orthogonal.py       momentum (R, C); second_moment (L)
+    embedding, table, head, vector   fused AdamW               exp_avg, exp_avg_sq, step
+
+A parameter group is what one call can do: all matrices of equal shape and parts, or all parameters
+of one other role. Each role's rate is its own setting, held as a factor of the matrices' rate, so
+that one schedule fits all.
+
+With rate lr, whose peak is LR, a step takes off this much of a matrix:
+
+    plain      lr weight_decay W
+    cautious   lr (lr / LR) weight_decay W, where the direction has the sign of W
+
+Directions need memory for the moment of a step, so a group is stepped in pieces of a limited size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.adamw import adamw
+
+from gristmill.base.errors import Problem, UserError
+from gristmill.config.roles import Role
+from gristmill.config.schema import MuonConfig
+from gristmill.optim.orthogonal import (
+    Numbers,
+    Rule,
+    build_iteration,
+    shape_scale,
+    update_matrices,
+)
+
+ADAM_LR = 4e-3
+"""Peak rate of a role that was not given its own."""
+
+PIECE = 2**27
+"""Elements that are orthogonalised at once, unless one matrix has more."""
+
+_NONE = torch.empty(0)
+
+Group = dict[str, Any]
+
+
+class Muon(torch.optim.Optimizer):
+    """Steps parameters by their role; `grad_scale` and `found_inf` act as in fused AdamW."""
+
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        config: MuonConfig,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        roles: Mapping[str, Role],
+        parts: Mapping[str, tuple[int, ...]],
+        compiled: bool | None = None,
+    ) -> None:
+        """`parts` names the rows of parameters that are several matrices; `compiled` is None for
+        CUDA only."""
+        _rates_act(config, {roles[name] for name in parameters})
+        groups = [
+            *_matrix_groups(config, parameters, roles=roles, parts=parts if config.split else {}),
+            *_adam_groups(config, parameters, roles=roles),
+        ]
+        super().__init__(groups, {"lr": config.lr})
+        self.compiled = compiled
+        self._numbers: dict[int, Numbers] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Move every parameter that has a gradient."""
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        for number, group in enumerate(self.param_groups):
+            moving = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not moving:
+                continue
+            if group["role"] is Role.MATRIX:
+                numbers = self._numbers_of(number, group, moving[0].device)
+                for piece in _pieces(moving):
+                    self._step_matrices(piece, numbers, group["rule"])
+            else:
+                self._step_adam(moving, group)
+        return result
+
+    def _numbers_of(self, number: int, group: Group, device: torch.device) -> Numbers:
+        """A group's changing numbers on the device, put there without waiting for it."""
+        if number not in self._numbers:
+            zero, one = torch.zeros((), device=device), torch.ones((), device=device)
+            self._numbers[number] = Numbers(zero, zero.clone(), zero.clone(), one, zero.clone())
+        kept = self._numbers[number]
+        follow = group["lr"] / group["peak_lr"] if group["rule"].cautious else 1.0
+        kept.lr.fill_(group["lr"])
+        kept.decay.fill_(group["lr"] * follow * group["weight_decay"])
+        kept.momentum.fill_(group["momentum"])
+        given = {
+            "divisor": getattr(self, "grad_scale", None),
+            "skip": getattr(self, "found_inf", None),
+        }
+        return kept._replace(**{k: v.reshape(()) for k, v in given.items() if v is not None})
+
+    def _step_matrices(self, piece: Sequence[nn.Parameter], numbers: Numbers, rule: Rule) -> None:
+        states = [self._matrix_state(parameter, rule) for parameter in piece]
+        compiled = self.compiled
+        if compiled is None:
+            compiled = piece[0].device.type == "cuda"
+        update = _compiled_update(rule) if compiled else update_matrices
+        update(
+            [parameter.detach() for parameter in piece],
+            [parameter.grad for parameter in piece if parameter.grad is not None],
+            [state["momentum"] for state in states],
+            [] if rule.beta2 is None else [state["second_moment"] for state in states],
+            numbers,
+            rule,
+        )
+
+    def _matrix_state(self, parameter: nn.Parameter, rule: Rule) -> dict[str, torch.Tensor]:
+        state: dict[str, torch.Tensor] = self.state[parameter]
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros_like(parameter, dtype=torch.float32)
+        length = sum(rule.moments(parameter.shape[1]))
+        # Moments of another length come from a run that split its matrices in another way.
+        if rule.beta2 is not None and state.get("second_moment", _NONE).numel() != length:
+            state["second_moment"] = torch.zeros(length, device=parameter.device)
+        return state
+
+    def _step_adam(self, moving: list[nn.Parameter], group: Group) -> None:
+        for parameter in moving:
+            state = self.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), device=parameter.device)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+        states = [self.state[parameter] for parameter in moving]
+        beta1, beta2 = group["betas"]
+        adamw(
+            list(moving),
+            [parameter.grad for parameter in moving if parameter.grad is not None],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=getattr(self, "found_inf", None),
+            amsgrad=False,
+            maximize=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+        )
+
+
+@cache
+def _compiled_update(rule: Rule) -> Callable[..., None]:
+    # Compilations are counted per code object, and few are allowed: each rule has its own.
+    code = update_matrices.__code__.replace()
+    own = FunctionType(code, update_matrices.__globals__, f"update_{sum(rule.parts)}_rows")
+    return torch.compile(own, dynamic=False)
+
+
+def _pieces(moving: Sequence[nn.Parameter]) -> Iterable[Sequence[nn.Parameter]]:
+    """Equal matrices in as few even pieces as the limit allows."""
+    at_once = max(1, PIECE // moving[0].numel())
+    length = math.ceil(len(moving) / math.ceil(len(moving) / at_once))
+    return (moving[begin : begin + length] for begin in range(0, len(moving), length))
+
+
+# ------------------------------------------------------------------ groups
+
+
+def _own_rate(config: MuonConfig, role: Role) -> float | None:
+    rate: float | None = getattr(config, f"{role}_lr")
+    return rate
+
+
+def _rates_act(config: MuonConfig, present: set[Role]) -> None:
+    """Refuse rates of roles that no parameter has."""
+    idle = [role for role in Role if role is not Role.MATRIX and role not in present]
+    problems = [
+        Problem(f"has no effect: the model has no {role}", f"optim.{role}_lr", "remove it")
+        for role in idle
+        if _own_rate(config, role) is not None
+    ]
+    if problems:
+        raise UserError(problems)
+
+
+def _matrix_groups(
+    config: MuonConfig,
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    roles: Mapping[str, Role],
+    parts: Mapping[str, tuple[int, ...]],
+) -> list[Group]:
+    equal: dict[tuple[Any, ...], list[nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        if roles[name] is Role.MATRIX:
+            assert parameter.dim() == 2, name
+            rows = parts.get(name, (parameter.shape[0],))
+            assert sum(rows) == parameter.shape[0], name
+            key = (parameter.shape[1], rows, parameter.dtype, parameter.device)
+            equal.setdefault(key, []).append(parameter)
+    return [
+        {
+            "params": members,
+            "role": Role.MATRIX,
+            "lr": config.lr,
+            "peak_lr": config.lr,
+            "momentum": config.momentum,
+            "weight_decay": config.weight_decay,
+            "rule": _rule(config, rows=rows, columns=columns, device=device),
+        }
+        for (columns, rows, _, device), members in equal.items()
+    ]
+
+
+def _rule(config: MuonConfig, *, rows: tuple[int, ...], columns: int, device: torch.device) -> Rule:
+    # Half the bits lose nothing here: the iteration itself is no closer to orthogonal.
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return Rule(
+        parts=rows,
+        scales=tuple(shape_scale(config.scale, part, columns) for part in rows),
+        iteration=build_iteration(config.coefficients, steps=config.steps, dtype=dtype),
+        nesterov=config.nesterov,
+        cautious=config.cautious,
+        beta2=_beta2(config) if config.normalise == "neurons" else None,
+    )
+
+
+def _beta2(config: MuonConfig) -> float:
+    return 0.95 if config.beta2 is None else config.beta2
+
+
+def _adam_groups(
+    config: MuonConfig, parameters: Mapping[str, nn.Parameter], *, roles: Mapping[str, Role]
+) -> list[Group]:
+    groups = []
+    for role in (Role.EMBEDDING, Role.TABLE, Role.HEAD, Role.VECTOR):
+        members = [parameter for name, parameter in parameters.items() if roles[name] is role]
+        lr = _own_rate(config, role) or ADAM_LR
+        group = {
+            "params": members,
+            "role": role,
+            "lr": lr,
+            "lr_factor": lr / config.lr,
+            "betas": (config.adam_beta1, config.adam_beta2),
+            "eps": config.adam_eps,
+            "weight_decay": 0.0 if role is Role.VECTOR else config.adam_weight_decay,
+        }
+        if members:
+            groups.append(group)
+    return groups

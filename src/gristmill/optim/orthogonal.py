@@ -1,0 +1,185 @@
+"""The arithmetic of Muon: one pure function that moves many equal matrices at once.
+
+For each matrix W (R, C) with gradient g, with a momentum mu, a rate lr and a factor s of its shape:
+
+    m <- mu m + (1 - mu) g
+    u  = mu m + (1 - mu) g      with nesterov; else m
+    X  = u / (margin |u|)       then, for each row (a, b, c) of coefficients,
+    X <- a X + (b A + c A A) X  with A = X X^T, which leaves singular vectors and moves values to 1
+    W <- W - lr s X - decay W   decay only where X and W have the same sign, if it is cautious
+
+All steps of the iteration are batched matrix products over equal shapes, on the side with fewer
+rows. The numbers that change from step to step are tensors, so that a compiled function is made
+once; a step that is skipped computes as always and then keeps what was.
+
+Shapes: N matrices, R rows, C columns; S the shorter and L the longer of the two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+Row = tuple[float, float, float]
+
+QUINTIC: Row = (3.4445, -4.7750, 2.0315)
+"""The same polynomial at every step: steep at zero; values end between about 0.7 and 1.2."""
+
+POLAR_EXPRESS: tuple[Row, ...] = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+"""Each the best polynomial for the interval that the one before leaves, for a margin of 2 %."""
+
+POLISH: Row = (1.875, -1.25, 0.375)
+"""Leaves 1 as it is to the third order: what follows when the best polynomials are used up."""
+
+TINY = 1e-12
+"""Keeps a division by a norm finite; far below the norm of any gradient that matters."""
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """How matrices are orthogonalised."""
+
+    rows: tuple[Row, ...]
+    margin: float
+    """The norm is taken this much larger, so that rounding never leaves the polynomials' range."""
+    dtype: torch.dtype
+
+
+def build_iteration(
+    kind: Literal["polar-express", "quintic"], *, steps: int, dtype: torch.dtype
+) -> Iteration:
+    """So many steps with coefficients of a kind."""
+    if kind == "quintic":
+        return Iteration((QUINTIC,) * steps, margin=1.0, dtype=dtype)
+    more = max(0, steps - len(POLAR_EXPRESS))
+    return Iteration((*POLAR_EXPRESS[:steps], *(POLISH,) * more), margin=1.02, dtype=dtype)
+
+
+def orthogonalise(x_NRC: torch.Tensor, iteration: Iteration) -> torch.Tensor:
+    """Each matrix with its singular values moved close to 1, in the iteration's number format."""
+    if x_NRC.shape[1] > x_NRC.shape[2]:
+        turned: torch.Tensor = orthogonalise(_in_order(x_NRC.mT), iteration).mT
+        return turned
+    norm_N11 = torch.linalg.vector_norm(x_NRC, dim=(1, 2), keepdim=True)
+    x_NSL: torch.Tensor = (x_NRC / (norm_N11 * iteration.margin + TINY)).to(iteration.dtype)
+    for a, b, c in iteration.rows:
+        products_NSS = torch.bmm(x_NSL, _in_order(x_NSL.mT))
+        factors_NSS = torch.baddbmm(products_NSS, products_NSS, products_NSS, beta=b, alpha=c)
+        x_NSL = torch.baddbmm(x_NSL, factors_NSS, x_NSL, beta=a)
+    return x_NSL
+
+
+def _in_order(x: torch.Tensor) -> torch.Tensor:
+    """A factor of a product: on some CPUs each turned one costs a millisecond, however small."""
+    return x.contiguous() if x.device.type == "cpu" else x
+
+
+def shape_scale(kind: Literal["shape", "rms"], rows: int, columns: int) -> float:
+    """What an orthogonal matrix of a shape is multiplied by."""
+    if kind == "rms":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1.0, rows / columns))
+
+
+def equalise(
+    x_NRC: torch.Tensor, moment_NL: torch.Tensor, beta: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Divide each line along the longer side by its root mean square over time, keeping the norm
+    of the whole; returns the new moments too."""
+    tall = x_NRC.shape[1] >= x_NRC.shape[2]
+    short = 2 if tall else 1
+    moment_NL = torch.lerp(x_NRC.square().mean(dim=short), moment_NL, beta)
+    # A line that never had a gradient is zero and stays so.
+    equal_NRC = x_NRC * moment_NL.clamp(min=1e-10).rsqrt().unsqueeze(short)
+    norms = [torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True) for x in (x_NRC, equal_NRC)]
+    return equal_NRC * (norms[0] / (norms[1] + TINY)), moment_NL
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is the same for all steps of a batch of equal matrices."""
+
+    parts: tuple[int, ...]
+    """Rows of the matrices that are stacked in each parameter."""
+    scales: tuple[float, ...]
+    """What each part's direction is multiplied by."""
+    iteration: Iteration
+    nesterov: bool
+    cautious: bool
+    beta2: float | None
+    """Memory of the moments that lines are equalised with; None leaves lines as they are."""
+
+    def moments(self, columns: int) -> tuple[int, ...]:
+        """Numbers that each part keeps for equalising: one for each line of the longer side."""
+        return tuple(max(rows, columns) for rows in self.parts)
+
+
+class Numbers(NamedTuple):
+    """What changes from step to step: tensors without dimensions, on the device."""
+
+    lr: torch.Tensor
+    decay: torch.Tensor
+    momentum: torch.Tensor
+    divisor: torch.Tensor
+    skip: torch.Tensor
+
+
+def update_matrices(
+    weights: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    momenta: Sequence[torch.Tensor],
+    moments: Sequence[torch.Tensor],
+    numbers: Numbers,
+    rule: Rule,
+) -> None:
+    """Move equal matrices and their state by one step, in place."""
+    skipped = numbers.skip > 0
+    directions = []
+    for gradient, momentum in zip(gradients, momenta, strict=True):
+        scaled = gradient.float() / numbers.divisor
+        moved = torch.lerp(scaled, momentum, numbers.momentum)
+        directions.append(torch.lerp(scaled, moved, numbers.momentum) if rule.nesterov else moved)
+        momentum.copy_(torch.where(skipped, momentum, moved))
+    direction_NRC, moments_NL = _directions(torch.stack(directions), moments, rule)
+    for moment, moved in zip(moments, moments_NL, strict=True):
+        moment.copy_(torch.where(skipped, moment, moved))
+    for weight, direction in zip(weights, direction_NRC.unbind(), strict=True):
+        before = weight.float()
+        decay = before * numbers.decay
+        if rule.cautious:
+            decay = torch.where(direction * before > 0, decay, 0.0)
+        weight.copy_(torch.where(skipped, before, before - numbers.lr * direction - decay))
+
+
+def _directions(
+    u_NRC: torch.Tensor, moments: Sequence[torch.Tensor], rule: Rule
+) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+    """Orthogonal directions of stacked matrices, part by part, equal parts together."""
+    columns = u_NRC.shape[2]
+    pieces = torch.split(u_NRC, list(rule.parts), dim=1)
+    lengths = list(rule.moments(columns))
+    olds = torch.split(torch.stack(list(moments)), lengths, dim=1) if moments else ()
+    made: dict[int, torch.Tensor] = {}
+    news: dict[int, torch.Tensor] = {}
+    for rows in sorted(set(rule.parts)):
+        which = [number for number, other in enumerate(rule.parts) if other == rows]
+        x_NRC = orthogonalise(torch.cat([pieces[n] for n in which]), rule.iteration).float()
+        if rule.beta2 is not None:
+            old_NL = torch.cat([olds[n] for n in which])
+            x_NRC, new_NL = equalise(x_NRC, old_NL, rule.beta2)
+            news.update(zip(which, new_NL.chunk(len(which)), strict=True))
+        scaled = (x_NRC * rule.scales[which[0]]).chunk(len(which))
+        made.update(zip(which, scaled, strict=True))
+    order = range(len(rule.parts))
+    joined = torch.cat([made[n] for n in order], dim=1)
+    return joined, torch.cat([news[n] for n in order], dim=1).unbind() if moments else ()

@@ -1,0 +1,51 @@
+"""Random ids in place of text, so that speed can be measured where there is none.
+
+    PREFIX.bin, PREFIX.json     documents of random ids
+    PREFIX.tokenizer/           a tokenizer with that many made-up words
+
+The set is an ordinary one, read by the ordinary loader: how long a step takes does not depend on
+what the ids say. A loss does, so nothing else should be measured with it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from tokenizers import models
+
+from gristmill.base.files import storage_errors
+from gristmill.text.tokenizers.library import TOKENIZER_FILE
+from gristmill.text.tokenizers.tokenizer import END_OF_TEXT, open_tokenizer
+from gristmill.tokens.store import create_tokens
+
+GPT2_VOCABULARY = 50257
+DOCUMENT = 1000
+"""Tokens in one document."""
+
+
+def write_random_tokens(prefix: Path, *, vocabulary: int, tokens: int = 2_000_000) -> Path:
+    """Write a token set of random ids below `vocabulary`, with its tokenizer, and return its
+    prefix."""
+    folder = Path(f"{prefix}.tokenizer")
+    with storage_errors(folder):
+        folder.mkdir(parents=True)
+        _made_up(vocabulary).save(str(folder / TOKENIZER_FILE))
+    tokenizer = open_tokenizer(folder)
+    end = tokenizer.end_of_text
+    writer = create_tokens(
+        prefix, vocab_size=tokenizer.size, end_of_text=end, tokenizer=tokenizer.spec
+    )
+    ids = np.random.default_rng(0).integers(0, end, tokens)
+    ids[DOCUMENT - 1 :: DOCUMENT] = end
+    writer.append(ids, starts=np.arange(0, tokens, DOCUMENT))
+    writer.finish()
+    return prefix
+
+
+def _made_up(vocabulary: int) -> tokenizers.Tokenizer:
+    """A tokenizer of so many words, the last of which ends a document."""
+    words = {f"word{number}": number for number in range(vocabulary - 1)}
+    words[END_OF_TEXT] = vocabulary - 1
+    return tokenizers.Tokenizer(models.WordLevel(words, unk_token="word0"))

@@ -1,0 +1,148 @@
+"""Measuring a run's step: the figures agree with one another, and nothing stays behind."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from gristmill.base.errors import Exit, UserError
+from gristmill.config.load import load_text
+from gristmill.config.schema import RunConfig
+from gristmill.train.bench import IDLE, Bench, fit_to_step, measure_run
+from gristmill.train.random_tokens import write_random_tokens
+from gristmill.train.trace import Part, Stage, Trace, Work
+
+RUN = """
+name = "small"
+folder = "{folder}/run"
+[model]
+layers = 1
+heads = 2
+width = 16
+context = 16
+vocab = 300
+[data]
+paths = "{folder}/tokens"
+[train]
+until = "4 steps"
+batch = 4
+accumulate = 2
+[runtime]
+device = "cpu"
+threads = 1
+"""
+
+
+def run_at(folder: Path, *settings: str) -> RunConfig:
+    return load_text(RUN.format(folder=folder), settings, place="test")
+
+
+def contents(folder: Path) -> dict[Path, int]:
+    """Every file with its time of change; torch may make empty folders for its caches."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary folders are made."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def test_a_real_step_is_measured_and_nothing_stays(tmp_path: Path, temporary: Path) -> None:
+    write_random_tokens(tmp_path / "tokens", vocabulary=300, tokens=5000)
+    before = contents(tmp_path)
+    found = measure_run(run_at(tmp_path), steps=3, warm_up=2)
+    assert contents(tmp_path) == before
+    assert not list(temporary.glob("gristmill-*"))
+    check_agreement(found)
+    assert not found.subject.random_tokens
+    assert (found.subject.batch, found.subject.micro_batch, found.subject.sequence) == (4, 2, 16)
+
+
+def check_agreement(found: Bench) -> None:
+    speed = found.speed
+    assert speed.steps == 3
+    assert 0 < speed.fastest <= speed.milliseconds <= speed.slowest
+    tokens = found.subject.batch * found.subject.sequence
+    assert speed.tokens_per_second == pytest.approx(1000 * tokens / speed.milliseconds)
+    assert speed.tflops > speed.tflops_causal > 0
+    stages = {row.stage: row for row in found.stages}
+    assert {Stage.DATA, Stage.FORWARD, Stage.BACKWARD, Stage.UPDATE, Stage.RECORDS} <= set(stages)
+    assert sum(row.milliseconds for row in found.stages) == pytest.approx(speed.milliseconds)
+    assert sum(row.share for row in found.stages) == pytest.approx(1)
+    for stage in (Stage.FORWARD, Stage.BACKWARD, Stage.UPDATE):
+        inside = sum(row.milliseconds for row in found.parts if row.stage == stage)
+        assert inside == pytest.approx(stages[stage].milliseconds, rel=1e-3)
+    kinds = {(row.stage, row.part) for row in found.parts}
+    assert (Stage.FORWARD, Part.MATRIX) in kinds
+    assert (Stage.BACKWARD, Part.MATRIX) in kinds
+    assert (Stage.FORWARD, Part.ATTENTION) in kinds
+    assert (Stage.FORWARD, Part.HEAD) in kinds
+    assert (Stage.UPDATE, Part.OPTIMIZER) in kinds
+    assert len(found.kernels) == 10
+
+
+@pytest.mark.parametrize("order", ["shuffled", "megatron"])
+def test_random_tokens_stand_in_for_token_files(
+    tmp_path: Path, temporary: Path, order: str
+) -> None:
+    config = run_at(tmp_path, f"data.order={order}", "train.until=1T tokens")
+    found = measure_run(config, steps=2, warm_up=1, random_tokens=True)
+    assert found.subject.random_tokens
+    assert found.subject.vocabulary == 300
+    assert not contents(tmp_path)
+    assert not list(temporary.glob("gristmill-*"))
+
+
+def test_a_batch_that_grows_is_measured_at_its_full_size(tmp_path: Path, temporary: Path) -> None:
+    ramp = "train.ramp={start = 2, by = 2, over = '2 steps'}"
+    found = measure_run(run_at(tmp_path, ramp), steps=2, warm_up=1, random_tokens=True)
+    tokens = 4 * 16
+    assert found.speed.tokens_per_second == pytest.approx(1000 * tokens / found.speed.milliseconds)
+
+
+def test_all_missing_token_files_are_named_with_the_way_out(tmp_path: Path) -> None:
+    paths = f'data.paths=["{tmp_path}/one", "{tmp_path}/two"]'
+    with pytest.raises(UserError) as caught:
+        measure_run(run_at(tmp_path, paths))
+    assert caught.value.exit is Exit.DATA
+    assert [Path(problem.where or "").name for problem in caught.value.problems] == ["one", "two"]
+    assert all("--random-tokens" in (one.remedy or "") for one in caught.value.problems)
+
+
+WORK = (
+    Work("nvjet", Stage.FORWARD, Part.MATRIX, 0.010),
+    Work("nvjet", Stage.FORWARD, Part.HEAD, 0.004),
+    Work("nvjet", Stage.BACKWARD, Part.MATRIX, 0.020),
+    Work("multi_tensor_apply_kernel", Stage.UPDATE, Part.OPTIMIZER, 0.006),
+)
+
+
+def test_what_kernels_leave_of_a_gpus_step_is_idle_time() -> None:
+    trace = Trace(WORK, {Stage.FORWARD: 0.03, Stage.DATA: 0.001}, seconds=0.08)
+    tables = fit_to_step(trace, step=0.025, on_gpu=True, profiled=2)
+    assert {row.stage: row.milliseconds for row in tables.stages} == pytest.approx(
+        {Stage.FORWARD: 7, Stage.BACKWARD: 10, Stage.UPDATE: 3, IDLE: 5}
+    )
+    assert sum(row.share for row in tables.stages) == pytest.approx(1)
+    assert [(kernel.name, kernel.part) for kernel in tables.kernels] == [
+        ("nvjet", Part.MATRIX),
+        ("multi_tensor_apply_kernel", Part.OPTIMIZER),
+        ("nvjet", Part.HEAD),
+    ]
+    assert {row.stage: row.milliseconds for row in tables.host} == pytest.approx(
+        {Stage.FORWARD: 15, Stage.DATA: 0.5}
+    )
+
+
+def test_kernels_that_fill_more_than_the_step_leave_no_idle_time() -> None:
+    trace = Trace(WORK, {Stage.FORWARD: 0.03}, seconds=0.08)
+    tables = fit_to_step(trace, step=0.019, on_gpu=True, profiled=2)
+    idle = next(row for row in tables.stages if row.stage == IDLE)
+    assert idle.milliseconds == pytest.approx(0)
+    assert sum(row.milliseconds for row in tables.stages) == pytest.approx(20)
