@@ -23,13 +23,13 @@ from gristmill.track.folder import RunFolder
 from gristmill.track.metrics import SampleRecord, ValidationRecord, read_metrics
 
 VOCABULARY = 2048
-STEPS = 750
+STEPS = 300
 
 RUN = """\
 # The demo's run file. Change something, and run it under another name:
-#   gristmill train {file} name=second folder=runs/second optim.lr=1e-3
+#   gristmill train {file} name=second folder=runs/second optim.lr=0.01
 name   = "demo"
-preset = "gpt2-nano"
+preset = "modern-nano"
 folder = "{folder}"
 
 [data]
@@ -39,14 +39,6 @@ split = "95,5"
 [train]
 until = "{steps} steps"
 batch = 8
-
-[optim]
-lr = 3e-3
-
-[schedule]
-type   = "cosine"
-warmup = 0.05
-min_lr = 1e-4
 
 [validate]
 every   = "{validate} steps"

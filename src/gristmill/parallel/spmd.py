@@ -44,7 +44,7 @@ class SingleDevice:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         wanted = config.runtime.compile
         compiles = world.device.type == "cuda" if wanted is None else wanted
-        self.forward = torch.compile(model, dynamic=False) if compiles else model
+        self.forward = torch.compile(model, dynamic=False, fullgraph=True) if compiles else model
 
     def accumulate(self, batches: Sequence[Batch], progress: Progress) -> StepResult:
         """Gradients of the mean loss over all counted tokens of the step."""

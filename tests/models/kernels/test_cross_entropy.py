@@ -45,7 +45,10 @@ def test_losses_and_gradients(
     losses = cross_entropy_(logits, targets, factors, vocab=vocab, cap=cap)
 
     assert torch.equal(only_losses, losses)
-    torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    # The GPU's own tanh, used for half precision, is exact to 11 bits.
+    rough = cap is not None and DEVICE == "cuda" and dtype != torch.float32
+    tolerances = {"rtol": 1e-3, "atol": 5e-3} if rough else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(losses.double(), expected.detach(), **tolerances)
     error = (logits[:, :vocab].double() - exact.grad).norm() / exact.grad.norm()
     assert error < tolerance
     assert not logits[:, vocab:].any()

@@ -9,7 +9,7 @@
 
 One kernel for both: as many programs as the device has processors, each computing one tile of the
 result after the other, tiles in an order that keeps operands in the cache. Operands come by the
-copy engine of Hopper and later. Sums are in fp32; h is rounded before f, as it is where the two are
+copy engine of Hopper and later, which also stores the results. Sums are in fp32; h is rounded before f, as it is where the two are
 separate. Sizes are multiples of the tile's; other shapes take the plain way.
 """
 
@@ -64,7 +64,7 @@ def _launch(
         TensorDescriptor.from_tensor(a_MK, [TILE_M, TILE_K]),
         TensorDescriptor.from_tensor(b_NK, [TILE_N, TILE_K]),
         bias_N if bias_N is not None else out_MN,
-        kept_MN,
+        TensorDescriptor.from_tensor(kept_MN, [TILE_M, TILE_N // 2]),
         TensorDescriptor.from_tensor(out_MN, [TILE_M, TILE_N // 2]),
         M=m,
         N=n,
@@ -128,8 +128,6 @@ def _finish(
     bias,
     kept,
     out,
-    N: tl.constexpr,
-    ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BACKWARD: tl.constexpr,
@@ -137,19 +135,17 @@ def _finish(
     NATIVE: tl.constexpr,
 ):
     """Store one piece of the result."""
-    dtype = kept.dtype.element_ty
-    columns = column + tl.arange(0, COLUMNS)
-    rows = (row + tl.arange(0, ROWS)).to(tl.int64)
-    places = kept + rows[:, None] * N + columns[None, :]
     if BACKWARD:
-        old = tl.load(places).to(tl.float32)
-        result = sums * _slope(old, ACTIVATION, NATIVE)
+        old = kept.load([row, column])
+        dtype = old.dtype
+        result = sums * _slope(old.to(tl.float32), ACTIVATION, NATIVE)
     else:
+        dtype = bias.dtype.element_ty
         if BIASED:
-            sums = sums + tl.load(bias + columns).to(tl.float32)[None, :]
+            sums = sums + tl.load(bias + column + tl.arange(0, COLUMNS)).to(tl.float32)[None, :]
         rounded = sums.to(dtype)
         if ACTIVATION != "relu2":
-            tl.store(places, rounded)
+            kept.store([row, column], rounded)
         result = _activated(rounded.to(tl.float32), ACTIVATION, NATIVE)
     out.store([row, column], result.to(dtype))
 
@@ -187,11 +183,6 @@ def _product(
             sums = tl.dot(a.load([row, begin]), b.load([column, begin]).T, sums)
         pair = tl.permute(tl.reshape(sums, (TILE_M, 2, half)), (0, 2, 1))
         left, right = tl.split(pair)
-        _finish(
-            left, row, column, bias, kept, out,
-            N, TILE_M, half, ACTIVATION, BACKWARD, BIASED, NATIVE,
-        )  # fmt: skip
-        _finish(
-            right, row, column + half, bias, kept, out,
-            N, TILE_M, half, ACTIVATION, BACKWARD, BIASED, NATIVE,
-        )  # fmt: skip
+        _finish(left, row, column, bias, kept, out, half, ACTIVATION, BACKWARD, BIASED, NATIVE)
+        column += half
+        _finish(right, row, column, bias, kept, out, half, ACTIVATION, BACKWARD, BIASED, NATIVE)

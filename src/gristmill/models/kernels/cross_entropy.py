@@ -11,8 +11,8 @@ which meet at the end, the second writes. A row of 50 thousand bf16 logits fits 
 sees it read once and written once. Everything is computed in fp32, whatever the logits' format.
 Columns from `vocab` on are padding: never predicted, gradient zero.
 
-With a cap no logit is above it, so the cap serves as the maximum. tanh is the GPU's own instruction
-there, exact to 11 bits, three more than a bf16 logit has.
+With a cap no logit is above it, so the cap serves as the maximum. For half-precision logits tanh is
+the GPU's own instruction, exact to 11 bits, three more than a bf16 logit has.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def cross_entropy_(
         COLUMNS=columns,
         CAPPED=cap is not None,
         GRADIENT=factors_N is not None,
-        NATIVE=logits_NV.is_cuda,
+        NATIVE=logits_NV.is_cuda and logits_NV.element_size() == 2,
         BLOCK=min(BLOCK, triton.next_power_of_2(columns)),
         num_warps=WARPS,
     )
