@@ -225,6 +225,28 @@ ADDED = {
         "run.toml:13: precision.loss_scale: has no effect with compute = 'bf16'\n"
         '    only "fp16" needs a loss scale',
     ),
+    "fp8 without bf16": (
+        '[precision]\nfp8 = ["head"]',
+        "run.toml:11: precision.fp8: needs compute = 'bf16', not 'fp32'\n"
+        '    set precision.compute = "bf16", or leave fp8 out',
+    ),
+    "fp8 in a part that has none": (
+        '[precision]\ncompute = "bf16"\nfp8 = ["embedding"]',
+        "run.toml:12: precision.fp8.0: input should be 'head' (it is 'embedding')",
+    ),
+    "fp8 as a word": (
+        '[precision]\ncompute = "bf16"\nfp8 = "head"',
+        "run.toml:12: precision.fp8: input should be a valid tuple (it is 'head')",
+    ),
+    "fp8 with a width that is no multiple": (
+        '[model]\nwidth = 24\nheads = 4\n[precision]\ncompute = "bf16"\nfp8 = ["head"]',
+        "run.toml:11: model.width: 24 is not a multiple of 16, which products in fp8 need\n"
+        "    change it, or leave precision.fp8 out",
+    ),
+    "fp8 with a vocabulary that is no multiple": (
+        '[model]\nvocab_multiple = 8\n[precision]\ncompute = "bf16"\nfp8 = ["head"]',
+        "run.toml:11: model.vocab_multiple: 8 is not a multiple of 16, which products in fp8 need",
+    ),
     "lowest scale above the first": (
         '[precision]\ncompute = "fp16"\nloss_scale = { initial = 4.0, minimum = 8.0 }',
         "run.toml:12: precision.loss_scale.minimum: 8.0 is above the initial scale 4.0",

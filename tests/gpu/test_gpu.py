@@ -59,6 +59,23 @@ def test_all_ways_of_computing_agree(make_run: MakeRun) -> None:
         assert ours == pytest.approx(reference, rel=tolerance), extra
 
 
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
+    reason="needs a device with fp8",
+)
+@pytest.mark.parametrize("cap", ["", "model.logit_cap=15.0"])
+def test_a_head_in_fp8_agrees_with_bf16(make_run: MakeRun, cap: str) -> None:
+    settings = (*ON_GPU, 'precision.compute="bf16"', *([cap] if cap else []))
+    reference = losses(make_run(*settings, "runtime.compile=true"))
+    results = []
+    for extra in ("runtime.compile=false", "runtime.compile=true"):
+        ours = losses(make_run(*settings, extra, 'precision.fp8=["head"]'))
+        assert ours == pytest.approx(reference, rel=0.02), extra
+        assert ours != reference
+        results.append(ours)
+    assert results[0] == pytest.approx(results[1], rel=0.02)
+
+
 def test_fp16_skips_until_the_scale_fits(make_run: MakeRun) -> None:
     config = make_run(*ON_GPU, 'precision.compute="fp16"', "precision.loss_scale.hysteresis=1")
     result = losses(config, steps=40)

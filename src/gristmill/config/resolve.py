@@ -27,6 +27,9 @@ from gristmill.config.schema import (
 
 Broken = tuple[tuple[str, ...], Problem]
 
+FP8_MULTIPLE = 16
+"""Matrix products in fp8 are of sizes that are multiples of this."""
+
 SHAPE_FREE = {
     "start",
     "dropout",
@@ -376,6 +379,20 @@ def _loss_scale_acts(config: RunConfig) -> Iterator[Broken]:
         yield ("precision", "loss_scale", "minimum"), Problem(what)
 
 
+def _fp8_fits(config: RunConfig) -> Iterator[Broken]:
+    precision, model = config.precision, config.model
+    if not precision.fp8:
+        return
+    if precision.compute != "bf16":
+        what = f"needs compute = 'bf16', not {precision.compute!r}"
+        remedy = 'set precision.compute = "bf16", or leave fp8 out'
+        yield ("precision", "fp8"), Problem(what, remedy=remedy)
+    for name, size in (("width", model.width), ("vocab_multiple", model.vocab_multiple)):
+        if size % FP8_MULTIPLE:
+            what = f"{size} is not a multiple of {FP8_MULTIPLE}, which products in fp8 need"
+            yield ("model", name), Problem(what, remedy="change it, or leave precision.fp8 out")
+
+
 def _schedule_fits(config: RunConfig) -> Iterator[Broken]:
     schedule = config.schedule
     min_lr = getattr(schedule, "min_lr", 0.0)
@@ -454,6 +471,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Broken]], ...] = (
     _order_settings_act,
     _documents_agree,
     _loss_scale_acts,
+    _fp8_fits,
     _schedule_fits,
     _muon_settings_act,
     _start_agrees,

@@ -368,6 +368,12 @@ class PrecisionConfig(Settings):
     """Format of matrix products and activations; weights and optimizer state stay in fp32."""
     tf32: bool = True
     """Let fp32 matrix products on NVIDIA GPUs use TF32: faster, about three digits."""
+    fp8: Annotated[tuple[Literal["head"], ...], Field(strict=False)] = ()
+    """Parts of the model whose matrix products are in fp8 while it trains; only with compute =
+    "bf16", on NVIDIA GPUs since Ada and Hopper. "head" is the last layer with its loss: faster
+    where the vocabulary is large beside the model. Its inputs then have 4 significant bits and the
+    gradients of its logits 3, so the training loss and all gradients carry some noise; validation
+    stays in bf16."""
     loss_scale: LossScaleConfig | None = None
     """Rules of the loss scale; only with compute = "fp16"."""
 

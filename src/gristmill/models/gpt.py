@@ -119,6 +119,7 @@ class GPT(nn.Module):
                 scale=scale,
                 cap=self.config.logit_cap,
                 kernel=self.kernels.loss,
+                fp8=self.kernels.head_fp8,
             )
         if last_only:
             hidden_BTD = hidden_BTD[:, -1:]

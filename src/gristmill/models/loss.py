@@ -11,12 +11,14 @@ in the forward pass, which also lets fp16 gradients be scaled before they are ro
 
 With the Triton kernel the logits stay in the format of the hidden states and are turned into their
 gradient at once, computed in fp32; without it plain operations on fp32 logits do the same. The
-whole is one opaque operator for the compiler.
+products may be in fp8 where gradients are wanted (`kernels/head_fp8.py`); a loss that is only
+measured never is. The whole is one opaque operator for the compiler.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -38,14 +40,16 @@ def linear_cross_entropy(
     scale: torch.Tensor | None = None,
     cap: float | None = None,
     kernel: bool = False,
+    fp8: bool = False,
 ) -> Loss:
     """Loss summed over tokens; rows of the head from `vocab` on are padding and cannot be
-    predicted. `kernel`: in Triton."""
+    predicted. `kernel`: in Triton. `fp8`: matrix products in fp8 (in Triton too) if there will be
+    gradients."""
     if scale is None:
         scale = torch.ones((), device=hidden_ND.device)
     scaled, total = _LinearCrossEntropy.apply(
         *(hidden_ND, head_VD, targets_N, weights_N, scale),
-        *(vocab, cap, kernel, torch.is_grad_enabled()),
+        *(vocab, cap, kernel, fp8, torch.is_grad_enabled()),
     )
     return Loss(scaled, total)
 
@@ -73,11 +77,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         vocab: int,
         cap: float | None,
         kernel: bool,
+        fp8: bool,
         wants_gradient: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         total, d_hidden, d_head = _sliced(
             *(hidden_ND, head_VD, targets_N, weights_N, scale),
-            *(vocab, cap, kernel, wants_gradient),
+            *(vocab, cap, kernel, fp8, wants_gradient),
         )
         ctx.save_for_backward(d_hidden, d_head)
         ctx.mark_non_differentiable(total)
@@ -87,7 +92,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         d_hidden, d_head = ctx.saved_tensors
         outer = gradients[0]
-        nothing = (None,) * 7
+        nothing = (None,) * 8
         return d_hidden * outer.to(d_hidden.dtype), d_head * outer.to(d_head.dtype), *nothing
 
 
@@ -101,42 +106,99 @@ def _sliced(
     vocab: int,
     cap: float | None,
     kernel: bool,
+    fp8: bool,
     wants_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The summed loss and the scaled gradients of hidden states and head (empty if not wanted)."""
     device, dtype = hidden_ND.device, hidden_ND.dtype
-    rows = head_VD.shape[0]
-    head = head_VD.to(dtype)
     total = torch.zeros((), dtype=torch.float32, device=device)
     d_hidden = torch.empty_like(hidden_ND) if wants_gradient else hidden_ND.new_empty(0)
     d_head = torch.zeros_like(head_VD) if wants_gradient else head_VD.new_empty(0)
-    step = slice_length(rows, width=dtype.itemsize if kernel else 4, device=device)
-    compute = _triton_slice if kernel else _plain_slice
+    width = dtype.itemsize if kernel or fp8 else 4
+    step = slice_length(head_VD.shape[0], width=width, device=device)
+    head: _Head = (
+        _fp8_head(head_VD, dtype, scale, vocab, cap)
+        if fp8 and wants_gradient
+        else _PlainHead(head_VD.to(dtype), scale.float(), vocab, cap, kernel)
+    )
     for start in range(0, hidden_ND.shape[0], step):
         part = slice(start, start + step)
         weights = None if weights_N is None else weights_N[part].float()
-        factors = None
-        if wants_gradient:
-            ones = torch.ones_like(targets_N[part], dtype=torch.float32)
-            factors = scale.float() * (ones if weights is None else weights)
-        logits = hidden_ND[part] @ head.T
-        losses, d_logits = compute(logits, targets_N[part], factors, vocab, cap)
+        losses = head.losses(
+            *(hidden_ND[part], targets_N[part], weights),
+            d_hidden_ND=d_hidden[part] if wants_gradient else None,
+            d_head_VD=d_head if wants_gradient else None,
+        )
         total += losses.sum() if weights is None else (losses * weights).sum()
-        if wants_gradient:
-            torch.mm(d_logits, head, out=d_hidden[part])
-            _add_product(d_head, d_logits, hidden_ND[part])
-        del logits, d_logits  # before the next slice's are made
     return total, d_hidden, d_head
 
 
 @_sliced.register_fake
 def _(  # type: ignore[no-untyped-def]
-    hidden_ND, head_VD, targets_N, weights_N, scale, vocab, cap, kernel, wants_gradient
+    hidden_ND, head_VD, targets_N, weights_N, scale, vocab, cap, kernel, fp8, wants_gradient
 ):
     total = hidden_ND.new_empty((), dtype=torch.float32)
     if not wants_gradient:
         return total, hidden_ND.new_empty(0), head_VD.new_empty(0)
     return total, torch.empty_like(hidden_ND), torch.empty_like(head_VD)
+
+
+class _Head(Protocol):
+    """A head in some format, and what it does with slices of tokens."""
+
+    def losses(
+        self,
+        hidden_ND: torch.Tensor,
+        targets_N: torch.Tensor,
+        weights_N: torch.Tensor | None,
+        *,
+        d_hidden_ND: torch.Tensor | None,
+        d_head_VD: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Losses of a slice, unweighted. Where there is room for gradients, they are written to the
+        hidden states' and added to the head's."""
+        ...
+
+
+def _fp8_head(
+    head_VD: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor, vocab: int, cap: float | None
+) -> _Head:
+    from gristmill.models.kernels.head_fp8 import Fp8Head
+
+    assert dtype is torch.bfloat16, "the rules saw to that"
+    return Fp8Head(head_VD, scale=scale.float(), vocab=vocab, cap=cap)
+
+
+@dataclass(frozen=True)
+class _PlainHead:
+    """The head in the format of the hidden states."""
+
+    head_VD: torch.Tensor
+    scale: torch.Tensor
+    vocab: int
+    cap: float | None
+    kernel: bool
+
+    def losses(
+        self,
+        hidden_ND: torch.Tensor,
+        targets_N: torch.Tensor,
+        weights_N: torch.Tensor | None,
+        *,
+        d_hidden_ND: torch.Tensor | None,
+        d_head_VD: torch.Tensor | None,
+    ) -> torch.Tensor:
+        factors_N = None
+        if d_hidden_ND is not None:
+            ones_N = torch.ones_like(targets_N, dtype=torch.float32)
+            factors_N = self.scale * (ones_N if weights_N is None else weights_N)
+        compute = _triton_slice if self.kernel else _plain_slice
+        logits_NV = hidden_ND @ self.head_VD.T
+        losses_N, d_logits_NV = compute(logits_NV, targets_N, factors_N, self.vocab, self.cap)
+        if d_hidden_ND is not None and d_head_VD is not None:
+            torch.mm(d_logits_NV, self.head_VD, out=d_hidden_ND)
+            _add_product(d_head_VD, d_logits_NV, hidden_ND)
+        return losses_N
 
 
 def _triton_slice(

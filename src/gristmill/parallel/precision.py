@@ -1,7 +1,7 @@
 """Number formats of the computation, and the loss scale that fp16 needs.
 
 Weights, gradients and the optimizer's state are in fp32; a model computes in the format of its
-stream (see `models/layers.py`).
+stream (see `models/layers.py`), and parts of it in fp8 where that was asked for.
 
 The dynamic loss scale follows Megatron: an overflow uses up one unit of hysteresis, and once that
 is spent halves the scale (not below the minimum); `window` steps in a row without overflow double
@@ -15,7 +15,10 @@ from typing import Any
 
 import torch
 
+from gristmill.base.errors import UserError
 from gristmill.config.schema import LossScaleConfig, PrecisionConfig
+from gristmill.models.kernels.support import kernels_for
+from gristmill.models.spec import Kernels
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -81,3 +84,26 @@ class Precision:
         if self.config.compute != "fp16":
             return None
         return LossScale.start(self.config.loss_scale or LossScaleConfig(), self.device)
+
+    def kernels(self, *, wanted: bool) -> Kernels:
+        """The kernels of a run on its device. fp8 has no plain version, so that without its kernel
+        there is no run."""
+        usable = kernels_for(self.device) if wanted else Kernels()
+        if self.config.fp8 and not usable.head_fp8:
+            raise UserError(
+                f"no products in fp8: {self._obstacle(wanted)}",
+                where="precision.fp8",
+                remedy="leave it out, or train on an NVIDIA GPU since Ada and Hopper, with kernels",
+            )
+        return usable._replace(head_fp8="head" in self.config.fp8)
+
+    def _obstacle(self, wanted: bool) -> str:
+        """Why there is no kernel for fp8."""
+        if self.device.type != "cuda":
+            return f"the run is on {self.device.type}"
+        if not wanted:
+            return "runtime.kernels is false"
+        if not kernels_for(self.device).loss:
+            return "Triton is not installed"
+        major, minor = torch.cuda.get_device_capability(self.device)
+        return f"the GPU's compute capability is {major}.{minor}, and fp8 begins at 8.9"

@@ -21,8 +21,7 @@ from gristmill.base.units import Progress
 from gristmill.config.schema import RunConfig
 from gristmill.data.loader import Batch
 from gristmill.models.gpt import GPT
-from gristmill.models.kernels.support import kernels_for
-from gristmill.models.spec import Kernels, Loss
+from gristmill.models.spec import Loss
 from gristmill.optim.build import decide_step
 from gristmill.parallel.precision import Precision
 from gristmill.parallel.strategy import StepResult
@@ -40,7 +39,7 @@ class SingleDevice:
         self.precision = Precision(config.precision, world.device)
         self.loss_scale = self.precision.loss_scale()
         model.compute = self.precision.dtype
-        model.kernels = kernels_for(world.device) if config.runtime.kernels else Kernels()
+        model.kernels = self.precision.kernels(wanted=config.runtime.kernels)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         wanted = config.runtime.compile
         compiles = world.device.type == "cuda" if wanted is None else wanted

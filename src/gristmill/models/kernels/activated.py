@@ -9,8 +9,9 @@
 
 One kernel for both: as many programs as the device has processors, each computing one tile of the
 result after the other, tiles in an order that keeps operands in the cache. Operands come by the
-copy engine of Hopper and later, which also stores the results. Sums are in fp32; h is rounded before f, as it is where the two are
-separate. Sizes are multiples of the tile's; other shapes take the plain way.
+copy engine of Hopper and later, which also stores the results. Sums are in fp32; h is rounded
+before f, as it is where the two are separate. Sizes are multiples of the tile's; other shapes take
+the plain way.
 """
 
 from __future__ import annotations

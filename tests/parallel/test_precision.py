@@ -1,0 +1,58 @@
+"""Which kernels a run gets, and what it is told where fp8 cannot be."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from gristmill.base.errors import Exit, UserError
+from gristmill.config.schema import PrecisionConfig
+from gristmill.models.spec import Kernels
+from gristmill.parallel.precision import Precision
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+FP8 = PrecisionConfig(compute="bf16", fp8=("head",))
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A Hopper with Triton, as far as anyone asks."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    return monkeypatch
+
+
+def complaint(device: torch.device, *, wanted: bool = True) -> str:
+    with pytest.raises(UserError) as caught:
+        Precision(FP8, device).kernels(wanted=wanted)
+    error = caught.value
+    assert error.exit is Exit.CONFIG
+    assert [problem.where for problem in error.problems] == ["precision.fp8"]
+    assert error.problems[0].remedy
+    return error.problems[0].what
+
+
+def test_fp8_is_used_only_where_it_was_asked_for(pretend: pytest.MonkeyPatch) -> None:
+    asked, not_asked = Precision(FP8, CUDA), Precision(PrecisionConfig(compute="bf16"), CUDA)
+    assert asked.kernels(wanted=True) == Kernels(loss=True, mlp=True, head_fp8=True)
+    assert not_asked.kernels(wanted=True) == Kernels(loss=True, mlp=True)
+    assert not_asked.kernels(wanted=False) == Kernels()
+    pretend.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert asked.kernels(wanted=True) == Kernels(loss=True, head_fp8=True)
+
+
+def test_fp8_needs_a_device_that_has_it(pretend: pytest.MonkeyPatch) -> None:
+    assert complaint(CPU) == "no products in fp8: the run is on cpu"
+    assert complaint(CUDA, wanted=False) == "no products in fp8: runtime.kernels is false"
+    pretend.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    assert complaint(CUDA) == (
+        "no products in fp8: the GPU's compute capability is 8.6, and fp8 begins at 8.9"
+    )
+    pretend.setattr(importlib.util, "find_spec", lambda name: None)
+    assert complaint(CUDA) == "no products in fp8: Triton is not installed"
+
+
+def test_without_fp8_every_device_will_do() -> None:
+    assert Precision(PrecisionConfig(), CPU).kernels(wanted=True) == Kernels()
