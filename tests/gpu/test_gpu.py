@@ -37,7 +37,7 @@ def losses(config: RunConfig, steps: int = 12) -> list[float]:
     cpu = build_model(config.model, vocab=257, device=torch.device("cpu"))
     cpu.initialise(1)  # the same start on every device
     model.load_state_dict(cpu.state_dict())
-    optimizer = build_optimizer(config.optim, model)
+    optimizer = build_optimizer(config.optim, model, compiled=config.runtime.compile)
     strategy = SingleDevice(config, model=model, optimizer=optimizer, world=world)
     rng = np.random.default_rng(0)
     batch = [make_batch(rng.integers(0, 257, (8, 65)))]
@@ -53,6 +53,7 @@ def test_all_ways_of_computing_agree(make_run: MakeRun) -> None:
         (("runtime.compile=false",), 1e-4),
         (("runtime.compile=true",), 1e-4),
         (("runtime.compile=true", 'precision.compute="bf16"'), 0.03),
+        (("runtime.compile=true", 'precision.compute="bf16"', "runtime.kernels=false"), 0.03),
         (("runtime.compile=true", 'train.recompute="full"'), 1e-4),
     ):
         ours = losses(make_run(*ON_GPU, *extra))
@@ -74,6 +75,14 @@ def test_a_head_in_fp8_agrees_with_bf16(make_run: MakeRun, cap: str) -> None:
         assert ours != reference
         results.append(ours)
     assert results[0] == pytest.approx(results[1], rel=0.02)
+
+
+def test_muon_compiled_and_not(make_run: MakeRun) -> None:
+    settings = (*ON_GPU[:-1], 'optim.type="muon"', 'precision.compute="bf16"')
+    plain = losses(make_run(*settings, "runtime.compile=false"))
+    compiled = losses(make_run(*settings, "runtime.compile=true"))
+    assert compiled == pytest.approx(plain, rel=0.03)
+    assert plain[-1] < plain[0] - 0.5
 
 
 def test_fp16_skips_until_the_scale_fits(make_run: MakeRun) -> None:

@@ -377,6 +377,11 @@ class PrecisionConfig(Settings):
     loss_scale: LossScaleConfig | None = None
     """Rules of the loss scale; only with compute = "fp16"."""
 
+    @property
+    def described(self) -> str:
+        """The formats in words, such as "bf16, head in fp8"."""
+        return self.compute + "".join(f", {part} in fp8" for part in self.fp8)
+
 
 class RuntimeConfig(Settings):
     """The machine."""

@@ -357,7 +357,7 @@ def _subject(parts: Assembly, *, random_tokens: bool) -> Subject:
         sequence=numbers.sequence,
         vocabulary=numbers.vocab,
         device=parts.world.name,
-        precision=config.precision.compute,
+        precision=config.precision.described,
         compiled=_on_gpu(parts) if compiled is None else compiled,
         random_tokens=random_tokens,
     )

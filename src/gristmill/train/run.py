@@ -92,7 +92,7 @@ def _announce(parts: Assembly, tracker: Tracker, resumed: Resumed) -> None:
     tracker.say(
         f"{parts.config.name}: {format_count(parameters)} parameters, vocabulary {numbers.vocab}, "
         f"batch {_batch_words(numbers)}, "
-        f"{parts.config.precision.compute} on {parts.world.name}"
+        f"{parts.config.precision.described} on {parts.world.name}"
     )
     if resumed.checkpoint is not None:
         tracker.say(f"resuming from {resumed.checkpoint.name}")
