@@ -50,7 +50,7 @@ docs: $(DEV) ## build the documentation into site/, warnings are errors
 bench: $(RUNTIME) ## run benchmarks/BENCH.py with ARGS; without BENCH, list them
 ifeq ($(strip $(BENCH)),)
 	@echo 'usage: make bench BENCH=name [ARGS="--help"]; there are:'
-	@ls benchmarks/*.py 2>/dev/null | sed -E 's|benchmarks/(.*)\.py|  \1|' || true
+	@grep -l __main__ benchmarks/*.py | sed -E 's|benchmarks/(.*)\.py|  \1|'
 else
 	$(BIN)/python benchmarks/$(BENCH).py $(ARGS)
 endif

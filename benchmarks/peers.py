@@ -17,11 +17,13 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -108,10 +110,10 @@ def build_nanogpt(config: RunConfig, checkout: Path, tokens: Path) -> System:
         loss: torch.Tensor = forward(inputs, targets)[1]
         return loss
 
-    return _plain_system(config, model, optimizer, loss_of, windows(config, tokens))
+    return plain_system(config, model, optimizer, loss_of, windows(config, tokens))
 
 
-def nanogpt_model(config: RunConfig, checkout: Path) -> Any:
+def nanogpt_model(config: RunConfig, checkout: Path, *, seed: int = 0) -> Any:
     module = _nanogpt_module(checkout)
     settings = module.GPTConfig(
         block_size=config.model.context,
@@ -122,7 +124,7 @@ def nanogpt_model(config: RunConfig, checkout: Path) -> Any:
         dropout=0.0,
         bias=config.model.bias,
     )
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     with contextlib.redirect_stdout(io.StringIO()), torch.device(device_of(config)):
         return module.GPT(settings)
 
@@ -138,6 +140,15 @@ def _nanogpt_module(checkout: Path) -> Any:
         sys.modules["nanogpt_model"] = module
         spec.loader.exec_module(module)
     return sys.modules["nanogpt_model"]
+
+
+def nanogpt_rate(step: int, *, steps: int, peak: float) -> float:
+    """nanoGPT's schedule: a warm-up over 5 % of the steps, then a cosine to a tenth."""
+    warmup = round(0.05 * steps)
+    if step < warmup:
+        return peak * (step + 1) / (warmup + 1)
+    done = (step - warmup) / max(1, steps - warmup)
+    return peak * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
 
 
 def build_transformers(config: RunConfig, tokens: Path) -> System:
@@ -158,7 +169,7 @@ def build_transformers(config: RunConfig, tokens: Path) -> System:
         loss: torch.Tensor = forward(input_ids=inputs, labels=inputs, use_cache=False).loss
         return loss
 
-    return _plain_system(config, model, optimizer, loss_of, windows(config, tokens))
+    return plain_system(config, model, optimizer, loss_of, windows(config, tokens))
 
 
 def transformers_model(config: RunConfig, *, activation: str) -> Any:
@@ -186,11 +197,13 @@ def transformers_model(config: RunConfig, *, activation: str) -> Any:
     return model.float().train()
 
 
-def windows(config: RunConfig, tokens: Path) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def windows(
+    config: RunConfig, tokens: Path, *, seed: int = 0
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Inputs and targets from random places, read and sent to the device as nanoGPT does."""
     context, batch = numbers_of(config).sequence, numbers_of(config).batch
     ids = np.memmap(f"{tokens}.bin", dtype=np.uint16, mode="r")
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     while True:
         starts = torch.randint(len(ids) - context, (batch,), generator=generator)
         rows = [ids[at : at + context + 1].astype(np.int64) for at in starts.tolist()]
@@ -202,7 +215,7 @@ def windows(config: RunConfig, tokens: Path) -> Iterator[tuple[torch.Tensor, tor
         yield inputs, targets
 
 
-def _plain_system(
+def plain_system(
     config: RunConfig,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -224,6 +237,32 @@ def _plain_system(
         return loss.detach()
 
     return System(step)
+
+
+class Stopwatch:
+    """Seconds between the ends of steps in the device's own time, as our records have them."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.seconds = device, list[float]()
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        if self.device == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.monotonic())
+
+    def settle(self) -> None:
+        """Wait for the steps so far; what happens until the next mark is nobody's time."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+            spans = [a.elapsed_time(b) / 1000 for a, b in pairwise(self._marks)]
+        else:
+            spans = [b - a for a, b in pairwise(self._marks)]
+        self.seconds += spans
+        self._marks.clear()
 
 
 def compiled(model: Any, config: RunConfig) -> Any:

@@ -1,0 +1,238 @@
+"""The page about the runs of `time_to_loss.py`: Markdown, and two pictures in SVG beside it.
+
+    docs/time-to-loss.md   docs/time-to-loss-seconds.svg   docs/time-to-loss-tokens.svg
+
+The charts of the report are drawn by a script in a browser, which a Markdown page does not have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+
+from loss_results import (
+    REFERENCE,
+    UNTIMED,
+    Cells,
+    Group,
+    Point,
+    Result,
+    ablation_table,
+    first_to_reach,
+    horizon_table,
+    rows_of,
+    run_cells,
+    target_of,
+    verdict,
+)
+
+from gristmill.base.files import write_atomic
+from gristmill.base.units import format_count
+
+# ------------------------------------------------------------------ the page
+
+
+def write_page(results: Sequence[Result], page: Path, *, given: float | None = None) -> None:
+    """The Markdown page and, if there are curves to compare, its two pictures beside it."""
+    target = target_of(results, given)
+    base = first_to_reach(rows_of(results, "baseline"), target)
+    ours = first_to_reach(rows_of(results, "ours"), target)
+    shown = {row.first.name: row.middle.curve for row in (base, ours) if row is not None and target}
+    pictures = []
+    if len(shown) == 2:
+        assert target is not None
+        for axis, words in (("seconds", "seconds of training"), ("tokens", "tokens")):
+            file = page.with_name(f"{page.stem}-{axis}.svg")
+            write_atomic(file, picture(shown, axis=axis, label=words, target=target))
+            pictures.append(f"![Validation loss over {words}]({file.name})")
+    write_atomic(page, "\n".join(_page_lines(results, target, pictures)) + "\n")
+
+
+def _page_lines(
+    results: Sequence[Result], target: float | None, pictures: Sequence[str]
+) -> list[str]:
+    baseline, ours, ablation = (rows_of(results, g) for g in ("baseline", "ours", "ablation"))
+    dates = sorted({run.date for run in results})
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    lines = ["# Time to loss", "", f"Measured {when}; made by `benchmarks/time_to_loss.py`.", ""]
+    if baseline or ours:
+        lines += [f"- {line}" for line in verdict(results, target)]
+    for image in pictures:
+        lines += ["", image]
+    lines += ["", "## What was measured", "", *_protocol(results)]
+    if baseline:
+        lines += ["", "## The baseline", "", _BASELINE, "", _models(results, "baseline"), ""]
+        lines += markdown_table([run_cells(row) for row in baseline], without=["run", "steps"])
+    if ours:
+        lines += ["", "## Ours", "", _OURS, "", _models(results, "ours"), ""]
+        lines += markdown_table(horizon_table(ours, target), without=["steps", "seeds"])
+    if ablation:
+        lines += ["", "## One part at a time", "", _ABLATION]
+        if any(row.spread is None for row in ablation):
+            lines += ["", "A row of one seed does not say how much of its difference is chance."]
+        lines += ["", _models(results, "ablation", name=REFERENCE), ""]
+        columns = ["run", "steps", "tokens", "tokens/s"]
+        lines += markdown_table(ablation_table(ablation), without=columns)
+    failed = [f"- {run.name}, seed {run.seed}: {_first(run.error)}" for run in results if run.error]
+    if failed:
+        lines += ["", "## Runs that failed", "", *failed]
+    return lines
+
+
+_BASELINE = """\
+nanoGPT's model (no biases, no dropout) with its recipe: random windows, AdamW with betas 0.9 and
+0.95, decay 0.1 on matrices, clipping at 1, warm-up over 5 % of the steps, a cosine to 10 % of the
+rate; bf16 autocast and compiled on a GPU. The best row is the one to compare with."""
+
+_OURS = """\
+Every run is a whole one: its learning rate ends with its own horizon. "Reach" counts the seeds
+whose last validation loss is at or below the loss to reach, ± is the standard deviation."""
+
+_ABLATION = """\
+Each row changes one thing about the preset and nothing else, at the same number of tokens, unless
+it says so. The difference is that of the loss from the preset's (above zero is worse), the time
+ratio that of the seconds. A difference of the size of ±, the standard deviation, means nothing."""
+
+
+def _first(text: str) -> str:
+    return text.splitlines()[0]
+
+
+def _all(results: Iterable[Result], name: str) -> str:
+    """A fact about some runs, or all of them where they differ."""
+    return "; ".join(dict.fromkeys(run.facts[name] for run in results if run.facts))
+
+
+def _models(results: Iterable[Result], group: Group, *, name: str | None = None) -> str:
+    chosen = [run for run in results if run.group == group and name in (None, run.name)]
+    asked = "" if name is None else f", {format_count(chosen[0].asked)} tokens" if chosen else ""
+    return f"The model: {_all(chosen, 'model')}{asked}."
+
+
+def _protocol(results: Sequence[Result]) -> list[str]:
+    facts = next(run.facts for run in results if run.facts)
+    return [
+        "| what | in these runs |",
+        "| --- | --- |",
+        f"| device | {_all(results, 'device')} |",
+        f"| software | {_all(results, 'software')} |",
+        f"| code | {_all(results, 'code')} |",
+        f"| training text | {facts['training']} |",
+        f"| validation | {facts['windows']} windows that do not overlap, all of "
+        f"{facts['validation']}, in order; the same for all |",
+        f"| time | of training steps alone: no compiling, no validation; the first {UNTIMED} steps "
+        "of a run, which compile, count as median ones |",
+    ]
+
+
+# ------------------------------------------------------------------ pictures
+
+WIDTH, HEIGHT = 760, 400
+LEFT, RIGHT, TOP, BOTTOM = 58, 20, 20, 52
+INK, MUTED, GRID = "#1e2024", "#5c6270", "#e6e2d8"
+COLOURS = ("#c8472f", "#2563c9")
+
+
+def ticks(low: float, high: float, *, wanted: int) -> list[float]:
+    """Round numbers from low to high, about as many as wanted."""
+    rough = (high - low) / wanted
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * lead for lead in (1, 2, 2.5, 5, 10) if lead * power >= rough * 0.999999)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [round(number * step, 10) for number in range(first, last + 1)]
+
+
+def picture(curves: Mapping[str, Sequence[Point]], *, axis: str, label: str, target: float) -> str:
+    """Loss over seconds or tokens, with a line at the loss to reach.
+
+    It brings its own background, since a picture on a page is not told whether that page is dark.
+    """
+    places = {name: [float(getattr(p, axis)) for p in curve] for name, curve in curves.items()}
+    losses = [point.loss for curve in curves.values() for point in curve] + [target]
+    right_end = 1.02 * max(x for xs in places.values() for x in xs)
+    low, high = min(losses), max(losses)
+    low, high = low - 0.06 * (high - low), high + 0.04 * (high - low)
+
+    def to_x(value: float) -> float:
+        return LEFT + value / right_end * (WIDTH - LEFT - RIGHT)
+
+    def to_y(value: float) -> float:
+        return TOP + (high - value) / (high - low) * (HEIGHT - TOP - BOTTOM)
+
+    parts = [*_frame(to_x, to_y, right_end=right_end, low=low, high=high, label=label)]
+    y = to_y(target)
+    parts.append(
+        f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="{MUTED}" '
+        'stroke-dasharray="5 4"/>'
+    )
+    for number, (name, curve) in enumerate(curves.items()):
+        colour, xs = COLOURS[number], places[name]
+        dots = [(to_x(x), to_y(point.loss)) for x, point in zip(xs, curve, strict=True)]
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in dots)
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in dots]
+    parts += _legend(curves, axis=axis, target=target)
+    body = "\n".join(parts)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'font-family="system-ui, Segoe UI, Roboto, Liberation Sans, sans-serif" font-size="13">\n'
+        f"<title>{escape(f'Validation loss over {label}')}</title>\n"
+        f'<rect width="{WIDTH}" height="{HEIGHT}" rx="6" fill="#ffffff"/>\n{body}\n</svg>\n'
+    )
+
+
+def _frame(
+    to_x: Callable[[float], float],
+    to_y: Callable[[float], float],
+    *,
+    right_end: float,
+    low: float,
+    high: float,
+    label: str,
+) -> Iterable[str]:
+    for value in ticks(low, high, wanted=6):
+        y = to_y(value)
+        yield (
+            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="{GRID}"/>'
+        )
+        yield _text(LEFT - 8, y + 4, f"{value:g}", anchor="end", fill=MUTED)
+    floor = HEIGHT - BOTTOM
+    yield f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{floor}" y2="{floor}" stroke="{MUTED}"/>'
+    for value in ticks(0, right_end, wanted=8):
+        x = to_x(value)
+        yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{floor}" y2="{floor + 4}" stroke="{MUTED}"/>'
+        yield _text(x, floor + 18, format_count(value), anchor="middle", fill=MUTED)
+    yield _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, label, anchor="middle", fill=INK)
+    middle = (TOP + HEIGHT - BOTTOM) / 2
+    yield (
+        f'<text transform="translate(14 {middle:.0f}) rotate(-90)" text-anchor="middle" '
+        f'fill="{INK}">validation loss</text>'
+    )
+
+
+def _legend(curves: Mapping[str, Sequence[Point]], *, axis: str, target: float) -> Iterable[str]:
+    """In the upper right corner, where curves that fall have left room."""
+    x, y = WIDTH - RIGHT - 8, TOP + 16
+    for number, (name, curve) in enumerate(curves.items()):
+        end = getattr(curve[-1], axis)
+        amount = f"{end:.1f} s" if axis == "seconds" else f"{format_count(end)} tokens"
+        words = f"{name}: {curve[-1].loss:.3f} after {amount}"
+        yield _text(x, y + 20 * number, words, anchor="end", fill=COLOURS[number], weight=600)
+    words = f"loss to reach: {target:.3f}"
+    yield _text(x, y + 20 * len(curves), words, anchor="end", fill=MUTED)
+
+
+def _text(x: float, y: float, words: str, *, anchor: str, fill: str, weight: int = 400) -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{fill}" '
+        f'font-weight="{weight}">{escape(words)}</text>'
+    )
+
+
+def markdown_table(rows: Sequence[Cells], *, without: Sequence[str] = ()) -> list[str]:
+    names = [name for name in rows[0] if name not in without and any(r.get(name) for r in rows)]
+    rules = ["---" if name in ("run", "what") else "---:" for name in names]
+    lines = [[row.get(name, "").replace("|", "\\|") for name in names] for row in rows]
+    return [f"| {' | '.join(cells)} |" for cells in (names, rules, *lines)]

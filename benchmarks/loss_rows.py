@@ -1,0 +1,139 @@
+"""The rows of `time_to_loss.py`: recipes of the baseline, variants of ours, and the ablation.
+
+    nanogpt/NAME   a `Recipe`: rate and batch of nanoGPT's recipe
+    NAME           a `Change` of our preset that is run with several horizons
+    ablate/NAME    a `Change` of one part, run with one horizon for all
+
+A file of further rows, for --runs, has a table for each:
+
+    [nanogpt.small]
+    lr = 1e-3
+    batch = 8
+    tokens = "1M"
+    [ours.slower]
+    about = "half the rate"
+    set   = ["optim.lr=0.01"]
+    [ablate.no-cap]
+    drop  = ["model.logit_cap"]
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A row of the baseline."""
+
+    lr: float
+    batch: int
+    """Windows in a step."""
+    tokens: str = "118M"
+
+    @property
+    def about(self) -> str:
+        return f"lr {self.lr:g}, {self.batch} windows a step"
+
+
+@dataclass(frozen=True)
+class Change:
+    """Ours with some settings changed; those in `drop` are taken out of the preset, because a
+    setting that would do nothing is refused."""
+
+    about: str = ""
+    set: Sequence[str] = ()
+    drop: Sequence[str] = ()
+
+
+# The rows that are likely to be good come first, so that a --limit cuts the others.
+BASELINE = {
+    "1e-3x32": Recipe(1e-3, 32),
+    "1e-3x64": Recipe(1e-3, 64),
+    "6e-4x32": Recipe(6e-4, 32),
+    "6e-4x16": Recipe(6e-4, 16),
+    "1e-3x16": Recipe(1e-3, 16),
+    "2e-3x32": Recipe(2e-3, 32),
+    "2e-3x64": Recipe(2e-3, 64),
+    "6e-4x64": Recipe(6e-4, 64),
+    "3e-4x16": Recipe(3e-4, 16),
+    "6e-4x128": Recipe(6e-4, 128),
+    "1.8e-3x128": Recipe(1.8e-3, 128),
+}
+
+OURS = {"modern": Change("the preset")}
+
+_ADAMW = ('optim.type="adamw"', "schedule.warmup=0.05")
+# With AdamW's rates an embedding as large as the preset's would hardly move.
+_ADAMW_DROPS = ("model.embedding_std",)
+
+ABLATION = {
+    "preset": Change("nothing changed"),
+    "values-0": Change(
+        "no value embeddings", ["model.value_embeddings=0"], drop=["optim.table_lr"]
+    ),
+    "values-2": Change("2 value embeddings", ["model.value_embeddings=2"]),
+    "values-6": Change("6 value embeddings", ["model.value_embeddings=6"]),
+    "no-shortcut": Change("no shortcut from the embedding", ["model.shortcut=false"]),
+    "tied-head": Change(
+        "tied head, small embedding with the rate 0.004",
+        ["model.tie_head=true", "optim.embedding_lr=0.004"],
+        drop=["model.head_std", "model.embedding_std", "optim.head_lr"],
+    ),
+    "no-cap": Change("no soft cap on logits", drop=["model.logit_cap"]),
+    "no-zero-init": Change("projections do not start at zero", ["model.zero_init=false"]),
+    "no-qk-norm": Change(
+        "no norm of queries and keys", ["model.qk_norm=false"], drop=["model.attention_scale"]
+    ),
+    "gelu": Change("gelu_tanh instead of relu2", ['model.activation="gelu_tanh"']),
+    "learned-positions": Change("learned positions", ['model.positions="learned"']),
+    "layernorm": Change("LayerNorm with gains", ['model.norm="layernorm"', "model.norm_gain=true"]),
+    "heads-12": Change("12 heads", ["model.heads=12"]),
+    "adamw-1e-3": Change(
+        "AdamW, lr 1e-3, warm-up 5 %", [*_ADAMW, "optim.lr=1e-3"], drop=_ADAMW_DROPS
+    ),
+    "adamw-3e-3": Change(
+        "AdamW, lr 3e-3, warm-up 5 %", [*_ADAMW, "optim.lr=3e-3"], drop=_ADAMW_DROPS
+    ),
+    "no-momentum-warmup": Change("momentum 0.95 from the start", ["optim.momentum_warmup=0"]),
+    "normuon": Change("NorMuon", ['optim.normalise="neurons"']),
+    "cautious": Change(
+        "cautious decay, of 0.1 since it is weaker",
+        ["optim.cautious=true", "optim.weight_decay=0.1"],
+    ),
+    "quintic": Change("one quintic for all steps", ['optim.coefficients="quintic"']),
+    "steps-3": Change("3 steps of orthogonalising", ["optim.steps=3"]),
+    "decay-0.4": Change("rate falls over the last 40 %", ["schedule.decay=0.4"]),
+    "decay-0.8": Change("rate falls over the last 80 %", ["schedule.decay=0.8"]),
+    "cosine": Change("cosine schedule", ['schedule.type="cosine"', "schedule.warmup=0"]),
+    "batch-16": Change("16 windows a step", ["train.batch=16"]),
+    "batch-64": Change("64 windows a step", ["train.batch=64"]),
+    "ramp": Change(
+        "16 windows a step for the first 30 %",
+        ["train.ramp.start=16", "train.ramp.by=16", "train.ramp.over=0.3"],
+    ),
+    "random-order": Change("windows from random places", ['data.order="random"']),
+    "masked": Change("documents masked, in validation too", ['data.documents="masked"']),
+}
+
+
+def rows_by_name(more: Path | None) -> dict[str, Recipe | Change]:
+    """All rows there are, those of a file among them."""
+    read = tomllib.loads(more.read_text()) if more else {}
+    unknown = set(read) - {"nanogpt", "ours", "ablate"}
+    if unknown:
+        raise SystemExit(f"{more}: [{unknown.pop()}] is none of nanogpt, ours, ablate")
+    try:
+        recipes = BASELINE | {name: Recipe(**row) for name, row in read.get("nanogpt", {}).items()}
+        ours = OURS | {name: Change(**row) for name, row in read.get("ours", {}).items()}
+        ablate = ABLATION | {name: Change(**row) for name, row in read.get("ablate", {}).items()}
+    except TypeError as error:
+        raise SystemExit(f"{more}: {error}") from None
+    return {
+        **{f"nanogpt/{name}": row for name, row in recipes.items()},
+        **ours,
+        **{f"ablate/{name}": row for name, row in ablate.items()},
+    }

@@ -1,0 +1,498 @@
+"""Time and tokens to a validation loss: nanoGPT's model and recipe beside ours, run after run.
+
+    python benchmarks/time_to_loss.py --data tokens/train --validation tokens/val \\
+        --nanogpt PATH/TO/nanoGPT --json results.json --tokens 18M 20M 22M --seeds 1 2 3
+    ... --json results.json 'nanogpt/*'      only these runs, by name or pattern; --list shows all
+    ... --json results.json --ablate         our preset with one part changed at a time
+    ... --device cpu --compute fp32 --preset modern-nano --runs small.toml      to try it
+    python benchmarks/time_to_loss.py --page results.json -o docs/time-to-loss.md
+
+The protocol, the same for all:
+
+    time         of training steps alone, by the device's own clock; compiling and validation do not
+                 count, and the first steps of a run, which compile, cost what the median one does
+    validation   all windows of the validation text that do not overlap, in order
+    ours         `run_training` itself: loader, loop, records; nothing is saved before the end
+    the loss     the lowest that a row of the baseline ends with, or --target; a run has reached it
+                 if its last validation is at or below it, since a rate that has not yet come down
+                 says nothing: hence one whole run for each of --tokens
+
+--json is written after every run. Runs that it holds already, with the same settings, are not made
+again, so a script that was killed or met its --limit goes on with the same command. Runs of one
+process share compiled code where their graphs are equal. The rows are in `loss_rows.py`, and --runs
+adds others; `loss_results.py` says what follows from the runs, `loss_page.py` makes the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import fnmatch
+import gc
+import hashlib
+import io
+import json
+import math
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from loss_page import write_page
+from loss_results import (
+    Group,
+    Result,
+    Step,
+    ablation_table,
+    horizon_table,
+    measured,
+    odds,
+    plain_table,
+    read_results,
+    rows_of,
+    run_cells,
+    target_of,
+    verdict,
+    write_results,
+)
+from loss_rows import OURS, Change, Recipe, rows_by_name
+from peers import (
+    Stopwatch,
+    device_of,
+    nanogpt_model,
+    nanogpt_rate,
+    numbers_of,
+    plain_system,
+    windows,
+)
+
+from gristmill.base.errors import Exit, UserError
+from gristmill.base.units import Duration, format_count
+from gristmill.config.load import load_preset, load_text
+from gristmill.config.resolve import resolve
+from gristmill.config.schema import RunConfig
+from gristmill.config.toml import write_toml
+from gristmill.data.sampling import Stretch, spread_windows
+from gristmill.parallel.world import open_world
+from gristmill.plan.arithmetic import count_parameters
+from gristmill.tokens.format import TokenReader
+from gristmill.tokens.store import open_tokens
+from gristmill.track.metrics import StepRecord, ValidationRecord, read_metrics
+from gristmill.train.environment import code_commit, version
+from gristmill.train.run import run_folder, run_training
+
+GRAPHS = 1024
+"""Compiled versions of a function that are kept: the runs of one process are more than usual."""
+VALIDATED_AT_ONCE = 16
+"""Windows of the baseline's validation; its logits are held whole."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run to make."""
+
+    name: str
+    group: Group
+    seed: int
+    tokens: int
+    row: Recipe | Change
+
+
+@dataclass
+class Bench:
+    """What all runs share."""
+
+    options: argparse.Namespace
+    training: TokenReader
+    validation: TokenReader
+    folder: Path
+    results: list[Result] = field(default_factory=list)
+
+    def windows(self, sequence: int) -> np.ndarray:
+        """Starts of the validation windows: every one that fits, one behind the other."""
+        fitting = (len(self.validation) - 1) // sequence
+        stretch = Stretch(0, len(self.validation))
+        starts = spread_windows(stretch, sequence=sequence, windows=fitting)
+        assert np.array_equal(starts, np.arange(fitting) * sequence), "ours takes other windows"
+        return starts
+
+
+def main() -> None:
+    options = parse()
+    if options.page:
+        make_page(options)
+    elif options.list:
+        rows = rows_by_name(options.runs)
+        print("\n".join(f"{name:<32}{row.about}" for name, row in rows.items()))
+    else:
+        run_all(options)
+
+
+def make_page(options: argparse.Namespace) -> None:
+    results = read_results(options.page)
+    problem = odds(results)
+    if problem:
+        raise SystemExit(problem)
+    write_page(results, options.output, given=options.target)
+    print(options.output)
+
+
+def run_all(options: argparse.Namespace) -> None:
+    jobs = plan(options)
+    # Runs with equal graphs share compiled code; others must not make it be thrown away.
+    torch._dynamo.config.recompile_limit = GRAPHS
+    torch._dynamo.config.accumulated_recompile_limit = GRAPHS
+    made = read_results([options.json]) if options.json and options.json.exists() else []
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        sets = open_tokens(options.data), open_tokens(options.validation)
+        bench = Bench(options, *sets, Path(name), made)
+        make_runs(bench, jobs)
+    print_tables(bench.results, options)
+
+
+def make_runs(bench: Bench, jobs: Sequence[Job]) -> None:
+    """One run after the other, until all are made or the time is over."""
+    started = time.monotonic()
+    for number, job in enumerate(jobs, start=1):
+        if time.monotonic() - started > bench.options.limit:
+            print(f"the limit is reached: {len(jobs) - number + 1} runs are left", flush=True)
+            return
+        done = make_run(bench, job)
+        if done is None:
+            print(f"{job.name}, {format_count(job.tokens)}, seed {job.seed}: made before")
+            continue
+        bench.results = [result for result in bench.results if result.key != done.key] + [done]
+        if bench.options.json:
+            write_results(bench.options.json, bench.results)
+        print(describe(done, f"{number} of {len(jobs)}"), flush=True)
+
+
+def make_run(bench: Bench, job: Job) -> Result | None:
+    """One run, its failure included: the others are made all the same. None if it was made."""
+    result = Result(
+        name=job.name,
+        group=job.group,
+        seed=job.seed,
+        asked=job.tokens,
+        about=job.row.about,
+        settings={},
+        facts={},
+        date=date.today().isoformat(),
+    )
+    started = time.monotonic()
+    try:
+        config = config_of(bench, job)
+        settings = settings_of(bench, config, job)
+        result = dataclasses.replace(result, settings=settings, facts=facts_of(bench, config, job))
+        if is_made(bench, result):
+            return None
+        free()
+        train = run_nanogpt if isinstance(job.row, Recipe) else run_ours
+        found = train(bench, config, job)
+    except UserError as error:
+        found = {"error": str(error)}
+    except Exception as error:  # of any kind: hours of other runs would be lost with it
+        traceback.print_exc()
+        found = {"error": f"{type(error).__name__}: {error}"}
+    return dataclasses.replace(result, wall=time.monotonic() - started, **found)
+
+
+def is_made(bench: Bench, wanted: Result) -> bool:
+    settings = json.loads(json.dumps(wanted.settings))
+    return any(
+        one.key == wanted.key and one.error is None and one.settings == settings
+        for one in bench.results
+    )
+
+
+def free() -> None:
+    """Give the memory of the run before back, and count the peak anew; compiled code stays."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+# ------------------------------------------------------------------ settings
+
+
+def config_of(bench: Bench, job: Job) -> RunConfig:
+    """The settings of a run; of the baseline, those that say its shape, batch and text."""
+    options, row = bench.options, job.row
+    shape = [
+        f"model.{name}={value}"
+        for name in ("layers", "heads", "width", "context")
+        if (value := getattr(options, name)) is not None
+    ]
+    if isinstance(row, Recipe):
+        tables = load_preset(options.baseline_preset)
+        tables["model"] |= {"bias": False, "vocab": bench.training.info.vocab_size}
+        words, batch = shape, row.batch
+    else:
+        tables = load_preset(options.preset)
+        for dotted in row.drop:
+            table, _, key = dotted.partition(".")
+            tables.get(table, {}).pop(key, None)
+        words, batch = [*shape, *options.set, *row.set], options.batch
+    tables |= {
+        "name": job.name.replace("/", "-"),
+        "folder": str(bench.folder / "run"),
+        "data": {"paths": str(options.data), "validation": str(options.validation)},
+        "train": {"until": f"{job.tokens} tokens", "batch": batch, "seed": job.seed},
+        "precision": {"compute": options.compute},
+        "runtime": {"device": options.device},
+        "validate": {
+            "every": f"{max(1, job.tokens // options.points)} tokens",
+            "windows": len(bench.validation),  # more than there are: all of them
+        },
+        # The end is saved in any case, when the time no longer counts.
+        "checkpoint": {"every": "1T tokens", "keep_best": False},
+    }
+    return load_text(write_toml(tables), words, place=job.name)
+
+
+def settings_of(bench: Bench, config: RunConfig, job: Job) -> dict[str, Any]:
+    """What makes this run another one than those of the same name."""
+    sets = (bench.training, bench.validation)
+    texts = {"text": [one.info.fingerprint[:12] for one in sets]}
+    if isinstance(job.row, Recipe):
+        shape = config.model.model_dump(include={"layers", "heads", "width", "context", "vocab"})
+        own = {**dataclasses.asdict(job.row), "compute": config.precision.compute}
+        return shape | own | texts
+    kept = {"model", "optim", "schedule", "train", "precision"}
+    data = config.data.model_dump(mode="json", include={"order", "documents", "sequence"})
+    return config.model_dump(mode="json", exclude_none=True, include=kept) | {"data": data} | texts
+
+
+def facts_of(bench: Bench, config: RunConfig, job: Job) -> dict[str, str]:
+    """What a reader has to know about the machine, the versions, the model and the text."""
+    world = open_world(config.runtime, tf32=config.precision.tf32)
+    software = {"torch": torch.__version__, "triton": version("triton")}
+    model, vocab = config.model, bench.training.info.vocab_size or 1
+    numbers = resolve(config, vocab=vocab)
+    parameters = count_parameters(model, rows=numbers.padded_vocab)
+    if isinstance(job.row, Recipe):
+        digest = hashlib.sha256((bench.options.nanogpt / "model.py").read_bytes()).hexdigest()
+        code = f"nanoGPT (SHA-256 of model.py {digest[:12]})"
+    else:
+        code = " ".join(filter(None, ("gristmill", version("gristmill"), code_commit())))
+    held, windows_held = bench.validation, len(bench.windows(numbers.sequence))
+    return {
+        "device": world.name,
+        "software": ", ".join(f"{name} {number}" for name, number in software.items() if number),
+        "code": code,
+        "model": f"{model.layers} layers, {model.heads} heads, width {model.width}, "
+        f"{format_count(parameters)} parameters, {numbers.sequence} tokens in a window, "
+        f"{config.precision.compute}",
+        "training": f"{len(bench.training):,} tokens",
+        "validation": f"{len(held):,} tokens (SHA-256 {held.info.fingerprint[:12]})",
+        "windows": f"{windows_held:,}",
+    }
+
+
+# ------------------------------------------------------------------ ours
+
+
+def run_ours(bench: Bench, config: RunConfig, job: Job) -> dict[str, Any]:
+    """A training run as a user makes it, and what its records say."""
+    folder = run_folder(config)
+    shutil.rmtree(folder.path, ignore_errors=True)
+    # The progress of the run goes where it does not disturb the tables.
+    with contextlib.redirect_stdout(sys.stderr):
+        outcome = run_training(config)
+    if outcome.exit is not Exit.DONE:
+        raise SystemExit("stopped; the runs before this one are kept")
+    records = read_metrics(folder.metrics)
+    shutil.rmtree(folder.path, ignore_errors=True)
+    made = [record for record in records if isinstance(record, StepRecord)]
+    checks = [one for one in records if isinstance(one, ValidationRecord) and one.step > 0]
+    before = [0, *(record.tokens for record in made)]
+    steps = [
+        Step(record.tokens - begin, record.step_seconds)
+        for begin, record in zip(before, made, strict=False)
+    ]
+    expected = len(bench.windows(config.data.sequence or config.model.context))
+    assert all(check.windows == expected for check in checks), "validated on other windows"
+    return {
+        "memory": made[-1].memory_bytes if config.runtime.device == "cuda" else None,
+        **measured(steps, {check.step: check.loss for check in checks}),
+    }
+
+
+# ------------------------------------------------------------------ the baseline
+
+
+def run_nanogpt(bench: Bench, config: RunConfig, job: Job) -> dict[str, Any]:
+    """nanoGPT's model with its optimizer, schedule and way of reading, as its script has them."""
+    recipe, device = job.row, device_of(config)
+    assert isinstance(recipe, Recipe)
+    model = nanogpt_model(config, bench.options.nanogpt, seed=job.seed).to(device)
+    with contextlib.redirect_stdout(io.StringIO()):
+        optimizer = model.configure_optimizers(0.1, recipe.lr, (0.9, 0.95), device)
+    # Not dynamic: after a run with another batch, it would be compiled for batches of any size.
+    forward = torch.compile(model, dynamic=False) if device == "cuda" else model
+    system = plain_system(
+        config,
+        model,
+        optimizer,
+        lambda inputs, targets: forward(inputs, targets)[1],
+        windows(config, bench.options.data, seed=job.seed),
+    )
+    assert bench.training.info.dtype == "uint16", "nanoGPT reads ids of 16 bits"
+    per_step = numbers_of(config).tokens_per_step
+    count = max(1, round(job.tokens / per_step))
+    points = bench.options.points
+    due = {math.ceil(count * number / points) for number in range(1, points + 1)}
+    watch, losses, peak = Stopwatch(device), dict[int, float](), 0
+    watch.mark()
+    for step in range(count):
+        for group in optimizer.param_groups:
+            group["lr"] = nanogpt_rate(step, steps=count, peak=recipe.lr)
+        system.step()
+        watch.mark()
+        if step + 1 in due:
+            watch.settle()
+            if device == "cuda":
+                peak = max(peak, torch.cuda.max_memory_allocated())
+            losses[step + 1] = validate_nanogpt(bench, config, model)
+            print(f"{job.name} step {step + 1} of {count}: {losses[step + 1]:.4f}", file=sys.stderr)
+            if device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            watch.mark()
+    steps = [Step(per_step, seconds) for seconds in watch.seconds]
+    return {"memory": peak or None, **measured(steps, losses)}
+
+
+@torch.no_grad()
+def validate_nanogpt(bench: Bench, config: RunConfig, model: torch.nn.Module) -> float:
+    """The mean loss over the validation windows, in the format of training."""
+    device, sequence = device_of(config), numbers_of(config).sequence
+    half = torch.autocast(device, torch.bfloat16, enabled=config.precision.compute == "bf16")
+    starts, total = bench.windows(sequence).tolist(), 0.0
+    model.eval()
+    for first in range(0, len(starts), VALIDATED_AT_ONCE):
+        chosen = starts[first : first + VALIDATED_AT_ONCE]
+        rows = [bench.validation.read(start, sequence + 1).astype(np.int64) for start in chosen]
+        ids = torch.from_numpy(np.stack(rows)).to(device)
+        with half:
+            loss = model(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())[1]
+        total += float(loss) * len(chosen)
+    model.train()
+    return total / len(starts)
+
+
+# ------------------------------------------------------------------ printing
+
+
+def describe(result: Result, place: str) -> str:
+    """A run in two lines."""
+    head = f"[{place}] {result.name}, {format_count(result.asked)}, seed {result.seed}"
+    if result.error:
+        return f"{head}: {result.error}"
+    memory = f", {result.memory / 2**30:.1f} GiB" if result.memory else ""
+    curve = ", ".join(f"{point.seconds:.0f}: {point.loss:.3f}" for point in result.curve)
+    return (
+        f"{head}: loss {result.loss:.4f} after {format_count(result.tokens)} tokens in "
+        f"{result.seconds:.1f} s, {result.rate:,.0f} tokens/s{memory}; wall {result.wall:.0f} s, "
+        f"of which {result.untimed_seconds:.0f} s for the first steps, which count as median ones\n"
+        f"    seconds: loss  {curve}"
+    )
+
+
+def print_tables(results: Sequence[Result], options: argparse.Namespace) -> None:
+    target = target_of(results, options.target)
+    found = {
+        "baseline": [run_cells(row) for row in rows_of(results, "baseline")],
+        "ours": horizon_table(rows_of(results, "ours"), target),
+        "one part at a time": ablation_table(rows_of(results, "ablation")),
+    }
+    for title, rows in found.items():
+        if rows:
+            print(f"\n{title}\n{plain_table(rows)}")
+    if found["baseline"] or found["ours"]:
+        problem = odds(results)
+        print("\n" + (problem or "\n".join(verdict(results, target))))
+
+
+# ------------------------------------------------------------------ the command line
+
+
+def plan(options: argparse.Namespace) -> list[Job]:
+    """The runs that were asked for; the seeds and horizons of a row follow one another, since they
+    share compiled code."""
+    rows = rows_by_name(options.runs)
+    usual = ["ablate/*"] if options.ablate else ["nanogpt/*", *OURS]
+    wanted = options.names or usual
+    for pattern in wanted:
+        if not fnmatch.filter(rows, pattern):
+            raise SystemExit(f"there is no run {pattern!r}; --list shows all")
+    jobs = list[Job]()
+    group: Group
+    for name, row in rows.items():
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in wanted):
+            continue
+        if isinstance(row, Recipe):
+            if options.nanogpt is None:
+                raise SystemExit(f"{name} needs --nanogpt, a checkout of nanoGPT")
+            group, horizons = "baseline", [amount(row.tokens)]
+        elif name.startswith("ablate/"):
+            group, horizons = "ablation", [options.ablate_tokens]
+        else:
+            group, horizons = "ours", options.tokens
+        jobs += [Job(name, group, seed, n, row) for n in horizons for seed in options.seeds]
+    return jobs
+
+
+def amount(text: str) -> int:
+    """A number of tokens such as 118M."""
+    try:
+        return Duration.parse(f"{text} tokens").amount
+    except UserError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens") from error
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("names", nargs="*", metavar="RUN", help="names or patterns; baseline and ours if not given")
+    add("--data", type=Path, metavar="PREFIX", help="token files to train on, uint16")
+    add("--validation", type=Path, metavar="PREFIX", help="token files to validate on")
+    add("--nanogpt", type=Path, help="a checkout of nanoGPT")
+    add("--json", type=Path, help="write the results here after every run, and go on from there")
+    add("--runs", type=Path, metavar="FILE.toml", help="further rows")
+    add("--list", action="store_true", help="show the names of all runs")
+    add("--ablate", action="store_true", help="the preset with one part changed at a time")
+    add("--ablate-tokens", type=amount, default=20_000_000, metavar="N", help="horizon of --ablate")
+    tokens = [18_000_000, 20_000_000, 22_000_000]
+    add("--tokens", type=amount, nargs="+", default=tokens, metavar="N", help="horizons of ours")
+    add("--seeds", type=int, nargs="+", default=[1337], metavar="N")
+    add("--target", type=float, metavar="LOSS", help="the baseline's best if not given")
+    add("--limit", type=float, default=math.inf, metavar="SECONDS", help="then begin no new run")
+    add("--points", type=int, default=12, help="validations in a run")
+    add("--preset", default="modern-small", help="ours")
+    add("--baseline-preset", default="gpt2-small", help="the baseline's sizes")
+    add("--batch", type=int, default=32, help="windows in a step of ours")
+    add("--set", nargs="+", default=[], metavar="A.B=C", help="settings of all runs of ours")
+    for name in ("layers", "heads", "width", "context"):
+        add(f"--{name}", type=int, help="of all models, to try it")
+    add("--device", choices=["cuda", "cpu"], default="cuda")
+    add("--compute", choices=["bf16", "fp32"], default="bf16")
+    add("--page", type=Path, nargs="+", metavar="RESULTS", help="make the page of these and end")
+    add("-o", "--output", type=Path, default=Path("docs/time-to-loss.md"), help="of --page")
+    options = parser.parse_args()
+    if not (options.page or options.list) and not (options.data and options.validation):
+        parser.error("--data and --validation are needed")
+    return options
+
+
+if __name__ == "__main__":
+    main()
