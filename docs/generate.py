@@ -1,6 +1,6 @@
 """Pages made from the program itself, so that they cannot say anything else than it does.
 
-    reference/settings.md   the classes of `config/schema.py`, their docstrings, types and defaults
+    reference/settings.md   the classes of `config/`, their docstrings, types and defaults
     reference/cli.md        the commands as `--help` declares them, and the exit statuses
     the metrics tables      the record classes of `track/metrics.py`, for the tracking guide
 

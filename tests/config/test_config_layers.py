@@ -13,16 +13,15 @@ from pydantic import ValidationError
 
 from gristmill.base.units import Duration, Unit, parse_split
 from gristmill.config.load import changed_settings, dump_run, load_preset, load_text, preset_names
-from gristmill.config.resolve import resolve
-from gristmill.config.schema import (
+from gristmill.config.optim import (
     AdamWConfig,
     ConstantSchedule,
     CosineSchedule,
     LinearSchedule,
     MuonConfig,
-    RunConfig,
-    SampleConfig,
 )
+from gristmill.config.resolve import resolve
+from gristmill.config.schema import RunConfig, SampleConfig
 from gristmill.config.toml import write_toml
 
 BASE = """\

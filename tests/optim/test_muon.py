@@ -13,9 +13,10 @@ import torch
 from gristmill.base.errors import UserError
 from gristmill.base.units import Progress
 from gristmill.config.load import load_text
+from gristmill.config.optim import MuonConfig
 from gristmill.config.resolve import resolve
 from gristmill.config.roles import Role
-from gristmill.config.schema import ModelConfig, MuonConfig
+from gristmill.config.schema import ModelConfig
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
 from gristmill.optim import muon

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gristmill.config.schema import AdamWConfig, ModelConfig
+from gristmill.config.optim import AdamWConfig
+from gristmill.config.schema import ModelConfig
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
 from gristmill.optim.build import build_optimizer, decay_groups

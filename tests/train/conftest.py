@@ -1,8 +1,11 @@
-"""Comparing runs."""
+"""Stopping runs and comparing them."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from gristmill.checkpoint.layout import CheckpointFolder
+from gristmill.train.hooks import StopRequest
 
 TIMED = {"time", "tokens_per_second", "step_seconds", "tflops", "tflops_causal", "memory_bytes"}
 TIMED |= {"data_wait", "seconds"}
@@ -49,3 +53,21 @@ class Runs:
 @pytest.fixture
 def runs() -> Runs:
     return Runs()
+
+
+@pytest.fixture
+def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Make the next run stop politely after so many steps."""
+
+    def arrange(steps: int) -> None:
+        seen = 0
+
+        def count(self: StopRequest, *, reserve: float) -> None:
+            nonlocal seen
+            seen += 1
+            if seen == steps:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        monkeypatch.setattr(StopRequest, "check_time", count)
+
+    return arrange

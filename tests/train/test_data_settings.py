@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,31 +11,12 @@ import pytest
 from gristmill.base.errors import Exit, UserError
 from gristmill.config.schema import RunConfig
 from gristmill.tokens.store import create_tokens, find_tokens
-from gristmill.train.hooks import StopRequest
 from gristmill.train.run import run_training
 
 if TYPE_CHECKING:
     from conftest import Runs
 
 MakeRun = Callable[..., RunConfig]
-
-
-@pytest.fixture
-def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Make the next run stop politely after so many steps."""
-
-    def arrange(steps: int) -> None:
-        seen = 0
-
-        def count(self: StopRequest, *, reserve: float) -> None:
-            nonlocal seen
-            seen += 1
-            if seen == steps:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        monkeypatch.setattr(StopRequest, "check_time", count)
-
-    return arrange
 
 
 @pytest.fixture

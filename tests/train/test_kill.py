@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
+import multiprocessing
 import random
 import signal
 import time
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from gristmill.config.schema import RunConfig
-from gristmill.train.run import run_training
 
 if TYPE_CHECKING:
     from conftest import Runs
@@ -23,24 +23,47 @@ MakeRun = Callable[..., RunConfig]
 SETTINGS = ('train.until="30 steps"', "model.dropout=0.1", "train.accumulate=2")
 
 
-def in_child(work: Callable[[], None]) -> int:
-    """Run something in a process of its own; returns its process number."""
-    child = os.fork()
-    if child:
-        return child
-    try:
-        silence = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(silence, 1)
-        work()
-        os._exit(0)
-    except BaseException as error:
-        os.write(2, f"child failed: {error!r}\n".encode())
-        os._exit(1)
+CONTEXT = multiprocessing.get_context("forkserver")
+"""Children come from a process with one thread: a copy of this one could wait for ever for a lock
+that another thread held."""
+CONTEXT.set_forkserver_preload(["gristmill.train.run"])
+
+WORK = """
+import os, signal
+silence = os.open(os.devnull, os.O_WRONLY)
+os.dup2(silence, 1)
+
+if deadly is not None:
+    operation, number = deadly
+    real, seen = getattr(os, operation), 0
+
+    def instead(*args, **kwargs):
+        global seen
+        seen += 1
+        if seen == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **kwargs)
+
+    setattr(os, operation, instead)
+
+from gristmill.train.run import run_training
+run_training(config)
+"""
 
 
-def wait_for(child: int) -> int:
-    _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status)
+def in_child(config: RunConfig, *, deadly: tuple[str, int] | None = None) -> BaseProcess:
+    """Train in a process of its own; `deadly` is the n-th call of an operation on files, instead of
+    which it is killed."""
+    names = {"config": config, "deadly": deadly}
+    child = CONTEXT.Process(target=exec, args=(WORK, names))
+    child.start()
+    return child
+
+
+def wait_for(child: BaseProcess) -> int:
+    child.join()
+    assert child.exitcode is not None
+    return child.exitcode
 
 
 def steps_done(folder: Path) -> int:
@@ -50,22 +73,21 @@ def steps_done(folder: Path) -> int:
     return max((json.loads(line)["step"] for line in lines), default=0)
 
 
-def kill_after(child: int, folder: Path, *, steps: int, pause: float) -> None:
+def kill_after(child: BaseProcess, folder: Path, *, steps: int, pause: float) -> None:
     """Wait until a run has made some more steps and a moment has passed, then kill it."""
     goal = steps_done(folder) + steps
-    look = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    while steps_done(folder) < goal and os.waitid(os.P_PID, child, look) is None:
+    while steps_done(folder) < goal and child.is_alive():
         time.sleep(0.002)
     time.sleep(pause)
-    os.kill(child, signal.SIGKILL)
+    child.kill()
 
 
 def test_killed_at_random_moments(make_run: MakeRun, tmp_path: Path, runs: Runs) -> None:
-    assert wait_for(in_child(lambda: run_training(make_run(*SETTINGS, folder="whole")))) == 0
+    assert wait_for(in_child(make_run(*SETTINGS, folder="whole"))) == 0
     config = make_run(*SETTINGS, folder="killed")
     rng, kills = random.Random(11), 0
     while True:
-        child = in_child(lambda: run_training(config))
+        child = in_child(config)
         kill_after(child, tmp_path / "killed", steps=rng.randint(4, 9), pause=rng.uniform(0, 0.02))
         code = wait_for(child)
         if code == 0:
@@ -76,20 +98,6 @@ def test_killed_at_random_moments(make_run: MakeRun, tmp_path: Path, runs: Runs)
     runs.assert_same(tmp_path / "whole", tmp_path / "killed")
 
 
-def kill_at(operation: str, number: int) -> None:
-    """Arrange that this process is killed instead of its n-th flush or rename of a checkpoint."""
-    real, seen = getattr(os, operation), 0
-
-    def deadly(*args: object, **kwargs: object) -> object:
-        nonlocal seen
-        seen += 1
-        if seen == number:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*args, **kwargs)
-
-    setattr(os, operation, deadly)
-
-
 @pytest.mark.parametrize(
     ("operation", "number"),
     [("rename", 1), ("rename", 3), ("fsync", 9), ("fsync", 14), ("fsync", 23), ("replace", 7)],
@@ -98,16 +106,11 @@ def test_killed_while_saving(
     make_run: MakeRun, tmp_path: Path, runs: Runs, operation: str, number: int
 ) -> None:
     settings = ('train.until="8 steps"', 'checkpoint.every="2 steps"')
-    assert wait_for(in_child(lambda: run_training(make_run(*settings, folder="whole")))) == 0
+    assert wait_for(in_child(make_run(*settings, folder="whole"))) == 0
     config = make_run(*settings, folder="killed")
-
-    def deadly() -> None:
-        kill_at(operation, number)
-        run_training(config)
-
-    assert wait_for(in_child(deadly)) == -signal.SIGKILL
+    assert wait_for(in_child(config, deadly=(operation, number))) == -signal.SIGKILL
     assert len(runs.history(tmp_path / "killed")) < len(runs.history(tmp_path / "whole"))
-    assert wait_for(in_child(lambda: run_training(config))) == 0
+    assert wait_for(in_child(config)) == 0
     runs.assert_same(tmp_path / "whole", tmp_path / "killed")
     leftovers = [p.name for p in (tmp_path / "killed/checkpoints").iterdir() if p.name[0] == "."]
     assert leftovers == []

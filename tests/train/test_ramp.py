@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,24 +33,6 @@ def reserves(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     asked: list[float] = []
     monkeypatch.setattr(StopRequest, "check_time", lambda self, *, reserve: asked.append(reserve))
     return asked
-
-
-@pytest.fixture
-def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Make the next run stop politely after so many steps."""
-
-    def arrange(steps: int) -> None:
-        seen = 0
-
-        def count(self: StopRequest, *, reserve: float) -> None:
-            nonlocal seen
-            seen += 1
-            if seen == steps:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        monkeypatch.setattr(StopRequest, "check_time", count)
-
-    return arrange
 
 
 def steps_of(folder: Path) -> list[StepRecord]:

@@ -34,24 +34,6 @@ def events(folder: Path) -> str:
     return "\n".join(record.text for record in records if isinstance(record, EventRecord))
 
 
-@pytest.fixture
-def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Make the next run stop politely after so many steps."""
-
-    def arrange(steps: int) -> None:
-        seen = 0
-
-        def count(self: StopRequest, *, reserve: float) -> None:
-            nonlocal seen
-            seen += 1
-            if seen == steps:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        monkeypatch.setattr(StopRequest, "check_time", count)
-
-    return arrange
-
-
 @pytest.mark.parametrize(
     "settings",
     [

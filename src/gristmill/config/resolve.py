@@ -16,14 +16,8 @@ from gristmill.base.errors import Problem
 from gristmill.base.stages import Stages, ceil_divide
 from gristmill.base.units import Duration, Progress, Unit, parse_split
 from gristmill.config.hf import model_settings
-from gristmill.config.schema import (
-    InverseSqrtSchedule,
-    ModelConfig,
-    MuonConfig,
-    RunConfig,
-    TrainConfig,
-    WarmupStableDecaySchedule,
-)
+from gristmill.config.optim import InverseSqrtSchedule, MuonConfig, WarmupStableDecaySchedule
+from gristmill.config.schema import ModelConfig, RunConfig, TrainConfig
 
 Broken = tuple[tuple[str, ...], Problem]
 

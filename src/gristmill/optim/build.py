@@ -13,8 +13,9 @@ from typing import Protocol, cast
 import torch
 from torch import nn
 
+from gristmill.config.optim import AdamWConfig, MuonConfig, OptimConfig
 from gristmill.config.roles import Role
-from gristmill.config.schema import AdamWConfig, MuonConfig, OptimConfig, Settings
+from gristmill.config.settings import Settings
 from gristmill.optim.muon import Muon
 
 

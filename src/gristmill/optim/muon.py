@@ -29,8 +29,8 @@ from torch import nn
 from torch.optim.adamw import adamw
 
 from gristmill.base.errors import Problem, UserError
+from gristmill.config.optim import MuonConfig
 from gristmill.config.roles import Role
-from gristmill.config.schema import MuonConfig
 from gristmill.optim.orthogonal import (
     Numbers,
     Rule,

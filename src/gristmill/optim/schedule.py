@@ -24,8 +24,7 @@ import torch
 
 from gristmill.base.stages import Stages
 from gristmill.base.units import Progress
-from gristmill.config.resolve import Resolved
-from gristmill.config.schema import (
+from gristmill.config.optim import (
     ConstantSchedule,
     CosineRestartsSchedule,
     CosineSchedule,
@@ -34,10 +33,11 @@ from gristmill.config.schema import (
     MuonConfig,
     OptimConfig,
     PolynomialSchedule,
-    RunConfig,
-    Settings,
     WarmupStableDecaySchedule,
 )
+from gristmill.config.resolve import Resolved
+from gristmill.config.schema import RunConfig
+from gristmill.config.settings import Settings
 
 Shape = Callable[[int], float]
 Height = Callable[[float], float]

@@ -23,6 +23,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from gristmill.models.kernels.tanh import tanh
+
 TILE_M, TILE_N, TILE_K = 128, 256, 64
 
 
@@ -91,23 +93,12 @@ def _processors(device: torch.device) -> int:
 
 
 @triton.jit
-def _tanh(x, NATIVE: tl.constexpr):
-    if NATIVE:
-        return tl.inline_asm_elementwise(
-            "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    e = tl.exp(-2.0 * tl.abs(x))
-    t = (1.0 - e) / (1.0 + e)
-    return tl.where(x < 0, -t, t)
-
-
-@triton.jit
 def _activated(h, ACTIVATION: tl.constexpr, NATIVE: tl.constexpr):
     """f(h)."""
     if ACTIVATION == "relu2":
         positive = tl.maximum(h, 0.0)
         return positive * positive
-    t = _tanh(0.7978845608028654 * h * (1.0 + 0.044715 * h * h), NATIVE)
+    t = tanh(0.7978845608028654 * h * (1.0 + 0.044715 * h * h), NATIVE)
     return 0.5 * h * (1.0 + t)
 
 
@@ -116,7 +107,7 @@ def _slope(kept, ACTIVATION: tl.constexpr, NATIVE: tl.constexpr):
     """f'(h), from what was kept of the forward pass."""
     if ACTIVATION == "relu2":
         return 2.0 * tl.sqrt(kept)
-    t = _tanh(0.7978845608028654 * kept * (1.0 + 0.044715 * kept * kept), NATIVE)
+    t = tanh(0.7978845608028654 * kept * (1.0 + 0.044715 * kept * kept), NATIVE)
     inner = 0.7978845608028654 * (1.0 + 0.134145 * kept * kept)
     return 0.5 * (1.0 + t) + 0.5 * kept * (1.0 - t * t) * inner
 

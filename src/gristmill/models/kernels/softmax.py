@@ -15,12 +15,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gristmill.models.kernels.tanh import tanh
+
 
 @triton.jit
 def capped(z, cap, CAPPED: tl.constexpr, NATIVE: tl.constexpr):
     """Logits in fp32, capped, in units of log 2."""
     if CAPPED:
-        z = cap * _tanh(z / cap, NATIVE)
+        z = cap * tanh(z / cap, NATIVE)
     return z * 1.4426950408889634
 
 
@@ -85,14 +87,3 @@ def _take(sums, tops, z, cap, CAPPED: tl.constexpr):
         return sums + tl.exp2(z - 1.4426950408889634 * cap), tops
     higher = tl.maximum(tops, z)
     return sums * tl.exp2(tops - higher) + tl.exp2(z - higher), higher
-
-
-@triton.jit
-def _tanh(x, NATIVE: tl.constexpr):
-    if NATIVE:
-        return tl.inline_asm_elementwise(
-            "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    e = tl.exp2(-2.8853900817779268 * tl.abs(x))
-    t = (1.0 - e) / (1.0 + e)
-    return tl.where(x < 0, -t, t)

@@ -1,0 +1,175 @@
+"""Settings of optimizers and of the learning rate over a run."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from gristmill.base.units import Duration
+from gristmill.config.settings import Settings
+from gristmill.config.values import Count, Fraction, Span
+
+
+class AdamWConfig(Settings):
+    """Adam with decoupled weight decay, one fused kernel."""
+
+    type: Literal["adamw"] = "adamw"
+    """Which optimizer."""
+    lr: Annotated[float, Field(gt=0)] = 6e-4
+    """Peak learning rate."""
+    beta1: Fraction = 0.9
+    """Memory of the first moment."""
+    beta2: Fraction = 0.95
+    """Memory of the second moment."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Decay of matrices and embeddings; biases and norm gains are never decayed."""
+
+
+class MuonConfig(Settings):
+    """Muon for the matrices inside blocks: momentum with all singular values made equal. Adam for
+    embeddings, tables, the head and vectors."""
+
+    type: Literal["muon"] = "muon"
+    """Which optimizer."""
+    lr: Annotated[float, Field(gt=0)] = 0.02
+    """Peak learning rate of matrices. The schedule, its min_lr included, is that of this rate; all
+    other rates follow in proportion."""
+    momentum: Fraction = 0.95
+    """Memory of the gradient's running mean."""
+    momentum_start: Fraction | None = None
+    """Momentum at the start of the run, from which it rises in a line; 0.85 if not given."""
+    momentum_warmup: Span = Duration.parse("300 steps")
+    """How long momentum rises: a duration, or a fraction of the run; 0 for none."""
+    nesterov: bool = True
+    """Look ahead: mix the gradient once more into the mean before it is orthogonalised."""
+    steps: Count = 5
+    """Steps of the iteration that orthogonalises."""
+    coefficients: Literal["polar-express", "quintic"] = "polar-express"
+    """Polynomials of the iteration. polar-express: the best one for each step. quintic: one for all
+    steps, as in the first Muon."""
+    scale: Literal["shape", "rms"] = "shape"
+    """Size of an update. shape: sqrt(max(1, rows / columns)). rms: 0.2 sqrt(max(rows, columns)),
+    the size of AdamW's updates, for which rates like AdamW's fit."""
+    normalise: Literal["none", "neurons"] = "none"
+    """neurons: divide each row (column, if there are more columns) of an update by its root mean
+    square over time, which is NorMuon."""
+    beta2: Fraction | None = None
+    """Memory of these mean squares; 0.95 if not given."""
+    split: bool = True
+    """Orthogonalise matrices that are stored as one, such as query, key and value, separately."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.05
+    """Decay of matrices: rate x weight_decay is taken off at each step."""
+    cautious: bool = False
+    """Decay only where update and weight have the same sign, and in proportion to the square of the
+    rate: rate / peak rate times what is taken off otherwise."""
+    embedding_lr: Annotated[float, Field(gt=0)] | None = None
+    """Peak rate of token and position embeddings; 0.004 if not given. A tied head is one of
+    them."""
+    table_lr: Annotated[float, Field(gt=0)] | None = None
+    """Peak rate of tables looked up further up, such as value embeddings; 0.004 if not given."""
+    head_lr: Annotated[float, Field(gt=0)] | None = None
+    """Peak rate of a head that is not tied; 0.004 if not given."""
+    vector_lr: Annotated[float, Field(gt=0)] | None = None
+    """Peak rate of biases, gains and gates; 0.004 if not given."""
+    adam_beta1: Fraction = 0.8
+    """Memory of Adam's first moment."""
+    adam_beta2: Fraction = 0.95
+    """Memory of Adam's second moment."""
+    adam_eps: Annotated[float, Field(gt=0)] = 1e-10
+    """Added to the root of Adam's second moment."""
+    adam_weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decay of embeddings, tables and head, each times its own rate; vectors are never decayed."""
+
+
+OptimConfig = Annotated[AdamWConfig | MuonConfig, Field(discriminator="type")]
+
+
+class _Warmup(Settings):
+    warmup: Span = 0.02
+    """Linear rise from zero at the start: a duration, or a fraction of the run; 0 for none."""
+
+
+class _Decaying(_Warmup):
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    """Learning rate at the end of the decay and after it."""
+    decay: Span | None = None
+    """Where the decay ends, counted from the start of the run; the run's end if not given."""
+
+
+class ConstantSchedule(_Warmup):
+    """Flat after the warm-up."""
+
+    type: Literal["constant"] = "constant"
+    """Which schedule."""
+
+
+class LinearSchedule(_Decaying):
+    """A straight line down."""
+
+    type: Literal["linear"] = "linear"
+    """Which schedule."""
+
+
+class CosineSchedule(_Decaying):
+    """Half a cosine wave down."""
+
+    type: Literal["cosine"] = "cosine"
+    """Which schedule."""
+
+
+class CosineRestartsSchedule(_Decaying):
+    """Several half waves, each beginning at the peak again."""
+
+    type: Literal["cosine-restarts"] = "cosine-restarts"
+    """Which schedule."""
+    cycles: Count = 2
+    """How many half waves between the warm-up and the end of the decay."""
+
+
+class PolynomialSchedule(_Decaying):
+    """(1 - t) to a power."""
+
+    type: Literal["polynomial"] = "polynomial"
+    """Which schedule."""
+    power: Annotated[float, Field(gt=0)] = 2.0
+    """The power; 1 is a straight line."""
+
+
+class InverseSqrtSchedule(_Warmup):
+    """The "noam" schedule: falls with the inverse square root of the time since the start."""
+
+    type: Literal["inverse-sqrt"] = "inverse-sqrt"
+    """Which schedule."""
+    warmup: Span = 0.02
+    """Linear rise to the peak; its length also sets how fast the rate falls, so it cannot be
+    zero."""
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    """The rate never falls below this."""
+
+
+class WarmupStableDecaySchedule(_Warmup):
+    """Flat, then down at the end: the flat part can be prolonged later."""
+
+    type: Literal["warmup-stable-decay"] = "warmup-stable-decay"
+    """Which schedule."""
+    decay: Span = 0.2
+    """Length of the final decay."""
+    shape: Literal["linear", "cosine", "sqrt"] = "linear"
+    """How the final decay falls; sqrt is 1 - sqrt(t)."""
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    """Learning rate at the end."""
+
+
+ScheduleConfig = Annotated[
+    ConstantSchedule
+    | LinearSchedule
+    | CosineSchedule
+    | CosineRestartsSchedule
+    | PolynomialSchedule
+    | InverseSqrtSchedule
+    | WarmupStableDecaySchedule,
+    Field(discriminator="type"),
+]
