@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from gristmill.optim.orthogonal import (
     shape_scale,
 )
 
+Kind = Literal["polar-express", "quintic"]
+
 
 def matrix(rows: int, columns: int, *, smallest: float, seed: int = 1) -> torch.Tensor:
     """Random singular vectors, singular values spread evenly in logarithm from 1 down."""
@@ -25,8 +28,8 @@ def matrix(rows: int, columns: int, *, smallest: float, seed: int = 1) -> torch.
     return left * values @ right
 
 
-def iteration(kind: str, steps: int, dtype: torch.dtype = torch.float64) -> Iteration:
-    return build_iteration(kind, steps=steps, dtype=dtype)  # type: ignore[arg-type]
+def iteration(kind: Kind, steps: int, dtype: torch.dtype = torch.float64) -> Iteration:
+    return build_iteration(kind, steps=steps, dtype=dtype)
 
 
 # The lowest and highest singular value that so many steps may leave.
@@ -43,7 +46,7 @@ ENDS = [
 @pytest.mark.parametrize("shape", [(40, 40), (24, 100), (100, 24)], ids=str)
 @pytest.mark.parametrize("smallest", [0.3, 0.01, 0.003])
 def test_singular_values_come_close_to_one_and_vectors_stay(
-    kind: str, steps: int, low: float, high: float, shape: tuple[int, int], smallest: float
+    kind: Kind, steps: int, low: float, high: float, shape: tuple[int, int], smallest: float
 ) -> None:
     given = matrix(*shape, smallest=smallest)
     made = orthogonalise(given[None], iteration(kind, steps))[0]
@@ -63,7 +66,7 @@ def test_many_steps_reach_the_polar_factor() -> None:
 
 
 @pytest.mark.parametrize("kind", ["quintic", "polar-express"])
-def test_fp32_follows_float64(kind: str) -> None:
+def test_fp32_follows_float64(kind: Kind) -> None:
     given = matrix(32, 64, smallest=0.01)[None]
     exact = orthogonalise(given, iteration(kind, 5))
     rough = orthogonalise(given.float(), iteration(kind, 5, torch.float32))
@@ -72,7 +75,7 @@ def test_fp32_follows_float64(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["quintic", "polar-express"])
-def test_bf16_stays_in_the_range_of_the_polynomials(kind: str) -> None:
+def test_bf16_stays_in_the_range_of_the_polynomials(kind: Kind) -> None:
     given = matrix(32, 64, smallest=0.01)[None]
     made = orthogonalise(given.float(), iteration(kind, 5, torch.bfloat16))
     values = torch.linalg.svdvals(made.double())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import FolderLock
-from gristmill.checkpoint.layout import CheckpointFolder
+from gristmill.checkpoint.layout import CheckpointFolder, step_of
 from gristmill.config.schema import RunConfig
 from gristmill.text.prepare.prepare import prepare_documents
 from gristmill.text.sources.source import Document
@@ -189,6 +190,33 @@ def test_a_different_run_is_refused_with_the_fields(
     assert "--fresh" in str(error.value)
     after = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
     assert before == after
+
+
+def forget_setting(folder: Path, name: str) -> None:
+    """Write the newest checkpoint again as a program that did not know a setting would have."""
+    checkpoints = CheckpointFolder(folder / "checkpoints")
+    newest = checkpoints.committed()[-1]
+    staging = checkpoints.begin(step_of(newest))
+    shutil.copytree(newest, staging, dirs_exist_ok=True)
+    shutil.rmtree(newest)
+    (staging / "MANIFEST").unlink()
+    state = json.loads((staging / "state.json").read_text())
+    del state["identity"][name]
+    (staging / "state.json").write_text(json.dumps(state))
+    checkpoints.commit(staging)
+
+
+def test_a_run_from_before_a_setting_existed_goes_on(make_run: MakeRun, tmp_path: Path) -> None:
+    run_training(make_run('train.until="6 steps"'))
+    forget_setting(tmp_path / "run", "model.shortcut")
+    assert run_training(make_run()).step == 12
+
+
+def test_a_setting_that_did_not_exist_cannot_be_changed(make_run: MakeRun, tmp_path: Path) -> None:
+    run_training(make_run('train.until="6 steps"'))
+    forget_setting(tmp_path / "run", "model.shortcut")
+    with pytest.raises(UserError, match=r"model\.shortcut: was False and is now True"):
+        run_training(make_run("model.shortcut=true"))
 
 
 def test_another_tokenizer_is_refused(make_run: MakeRun, tmp_path: Path) -> None:

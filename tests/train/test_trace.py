@@ -101,8 +101,8 @@ STEP = [
     mark("forward", 10, 100),
     mark("backward", 100, 200),
     mark("update", 200, 300),
-    mark("copy", 220, 230),
-    mark("copy", 240, 250),
+    mark("records", 220, 230),
+    mark("records", 240, 250),
     mark("records", 300, 310),
 ]
 
@@ -114,7 +114,7 @@ def test_kernels_belong_to_the_stage_that_launched_them() -> None:
             {"ph": "M", "name": "process_name"},
             launch(1, 20),
             launch(2, 110, tid=2),  # autograd has a thread of its own
-            launch(3, 260),  # after both copies inside the update
+            launch(3, 260),  # after both records inside the update
             launch(4, 245),
             kernel("nvjet_tst_1", 1, 1000, 1400),
             kernel("flash_bwd", 2, 1400, 2000),
@@ -128,7 +128,7 @@ def test_kernels_belong_to_the_stage_that_launched_them() -> None:
         (Stage.FORWARD, Part.MATRIX, 400),
         (Stage.BACKWARD, Part.ATTENTION, 600),
         (Stage.UPDATE, Part.OPTIMIZER, 100),
-        (Stage.COPY, Part.COPIES, 50),
+        (Stage.RECORDS, Part.COPIES, 50),
         (Stage.OTHER, Part.OTHER, 50),
     ]
     assert trace.busy == pytest.approx(1200e-6)
@@ -169,5 +169,5 @@ def test_operators_of_the_cpu_do_not_count_those_inside() -> None:
     assert trace.seconds == pytest.approx(310e-6)
     assert trace.busy == pytest.approx(310e-6)
     assert sum(trace.host.values()) == pytest.approx(310e-6)
-    assert trace.host[Stage.COPY] == pytest.approx(20e-6)
+    assert trace.host[Stage.RECORDS] == pytest.approx(30e-6)
     assert trace.host[Stage.UPDATE] == pytest.approx(80e-6)

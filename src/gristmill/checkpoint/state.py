@@ -23,6 +23,7 @@ from torch import nn
 from gristmill.base.errors import Exit, Problem, UserError
 from gristmill.base.files import read_json, share_file, storage_errors, write_json
 from gristmill.base.units import Progress
+from gristmill.config.schema import ModelConfig
 
 FORMAT = "gristmill-checkpoint"
 VERSION = 1
@@ -161,10 +162,14 @@ def load_weights(model: nn.Module, folder: Path) -> None:
 
 
 def _same_identity(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
-    problems = [
-        Problem(f"was {saved.get(name)!r} and is now {now.get(name)!r}", where=name)
+    pairs = {
+        name: (saved.get(name, _before_it_existed(name)), now.get(name))
         for name in sorted({*saved, *now})
-        if saved.get(name) != now.get(name)
+    }
+    problems = [
+        Problem(f"was {before!r} and is now {after!r}", where=name)
+        for name, (before, after) in pairs.items()
+        if before != after
     ]
     if problems:
         remedy = (
@@ -179,3 +184,10 @@ def _same_identity(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> 
                 Problem(problems[-1].what, problems[-1].where, remedy),
             ]
         )
+
+
+def _before_it_existed(name: str) -> Any:
+    """What a model setting meant to a checkpoint that does not name it: its default."""
+    table, _, field = name.partition(".")
+    known = ModelConfig.model_fields.get(field) if table == "model" else None
+    return None if known is None or known.is_required() else known.default

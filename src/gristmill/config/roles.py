@@ -21,4 +21,4 @@ class Role(StrEnum):
     MATRIX = "matrix"
     """Matrices inside blocks, through which every token goes."""
     VECTOR = "vector"
-    """Biases, gains and other scalars."""
+    """Biases, gains, gates and scalars."""

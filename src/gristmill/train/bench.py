@@ -377,7 +377,7 @@ class Tables:
 
 
 _NOTHING = Tables()
-_WITH_PARTS = (Stage.FORWARD, Stage.BACKWARD, Stage.UPDATE, Stage.COPY)
+_WITH_PARTS = (Stage.FORWARD, Stage.BACKWARD, Stage.UPDATE)
 
 
 def fit_to_step(trace: Trace, *, step: float, on_gpu: bool, profiled: int = PROFILED) -> Tables:
@@ -394,7 +394,7 @@ def fit_to_step(trace: Trace, *, step: float, on_gpu: bool, profiled: int = PROF
     stages = [
         row(stage, scale * times.get(stage, 0.0))
         for stage in Stage
-        if times.get(stage, 0.0) > 0 or stage in _WITH_PARTS[:3]
+        if times.get(stage, 0.0) > 0 or stage in _WITH_PARTS
     ]
     if on_gpu:
         stages.append(row(IDLE, whole - scale * trace.busy))

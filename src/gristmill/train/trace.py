@@ -33,7 +33,6 @@ class Stage(StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
     UPDATE = "optimizer"
-    COPY = "weight copies"
     RECORDS = "records"
     OTHER = "other"
 
@@ -56,7 +55,6 @@ RANGES = {
     "gristmill::forward": Stage.FORWARD,
     "gristmill::backward": Stage.BACKWARD,
     "gristmill::update": Stage.UPDATE,
-    "gristmill::copy": Stage.COPY,
     "gristmill::records": Stage.RECORDS,
 }
 """Names under which the program marks its stages for the profiler."""
