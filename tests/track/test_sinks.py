@@ -260,7 +260,7 @@ def test_tracking_needs_no_torch(tmp_path: Path) -> None:
 
 
 def test_wandb_offline_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -277,6 +277,8 @@ def test_wandb_offline_needs_no_network(tmp_path: Path, monkeypatch: pytest.Monk
         sink.write(record)
     sink.flush()
     sink.close()
+    # W&B's own process may still be writing; the end of a process waits for it, as this does.
+    wandb.teardown()
     (written,) = tmp_path.glob("wandb/offline-run-*-abc123/run-abc123.wandb")
     content = written.read_bytes()
     assert b"train/loss" in content
