@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gristmill.track.folder import RunFolder
+import pytest
+
+from gristmill.base.errors import Exit, UserError
+from gristmill.base.files import FolderLock
+from gristmill.track.folder import RunFolder, move_aside
 
 
 def test_every_path_has_its_name(tmp_path: Path) -> None:
@@ -20,10 +24,12 @@ def test_every_path_has_its_name(tmp_path: Path) -> None:
         folder.checkpoints: "checkpoints",
         folder.evals: "evals",
         folder.samples: "samples",
+        folder.logs: "logs",
+        folder.rank_log(12): "logs/rank-00012.log",
         folder.report: "report.html",
         folder.lock: ".lock",
     }
-    assert len(names) == 12
+    assert len(names) == 14
     assert all(path == tmp_path / name for path, name in names.items())
 
 
@@ -47,3 +53,34 @@ def test_the_last_status_is_read_back(tmp_path: Path) -> None:
     assert list(status) == ["state", "step", "reason", "updated"]
     assert (status["state"], status["step"]) == ("failed", 4)
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_the_newest_step_is_that_of_a_committed_checkpoint(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert folder.newest_step() is None
+    names = (
+        "step-00000009",
+        "step-123456789",
+        ".writing-step-999999999",
+        "damaged-step-99999999999",
+    )
+    for name in names:
+        (folder.checkpoints / name).mkdir(parents=True)
+    assert folder.newest_step() == 123456789
+
+
+def test_a_run_is_moved_aside_unless_somebody_uses_it(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    move_aside(folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"], "there was no run in it"
+    folder.settings.touch()
+    lock = FolderLock(folder.path)
+    lock.acquire()
+    with pytest.raises(UserError) as caught:
+        move_aside(folder)
+    assert caught.value.exit is Exit.REFUSED
+    lock.release()
+    move_aside(folder)
+    (aside,) = tmp_path.iterdir()
+    assert aside.name.startswith("run.old-") and (aside / "run.toml").exists()

@@ -23,7 +23,7 @@ from pydantic_core import ErrorDetails
 
 from gristmill.base.errors import Exit, Problem, UserError
 from gristmill.config.hf import model_settings
-from gristmill.config.resolve import check
+from gristmill.config.rules import check
 from gristmill.config.schema import RunConfig
 from gristmill.config.toml import key_lines, write_toml
 

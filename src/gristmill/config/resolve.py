@@ -1,28 +1,19 @@
-"""The run in plain numbers, and the rules that no single field can check.
+"""The run in plain numbers: what follows from settings and from the mesh of processes.
 
-`check` runs a list of small named rules over settings that are each valid by themselves and returns
-everything broken at once. `resolve` then derives what follows: portions of the batch, steps, the
-padded vocabulary, and spans in samples (a sample is `sequence` tokens, a step as many samples as
-its stage says: `batch` if the batch does not grow).
+Portions of the batch, steps, the padded vocabulary, and spans in samples (a sample is `sequence`
+tokens, a step as many samples as its stage says: `batch` if the batch does not grow).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from gristmill.base.errors import Problem
 from gristmill.base.stages import Stages, ceil_divide
-from gristmill.base.units import Duration, Progress, Unit, parse_split
-from gristmill.config.hf import model_settings
-from gristmill.config.optim import InverseSqrtSchedule, MuonConfig, WarmupStableDecaySchedule
+from gristmill.base.units import Duration, Progress, Unit
+from gristmill.config.parallel import Mesh
 from gristmill.config.schema import ModelConfig, RunConfig, TrainConfig
-
-Broken = tuple[tuple[str, ...], Problem]
-
-FP8_MULTIPLE = 16
-"""Matrix products in fp8 are of sizes that are multiples of this."""
 
 SHAPE_FREE = {
     "start",
@@ -54,7 +45,7 @@ class Resolved:
     micro_batch: int
     """Samples per forward pass."""
     accumulate: int
-    """Forward passes per step of the full size."""
+    """Forward passes of each process per step of the full size."""
     steps: int
     """Steps in the whole run."""
     vocab: int
@@ -109,47 +100,63 @@ class Portions:
     accumulate: int
 
 
-def portions(train: TrainConfig) -> Portions | Problem:
-    """Batch, micro-batch and accumulation from those that are given."""
+def portions(train: TrainConfig, *, parts: int | None = None) -> Portions | Problem:
+    """Batch, micro-batch and accumulation from those that are given, where each of so many data-
+    parallel processes has an equal part of the batch; None if that is not known yet."""
     batch, micro, times = train.batch, train.micro_batch, train.accumulate
-    if batch is not None and micro is None and times is None and train.ramp is not None:
-        # The largest portion of which every stage of a growing batch is a multiple.
-        micro = math.gcd(batch, train.ramp.start, train.ramp.by)
     if batch is None and micro is None:
         return Problem("the batch size is not given", remedy="set train.batch, in samples per step")
     if batch is None:
         assert micro is not None
-        return Portions(micro * (times or 1), micro, times or 1)
-    divisor = micro or times or 1
-    if batch % divisor:
-        name = "micro_batch" if micro else "accumulate"
+        return Portions(micro * (times or 1) * (parts or 1), micro, times or 1)
+    if parts is None and micro is not None and times is not None and batch % (micro * times) == 0:
+        parts = batch // (micro * times)
+    parts = parts or 1
+    if batch % parts:
+        choices = [n for n in range(max(1, batch - 2 * parts), batch + 2 * parts) if n % parts == 0]
         return Problem(
-            f"batch {batch} is not a multiple of {name} {divisor}",
-            remedy=f"{name} could be {_nearest(_divisors(batch), divisor)}",
+            f"batch {batch} cannot be divided among {parts} data-parallel processes",
+            remedy=f"batch could be {nearest(choices, batch)}",
+        )
+    if micro is None and times is None and train.ramp is not None:
+        # The largest portion of which every stage of a growing batch is a multiple.
+        micro = max(1, math.gcd(batch, train.ramp.start, train.ramp.by) // parts)
+    own = batch // parts
+    divisor = micro or times or 1
+    if own % divisor:
+        name = "micro_batch" if micro else "accumulate"
+        each = f"batch {batch}" if parts == 1 else f"each process's {own} samples of batch {batch}"
+        return Problem(
+            f"{each} {'is' if parts == 1 else 'are'} not a multiple of {name} {divisor}",
+            remedy=f"{name} could be {nearest(divisors(own), divisor)}",
         )
     if micro is None:
-        return Portions(batch, batch // divisor, divisor)
-    if times is not None and micro * times != batch:
+        return Portions(batch, own // divisor, divisor)
+    if times is not None and micro * times != own:
+        among = "" if parts == 1 else f" x {parts} processes"
         return Problem(
-            f"micro_batch {micro} x accumulate {times} is {micro * times}, not batch {batch}",
+            f"micro_batch {micro} x accumulate {times}{among} is {micro * times * parts}, not "
+            f"batch {batch}",
             remedy="leave one of the three out",
         )
-    return Portions(batch, micro, batch // micro)
+    return Portions(batch, micro, own // micro)
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """Numbers that divide another."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _nearest(choices: list[int], wanted: int) -> str:
+def nearest(choices: list[int], wanted: int) -> str:
     """The three choices that are nearest to a number, in words."""
     best = sorted(choices, key=lambda choice: abs(choice - wanted))[:3]
     return ", ".join(map(str, sorted(best)))
 
 
-def resolve(config: RunConfig, *, vocab: int) -> Resolved:
-    """Derive the numbers of a run whose tokenizer has `vocab` ids."""
-    parts = portions(config.train)
+def resolve(config: RunConfig, *, vocab: int, mesh: Mesh | None = None) -> Resolved:
+    """Derive the numbers of a run whose tokenizer has `vocab` ids, on a mesh of processes if that
+    is known."""
+    parts = portions(config.train, parts=None if mesh is None else mesh.data)
     assert isinstance(parts, Portions), "the rules are checked when settings are loaded"
     sequence = config.data.sequence or config.model.context
     vocab = config.model.vocab or vocab
@@ -171,15 +178,16 @@ def resolve(config: RunConfig, *, vocab: int) -> Resolved:
         accumulate=parts.accumulate,
         steps=steps,
         vocab=vocab,
-        padded_vocab=padded(vocab, config.model),
+        padded_vocab=padded(vocab, config.model, ranks=1 if mesh is None else mesh.tp),
         validate_every=config.validation.every or Duration(math.ceil(steps / 20), Unit.STEPS),
         checkpoint_every=config.checkpoint.every or Duration(math.ceil(steps / 10), Unit.STEPS),
     )
 
 
-def padded(vocab: int, model: ModelConfig) -> int:
-    """Rows of the embedding for a vocabulary."""
-    return math.ceil(vocab / model.vocab_multiple) * model.vocab_multiple
+def padded(vocab: int, model: ModelConfig, *, ranks: int = 1) -> int:
+    """Rows of the embedding for a vocabulary that so many processes share."""
+    multiple = model.vocab_multiple * ranks
+    return math.ceil(vocab / multiple) * multiple
 
 
 def _stages(train: TrainConfig, *, batch: int, sequence: int) -> Stages:
@@ -197,276 +205,3 @@ def _in_samples(duration: Duration, *, sequence: int) -> int:
     """An amount of samples or tokens in samples, rounded up."""
     assert duration.unit is not Unit.STEPS
     return ceil_divide(duration.amount, sequence if duration.unit is Unit.TOKENS else 1)
-
-
-# ------------------------------------------------------------------ rules
-
-
-def check(config: RunConfig) -> list[Broken]:
-    """Everything wrong with settings that are each valid by themselves."""
-    return [broken for rule in _RULES for broken in rule(config)]
-
-
-def _heads_divide(config: RunConfig) -> Iterator[Broken]:
-    model = config.model
-    if model.width % model.heads:
-        yield (
-            ("model", "heads"),
-            Problem(
-                f"{model.heads} heads do not divide the width {model.width}",
-                remedy=f"heads could be {_nearest(_divisors(model.width), model.heads)}",
-            ),
-        )
-    elif model.positions == "rotary" and model.head_width % 2:
-        what = f"rotary positions need an even head width, not {model.head_width}"
-        yield ("model", "heads"), Problem(what)
-    if model.heads % model.groups:
-        what = f"{model.heads} heads cannot share {model.groups} key and value heads evenly"
-        remedy = f"kv_heads must divide {model.heads}"
-        yield ("model", "kv_heads"), Problem(what, remedy=remedy)
-
-
-def _rotary_base_acts(config: RunConfig) -> Iterator[Broken]:
-    if config.model.rotary_base is not None and config.model.positions != "rotary":
-        what = f"has no effect with positions = {config.model.positions!r}"
-        remedy = 'remove it, or set model.positions = "rotary"'
-        yield ("model", "rotary_base"), Problem(what, remedy=remedy)
-
-
-def _model_settings_act(config: RunConfig) -> Iterator[Broken]:
-    model = config.model
-    if model.head_std is not None and model.tie_head:
-        what = "has no effect on a head that is tied to the embedding"
-        remedy = "remove it, or set model.tie_head = false"
-        yield ("model", "head_std"), Problem(what, remedy=remedy)
-    most = -(-model.layers // 2)
-    if model.value_embeddings > most:
-        what = f"every other one of {model.layers} layers are {most}, not {model.value_embeddings}"
-        yield ("model", "value_embeddings"), Problem(what, remedy=f"give at most {most}")
-
-
-def _batch_divides(config: RunConfig) -> Iterator[Broken]:
-    parts = portions(config.train)
-    if isinstance(parts, Problem):
-        yield ("train", "batch"), parts
-
-
-def _ramp_fits(config: RunConfig) -> Iterator[Broken]:
-    parts = portions(config.train)
-    if config.train.ramp is None or isinstance(parts, Problem):
-        return
-    broken = list(_ramp_broken(config.train, parts))
-    yield from broken
-    if broken:
-        return
-    numbers = resolve(config, vocab=1)
-    grown = numbers.stages.stages[-1].begin
-    if grown >= numbers.samples:
-        what = (
-            f"the full batch comes after sample {grown}, and the run ends at sample "
-            f"{numbers.samples}"
-        )
-        yield ("train", "ramp", "over"), Problem(what, remedy="shorten it, or prolong train.until")
-
-
-def _ramp_broken(train: TrainConfig, parts: Portions) -> Iterator[Broken]:
-    """What is wrong with a ramp in itself and with the portions of its batches."""
-    ramp, batch, micro = train.ramp, parts.batch, parts.micro_batch
-    if ramp is None:
-        return
-    if (ramp.over if isinstance(ramp.over, float) else ramp.over.amount) == 0:
-        yield ("train", "ramp", "over"), Problem("must be above 0", remedy="or leave the ramp out")
-    if ramp.start >= batch:
-        what = f"{ramp.start} is not below the full batch {batch}"
-        remedy = "the batch grows from train.ramp.start to train.batch"
-        yield ("train", "ramp", "start"), Problem(what, remedy=remedy)
-        return
-    growth = batch - ramp.start
-    if growth % ramp.by:
-        what = f"growing by {ramp.by}, a batch of {ramp.start} never becomes {batch}"
-        remedy = f"by could be {_nearest(_divisors(growth), ramp.by)}"
-        yield ("train", "ramp", "by"), Problem(what, remedy=remedy)
-        return
-    common = math.gcd(ramp.start, ramp.by)
-    if common % micro:
-        odd = next(n for n in range(ramp.start, batch, ramp.by) if n % micro)
-        fitting = _divisors(common)
-        if train.micro_batch is not None:
-            name, choices = "micro_batch", _nearest(fitting, micro)
-        else:
-            name = "accumulate"
-            choices = _nearest([batch // size for size in fitting], parts.accumulate)
-        what = f"the ramp's batch of {odd} is not a multiple of micro_batch {micro}"
-        yield ("train", name), Problem(what, remedy=f"{name} could be {choices}")
-
-
-def _sequence_fits(config: RunConfig) -> Iterator[Broken]:
-    if config.data.sequence and config.data.sequence > config.model.context:
-        what = f"{config.data.sequence} is longer than the model's context {config.model.context}"
-        yield ("data", "sequence"), Problem(what, remedy="raise model.context or shorten it")
-
-
-def _split_reads(config: RunConfig) -> Iterator[Broken]:
-    split = config.data.split
-    if split is None:
-        return
-    if config.data.validation is not None:
-        what = "has no effect when data.validation is given"
-        yield ("data", "split"), Problem(what, remedy="remove one of the two")
-    elif parse_split(split) is None:
-        what = f"{split!r} is not a split"
-        remedy = 'write two or three proportions such as "99,1" or "969,30,1", the first above 0'
-        yield ("data", "split"), Problem(what, remedy=remedy)
-
-
-def _blend_acts(config: RunConfig) -> Iterator[Broken]:
-    data = config.data
-    if data.blend is None:
-        return
-    if isinstance(data.paths, str) or len(data.paths) == 1:
-        yield ("data", "blend"), Problem("has no effect on a single token set", remedy="remove it")
-    elif data.blend == "exhaustive" and isinstance(data.paths, dict):
-        what = "every sample once leaves no room for the weights in data.paths"
-        remedy = 'write the paths as a list, or set data.blend = "proportion"'
-        yield ("data", "blend"), Problem(what, remedy=remedy)
-    elif data.blend == "exhaustive" and data.order == "random":
-        what = "windows that start at random places cannot all be visited once"
-        yield ("data", "blend"), Problem(what, remedy="choose another data.order")
-
-
-def _order_settings_act(config: RunConfig) -> Iterator[Broken]:
-    data = config.data
-    if data.order == "megatron":
-        if data.seed is not None and data.seed >= 2**32:
-            yield ("data", "seed"), Problem("Megatron's seeds are below 4294967296")
-        elif data.seed is None and config.train.seed >= 2**32:
-            what = "Megatron's seeds are below 4294967296"
-            yield ("train", "seed"), Problem(what, remedy="give the order its own: data.seed")
-        return
-    for name in ("samples", "cache"):
-        if getattr(data, name) is not None:
-            what = f"has no effect with order = {data.order!r}"
-            yield ("data", name), Problem(what, remedy='remove it: it is for order = "megatron"')
-    if data.seed is not None and data.order == "sequential":
-        what = "has no effect with order = 'sequential'"
-        yield ("data", "seed"), Problem(what, remedy="remove it")
-
-
-def _documents_agree(config: RunConfig) -> Iterator[Broken]:
-    if config.data.documents == "joined":
-        return
-    for name in ("reset_attention", "reset_positions"):
-        if getattr(config.data, name):
-            what = 'has no effect with documents = "masked", which does both'
-            yield ("data", name), Problem(what, remedy="remove one of the two")
-
-
-def _loss_scale_acts(config: RunConfig) -> Iterator[Broken]:
-    scale = config.precision.loss_scale
-    if scale is None:
-        return
-    if config.precision.compute != "fp16":
-        what = f"has no effect with compute = {config.precision.compute!r}"
-        yield ("precision", "loss_scale"), Problem(what, remedy='only "fp16" needs a loss scale')
-    if scale.minimum > scale.initial:
-        what = f"{scale.minimum} is above the initial scale {scale.initial}"
-        yield ("precision", "loss_scale", "minimum"), Problem(what)
-
-
-def _fp8_fits(config: RunConfig) -> Iterator[Broken]:
-    precision, model = config.precision, config.model
-    if not precision.fp8:
-        return
-    if precision.compute != "bf16":
-        what = f"needs compute = 'bf16', not {precision.compute!r}"
-        remedy = 'set precision.compute = "bf16", or leave fp8 out'
-        yield ("precision", "fp8"), Problem(what, remedy=remedy)
-    for name, size in (("width", model.width), ("vocab_multiple", model.vocab_multiple)):
-        if size % FP8_MULTIPLE:
-            what = f"{size} is not a multiple of {FP8_MULTIPLE}, which products in fp8 need"
-            yield ("model", name), Problem(what, remedy="change it, or leave precision.fp8 out")
-
-
-def _schedule_fits(config: RunConfig) -> Iterator[Broken]:
-    schedule = config.schedule
-    min_lr = getattr(schedule, "min_lr", 0.0)
-    if min_lr > config.optim.lr:
-        what = f"{min_lr} is above the peak optim.lr = {config.optim.lr}"
-        yield ("schedule", "min_lr"), Problem(what)
-    parts = portions(config.train)
-    if isinstance(parts, Problem) or any(_ramp_broken(config.train, parts)):
-        return
-    numbers = resolve(config, vocab=1)
-    warmup = numbers.samples_of(schedule.warmup)
-    if isinstance(schedule, InverseSqrtSchedule) and warmup == 0:
-        yield ("schedule", "warmup"), Problem("inverse-sqrt needs a warm-up above zero")
-    if isinstance(schedule, WarmupStableDecaySchedule):
-        if warmup + numbers.last_samples_of(schedule.decay) > numbers.samples:
-            what = "warm-up and decay together are longer than the run"
-            yield ("schedule", "decay"), Problem(what, remedy="shorten one, or prolong train.until")
-        return
-    decay = getattr(schedule, "decay", None)
-    end = numbers.samples if decay is None else numbers.samples_of(decay)
-    if warmup and warmup >= end:
-        what = f"the warm-up ends at sample {warmup}, after the decay's end at sample {end}"
-        yield ("schedule", "warmup"), Problem(what, remedy="shorten it, or prolong train.until")
-
-
-def _muon_settings_act(config: RunConfig) -> Iterator[Broken]:
-    optim = config.optim
-    if not isinstance(optim, MuonConfig):
-        return
-    if optim.momentum_start is not None and optim.momentum_warmup in (0.0, *_NOTHING):
-        what = "has no effect when optim.momentum_warmup is zero"
-        yield ("optim", "momentum_start"), Problem(what, remedy="remove one of the two")
-    if optim.beta2 is not None and optim.normalise == "none":
-        what = "has no effect with normalise = 'none'"
-        remedy = 'remove it, or set optim.normalise = "neurons"; adam_beta2 is Adam\'s'
-        yield ("optim", "beta2"), Problem(what, remedy=remedy)
-    if optim.cautious and optim.weight_decay == 0:
-        what = "has no effect when optim.weight_decay is zero"
-        yield ("optim", "cautious"), Problem(what, remedy="remove one of the two")
-    if optim.head_lr is not None and config.model.tie_head:
-        what = "has no effect on a tied head, which is the embedding"
-        remedy = "set optim.embedding_lr, or model.tie_head = false"
-        yield ("optim", "head_lr"), Problem(what, remedy=remedy)
-    if optim.scale == "rms" and "lr" not in optim.model_fields_set:
-        what = f"the default {optim.lr} is far too high with scale = 'rms'"
-        yield ("optim", "lr"), Problem(what, remedy="give a rate as for AdamW, such as 6e-4")
-
-
-_NOTHING = tuple(Duration(0, unit) for unit in Unit)
-
-
-def _start_agrees(config: RunConfig) -> Iterator[Broken]:
-    if config.model.start is None:
-        return
-    weights = ModelConfig.model_validate(model_settings(config.model.start))
-    for name in (name for name in ModelConfig.model_fields if name not in SHAPE_FREE):
-        field = {"kv_heads": "groups", "mlp_width": "inner"}.get(name, name)
-        got, value = getattr(config.model, field), getattr(weights, field)
-        if got != value:
-            what = f"is {got!r}, but the weights in {config.model.start!r} have {value!r}"
-            yield (
-                ("model", name),
-                Problem(what, remedy="leave it out: it is taken from the weights"),
-            )
-
-
-_RULES: tuple[Callable[[RunConfig], Iterator[Broken]], ...] = (
-    _heads_divide,
-    _rotary_base_acts,
-    _model_settings_act,
-    _batch_divides,
-    _ramp_fits,
-    _sequence_fits,
-    _split_reads,
-    _blend_acts,
-    _order_settings_act,
-    _documents_agree,
-    _loss_scale_acts,
-    _fp8_fits,
-    _schedule_fits,
-    _muon_settings_act,
-    _start_agrees,
-)

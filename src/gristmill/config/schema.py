@@ -14,6 +14,7 @@ from pydantic import Field
 
 from gristmill.base.units import Duration
 from gristmill.config.optim import AdamWConfig, CosineSchedule, OptimConfig, ScheduleConfig
+from gristmill.config.parallel import ParallelConfig
 from gristmill.config.settings import Settings
 from gristmill.config.values import Count, Fraction, Interval, Span, TokenPaths, WallTime
 
@@ -188,6 +189,10 @@ class PrecisionConfig(Settings):
 
     compute: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Format of matrix products and activations; weights and optimizer state stay in fp32."""
+    reduce: Literal["fp32", "bf16", "fp16"] | None = None
+    """Format in which gradients of data-parallel processes are sent and summed; fp32 if not given.
+    Gradients are kept and added up over micro-batches in fp32 all the same. Only with several
+    processes."""
     tf32: bool = True
     """Let fp32 matrix products on NVIDIA GPUs use TF32: faster, about three digits."""
     fp8: Annotated[tuple[Literal["head"], ...], Field(strict=False)] = ()
@@ -216,6 +221,9 @@ class RuntimeConfig(Settings):
     """Compile the model with torch.compile; on CUDA only if not given."""
     kernels: bool = True
     """Use the kernels in Triton that come with this program, on CUDA; plain operations if not."""
+    offload: Literal["optimizer"] | None = None
+    """Keep the optimizer's state in host memory and step there, on a GPU whose memory is too small
+    for it: saves 8 bytes for each parameter held, costs time in every step. With AdamW only."""
     deterministic: bool = False
     """Use only kernels whose result never varies. On the CPU that is always so; on a GPU it makes a
     resumed run bit-identical too, at some cost in speed."""
@@ -256,10 +264,13 @@ class TrainConfig(Settings):
     """Largest norm of the whole gradient; larger ones are scaled down. 0 never scales."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1337
     """Decides initial weights, data order, dropout and samples."""
-    recompute: Literal["none", "full"] = "none"
-    """full: keep only block inputs and compute activations again in the backward pass; saves
-    memory,
-    costs about a third more time."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Compute activations again in the backward pass instead of keeping them, which saves memory.
+    full: only block inputs are kept; costs about a third more time. selective: results of matrix
+    products and attention are kept too, so that only norms, activations and the like are computed
+    again."""
+    recompute_every: Count | None = None
+    """Only in every n-th block; in all if not given."""
     time_limit: WallTime | None = None
     """Save and stop in time to end before this much wall-clock time, such as "3h30m"."""
     bad_steps: Count = 50
@@ -357,6 +368,8 @@ class RunConfig(Settings):
     """Number formats."""
     runtime: RuntimeConfig = RuntimeConfig()
     """The machine."""
+    parallel: ParallelConfig = ParallelConfig()
+    """How the run is divided over devices."""
     validation: ValidateConfig = Field(default=ValidateConfig(), alias="validate")
     """Validation along the way."""
     sample: SampleConfig | None = None

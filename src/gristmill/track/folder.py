@@ -10,23 +10,28 @@
     ├── tokenizer/          the tokenizer the run was trained with
     ├── checkpoints/        step-00012000/ and its like
     ├── evals/ · samples/   results and texts
+    ├── logs/               rank-00001.log and its like: what processes beside the first print
     ├── report.html         the page made from all this
     └── .lock               held by the process that trains
 
 This module names the places and knows the format of `status.json` only; every other format belongs
-to the module that writes it.
+to the module that writes it. Of checkpoints it knows the names of their folders.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from gristmill.base.files import read_json, storage_errors, write_json
+from gristmill.base.files import FolderLock, read_json, storage_errors, write_json
+from gristmill.config.schema import RunConfig
 
 State = Literal["running", "done", "stopped", "failed"]
+_STEP = re.compile(r"step-(\d{8,})")
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,15 @@ class RunFolder:
         return self.path / "samples"
 
     @property
+    def logs(self) -> Path:
+        """The folder of what processes print that have no terminal of their own."""
+        return self.path / "logs"
+
+    def rank_log(self, rank: int) -> Path:
+        """What one process prints."""
+        return self.logs / f"rank-{rank:05d}.log"
+
+    @property
     def report(self) -> Path:
         """The page with the curves."""
         return self.path / "report.html"
@@ -97,13 +111,19 @@ class RunFolder:
 
     def create(self) -> None:
         """Make the folder and its subfolders; those that exist are left as they are."""
-        for folder in (self.path, self.checkpoints, self.evals, self.samples):
+        for folder in (self.path, self.checkpoints, self.evals, self.samples, self.logs):
             with storage_errors(folder):
                 folder.mkdir(parents=True, exist_ok=True)
 
     def holds_run(self) -> bool:
         """Whether a run was started here."""
         return self.settings.is_file()
+
+    def newest_step(self) -> int | None:
+        """The step of the newest committed checkpoint, whole or not; None if there is none."""
+        names = os.listdir(self.checkpoints) if self.checkpoints.is_dir() else []
+        steps = [int(match[1]) for match in map(_STEP.fullmatch, names) if match]
+        return max(steps, default=None)
 
     def write_status(self, state: State, **facts: Any) -> None:
         """Say how the run stands, with facts such as the step, and the time of saying so."""
@@ -113,3 +133,19 @@ class RunFolder:
     def read_status(self) -> dict[str, Any]:
         """What `write_status` wrote last; empty before the first time."""
         return dict(read_json(self.status)) if self.status.is_file() else {}
+
+
+def run_folder(config: RunConfig) -> RunFolder:
+    """Where a run keeps its files."""
+    return RunFolder(Path(config.folder or f"runs/{config.name}"))
+
+
+def move_aside(folder: RunFolder) -> None:
+    """Give an existing run another name, so that nothing is lost."""
+    if not folder.holds_run():
+        return
+    lock = FolderLock(folder.path)
+    lock.acquire()
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    os.rename(folder.path, folder.path.with_name(f"{folder.path.name}.old-{stamp}"))
+    lock.release()

@@ -78,6 +78,9 @@ class StepRecord(Moment):
     """Steps so far whose loss or gradient was not finite."""
     data_wait: float = 0.0
     """Seconds that this step waited for data."""
+    sync_wait: float | None = None
+    """Seconds that this process waited for the others where all meet, at the end of the step; null
+    if there are no others. The process that waits least is the one that the others wait for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

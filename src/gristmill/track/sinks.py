@@ -270,6 +270,7 @@ def scalars(record: Record) -> dict[str, float]:
             "speed/tokens_per_second": record.tokens_per_second,
             "speed/step_seconds": record.step_seconds,
             "speed/data_wait": record.data_wait,
+            "speed/sync_wait": record.sync_wait,
             "speed/tflops": record.tflops,
             "speed/tflops_causal": record.tflops_causal,
             "speed/mfu": record.mfu,

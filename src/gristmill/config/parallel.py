@@ -1,0 +1,168 @@
+"""Settings of a run over several devices, and the mesh that follows from them.
+
+The processes of a run form a grid with five named axes; a process's place in it follows from its
+rank, the last axis running fastest:
+
+    pp            stages of layers
+    dp_replicate  copies of the model, each with its own part of the batch
+    dp_shard      the same, but weights, gradients and optimizer state are divided among them
+    cp            parts of every sequence
+    tp            parts of every layer
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from gristmill.base.errors import Problem
+from gristmill.config.settings import Settings
+from gristmill.config.values import Count, WallTime
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+Size = Count | Literal["auto"]
+
+
+class ParallelConfig(Settings):
+    """How a run is divided over devices. Sizes multiply to the number of processes; at most one of
+    them may be "auto", which takes what the others leave over. Without any, every process has a
+    copy of the model."""
+
+    dp_replicate: Size | None = None
+    """Copies of the model, each with a part of the batch; what is left over if not given and no
+    other size is "auto"."""
+    dp_shard: Size = 1
+    """Data parallel with weights, gradients and optimizer state divided among so many devices
+    (FSDP2). Beside dp_replicate: so many devices hold one copy together."""
+    tp: Size = 1
+    """Tensor parallel: heads, inner features and vocabulary divided among so many devices, which
+    should be on one node."""
+    cp: Size = 1
+    """Context parallel: every sequence divided among so many devices."""
+    pp: Size = 1
+    """Pipeline: layers divided into so many groups, one after the other."""
+    keep: Literal["nothing", "weights", "gradients"] | None = None
+    """What dp_shard keeps whole within a step, trading memory for communication; nothing if not
+    given, and gradients in a pipeline. nothing: all is divided, weights are gathered for forward
+    and backward of every micro-batch (ZeRO-3). weights: gathered once in a step (ZeRO-2).
+    gradients: they are kept whole over the micro-batches too and summed once (ZeRO-1)."""
+    sequence: bool | None = None
+    """Between blocks, divide the stream along the sequence over the devices of tp, which saves
+    memory; true if not given. Only with tp."""
+    attention: Literal["ring", "heads"] | None = None
+    """How cp attends; ring if not given. ring: keys and values go round. heads: sequences are
+    exchanged for heads before attention and back after it; needs heads that cp divides."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] | None = None
+    """The order of a pipeline's work; 1f1b if not given. gpipe: all forward, then all backward.
+    1f1b: alternating, with less memory. interleaved: several groups of layers on each device, which
+    wait less. zero-bubble: that, and gradients of weights are computed where a device would
+    wait."""
+    stages: Count | None = None
+    """Groups of layers on each device of a pipeline; 2 for interleaved and zero-bubble if not
+    given, otherwise 1."""
+    start_timeout: WallTime = "10m"
+    """How long processes wait for one another at the start."""
+    timeout: WallTime = "10m"
+    """How long a process waits for others in a step, a save or a validation, before the run ends
+    with a word on who is missing."""
+
+    @property
+    def stages_each(self) -> int:
+        """Groups of layers on each device."""
+        several = self.schedule in ("interleaved", "zero-bubble")
+        return self.stages or (2 if several else 1)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The sizes of the grid of processes."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def processes(self) -> int:
+        return math.prod(self.sizes.values())
+
+    @property
+    def data(self) -> int:
+        """Parts of a step's batch."""
+        return self.dp_replicate * self.dp_shard
+
+    def place(self, rank: int) -> dict[str, int]:
+        """Where a process stands on every axis."""
+        place = {}
+        for axis, size in reversed(self.sizes.items()):
+            rank, place[axis] = divmod(rank, size)
+        return {axis: place[axis] for axis in AXES}
+
+    def rank(self, place: dict[str, int]) -> int:
+        """The process at a place."""
+        rank = 0
+        for axis, size in self.sizes.items():
+            rank = rank * size + place[axis]
+        return rank
+
+    def group(self, rank: int, *axes: str) -> list[int]:
+        """The processes that differ from one on these axes only, in the grid's order."""
+        place = self.place(rank)
+        ranks = [place]
+        for axis in AXES:
+            if axis in axes:
+                ranks = [{**one, axis: n} for one in ranks for n in range(self.sizes[axis])]
+        return [self.rank(one) for one in ranks]
+
+    def __str__(self) -> str:
+        named = [f"{axis} {size}" for axis, size in self.sizes.items() if size > 1]
+        return " x ".join(named) or "one process"
+
+
+def build_mesh(config: ParallelConfig, processes: int) -> Mesh | Problem:
+    """The grid for so many processes, or why there is none."""
+    asked: dict[str, Size] = {axis: getattr(config, axis) for axis in AXES}
+    left_over = [axis for axis, size in asked.items() if size == "auto"]
+    if asked["dp_replicate"] is None:
+        asked["dp_replicate"] = 1 if left_over else "auto"
+        left_over = left_over or ["dp_replicate"]
+    if len(left_over) > 1:
+        return Problem(
+            f'{" and ".join(left_over)} are both "auto"', remedy="give all but one as numbers"
+        )
+    fixed = {axis: size for axis, size in asked.items() if isinstance(size, int)}
+    product = math.prod(fixed.values())
+    words = " x ".join(f"{axis} {size}" for axis, size in fixed.items() if size > 1) or "1"
+    if processes % product or (not left_over and product != processes):
+        return Problem(
+            f"{words} asks for {'a multiple of ' if left_over else ''}{product} processes, and "
+            f"there {'is' if processes == 1 else 'are'} {processes}",
+            remedy=_advice(fixed, processes, exact=not left_over),
+        )
+    if left_over:
+        fixed[left_over[0]] = processes // product
+    return Mesh(**fixed)
+
+
+def _advice(fixed: dict[str, int], processes: int, *, exact: bool) -> str:
+    """Which single size would make the product fit, or how many processes would."""
+    product = math.prod(fixed.values())
+    changes = []
+    for axis, size in fixed.items():
+        rest = product // size
+        fitting = [n for n in range(1, processes + 1) if processes % (rest * n) == 0]
+        if exact:
+            fitting = [n for n in fitting if rest * n == processes]
+        if size > 1 and fitting:
+            changes.append(f"{axis} = {min(fitting, key=lambda n: (abs(n - size), n))}")
+    below, above = processes // product * product, -(-processes // product) * product
+    counts = [product] if exact or not below else sorted({below, above})
+    start = f"start {' or '.join(map(str, counts))} processes"
+    return f"{start}, or set {' or '.join(changes)}" if changes else start

@@ -1,0 +1,439 @@
+"""Rules that no single setting can check: small, named, all broken ones reported at once.
+
+`check` needs the settings only. `check_mesh` is for what depends on the number of processes, and
+says which sizes would do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from gristmill.base.errors import Problem, UserError
+from gristmill.base.units import Duration, Unit, parse_split
+from gristmill.config.hf import model_settings
+from gristmill.config.optim import InverseSqrtSchedule, MuonConfig, WarmupStableDecaySchedule
+from gristmill.config.parallel import Mesh, build_mesh
+from gristmill.config.resolve import (
+    SHAPE_FREE,
+    Portions,
+    divisors,
+    nearest,
+    portions,
+    resolve,
+)
+from gristmill.config.schema import ModelConfig, RunConfig, TrainConfig
+
+Broken = tuple[tuple[str, ...], Problem]
+
+FP8_MULTIPLE = 16
+"""Matrix products in fp8 are of sizes that are multiples of this."""
+
+
+def check(config: RunConfig) -> list[Broken]:
+    """Everything wrong with settings that are each valid by themselves."""
+    return [broken for rule in _RULES for broken in rule(config)]
+
+
+def _heads_divide(config: RunConfig) -> Iterator[Broken]:
+    model = config.model
+    if model.width % model.heads:
+        yield (
+            ("model", "heads"),
+            Problem(
+                f"{model.heads} heads do not divide the width {model.width}",
+                remedy=f"heads could be {nearest(divisors(model.width), model.heads)}",
+            ),
+        )
+    elif model.positions == "rotary" and model.head_width % 2:
+        what = f"rotary positions need an even head width, not {model.head_width}"
+        yield ("model", "heads"), Problem(what)
+    if model.heads % model.groups:
+        what = f"{model.heads} heads cannot share {model.groups} key and value heads evenly"
+        remedy = f"kv_heads must divide {model.heads}"
+        yield ("model", "kv_heads"), Problem(what, remedy=remedy)
+
+
+def _rotary_base_acts(config: RunConfig) -> Iterator[Broken]:
+    if config.model.rotary_base is not None and config.model.positions != "rotary":
+        what = f"has no effect with positions = {config.model.positions!r}"
+        remedy = 'remove it, or set model.positions = "rotary"'
+        yield ("model", "rotary_base"), Problem(what, remedy=remedy)
+
+
+def _model_settings_act(config: RunConfig) -> Iterator[Broken]:
+    model = config.model
+    if model.head_std is not None and model.tie_head:
+        what = "has no effect on a head that is tied to the embedding"
+        remedy = "remove it, or set model.tie_head = false"
+        yield ("model", "head_std"), Problem(what, remedy=remedy)
+    most = -(-model.layers // 2)
+    if model.value_embeddings > most:
+        what = f"every other one of {model.layers} layers are {most}, not {model.value_embeddings}"
+        yield ("model", "value_embeddings"), Problem(what, remedy=f"give at most {most}")
+
+
+def _batch_divides(config: RunConfig) -> Iterator[Broken]:
+    parts = portions(config.train)
+    if isinstance(parts, Problem):
+        yield ("train", "batch"), parts
+
+
+def _offload_acts(config: RunConfig) -> Iterator[Broken]:
+    if config.runtime.offload is None:
+        return
+    if config.runtime.device in ("cpu", "mps"):
+        what = f"has no effect on {config.runtime.device}, whose memory is the host's"
+        yield ("runtime", "offload"), Problem(what, remedy="remove it")
+    if isinstance(config.optim, MuonConfig):
+        what = "Muon's matrix products would take far too long on the host"
+        yield ("runtime", "offload"), Problem(what, remedy='remove it, or set optim.type = "adamw"')
+
+
+def _recompute_acts(config: RunConfig) -> Iterator[Broken]:
+    if config.train.recompute_every is not None and config.train.recompute == "none":
+        what = "has no effect with recompute = 'none'"
+        yield ("train", "recompute_every"), Problem(what, remedy="remove it, or set recompute")
+
+
+def _ramp_fits(config: RunConfig) -> Iterator[Broken]:
+    parts = portions(config.train)
+    if config.train.ramp is None or isinstance(parts, Problem):
+        return
+    broken = list(ramp_broken(config.train, parts))
+    yield from broken
+    if broken:
+        return
+    numbers = resolve(config, vocab=1)
+    grown = numbers.stages.stages[-1].begin
+    if grown >= numbers.samples:
+        what = (
+            f"the full batch comes after sample {grown}, and the run ends at sample "
+            f"{numbers.samples}"
+        )
+        yield ("train", "ramp", "over"), Problem(what, remedy="shorten it, or prolong train.until")
+
+
+def ramp_broken(train: TrainConfig, parts: Portions) -> Iterator[Broken]:
+    """What is wrong with a ramp in itself and with the portions of its batches."""
+    ramp, batch = train.ramp, parts.batch
+    # What all processes together take at once.
+    micro = batch // parts.accumulate
+    if ramp is None:
+        return
+    if (ramp.over if isinstance(ramp.over, float) else ramp.over.amount) == 0:
+        yield ("train", "ramp", "over"), Problem("must be above 0", remedy="or leave the ramp out")
+    if ramp.start >= batch:
+        what = f"{ramp.start} is not below the full batch {batch}"
+        remedy = "the batch grows from train.ramp.start to train.batch"
+        yield ("train", "ramp", "start"), Problem(what, remedy=remedy)
+        return
+    growth = batch - ramp.start
+    if growth % ramp.by:
+        what = f"growing by {ramp.by}, a batch of {ramp.start} never becomes {batch}"
+        remedy = f"by could be {nearest(divisors(growth), ramp.by)}"
+        yield ("train", "ramp", "by"), Problem(what, remedy=remedy)
+        return
+    common = math.gcd(ramp.start, ramp.by)
+    if common % micro:
+        odd = next(n for n in range(ramp.start, batch, ramp.by) if n % micro)
+        fitting = divisors(common)
+        if train.micro_batch is not None:
+            name, choices = "micro_batch", nearest(fitting, micro)
+        else:
+            name = "accumulate"
+            choices = nearest([batch // size for size in fitting], parts.accumulate)
+        what = f"the ramp's batch of {odd} is not a multiple of micro_batch {micro}"
+        yield ("train", name), Problem(what, remedy=f"{name} could be {choices}")
+
+
+def _sequence_fits(config: RunConfig) -> Iterator[Broken]:
+    if config.data.sequence and config.data.sequence > config.model.context:
+        what = f"{config.data.sequence} is longer than the model's context {config.model.context}"
+        yield ("data", "sequence"), Problem(what, remedy="raise model.context or shorten it")
+
+
+def _split_reads(config: RunConfig) -> Iterator[Broken]:
+    split = config.data.split
+    if split is None:
+        return
+    if config.data.validation is not None:
+        what = "has no effect when data.validation is given"
+        yield ("data", "split"), Problem(what, remedy="remove one of the two")
+    elif parse_split(split) is None:
+        what = f"{split!r} is not a split"
+        remedy = 'write two or three proportions such as "99,1" or "969,30,1", the first above 0'
+        yield ("data", "split"), Problem(what, remedy=remedy)
+
+
+def _blend_acts(config: RunConfig) -> Iterator[Broken]:
+    data = config.data
+    if data.blend is None:
+        return
+    if isinstance(data.paths, str) or len(data.paths) == 1:
+        yield ("data", "blend"), Problem("has no effect on a single token set", remedy="remove it")
+    elif data.blend == "exhaustive" and isinstance(data.paths, dict):
+        what = "every sample once leaves no room for the weights in data.paths"
+        remedy = 'write the paths as a list, or set data.blend = "proportion"'
+        yield ("data", "blend"), Problem(what, remedy=remedy)
+    elif data.blend == "exhaustive" and data.order == "random":
+        what = "windows that start at random places cannot all be visited once"
+        yield ("data", "blend"), Problem(what, remedy="choose another data.order")
+
+
+def _order_settings_act(config: RunConfig) -> Iterator[Broken]:
+    data = config.data
+    if data.order == "megatron":
+        if data.seed is not None and data.seed >= 2**32:
+            yield ("data", "seed"), Problem("Megatron's seeds are below 4294967296")
+        elif data.seed is None and config.train.seed >= 2**32:
+            what = "Megatron's seeds are below 4294967296"
+            yield ("train", "seed"), Problem(what, remedy="give the order its own: data.seed")
+        return
+    for name in ("samples", "cache"):
+        if getattr(data, name) is not None:
+            what = f"has no effect with order = {data.order!r}"
+            yield ("data", name), Problem(what, remedy='remove it: it is for order = "megatron"')
+    if data.seed is not None and data.order == "sequential":
+        what = "has no effect with order = 'sequential'"
+        yield ("data", "seed"), Problem(what, remedy="remove it")
+
+
+def _documents_agree(config: RunConfig) -> Iterator[Broken]:
+    if config.data.documents == "joined":
+        return
+    for name in ("reset_attention", "reset_positions"):
+        if getattr(config.data, name):
+            what = 'has no effect with documents = "masked", which does both'
+            yield ("data", name), Problem(what, remedy="remove one of the two")
+
+
+def _loss_scale_acts(config: RunConfig) -> Iterator[Broken]:
+    scale = config.precision.loss_scale
+    if scale is None:
+        return
+    if config.precision.compute != "fp16":
+        what = f"has no effect with compute = {config.precision.compute!r}"
+        yield ("precision", "loss_scale"), Problem(what, remedy='only "fp16" needs a loss scale')
+    if scale.minimum > scale.initial:
+        what = f"{scale.minimum} is above the initial scale {scale.initial}"
+        yield ("precision", "loss_scale", "minimum"), Problem(what)
+
+
+def _fp8_fits(config: RunConfig) -> Iterator[Broken]:
+    precision, model = config.precision, config.model
+    if not precision.fp8:
+        return
+    if precision.compute != "bf16":
+        what = f"needs compute = 'bf16', not {precision.compute!r}"
+        remedy = 'set precision.compute = "bf16", or leave fp8 out'
+        yield ("precision", "fp8"), Problem(what, remedy=remedy)
+    for name, size in (("width", model.width), ("vocab_multiple", model.vocab_multiple)):
+        if size % FP8_MULTIPLE:
+            what = f"{size} is not a multiple of {FP8_MULTIPLE}, which products in fp8 need"
+            yield ("model", name), Problem(what, remedy="change it, or leave precision.fp8 out")
+
+
+def _schedule_fits(config: RunConfig) -> Iterator[Broken]:
+    schedule = config.schedule
+    min_lr = getattr(schedule, "min_lr", 0.0)
+    if min_lr > config.optim.lr:
+        what = f"{min_lr} is above the peak optim.lr = {config.optim.lr}"
+        yield ("schedule", "min_lr"), Problem(what)
+    parts = portions(config.train)
+    if isinstance(parts, Problem) or any(ramp_broken(config.train, parts)):
+        return
+    numbers = resolve(config, vocab=1)
+    warmup = numbers.samples_of(schedule.warmup)
+    if isinstance(schedule, InverseSqrtSchedule) and warmup == 0:
+        yield ("schedule", "warmup"), Problem("inverse-sqrt needs a warm-up above zero")
+    if isinstance(schedule, WarmupStableDecaySchedule):
+        if warmup + numbers.last_samples_of(schedule.decay) > numbers.samples:
+            what = "warm-up and decay together are longer than the run"
+            yield ("schedule", "decay"), Problem(what, remedy="shorten one, or prolong train.until")
+        return
+    decay = getattr(schedule, "decay", None)
+    end = numbers.samples if decay is None else numbers.samples_of(decay)
+    if warmup and warmup >= end:
+        what = f"the warm-up ends at sample {warmup}, after the decay's end at sample {end}"
+        yield ("schedule", "warmup"), Problem(what, remedy="shorten it, or prolong train.until")
+
+
+def _muon_settings_act(config: RunConfig) -> Iterator[Broken]:
+    optim = config.optim
+    if not isinstance(optim, MuonConfig):
+        return
+    if optim.momentum_start is not None and optim.momentum_warmup in (0.0, *_NOTHING):
+        what = "has no effect when optim.momentum_warmup is zero"
+        yield ("optim", "momentum_start"), Problem(what, remedy="remove one of the two")
+    if optim.beta2 is not None and optim.normalise == "none":
+        what = "has no effect with normalise = 'none'"
+        remedy = 'remove it, or set optim.normalise = "neurons"; adam_beta2 is Adam\'s'
+        yield ("optim", "beta2"), Problem(what, remedy=remedy)
+    if optim.cautious and optim.weight_decay == 0:
+        what = "has no effect when optim.weight_decay is zero"
+        yield ("optim", "cautious"), Problem(what, remedy="remove one of the two")
+    if optim.table_lr is not None and not config.model.value_embeddings:
+        what = "has no effect: the model has no value embeddings"
+        yield ("optim", "table_lr"), Problem(what, remedy="remove it")
+    if optim.head_lr is not None and config.model.tie_head:
+        what = "has no effect on a tied head, which is the embedding"
+        remedy = "set optim.embedding_lr, or model.tie_head = false"
+        yield ("optim", "head_lr"), Problem(what, remedy=remedy)
+    if optim.scale == "rms" and "lr" not in optim.model_fields_set:
+        what = f"the default {optim.lr} is far too high with scale = 'rms'"
+        yield ("optim", "lr"), Problem(what, remedy="give a rate as for AdamW, such as 6e-4")
+
+
+def _parallel_settings_act(config: RunConfig) -> Iterator[Broken]:
+    parallel = config.parallel
+    for name, axis in (
+        ("keep", "dp_shard"),
+        ("sequence", "tp"),
+        ("attention", "cp"),
+        ("schedule", "pp"),
+        ("stages", "pp"),
+    ):
+        if getattr(parallel, name) is not None and getattr(parallel, axis) == 1:
+            what = f"has no effect without parallel.{axis}"
+            yield ("parallel", name), Problem(what, remedy="remove one of the two")
+    several = parallel.schedule in ("interleaved", "zero-bubble")
+    if parallel.stages is not None and (parallel.stages > 1) != several:
+        what = f"{parallel.stages} groups of layers on a device do not fit this schedule"
+        remedy = "interleaved and zero-bubble take 2 or more, the others 1"
+        yield ("parallel", "stages"), Problem(what, remedy=remedy)
+
+
+_NOTHING = tuple(Duration(0, unit) for unit in Unit)
+
+
+def _start_agrees(config: RunConfig) -> Iterator[Broken]:
+    if config.model.start is None:
+        return
+    weights = ModelConfig.model_validate(model_settings(config.model.start))
+    for name in (name for name in ModelConfig.model_fields if name not in SHAPE_FREE):
+        field = {"kv_heads": "groups", "mlp_width": "inner"}.get(name, name)
+        got, value = getattr(config.model, field), getattr(weights, field)
+        if got != value:
+            what = f"is {got!r}, but the weights in {config.model.start!r} have {value!r}"
+            yield (
+                ("model", name),
+                Problem(what, remedy="leave it out: it is taken from the weights"),
+            )
+
+
+_RULES: tuple[Callable[[RunConfig], Iterator[Broken]], ...] = (
+    _heads_divide,
+    _rotary_base_acts,
+    _model_settings_act,
+    _batch_divides,
+    _recompute_acts,
+    _offload_acts,
+    _ramp_fits,
+    _sequence_fits,
+    _split_reads,
+    _blend_acts,
+    _order_settings_act,
+    _documents_agree,
+    _loss_scale_acts,
+    _fp8_fits,
+    _schedule_fits,
+    _muon_settings_act,
+    _parallel_settings_act,
+    _start_agrees,
+)
+
+
+# ------------------------------------------------------------------ rules about the mesh
+
+
+def check_mesh(config: RunConfig, *, processes: int) -> Mesh:
+    """The mesh of a run on so many processes; refuses one that the run does not fit."""
+    mesh = build_mesh(config.parallel, processes)
+    if isinstance(mesh, Problem):
+        raise UserError([Problem(mesh.what, "parallel", mesh.remedy)])
+    broken = [broken for rule in _MESH_RULES for broken in rule(config, mesh)]
+    if broken:
+        raise UserError(
+            [Problem(problem.what, ".".join(path), problem.remedy) for path, problem in broken]
+        )
+    return mesh
+
+
+def _not_divided(axis: str, what: str, size: int, by: int, *, unit: int = 1) -> Iterator[Broken]:
+    """A size that an axis does not divide; `unit` is what else divides it with the axis."""
+    if size % (by * unit):
+        fitting = [n for n in divisors(size) if size % (n * unit) == 0]
+        remedy = f"{axis} could be {nearest(fitting, by)}" if fitting else "leave it out"
+        yield ("parallel", axis), Problem(f"{by} does not divide {what} {size}", remedy=remedy)
+
+
+def _tensor_divides(config: RunConfig, mesh: Mesh) -> Iterator[Broken]:
+    if mesh.tp == 1:
+        return
+    model, sequence = config.model, config.data.sequence or config.model.context
+    yield from _not_divided("tp", "the heads", model.heads, mesh.tp)
+    if model.groups != model.heads:
+        yield from _not_divided("tp", "the key and value heads", model.groups, mesh.tp)
+    yield from _not_divided("tp", "the inner width", model.inner, mesh.tp)
+    if config.parallel.sequence in (None, True) and sequence % (mesh.tp * mesh.cp):
+        what = f"a sequence of {sequence // mesh.cp} on each device cannot be divided by tp"
+        remedy = "set it to false, or change tp or data.sequence"
+        yield ("parallel", "sequence"), Problem(what, remedy=remedy)
+    if config.precision.fp8:
+        what = "a head that is divided over tp has no products in fp8"
+        yield ("precision", "fp8"), Problem(what, remedy="leave it out, or set parallel.tp = 1")
+
+
+def _context_divides(config: RunConfig, mesh: Mesh) -> Iterator[Broken]:
+    if mesh.cp == 1:
+        return
+    model, sequence = config.model, config.data.sequence or config.model.context
+    yield from _not_divided("cp", "half the sequence", sequence // 2, mesh.cp)
+    if sequence % 2:
+        what = f"a sequence of {sequence} cannot be divided evenly by cp"
+        yield ("data", "sequence"), Problem(what, remedy="make it even")
+    if config.parallel.attention == "heads":
+        yield from _not_divided("cp", "the heads", model.heads, mesh.cp, unit=mesh.tp)
+    if model.dropout:
+        what = "attention over divided sequences has no dropout"
+        yield ("model", "dropout"), Problem(what, remedy="set it to 0, or parallel.cp = 1")
+
+
+def _pipeline_divides(config: RunConfig, mesh: Mesh) -> Iterator[Broken]:
+    if mesh.pp == 1:
+        return
+    stages, layers = config.parallel.stages_each, config.model.layers
+    yield from _not_divided("pp", "the layers", layers, mesh.pp, unit=stages)
+    parts = portions(config.train, parts=mesh.data)
+    if isinstance(parts, Problem):
+        return
+    schedule, times = config.parallel.schedule or "1f1b", parts.accumulate
+    several = schedule in ("interleaved", "zero-bubble")
+    if times < mesh.pp or (several and times % mesh.pp):
+        need = "a multiple of" if several else "at least"
+        what = f"{schedule} needs {need} {mesh.pp} micro-batches in a step, and there are {times}"
+        remedy = "set train.micro_batch lower, or train.batch higher"
+        yield ("parallel", "schedule"), Problem(what, remedy=remedy)
+    if config.parallel.keep in ("nothing", "weights"):
+        what = "a pipeline keeps weights and gradients whole within a step"
+        yield ("parallel", "keep"), Problem(what, remedy='leave it out, or set it to "gradients"')
+    if schedule == "zero-bubble" and config.train.recompute != "none":
+        what = "zero-bubble divides the backward pass, so that nothing can be computed again in it"
+        yield ("train", "recompute"), Problem(what, remedy="leave it out, or change the schedule")
+
+
+def _mesh_batch_divides(config: RunConfig, mesh: Mesh) -> Iterator[Broken]:
+    parts = portions(config.train, parts=mesh.data)
+    if isinstance(parts, Problem):
+        yield ("train", "batch"), parts
+    else:
+        yield from ramp_broken(config.train, parts)
+
+
+_MESH_RULES: tuple[Callable[[RunConfig, Mesh], Iterator[Broken]], ...] = (
+    _tensor_divides,
+    _context_divides,
+    _pipeline_divides,
+    _mesh_batch_divides,
+)
