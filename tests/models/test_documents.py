@@ -12,6 +12,7 @@ from gristmill.config.schema import ModelConfig
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
 from gristmill.models.layers import document_mask
+from gristmill.models.recompute import Recompute
 from gristmill.models.spec import Loss
 
 CPU = torch.device("cpu")
@@ -27,7 +28,8 @@ LENGTHS = [[7, 1, 12, 4], [24], [1, 22, 1]]
 
 def make(settings: dict[str, Any], *, recompute: bool = False) -> GPT:
     config = ModelConfig(**{**SMALL, **settings})
-    model = build_model(config, vocab=50, device=CPU, recompute=recompute)
+    again = Recompute("full" if recompute else "none")
+    model = build_model(config, vocab=50, device=CPU, recompute=again)
     model.initialise(3)
     return model
 

@@ -14,6 +14,7 @@ from gristmill.config.schema import ModelConfig
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
 from gristmill.models.layers import Attention, Rotary, Surroundings
+from gristmill.models.recompute import Recompute
 from gristmill.models.spec import KVCache, Loss
 from gristmill.models.weights import from_gpt2, gpt2_names, to_gpt2
 
@@ -193,16 +194,18 @@ def test_rotary_products_depend_on_distance_only() -> None:
 def test_recomputing_activations_changes_nothing() -> None:
     ids = random_ids(2, 21)
     gradients = []
-    for recompute in (False, True):
+    for kind, every in (("none", 1), ("full", 1), ("full", 2), ("selective", 1)):
         config = ModelConfig(**SMALL, dropout=0.1)
+        recompute = Recompute(kind, every)
         model = build_model(config, vocab=50, device=CPU, recompute=recompute)
         model.initialise(3)
         model.train()
         torch.manual_seed(7)
         model(ids[:, :-1], targets_BT=ids[:, 1:]).scaled.backward()
         gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-    for plain, again in zip(*gradients, strict=True):
-        assert torch.equal(plain, again)
+    for others in gradients[1:]:
+        for plain, again in zip(gradients[0], others, strict=True):
+            assert torch.equal(plain, again)
 
 
 def test_start_weights_follow_gpt2() -> None:
@@ -210,13 +213,13 @@ def test_start_weights_follow_gpt2() -> None:
     model = build_model(config, vocab=500, device=CPU)
     model.initialise(1)
     assert model.embedding.weight.std().item() == pytest.approx(0.02, rel=0.05)
-    block = model.blocks[0]
+    block = model.blocks["0"]
     assert block.mlp.up.weight.std().item() == pytest.approx(0.02, rel=0.05)
     assert block.mlp.down.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
     assert block.attention.out.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
     assert not block.mlp.up.bias.any()
     assert torch.equal(model.norm.weight, torch.ones(64))
-    assert not torch.equal(model.blocks[0].mlp.up.weight, model.blocks[1].mlp.up.weight)
+    assert not torch.equal(model.blocks["0"].mlp.up.weight, model.blocks["1"].mlp.up.weight)
 
 
 def test_start_weights_are_a_function_of_the_seed() -> None:
@@ -225,7 +228,7 @@ def test_start_weights_are_a_function_of_the_seed() -> None:
     assert not torch.equal(one.embedding.weight, other.embedding.weight)
     # A deeper model has the same first layers: no weight depends on those made before it.
     deeper = make({"layers": 3, "init_std": 0.02}, seed=3)
-    assert torch.equal(one.blocks[0].mlp.up.weight, deeper.blocks[0].mlp.up.weight)
+    assert torch.equal(one.blocks["0"].mlp.up.weight, deeper.blocks["0"].mlp.up.weight)
 
 
 def test_dropout_acts_in_training_only() -> None:

@@ -157,7 +157,7 @@ def test_stacked_matrices_are_orthogonalised_each_for_itself() -> None:
     give_gradients(network, 1)
     optimizer(network, weight_decay=0.0, steps=8).step()
     moved = (
-        network.blocks[0].attention.qkv.weight.detach() - before["blocks.0.attention.qkv.weight"]
+        network.blocks["0"].attention.qkv.weight.detach() - before["blocks.0.attention.qkv.weight"]
     )
     for part in moved.split((16, 8, 8)):
         values = torch.linalg.svdvals(part) / 0.02
@@ -190,12 +190,9 @@ def test_a_group_in_pieces_moves_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_pieces_are_few_and_even() -> None:
-    equal = [torch.nn.Parameter(torch.zeros(2**9, 2**9)) for _ in range(7)]
-    assert [len(piece) for piece in muon._pieces(equal)] == [7]
-    large = [torch.nn.Parameter(torch.empty(2**13, 2**12, device="meta")) for _ in range(9)]
-    assert [len(piece) for piece in muon._pieces(large)] == [3, 3, 3]
-    huge = [torch.nn.Parameter(torch.empty(2**14, 2**14, device="meta")) for _ in range(2)]
-    assert [len(piece) for piece in muon._pieces(huge)] == [1, 1]
+    for count, size, lengths in ((7, 2**18, [7]), (9, 2**25, [3, 3, 3]), (2, 2**28, [1, 1])):
+        pieces = muon._pieces(range(count), size=size)
+        assert [len(piece) for piece in pieces] == lengths
 
 
 def test_a_compiled_step_is_made_once_and_does_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +200,7 @@ def test_a_compiled_step_is_made_once_and_does_the_same(monkeypatch: pytest.Monk
     from torch._dynamo.utils import counters
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    muon._compiled_update.cache_clear()
+    muon._compiled.cache_clear()
     counters.clear()
     plain, traced = model(kv_heads=1), model(kv_heads=1)
     settings = MuonConfig(normalise="neurons", cautious=True)
@@ -217,7 +214,7 @@ def test_a_compiled_step_is_made_once_and_does_the_same(monkeypatch: pytest.Monk
             give_gradients(network, step)
             decide_step(built, divisor=torch.tensor(1.0 + step), skip=torch.tensor(step % 2.0))
             built.step()
-    muon._compiled_update.cache_clear()
+    muon._compiled.cache_clear()
     assert counters["stats"]["unique_graphs"] == 4  # qkv, out, up, down
     for one, two in zip(plain.parameters(), traced.parameters(), strict=True):
         torch.testing.assert_close(one, two, rtol=0, atol=1e-6)
@@ -366,14 +363,6 @@ def test_frozen_parameters_are_left_out() -> None:
     assert all(parameter is not network.embedding.weight for parameter in chosen)
 
 
-def test_rates_of_roles_that_the_model_lacks_are_refused() -> None:
-    with pytest.raises(UserError) as error:
-        optimizer(model(), table_lr=0.1, head_lr=0.1, embedding_lr=0.1)
-    text = str(error.value)
-    assert "optim.table_lr: has no effect: the model has no table" in text
-    assert "optim.head_lr" in text and "embedding_lr" not in text
-
-
 RUN = """\
 name = "trial"
 preset = "gpt2-nano"
@@ -382,6 +371,15 @@ train.until = "200 steps"
 train.batch = 12
 optim.type = "muon"
 """
+
+
+def test_rates_of_roles_that_the_model_lacks_are_refused() -> None:
+    words = ("optim.table_lr=0.1", "optim.head_lr=0.1", "optim.embedding_lr=0.1")
+    with pytest.raises(UserError) as error:
+        load_text(RUN, words, place="run.toml")
+    text = str(error.value)
+    assert "optim.table_lr: has no effect: the model has no value embeddings" in text
+    assert "optim.head_lr" in text and "embedding_lr: " not in text
 
 
 def rates_at(step: int, *words: str) -> dict[Role, tuple[float, float | None]]:
@@ -490,7 +488,7 @@ def test_replaced_state_is_gone_on_with() -> None:
 
 def test_lines_begin_anew_when_matrices_are_split_in_another_way() -> None:
     network = model(kv_heads=1)
-    weight = network.blocks[0].attention.qkv.weight
+    weight = network.blocks["0"].attention.qkv.weight
     lengths = []
     state: dict[Any, Any] = {}
     for split in (True, False):

@@ -36,7 +36,7 @@ def test_every_parameter_is_in_one_group(norm: str, tie_head: bool) -> None:
     names = {id(parameter): name for name, parameter in network.named_parameters()}
     decaying, still = (
         [names[id(parameter)] for parameter in group["params"]]
-        for group in decay_groups(network, 0.1)
+        for group in decay_groups(network.parameters(), 0.1)
     )
     assert sorted(decaying + still) == sorted(names.values())
     assert not [name for name in decaying if name.endswith("bias") or "norm" in name]
@@ -46,13 +46,17 @@ def test_every_parameter_is_in_one_group(norm: str, tie_head: bool) -> None:
 
 
 def test_only_matrices_have_the_decay() -> None:
-    assert [group["weight_decay"] for group in decay_groups(model(), 0.3)] == [0.3, 0.0]
+    assert [group["weight_decay"] for group in decay_groups(model().parameters(), 0.3)] == [
+        0.3,
+        0.0,
+    ]
 
 
 def test_frozen_parameters_are_left_out() -> None:
     network = model()
     network.embedding.weight.requires_grad_(False)
-    chosen = [parameter for group in decay_groups(network, 0.1) for parameter in group["params"]]
+    groups = build_optimizer(AdamWConfig(), network).param_groups
+    chosen = [parameter for group in groups for parameter in group["params"]]
     assert all(parameter is not network.embedding.weight for parameter in chosen)
 
 

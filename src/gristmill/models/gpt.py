@@ -2,9 +2,13 @@
 
     tokens -> embedding (+ positions) -> blocks -> norm -> head (-> cap) -> logits or loss
 
+A model may hold a `Portion` only: some of the layers, and a share of each. Its parameters keep the
+names that they have in the whole.
+
 Weights are drawn per parameter from a generator seeded by the run's seed and the parameter's name,
-so that no weight depends on the order in which others are made. Projections onto the residual
-stream get a standard deviation smaller by sqrt(2 layers), as in GPT-2.
+so that no weight depends on the order in which others are made, nor on how the model is divided.
+Projections onto the residual stream get a standard deviation smaller by sqrt(2 layers), as in
+GPT-2.
 
 Shapes: B samples, T positions, D width, V vocabulary.
 """
@@ -13,87 +17,177 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
+from gristmill.base.boxes import split_pieces
 from gristmill.config.roles import Role
 from gristmill.config.schema import ModelConfig
 from gristmill.models.layers import Block, Linear, Rotary, Surroundings, build_norm, document_mask
 from gristmill.models.loss import capped, linear_cross_entropy
-from gristmill.models.spec import Kernels, KVCache, Loss
+from gristmill.models.recompute import NOTHING, Recompute
+from gristmill.models.spec import Kernels, KVCache, Links, Loss, Portion, Split
 
 
 class GPT(nn.Module):
     """A decoder-only transformer whose embedding has `rows` rows, of which `vocab` can be
-    predicted. `compute` is the number format of its stream; `kernels` are those it may use."""
+    predicted. `compute` is the number format of its stream; `kernels` are those it may use; `links`
+    lead to the other parts of a model that is divided."""
 
     def __init__(
-        self, config: ModelConfig, *, vocab: int, rows: int, recompute: bool = False
+        self,
+        config: ModelConfig,
+        *,
+        vocab: int,
+        rows: int,
+        recompute: Recompute = NOTHING,
+        portion: Portion | None = None,
     ) -> None:
         super().__init__()
         assert vocab <= rows
-        self.config, self.vocab, self.recompute = config, vocab, recompute
-        self.compute, self.kernels = torch.float32, Kernels()
-        self.embedding = nn.Embedding(rows, config.width)
-        learned = config.positions == "learned"
-        self.positions = nn.Embedding(config.context, config.width) if learned else None
+        portion = portion or Portion.whole(config)
+        self.config, self.vocab, self.rows, self.portion = config, vocab, rows, portion
+        self.recompute = recompute
+        self.compute, self.kernels, self.links = torch.float32, Kernels(), Links()
+        share = rows // portion.ranks
+        if portion.first:
+            self.embedding = nn.Embedding(share, config.width)
+            learned = config.positions == "learned"
+            self.positions = nn.Embedding(config.context, config.width) if learned else None
+            self.embedding_norm = build_norm(config) if config.embedding_norm else None
+            self.dropout = nn.Dropout(config.dropout)
         self.rotary = Rotary(config) if config.positions == "rotary" else None
-        self.embedding_norm = build_norm(config) if config.embedding_norm else None
-        self.dropout = nn.Dropout(config.dropout)
-        values = config.groups * config.head_width
+        values = config.groups * config.head_width // portion.ranks
         self.values = nn.ModuleDict(
-            {str(layer): nn.Embedding(rows, values) for layer in config.value_layers}
+            {
+                str(layer): nn.Embedding(rows, values)
+                for layer in config.value_layers
+                if layer in portion.layers
+            }
         )
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
-        self.norm = build_norm(config)
-        self.head = Linear(config.width, rows, bias=False)
-        if config.tie_head:
+        self.blocks = nn.ModuleDict(
+            {str(layer): Block(config, layer, portion.ranks) for layer in portion.layers}
+        )
+        if portion.last:
+            self.norm = build_norm(config)
+            self.head = Linear(config.width, share, bias=False)
+        self.tie()
+
+    @property
+    def tied(self) -> bool:
+        """Whether embedding and head are one parameter here."""
+        return self.config.tie_head and self.portion.first and self.portion.last
+
+    def tie(self) -> None:
+        """Make embedding and head one parameter, if they are to be."""
+        if self.tied:
             self.head.weight = self.embedding.weight
 
+    # -------------------------------------------------------------- about the parameters
+
+    def whole_name(self, name: str) -> str:
+        """A parameter's name in the whole model, where a tied head is the embedding."""
+        return "embedding.weight" if self.config.tie_head and name == "head.weight" else name
+
     def roles(self) -> dict[str, Role]:
-        """What each parameter is for."""
-        return {name: _role(name, parameter) for name, parameter in self.named_parameters()}
+        """What each parameter is for, by its name in the whole model."""
+        named = [(self.whole_name(name), p) for name, p in self.named_parameters()]
+        return {name: _role(name, parameter) for name, parameter in named}
 
     def parts(self) -> dict[str, tuple[int, ...]]:
-        """Rows of each matrix in parameters that are several matrices, one below the other."""
-        config = self.config
-        query, key = config.width, config.groups * config.head_width
-        stacked: dict[str, tuple[int, ...]] = {"attention.qkv.weight": (query, key, key)}
-        if config.activation == "swiglu":
-            stacked["mlp.up.weight"] = (config.inner, config.inner)
+        """Rows, in the whole model, of each matrix in parameters that are several matrices, one
+        below the other."""
+        splits = self.splits().items()
         return {
-            f"blocks.{layer}.{name}": rows
-            for layer in range(config.layers)
-            for name, rows in stacked.items()
+            name: split.parts
+            for name, split in splits
+            if len(split.parts) > 1 and name.endswith("weight")
         }
 
-    def initialise(self, seed: int) -> None:
-        """Draw all weights: normal matrices and embeddings, zero biases, unit gains."""
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                spread = self._spread(name, parameter)
-                if spread is None:
-                    parameter.fill_(1.0)
-                elif spread == 0:
-                    parameter.zero_()
-                else:
-                    generator = torch.Generator(parameter.device)
-                    generator.manual_seed(_named_seed(seed, name))
-                    parameter.normal_(0.0, spread, generator=generator)
+    def splits(self) -> dict[str, Split]:
+        """How parameters are divided among processes that share layers; those not named here are
+        on each of them."""
+        config, rows = self.config, Split(0, (self.rows,))
+        query, key = config.width, config.groups * config.head_width
+        gates = 2 if config.activation == "swiglu" else 1
+        within = {
+            "attention.qkv.weight": Split(0, (query, key, key)),
+            "attention.qkv.bias": Split(0, (query, key, key)),
+            "attention.out.weight": Split(1, (query,)),
+            "attention.value_gate.weight": Split(0, (config.groups,)),
+            "mlp.up.weight": Split(0, (config.inner,) * gates),
+            "mlp.up.bias": Split(0, (config.inner,) * gates),
+            "mlp.down.weight": Split(1, (config.inner,)),
+        }
+        tables = {f"values.{layer}.weight": Split(1, (key,)) for layer in config.value_layers}
+        known = {"embedding.weight": rows, "head.weight": rows, **tables}
+        for layer in self.portion.layers:
+            known |= {f"blocks.{layer}.{name}": split for name, split in within.items()}
+        return {name: known[name] for name, _ in self.named_parameters() if name in known}
 
-    def _spread(self, name: str, parameter: torch.Tensor) -> float | None:
+    def partial(self, *, sequence: bool) -> list[str]:
+        """Parameters that every process sharing layers has, and whose gradient is the sum of all
+        processes' gradients; `sequence`: the stream is divided among them along the sequence."""
+        everywhere = [name for name, _ in self.named_parameters() if name not in self.splits()]
+        if sequence:
+            return everywhere
+        return [name for name in everywhere if ".query_norm." in name or ".key_norm." in name]
+
+    def whole_shape(self, name: str) -> tuple[int, ...]:
+        """A parameter's shape in the whole model."""
+        shape = list(self.get_parameter(name).shape)
+        split = self.splits().get(name)
+        if split is not None:
+            shape[split.dim] = sum(split.parts)
+        return tuple(shape)
+
+    # -------------------------------------------------------------- how it begins
+
+    def initialise(self, seed: int, names: Iterable[str] | None = None) -> None:
+        """Draw weights, all or those named: normal matrices and embeddings, zero biases, unit
+        gains."""
+        splits, portion = self.splits(), self.portion
+        for name in dict(self.named_parameters()) if names is None else names:
+            parameter, shape = self.get_parameter(name), self.whole_shape(name)
+            value = self._initial(self.whole_name(name), shape, seed, parameter.device)
+            split = splits.get(name, Split(0, (shape[0],)))
+            rank, ranks = (portion.rank, portion.ranks) if name in splits else (0, 1)
+            with torch.no_grad():
+                for piece in split_pieces(
+                    shape, dim=split.dim, parts=split.parts, rank=rank, ranks=ranks
+                ):
+                    parameter[piece.local.slices] = value[piece.whole.slices]
+
+    def _initial(
+        self, name: str, shape: tuple[int, ...], seed: int, device: torch.device
+    ) -> torch.Tensor:
+        """What a whole parameter begins as; rows that only pad the vocabulary are zero."""
+        spread = self._spread(name, len(shape))
+        if spread is None:
+            return torch.ones(shape, device=device)
+        value = torch.zeros(shape, device=device)
+        if spread:
+            generator = torch.Generator(device)
+            generator.manual_seed(_named_seed(seed, name))
+            drawn = value[: self.vocab] if name in ("embedding.weight", "head.weight") else value
+            drawn.normal_(0.0, spread, generator=generator)
+        return value
+
+    def _spread(self, name: str, dims: int) -> float | None:
         """Standard deviation of a parameter at the start; None for gains, which start at one."""
         config = self.config
         if name.startswith("values.") or name.endswith(("bias", "value_gate.weight", "shortcut")):
             return 0.0
-        if parameter.dim() < 2:
+        if dims < 2:
             return None
         if name.endswith(("attention.out.weight", "mlp.down.weight")):
             return 0.0 if config.zero_init else config.init_std / math.sqrt(2 * config.layers)
         own = {"embedding.weight": config.embedding_std, "head.weight": config.head_std}.get(name)
         return own if own is not None else config.init_std
+
+    # -------------------------------------------------------------- what it computes
 
     def forward(
         self,
@@ -108,54 +202,77 @@ class GPT(nn.Module):
         last_only: bool = False,
     ) -> torch.Tensor | Loss:
         assert cache is None or (positions_BT is None and documents_BT is None), "one document"
-        hidden_BTD = self._hidden(tokens_BT, positions_BT, documents_BT, cache)
+        around = self.surroundings(tokens_BT, positions_BT, documents_BT, cache=cache)
+        x_BTD = self.embed(tokens_BT, around)
+        if self.config.shortcut:
+            around = around._replace(start_BTD=x_BTD)
+        x_BTD = self.through(x_BTD, self.portion.layers, tokens_BT, around)
+        if cache is not None:
+            cache.length += tokens_BT.shape[1]
         if targets_BT is not None:
-            return linear_cross_entropy(
-                hidden_BTD.flatten(0, 1),
-                self.head.weight,
-                targets_BT.flatten(),
-                None if weights_BT is None else weights_BT.flatten(),
-                vocab=self.vocab,
-                scale=scale,
-                cap=self.config.logit_cap,
-                kernel=self.kernels.loss,
-                fp8=self.kernels.head_fp8,
-            )
-        if last_only:
-            hidden_BTD = hidden_BTD[:, -1:]
+            return self.loss(x_BTD, targets_BT, weights_BT, scale)
+        hidden_BTD = self.norm(x_BTD[:, -1:] if last_only else x_BTD)
+        assert self.links.alone, "logits are asked of whole models only"
         return capped(self.head(hidden_BTD)[..., : self.vocab], self.config.logit_cap)
 
-    def _hidden(
+    def surroundings(
         self,
         tokens_BT: torch.Tensor,
-        positions_BT: torch.Tensor | None,
+        positions: torch.Tensor | None,
         documents_BT: torch.Tensor | None,
-        cache: KVCache | None,
-    ) -> torch.Tensor:
-        start = cache.length if cache is not None else 0
-        length = tokens_BT.shape[1]
-        positions = positions_BT
+        *,
+        cache: KVCache | None = None,
+        start_BTD: torch.Tensor | None = None,
+    ) -> Surroundings:
+        """What the blocks are told about a batch; positions are (T) or (B, T)."""
         if positions is None:
-            positions = torch.arange(start, start + length, device=tokens_BT.device)
-        mask = None if documents_BT is None else document_mask(documents_BT)
-        x_BTD = self.embedding(tokens_BT).to(self.compute)
+            begin = cache.length if cache is not None else 0
+            length = tokens_BT.shape[1]
+            positions = torch.arange(begin, begin + length, device=tokens_BT.device)
+        turn = None if self.rotary is None else self.rotary(positions)
+        dense = documents_BT is not None and self.links.attend is None
+        mask = document_mask(documents_BT) if dense and documents_BT is not None else None
+        return Surroundings(
+            positions, mask, turn, start_BTD, cache, self.kernels, self.links, documents_BT
+        )
+
+    def embed(self, tokens_BT: torch.Tensor, around: Surroundings) -> torch.Tensor:
+        """The stream before the first block."""
+        x_BTD = self.links.leave(self._rows(tokens_BT).to(self.compute))
         if self.positions is not None:
+            positions = self.links.own(around.positions, -1)
             x_BTD = x_BTD + self.positions(positions).to(self.compute)
         if self.embedding_norm is not None:
             x_BTD = self.embedding_norm(x_BTD)
-        x_BTD = self.dropout(x_BTD)
-        start_BTD = x_BTD if self.config.shortcut else None
-        turn = None if self.rotary is None else self.rotary(positions)
-        around = Surroundings(positions, mask, turn, start_BTD, cache, self.kernels)
-        for layer, block in enumerate(self.blocks):
-            looked_up = self._looked_up(layer, tokens_BT)
-            if self.recompute and self.training:
-                x_BTD = checkpoint(block, x_BTD, around, looked_up, use_reentrant=False)
+        dropped: torch.Tensor = self.dropout(x_BTD)
+        return dropped
+
+    def _rows(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        """Rows of the embedding; zero for tokens whose row another process has."""
+        if self.portion.ranks == 1:
+            rows: torch.Tensor = self.embedding(tokens_BT)
+            return rows
+        count = self.embedding.num_embeddings
+        here_BT = tokens_BT - self.portion.rank * count
+        inside_BT = (here_BT >= 0) & (here_BT < count)
+        found: torch.Tensor = self.embedding(here_BT.clamp(0, count - 1))
+        return found * inside_BT[..., None]
+
+    def through(
+        self,
+        x_BTD: torch.Tensor,
+        layers: Iterable[int],
+        tokens_BT: torch.Tensor,
+        around: Surroundings,
+    ) -> torch.Tensor:
+        """The stream after some of the blocks."""
+        for layer in layers:
+            block, looked_up = self.blocks[str(layer)], self._looked_up(layer, tokens_BT)
+            if self.training:
+                x_BTD = self.recompute.run(layer, block, x_BTD, around, looked_up)
             else:
                 x_BTD = block(x_BTD, around, looked_up)
-        if cache is not None:
-            cache.length += length
-        return self.norm(x_BTD)
+        return x_BTD
 
     def _looked_up(self, layer: int, tokens_BT: torch.Tensor) -> torch.Tensor | None:
         """What a layer with value embeddings adds to its values."""
@@ -163,6 +280,29 @@ class GPT(nn.Module):
             return None
         table: torch.Tensor = self.values[str(layer)](tokens_BT)
         return table.to(self.compute)
+
+    def loss(
+        self,
+        x_BTD: torch.Tensor,
+        targets_BT: torch.Tensor,
+        weights_BT: torch.Tensor | None,
+        scale: torch.Tensor | None,
+    ) -> Loss:
+        """The loss of the stream after the last block."""
+        hidden_BTD = self.links.enter(self.norm(x_BTD))
+        return linear_cross_entropy(
+            hidden_BTD.flatten(0, 1),
+            self.head.weight,
+            targets_BT.flatten(),
+            None if weights_BT is None else weights_BT.flatten(),
+            vocab=self.vocab,
+            scale=scale,
+            cap=self.config.logit_cap,
+            kernel=self.kernels.loss,
+            fp8=self.kernels.head_fp8,
+            links=self.links,
+            first=self.portion.rank * self.head.weight.shape[0],
+        )
 
 
 def _role(name: str, parameter: torch.Tensor) -> Role:

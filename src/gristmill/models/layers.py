@@ -6,6 +6,9 @@ decides the number format of the whole pass, and gradients arrive in fp32.
 Positions are one row for all samples (T) or a row for each (B, T). A mask says which positions see
 which, where it is not simply the earlier ones.
 
+Of heads and inner features a process may hold a share (see `models/spec.py`): products into them
+are divided by columns, products out of them by rows and then summed over the processes.
+
 Shapes: B samples, T positions, D width, H heads, G key and value heads, K head width, F inner
 width.
 """
@@ -20,7 +23,7 @@ from torch.nn import functional
 
 from gristmill.config.schema import GATE_FEATURES, ModelConfig
 from gristmill.models.fused import can_fuse, fused_mlp
-from gristmill.models.spec import Kernels, KVCache
+from gristmill.models.spec import Kernels, KVCache, Links
 
 
 class Surroundings(NamedTuple):
@@ -34,6 +37,9 @@ class Surroundings(NamedTuple):
     """The stream before the first block, for models with a shortcut."""
     cache: KVCache | None = None
     kernels: Kernels = Kernels()
+    links: Links = Links()
+    documents_BT: torch.Tensor | None = None
+    """The documents that positions belong to, where the mask is made from them elsewhere."""
 
 
 class Linear(nn.Linear):
@@ -42,6 +48,20 @@ class Linear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return functional.linear(x, self.weight.to(x.dtype), bias)
+
+
+class ClosingLinear(Linear):
+    """A linear layer whose input features may be divided among processes."""
+
+    def forward(self, x: torch.Tensor, links: Links | None = None) -> torch.Tensor:
+        if links is None or links.alone:
+            return super().forward(x)
+        return self.closed(functional.linear(x, self.weight.to(x.dtype)), links)
+
+    def closed(self, products: torch.Tensor, links: Links) -> torch.Tensor:
+        """The layer's result, from this process's products."""
+        y = links.leave(products)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -125,15 +145,16 @@ class Turn(NamedTuple):
 class Attention(nn.Module):
     """Causal self-attention with as many key and value heads as the settings say."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, ranks: int = 1) -> None:
         super().__init__()
         self.layer, self.scale = layer, config.attention_scale
-        self.heads, self.groups, self.head_width = config.heads, config.groups, config.head_width
+        self.heads, self.groups = config.heads // ranks, config.groups // ranks
+        self.head_width = config.head_width
         self.dropout = config.dropout
         inner = self.heads * self.head_width
         both = 2 * self.groups * self.head_width
         self.qkv = Linear(config.width, inner + both, bias=config.bias)
-        self.out = Linear(inner, config.width, bias=config.bias)
+        self.out = ClosingLinear(inner, config.width, bias=config.bias)
         self.query_norm = self._head_norm(config) if config.qk_norm else None
         self.key_norm = self._head_norm(config) if config.qk_norm else None
         self.value_gate = (
@@ -148,7 +169,7 @@ class Attention(nn.Module):
     def forward(
         self, x_BTD: torch.Tensor, around: Surroundings, looked_up_BTV: torch.Tensor | None
     ) -> torch.Tensor:
-        positions, mask, cache = around.positions, around.mask, around.cache
+        x_BTD = around.links.enter(x_BTD)
         query, key, value = self._project(x_BTD)
         if self.value_gate is not None and looked_up_BTV is not None:
             value = value + self._gated(looked_up_BTV, x_BTD)
@@ -156,13 +177,27 @@ class Attention(nn.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         if around.turn is not None:
             query, key = around.turn.apply(query), around.turn.apply(key)
+        if around.links.attend is not None:
+            documents = around.documents_BT
+            y_BHTK = around.links.attend(
+                query, key, value, scale=self.scale, documents_BT=documents
+            )
+        else:
+            with around.links.apart():
+                y_BHTK = self._attend(query, key, value, around)
+        return self.out(y_BHTK.transpose(1, 2).flatten(2), around.links)
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, around: Surroundings
+    ) -> torch.Tensor:
+        positions, mask, cache = around.positions, around.mask, around.cache
         causal = mask is None
         if cache is not None:
             key, value = cache.extend(self.layer, key, value)
             causal = cache.length == 0
             if not causal and positions.shape[0] > 1:
                 mask = positions[:, None] >= torch.arange(key.shape[2], device=key.device)
-        y_BHTK = functional.scaled_dot_product_attention(
+        return functional.scaled_dot_product_attention(
             query,
             key,
             value,
@@ -172,7 +207,6 @@ class Attention(nn.Module):
             scale=self.scale,
             enable_gqa=self.groups != self.heads,
         )
-        return self.out(y_BHTK.transpose(1, 2).flatten(2))
 
     def _project(self, x_BTD: torch.Tensor) -> list[torch.Tensor]:
         widths = [heads * self.head_width for heads in (self.heads, self.groups, self.groups)]
@@ -192,16 +226,18 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """The feed-forward part of a block; swiglu has a gate beside the inner layer."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, ranks: int = 1) -> None:
         super().__init__()
-        self.activation, self.inner = config.activation, config.inner
+        self.activation, self.inner = config.activation, config.inner // ranks
         gates = 2 if config.activation == "swiglu" else 1
-        self.up = Linear(config.width, gates * config.inner, bias=config.bias)
-        self.down = Linear(config.inner, config.width, bias=config.bias)
+        self.up = Linear(config.width, gates * self.inner, bias=config.bias)
+        self.down = ClosingLinear(self.inner, config.width, bias=config.bias)
 
-    def forward(self, x_BTD: torch.Tensor, *, kernel: bool = False) -> torch.Tensor:
-        if kernel and can_fuse(x_BTD, inner=self.inner, activation=self.activation):
-            return self._fused(x_BTD)
+    def forward(self, x_BTD: torch.Tensor, around: Surroundings) -> torch.Tensor:
+        x_BTD = around.links.enter(x_BTD)
+        fits = can_fuse(x_BTD, inner=self.inner, activation=self.activation)
+        if around.kernels.mlp and fits:
+            return self.down.closed(self._fused(x_BTD), around.links)
         inner_BTF = self.up(x_BTD)
         match self.activation:
             case "gelu":
@@ -213,25 +249,24 @@ class MLP(nn.Module):
             case "swiglu":
                 gate_BTF, inner_BTF = inner_BTF.chunk(2, dim=-1)
                 inner_BTF = functional.silu(gate_BTF) * inner_BTF
-        return self.down(inner_BTF)
+        return self.down(inner_BTF, around.links)
 
     def _fused(self, x_BTD: torch.Tensor) -> torch.Tensor:
         dtype = x_BTD.dtype
         bias = None if self.up.bias is None else self.up.bias.to(dtype)
         weights = self.up.weight.to(dtype), bias, self.down.weight.to(dtype)
-        y_BTD = fused_mlp(x_BTD.flatten(0, 1), *weights, self.activation).view_as(x_BTD)
-        return y_BTD if self.down.bias is None else y_BTD + self.down.bias.to(dtype)
+        return fused_mlp(x_BTD.flatten(0, 1), *weights, self.activation).view_as(x_BTD)
 
 
 class Block(nn.Module):
     """Attention and feed-forward, each normalised before and added to the stream."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, ranks: int = 1) -> None:
         super().__init__()
         self.attention_norm = build_norm(config)
-        self.attention = Attention(config, layer)
+        self.attention = Attention(config, layer, ranks)
         self.mlp_norm = build_norm(config)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, ranks)
         self.dropout = nn.Dropout(config.dropout)
         self.shortcut = nn.Parameter(torch.empty(1)) if config.shortcut else None
 
@@ -245,5 +280,5 @@ class Block(nn.Module):
             x_BTD = x_BTD + self.shortcut.to(x_BTD.dtype) * around.start_BTD
         attended = self.attention(self.attention_norm(x_BTD), around, looked_up_BTV)
         x_BTD = x_BTD + self.dropout(attended)
-        inner = self.mlp(self.mlp_norm(x_BTD), kernel=around.kernels.mlp)
+        inner = self.mlp(self.mlp_norm(x_BTD), around)
         return x_BTD + self.dropout(inner)

@@ -13,6 +13,9 @@ With the Triton kernel the logits stay in the format of the hidden states and ar
 gradient at once, computed in fp32; without it plain operations on fp32 logits do the same. The
 products may be in fp8 where gradients are wanted (`kernels/head_fp8.py`); a loss that is only
 measured never is. The whole is one opaque operator for the compiler.
+
+The head's rows may be divided among processes. Each forms its part of the logits, and only three
+numbers a token are exchanged: the largest, the sum of exponentials, and the target's.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from typing import Any, Protocol
 
 import torch
 
-from gristmill.models.spec import Loss
+from gristmill.models.spec import Links, Loss
 
 SLICE_BYTES = 2**31
 """Memory allowed for one slice's logits on a GPU."""
@@ -41,15 +44,19 @@ def linear_cross_entropy(
     cap: float | None = None,
     kernel: bool = False,
     fp8: bool = False,
+    links: Links | None = None,
+    first: int = 0,
 ) -> Loss:
     """Loss summed over tokens; rows of the head from `vocab` on are padding and cannot be
     predicted. `kernel`: in Triton. `fp8`: matrix products in fp8 (in Triton too) if there will be
-    gradients."""
+    gradients. `links`, `first`: to the processes that have other rows of the head, and the number
+    of the first row here; plain operations compute what is divided."""
     if scale is None:
         scale = torch.ones((), device=hidden_ND.device)
+    others = None if links is None or links.alone else links
     scaled, total = _LinearCrossEntropy.apply(
         *(hidden_ND, head_VD, targets_N, weights_N, scale),
-        *(vocab, cap, kernel, fp8, torch.is_grad_enabled()),
+        *(vocab, cap, kernel, fp8, torch.is_grad_enabled(), others, first),
     )
     return Loss(scaled, total)
 
@@ -79,11 +86,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         kernel: bool,
         fp8: bool,
         wants_gradient: bool,
+        links: Links | None,
+        first: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        total, d_hidden, d_head = _sliced(
-            *(hidden_ND, head_VD, targets_N, weights_N, scale),
-            *(vocab, cap, kernel, fp8, wants_gradient),
-        )
+        tensors = (hidden_ND, head_VD, targets_N, weights_N, scale)
+        if links is None:
+            total, d_hidden, d_head = _sliced(*tensors, vocab, cap, kernel, fp8, wants_gradient)
+        else:
+            head = _PlainHead(
+                head_VD.to(hidden_ND.dtype), scale.float(), vocab, cap, False, links, first
+            )
+            total, d_hidden, d_head = _over_slices(head, *tensors[:4], 4, wants_gradient)
         ctx.save_for_backward(d_hidden, d_head)
         ctx.mark_non_differentiable(total)
         return total * scale, total
@@ -92,7 +105,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         d_hidden, d_head = ctx.saved_tensors
         outer = gradients[0]
-        nothing = (None,) * 8
+        nothing = (None,) * 10
         return d_hidden * outer.to(d_hidden.dtype), d_head * outer.to(d_head.dtype), *nothing
 
 
@@ -110,17 +123,32 @@ def _sliced(
     wants_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The summed loss and the scaled gradients of hidden states and head (empty if not wanted)."""
-    device, dtype = hidden_ND.device, hidden_ND.dtype
-    total = torch.zeros((), dtype=torch.float32, device=device)
-    d_hidden = torch.empty_like(hidden_ND) if wants_gradient else hidden_ND.new_empty(0)
-    d_head = torch.zeros_like(head_VD) if wants_gradient else head_VD.new_empty(0)
+    dtype = hidden_ND.dtype
     width = dtype.itemsize if kernel or fp8 else 4
-    step = slice_length(head_VD.shape[0], width=width, device=device)
     head: _Head = (
         _fp8_head(head_VD, dtype, scale, vocab, cap)
         if fp8 and wants_gradient
         else _PlainHead(head_VD.to(dtype), scale.float(), vocab, cap, kernel)
     )
+    return _over_slices(head, hidden_ND, head_VD, targets_N, weights_N, width, wants_gradient)
+
+
+def _over_slices(
+    head: _Head,
+    hidden_ND: torch.Tensor,
+    head_VD: torch.Tensor,
+    targets_N: torch.Tensor,
+    weights_N: torch.Tensor | None,
+    width: int,
+    wants_gradient: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same, slice by slice; a logit takes `width` bytes."""
+    device = hidden_ND.device
+    total = torch.zeros((), dtype=torch.float32, device=device)
+    d_hidden = torch.empty_like(hidden_ND) if wants_gradient else hidden_ND.new_empty(0)
+    # Sums over slices are formed in fp32, whatever the head's own format.
+    d_head = torch.zeros_like(head_VD, dtype=torch.float32 if wants_gradient else None)
+    step = slice_length(head_VD.shape[0], width=width, device=device)
     for start in range(0, hidden_ND.shape[0], step):
         part = slice(start, start + step)
         weights = None if weights_N is None else weights_N[part].float()
@@ -130,7 +158,7 @@ def _sliced(
             d_head_VD=d_head if wants_gradient else None,
         )
         total += losses.sum() if weights is None else (losses * weights).sum()
-    return total, d_hidden, d_head
+    return total, d_hidden, d_head.to(head_VD.dtype) if wants_gradient else head_VD.new_empty(0)
 
 
 @_sliced.register_fake
@@ -170,15 +198,20 @@ def _fp8_head(
     return Fp8Head(head_VD, scale=scale.float(), vocab=vocab, cap=cap)
 
 
+_ALONE = Links()
+
+
 @dataclass(frozen=True)
 class _PlainHead:
-    """The head in the format of the hidden states."""
+    """The head, or the rows of it from `first` on, in the format of the hidden states."""
 
     head_VD: torch.Tensor
     scale: torch.Tensor
     vocab: int
     cap: float | None
     kernel: bool
+    links: Links = _ALONE
+    first: int = 0
 
     def losses(
         self,
@@ -193,13 +226,47 @@ class _PlainHead:
         if d_hidden_ND is not None:
             ones_N = torch.ones_like(targets_N, dtype=torch.float32)
             factors_N = self.scale * (ones_N if weights_N is None else weights_N)
-        compute = _triton_slice if self.kernel else _plain_slice
+        compute = _triton_slice if self.kernel else self._plain_slice
         logits_NV = hidden_ND @ self.head_VD.T
         losses_N, d_logits_NV = compute(logits_NV, targets_N, factors_N, self.vocab, self.cap)
         if d_hidden_ND is not None and d_head_VD is not None:
             torch.mm(d_logits_NV, self.head_VD, out=d_hidden_ND)
             _add_product(d_head_VD, d_logits_NV, hidden_ND)
         return losses_N
+
+    def _plain_slice(
+        self,
+        logits_NV: torch.Tensor,
+        targets_N: torch.Tensor,
+        factors_N: torch.Tensor | None,
+        vocab: int,
+        cap: float | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Losses of one slice, and the gradient in the place of the logits where factors are
+        given."""
+        links, columns = self.links, logits_NV.shape[1]
+        dtype, logits_NV = logits_NV.dtype, logits_NV.float()
+        slope_NV = None
+        if cap is not None:
+            logits_NV = logits_NV.div_(cap).tanh_()
+            slope_NV = 1 - logits_NV.square() if factors_N is not None else None
+            logits_NV.mul_(cap)
+        if vocab < self.first + columns:
+            logits_NV[:, max(0, vocab - self.first) :] = -torch.inf
+        target_N1 = targets_N[:, None] - self.first
+        here_N1 = (target_N1 >= 0) & (target_N1 < columns)
+        target_N1 = target_N1.clamp(0, columns - 1)
+        picked_N1 = links.total(torch.where(here_N1, logits_NV.gather(1, target_N1), 0.0))
+        largest_N1 = links.most(logits_NV.amax(dim=-1, keepdim=True))
+        sums_N1 = links.total(logits_NV.sub_(largest_N1).exp_().sum(dim=-1, keepdim=True))
+        losses_N = (sums_N1.log() + largest_N1 - picked_N1)[:, 0]
+        if factors_N is not None:
+            factors_N1 = factors_N[:, None]
+            logits_NV.mul_(factors_N1 / sums_N1)
+            logits_NV.scatter_add_(1, target_N1, torch.where(here_N1, -factors_N1, 0.0))
+            if slope_NV is not None:
+                logits_NV.mul_(slope_NV)
+        return losses_N, logits_NV.to(dtype)
 
 
 def _triton_slice(
@@ -213,35 +280,6 @@ def _triton_slice(
 
     losses = cross_entropy_(logits_NV, targets_N, factors_N, vocab=vocab, cap=cap)
     return losses, logits_NV
-
-
-def _plain_slice(
-    logits_NV: torch.Tensor,
-    targets_N: torch.Tensor,
-    factors_N: torch.Tensor | None,
-    vocab: int,
-    cap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses of one slice, and the gradient in the place of the logits where factors are given."""
-    dtype, logits_NV = logits_NV.dtype, logits_NV.float()
-    slope_NV = None
-    if cap is not None:
-        logits_NV = logits_NV.div_(cap).tanh_()
-        slope_NV = 1 - logits_NV.square() if factors_N is not None else None
-        logits_NV.mul_(cap)
-    if vocab < logits_NV.shape[1]:
-        logits_NV[:, vocab:] = -torch.inf
-    picked_N1 = logits_NV.gather(1, targets_N[:, None])
-    largest_N1 = logits_NV.amax(dim=-1, keepdim=True)
-    sums_N1 = logits_NV.sub_(largest_N1).exp_().sum(dim=-1, keepdim=True)
-    losses_N = (sums_N1.log() + largest_N1 - picked_N1)[:, 0]
-    if factors_N is not None:
-        factors_N1 = factors_N[:, None]
-        logits_NV.mul_(factors_N1 / sums_N1)
-        logits_NV.scatter_add_(1, targets_N[:, None], -factors_N1)
-        if slope_NV is not None:
-            logits_NV.mul_(slope_NV)
-    return losses_N, logits_NV.to(dtype)
 
 
 def _add_product(

@@ -7,15 +7,23 @@ Everything goes through `forward`, so that wrappers (compilation, sharding) see 
     model(tokens_BT, cache=KVCache)                -> logits, the cache grown by T
     model(tokens_BT, positions=, documents=, ...)  -> the same with packed documents kept apart
 
+A model may be one part of several that compute together. It knows its `Portion`, says by `Split`s
+how its parameters are divided, and asks the other parts through `Links`; how these reach them is
+not its business.
+
 Shapes: B samples, T positions, D width, V vocabulary, H heads, K head width.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+
+from gristmill.config.schema import ModelConfig
 
 
 class Kernels(NamedTuple):
@@ -34,6 +42,68 @@ class Loss(NamedTuple):
     """The sum times the scale that was asked for: what is differentiated."""
     total: torch.Tensor
     """The plain sum in nats, detached: what is reported."""
+
+
+@dataclass(frozen=True)
+class Portion:
+    """The part of a model that one process holds: some layers, and of each layer a share of the
+    heads, inner features and vocabulary rows."""
+
+    layers: tuple[int, ...]
+    first: bool = True
+    """With the embedding."""
+    last: bool = True
+    """With the last norm and the head."""
+    rank: int = 0
+    ranks: int = 1
+    """Processes that share each layer."""
+
+    @classmethod
+    def whole(cls, config: ModelConfig) -> Portion:
+        return cls(tuple(range(config.layers)))
+
+
+class Split(NamedTuple):
+    """A parameter that is divided among the processes that share a layer."""
+
+    dim: int
+    parts: tuple[int, ...]
+    """Sizes along it of the matrices that are stacked in the whole parameter, each divided by
+    itself."""
+
+
+class Links:
+    """What a part of a model asks of the other parts. These answer for a model without any."""
+
+    alone = True
+    """Whether there are no other parts, so that nothing need be asked."""
+    attend: Callable[..., torch.Tensor] | None = None
+    """Attention over sequences of which this process has a part; None where it has all."""
+
+    def enter(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        """The stream as products divided by their columns need it: all positions. Its gradient is
+        the sum of all parts' gradients."""
+        return x_BTD
+
+    def leave(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        """The sum of all parts' results of products divided by rows, as the stream is kept."""
+        return x_BTD
+
+    def own(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Those positions, along a dimension, that the stream here is kept for."""
+        return x
+
+    def apart(self) -> contextlib.AbstractContextManager[None]:
+        """Random numbers of its own for this part, where the others have numbers in common."""
+        return contextlib.nullcontext()
+
+    def most(self, x: torch.Tensor) -> torch.Tensor:
+        """The largest of all parts' values."""
+        return x
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all parts' values; for numbers that are not differentiated."""
+        return x
 
 
 @dataclass

@@ -7,7 +7,7 @@ is), both tensors on the device, which the fused kernels read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Mapping
 from typing import Protocol, cast
 
 import torch
@@ -15,8 +15,7 @@ from torch import nn
 
 from gristmill.config.optim import AdamWConfig, MuonConfig, OptimConfig
 from gristmill.config.roles import Role
-from gristmill.config.settings import Settings
-from gristmill.optim.muon import Muon
+from gristmill.optim.muon import Exchange, Muon
 
 
 class Explained(Protocol):
@@ -30,11 +29,30 @@ class Explained(Protocol):
 
 
 def build_optimizer(
-    config: OptimConfig, model: nn.Module, *, compiled: bool | None = None
+    config: OptimConfig,
+    model: nn.Module,
+    *,
+    parameters: Mapping[str, nn.Parameter] | None = None,
+    compiled: bool | None = None,
+    exchange: Exchange | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimizer a run asks for; one with a step of its own is `compiled` on CUDA only if that
-    is not said."""
-    return _BUILDERS[type(config)](config, model, compiled)
+    """The optimizer a run asks for. `parameters` are what is moved where that is not the model's
+    own: the shares of its parameters that this process keeps, by name, and `exchange` is the way to
+    the others. A step of its own is `compiled` on CUDA only if that is not said."""
+    if parameters is None:
+        parameters = dict(model.named_parameters())
+    moving = {name: p for name, p in parameters.items() if p.requires_grad}
+    if isinstance(config, MuonConfig):
+        explained = cast(Explained, model)
+        return Muon(
+            config,
+            moving,
+            roles=explained.roles(),
+            parts=explained.parts(),
+            compiled=compiled,
+            exchange=exchange,
+        )
+    return _adamw(config, moving)
 
 
 def decide_step(
@@ -44,37 +62,22 @@ def decide_step(
     vars(optimizer).update(grad_scale=divisor, found_inf=skip)
 
 
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+def decay_groups(
+    parameters: Iterable[nn.Parameter], weight_decay: float
+) -> list[dict[str, object]]:
     """Matrices and embeddings, which decay, and vectors, which do not."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    several = list(parameters)
     return [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in several if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in several if p.dim() < 2], "weight_decay": 0.0},
     ]
 
 
-def _adamw(config: AdamWConfig, model: nn.Module, compiled: bool | None) -> torch.optim.Optimizer:
+def _adamw(config: AdamWConfig, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(
-        decay_groups(model, config.weight_decay),
+        decay_groups(parameters.values(), config.weight_decay),
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
         fused=True,
     )
-
-
-def _muon(config: MuonConfig, model: nn.Module, compiled: bool | None) -> torch.optim.Optimizer:
-    explained = cast(Explained, model)
-    return Muon(
-        config,
-        {name: p for name, p in model.named_parameters() if p.requires_grad},
-        roles=explained.roles(),
-        parts=explained.parts(),
-        compiled=compiled,
-    )
-
-
-_BUILDERS: dict[type[Settings], Callable[..., torch.optim.Optimizer]] = {
-    AdamWConfig: _adamw,
-    MuonConfig: _muon,
-}

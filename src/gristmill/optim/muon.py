@@ -14,6 +14,9 @@ With rate lr, whose peak is LR, a step takes off this much of a matrix:
     cautious   lr (lr / LR) weight_decay W, where the direction has the sign of W
 
 Directions need memory for the moment of a step, so a group is stepped in pieces of a limited size.
+
+Where processes hold parts of matrices, an `Exchange` brings each matrix together on one of them,
+which finds its direction, and hands the parts out again; all else is done on the parts.
 """
 
 from __future__ import annotations
@@ -22,19 +25,21 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from types import FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
-from gristmill.base.errors import Problem, UserError
 from gristmill.config.optim import MuonConfig
 from gristmill.config.roles import Role
 from gristmill.optim.orthogonal import (
     Numbers,
     Rule,
+    advance_momenta,
     build_iteration,
+    find_directions,
+    move_weights,
     shape_scale,
     update_matrices,
 )
@@ -50,6 +55,28 @@ _NONE = torch.empty(0)
 Group = dict[str, Any]
 
 
+class Exchange(Protocol):
+    """The way between processes that hold parts of the same matrices."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a whole matrix."""
+
+    def collect(
+        self, names: Sequence[str], parts: Sequence[torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """From every process's parts of the named matrices, those whole ones that this process is
+        to work on, by their place in the list."""
+
+    def hand_out(
+        self,
+        names: Sequence[str],
+        directions: Mapping[int, torch.Tensor],
+        moments: Sequence[torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """This process's parts of the directions of all named matrices; moments, which are whole
+        everywhere, become those of the process that worked on the matrix."""
+
+
 class Muon(torch.optim.Optimizer):
     """Steps parameters by their role; `grad_scale` and `found_inf` act as in fused AdamW."""
 
@@ -63,16 +90,21 @@ class Muon(torch.optim.Optimizer):
         roles: Mapping[str, Role],
         parts: Mapping[str, tuple[int, ...]],
         compiled: bool | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         """`parts` names the rows of parameters that are several matrices; `compiled` is None for
-        CUDA only."""
-        _rates_act(config, {roles[name] for name in parameters})
+        CUDA only; with an `exchange` the parameters are parts of matrices."""
+        matrices = {name: p for name, p in parameters.items() if roles[name] is Role.MATRIX}
+        shapes = {
+            name: tuple(p.shape) if exchange is None else exchange.shape(name)
+            for name, p in matrices.items()
+        }
         groups = [
-            *_matrix_groups(config, parameters, roles=roles, parts=parts if config.split else {}),
+            *_matrix_groups(config, matrices, shapes=shapes, parts=parts if config.split else {}),
             *_adam_groups(config, parameters, roles=roles),
         ]
         super().__init__(groups, {"lr": config.lr})
-        self.compiled = compiled
+        self.compiled, self.exchange = compiled, exchange
         self._numbers: dict[int, Numbers] = {}
 
     @torch.no_grad()
@@ -88,7 +120,10 @@ class Muon(torch.optim.Optimizer):
                 continue
             if group["role"] is Role.MATRIX:
                 numbers = self._numbers_of(number, group, moving[0].device)
-                for piece in _pieces(moving):
+                if self.exchange is not None:
+                    self._step_parts(group, numbers, self.exchange)
+                    continue
+                for piece in _pieces(moving, size=moving[0].numel()):
                     self._step_matrices(piece, numbers, group["rule"])
             else:
                 self._step_adam(moving, group)
@@ -110,12 +145,37 @@ class Muon(torch.optim.Optimizer):
         }
         return kept._replace(**{k: v.reshape(()) for k, v in given.items() if v is not None})
 
+    def _step_parts(self, group: Group, numbers: Numbers, exchange: Exchange) -> None:
+        """The same where processes hold parts of the matrices. Every process takes part in every
+        exchange, even with an empty part."""
+        rule, members = group["rule"], list(zip(group["names"], group["params"], strict=True))
+        find = self._made(find_directions, rule, members[0][1].device)
+        for piece in _pieces(members, size=sum(rule.parts) * group["columns"]):
+            names, parameters = [name for name, _ in piece], [p for _, p in piece]
+            states = [self._matrix_state(p, rule, group["columns"]) for p in parameters]
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+            momenta = [state["momentum"] for state in states]
+            moments = [] if rule.beta2 is None else [state["second_moment"] for state in states]
+            advanced = advance_momenta(gradients, momenta, numbers, rule)
+            mine = exchange.collect(names, advanced)
+            found: dict[int, torch.Tensor] = {}
+            if mine:
+                own = [moments[place] for place in mine] if moments else []
+                whole = find(list(mine.values()), own, numbers, rule)
+                found = dict(zip(mine, whole.unbind(), strict=True))
+            directions = exchange.hand_out(names, found, moments)
+            move_weights([p.detach() for p in parameters], directions, numbers, rule)
+
+    def _made(
+        self, function: Callable[..., Any], rule: Rule, device: torch.device
+    ) -> Callable[..., Any]:
+        """A function, compiled if that is wanted."""
+        compiled = device.type == "cuda" if self.compiled is None else self.compiled
+        return _compiled(function, rule) if compiled else function
+
     def _step_matrices(self, piece: Sequence[nn.Parameter], numbers: Numbers, rule: Rule) -> None:
-        states = [self._matrix_state(parameter, rule) for parameter in piece]
-        compiled = self.compiled
-        if compiled is None:
-            compiled = piece[0].device.type == "cuda"
-        update = _compiled_update(rule) if compiled else update_matrices
+        states = [self._matrix_state(p, rule, p.shape[1]) for p in piece]
+        update = self._made(update_matrices, rule, piece[0].device)
         update(
             [parameter.detach() for parameter in piece],
             [parameter.grad for parameter in piece if parameter.grad is not None],
@@ -125,11 +185,13 @@ class Muon(torch.optim.Optimizer):
             rule,
         )
 
-    def _matrix_state(self, parameter: nn.Parameter, rule: Rule) -> dict[str, torch.Tensor]:
+    def _matrix_state(
+        self, parameter: nn.Parameter, rule: Rule, columns: int
+    ) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = self.state[parameter]
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(parameter, dtype=torch.float32)
-        length = sum(rule.moments(parameter.shape[1]))
+        length = sum(rule.moments(columns))
         # Moments of another length come from a run that split its matrices in another way.
         if rule.beta2 is not None and state.get("second_moment", _NONE).numel() != length:
             state["second_moment"] = torch.zeros(length, device=parameter.device)
@@ -165,16 +227,16 @@ class Muon(torch.optim.Optimizer):
 
 
 @cache
-def _compiled_update(rule: Rule) -> Callable[..., None]:
+def _compiled(function: Any, rule: Rule) -> Callable[..., Any]:
     # Compilations are counted per code object, and few are allowed: each rule has its own.
-    code = update_matrices.__code__.replace()
-    own = FunctionType(code, update_matrices.__globals__, f"update_{sum(rule.parts)}_rows")
+    name = f"{function.__name__}_{sum(rule.parts)}_rows"
+    own = FunctionType(function.__code__.replace(), function.__globals__, name)
     return torch.compile(own, dynamic=False)
 
 
-def _pieces(moving: Sequence[nn.Parameter]) -> Iterable[Sequence[nn.Parameter]]:
-    """Equal matrices in as few even pieces as the limit allows."""
-    at_once = max(1, PIECE // moving[0].numel())
+def _pieces(moving: Sequence[Any], *, size: int) -> Iterable[Sequence[Any]]:
+    """Equal matrices of a size in as few even pieces as the limit allows."""
+    at_once = max(1, PIECE // size)
     length = math.ceil(len(moving) / math.ceil(len(moving) / at_once))
     return (moving[begin : begin + length] for begin in range(0, len(moving), length))
 
@@ -187,36 +249,25 @@ def _own_rate(config: MuonConfig, role: Role) -> float | None:
     return rate
 
 
-def _rates_act(config: MuonConfig, present: set[Role]) -> None:
-    """Refuse rates of roles that no parameter has."""
-    idle = [role for role in Role if role is not Role.MATRIX and role not in present]
-    problems = [
-        Problem(f"has no effect: the model has no {role}", f"optim.{role}_lr", "remove it")
-        for role in idle
-        if _own_rate(config, role) is not None
-    ]
-    if problems:
-        raise UserError(problems)
-
-
 def _matrix_groups(
     config: MuonConfig,
-    parameters: Mapping[str, nn.Parameter],
+    matrices: Mapping[str, nn.Parameter],
     *,
-    roles: Mapping[str, Role],
+    shapes: Mapping[str, tuple[int, ...]],
     parts: Mapping[str, tuple[int, ...]],
 ) -> list[Group]:
-    equal: dict[tuple[Any, ...], list[nn.Parameter]] = {}
-    for name, parameter in parameters.items():
-        if roles[name] is Role.MATRIX:
-            assert parameter.dim() == 2, name
-            rows = parts.get(name, (parameter.shape[0],))
-            assert sum(rows) == parameter.shape[0], name
-            key = (parameter.shape[1], rows, parameter.dtype, parameter.device)
-            equal.setdefault(key, []).append(parameter)
+    equal: dict[tuple[Any, ...], list[str]] = {}
+    for name, parameter in matrices.items():
+        height, columns = shapes[name]
+        rows = parts.get(name, (height,))
+        assert sum(rows) == height, name
+        key = (columns, rows, parameter.dtype, parameter.device)
+        equal.setdefault(key, []).append(name)
     return [
         {
-            "params": members,
+            "params": [matrices[name] for name in members],
+            "names": members,
+            "columns": columns,
             "role": Role.MATRIX,
             "lr": config.lr,
             "peak_lr": config.lr,

@@ -143,17 +143,51 @@ def update_matrices(
     rule: Rule,
 ) -> None:
     """Move equal matrices and their state by one step, in place."""
+    advanced = advance_momenta(gradients, momenta, numbers, rule)
+    direction_NRC = find_directions(advanced, moments, numbers, rule)
+    move_weights(weights, direction_NRC.unbind(), numbers, rule)
+
+
+def advance_momenta(
+    gradients: Sequence[torch.Tensor],
+    momenta: Sequence[torch.Tensor],
+    numbers: Numbers,
+    rule: Rule,
+) -> list[torch.Tensor]:
+    """Move the momenta, in place; what is to be orthogonalised. Works on any part of a matrix."""
     skipped = numbers.skip > 0
-    directions = []
+    advanced = []
     for gradient, momentum in zip(gradients, momenta, strict=True):
         scaled = gradient.float() / numbers.divisor
         moved = torch.lerp(scaled, momentum, numbers.momentum)
-        directions.append(torch.lerp(scaled, moved, numbers.momentum) if rule.nesterov else moved)
+        advanced.append(torch.lerp(scaled, moved, numbers.momentum) if rule.nesterov else moved)
         momentum.copy_(torch.where(skipped, momentum, moved))
-    direction_NRC, moments_NL = _directions(torch.stack(directions), moments, rule)
+    return advanced
+
+
+def find_directions(
+    advanced: Sequence[torch.Tensor],
+    moments: Sequence[torch.Tensor],
+    numbers: Numbers,
+    rule: Rule,
+) -> torch.Tensor:
+    """The directions of whole matrices; their moments move, in place."""
+    direction_NRC, moments_NL = _directions(torch.stack(list(advanced)), moments, rule)
+    skipped = numbers.skip > 0
     for moment, moved in zip(moments, moments_NL, strict=True):
         moment.copy_(torch.where(skipped, moment, moved))
-    for weight, direction in zip(weights, direction_NRC.unbind(), strict=True):
+    return direction_NRC
+
+
+def move_weights(
+    weights: Sequence[torch.Tensor],
+    directions: Sequence[torch.Tensor],
+    numbers: Numbers,
+    rule: Rule,
+) -> None:
+    """Move weights, in place. Works on any part of a matrix."""
+    skipped = numbers.skip > 0
+    for weight, direction in zip(weights, directions, strict=True):
         before = weight.float()
         decay = before * numbers.decay
         if rule.cautious:

@@ -1,0 +1,59 @@
+"""Activations that are computed again in the backward pass instead of being kept.
+
+    full        only the inputs of blocks are kept: least memory, a third more time
+    selective   results of matrix products and of attention are kept as well, so that only norms,
+                activations and the like are computed again
+
+Either holds for every n-th block; the blocks between keep everything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+_aten = torch.ops.aten
+_KEPT = {
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+}
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if operator in _KEPT:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What is computed again, and in which blocks."""
+
+    kind: Literal["none", "selective", "full"] = "none"
+    every: int = 1
+
+    def run(self, layer: int, block: nn.Module, *args: Any) -> torch.Tensor:
+        """The block's result."""
+        if self.kind == "none" or layer % self.every:
+            return block(*args)
+        contexts: dict[str, Any] = {}
+        if self.kind == "selective":
+            contexts["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        return checkpoint(block, *args, use_reentrant=False, **contexts)
+
+
+NOTHING = Recompute()
