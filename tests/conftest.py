@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import multiprocessing
 import os
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,3 +76,78 @@ def make_run(tokens: Path, tmp_path: Path) -> Callable[..., RunConfig]:
         return load_text(text, settings, place="tiny.toml")
 
     return make
+
+
+# ------------------------------------------------------------------ several processes
+
+CONTEXT = multiprocessing.get_context("forkserver")
+"""Children come from a process with one thread, in which torch is imported already."""
+CONTEXT.set_forkserver_preload(["gristmill.train.run", "torch.distributed.fsdp"])
+
+MEMBER = """
+import datetime, os, runpy, traceback
+import torch
+import torch.distributed as dist
+
+torch.set_num_threads(1)
+os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes))
+try:
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(meeting, processes),
+        rank=rank,
+        world_size=processes,
+        timeout=datetime.timedelta(seconds=120),
+    )
+    result = runpy.run_path(file)[name](*args)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    pipe.send(("done", result))
+except BaseException:
+    pipe.send(("failed", traceback.format_exc()))
+"""
+
+
+@pytest.fixture
+def crowd(tmp_path: Path) -> Callable[..., list[Any]]:
+    """Call a function of a test file in so many gloo processes; what each returns, by rank."""
+    meetings = 0
+
+    def call(processes: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        nonlocal meetings
+        meetings += 1
+        common = {
+            "processes": processes,
+            "meeting": str(tmp_path / f"meeting-{meetings}"),
+            "file": inspect.getfile(function),
+            "name": function.__name__,
+            "args": args,
+        }
+        pipes, members = [], []
+        for rank in range(processes):
+            ours, theirs = CONTEXT.Pipe()
+            names = {**common, "rank": rank, "pipe": theirs}
+            member = CONTEXT.Process(target=exec, args=(MEMBER, names), daemon=True)
+            member.start()
+            theirs.close()
+            pipes.append(ours)
+            members.append(member)
+        answers = [_answer(pipe) for pipe in pipes]
+        for member in members:
+            member.join(10)
+            member.kill()
+        failures = [
+            f"rank {rank}: {what}" for rank, (how, what) in enumerate(answers) if how != "done"
+        ]
+        assert not failures, "\n".join(failures)
+        return [what for _, what in answers]
+
+    return call
+
+
+def _answer(pipe: Any) -> tuple[str, Any]:
+    try:
+        return pipe.recv()
+    except EOFError:
+        return "died", "ended without a word"

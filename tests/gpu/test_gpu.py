@@ -18,7 +18,7 @@ from gristmill.generate import Engine, Sampling
 from gristmill.models.build import build_model
 from gristmill.models.loss import linear_cross_entropy
 from gristmill.optim.build import build_optimizer
-from gristmill.parallel.spmd import SingleDevice
+from gristmill.parallel.build import build_strategy, place_model
 from gristmill.parallel.world import open_world
 from gristmill.train.hooks import StopRequest
 from gristmill.train.run import run_training
@@ -33,12 +33,13 @@ ON_GPU = ('runtime.device="cuda"', "model.width=64", "model.context=64", "optim.
 
 def losses(config: RunConfig, steps: int = 12) -> list[float]:
     world = open_world(config.runtime, tf32=False)
-    model = build_model(config.model, vocab=257, device=world.device)
+    placed = place_model(config, vocab=257, world=world)
+    model = placed.replicas.model
     cpu = build_model(config.model, vocab=257, device=torch.device("cpu"))
     cpu.initialise(1)  # the same start on every device
     model.load_state_dict(cpu.state_dict())
     optimizer = build_optimizer(config.optim, model, compiled=config.runtime.compile)
-    strategy = SingleDevice(config, model=model, optimizer=optimizer, world=world)
+    strategy = build_strategy(config, placed=placed, optimizer=optimizer, world=world)
     rng = np.random.default_rng(0)
     batch = [make_batch(rng.integers(0, 257, (8, 65)))]
     return [

@@ -11,29 +11,31 @@ import torch
 from gristmill.base.units import Progress
 from gristmill.config.schema import LossScaleConfig, RunConfig
 from gristmill.data.loader import Batch, make_batch
-from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
 from gristmill.optim.build import build_optimizer
+from gristmill.parallel.build import build_strategy, place_model
+from gristmill.parallel.offload import Offload
 from gristmill.parallel.precision import LossScale
-from gristmill.parallel.spmd import SingleDevice
+from gristmill.parallel.spmd import Spmd
 from gristmill.parallel.world import open_world
 
 MakeRun = Callable[..., RunConfig]
 
 
-def make_strategy(config: RunConfig) -> tuple[SingleDevice, GPT]:
+def make_strategy(config: RunConfig) -> tuple[Spmd, GPT]:
     world = open_world(config.runtime)
-    model = build_model(config.model, vocab=257, device=world.device)
-    model.initialise(1)
-    optimizer = build_optimizer(config.optim, model)
-    return SingleDevice(config, model=model, optimizer=optimizer, world=world), model
+    placed = place_model(config, vocab=257, world=world)
+    optimizer = build_optimizer(config.optim, placed.replicas.model)
+    strategy = build_strategy(config, placed=placed, optimizer=optimizer, world=world)
+    assert isinstance(strategy, Spmd)
+    return strategy, placed.replicas.model
 
 
 def windows(count: int = 12) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 257, (count, 25))
 
 
-def step(strategy: SingleDevice, batches: list[Batch]) -> dict[str, float]:
+def step(strategy: Spmd, batches: list[Batch]) -> dict[str, float]:
     result = strategy.update(strategy.accumulate(batches, Progress()))
     assert result.grad_norm is not None
     assert result.skipped is not None
@@ -49,7 +51,7 @@ def test_dividing_a_batch_changes_nothing_but_rounding(make_run: MakeRun) -> Non
     for parts in (1, 3, 12):
         strategy, model = make_strategy(make_run())
         results.append(step(strategy, [make_batch(w) for w in np.split(windows(), parts)]))
-        weights.append(model.blocks[1].mlp.up.weight.detach().clone())
+        weights.append(model.blocks["1"].mlp.up.weight.detach().clone())
     for result, weight in zip(results[1:], weights[1:], strict=True):
         assert result["loss"] == pytest.approx(results[0]["loss"], rel=1e-6)
         assert result["norm"] == pytest.approx(results[0]["norm"], rel=1e-4)
@@ -188,3 +190,30 @@ def test_evaluation_is_the_mean_over_tokens(make_run: MakeRun) -> None:
     parts = [make_batch(windows(5)[:2]), make_batch(windows(5)[2:])]
     whole = strategy.evaluate([make_batch(windows(5))])
     assert strategy.evaluate(parts) == pytest.approx(whole, rel=1e-6)
+
+
+def test_an_optimizer_in_host_memory_moves_the_same(make_run: MakeRun) -> None:
+    results, weights = [], []
+    for on_host in (False, True):
+        config = make_run()
+        world = open_world(config.runtime)
+        placed = place_model(config, vocab=257, world=world)
+        offload = Offload(placed.replicas.held) if on_host else None
+        held = placed.replicas.held if offload is None else offload.held
+        optimizer = build_optimizer(
+            config.optim,
+            placed.replicas.model,
+            parameters={name: one.local for name, one in held.items()},
+        )
+        strategy = build_strategy(
+            config, placed=placed, optimizer=optimizer, world=world, offload=offload
+        )
+        assert isinstance(strategy, Spmd)
+        batches = [make_batch(part) for part in np.split(windows(), 3)]
+        results.append([step(strategy, batches) for _ in range(3)])
+        weights.append(placed.replicas.model.blocks["1"].mlp.up.weight.detach().clone())
+        if offload is not None:
+            state = optimizer.state[held["blocks.1.mlp.up.weight"].local]
+            assert state["exp_avg"].abs().sum() > 0
+    assert results[0] == results[1]
+    assert torch.equal(*weights)

@@ -79,6 +79,11 @@ class Precision:
         """The format of the model's stream."""
         return _DTYPES[self.config.compute]
 
+    @property
+    def reduce(self) -> torch.dtype:
+        """The format in which gradients of several processes are summed."""
+        return _DTYPES[self.config.reduce or "fp32"]
+
     def loss_scale(self) -> LossScale | None:
         """The loss scale, for fp16 only."""
         if self.config.compute != "fp16":

@@ -1,106 +1,149 @@
-"""One program on one device: the plain way to run a step.
+"""A step that all processes make together, however the model and the batch are divided.
 
-The global norm n, the clipping limit c and the loss scale s meet in one factor: gradients are
-divided by s max(1, n / c) inside the fused optimizer kernel, which also leaves everything
-untouched when the norm is not finite. No step waits for the host.
+The loss is the sum over all counted tokens of the step divided by their number, so gradients of all
+processes are summed and nothing is averaged. The global norm n, the clipping limit c and the loss
+scale s meet in one factor: gradients are divided by s max(1, n / c) inside the fused optimizer
+kernel, which also leaves everything untouched when the norm is not finite. Loss and norm are summed
+over all processes in one exchange, so all of them decide alike. No step waits for the host, unless
+the optimizer is there.
 
-Dropout draws from a generator seeded anew for every step by the run's seed and the step's number,
-so there is no random state to save.
+Dropout draws from a generator seeded anew for every step by the run's seed, the step's number and
+the place in the mesh, so there is no random state to save.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.profiler import record_function
 
 from gristmill.base.units import Progress
 from gristmill.config.schema import RunConfig
 from gristmill.data.loader import Batch
 from gristmill.models.gpt import GPT
-from gristmill.models.spec import Loss
 from gristmill.optim.build import decide_step
+from gristmill.parallel.context import positions_of, share_of_sequence
+from gristmill.parallel.council import Council
+from gristmill.parallel.flow import Flow
+from gristmill.parallel.gather import gather_model
+from gristmill.parallel.held import owned_squares
+from gristmill.parallel.offload import Offload
 from gristmill.parallel.precision import Precision
+from gristmill.parallel.replicas import Replicas, sum_together
 from gristmill.parallel.strategy import StepResult
-from gristmill.parallel.world import World
+from gristmill.parallel.world import Mark, World
 
 
-class SingleDevice:
-    """Runs steps of one model on one device."""
+class Spmd:
+    """Runs steps of one model on all processes."""
 
     def __init__(
-        self, config: RunConfig, *, model: GPT, optimizer: torch.optim.Optimizer, world: World
+        self,
+        config: RunConfig,
+        *,
+        replicas: Replicas,
+        flow: Flow,
+        optimizer: torch.optim.Optimizer,
+        world: World,
+        council: Council,
+        offload: Offload | None = None,
     ) -> None:
-        self.model, self.optimizer, self.world = model, optimizer, world
+        self.replicas, self.flow, self.optimizer = replicas, flow, optimizer
+        self.offload = offload
+        self.world, self.council = world, council
         self.clip, self.seed = config.train.clip, config.train.seed
-        self.precision = Precision(config.precision, world.device)
-        self.loss_scale = self.precision.loss_scale()
-        model.compute = self.precision.dtype
-        model.kernels = self.precision.kernels(wanted=config.runtime.kernels)
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        wanted = config.runtime.compile
-        compiles = world.device.type == "cuda" if wanted is None else wanted
-        self.forward = torch.compile(model, dynamic=False, fullgraph=True) if compiles else model
+        self.loss_scale = Precision(config.precision, world.device).loss_scale()
+        self.model: GPT = replicas.model
+        self._everyone = world.groups.along(*world.mesh.sizes)
+        at, tensor = world.at, world.groups.along("tp")
+        # Processes that share layers compute the same loss: one of them reports it.
+        self._reports = self.model.portion.last and at["tp"] == 0
+        self._sums = [(self._held(self.model.partial(sequence=_divided(self.model))), tensor)]
+        self._sums.append((self._held(["embedding.weight"]), _ends(self.model, world)))
+
+    def _held(self, names: Iterable[str]) -> list[torch.nn.Parameter]:
+        held = self.replicas.held
+        return [held[name].local for name in names if name in held]
 
     def accumulate(self, batches: Sequence[Batch], progress: Progress) -> StepResult:
         """Gradients of the mean loss over all counted tokens of the step."""
         self.model.train()
         if self.model.config.dropout:
-            torch.manual_seed(_step_seed(self.seed, progress.steps))
-        counted = sum(batch.counted for batch in batches)
-        total = torch.zeros((), device=self.world.device)
-        scale = torch.full((), 1.0 / counted, device=self.world.device)
+            torch.manual_seed(self._step_seed(progress.steps))
+        counted = self._counted(batches)
+        scale = 1.0 / counted
         if self.loss_scale is not None:
             scale = scale * self.loss_scale.scale
-        for batch in batches:
-            with record_function("gristmill::forward"):
-                loss = self._loss(self.forward, batch, scale)
-            with record_function("gristmill::backward"):
-                loss.scaled.backward()
-            total += loss.total
+        total = self.flow.train([self._share(batch) for batch in batches], scale)
+        parts = self.world.mesh.data
         return StepResult(
-            samples=sum(batch.samples for batch in batches),
-            tokens=sum(batch.tokens for batch in batches),
+            samples=parts * sum(batch.samples for batch in batches),
+            tokens=parts * sum(batch.tokens for batch in batches),
             loss=total / counted,
             loss_scale=None if self.loss_scale is None else self.loss_scale.scale,
         )
 
     @record_function("gristmill::update")
-    def update(self, result: StepResult) -> StepResult:
+    def update(self, result: StepResult, *, stop: bool = False) -> StepResult:
         """Clip and step, or skip where the gradient is not finite."""
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norms = torch.stack(torch._foreach_norm(gradients))
-        scale = result.loss_scale if result.loss_scale is not None else norms.new_ones(())
-        norm = torch.linalg.vector_norm(norms) / scale
-        bad = ~(torch.isfinite(norm) & torch.isfinite(result.loss))
-        excess = (norm / self.clip).clamp(min=1.0) if self.clip else norms.new_ones(())
-        decide_step(self.optimizer, divisor=scale * torch.where(bad, 1.0, excess), skip=bad.float())
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.replicas.settle()
+        for parameters, group in self._sums:
+            if group is not None:
+                sum_together([p.grad for p in parameters if p.grad is not None], group)
+        begin = Mark(self.world.device)
+        loss, squares, stops = self._agreed(result.loss, owned_squares(self.replicas.held), stop)
+        end = Mark(self.world.device)
+        scale = result.loss_scale if result.loss_scale is not None else torch.ones_like(loss)
+        norm = squares.sqrt() / scale
+        bad = ~(torch.isfinite(norm) & torch.isfinite(loss))
+        excess = (norm / self.clip).clamp(min=1.0) if self.clip else torch.ones_like(norm)
+        divisor, skip = scale * torch.where(bad, 1.0, excess), bad.float()
+        if self.offload is not None:
+            self.offload.step(self.optimizer, divisor=divisor, skip=skip)
+        else:
+            decide_step(self.optimizer, divisor=divisor, skip=skip)
+            self.optimizer.step()
+        self.replicas.clear()
         if self.loss_scale is not None:
             self.loss_scale.update(bad)
-        return StepResult(
-            result.samples,
-            result.tokens,
-            result.loss,
+        return dataclasses.replace(
+            result,
+            loss=loss,
             grad_norm=norm,
             skipped=bad.float(),
-            loss_scale=result.loss_scale,
+            stops=stops,
+            waited=None if self._everyone is None else lambda: end.seconds_since(begin),
         )
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean loss over the counted tokens of all batches."""
         self.model.eval()
-        total = torch.zeros((), dtype=torch.float64, device="cpu")
         counted = 0.0
-        for batch in batches:
-            total += self._loss(self.model, batch, None).total.cpu().double()
-            counted += batch.counted
-        return total.item() / counted
+
+        def mine() -> Iterator[Batch]:
+            nonlocal counted
+            for batch in self._divided(batches):
+                counted += batch.counted
+                yield self._share(batch)
+
+        total = self.flow.measure(mine()).item()
+        # Processes with parts of one sequence have their own losses, but all count its tokens.
+        own = [total, counted / self.world.mesh.cp] if self._reports else [0.0, 0.0]
+        said = self.council.gather(own)
+        return sum(one[0] for one in said) / sum(one[1] for one in said)
+
+    def whole(self) -> GPT | None:
+        """All of the model on the first process."""
+        if self._everyone is None:
+            return self.model
+        return gather_model(self.replicas, self.world, self.council)
 
     def state(self) -> dict[str, Any]:
         return {} if self.loss_scale is None else {"loss_scale": self.loss_scale.state()}
@@ -108,21 +151,104 @@ class SingleDevice:
     def load(self, state: dict[str, Any]) -> None:
         if self.loss_scale is not None and "loss_scale" in state:
             self.loss_scale.load(state["loss_scale"])
+        if self.offload is not None:
+            self.offload.send_weights()
 
-    def _loss(self, model: Any, batch: Batch, scale: torch.Tensor | None) -> Loss:
-        batch = batch.to(self.world.device)
-        loss = model(
-            batch.tokens_BT,
-            targets_BT=batch.targets_BT,
-            weights_BT=batch.weights_BT,
-            scale=scale,
-            positions_BT=batch.positions_BT,
-            documents_BT=batch.documents_BT,
-        )
-        assert isinstance(loss, tuple)
-        return Loss(*loss)
+    # -------------------------------------------------------------- what is this process's
+
+    def _divided(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Every n-th batch is this process's. Where one is missing or smaller than the others of
+        its turn, samples that do not count fill it up, so that all processes do the same work
+        together."""
+        source, parts = iter(batches), self.world.mesh.data
+        while turn := list(islice(source, parts)):
+            sizes = [batch.samples for batch in turn] + [0] * (parts - len(turn))
+            mine = turn[min(self.world.data_rank, len(turn) - 1)]
+            count = sizes[self.world.data_rank]
+            yield mine if len(set(sizes)) == 1 else _filled(mine, count, max(sizes))
+
+    def _share(self, batch: Batch) -> Batch:
+        """This process's part of the sequences of a batch, on its device."""
+        parts, rank = self.world.mesh.cp, self.world.at["cp"]
+        if parts > 1:
+            length = batch.tokens_BT.shape[1]
+            positions = batch.positions_BT
+            own: dict[str, Any] = {
+                field: share_of_sequence(getattr(batch, field), 1, rank=rank, ranks=parts)
+                for field in ("tokens_BT", "targets_BT", "weights_BT", "documents_BT")
+                if getattr(batch, field) is not None
+            }
+            own["positions_BT"] = (
+                positions_of(rank, parts, length, torch.device("cpu")).expand(batch.samples, -1)
+                if positions is None
+                else share_of_sequence(positions, 1, rank=rank, ranks=parts)
+            )
+            batch = dataclasses.replace(batch, **own)
+        return batch.to(self.world.device)
+
+    def _counted(self, batches: Sequence[Batch]) -> torch.Tensor:
+        """Tokens that count in the step, over all processes."""
+        counted = sum(batch.counted for batch in batches)
+        group = self.world.groups.along("dp_replicate", "dp_shard")
+        if all(batch.weights_BT is None for batch in batches):
+            counted, group = counted * self.world.mesh.data, None
+        tensor = torch.full((), counted, device=self.world.device)
+        if group is not None:
+            dist.all_reduce(tensor, group=group)
+        return tensor
+
+    def _agreed(
+        self, loss: torch.Tensor, squares: torch.Tensor, stop: bool
+    ) -> tuple[torch.Tensor, ...]:
+        """Loss, squared norm and wishes to stop over all processes."""
+        stops = torch.full_like(loss, stop)
+        if self._everyone is None:
+            return loss, squares, stops
+        own = loss if self._reports else torch.zeros_like(loss)
+        numbers = torch.stack([own, squares, stops])
+        dist.all_reduce(numbers, group=self._everyone)
+        return tuple(numbers)
+
+    def _step_seed(self, step: int) -> int:
+        at = self.world.at
+        shared = ("dp_replicate", "dp_shard", "cp", "pp")
+        place = [at[axis] for axis in shared] + [at["tp"] if _divided(self.model) else 0]
+        own = f":{place}" if any(place) else ""
+        digest = hashlib.sha256(f"{self.seed}:step:{step}{own}".encode()).digest()
+        return int.from_bytes(digest[:7], "little")
 
 
-def _step_seed(seed: int, step: int) -> int:
-    digest = hashlib.sha256(f"{seed}:step:{step}".encode()).digest()
-    return int.from_bytes(digest[:7], "little")
+def _divided(model: GPT) -> bool:
+    """Whether the stream is divided along the sequence between blocks."""
+    return bool(getattr(model.links, "sequence", False))
+
+
+def _filled(batch: Batch, count: int, size: int) -> Batch:
+    """The first samples of a batch, and so many that do not count that there are `size`."""
+    which = [min(number, max(count, 1) - 1) for number in range(size)]
+
+    def rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor[which]
+
+    weights = batch.weights_BT
+    if weights is None:
+        weights = torch.ones(batch.tokens_BT.shape)
+    weights = weights[which].clone()
+    weights[count:] = 0.0
+    return Batch(
+        batch.tokens_BT[which],
+        batch.targets_BT[which],
+        weights,
+        batch.counted if count else 0.0,
+        rows(batch.positions_BT),
+        rows(batch.documents_BT),
+    )
+
+
+def _ends(model: GPT, world: World) -> dist.ProcessGroup | None:
+    """First and last process of a pipeline whose ends have one embedding in common."""
+    stages, portion = world.groups.mesh.group(world.rank, "pp"), model.portion
+    apart = portion.first != portion.last
+    if len(stages) == 1 or not model.config.tie_head or not apart:
+        return None
+    return world.groups.of([stages[0], stages[-1]])

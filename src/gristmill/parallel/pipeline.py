@@ -1,0 +1,233 @@
+"""Layers divided into stages on several processes, through which micro-batches follow one another.
+
+    stages of each process        pp 2, one each: 0 | 1        two each: 0 2 | 1 3
+
+torch's own schedules decide who computes what when, and send the stream on. Every process reads its
+batches itself, so that only the stream travels (and, for models with a shortcut, what it was at the
+beginning). The last stage computes losses, and with them the first gradients.
+
+Micro-batches of one step have equal shapes. A schedule is made for a number of micro-batches, and
+kept: a batch that grows needs several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+from torch.profiler import record_function
+
+from gristmill.config.parallel import Mesh, ParallelConfig
+from gristmill.data.loader import Batch
+from gristmill.models.gpt import GPT
+from gristmill.models.spec import Portion
+from gristmill.parallel.replicas import Replicas
+from gristmill.parallel.world import World
+
+_SINGLE: dict[str, Callable[..., Any]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+_SEVERAL: dict[str, Callable[..., Any]] = {
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+}
+_FIELDS = ("tokens_BT", "targets_BT", "weights_BT", "positions_BT", "documents_BT")
+
+
+def stage_layers(config: ParallelConfig, mesh: Mesh, *, layers: int, rank: int) -> list[range]:
+    """The layers of each stage of a process, by its place in the pipeline."""
+    stages = mesh.pp * config.stages_each
+    each = layers // stages
+    return [range(stage * each, (stage + 1) * each) for stage in range(rank, stages, mesh.pp)]
+
+
+def pipeline_portion(config: ParallelConfig, world: World, *, layers: int) -> Portion:
+    """Which part of the model is this process's."""
+    at, mesh = world.at, world.mesh
+    mine = stage_layers(config, mesh, layers=layers, rank=at["pp"])
+    return Portion(
+        tuple(layer for stage in mine for layer in stage),
+        first=at["pp"] == 0,
+        last=at["pp"] == mesh.pp - 1,
+        rank=at["tp"],
+        ranks=mesh.tp,
+    )
+
+
+class Stage(nn.Module):
+    """Some layers of a model as a module of their own, with the embedding before them or the loss
+    after them."""
+
+    def __init__(self, model: GPT, layers: range, *, first: bool, last: bool) -> None:
+        super().__init__()
+        self._model, self.layers, self.first, self.last = [model], layers, first, last
+        self.scale: torch.Tensor | None = None
+        self.totals: list[torch.Tensor] = []
+        names = [str(layer) for layer in layers]
+        around = ["embedding", "positions", "embedding_norm"] if first else []
+        around += ["norm", "head"] if last else []
+        inner = {name: getattr(model, name) for name in around}
+        inner |= {f"block-{name}": model.blocks[name] for name in names}
+        inner |= {f"values-{name}": model.values[name] for name in names if name in model.values}
+        # Registered, so that whoever divides weights finds them here.
+        self.inner = nn.ModuleDict({name: one for name, one in inner.items() if one is not None})
+
+    def forward(
+        self,
+        *stream: torch.Tensor,
+        tokens_BT: torch.Tensor,
+        targets_BT: torch.Tensor,
+        weights_BT: torch.Tensor | None = None,
+        positions_BT: torch.Tensor | None = None,
+        documents_BT: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        model = self._model[0]
+        around = model.surroundings(tokens_BT, positions_BT, documents_BT)
+        x_BTD = model.embed(tokens_BT, around) if self.first else stream[0]
+        if model.config.shortcut:
+            start_BTD = x_BTD if self.first else stream[1]
+            around = around._replace(start_BTD=start_BTD)
+        x_BTD = model.through(x_BTD, self.layers, tokens_BT, around)
+        if self.last:
+            loss = model.loss(x_BTD, targets_BT, weights_BT, self.scale)
+            self.totals.append(loss.total)
+            return loss.scaled.view(1).clone()
+        # What only passes by is passed on as a result of this stage. Views would not do here.
+        return (x_BTD, start_BTD.clone()) if model.config.shortcut else x_BTD
+
+
+class Pipeline:
+    """Micro-batches through the stages of all processes."""
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        stages: Sequence[Stage],
+        world: World,
+        *,
+        config: ParallelConfig,
+    ) -> None:
+        group = world.groups.along("pp")
+        assert group is not None
+        self.replicas, self.stages, self.world, self.config = replicas, stages, world, config
+        self.group: dist.ProcessGroup = group
+        self._made: dict[Any, Any] = {}
+
+    def train(self, batches: Sequence[Batch], scale: torch.Tensor) -> torch.Tensor:
+        with record_function("gristmill::pipeline"):
+            return sum(self._run(batches, scale, "step"), torch.zeros((), device=scale.device))
+
+    def measure(self, batches: Iterable[Batch]) -> torch.Tensor:
+        """Forward only, as many batches at a time as keep all stages busy."""
+        total = torch.zeros((), dtype=torch.float64)
+        for several in _alike(batches, 4 * self.world.mesh.pp):
+            # Schedules want full turns: what is added does not count.
+            added = -len(several) % self.world.mesh.pp
+            totals = self._run([*several, *several[:1] * added], None, "eval")
+            total += sum((one.cpu().double() for one in totals[: len(several)]), total * 0)
+        return total
+
+    def _run(
+        self, batches: Sequence[Batch], scale: torch.Tensor | None, verb: str
+    ) -> list[torch.Tensor]:
+        """Run a schedule; the losses that were computed here, one for each batch."""
+        given = {
+            name: torch.cat([getattr(batch, name) for batch in batches])
+            for name in _FIELDS
+            if getattr(batches[0], name) is not None
+        }
+        for stage in self.stages:
+            stage.scale, stage.totals = scale, []
+        args = (given["tokens_BT"],) if self.replicas.model.portion.first else ()
+        target = given["targets_BT"] if self.replicas.model.portion.last else None
+        schedule = self._schedule(batches, verb)
+        run = schedule.step if verb == "step" else schedule.eval
+        run(*args, target=target, **given)
+        return [total for stage in self.stages for total in stage.totals]
+
+    def _schedule(self, batches: Sequence[Batch], verb: str) -> Any:
+        shape = tuple(batches[0].tokens_BT.shape)
+        key = (len(batches), shape, verb)
+        if key not in self._made:
+            stages = [self._torch_stage(stage, shape) for stage in self.stages]
+            kind = self.config.schedule or "1f1b"
+            forward_only = verb == "eval"
+            options: dict[str, Any] = {"n_microbatches": len(batches), "scale_grads": False}
+            if not forward_only or kind in _SEVERAL:
+                options["loss_fn"] = _as_it_is
+            if kind in _SEVERAL:
+                self._made[key] = _SEVERAL[kind](stages, **options)
+            else:
+                made = ScheduleGPipe if forward_only else _SINGLE[kind]
+                self._made[key] = made(stages[0], **options)
+        return self._made[key]
+
+    def _torch_stage(self, stage: Stage, shape: tuple[int, ...]) -> PipelineStage:
+        model, mesh, config = self.replicas.model, self.world.mesh, self.config
+        tokens = torch.empty(shape, dtype=torch.int64, device="meta")
+        length = shape[1] // (mesh.tp if getattr(model.links, "sequence", False) else 1)
+        stream = torch.empty(
+            (shape[0], length, model.config.width),
+            dtype=model.compute,
+            device="meta",
+            requires_grad=True,
+        )
+        passed = (stream, stream) if model.config.shortcut else (stream,)
+        number = self.stages.index(stage)
+        return PipelineStage(
+            stage,
+            self.world.at["pp"] + number * mesh.pp,
+            mesh.pp * config.stages_each,
+            self.world.device,
+            input_args=(tokens,) if stage.first else passed,
+            output_args=torch.empty(1, device="meta") if stage.last else passed,
+            group=self.group,
+        )
+
+
+def _kind(batch: Batch) -> tuple[Any, ...]:
+    given = (name for name in _FIELDS if getattr(batch, name) is not None)
+    return (batch.tokens_BT.shape, *given)
+
+
+def _alike(batches: Iterable[Batch], most: int) -> Iterator[list[Batch]]:
+    """Batches of equal shape, some at a time."""
+    waiting: list[Batch] = []
+    for batch in batches:
+        if waiting and _kind(batch) != _kind(waiting[0]):
+            yield waiting
+            waiting = []
+        waiting.append(batch)
+        if len(waiting) == most:
+            yield waiting
+            waiting = []
+    if waiting:
+        yield waiting
+
+
+def _as_it_is(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The loss is what the last stage returns."""
+    return output.sum()
+
+
+def build_stages(config: ParallelConfig, model: GPT, world: World) -> list[Stage]:
+    """The stages of this process, over the modules of its part of the model."""
+    mesh, portion = world.mesh, model.portion
+    mine = stage_layers(config, mesh, layers=model.config.layers, rank=world.at["pp"])
+    return [
+        Stage(
+            model,
+            layers,
+            first=portion.first and layers is mine[0],
+            last=portion.last and layers is mine[-1],
+        )
+        for layers in mine
+    ]
