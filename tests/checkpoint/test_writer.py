@@ -13,7 +13,7 @@ import torch
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.units import Progress
 from gristmill.checkpoint import writer as module
-from gristmill.checkpoint.layout import Best, CheckpointFolder, step_of, verify
+from gristmill.checkpoint.layout import Best, CheckpointFolder, Fingerprint, step_of, verify
 from gristmill.checkpoint.state import Snapshot, TrainState, capture
 from gristmill.checkpoint.writer import CheckpointWriter
 from gristmill.config.schema import CheckpointConfig
@@ -61,9 +61,9 @@ def test_training_goes_on_while_a_snapshot_is_written(
     go_on = threading.Event()
     real = Snapshot.write
 
-    def slow(self: Snapshot, folder: Path) -> None:
+    def slow(self: Snapshot, folder: Path, **rank: int) -> list[Fingerprint]:
         assert go_on.wait(10)
-        real(self, folder)
+        return real(self, folder, **rank)
 
     monkeypatch.setattr(Snapshot, "write", slow)
     written = Written(tmp_path)
@@ -77,7 +77,7 @@ def test_training_goes_on_while_a_snapshot_is_written(
 def test_a_defect_while_writing_is_raised_in_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(self: Snapshot, folder: Path) -> None:
+    def broken(self: Snapshot, folder: Path, **rank: int) -> None:
         raise AssertionError("a defect")
 
     monkeypatch.setattr(Snapshot, "write", broken)
@@ -94,7 +94,7 @@ def test_a_snapshot_is_not_changed_by_training(tmp_path: Path) -> None:
     before = model.weight.detach().clone()
     with torch.no_grad():
         model.weight.add_(1.0)
-    assert torch.equal(taken.model["weight"], before)
+    assert torch.equal(taken.model.tensors["weight"], before)
 
 
 def test_a_full_disk_is_found_before_writing(
@@ -112,6 +112,48 @@ def test_a_full_disk_is_found_before_writing(
     assert error.value.exit is Exit.STORAGE
 
 
+def test_a_disk_that_changes_what_is_written_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = Written(tmp_path, background=False)
+    written.writer.save(snapshot(1))
+    real = os.fsync
+
+    def flip(handle: int) -> None:
+        """Change the last byte that was written, once it has left our hands."""
+        file = Path(f"/proc/self/fd/{handle}").readlink()
+        if file.name == "model.safetensors":
+            content = bytearray(file.read_bytes())
+            content[-1] ^= 1
+            file.write_bytes(content)
+        real(handle)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", flip)
+        written.writer.save(snapshot(2))
+    assert "does not read back as it was written" in written.said[-1]
+    assert written.steps == [1] and list(tmp_path.glob(".*")) == []
+
+
+def test_any_refusal_of_the_disk_is_reported_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = Written(tmp_path / "checkpoints", background=False)
+
+    def gone(self: Snapshot, folder: Path, **rank: int) -> list[Fingerprint]:
+        shutil.rmtree(folder.parent)  # someone tidies up
+        return real(self, folder, **rank)
+
+    real = Snapshot.write
+    with monkeypatch.context() as patched:
+        patched.setattr(Snapshot, "write", gone)
+        written.writer.save(snapshot(1))
+    assert "the disk refused: No such file or directory" in written.said[-1]
+    written.writer.save(snapshot(2))
+    written.writer.finish()
+    assert written.steps == [2]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 def test_a_disk_that_fills_up_while_writing(tmp_path: Path) -> None:
     small = tmp_path / "small"
@@ -123,7 +165,7 @@ def test_a_disk_that_fills_up_while_writing(tmp_path: Path) -> None:
         written.writer.save(snapshot(1))
         (small / "ballast").write_bytes(bytes(240 * 1024))
         big = snapshot(2)
-        big.model["weight"] = torch.zeros(30_000)
+        big.model.tensors["weight"] = torch.zeros(30_000)
         module_room = module.require_room
         module.require_room = lambda folder, needed: None  # it fills up after the check
         try:

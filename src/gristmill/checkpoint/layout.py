@@ -3,14 +3,19 @@
     checkpoints/
     ├── step-00012000/          committed: complete, and never changed again
     │   ├── model.safetensors · optimizer.safetensors · state.json
+    │   │   or, from many processes, their parts (see `pieces.py`) · pieces.json · state.json
     │   └── MANIFEST            one line per file: sha256, size, name; last: their sha256
-    ├── .writing-step-00013000  not committed: whatever a crash leaves is removed at the next start
+    ├── .writing-step-00013000.5ac1e07f
+    │                           not committed: whatever a crash leaves is removed at the next start
     ├── damaged-step-00012500   set aside: found damaged, never used, never deleted by us
     └── best.json               which step had the best validation loss
 
 A checkpoint is written under its temporary name, every file is flushed, then the folder is renamed
 and its parent flushed. The rename is the commit. There is no pointer to the newest: the newest is
 the one with the highest step whose manifest holds.
+
+Processes that share a run share this folder. They check files together, each its part, and come to
+the same conclusion; what is renamed or removed, the first of them renames or removes.
 """
 
 from __future__ import annotations
@@ -18,12 +23,13 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import secrets
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from gristmill.base.errors import Problem
+from gristmill.base.errors import Exit, Problem, UserError
 from gristmill.base.files import (
     read_json,
     sha256_file,
@@ -33,9 +39,21 @@ from gristmill.base.files import (
     write_json,
 )
 from gristmill.base.units import Duration, Progress
+from gristmill.parallel.council import Council
 
 MANIFEST = "MANIFEST"
+ALONE = Council()
 _STEP = re.compile(r"step-(\d{8,})")
+_LINE = re.compile(r"([0-9a-f]{64}) (\d{1,18}) ([^/]+)")
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What a file's content is known by."""
+
+    name: str
+    sha256: str
+    size: int
 
 
 @dataclass(frozen=True)
@@ -77,44 +95,53 @@ class CheckpointFolder:
         found = [p for p in self.root.iterdir() if p.is_dir() and _STEP.fullmatch(p.name)]
         return sorted(found, key=step_of)
 
-    def clean(self) -> None:
+    def clean(self, council: Council = ALONE) -> None:
         """Remove what interrupted writes and deletions left behind."""
-        for leftover in (*self.root.glob(".writing-*"), *self.root.glob(".deleting-*")):
-            shutil.rmtree(leftover)
+        if council.leads:
+            for leftover in (*self.root.glob(".writing-*"), *self.root.glob(".deleting-*")):
+                shutil.rmtree(leftover)
+        council.wait()
 
     def begin(self, step: int) -> Path:
         """An empty folder to write a checkpoint into."""
-        staging = self.root / f".writing-step-{step:08d}"
+        # Nobody else knows this name: not even a process that outlived an earlier start of the run
+        # and is still writing the same step.
+        staging = self.root / f".writing-step-{step:08d}.{secrets.token_hex(4)}"
         with storage_errors(staging):
-            if staging.exists():
-                shutil.rmtree(staging)
             staging.mkdir(parents=True)
         return staging
 
-    def commit(self, staging: Path) -> Path:
-        """Seal a written folder with its manifest and give it its name."""
-        final = self.root / staging.name.removeprefix(".writing-")
+    def commit(self, staging: Path, *, known: Iterable[Fingerprint] = ()) -> Path:
+        """Seal a written folder with its manifest and give it its name. Files whose fingerprint is
+        `known` were flushed by those who wrote them; the others are flushed here."""
+        final = self.root / staging.name.removeprefix(".writing-").partition(".")[0]
+        by_name = {one.name: one for one in known}
+        _all_visible(staging, by_name.values())
         with storage_errors(staging):
-            _write_manifest(staging)
-            for file in staging.iterdir():
+            for file in _write_manifest(staging, by_name):
                 sync_file(file)
             sync_folder(staging)
             os.rename(staging, final)
             sync_folder(self.root)
         return final
 
-    def newest_intact(self) -> Found:
+    def newest_intact(self, council: Council = ALONE) -> Found:
         """The newest checkpoint that passes all checks; damaged newer ones are listed."""
         damaged: list[tuple[Path, list[Problem]]] = []
-        for path in reversed(self.committed()):
-            problems = verify(path)
+        for name in council.tell([path.name for path in reversed(self.committed())]):
+            path = self.root / name
+            problems = verify(path, council=council)
             if not problems:
                 return Found(path, damaged)
             damaged.append((path, problems))
         return Found(None, damaged)
 
-    def set_aside(self, path: Path) -> Path:
+    def set_aside(self, path: Path, council: Council = ALONE) -> Path:
         """Rename a damaged checkpoint, so that its step can be saved again and nothing is lost."""
+        name: str = council.tell(self._set_aside(path).name if council.leads else None)
+        return self.root / name
+
+    def _set_aside(self, path: Path) -> Path:
         number = 0
         while True:
             suffix = f".{number}" if number else ""
@@ -169,18 +196,47 @@ def _permanent(
 # ------------------------------------------------------------------ manifests
 
 
-def _write_manifest(folder: Path) -> None:
+def _write_manifest(folder: Path, known: dict[str, Fingerprint]) -> list[Path]:
+    """Write the manifest; returns the files, itself among them, that were not known before."""
+    own = [file for file in folder.iterdir() if file.name not in known]
+    files = [*known.values(), *map(_fingerprint, own)]
     lines = [
-        f"{sha256_file(file)} {file.stat().st_size} {file.name}\n"
-        for file in sorted(folder.iterdir())
+        f"{one.sha256} {one.size} {one.name}\n" for one in sorted(files, key=lambda one: one.name)
     ]
     body = "".join(lines)
     seal = hashlib.sha256(body.encode()).hexdigest()
-    (folder / MANIFEST).write_text(f"{body}{seal}\n")
+    manifest = folder / MANIFEST
+    manifest.write_text(f"{body}{seal}\n")
+    return [*own, manifest]
 
 
-def verify(folder: Path) -> list[Problem]:
-    """Everything that is not as it was written."""
+def _all_visible(folder: Path, files: Iterable[Fingerprint]) -> None:
+    """Refuse to commit what other processes say they wrote and this one does not see."""
+    faults = ((one.name, _fault(folder / one.name, one, content=False)) for one in files)
+    problems = [Problem(fault, str(folder / name)) for name, fault in faults if fault]
+    if problems:
+        remedy = "set `folder` to a place on a file system that all processes share"
+        last = Problem(problems[-1].what, problems[-1].where, remedy)
+        raise UserError([*problems[:-1], last], exit=Exit.STORAGE)
+
+
+def _fingerprint(file: Path) -> Fingerprint:
+    return Fingerprint(file.name, sha256_file(file), file.stat().st_size)
+
+
+def verify(
+    folder: Path, *, council: Council = ALONE, trusted: Container[str] = ()
+) -> list[Problem]:
+    """Everything that is not as it was written, found by all processes together. Files that are
+    `trusted` only have to be there, with the right size."""
+    found = _verify_share(folder, rank=council.rank, ranks=council.size, trusted=trusted)
+    told = council.gather([astuple(problem) for problem in found])
+    problems = {Problem(*values) for those in told for values in those}
+    return sorted(problems, key=lambda problem: problem.where or "")
+
+
+def _verify_share(folder: Path, *, rank: int, ranks: int, trusted: Container[str]) -> list[Problem]:
+    """What one of several processes finds: file n is for process n mod their number."""
     where = str(folder / MANIFEST)
     try:
         text = (folder / MANIFEST).read_text()
@@ -190,19 +246,28 @@ def verify(folder: Path) -> list[Problem]:
         return [Problem("is damaged", where)]
     body, _, seal = text.removesuffix("\n").rpartition("\n")
     body += "\n"
-    if text != f"{body}{seal}\n" or hashlib.sha256(body.encode()).hexdigest() != seal:
+    lines = [_LINE.fullmatch(line) for line in body.splitlines()]
+    sealed = text == f"{body}{seal}\n" and hashlib.sha256(body.encode()).hexdigest() == seal
+    files = [Fingerprint(line[3], line[1], int(line[2])) for line in lines if line]
+    if not sealed or len(files) != len(lines):
         return [Problem("is damaged", where)]
-    return [problem for line in body.splitlines() for problem in _verify_file(folder, line)]
+    return [
+        Problem(fault, str(folder / one.name))
+        for one in files[rank::ranks]
+        if (fault := _fault(folder / one.name, one, content=one.name not in trusted))
+    ]
 
 
-def _verify_file(folder: Path, line: str) -> list[Problem]:
-    digest, size, name = line.split(" ", 2)
-    file = folder / name
-    if "/" in name or not file.is_file():
-        return [Problem("is missing", str(file))]
-    if file.stat().st_size != int(size):
-        return [Problem(f"has {file.stat().st_size} bytes, not {size}", str(file))]
+def _fault(file: Path, expected: Fingerprint, *, content: bool) -> str | None:
+    """What is wrong with a file, if anything is."""
     try:
-        return [] if sha256_file(file) == digest else [Problem("has changed bytes", str(file))]
+        if not file.is_file():
+            return "is missing"
+        size = file.stat().st_size
+        if size != expected.size:
+            return f"has {size} bytes, not {expected.size}"
+        if content and sha256_file(file) != expected.sha256:
+            return "has changed bytes"
     except OSError as error:
-        return [Problem(f"cannot be read: {error.strerror}", str(file))]
+        return f"cannot be read: {error.strerror}"
+    return None

@@ -3,6 +3,7 @@ name."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,13 +12,21 @@ from safetensors.torch import load_file
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import read_json
-from gristmill.checkpoint.layout import MANIFEST, CheckpointFolder, step_of, verify
-from gristmill.checkpoint.state import load_weights, read_state
+from gristmill.checkpoint.layout import ALONE, MANIFEST, CheckpointFolder, step_of, verify
+from gristmill.checkpoint.state import (
+    copy_held,
+    load_held,
+    load_weights,
+    read_state,
+    vocabulary_tables,
+)
 from gristmill.config.hf import from_hf, model_folder
 from gristmill.config.schema import ModelConfig
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
 from gristmill.models.weights import from_gpt2
+from gristmill.parallel.council import Council
+from gristmill.parallel.held import Held, held_whole
 from gristmill.text.tokenizers.tokenizer import Tokenizer, open_tokenizer
 
 
@@ -51,26 +60,43 @@ def open_model(spec: str, *, device: torch.device, checkpoint: str = "latest") -
     )
 
 
-def fill_model(model: GPT, start: str) -> None:
-    """Put the weights of a run folder, a Hugging Face folder or name into a freshly built model."""
+def fill_model(
+    model: GPT,
+    start: str,
+    *,
+    held: Mapping[str, Held] | None = None,
+    council: Council = ALONE,
+) -> None:
+    """Put the weights of a run folder, a Hugging Face folder or name into a freshly built model; of
+    one that is divided, into what this process holds."""
     path = model_folder(start, where="model.start")
+    shares = list((held or held_whole(model)).values())
+    tables = vocabulary_tables(one.name for one in shares)
+    for one in shares:
+        if one.name in tables:
+            one.local.detach().zero_()
     if (path / "run.toml").is_file():
-        chosen = _choose(path, "latest")
+        chosen = _choose(path, "latest", council)
         vocab = read_state(chosen)["settings"]["vocab"]
         if vocab != model.vocab:
             raise UserError(
                 f"the weights in {start!r} are for a vocabulary of {vocab}, not {model.vocab}",
                 where="model.start",
             )
-        load_weights(model, chosen)
-    else:
+        load_held(shares, chosen, padded=tables)
+    elif held is None:
         from_gpt2(model, _hf_tensors(path), where=start)
+    else:
+        # The table of names and layouts is for whole models: one is made, for a moment.
+        whole = build_model(model.config, vocab=model.vocab, device=torch.device("cpu"))
+        from_gpt2(whole, _hf_tensors(path), where=start)
+        copy_held(shares, dict(whole.named_parameters()))
 
 
-def _choose(run: Path, which: str) -> Path:
+def _choose(run: Path, which: str, council: Council = ALONE) -> Path:
     folder = CheckpointFolder(run / "checkpoints")
     if which == "latest":
-        found = folder.newest_intact().path
+        found = folder.newest_intact(council).path
         if found is None:
             raise UserError("this run has no intact checkpoint", where=str(run), exit=Exit.DATA)
         return found

@@ -4,6 +4,11 @@
     optimizer.safetensors   per-parameter state, named KIND/PARAMETER, such as exp_avg/norm.weight
     state.json              progress, identity of the run, loss scale, counters
 
+Of a model that is divided, each process copies and writes the pieces that it owns, and reads the
+pieces that it holds, however those who wrote them had divided it (`pieces.py`, `stored.py`). State
+of the optimizer with the shape of its parameter is divided in the same way. Any other, such as a
+count of steps, is whole in every process, and one writes it.
+
 There is no random state: dropout and data order are functions of the seed and progress. Learning
 rate and other settings are not here either: they come from the run file, so changing them takes
 effect.
@@ -12,22 +17,30 @@ effect.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 
+from gristmill.base.boxes import Box, Piece
 from gristmill.base.errors import Exit, Problem, UserError
-from gristmill.base.files import read_json, share_file, storage_errors, write_json
+from gristmill.base.files import read_json, storage_errors
 from gristmill.base.units import Progress
+from gristmill.checkpoint.layout import Fingerprint
+from gristmill.checkpoint.pieces import KINDS, TensorShare, file_name, piece_key
+from gristmill.checkpoint.stored import StoredTensors, stored_tensors
+from gristmill.checkpoint.tensorfile import dtype_name, write_tensors
 from gristmill.config.schema import ModelConfig
+from gristmill.parallel.held import Held, held_whole
 
 FORMAT = "gristmill-checkpoint"
 VERSION = 1
-MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+IN_PIECES = 2
+"""The version of a checkpoint that many processes wrote."""
+STATE = "state.json"
 
 
 @dataclass
@@ -55,55 +68,89 @@ class TrainState:
     progress: Progress = field(default_factory=Progress)
     counters: Counters = field(default_factory=Counters)
     strategy: dict[str, Any] = field(default_factory=dict)
+    held: Mapping[str, Held] = field(default_factory=dict)
+    """This process's share of every parameter; all of the model if not given."""
+    padded: frozenset[str] = frozenset()
+    """Parameters with a row for each token, which may be stored with more rows or fewer."""
+    names: frozenset[str] = frozenset()
+    """All parameters of the whole model, none of which may be missing from a checkpoint; those that
+    any process holds if not given."""
+
+    def __post_init__(self) -> None:
+        self.held = self.held or held_whole(self.model)
+
+
+@dataclass
+class Contribution:
+    """What one process writes of a kind of tensors, and what it knows of all that it holds."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Copies in host memory, by their key in the file."""
+    shares: dict[str, TensorShare] = field(default_factory=dict)
+    """By the name of the tensor."""
+
+    def add(self, name: str, value: torch.Tensor, held: Held) -> None:
+        """Copy what this process owns of a tensor that belongs to a parameter."""
+        if value.shape == held.local.shape:
+            shape, mine = held.shape, held.owned
+            parts = [(piece.whole, value[piece.local.slices]) for piece in _pieces(held)]
+        else:
+            shape = tuple(value.shape)
+            parts, mine = [(Box.whole(shape), value)], held.speaks
+        boxes = [] if name not in self.shares else list(self.shares[name].boxes)
+        for box, part in parts if mine else ():
+            self.tensors[piece_key(name, box, shape)] = _host_copy(part)
+            boxes.append(box)
+        self.shares[name] = TensorShare(shape, dtype_name(value), tuple(boxes))
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy of a state in host memory, which training can no longer change."""
+    """A copy of a process's share of a state in host memory, which training can no longer
+    change."""
 
-    model: dict[str, torch.Tensor]
-    optimizer: dict[str, torch.Tensor]
+    model: Contribution
+    optimizer: Contribution
     state: dict[str, Any]
+    names: frozenset[str] = frozenset()
 
     @property
     def step(self) -> int:
         return int(self.state["progress"]["steps"])
 
     @property
+    def kinds(self) -> dict[str, Contribution]:
+        return dict(zip(KINDS, (self.model, self.optimizer), strict=True))
+
+    @property
     def bytes(self) -> int:
-        """Size on disk, headers not counted."""
-        tensors = (*self.model.values(), *self.optimizer.values())
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        """Size of this process's share on disk, headers not counted."""
+        return sum(contribution.bytes for contribution in self.kinds.values())
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path, *, rank: int = 0, ranks: int = 1) -> list[Fingerprint]:
+        """Write this process's files; one that owns nothing of a divided kind writes none."""
         with storage_errors(folder):
-            try:
-                save_file(self.model, folder / MODEL)
-                save_file(self.optimizer, folder / OPTIMIZER)
-            except Exception as error:
-                raise _as_os_error(error) from error
-            share_file(folder / MODEL)
-            share_file(folder / OPTIMIZER)
-            write_json(folder / STATE, self.state)
-
-
-def _as_os_error(error: Exception) -> Exception:
-    """safetensors reports a full disk as its own error, with the system's number in the text."""
-    if "os error 28" in str(error) or "No space left" in str(error):
-        return OSError(28, "No space left on device")
-    return error
+            return [
+                write_tensors(folder / file_name(kind, rank=rank, ranks=ranks), mine.tensors)
+                for kind, mine in self.kinds.items()
+                if mine.tensors or ranks == 1
+            ]
 
 
 def capture(state: TrainState) -> Snapshot:
-    """Copy everything to host memory: the only part of saving that training waits for."""
-    names: dict[torch.Tensor, str] = {p: name for name, p in state.model.named_parameters()}
-    optimizer = {
-        f"{kind}/{names[parameter]}": _host_copy(value)
-        for parameter, kinds in state.optimizer.state.items()
-        for kind, value in kinds.items()
-    }
+    """Copy this process's share to host memory: the only part of saving that training waits
+    for."""
+    model, optimizer = Contribution(), Contribution()
+    for held in state.held.values():
+        model.add(held.name, held.local, held)
+        for kind, value in state.optimizer.state.get(held.local, {}).items():
+            optimizer.add(f"{kind}/{held.name}", value, held)
     return Snapshot(
-        model={name: _host_copy(p) for name, p in state.model.named_parameters()},
+        model=model,
         optimizer=optimizer,
         state={
             "format": FORMAT,
@@ -116,7 +163,16 @@ def capture(state: TrainState) -> Snapshot:
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
         },
+        names=state.names,
     )
+
+
+def _pieces(held: Held) -> tuple[Piece, ...]:
+    """The pieces of a parameter; one that is all here is one, of however many parts it is made."""
+    in_place = all(piece.whole == piece.local for piece in held.pieces)
+    whole = Box.whole(held.shape)
+    complete = sum(piece.whole.size for piece in held.pieces) == whole.size
+    return (Piece(whole, whole),) if in_place and complete else held.pieces
 
 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -126,39 +182,123 @@ def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
 def read_state(folder: Path) -> dict[str, Any]:
     """The checked content of state.json."""
     values = read_json(folder / STATE)
-    if values.get("format") != FORMAT or values.get("version") != VERSION:
+    if values.get("format") != FORMAT or values.get("version") not in (VERSION, IN_PIECES):
         raise UserError(
             f"written in format {values.get('format')!r} version {values.get('version')!r}; "
-            f"this program reads {FORMAT!r} version {VERSION}",
+            f"this program reads {FORMAT!r} versions {VERSION} and {IN_PIECES}",
             where=str(folder / STATE),
             exit=Exit.DATA,
         )
     return dict(values)
 
 
+# ------------------------------------------------------------------ reading
+
+
 def restore(state: TrainState, folder: Path) -> dict[str, Any]:
     """Put a checkpoint's content into a freshly built state; returns state.json's content."""
     values = read_state(folder)
     _same_identity(values["identity"], state.identity, folder)
-    load_weights(state.model, folder)
-    parameters = dict(state.model.named_parameters())
-    for full_name, tensor in load_file(folder / OPTIMIZER).items():
-        kind, _, name = full_name.partition("/")
-        parameter = parameters[name]
-        state.optimizer.state[parameter][kind] = tensor.to(parameter.device)
+    weights, moments = stored_tensors(folder), stored_tensors(folder, "optimizer")
+    _load_held(state.held.values(), weights, padded=state.padded)
+    _restore_optimizer(state, weights, moments)
     state.progress = Progress(**values["progress"])
     state.counters = Counters(**values["counters"])
     state.strategy = values["strategy"]
     return values
 
 
+def load_held(held: Iterable[Held], folder: Path, *, padded: frozenset[str] = frozenset()) -> None:
+    """Read this process's share of a checkpoint's weights. Rows of `padded` parameters that the
+    checkpoint does not have stay as they are."""
+    _load_held(list(held), stored_tensors(folder), padded=padded)
+
+
+def _load_held(held: Collection[Held], weights: StoredTensors, *, padded: frozenset[str]) -> None:
+    _same_shapes({one.name: one.shape for one in held}, weights, padded=padded)
+    for one in held:
+        _fill(one.local.detach(), one, weights, one.name)
+
+
+def copy_held(held: Iterable[Held], whole: Mapping[str, torch.Tensor]) -> None:
+    """Copy this process's share of weights that are in memory; rows that these lack stay."""
+    for one in held:
+        source = whole[one.name].detach()
+        for piece in one.pieces:
+            common = piece.whole.meet(Box.whole(source.shape))
+            if common is not None:
+                target = one.local.detach()[local_box(piece, common).slices]
+                target.copy_(source[common.slices])
+
+
 def load_weights(model: nn.Module, folder: Path) -> None:
-    """Copy a checkpoint's weights into a model of the same shape."""
-    weights = load_file(folder / MODEL)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            assert parameter.shape == weights[name].shape, name
-            parameter.copy_(weights[name])
+    """Copy a checkpoint's weights into a whole model. Tables with a row for each token may be
+    stored with more rows or fewer, as long as the vocabulary is there; other rows become 0."""
+    weights, parameters = stored_tensors(folder), dict(model.named_parameters())
+    vocab: int = getattr(model, "vocab", 0)
+    tables = vocabulary_tables(parameters) if vocab else frozenset()
+    enough = frozenset(n for n in tables & weights.keys() if weights.shape(n)[0] >= vocab)
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    _same_shapes(shapes, weights, padded=enough)
+    for name, one in held_whole(model).items():
+        target = one.local.detach()
+        if name in tables:
+            target[weights.shape(name)[0] :] = 0
+        _fill(target, one, weights, name)
+
+
+def vocabulary_tables(names: Iterable[str]) -> frozenset[str]:
+    """Those of a model's parameters that have a row for each token, and rows of padding."""
+    return frozenset(n for n in names if n.partition(".")[0] in ("embedding", "head", "values"))
+
+
+def _same_shapes(
+    wanted: Mapping[str, tuple[int, ...]], stored: StoredTensors, *, padded: frozenset[str]
+) -> None:
+    """Refuse weights of another shape; `padded` ones may have another number of rows."""
+    problems = []
+    for name, shape in wanted.items():
+        if name not in stored:
+            problems.append(f"there is no {name}")
+            continue
+        found, free = stored.shape(name), 1 if name in padded else 0
+        if len(found) != len(shape) or found[free:] != shape[free:]:
+            problems.append(f"{name} has shape {found}, not {shape}")
+    if problems:
+        where = str(stored.folder)
+        raise UserError([Problem(what, where) for what in problems], exit=Exit.DATA)
+
+
+def _restore_optimizer(state: TrainState, weights: StoredTensors, stored: StoredTensors) -> None:
+    kinds: dict[str, list[str]] = {}
+    for full_name in stored:
+        kind, _, name = full_name.partition("/")
+        kinds.setdefault(name, []).append(kind)
+    for held in state.held.values():
+        for kind in kinds.get(held.name, ()):
+            full_name, device = f"{kind}/{held.name}", held.local.device
+            if stored.shape(full_name) == weights.shape(held.name):
+                dtype = stored.dtype(full_name)
+                value = torch.zeros(held.local.shape, dtype=dtype, device=device)
+                _fill(value, held, stored, full_name)
+            else:
+                value = stored[full_name].to(device)
+            state.optimizer.state[held.local][kind] = value
+
+
+def _fill(target: torch.Tensor, held: Held, stored: StoredTensors, name: str) -> None:
+    """Copy what is stored of this process's pieces of a tensor."""
+    for piece in held.pieces:
+        for part in stored.parts(name, piece.whole):
+            target[local_box(piece, part.box).slices].copy_(part.tensor)
+
+
+def local_box(piece: Piece, box: Box) -> Box:
+    """Where a part of a piece, given as a part of the whole, lies in the smaller tensor."""
+    return box.seen_from(piece.whole).moved(piece.local.begin)
+
+
+# ------------------------------------------------------------------ identity
 
 
 def _same_identity(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> None:

@@ -1,8 +1,16 @@
-"""Saving while training goes on.
+"""Saving while training goes on, by one process or by many together.
 
-One save is under way at a time: a second waits for the first. Training itself waits only for the
-copy to host memory. A save that the disk refuses is reported and given up, its remains are
-removed, and training continues: the checkpoints that exist stay as they are.
+    all       copy to host memory                        training waits for this only
+    first     room for all? make the staging folder
+    all       write, flush and fingerprint their files   at the same time
+    first     everything there, exactly once? pieces.json, state.json, MANIFEST, rename, thin out
+
+After each line all hear how it went. Where the disk refuses one of them, all give the save up, the
+first removes the remains and says who could not write and why, and training continues: the
+checkpoints that exist stay as they are. A defect, or the loss of a process, ends the run instead:
+it is raised by the next `wait`. What it leaves has a name that says so.
+
+One save is under way at a time: a second waits for the first.
 """
 
 from __future__ import annotations
@@ -10,18 +18,35 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from pathlib import Path
+from typing import Any
 
 from gristmill.base.errors import Exit, Problem, UserError
+from gristmill.base.files import storage_errors, write_json
 from gristmill.base.units import Progress, format_bytes
-from gristmill.checkpoint.layout import Best, CheckpointFolder, verify
-from gristmill.checkpoint.state import Snapshot
+from gristmill.checkpoint.layout import ALONE, Best, CheckpointFolder, Fingerprint, verify
+from gristmill.checkpoint.pieces import (
+    KINDS,
+    PIECES,
+    Index,
+    TensorShare,
+    faults_of,
+    join_shares,
+    write_index,
+)
+from gristmill.checkpoint.state import IN_PIECES, STATE, Snapshot
 from gristmill.config.schema import CheckpointConfig
+from gristmill.parallel.council import Council, RefusedError
+
+Words = dict[str, Any]
+"""What a process tells the others, as JSON."""
 
 
 class CheckpointWriter:
-    """Writes snapshots into a run's checkpoint folder and thins out old ones."""
+    """Writes snapshots into a run's checkpoint folder and thins out old ones. All processes save
+    the same steps; the council is for this alone, since saving has a thread of its own."""
 
     def __init__(
         self,
@@ -30,9 +55,10 @@ class CheckpointWriter:
         *,
         progress_at: Callable[[int], Progress],
         say: Callable[[str], None],
+        council: Council = ALONE,
     ) -> None:
         self.folder, self.config, self.say = folder, config, say
-        self.progress_at = progress_at
+        self.progress_at, self.council = progress_at, council
         self.seconds = 0.0
         self.failure: UserError | None = None
         self._thread: threading.Thread | None = None
@@ -63,6 +89,11 @@ class CheckpointWriter:
         if self.failure is not None:
             raise self.failure
 
+    def mark_best(self, best: Best) -> None:
+        """Mark a step that is saved already as the best."""
+        if self.council.leads:
+            self.folder.mark_best(best)
+
     def _write_aside(self, snapshot: Snapshot, best: Best | None) -> None:
         try:
             self._write(snapshot, best)
@@ -71,30 +102,101 @@ class CheckpointWriter:
 
     def _write(self, snapshot: Snapshot, best: Best | None) -> None:
         started = time.monotonic()
-        staging = self.folder.root / f".writing-step-{snapshot.step:08d}"
         try:
-            require_room(self.folder.root, snapshot.bytes)
-            staging = self.folder.begin(snapshot.step)
-            snapshot.write(staging)
-            path = self.folder.commit(staging)
-            problems = verify(path)
-            if problems:
-                raise UserError(problems, exit=Exit.STORAGE)
-            if best is not None and self.config.keep_best:
-                self.folder.mark_best(best)
-            self.folder.thin_out(
-                keep=self.config.keep,
-                keep_every=self.config.keep_every,
-                progress_at=self.progress_at,
-            )
-        except UserError as error:
-            self.failure = error
-            shutil.rmtree(staging, ignore_errors=True)
-            self.say(f"checkpoint at step {snapshot.step} was not saved: {error}")
+            size = self._write_together(snapshot, best)
+        except RefusedError as refused:
+            self.failure = refused
+            if self.council.leads:
+                self.say(f"checkpoint at step {snapshot.step} was not saved: {refused}")
             return
         self.failure = None
         self.seconds = time.monotonic() - started
-        self.say(f"saved checkpoint {path.name} ({format_bytes(snapshot.bytes)})")
+        if self.council.leads:
+            name = self.folder.path(snapshot.step).name
+            self.say(f"saved checkpoint {name} ({format_bytes(size)})")
+
+    def _write_together(self, snapshot: Snapshot, best: Best | None) -> int:
+        """The drawing above; returns the bytes of all processes."""
+        council, step = self.council, snapshot.step
+        facts = council.gather({"step": step, "bytes": snapshot.bytes})
+        assert all(one["step"] == step for one in facts), f"not all save the same step: {facts}"
+        size: int = sum(one["bytes"] for one in facts)
+        staging = self.folder.root / council.by_first(lambda: self._begin(step, size))
+        try:
+            told = council.by_all(lambda: self._contribute(snapshot, staging))
+            council.by_first(lambda: self._commit(snapshot, staging, told, best))
+        except RefusedError:
+            if council.leads:
+                shutil.rmtree(staging, ignore_errors=True)
+            raise
+        return size
+
+    def _begin(self, step: int, needed: int) -> str:
+        require_room(self.folder.root, needed)
+        return self.folder.begin(step).name
+
+    def _contribute(self, snapshot: Snapshot, staging: Path) -> Words:
+        """Write this process's files, and say what is in them."""
+        files = snapshot.write(staging, rank=self.council.rank, ranks=self.council.size)
+        return words_of(snapshot, files)
+
+    def _commit(
+        self, snapshot: Snapshot, staging: Path, told: Sequence[Words], best: Best | None
+    ) -> None:
+        commit_pieces(self.folder, staging, snapshot=snapshot, told=told)
+        if best is not None and self.config.keep_best:
+            self.folder.mark_best(best)
+        keep, keep_every = self.config.keep, self.config.keep_every
+        self.folder.thin_out(keep=keep, keep_every=keep_every, progress_at=self.progress_at)
+
+
+# ------------------------------------------------------------------ without a word to others
+
+
+def words_of(snapshot: Snapshot, files: Sequence[Fingerprint]) -> Words:
+    """What a process that has written its files tells the one that commits."""
+    shares = {
+        kind: {name: share.plain() for name, share in one.shares.items()}
+        for kind, one in snapshot.kinds.items()
+    }
+    return {"files": [astuple(file) for file in files], "shares": shares}
+
+
+def commit_pieces(
+    folder: CheckpointFolder, staging: Path, *, snapshot: Snapshot, told: Sequence[Words]
+) -> Path:
+    """Commit what processes, by rank, say they have written, if nothing is missing; `snapshot` is
+    the first one's."""
+    indexes, state = {kind: _complete(kind, told) for kind in KINDS}, snapshot.state
+    missing = sorted(snapshot.names - indexes["model"].keys())
+    assert not missing, f"this checkpoint would not be whole: nobody holds {missing[:5]}"
+    files = [Fingerprint(*values) for words in told for values in words["files"]]
+    with storage_errors(staging):
+        if len(told) > 1 or any(map(_has_parts, indexes.values())):
+            write_index(staging / PIECES, indexes)
+            state = {**state, "version": IN_PIECES, "processes": len(told)}
+        write_json(staging / STATE, state)
+    path = folder.commit(staging, known=files)
+    # Their writers have read these files back already.
+    problems = verify(path, trusted={file.name for file in files})
+    if problems:
+        raise UserError(problems, exit=Exit.STORAGE)
+    return path
+
+
+def _has_parts(index: Index) -> bool:
+    return any(piece.key != name for name, one in index.items() for piece in one.pieces)
+
+
+def _complete(kind: str, told: Sequence[Words]) -> Index:
+    shares = [
+        {name: TensorShare.from_plain(values) for name, values in words["shares"][kind].items()}
+        for words in told
+    ]
+    index = join_shares(kind, shares)
+    faults = faults_of(index)
+    assert not faults, f"this checkpoint would not be whole: {kind} {'; '.join(faults[:5])}"
+    return index
 
 
 def require_room(folder: Path, needed: int) -> None:

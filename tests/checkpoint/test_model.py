@@ -1,0 +1,81 @@
+"""Start weights of a model that is divided."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from gristmill.base.boxes import row_pieces, whole_piece
+from gristmill.base.files import write_json
+from gristmill.checkpoint.layout import CheckpointFolder
+from gristmill.checkpoint.model import fill_model
+from gristmill.checkpoint.state import TrainState, capture
+from gristmill.checkpoint.writer import commit_pieces, words_of
+from gristmill.config.hf import to_hf
+from gristmill.config.schema import ModelConfig
+from gristmill.models.build import build_model
+from gristmill.models.gpt import GPT
+from gristmill.models.weights import to_gpt2
+from gristmill.parallel.held import Held
+
+VOCAB, MORE = 100, 7
+"""MORE: rows of padding that the divided model has and the weights have not."""
+
+
+@pytest.fixture
+def model() -> GPT:
+    config = ModelConfig(layers=1, heads=2, width=8, context=6)
+    built = build_model(config, vocab=VOCAB, device=torch.device("cpu"))
+    built.initialise(3)
+    return built
+
+
+def as_run(model: GPT, folder: Path) -> None:
+    folder.mkdir()
+    (folder / "run.toml").write_text("")
+    optimizer = torch.optim.SGD(model.parameters())
+    snapshot = capture(TrainState(model, optimizer, {}, {"vocab": VOCAB}))
+    checkpoints = CheckpointFolder(folder / "checkpoints")
+    staging = checkpoints.begin(1)
+    told = [words_of(snapshot, snapshot.write(staging))]
+    commit_pieces(checkpoints, staging, snapshot=snapshot, told=told)
+
+
+def as_hf(model: GPT, folder: Path) -> None:
+    folder.mkdir()
+    save_file(to_gpt2(model), folder / "model.safetensors")
+    write_json(folder / "config.json", to_hf(model.config, vocab=VOCAB, end_of_text=0))
+
+
+def second_half(name: str, parameter: nn.Parameter) -> Held:
+    """What the last of two processes holds, if the table has some more rows."""
+    shape = list(parameter.shape)
+    if name == "embedding.weight":
+        shape[0] += MORE
+    pieces = row_pieces(whole_piece(shape), shape, rank=1, ranks=2)
+    local = torch.full((sum(p.local.shape[0] for p in pieces), *shape[1:]), torch.nan)
+    return Held(name, tuple(shape), nn.Parameter(local), pieces)
+
+
+@pytest.mark.parametrize("write", [as_run, as_hf])
+def test_a_process_takes_its_share_of_the_start_weights(
+    model: GPT, tmp_path: Path, write: object
+) -> None:
+    assert callable(write)
+    write(model, tmp_path / "start")
+    held = {name: second_half(name, p) for name, p in model.named_parameters()}
+    fill_model(model, str(tmp_path / "start"), held=held)
+    for name, parameter in model.named_parameters():
+        (piece,) = held[name].pieces
+        first, rows = piece.whole.begin[0], parameter.shape[0]
+        kept = held[name].local[: rows - first]
+        if name == "embedding.weight":
+            assert torch.equal(kept[: VOCAB - first], parameter[first:VOCAB])
+            assert not held[name].local[rows - first :].any()  # and nothing is left as it was
+        else:
+            assert torch.equal(kept, parameter[first:])
+    assert any(one.shape[0] > one.local.shape[0] for one in held.values())

@@ -1,0 +1,87 @@
+"""Reading tensors whose parts lie in several files, and what is wrong with some of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gristmill.base.boxes import Box
+from gristmill.base.errors import Exit, UserError
+from gristmill.checkpoint.pieces import PIECES, TensorShare, file_name, join_shares, write_index
+from gristmill.checkpoint.stored import stored_tensors
+from gristmill.checkpoint.tensorfile import write_tensors
+
+WHOLE = torch.arange(5.0)
+
+
+@pytest.fixture
+def divided(tmp_path: Path) -> Path:
+    """A vector of 5 in two files, and another that is whole."""
+    boxes = Box((0,), (3,)), Box((3,), (5,))
+    shares = [{"norm": TensorShare((5,), "F32", (box,))} for box in boxes]
+    shares[0]["gate"] = TensorShare((1,), "F32", (Box((0,), (1,)),))
+    contents = {"norm[0:3]": WHOLE[:3], "gate": torch.ones(1)}, {"norm[3:5]": WHOLE[3:]}
+    for rank, tensors in enumerate(contents):
+        write_tensors(tmp_path / file_name("model", rank=rank, ranks=2), tensors)
+    write_index(tmp_path / PIECES, {"model": join_shares("model", shares), "optimizer": {}})
+    return tmp_path
+
+
+def test_a_part_is_read_from_where_it_lies(divided: Path) -> None:
+    stored = stored_tensors(divided)
+    assert torch.equal(stored["norm"], WHOLE) and torch.equal(stored["gate"], torch.ones(1))
+    parts = list(stored.parts("norm", Box((2,), (4,))))
+    assert [part.box for part in parts] == [Box((2,), (3,)), Box((3,), (4,))]
+    assert [part.tensor.tolist() for part in parts] == [[2.0], [3.0]]
+    assert len(stored_tensors(divided, "optimizer")) == 0
+
+
+def _first(values: dict[str, Any]) -> dict[str, Any]:
+    piece: dict[str, Any] = values["model"]["norm"]["pieces"][0]
+    return piece
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda values: values.update(version=9), "it is not gristmill-pieces version 1"),
+        (lambda values: values.pop("model"), "KeyError: 'model'"),
+        (lambda values: _first(values).update(file="../x.safetensors"), "not the name of a file"),
+        (lambda values: _first(values).update(file=".."), "not the name of a file"),
+        (lambda values: _first(values).update(file=None), "not the name of a file"),
+        (lambda values: _first(values).update(begin=[-1]), "are not sizes"),
+        (lambda values: _first(values).update(begin=[False]), "are not sizes"),
+        (lambda values: _first(values).update(begin=[0, 0]), "not of the same length"),
+        (lambda values: _first(values).update(begin=[0, 0], end=[1, 1]), "outside of shape"),
+        (lambda values: _first(values).update(end=[9]), "outside of shape"),
+        (lambda values: _first(values).update(end=[4]), "is in two parts"),
+        (lambda values: _first(values).update(end=[2]), "its parts hold 4 of 5"),
+        (lambda values: _first(values).update(key="other"), "other cannot be read"),
+        (lambda values: _first(values).update(file="absent"), "cannot be read"),
+        (lambda values: _first(values).update(key="gate"), r"gate has shape \(1,\)"),
+        (lambda values: values["model"]["norm"].update(dtype="F16"), "and format F32"),
+        (lambda values: values["model"]["norm"].update(dtype="F7"), "unknown number format, 'F7'"),
+    ],
+)
+def test_a_wrong_index_is_refused(
+    divided: Path, change: Callable[[dict[str, Any]], None], message: str
+) -> None:
+    values = json.loads((divided / PIECES).read_text())
+    change(values)
+    (divided / PIECES).write_text(json.dumps(values))
+    with pytest.raises(UserError, match=message) as error:
+        _ = stored_tensors(divided)["norm"]
+    assert error.value.exit is Exit.DATA
+
+
+def test_a_file_that_is_missing_or_no_file_of_tensors_is_named(tmp_path: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"model.safetensors: cannot be read") as error:
+            stored_tensors(tmp_path)
+        assert error.value.exit is Exit.DATA
+        (tmp_path / "model.safetensors").write_bytes(b"not tensors")
