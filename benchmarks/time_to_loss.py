@@ -86,9 +86,10 @@ from gristmill.parallel.world import open_world
 from gristmill.plan.arithmetic import count_parameters
 from gristmill.tokens.format import TokenReader
 from gristmill.tokens.store import open_tokens
+from gristmill.track.folder import run_folder
 from gristmill.track.metrics import StepRecord, ValidationRecord, read_metrics
 from gristmill.train.environment import code_commit, version
-from gristmill.train.run import run_folder, run_training
+from gristmill.train.run import run_training
 
 GRAPHS = 1024
 """Compiled versions of a function that are kept: the runs of one process are more than usual."""

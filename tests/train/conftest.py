@@ -17,7 +17,7 @@ from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.train.hooks import StopRequest
 
 TIMED = {"time", "tokens_per_second", "step_seconds", "tflops", "tflops_causal", "memory_bytes"}
-TIMED |= {"data_wait", "seconds"}
+TIMED |= {"data_wait", "sync_wait", "seconds"}
 
 
 class Runs:

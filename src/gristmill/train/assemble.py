@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.process import Place
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.model import fill_model
-from gristmill.checkpoint.state import TrainState
+from gristmill.checkpoint.state import TrainState, vocabulary_tables
 from gristmill.checkpoint.writer import CheckpointWriter
 from gristmill.config.resolve import SHAPE_FREE, Resolved, resolve
 from gristmill.config.schema import DataConfig, RunConfig
@@ -24,10 +23,16 @@ from gristmill.data.build import Wanted, build_rules, build_stream, order_identi
 from gristmill.data.dataset import Part, Parts, open_parts, prove_tokenizer
 from gristmill.data.documents import DocumentRules
 from gristmill.data.loader import Loader, validation_batches
-from gristmill.models.build import build_model
+from gristmill.models.build import whole_names
 from gristmill.models.gpt import GPT
 from gristmill.optim.build import build_optimizer
-from gristmill.parallel.build import build_strategy
+from gristmill.parallel.build import (
+    build_exchange,
+    build_offload,
+    build_strategy,
+    place_model,
+)
+from gristmill.parallel.council import Council
 from gristmill.parallel.strategy import Strategy
 from gristmill.parallel.world import World, memory_explained, open_world
 from gristmill.plan.arithmetic import token_cost
@@ -51,37 +56,58 @@ class Assembly:
     model: GPT
     state: TrainState
     strategy: Strategy
+    council: Council
 
 
-def assemble(config: RunConfig, folder: RunFolder) -> Assembly:
-    """Open and build everything, with start weights in place."""
+def assemble(
+    config: RunConfig,
+    folder: RunFolder,
+    world: World | None = None,
+    council: Council | None = None,
+) -> Assembly:
+    """Open and build everything, with start weights in place; the world is this process alone if
+    not given."""
+    world = world or open_world(config.runtime, tf32=config.precision.tf32)
     data = open_parts(config.data, sequence=config.data.sequence or config.model.context)
     tokenizer = _open_tokenizer(config, data)
-    numbers = resolve(config, vocab=tokenizer.size)
-    world = open_world(config.runtime, tf32=config.precision.tf32)
+    numbers = resolve(config, vocab=tokenizer.size, mesh=world.mesh)
     with memory_explained("the model itself does not fit: choose a smaller one"):
-        model = build_model(
-            config.model,
-            vocab=numbers.vocab,
-            device=world.device,
-            recompute=config.train.recompute == "full",
-        )
+        placed = place_model(config, vocab=numbers.vocab, world=world)
+    replicas, model = placed.replicas, placed.replicas.model
+    council = council or Council()
     if config.model.start is not None:
-        fill_model(model, config.model.start)
-    else:
-        model.initialise(config.train.seed)
-    optimizer = build_optimizer(config.optim, model, compiled=config.runtime.compile)
+        divided = replicas.held if world.mesh.processes > 1 else None
+        fill_model(model, config.model.start, held=divided, council=council)
+    offload = build_offload(config, replicas.held, world)
+    held = replicas.held if offload is None else offload.held
+    optimizer = build_optimizer(
+        config.optim,
+        model,
+        parameters={name: one.local for name, one in held.items()},
+        compiled=config.runtime.compile,
+        exchange=build_exchange(replicas, world),
+    )
     strategy = build_strategy(
-        config, model=model, optimizer=optimizer, world=world, place=Place.current()
+        config,
+        placed=placed,
+        optimizer=optimizer,
+        world=world,
+        council=council,
+        offload=offload,
     )
     state = TrainState(
         model=model,
         optimizer=optimizer,
+        held=held,
+        padded=vocabulary_tables(held),
+        names=frozenset(whole_names(config.model)),
         identity=_identity(config, numbers, data, tokenizer),
         settings={"model": config.model.model_dump(exclude_none=True), "vocab": numbers.vocab},
         strategy=strategy.state(),
     )
-    return Assembly(config, numbers, folder, data, tokenizer, world, model, state, strategy)
+    return Assembly(
+        config, numbers, folder, data, tokenizer, world, model, state, strategy, council
+    )
 
 
 def _open_tokenizer(config: RunConfig, data: Parts) -> Tokenizer:
@@ -164,6 +190,8 @@ def build_loader(parts: Assembly) -> Loader:
         micro_batch=numbers.micro_batch,
         accumulate=numbers.accumulate,
         rules=document_rules(parts),
+        rank=parts.world.data_rank,
+        ranks=parts.world.mesh.data,
         pin=parts.world.device.type == "cuda",
         stages=numbers.stages,
     )
@@ -203,7 +231,7 @@ def build_hooks(
         hooks.append(
             Sample(
                 config.sample,
-                model=parts.model,
+                strategy=parts.strategy,
                 tokenizer=parts.tokenizer,
                 tracker=tracker,
                 state=parts.state,

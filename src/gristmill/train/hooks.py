@@ -4,6 +4,8 @@
 
 Before hooks act, all step results are settled; the time they take does not count as training speed.
 A stop asked for by a signal or the time limit ends the loop after the step in progress; it saves.
+Of several processes any may be asked. Each step tells all of them of such wishes, and all end after
+the same step: the first at which every process is sure to have read them.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ from gristmill.checkpoint.writer import CheckpointWriter
 from gristmill.config.schema import SampleConfig
 from gristmill.data.loader import Batch
 from gristmill.generate import Sampling, TextGenerator
-from gristmill.models.gpt import GPT
 from gristmill.parallel.strategy import Strategy
+from gristmill.parallel.watch import Watch
 from gristmill.text.tokenizers.tokenizer import Tokenizer
-from gristmill.train.meter import Meter
+from gristmill.train.meter import AHEAD, Meter
 from gristmill.train.moment import Moment
 from gristmill.train.tracker import Tracker
 
@@ -37,6 +39,9 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 class Hook(Protocol):
     """Something done every now and then."""
+
+    phase: str
+    """What the run is doing meanwhile, in a word."""
 
     def at_start(self) -> None:
         """Before the first step of a new run."""
@@ -97,27 +102,51 @@ class Hooks:
         stop: StopRequest,
         writer: CheckpointWriter,
         batch_at: Callable[[int], int],
+        watch: Watch | None = None,
     ) -> None:
         self.hooks, self.meter, self.tracker, self.stop = hooks, meter, tracker, stop
+        self.watch = watch
         self.writer, self.batch_at = writer, batch_at
+        self._steps = 0
+
+    @property
+    def asked_to_stop(self) -> bool:
+        """Whether this process was asked for an end."""
+        return self.stop.reason is not None
 
     @property
     def stopping(self) -> bool:
-        return self.stop.reason is not None
+        """Whether the loop is to end now."""
+        if self.meter.world.mesh.processes == 1:
+            return self.asked_to_stop
+        step = self.meter.stop_step
+        behind = AHEAD if self.meter.world.device.type == "cuda" else 0
+        return step is not None and self._steps >= step + behind
 
     def at_start(self) -> None:
         for hook in self.hooks:
+            self._say(hook.phase)
             hook.at_start()
+        # The first step may compile the model, which takes as long as starting.
+        self._say("start")
         self.meter.restart_clock()
 
+    def _say(self, phase: str) -> None:
+        """Let the other processes know what this one is doing."""
+        if self.watch is not None:
+            self.watch.phase(phase, self._steps)
+
     def after_step(self, moment: Moment) -> None:
+        self._steps = moment.after.steps
         self.meter.add(moment)
         due = [hook for hook in self.hooks if hook.due(moment)]
         if due:
             self.meter.settle()
             for hook in due:
+                self._say(hook.phase)
                 hook.act(moment)
             self.meter.restart_clock()
+        self._say("step")
         # The next step may be the first of a larger batch.
         step_seconds = self.meter.sample_seconds * self.batch_at(moment.after.samples)
         self.stop.check_time(reserve=2 * (step_seconds + self.writer.seconds))
@@ -125,14 +154,19 @@ class Hooks:
     def at_end(self) -> None:
         self.meter.settle()
         if self.stopping:
-            self.tracker.say(f"stopping after {self.stop.reason}")
+            reason = self.stop.reason or "a request to another process"
+            self.tracker.say(f"stopping after {reason}")
         for hook in self.hooks:
+            self._say(hook.phase)
             hook.at_end(finished=not self.stopping)
+        self._say("end")
         self.tracker.flush()
 
 
 class Validate:
     """Measures the loss on the fixed validation windows."""
+
+    phase = "validation"
 
     def __init__(
         self,
@@ -195,11 +229,13 @@ class Validate:
 class Sample:
     """Lets the model write."""
 
+    phase = "samples"
+
     def __init__(
         self,
         config: SampleConfig,
         *,
-        model: GPT,
+        strategy: Strategy,
         tokenizer: Tokenizer,
         tracker: Tracker,
         state: TrainState,
@@ -207,7 +243,7 @@ class Sample:
         folder: Path,
     ) -> None:
         self.config, self.tracker, self.state, self.folder = config, tracker, state, folder
-        self.generator = TextGenerator(model, tokenizer)
+        self.strategy, self.tokenizer = strategy, tokenizer
         self.sampling = Sampling(config.temperature, config.top_k, config.top_p, seed)
         self._done_at: int | None = None
 
@@ -226,11 +262,12 @@ class Sample:
 
     def _write(self) -> None:
         step = self._done_at = self.state.progress.steps
-        pages = []
+        model = self.strategy.whole()
+        if model is None:
+            return
+        generator, pages = TextGenerator(model, self.tokenizer), []
         for prompt in self.config.prompts:
-            (text,) = self.generator.texts(
-                prompt, tokens=self.config.tokens, sampling=self.sampling
-            )
+            (text,) = generator.texts(prompt, tokens=self.config.tokens, sampling=self.sampling)
             self.tracker.sample(prompt, text)
             pages.append(f"{prompt}{text}\n")
         try:
@@ -241,6 +278,8 @@ class Sample:
 
 class Checkpoint:
     """Saves the state, also when validation has just found it to be the best."""
+
+    phase = "save"
 
     def __init__(
         self,
@@ -277,7 +316,7 @@ class Checkpoint:
         self.writer.finish()
         if best is not None:
             # The last validation came after the last save, whose step turns out to be the best.
-            self.writer.folder.mark_best(best)
+            self.writer.mark_best(best)
 
     def _best_now(self) -> Best | None:
         if not self.keep_best or self.validate is None:

@@ -32,7 +32,8 @@ def train(
         waited = time.monotonic() - asked
         before = state.progress
         lr = schedule.apply(state.optimizer, before)
-        result = strategy.update(strategy.accumulate(micro_batches, before))
+        result = strategy.accumulate(micro_batches, before)
+        result = strategy.update(result, stop=hooks.asked_to_stop)
         state.progress = before.after(samples=result.samples, tokens=result.tokens)
         hooks.after_step(Moment(before, state.progress, result, lr=lr, data_wait=waited))
     hooks.at_end()

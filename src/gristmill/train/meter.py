@@ -2,7 +2,8 @@
 
 On a GPU the host runs ahead of the device. Each step's few numbers are copied to pinned memory
 behind the step's own kernels, and read when the copy has arrived, so a record may be written a
-step or two after its step. `settle` waits for all of them: before a validation, a save, or the end.
+step or two after its step, never more. `settle` waits for all of them: before a validation, a save,
+or the end.
 """
 
 from __future__ import annotations
@@ -18,37 +19,22 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.base.units import Duration
 from gristmill.checkpoint.state import Counters
 from gristmill.parallel.strategy import StepResult
-from gristmill.parallel.world import World
+from gristmill.parallel.world import Mark, World
 from gristmill.plan.arithmetic import TokenCost
 from gristmill.plan.hardware import peak_flops
 from gristmill.track.metrics import StepRecord
 from gristmill.train.moment import Moment
 from gristmill.train.tracker import Tracker
 
-
-class _Mark:
-    """A point in the device's own time: after everything that was asked of it so far."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
-        if self.event is not None:
-            self.event.record()
-        self.time = time.monotonic()
-
-    def reached(self) -> bool:
-        return self.event is None or self.event.query()
-
-    def seconds_since(self, earlier: _Mark) -> float:
-        if self.event is None or earlier.event is None:
-            return self.time - earlier.time
-        return earlier.event.elapsed_time(self.event) / 1000
+AHEAD = 2
+"""Steps that the host may be ahead of the numbers that it has read."""
 
 
 @dataclass(frozen=True)
 class _Pending:
     moment: Moment
     numbers: torch.Tensor
-    end: _Mark
+    end: Mark
 
 
 class Meter:
@@ -69,9 +55,11 @@ class Meter:
         self.peak = peak_flops(world.name)
         self._pending: deque[_Pending] = deque()
         self._bad_in_a_row = 0
-        self._last = _Mark(world.device)
+        self._last = Mark(world.device)
         self.step_seconds = 0.0
         self.sample_seconds = 0.0
+        self.stop_step: int | None = None
+        """The first step in which some process asked for an end."""
 
     def add(self, moment: Moment) -> None:
         """Take in one step's result, and report all steps whose numbers have arrived."""
@@ -79,7 +67,9 @@ class Meter:
         if numbers.is_cuda:
             host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             numbers = host.copy_(numbers, non_blocking=True)
-        self._pending.append(_Pending(moment, numbers, _Mark(self.world.device)))
+        self._pending.append(_Pending(moment, numbers, Mark(self.world.device)))
+        if len(self._pending) > AHEAD:
+            self._pending[-AHEAD - 1].end.wait()
         self._report()
 
     def settle(self) -> None:
@@ -90,7 +80,7 @@ class Meter:
 
     def restart_clock(self) -> None:
         """Leave the time since the last step out of the next one's."""
-        self._last = _Mark(self.world.device)
+        self._last = Mark(self.world.device)
 
     def _report(self) -> None:
         while self._pending and self._pending[0].end.reached():
@@ -102,7 +92,9 @@ class Meter:
             self._record(pending.moment, pending.numbers.tolist())
 
     def _record(self, moment: Moment, numbers: list[float]) -> None:
-        loss, norm, skipped, scale = numbers
+        loss, norm, skipped, scale, stops = numbers
+        if stops and self.stop_step is None:
+            self.stop_step = moment.after.steps
         self.counters.skipped += int(skipped)
         self.counters.nan += int(not math.isfinite(loss))
         # An overflow in fp16 only means that the loss scale is still being found.
@@ -122,7 +114,8 @@ class Meter:
 
     def _step_record(self, moment: Moment, loss: float, norm: float, scale: float) -> StepRecord:
         rate = moment.result.tokens / self.step_seconds if self.step_seconds else math.inf
-        palm, causal = rate * self.cost.palm, rate * self.cost.causal
+        each = rate / self.world.mesh.processes
+        palm, causal = each * self.cost.palm, each * self.cost.causal
         return StepRecord(
             step=moment.after.steps,
             samples=moment.after.samples,
@@ -142,6 +135,7 @@ class Meter:
             skipped=self.counters.skipped,
             nan=self.counters.nan,
             data_wait=moment.data_wait,
+            sync_wait=moment.result.waited() if moment.result.waited is not None else None,
         )
 
 
@@ -149,4 +143,5 @@ def _numbers(result: StepResult) -> torch.Tensor:
     assert result.grad_norm is not None, "results are metered after the update"
     assert result.skipped is not None, "results are metered after the update"
     scale = result.loss_scale if result.loss_scale is not None else result.loss.new_ones(())
-    return torch.stack((result.loss.detach(), result.grad_norm, result.skipped, scale))
+    stops = result.stops if result.stops is not None else result.loss.new_zeros(())
+    return torch.stack((result.loss.detach(), result.grad_norm, result.skipped, scale, stops))

@@ -7,7 +7,6 @@ run.toml, origin.txt, environment.json, tokenizer/   written for this start
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from dataclasses import dataclass
@@ -18,10 +17,11 @@ from typing import Any
 import torch
 
 from gristmill.base.errors import Exit, Problem, UserError
-from gristmill.base.files import FolderLock, write_atomic, write_json
+from gristmill.base.files import write_atomic, write_json
 from gristmill.checkpoint.layout import CheckpointFolder, Found
 from gristmill.checkpoint.state import restore
 from gristmill.config.load import changed_settings, dump_run
+from gristmill.plan.arithmetic import count_parameters
 from gristmill.track.folder import RunFolder
 from gristmill.track.metrics import cut_metrics
 from gristmill.train.assemble import Assembly
@@ -39,25 +39,32 @@ class Resumed:
 def resume(parts: Assembly) -> Resumed:
     """Load the newest intact checkpoint, if there is one, and make the folder fit it."""
     folder, notes = parts.folder, []
-    checkpoints = CheckpointFolder(folder.checkpoints)
-    checkpoints.clean()
-    found = checkpoints.newest_intact()
+    checkpoints, council = CheckpointFolder(folder.checkpoints), parts.council
+    checkpoints.clean(council)
+    found = checkpoints.newest_intact(council)
     if found.path is None and found.damaged:
         raise _all_damaged(found, folder)
     if found.path is not None:
         saved = restore(parts.state, found.path)
         parts.strategy.load(parts.state.strategy)
-        notes += _resume_differences(saved)
+        notes += _resume_differences(saved, processes=parts.world.mesh.processes)
     for path, problems in found.damaged:
-        aside = checkpoints.set_aside(path)
+        aside = checkpoints.set_aside(path, council)
         what = "; ".join(str(problem) for problem in problems)
         notes.append(f"skipped damaged checkpoint {path.name} ({what}); it is now {aside.name}")
+    notes += council.by_first(lambda: _fit_folder(parts))
+    return Resumed(found.path, notes)
+
+
+def _fit_folder(parts: Assembly) -> list[str]:
+    """Make what else the folder holds fit the state; what changed in the settings."""
+    folder, changed = parts.folder, []
     # At step 0 what was measured before the first step is measured again.
     cut_metrics(folder.metrics, after=parts.state.progress.steps or -1)
     if folder.holds_run():
-        notes += [f"changed: {line}" for line in changed_settings(folder.settings, parts.config)]
+        changed = [f"changed: {line}" for line in changed_settings(folder.settings, parts.config)]
     _write_run_files(parts)
-    return Resumed(found.path, notes)
+    return changed
 
 
 def _all_damaged(found: Found, folder: RunFolder) -> UserError:
@@ -76,9 +83,10 @@ def _all_damaged(found: Found, folder: RunFolder) -> UserError:
     )
 
 
-def _resume_differences(saved: dict[str, Any]) -> list[str]:
+def _resume_differences(saved: dict[str, Any], *, processes: int) -> list[str]:
     """Reasons why the rest of the run may not be bit-identical to an uninterrupted one."""
-    now = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    now = {"torch": torch.__version__, "threads": torch.get_num_threads(), "processes": processes}
+    saved = {"processes": 1, **saved}
     return [
         f"{name} was {saved.get(name)} and is now {value}: losses agree only within rounding"
         for name, value in now.items()
@@ -92,17 +100,6 @@ def _write_run_files(parts: Assembly) -> None:
     when = datetime.now().astimezone().isoformat(timespec="seconds")
     before = folder.origin.read_text() if folder.origin.is_file() else ""
     write_atomic(folder.origin, f"{before}{when}  {shlex.join(sys.argv)}\n")
-    parameters = sum(parameter.numel() for parameter in parts.model.parameters())
+    parameters = count_parameters(parts.config.model, rows=parts.numbers.padded_vocab)
     write_json(folder.environment, describe_environment(parts.world, parameters=parameters))
     parts.tokenizer.save(folder.tokenizer)
-
-
-def move_aside(folder: RunFolder) -> None:
-    """Give an existing run another name, so that nothing is lost."""
-    if not folder.holds_run():
-        return
-    lock = FolderLock(folder.path)
-    lock.acquire()
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    os.rename(folder.path, folder.path.with_name(f"{folder.path.name}.old-{stamp}"))
-    lock.release()

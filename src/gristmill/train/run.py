@@ -1,4 +1,8 @@
-"""A run from start to end: lock the folder, build, resume, train, say how it ended."""
+"""A run from start to end: lock the folder, build, resume, train, say how it ended.
+
+Of several processes the first speaks: it holds the folder, and writes all but its share of the
+checkpoints and the others' logs.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,21 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from gristmill.base.errors import Exit
+from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import FolderLock
+from gristmill.base.process import Place
 from gristmill.base.units import format_count, format_seconds, parse_seconds
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.writer import CheckpointWriter, require_room
 from gristmill.config.resolve import Resolved
+from gristmill.config.rules import check_mesh
 from gristmill.config.schema import RunConfig
 from gristmill.optim.schedule import build_schedule
-from gristmill.parallel.world import memory_explained
+from gristmill.parallel.council import Council
+from gristmill.parallel.watch import Limits, Watch
+from gristmill.parallel.world import World, close_world, memory_explained, open_world
 from gristmill.plan.arithmetic import count_parameters
-from gristmill.track.folder import RunFolder
+from gristmill.track.folder import RunFolder, move_aside, run_folder
 from gristmill.train.assemble import (
     Assembly,
     assemble,
@@ -27,7 +35,7 @@ from gristmill.train.assemble import (
 )
 from gristmill.train.hooks import Hooks, StopRequest, Validate
 from gristmill.train.loop import train
-from gristmill.train.resume import Resumed, move_aside, resume
+from gristmill.train.resume import Resumed, resume
 from gristmill.train.tracker import Tracker, build_tracker
 
 
@@ -41,66 +49,117 @@ class Outcome:
     best_loss: float | None
 
 
-def run_folder(config: RunConfig) -> RunFolder:
-    """Where a run keeps its files."""
-    return RunFolder(Path(config.folder or f"runs/{config.name}"))
-
-
 def run_training(config: RunConfig, *, fresh: bool = False) -> Outcome:
     """Train, or go on with the run that the folder holds."""
-    folder = run_folder(config)
+    place, folder = Place.current(), run_folder(config)
+    mesh = check_mesh(config, processes=place.world)
+    limit = parse_seconds(config.train.time_limit) if config.train.time_limit else None
+    watch = Watch(place, limits=Limits.of(config.parallel), log=folder.rank_log(place.rank))
+    with StopRequest(time_limit=limit) as stop, watch:
+        world = open_world(
+            config.runtime,
+            tf32=config.precision.tf32,
+            mesh=mesh,
+            parallel=config.parallel,
+            place=place,
+        )
+        council = world.council()
+        lock = FolderLock(folder.path)
+        council.by_first(lambda: _take(folder, lock, fresh=fresh))
+        try:
+            outcome = _locked_training(config, folder, world, council, stop, watch)
+        finally:
+            lock.release()
+    # Not on the way out of an error: the others may never answer.
+    close_world()
+    return outcome
+
+
+def _take(folder: RunFolder, lock: FolderLock, *, fresh: bool) -> None:
+    """Make the folder this run's."""
     if fresh:
         move_aside(folder)
     folder.create()
-    lock = FolderLock(folder.path)
     lock.acquire()
+
+
+def _locked_training(
+    config: RunConfig,
+    folder: RunFolder,
+    world: World,
+    council: Council,
+    stop: StopRequest,
+    watch: Watch,
+) -> Outcome:
+    parts = assemble(config, folder, world, council)
+    rows = parts.numbers.padded_vocab
+    require_room(folder.path, 12 * count_parameters(config.model, rows=rows))
+    resumed = resume(parts)
+    tracker = build_tracker(
+        config,
+        folder,
+        steps=parts.numbers.steps,
+        samples=parts.numbers.samples_at_end(parts.state.progress),
+        clock=lambda: parts.state.progress,
+        rank=world.rank,
+    )
+    watch.last_words = lambda words: _note_failure(parts, tracker, UserError(words))
     try:
-        return _locked_training(config, folder)
+        _announce(parts, tracker, resumed)
+        outcome = _run(parts, tracker, stop, watch)
+    except BaseException as error:
+        # When another process is lost, what fails here is only a consequence.
+        cause = watch.explain(error) or error
+        _note_failure(parts, tracker, cause)
+        if cause is not error:
+            raise cause from error
+        raise
     finally:
-        lock.release()
-
-
-def _locked_training(config: RunConfig, folder: RunFolder) -> Outcome:
-    with StopRequest(
-        time_limit=parse_seconds(config.train.time_limit) if config.train.time_limit else None
-    ) as stop:
-        parts = assemble(config, folder)
-        rows = parts.numbers.padded_vocab
-        require_room(folder.path, 12 * count_parameters(config.model, rows=rows))
-        resumed = resume(parts)
-        tracker = build_tracker(
-            config,
-            folder,
-            steps=parts.numbers.steps,
-            samples=parts.numbers.samples_at_end(parts.state.progress),
-            clock=lambda: parts.state.progress,
-        )
-        try:
-            _announce(parts, tracker, resumed)
-            outcome = _run(parts, tracker, stop)
-        except BaseException as error:
-            _note_failure(parts, tracker, error)
-            raise
-        finally:
-            tracker.close()
-        return outcome
+        tracker.close()
+    return outcome
 
 
 def _announce(parts: Assembly, tracker: Tracker, resumed: Resumed) -> None:
     numbers, state = parts.numbers, parts.state
-    parameters = sum(parameter.numel() for parameter in parts.model.parameters())
+    parameters = count_parameters(parts.config.model, rows=numbers.padded_vocab)
     tracker.say(
         f"{parts.config.name}: {format_count(parameters)} parameters, vocabulary {numbers.vocab}, "
         f"batch {_batch_words(numbers)}, "
         f"{parts.config.precision.described} on {parts.world.name}"
     )
+    if parts.world.mesh.processes > 1:
+        tracker.say(_mesh_words(parts))
     if resumed.checkpoint is not None:
         tracker.say(f"resuming from {resumed.checkpoint.name}")
     elif parts.config.model.start is not None:
         tracker.say(f"starting from the weights in {parts.config.model.start}")
     for note in resumed.notes:
         tracker.say(note, level="warning")
-    parts.folder.write_status("running", step=state.progress.steps, steps=numbers.steps)
+    if parts.world.leads:
+        parts.folder.write_status("running", step=state.progress.steps, steps=numbers.steps)
+
+
+def _mesh_words(parts: Assembly) -> str:
+    """The mesh as a small table, and where this process stands in it."""
+    mesh, at = parts.world.mesh, parts.world.at
+    rows = [
+        f"    {axis:<13}{size:>4}   {at[axis]:>4}  {_AXIS_WORDS[axis]}"
+        for axis, size in mesh.sizes.items()
+        if size > 1
+    ]
+    head = (
+        f"{mesh.processes} processes; this is rank {parts.world.rank} on {parts.world.place.host}"
+    )
+    return "\n".join([head, "    axis         size   here", *rows])
+
+
+_AXIS_WORDS = {
+    "pp": "stages of layers",
+    "dp_replicate": "copies of the model",
+    "dp_shard": "shares of weights and of the batch",
+    "cp": "parts of every sequence",
+    "tp": "parts of every layer",
+}
 
 
 def _batch_words(numbers: Resolved) -> str:
@@ -111,7 +170,7 @@ def _batch_words(numbers: Resolved) -> str:
     return f"{words} in {times} parts" if numbers.accumulate > 1 else words
 
 
-def _run(parts: Assembly, tracker: Tracker, stop: StopRequest) -> Outcome:
+def _run(parts: Assembly, tracker: Tracker, stop: StopRequest, watch: Watch) -> Outcome:
     config, state, numbers = parts.config, parts.state, parts.numbers
     if state.progress.reached(config.train.until):
         tracker.say(
@@ -125,6 +184,7 @@ def _run(parts: Assembly, tracker: Tracker, stop: StopRequest) -> Outcome:
         config.checkpoint,
         progress_at=numbers.progress_at,
         say=tracker.say,
+        council=parts.world.council(),
     )
     validate = build_validate(parts, tracker)
     meter = build_meter(parts, tracker)
@@ -135,6 +195,7 @@ def _run(parts: Assembly, tracker: Tracker, stop: StopRequest) -> Outcome:
         stop=stop,
         writer=writer,
         batch_at=numbers.stages.batch_at,
+        watch=watch,
     )
     batches = build_loader(parts).starting_at(state.progress)
     advice = 'set train.micro_batch lower, or train.recompute = "full"'
@@ -169,7 +230,8 @@ def _closing_words(parts: Assembly, validate: Validate | None, *, stopped: bool)
 def _finish(parts: Assembly, exit: Exit, best_loss: float | None) -> Outcome:
     step = parts.state.progress.steps
     facts = {"step": step, "steps": parts.numbers.steps, "best_loss": best_loss}
-    parts.folder.write_status("done" if exit is Exit.DONE else "stopped", **facts)
+    if parts.world.leads:
+        parts.folder.write_status("done" if exit is Exit.DONE else "stopped", **facts)
     return Outcome(parts.folder.path, exit, step, best_loss)
 
 
@@ -177,4 +239,5 @@ def _note_failure(parts: Assembly, tracker: Tracker, error: BaseException) -> No
     step = parts.state.progress.steps
     what = str(error) or type(error).__name__
     tracker.say(f"failed at step {step}: {what}", level="error")
-    parts.folder.write_status("failed", step=step, error=what, time=time.time())
+    if parts.world.leads:
+        parts.folder.write_status("failed", step=step, error=what, time=time.time())

@@ -77,12 +77,17 @@ def build_tracker(
     steps: int,
     samples: int,
     clock: Callable[[], Progress],
+    rank: int = 0,
 ) -> Tracker:
-    """The console, the files of the run folder, and the services a run asks for.
+    """The console, the files of the run folder, and the services a run asks for; a log file only
+    for all processes but the first.
 
     Whatever a file or service refuses becomes one warning on the console; training goes on.
     """
     horizon = Horizon(steps, samples)
+    if rank > 0:
+        own = LogSink(folder.rank_log(rank), horizon=horizon)
+        return Tracker([Guarded(own, name="its log", report=lambda w: None)], clock=clock)
     console = ConsoleSink(horizon=horizon, start_step=clock().steps, name=config.name)
     sinks: dict[str, Sink] = {
         "metrics.jsonl": JsonlSink(folder.metrics),
