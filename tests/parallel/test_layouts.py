@@ -26,6 +26,7 @@ from gristmill.config.resolve import resolve
 from gristmill.config.rules import check_mesh
 from gristmill.data.documents import JOINED, DocumentRules
 from gristmill.data.loader import make_batch
+from gristmill.models.gpt import GPT
 from gristmill.optim.build import build_optimizer
 from gristmill.parallel.build import build_exchange, build_strategy, place_model
 from gristmill.parallel.world import open_world
@@ -64,7 +65,9 @@ Curve = dict[str, Any]
 """What a run shows of itself."""
 
 
-def run(words: tuple[str, ...], *, packed: bool, steps: int = 20) -> Curve:
+def run(
+    words: tuple[str, ...], *, packed: bool, steps: int = 20, keep: list[GPT] | None = None
+) -> Curve:
     """Steps of a small run on the processes of this crowd, or on one process."""
     config = load_text(RUN, words, place="layouts.toml")
     several = dist.is_initialized()
@@ -93,6 +96,8 @@ def run(words: tuple[str, ...], *, packed: bool, steps: int = 20) -> Curve:
         result = strategy.update(strategy.accumulate(batches, progress))
         progress = progress.after(samples=result.samples, tokens=result.tokens)
         results.append(result)
+    if keep is not None:
+        keep.append(replicas.model)
     held_out = np.split(rng.integers(0, VOCAB, (9, 33)), [2, 4, 6, 8])
     validation = strategy.evaluate([make_batch(ids, rules=rules) for ids in held_out])
     return {
@@ -160,6 +165,20 @@ def test_every_layout_computes_what_one_process_does(crowd: Crowd, layout: str) 
         assert curve["norms"] == pytest.approx(expected["norms"], rel=10 * far)
         assert curve["validation"] == pytest.approx(expected["validation"], rel=0, abs=far)
         assert curve["samples"] == expected["samples"]
+
+
+def common_weights(words: tuple[str, ...]) -> list[list[float]]:
+    """Weights that all processes sharing layers have, after steps with dropout."""
+    run((*words, "model.dropout=0.2"), packed=False, steps=4, keep=(kept := []))
+    (model,) = kept
+    everywhere = [name for name, _ in model.named_parameters() if name not in model.splits()]
+    return [model.get_parameter(name).flatten().tolist() for name in everywhere]
+
+
+def test_processes_that_share_layers_drop_the_same_where_they_must(crowd: Crowd) -> None:
+    for words in (("parallel.tp=2",), ("parallel.tp=2", "parallel.sequence=false")):
+        one, other = crowd(2, common_weights, words)
+        assert one == other
 
 
 def unclipped(words: tuple[str, ...]) -> list[float]:

@@ -123,6 +123,11 @@ WORK = (
 )
 
 
+def test_a_run_that_needs_several_processes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="tp 2 asks for a multiple of 2 processes, and there is 1"):
+        measure_run(run_at(tmp_path, "parallel.tp=2"))
+
+
 def test_what_kernels_leave_of_a_gpus_step_is_idle_time() -> None:
     trace = Trace(WORK, {Stage.FORWARD: 0.03, Stage.DATA: 0.001}, seconds=0.08)
     tables = fit_to_step(trace, step=0.025, on_gpu=True, profiled=2)

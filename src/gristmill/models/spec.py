@@ -77,6 +77,8 @@ class Links:
 
     alone = True
     """Whether there are no other parts, so that nothing need be asked."""
+    sequence = False
+    """Whether the stream between blocks is divided among the parts along the sequence."""
     attend: Callable[..., torch.Tensor] | None = None
     """Attention over sequences of which this process has a part; None where it has all."""
 

@@ -173,7 +173,7 @@ class Pipeline:
     def _torch_stage(self, stage: Stage, shape: tuple[int, ...]) -> PipelineStage:
         model, mesh, config = self.replicas.model, self.world.mesh, self.config
         tokens = torch.empty(shape, dtype=torch.int64, device="meta")
-        length = shape[1] // (mesh.tp if getattr(model.links, "sequence", False) else 1)
+        length = shape[1] // (mesh.tp if model.links.sequence else 1)
         stream = torch.empty(
             (shape[0], length, model.config.width),
             dtype=model.compute,

@@ -64,7 +64,7 @@ class Spmd:
         at, tensor = world.at, world.groups.along("tp")
         # Processes that share layers compute the same loss: one of them reports it.
         self._reports = self.model.portion.last and at["tp"] == 0
-        self._sums = [(self._held(self.model.partial(sequence=_divided(self.model))), tensor)]
+        self._sums = [(self._held(self.model.partial(sequence=self.model.links.sequence)), tensor)]
         self._sums.append((self._held(["embedding.weight"]), _ends(self.model, world)))
 
     def _held(self, names: Iterable[str]) -> list[torch.nn.Parameter]:
@@ -212,15 +212,10 @@ class Spmd:
     def _step_seed(self, step: int) -> int:
         at = self.world.at
         shared = ("dp_replicate", "dp_shard", "cp", "pp")
-        place = [at[axis] for axis in shared] + [at["tp"] if _divided(self.model) else 0]
+        place = [at[axis] for axis in shared] + [at["tp"] if self.model.links.sequence else 0]
         own = f":{place}" if any(place) else ""
         digest = hashlib.sha256(f"{self.seed}:step:{step}{own}".encode()).digest()
         return int.from_bytes(digest[:7], "little")
-
-
-def _divided(model: GPT) -> bool:
-    """Whether the stream is divided along the sequence between blocks."""
-    return bool(getattr(model.links, "sequence", False))
 
 
 def _filled(batch: Batch, count: int, size: int) -> Batch:

@@ -29,6 +29,7 @@ from gristmill.base.units import Duration, Unit
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.writer import CheckpointWriter
 from gristmill.config.resolve import Portions, portions
+from gristmill.config.rules import check_mesh
 from gristmill.config.schema import RunConfig, TrackConfig
 from gristmill.data.dataset import path_list
 from gristmill.data.loader import READ_AHEAD, Batch
@@ -139,6 +140,7 @@ def measure_run(
 ) -> Bench:
     """Run steps of a run file and say where their time goes; nothing stays on disk."""
     total = warm_up + steps + PROFILED + 1
+    check_mesh(config, processes=1)
     with tempfile.TemporaryDirectory(prefix="gristmill-bench-") as name:
         folder = Path(name)
         config = _prepared(config, total)
