@@ -159,9 +159,6 @@ class Shares(Replicas):
     def __init__(self, model: GPT, layout: Layout, rank: int, *, config: ParallelConfig) -> None:
         super().__init__(model, layout, rank)
         self.keep = config.keep or "nothing"
-        self.divided: list[FSDPModule] = [
-            module for module in model.modules() if isinstance(module, FSDPModule)
-        ]
 
     def summing(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         root = self.model

@@ -71,7 +71,9 @@ def assemble(
     data = open_parts(config.data, sequence=config.data.sequence or config.model.context)
     tokenizer = _open_tokenizer(config, data)
     numbers = resolve(config, vocab=tokenizer.size, mesh=world.mesh)
-    with memory_explained("the model itself does not fit: choose a smaller one"):
+    with memory_explained(
+        "the model itself does not fit: divide it with [parallel], or choose a smaller one"
+    ):
         placed = place_model(config, vocab=numbers.vocab, world=world)
     replicas, model = placed.replicas, placed.replicas.model
     council = council or Council()
