@@ -139,13 +139,44 @@ def test_cached_decoding_on_the_gpu(make_run: MakeRun) -> None:
     assert results[0] == results[1]
 
 
-def test_the_loss_needs_far_less_memory_than_its_logits() -> None:
+@pytest.mark.parametrize(("kernel", "share"), [(True, 0.2), (False, 0.4)])
+def test_the_loss_needs_far_less_memory_than_its_logits(kernel: bool, share: float) -> None:
+    """13 GiB of logits in fp32; slices of 2 GiB, twice that where they are formed in fp32."""
     tokens, width, vocab = 65536, 64, 50304
     hidden = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     head = torch.randn(vocab, width, device="cuda", requires_grad=True)
     targets = torch.randint(0, vocab, (tokens,), device="cuda")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    linear_cross_entropy(hidden, head, targets, None, vocab=vocab).scaled.backward()
+    loss = linear_cross_entropy(hidden, head, targets, None, vocab=vocab, kernel=kernel)
+    loss.scaled.backward()
     used = torch.cuda.max_memory_allocated() - before
-    assert used < 0.15 * 4 * tokens * vocab
+    assert used < share * 4 * tokens * vocab
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
+    reason="needs a device with fp8",
+)
+@pytest.mark.parametrize("cap", [None, 15.0])
+def test_the_loss_of_a_whole_batch_in_fp8(cap: float | None) -> None:
+    """Sizes of GPT-2: several slices of 21 thousand tokens, 50 thousand columns."""
+    tokens, width, vocab, rows = 65536, 768, 50257, 50304
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16)
+    head = 0.02 * torch.randn(rows, width, device="cuda")
+    targets = torch.randint(0, vocab, (tokens,), device="cuda")
+    scale = torch.tensor(1 / tokens, device="cuda")
+    results = []
+    for fp8 in (False, True):
+        leaves = hidden.clone().requires_grad_(), head.clone().requires_grad_()
+        loss = linear_cross_entropy(
+            *(*leaves, targets, None), vocab=vocab, scale=scale, cap=cap, kernel=True, fp8=fp8
+        )
+        loss.scaled.backward()
+        results.append((loss.total, *(leaf.grad for leaf in leaves)))
+    plain, ours = results
+    assert ours[0].item() == pytest.approx(plain[0].item(), rel=1e-3)
+    for got, wanted in zip(ours[1:], plain[1:], strict=True):
+        assert wanted is not None
+        assert (got - wanted).norm() / wanted.norm() < 0.1

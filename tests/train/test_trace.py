@@ -54,6 +54,7 @@ KERNELS = {
     "aten::addmm_": Part.MATRIX,
     "aten::_scaled_mm": Part.MATRIX,
     "aten::_scaled_dot_product_flash_attention_for_cpu": Part.ATTENTION,
+    "_activated_product": Part.MATRIX,
     "aten::native_layer_norm_backward": Part.FUSED,
     "aten::gelu": Part.FUSED,
     "aten::add_": Part.FUSED,

@@ -93,10 +93,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if links is None:
             total, d_hidden, d_head = _sliced(*tensors, vocab, cap, kernel, fp8, wants_gradient)
         else:
-            head = _PlainHead(
-                head_VD.to(hidden_ND.dtype), scale.float(), vocab, cap, False, links, first
-            )
-            total, d_hidden, d_head = _over_slices(head, *tensors[:4], 4, wants_gradient)
+            half = head_VD.to(hidden_ND.dtype)
+            head = _PlainHead(half, vocab, cap, links=links, first=first)
+            total, d_hidden, d_head = _over_slices(head, *tensors, 4, wants_gradient)
         ctx.save_for_backward(d_hidden, d_head)
         ctx.mark_non_differentiable(total)
         return total * scale, total
@@ -126,11 +125,13 @@ def _sliced(
     dtype = hidden_ND.dtype
     width = dtype.itemsize if kernel or fp8 else 4
     head: _Head = (
-        _fp8_head(head_VD, dtype, scale, vocab, cap)
+        _fp8_head(head_VD, dtype, vocab, cap)
         if fp8 and wants_gradient
-        else _PlainHead(head_VD.to(dtype), scale.float(), vocab, cap, kernel)
+        else _PlainHead(head_VD.to(dtype), vocab, cap, kernel)
     )
-    return _over_slices(head, hidden_ND, head_VD, targets_N, weights_N, width, wants_gradient)
+    return _over_slices(
+        head, hidden_ND, head_VD, targets_N, weights_N, scale, width, wants_gradient
+    )
 
 
 def _over_slices(
@@ -139,6 +140,7 @@ def _over_slices(
     head_VD: torch.Tensor,
     targets_N: torch.Tensor,
     weights_N: torch.Tensor | None,
+    scale: torch.Tensor,
     width: int,
     wants_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -148,16 +150,20 @@ def _over_slices(
     d_hidden = torch.empty_like(hidden_ND) if wants_gradient else hidden_ND.new_empty(0)
     # Sums over slices are formed in fp32, whatever the head's own format.
     d_head = torch.zeros_like(head_VD, dtype=torch.float32 if wants_gradient else None)
+    scale = scale.float()
     step = slice_length(head_VD.shape[0], width=width, device=device)
     for start in range(0, hidden_ND.shape[0], step):
         part = slice(start, start + step)
-        weights = None if weights_N is None else weights_N[part].float()
-        losses = head.losses(
-            *(hidden_ND[part], targets_N[part], weights),
-            d_hidden_ND=d_hidden[part] if wants_gradient else None,
-            d_head_VD=d_head if wants_gradient else None,
-        )
-        total += losses.sum() if weights is None else (losses * weights).sum()
+        hidden, targets = hidden_ND[part], targets_N[part]
+        weights = targets.new_ones(len(targets)) if weights_N is None else weights_N[part]
+        weights = weights.float()
+        if wants_gradient:
+            losses, d_logits = head.losses(hidden, targets, scale * weights, d_hidden[part])
+            _add_product(d_head, d_logits, hidden)
+            del d_logits  # the next slice's take their place
+        else:
+            losses, _ = head.losses(hidden, targets, None, None)
+        total += (losses * weights).sum()
     return total, d_hidden, d_head.to(head_VD.dtype) if wants_gradient else head_VD.new_empty(0)
 
 
@@ -179,23 +185,19 @@ class _Head(Protocol):
         self,
         hidden_ND: torch.Tensor,
         targets_N: torch.Tensor,
-        weights_N: torch.Tensor | None,
-        *,
+        factors_N: torch.Tensor | None,
         d_hidden_ND: torch.Tensor | None,
-        d_head_VD: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Losses of a slice, unweighted. Where there is room for gradients, they are written to the
-        hidden states' and added to the head's."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Losses of a slice and, with the factors that its rows have, the gradient of its logits;
+        that of its hidden states is written where there is room for it."""
         ...
 
 
-def _fp8_head(
-    head_VD: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor, vocab: int, cap: float | None
-) -> _Head:
+def _fp8_head(head_VD: torch.Tensor, dtype: torch.dtype, vocab: int, cap: float | None) -> _Head:
     from gristmill.models.kernels.head_fp8 import Fp8Head
 
     assert dtype is torch.bfloat16, "the rules saw to that"
-    return Fp8Head(head_VD, scale=scale.float(), vocab=vocab, cap=cap)
+    return Fp8Head(head_VD, vocab=vocab, cap=cap)
 
 
 _ALONE = Links()
@@ -206,10 +208,9 @@ class _PlainHead:
     """The head, or the rows of it from `first` on, in the format of the hidden states."""
 
     head_VD: torch.Tensor
-    scale: torch.Tensor
     vocab: int
     cap: float | None
-    kernel: bool
+    kernel: bool = False
     links: Links = _ALONE
     first: int = 0
 
@@ -217,34 +218,31 @@ class _PlainHead:
         self,
         hidden_ND: torch.Tensor,
         targets_N: torch.Tensor,
-        weights_N: torch.Tensor | None,
-        *,
+        factors_N: torch.Tensor | None,
         d_hidden_ND: torch.Tensor | None,
-        d_head_VD: torch.Tensor | None,
-    ) -> torch.Tensor:
-        factors_N = None
-        if d_hidden_ND is not None:
-            ones_N = torch.ones_like(targets_N, dtype=torch.float32)
-            factors_N = self.scale * (ones_N if weights_N is None else weights_N)
-        compute = _triton_slice if self.kernel else self._plain_slice
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        compute = self._triton_slice if self.kernel else self._plain_slice
         logits_NV = hidden_ND @ self.head_VD.T
-        losses_N, d_logits_NV = compute(logits_NV, targets_N, factors_N, self.vocab, self.cap)
-        if d_hidden_ND is not None and d_head_VD is not None:
+        losses_N, d_logits_NV = compute(logits_NV, targets_N, factors_N)
+        if d_hidden_ND is not None:
             torch.mm(d_logits_NV, self.head_VD, out=d_hidden_ND)
-            _add_product(d_head_VD, d_logits_NV, hidden_ND)
-        return losses_N
+        return losses_N, d_logits_NV
+
+    def _triton_slice(
+        self, logits_NV: torch.Tensor, targets_N: torch.Tensor, factors_N: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        from gristmill.models.kernels.cross_entropy import cross_entropy_
+
+        losses = cross_entropy_(logits_NV, targets_N, factors_N, vocab=self.vocab, cap=self.cap)
+        return losses, logits_NV
 
     def _plain_slice(
-        self,
-        logits_NV: torch.Tensor,
-        targets_N: torch.Tensor,
-        factors_N: torch.Tensor | None,
-        vocab: int,
-        cap: float | None,
+        self, logits_NV: torch.Tensor, targets_N: torch.Tensor, factors_N: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Losses of one slice, and the gradient in the place of the logits where factors are
         given."""
         links, columns = self.links, logits_NV.shape[1]
+        vocab, cap = self.vocab, self.cap
         dtype, logits_NV = logits_NV.dtype, logits_NV.float()
         slope_NV = None
         if cap is not None:
@@ -267,19 +265,6 @@ class _PlainHead:
             if slope_NV is not None:
                 logits_NV.mul_(slope_NV)
         return losses_N, logits_NV.to(dtype)
-
-
-def _triton_slice(
-    logits_NV: torch.Tensor,
-    targets_N: torch.Tensor,
-    factors_N: torch.Tensor | None,
-    vocab: int,
-    cap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    from gristmill.models.kernels.cross_entropy import cross_entropy_
-
-    losses = cross_entropy_(logits_NV, targets_N, factors_N, vocab=vocab, cap=cap)
-    return losses, logits_NV
 
 
 def _add_product(

@@ -32,7 +32,7 @@ class Kernels(NamedTuple):
     loss: bool = False
     mlp: bool = False
     head_fp8: bool = False
-    """The head's matrix products in fp8, where there will be gradients."""
+    """Matrix products of the head in fp8, where there will be gradients."""
 
 
 class Loss(NamedTuple):

@@ -39,6 +39,10 @@ from gristmill.parallel.world import World
 _ATTENTION = {"ring": ring_attention, "heads": heads_attention}
 
 
+GRAPHS = 128
+"""Compiled versions of a function that a process may hold."""
+
+
 @dataclass(frozen=True)
 class Placed:
     """This process's part of the model, ready to run beside the others."""
@@ -74,7 +78,7 @@ def place_model(config: RunConfig, *, vocab: int, world: World) -> Placed:
         _begin(block, model, f"blocks.{layer}.", world.device, seed=config.train.seed)
         if compiles:
             # The wrappers around a block stay outside, and all blocks have one graph.
-            block.forward = torch.compile(block.forward, dynamic=False, fullgraph=True)
+            block.forward = _compiled(block.forward)
         if divides:
             divide(block)
     for name, child in model.named_children():
@@ -158,7 +162,7 @@ def build_strategy(
     replicas = placed.replicas
     forward = replicas.forward
     if world.mesh.processes == 1 and _compiles(config, world):
-        forward = torch.compile(replicas.model, dynamic=False, fullgraph=True)
+        forward = _compiled(replicas.model)
     flow: Flow = Straight(replicas, forward)
     if placed.stages:
         flow = Pipeline(replicas, placed.stages, world, config=config.parallel)
@@ -176,3 +180,12 @@ def build_strategy(
 def _compiles(config: RunConfig, world: World) -> bool:
     wanted = config.runtime.compile
     return world.device.type == "cuda" if wanted is None else wanted
+
+
+def _compiled(function: Any) -> Any:
+    """A model or a block of it as one graph, for the shapes that it meets."""
+    # torch counts the versions of a function over all models of a process, stops at 8, and what has
+    # to be one graph fails then.
+    dynamo = torch._dynamo.config
+    dynamo.recompile_limit = max(GRAPHS, dynamo.recompile_limit)
+    return torch.compile(function, dynamic=False, fullgraph=True)

@@ -335,9 +335,9 @@ def _profile(run: Callable[[int], None], parts: Assembly) -> Trace | None:
     if _on_gpu(parts):
         activities.append(ProfilerActivity.CUDA)
         # The profiler sets itself up in the first step that it sees.
-        with profile(activities=activities):
+        with profile(activities=activities, acc_events=True):
             run(1)
-    with profile(activities=activities) as profiler:
+    with profile(activities=activities, acc_events=True) as profiler:
         run(PROFILED)
     file = parts.folder.path / "trace.json"
     profiler.export_chrome_trace(str(file))

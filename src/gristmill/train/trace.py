@@ -74,7 +74,7 @@ _RULES: tuple[tuple[Part, re.Pattern[str]], ...] = tuple(
         (Part.EMBEDDING, r"embedding|indexselect|index_select|index_put"),
         (
             Part.MATRIX,
-            r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|triton_(tem|mm)|mkldnn|_mm_kernel"
+            r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|triton_(tem|mm)|mkldnn|_mm_kernel|activated_product"
             r"|^aten::(mm|addmm|bmm|baddbmm|addbmm|dot|_?scaled_(grouped_)?mm|_int_mm)_?$",
         ),
         (Part.OPTIMIZER, r"multi_tensor_apply|fused_?adam|_foreach|lpnorm|orthogonal|muon"),

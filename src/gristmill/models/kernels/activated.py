@@ -63,7 +63,7 @@ def _launch(
     assert m % TILE_M == n % TILE_N == k % TILE_K == 0, "whole tiles"
     tiles = (m // TILE_M) * (n // TILE_N)
     programs = min(tiles, _processors(a_MK.device))
-    _product[(programs,)](
+    _activated_product[(programs,)](
         TensorDescriptor.from_tensor(a_MK, [TILE_M, TILE_K]),
         TensorDescriptor.from_tensor(b_NK, [TILE_N, TILE_K]),
         bias_N if bias_N is not None else out_MN,
@@ -143,7 +143,7 @@ def _finish(
 
 
 @triton.jit
-def _product(
+def _activated_product(
     a,
     b,
     bias,

@@ -11,8 +11,11 @@ which meet at the end, the second writes. A row of 50 thousand bf16 logits fits 
 sees it read once and written once. Everything is computed in fp32, whatever the logits' format.
 Columns from `vocab` on are padding: never predicted, gradient zero.
 
-For half-precision logits tanh is the GPU's own instruction. The arithmetic of a row is in
-`softmax.py`.
+The gradient may be written a second time, in fp8. A probability of one in 50 thousand is 2^-16,
+where e5m2 ends: scaled so that a gradient of 1 is 2^13, what is kept goes from 2^-29 to 1.
+
+For half-precision logits tanh is the GPU's own instruction, exact to 11 bits, three more than a
+bf16 logit has.
 """
 
 from __future__ import annotations
@@ -21,10 +24,11 @@ import torch
 import triton
 import triton.language as tl
 
-from gristmill.models.kernels.softmax import capped, log_sum_of_row, read, slope
+from gristmill.models.kernels.fp8 import Fp8, fitted
+from gristmill.models.kernels.tanh import tanh
 
 BLOCK = 2048
-WARPS = 4
+WARPS = 8
 
 
 def cross_entropy_(
@@ -34,8 +38,10 @@ def cross_entropy_(
     *,
     vocab: int,
     cap: float | None,
+    copy: Fp8 | None = None,
 ) -> torch.Tensor:
-    """Losses of all rows in fp32; where `factors_N` is given, logits become factor x gradient."""
+    """Losses of all rows in fp32; where `factors_N` is given, logits become factor x gradient, and
+    `copy`, of rows in one piece, the same in fp8."""
     rows, columns = logits_NV.shape
     assert logits_NV.stride(1) == 1, "rows of logits lie in one piece"
     losses_N = torch.empty(rows, dtype=torch.float32, device=logits_NV.device)
@@ -44,13 +50,17 @@ def cross_entropy_(
         targets_N,
         factors_N if factors_N is not None else losses_N,
         losses_N,
+        copy.values if copy is not None else logits_NV,
+        copy.scale if copy is not None else losses_N,
         logits_NV.stride(0),
         cap if cap is not None else 1.0,
         VOCAB=vocab,
         COLUMNS=columns,
         CAPPED=cap is not None,
         GRADIENT=factors_N is not None,
-        NATIVE=logits_NV.is_cuda and logits_NV.element_size() == 2,
+        COPY=copy is not None,
+        QUICK=logits_NV.is_cuda and logits_NV.element_size() == 2,
+        NATIVE=logits_NV.is_cuda,
         BLOCK=min(BLOCK, triton.next_power_of_2(columns)),
         num_warps=WARPS,
     )
@@ -58,26 +68,95 @@ def cross_entropy_(
 
 
 @triton.jit
-def _write(
+def _capped(z, cap, CAPPED: tl.constexpr, QUICK: tl.constexpr):
+    """Logits in fp32, capped, in units of log 2: the GPU's own exponential is a power of two."""
+    if CAPPED:
+        z = cap * tanh(z / cap, QUICK)
+    return z * 1.4426950408889634
+
+
+@triton.jit
+def _slope(z, cap):
+    """By how much a capped logit (in units of log 2) grows with the logit itself."""
+    # Padding may have z = -inf; any finite slope leaves its gradient at 0.
+    y = tl.maximum(z, -1e6) * (0.6931471805599453 / cap)
+    return 1.0 - y * y
+
+
+@triton.jit
+def _read(
     line,
     at,
-    z,
-    log_sum,
-    factor,
     cap,
-    COLUMNS: tl.constexpr,
+    VOCAB: tl.constexpr,
     CAPPED: tl.constexpr,
+    QUICK: tl.constexpr,
     END: tl.constexpr,
 ):
-    """The gradient of some columns, without what the target adds."""
-    gradient = factor * tl.exp2(z - log_sum)
-    if CAPPED:
-        gradient = gradient * slope(z, cap)
-    value = gradient.to(line.dtype.element_ty)
+    """Capped logits of some columns of a row; only the last block has columns to mask, so that all
+    others are read in wide pieces."""
     if END:
-        tl.store(line + at, value, mask=at < COLUMNS)
+        z = tl.load(line + at, mask=at < VOCAB, other=0.0).to(tl.float32)
     else:
-        tl.store(line + at, value)
+        z = tl.load(line + at).to(tl.float32)
+    z = _capped(z, cap, CAPPED, QUICK)
+    if END:
+        z = tl.where(at < VOCAB, z, -float("inf"))
+    return z
+
+
+@triton.jit
+def _take(sums, tops, z, cap, CAPPED: tl.constexpr):
+    """Add a block to the running sums of powers; `tops` are the lanes' maxima. With a cap no logit
+    is above it, so the cap serves as the maximum of all."""
+    if CAPPED:
+        return sums + tl.exp2(z - 1.4426950408889634 * cap), tops
+    higher = tl.maximum(tops, z)
+    return sums * tl.exp2(tops - higher) + tl.exp2(z - higher), higher
+
+
+@triton.jit
+def _log_sum(
+    line,
+    cap,
+    VOCAB: tl.constexpr,
+    CAPPED: tl.constexpr,
+    QUICK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """log2 of the sum of a row's powers, in one pass over it."""
+    lanes = tl.arange(0, BLOCK)
+    whole: tl.constexpr = VOCAB // BLOCK * BLOCK
+    # A finite start, so that lanes without any column stay at zero.
+    sums, tops = tl.zeros((BLOCK,), tl.float32), tl.full((BLOCK,), -1e30, tl.float32)
+    for begin in range(0, whole, BLOCK):
+        z = _read(line, begin + lanes, cap, VOCAB, CAPPED, QUICK, END=False)
+        sums, tops = _take(sums, tops, z, cap, CAPPED)
+    z = _read(line, whole + lanes, cap, VOCAB, CAPPED, QUICK, END=True)
+    sums, tops = _take(sums, tops, z, cap, CAPPED)
+    top = 1.4426950408889634 * cap if CAPPED else tl.max(tops, 0)
+    total = tl.sum(sums, 0) if CAPPED else tl.sum(sums * tl.exp2(tops - top), 0)
+    return top + tl.log2(total)
+
+
+@triton.jit
+def _store(
+    line,
+    copy,
+    at,
+    gradient,
+    units,
+    COLUMNS: tl.constexpr,
+    COPY: tl.constexpr,
+    NATIVE: tl.constexpr,
+    END: tl.constexpr,
+):
+    """Write the gradient of some columns, and its copy."""
+    inside = at < COLUMNS if END else None
+    tl.store(line + at, gradient.to(line.dtype.element_ty), mask=inside)
+    if COPY:
+        small = fitted(gradient * units, "e5m2", NATIVE).to(copy.dtype.element_ty)
+        tl.store(copy + at, small, mask=inside)
 
 
 @triton.jit
@@ -86,34 +165,47 @@ def _rows(
     targets,
     factors,
     losses,
+    copies,
+    scale,
     stride,
     cap,
     VOCAB: tl.constexpr,
     COLUMNS: tl.constexpr,
     CAPPED: tl.constexpr,
     GRADIENT: tl.constexpr,
+    COPY: tl.constexpr,
+    QUICK: tl.constexpr,
     NATIVE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    line = logits + row * stride
+    line, copy = logits + row * stride, copies + row * COLUMNS
     lanes = tl.arange(0, BLOCK)
     whole: tl.constexpr = VOCAB // BLOCK * BLOCK
     target = tl.load(targets + row)
-    picked = capped(tl.load(line + target).to(tl.float32), cap, CAPPED, NATIVE)
-    log_sum = log_sum_of_row(line, cap, VOCAB, CAPPED, NATIVE, BLOCK)
+    picked = _capped(tl.load(line + target).to(tl.float32), cap, CAPPED, QUICK)
+    log_sum = _log_sum(line, cap, VOCAB, CAPPED, QUICK, BLOCK)
     tl.store(losses + row, 0.6931471805599453 * (log_sum - picked))
 
     if GRADIENT:
         factor = tl.load(factors + row)
+        units = 1.0 / tl.load(scale) if COPY else 1.0
         for begin in range(0, whole, BLOCK):
-            z = read(line, begin + lanes, cap, VOCAB, CAPPED, NATIVE, END=False)
-            _write(line, begin + lanes, z, log_sum, factor, cap, COLUMNS, CAPPED, END=False)
+            at = begin + lanes
+            z = _read(line, at, cap, VOCAB, CAPPED, QUICK, END=False)
+            gradient = factor * tl.exp2(z - log_sum)
+            if CAPPED:
+                gradient = gradient * _slope(z, cap)
+            _store(line, copy, at, gradient, units, COLUMNS, COPY, NATIVE, END=False)
         for begin in tl.static_range(whole, COLUMNS, BLOCK):
-            z = read(line, begin + lanes, cap, VOCAB, CAPPED, NATIVE, END=True)
-            _write(line, begin + lanes, z, log_sum, factor, cap, COLUMNS, CAPPED, END=True)
+            at = begin + lanes
+            z = _read(line, at, cap, VOCAB, CAPPED, QUICK, END=True)
+            gradient = factor * tl.exp2(z - log_sum)
+            if CAPPED:
+                gradient = gradient * _slope(z, cap)
+            _store(line, copy, at, gradient, units, COLUMNS, COPY, NATIVE, END=True)
         tl.debug_barrier()  # the target's column is written last
         gradient = factor * (tl.exp2(picked - log_sum) - 1.0)
         if CAPPED:
-            gradient = gradient * slope(picked, cap)
-        tl.store(line + target, gradient.to(logits.dtype.element_ty))
+            gradient = gradient * _slope(picked, cap)
+        _store(line, copy, target, gradient, units, COLUMNS, COPY, NATIVE, END=False)
