@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from gristmill.base.units import Progress
+from gristmill.config.parallel import Mesh
 from gristmill.config.schema import RunConfig
 from gristmill.data.loader import make_batch
 from gristmill.generate import Engine, Sampling
@@ -19,7 +22,7 @@ from gristmill.models.build import build_model
 from gristmill.models.loss import linear_cross_entropy
 from gristmill.optim.build import build_optimizer
 from gristmill.parallel.build import build_strategy, place_model
-from gristmill.parallel.world import open_world
+from gristmill.parallel.world import Groups, open_world
 from gristmill.train.hooks import StopRequest
 from gristmill.train.run import run_training
 
@@ -34,16 +37,23 @@ ON_GPU = ('runtime.device="cuda"', "model.width=64", "model.context=64", "optim.
 def losses(config: RunConfig, steps: int = 12) -> list[float]:
     world = open_world(config.runtime, tf32=False)
     placed = place_model(config, vocab=257, world=world)
-    model = placed.replicas.model
-    cpu = build_model(config.model, vocab=257, device=torch.device("cpu"))
-    cpu.initialise(1)  # the same start on every device
-    model.load_state_dict(cpu.state_dict())
-    optimizer = build_optimizer(config.optim, model, compiled=config.runtime.compile)
+    replicas = placed.replicas
+    start = build_model(config.model, vocab=257, device=torch.device("cpu"))
+    start.initialise(1)  # the same on every device
+    with torch.no_grad():
+        for name, held in replicas.held.items():
+            held.local.copy_(start.get_parameter(name))
+    optimizer = build_optimizer(
+        config.optim,
+        replicas.model,
+        parameters={name: held.local for name, held in replicas.held.items()},
+        compiled=config.runtime.compiles(world.device.type),
+    )
     strategy = build_strategy(config, placed=placed, optimizer=optimizer, world=world)
     rng = np.random.default_rng(0)
-    batch = [make_batch(rng.integers(0, 257, (8, 65)))]
+    batches = [make_batch(rng.integers(0, 257, (4, 65))) for _ in range(2)]
     return [
-        strategy.update(strategy.accumulate(batch, Progress(steps=n))).loss.item()
+        strategy.update(strategy.accumulate(batches, Progress(steps=n))).loss.item()
         for n in range(steps)
     ]
 
@@ -55,7 +65,10 @@ def test_all_ways_of_computing_agree(make_run: MakeRun) -> None:
         (("runtime.compile=true",), 1e-4),
         (("runtime.compile=true", 'precision.compute="bf16"'), 0.03),
         (("runtime.compile=true", 'precision.compute="bf16"', "runtime.kernels=false"), 0.03),
+        (('runtime.compile="blocks"', 'precision.compute="bf16"'), 0.03),
         (("runtime.compile=true", 'train.recompute="full"'), 1e-4),
+        (("runtime.compile=true", 'train.recompute="selective"'), 1e-4),
+        (('runtime.compile="blocks"', 'train.recompute="full"', "train.recompute_every=2"), 1e-4),
     ):
         ours = losses(make_run(*ON_GPU, *extra))
         assert ours == pytest.approx(reference, rel=tolerance), extra
@@ -180,3 +193,76 @@ def test_the_loss_of_a_whole_batch_in_fp8(cap: float | None) -> None:
     for got, wanted in zip(ours[1:], plain[1:], strict=True):
         assert wanted is not None
         assert (got - wanted).norm() / wanted.norm() < 0.1
+
+
+class Layout(NamedTuple):
+    """What a process does that takes its place in a layout, if it is the only one there."""
+
+    axes: tuple[str, ...]
+    divides_rows: bool = False
+    settings: tuple[str, ...] = ()
+
+
+LAYOUTS = {
+    "copies": Layout(("dp_replicate", "dp_shard", "cp")),
+    "shares": Layout(("dp_shard", "cp"), divides_rows=True),
+    "shares, gradients kept": Layout(
+        ("dp_shard", "cp"),
+        divides_rows=True,
+        settings=("parallel.dp_shard=2", 'parallel.keep="gradients"'),
+    ),
+    "shares, compiled": Layout(
+        ("dp_shard", "cp"), divides_rows=True, settings=('runtime.compile="blocks"',)
+    ),
+    "tensor": Layout(("tp",)),
+    "context, ring": Layout(("cp",), settings=("parallel.cp=2", 'parallel.attention="ring"')),
+    "context, heads": Layout(("cp",), settings=("parallel.cp=2", 'parallel.attention="heads"')),
+}
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Layout], None]]:
+    """Let this process be one of one along the axes of a layout: all that the layout does is done,
+    communication included, and the result is that of a plain process."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+
+    def choose(layout: Layout) -> None:
+        monkeypatch.setattr(
+            Groups, "along", lambda self, *axes: dist.group.WORLD if axes == layout.axes else None
+        )
+        monkeypatch.setattr(Mesh, "divides_rows", layout.divides_rows)
+
+    yield choose
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("optimizer", ['optim.type="adamw"', 'optim.type="muon"'])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_computes_what_a_plain_process_does(
+    make_run: MakeRun, alone: Callable[[Layout], None], name: str, optimizer: str
+) -> None:
+    """In fp32 sums differ in their order only; in bf16 every layout rounds at its own places, and
+    12 steps carry on what is rounded."""
+    lr = ("optim.lr=3e-3",) if "adamw" in optimizer else ()
+    model = (*ON_GPU[:-1], optimizer, *lr, "runtime.compile=false")
+    layout, formats = LAYOUTS[name], {"fp32": 1e-4, "bf16": 0.01}
+    plain = {one: losses(make_run(*model, f'precision.compute="{one}"')) for one in formats}
+    alone(layout)
+    for one, tolerance in formats.items():
+        ours = losses(make_run(*model, *layout.settings, f'precision.compute="{one}"'))
+        assert ours == pytest.approx(plain[one], rel=tolerance), one
+
+
+def test_state_in_host_memory(make_run: MakeRun, tmp_path: Path) -> None:
+    """The same arithmetic, by another processor."""
+    for folder, extra in (("plain", ()), ("offload", ('runtime.offload="optimizer"',))):
+        run_training(make_run(*ON_GPU, 'precision.compute="bf16"', *extra, folder=folder))
+    plain, ours = (
+        [
+            record["loss"]
+            for record in map(json.loads, (tmp_path / name / "metrics.jsonl").open())
+            if record["kind"] == "step"
+        ]
+        for name in ("plain", "offload")
+    )
+    assert ours == pytest.approx(plain, rel=0.01)

@@ -98,6 +98,11 @@ class Mesh:
         """Parts of a step's batch."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def divides_rows(self) -> bool:
+        """Whether weights are divided among processes that see other parts of the batch."""
+        return self.dp_shard > 1
+
     def place(self, rank: int) -> dict[str, int]:
         """Where a process stands on every axis."""
         place = {}

@@ -217,8 +217,10 @@ class RuntimeConfig(Settings):
     """Where to train; auto takes CUDA, then MPS, then the CPU."""
     threads: Count | None = None
     """CPU threads; all cores if not given. Results are bit-identical only for the same number."""
-    compile: bool | None = None
-    """Compile the model with torch.compile; on CUDA only if not given."""
+    compile: bool | Literal["blocks"] | None = None
+    """Compile the model with torch.compile; on CUDA only if not given. "blocks" compiles one block
+    for all instead of the whole model: a deep model starts sooner and runs a little slower. Runs of
+    several processes do so in any case."""
     kernels: bool = True
     """Use the kernels in Triton that come with this program, on CUDA; plain operations if not."""
     offload: Literal["optimizer"] | None = None
@@ -227,6 +229,10 @@ class RuntimeConfig(Settings):
     deterministic: bool = False
     """Use only kernels whose result never varies. On the CPU that is always so; on a GPU it makes a
     resumed run bit-identical too, at some cost in speed."""
+
+    def compiles(self, device: str) -> bool:
+        """Whether anything is compiled on a device of this kind."""
+        return device == "cuda" if self.compile is None else bool(self.compile)
 
 
 class RampConfig(Settings):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -72,8 +72,8 @@ def place_model(config: RunConfig, *, vocab: int, world: World) -> Placed:
         compute=precision.dtype,
         reduce=precision.reduce,
     )
-    divides = world.mesh.dp_shard > 1
-    compiles = world.mesh.processes > 1 and _compiles(config, world)
+    divides = world.mesh.divides_rows
+    compiles = _compiles(config, world) == "blocks"
     for layer, block in model.blocks.items():
         _begin(block, model, f"blocks.{layer}.", world.device, seed=config.train.seed)
         if compiles:
@@ -161,7 +161,7 @@ def build_strategy(
     """What runs the steps."""
     replicas = placed.replicas
     forward = replicas.forward
-    if world.mesh.processes == 1 and _compiles(config, world):
+    if _compiles(config, world) == "whole":
         forward = _compiled(replicas.model)
     flow: Flow = Straight(replicas, forward)
     if placed.stages:
@@ -177,9 +177,12 @@ def build_strategy(
     )
 
 
-def _compiles(config: RunConfig, world: World) -> bool:
-    wanted = config.runtime.compile
-    return world.device.type == "cuda" if wanted is None else wanted
+def _compiles(config: RunConfig, world: World) -> Literal["whole", "blocks"] | None:
+    """What of the model is compiled; around blocks that exchange something the rest cannot be."""
+    if not config.runtime.compiles(world.device.type):
+        return None
+    parted = world.mesh.processes > 1 or config.runtime.compile == "blocks"
+    return "blocks" if parted else "whole"
 
 
 def _compiled(function: Any) -> Any:

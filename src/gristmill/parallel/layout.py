@@ -28,10 +28,6 @@ class Layout:
     """Of the whole parameters."""
     splits: Mapping[str, Split]
 
-    @property
-    def rows_divided(self) -> bool:
-        return self.mesh.dp_shard > 1
-
     def pieces(self, name: str, rank: int) -> tuple[Piece, ...]:
         """What of a parameter a process holds, and where in its own tensor."""
         shape, place = self.shapes[name], self.mesh.place(rank)
@@ -41,7 +37,7 @@ class Layout:
             tensor = {"rank": place["tp"], "ranks": self.mesh.tp}
             pieces = split_pieces(shape, dim=dim, parts=parts, **tensor)
             local[dim] //= self.mesh.tp
-        if self.rows_divided:
+        if self.mesh.divides_rows:
             among = self.mesh.group(rank, *SHARED)
             pieces = row_pieces(pieces, local, rank=among.index(rank), ranks=len(among))
         return pieces
@@ -49,7 +45,7 @@ class Layout:
     def holders(self, name: str, rank: int) -> list[int]:
         """All processes of the stage that hold the same pieces."""
         axes = ["dp_replicate"]
-        if not self.rows_divided:
+        if not self.mesh.divides_rows:
             axes += SHARED
         if name not in self.splits:
             axes.append("tp")

@@ -227,7 +227,7 @@ def build_replicas(
 ) -> Replicas:
     """What a model needs that is prepared for its place in the mesh."""
     layout = build_layout(model, world.mesh)
-    if layout.rows_divided:
+    if world.mesh.divides_rows:
         return Shares(model, layout, world.rank, config=config)
     group = world.groups.along("dp_replicate", *SHARED)
     if group is None:

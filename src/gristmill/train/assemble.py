@@ -86,7 +86,7 @@ def assemble(
         config.optim,
         model,
         parameters={name: one.local for name, one in held.items()},
-        compiled=config.runtime.compile,
+        compiled=config.runtime.compiles(world.device.type),
         exchange=build_exchange(replicas, world),
     )
     strategy = build_strategy(

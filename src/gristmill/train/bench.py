@@ -350,7 +350,6 @@ def _on_gpu(parts: Assembly) -> bool:
 
 def _subject(parts: Assembly, *, random_tokens: bool) -> Subject:
     config, numbers = parts.config, parts.numbers
-    compiled = config.runtime.compile
     return Subject(
         name=config.name,
         parameters=sum(parameter.numel() for parameter in parts.model.parameters()),
@@ -360,7 +359,7 @@ def _subject(parts: Assembly, *, random_tokens: bool) -> Subject:
         vocabulary=numbers.vocab,
         device=parts.world.name,
         precision=config.precision.described,
-        compiled=_on_gpu(parts) if compiled is None else compiled,
+        compiled=config.runtime.compiles(parts.world.device.type),
         random_tokens=random_tokens,
     )
 
