@@ -83,7 +83,7 @@ from gristmill.config.schema import RunConfig
 from gristmill.config.toml import write_toml
 from gristmill.data.sampling import Stretch, spread_windows
 from gristmill.parallel.world import open_world
-from gristmill.plan.arithmetic import count_parameters
+from gristmill.plan.arithmetic import count_multiplied, count_parameters
 from gristmill.tokens.format import TokenReader
 from gristmill.tokens.store import open_tokens
 from gristmill.track.folder import run_folder
@@ -281,6 +281,7 @@ def facts_of(bench: Bench, config: RunConfig, job: Job) -> dict[str, str]:
     model, vocab = config.model, bench.training.info.vocab_size or 1
     numbers = resolve(config, vocab=vocab)
     parameters = count_parameters(model, rows=numbers.padded_vocab)
+    multiplied = count_multiplied(model, rows=numbers.padded_vocab)
     if isinstance(job.row, Recipe):
         digest = hashlib.sha256((bench.options.nanogpt / "model.py").read_bytes()).hexdigest()
         code = f"nanoGPT (SHA-256 of model.py {digest[:12]})"
@@ -292,7 +293,8 @@ def facts_of(bench: Bench, config: RunConfig, job: Job) -> dict[str, str]:
         "software": ", ".join(f"{name} {number}" for name, number in software.items() if number),
         "code": code,
         "model": f"{model.layers} layers, {model.heads} heads, width {model.width}, "
-        f"{format_count(parameters)} parameters, {numbers.sequence} tokens in a window, "
+        f"{format_count(parameters)} parameters, {format_count(multiplied)} of them in matrix "
+        f"products and the rest in tables and vectors, {numbers.sequence} tokens in a window, "
         f"{config.precision.compute}",
         "training": f"{len(bench.training):,} tokens",
         "validation": f"{len(held):,} tokens (SHA-256 {held.info.fingerprint[:12]})",

@@ -66,8 +66,14 @@ def count_parameters(model: ModelConfig, *, rows: int) -> int:
     return embedding + positions + norms + value_tables(model, rows=rows) + blocks
 
 
+def count_multiplied(model: ModelConfig, *, rows: int) -> int:
+    """Weights that every token is multiplied with: the matrices of all blocks and the head. Of an
+    embedding or a table a token reads one row only."""
+    return model.layers * block_matrices(model) + rows * model.width
+
+
 def token_cost(model: ModelConfig, *, rows: int, sequence: int) -> TokenCost:
     """Cost of training on one token in windows of `sequence`."""
-    weights = model.layers * block_matrices(model) + rows * model.width
+    weights = count_multiplied(model, rows=rows)
     attention = model.layers * model.heads * model.head_width * sequence
     return TokenCost(palm=6 * weights + 12 * attention, causal=6 * weights + 6 * attention)
