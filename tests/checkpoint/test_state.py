@@ -11,6 +11,7 @@ from torch import nn
 from gristmill.base.errors import UserError
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.state import TrainState, capture, load_weights
+from gristmill.checkpoint.stored import stored_tensors
 from gristmill.checkpoint.writer import commit_pieces, words_of
 
 VOCAB = 50
@@ -43,15 +44,15 @@ def test_weights_for_use_may_have_other_padding(
     folder: CheckpointFolder, stored: int, wanted: int
 ) -> None:
     wrote, reads = Tables(rows=stored), Tables(rows=wanted)
-    load_weights(reads, save_tables(folder, wrote))
+    load_weights(reads, stored_tensors(save_tables(folder, wrote)))
     common = min(stored, wanted)
     assert torch.equal(reads.embedding.weight[:common], wrote.embedding.weight[:common])
     assert not reads.embedding.weight[common:].any()
 
 
 def test_weights_for_use_need_the_vocabulary(folder: CheckpointFolder) -> None:
-    path = save_tables(folder, Tables(rows=48))
+    weights = stored_tensors(save_tables(folder, Tables(rows=48)))
     with pytest.raises(UserError, match=r"embedding.weight has shape \(48, 5\), not \(52, 5\)"):
-        load_weights(Tables(rows=52), path)
+        load_weights(Tables(rows=52), weights)
     with pytest.raises(UserError, match="not \\(48, 6\\)"):
-        load_weights(Tables(rows=48, width=6), path)
+        load_weights(Tables(rows=48, width=6), weights)

@@ -13,7 +13,7 @@ import torch
 from gristmill.base.boxes import Box
 from gristmill.base.errors import Exit, UserError
 from gristmill.checkpoint.pieces import PIECES, TensorShare, file_name, join_shares, write_index
-from gristmill.checkpoint.stored import stored_tensors
+from gristmill.checkpoint.stored import HF_INDEX, hf_tensors, stored_tensors
 from gristmill.checkpoint.tensorfile import write_tensors
 
 WHOLE = torch.arange(5.0)
@@ -85,3 +85,51 @@ def test_a_file_that_is_missing_or_no_file_of_tensors_is_named(tmp_path: Path) -
             stored_tensors(tmp_path)
         assert error.value.exit is Exit.DATA
         (tmp_path / "model.safetensors").write_bytes(b"not tensors")
+
+
+def test_files_are_let_go_and_opened_again(divided: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gristmill.checkpoint.stored._LET_GO", 8)
+    stored = stored_tensors(divided)
+    parts = list(stored.parts("norm", Box((0,), (5,))))
+    assert list(stored._files) == ["model-00002-of-00002.safetensors"]
+    assert torch.equal(torch.cat([part.tensor for part in parts]), WHOLE)  # these stay readable
+    assert torch.equal(stored["norm"], WHOLE)
+
+
+# ------------------------------------------------------------------ Hugging Face folders
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """Two files with an index, and one that does not belong to them."""
+    contents = {"a": {"norm": WHOLE}, "b": {"gate": torch.ones(1)}, "c": {"norm": torch.zeros(9)}}
+    for file, tensors in contents.items():
+        write_tensors(tmp_path / f"{file}.safetensors", tensors)
+    places = {"norm": "a.safetensors", "gate": "b.safetensors"}
+    (tmp_path / HF_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return tmp_path
+
+
+def test_several_files_by_their_index(sharded: Path) -> None:
+    stored = hf_tensors(sharded)
+    assert set(stored) == {"norm", "gate"} and torch.equal(stored["norm"], WHOLE)
+    (sharded / HF_INDEX).unlink()
+    (sharded / "c.safetensors").unlink()
+    assert torch.equal(hf_tensors(sharded)["norm"], WHOLE)  # without one, all files there are
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("[]", "not an index of tensors"),
+        ("{", "not valid JSON"),
+        ('{"weight_map": {"norm": "../a.safetensors"}}', "not the name of a file in this folder"),
+        ('{"weight_map": {"norm": "gone.safetensors"}}', r"gone\.safetensors: cannot be read"),
+        ('{"weight_map": {"norm": "b.safetensors"}}', r"b\.safetensors: has no norm"),
+    ],
+)
+def test_a_wrong_index_of_files_is_refused(sharded: Path, index: str, message: str) -> None:
+    (sharded / HF_INDEX).write_text(index)
+    with pytest.raises(UserError, match=message) as error:
+        hf_tensors(sharded)
+    assert error.value.exit is Exit.DATA

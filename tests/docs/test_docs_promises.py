@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from gristmill.cli import doctor
 from gristmill.cli.progress import ProgressLine
@@ -32,21 +31,6 @@ def test_a_closed_terminal_does_not_end_a_run(
         status = process.wait(timeout=120)
     assert status == 0
     assert RunFolder(Path(config.folder or "")).read_status()["state"] == "done"
-
-
-def test_a_model_with_large_logits_can_be_exported(
-    make_run: Callable[..., RunConfig], tmp_path: Path
-) -> None:
-    pytest.importorskip("transformers")
-    from gristmill.checkpoint.model import open_model
-    from gristmill.export import export
-    from gristmill.train.run import run_training
-
-    outcome = run_training(make_run("model.width=128", "model.context=64", 'train.until="2 steps"'))
-    loaded = open_model(str(outcome.folder), device=torch.device("cpu"))
-    with torch.no_grad():
-        loaded.model.norm.weight *= 100.0
-    assert export(loaded, tmp_path / "exported").greedy_tokens > 0
 
 
 def test_doctor_works_where_cores_cannot_be_assigned(monkeypatch: pytest.MonkeyPatch) -> None:

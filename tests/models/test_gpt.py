@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from gristmill.checkpoint.state import load_weights
 from gristmill.config.hf import from_hf
 from gristmill.config.schema import ModelConfig
 from gristmill.models.build import build_model
@@ -16,7 +17,7 @@ from gristmill.models.gpt import GPT
 from gristmill.models.layers import Attention, Rotary, Surroundings
 from gristmill.models.recompute import Recompute
 from gristmill.models.spec import KVCache, Loss
-from gristmill.models.weights import from_gpt2, gpt2_names, to_gpt2
+from gristmill.models.weights import Gpt2Weights, WeightsInMemory, gpt2_tensors, to_gpt2
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"layers": 2, "heads": 4, "width": 32, "context": 20}
@@ -62,6 +63,11 @@ def make(settings: dict[str, Any] | None = None, *, vocab: int = 50, seed: int =
     return model
 
 
+def fill(model: GPT, theirs: dict[str, torch.Tensor]) -> None:
+    """Take weights in Hugging Face's form."""
+    load_weights(model, Gpt2Weights(WeightsInMemory(theirs), model))
+
+
 def random_ids(*shape: int, vocab: int = 50, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, vocab, shape, generator=torch.Generator().manual_seed(seed))
 
@@ -87,7 +93,7 @@ def test_logits_and_gradients_equal_transformers(theirs: dict[str, Any]) -> None
     model = build_model(
         ModelConfig(**from_hf(config.to_dict(), where="test")), vocab=50, device=CPU
     )
-    from_gpt2(model, reference.state_dict(), where="test")
+    fill(model, reference.state_dict())
     ids, targets = random_ids(3, 20), random_ids(3, 20, seed=1)
 
     expected = reference(ids).logits
@@ -98,20 +104,21 @@ def test_logits_and_gradients_equal_transformers(theirs: dict[str, Any]) -> None
     loss.scaled.backward()
     theirs_by_name = dict(reference.named_parameters())
     ours = dict(model.named_parameters())
-    for name, other in gpt2_names(model).items():
-        gradient, wanted = ours[name].grad, theirs_by_name[other].grad
+    for one in gpt2_tensors(model):
+        assert one.ours is not None
+        gradient, wanted = ours[one.ours].grad, theirs_by_name[one.name].grad
         assert gradient is not None
-        if name in ("embedding.weight", "head.weight"):
+        if one.ours in ("embedding.weight", "head.weight"):
             assert not gradient[50:].any()
             gradient = gradient[:50]
-        if "c_" in other and other.endswith("weight"):
+        if "c_" in one.name and one.name.endswith("weight"):
             wanted = wanted.T
-        assert torch.allclose(gradient, wanted, atol=1e-6, rtol=1e-4), name
+        assert torch.allclose(gradient, wanted, atol=1e-6, rtol=1e-4), one.name
 
 
 def test_weights_go_to_hugging_face_names_and_back() -> None:
     source, target = make(), make(seed=4)
-    from_gpt2(target, to_gpt2(source), where="test")
+    fill(target, to_gpt2(source))
     for (name, ours), theirs in zip(source.named_parameters(), target.parameters(), strict=True):
         kept = slice(0, 50) if name == "embedding.weight" else slice(None)
         assert torch.equal(ours[kept], theirs[kept]), name

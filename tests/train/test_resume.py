@@ -15,8 +15,9 @@ import torch
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import FolderLock
-from gristmill.checkpoint.layout import CheckpointFolder, step_of
+from gristmill.checkpoint.layout import Best, CheckpointFolder, step_of
 from gristmill.config.schema import RunConfig
+from gristmill.parallel.spmd import Spmd
 from gristmill.text.prepare.prepare import prepare_documents
 from gristmill.text.sources.source import Document
 from gristmill.text.tokenizers.training import train_tokenizer
@@ -99,6 +100,40 @@ def test_the_best_checkpoint_is_the_one_with_the_best_loss(
     assert best is not None
     assert best.step == losses[min(losses)] == 12
     assert best.loss == min(losses)
+
+
+@pytest.mark.parametrize("keep", ["true", "false"])
+def test_the_best_loss_is_known_though_the_run_was_killed_before_it_was_marked(
+    make_run: MakeRun,
+    tmp_path: Path,
+    stop_after: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    runs: Runs,
+    keep: str,
+) -> None:
+    """A later loss that is worse, but better than the one marked last, is not the best."""
+    losses, mark = iter([9.0, 5.0, 3.0, 4.0]), CheckpointFolder.mark_best
+
+    def mark_early(self: CheckpointFolder, best: Best) -> None:
+        if best.step < 8:
+            mark(self, best)
+
+    monkeypatch.setattr(Spmd, "evaluate", lambda self, batches: next(losses))
+    setting = f"checkpoint.keep_best={keep}"
+    run_training(make_run(setting, folder="whole"))
+    with monkeypatch.context() as patched:
+        patched.setattr(CheckpointFolder, "mark_best", mark_early)
+        stop_after(8)
+        losses = iter([9.0, 5.0, 3.0])
+        run_training(make_run(setting, folder="killed"))
+    stop_after(10**9)
+    losses = iter([4.0])
+    run_training(make_run(setting, folder="killed"))
+    runs.assert_same(tmp_path / "whole", tmp_path / "killed")
+    whole, killed = (
+        CheckpointFolder(tmp_path / one / "checkpoints") for one in ("whole", "killed")
+    )
+    assert killed.best() == whole.best() == (Best(8, 3.0) if keep == "true" else None)
 
 
 def test_a_complete_run_has_nothing_to_do(make_run: MakeRun, tmp_path: Path, runs: Runs) -> None:

@@ -1,5 +1,8 @@
-"""Opening a model for use: a run folder, one checkpoint, a Hugging Face folder or a Hugging Face
-name."""
+"""Opening a model: a run folder, one checkpoint, a Hugging Face folder or a Hugging Face name.
+
+A `StoredModel` is all that the disk says of a model, with weights of which any part can be read:
+enough for those who need not compute with it. Loading it gives a `LoadedModel`, which is in memory.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +11,28 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import read_json
 from gristmill.checkpoint.layout import ALONE, MANIFEST, CheckpointFolder, step_of, verify
 from gristmill.checkpoint.state import (
-    copy_held,
+    check_weights,
     load_held,
     load_weights,
     read_state,
     vocabulary_tables,
 )
+from gristmill.checkpoint.stored import hf_tensors, stored_tensors
 from gristmill.config.hf import from_hf, model_folder
 from gristmill.config.schema import ModelConfig
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
-from gristmill.models.weights import from_gpt2
+from gristmill.models.weights import Gpt2Weights, Weights
 from gristmill.parallel.council import Council
 from gristmill.parallel.held import Held, held_whole
 from gristmill.text.tokenizers.tokenizer import Tokenizer, open_tokenizer
+
+_NOWHERE = torch.device("meta")
 
 
 @dataclass(frozen=True)
@@ -43,15 +48,44 @@ class LoadedModel:
     step: int | None = None
 
 
+@dataclass(frozen=True)
+class StoredModel:
+    """A model on the disk, with its tokenizer."""
+
+    config: ModelConfig
+    vocab: int
+    weights: Weights
+    """Under our names; those of all parameters are there, in the right shapes."""
+    tokenizer: Tokenizer
+    origin: Path
+    run: Path | None = None
+    step: int | None = None
+
+    def outline(self) -> GPT:
+        """The model with names and shapes only."""
+        return build_model(self.config, vocab=self.vocab, device=_NOWHERE)
+
+    def load(self, device: torch.device) -> LoadedModel:
+        """The model in memory."""
+        model = build_model(self.config, vocab=self.vocab, device=device)
+        load_weights(model, self.weights)
+        return LoadedModel(model.eval(), self.tokenizer, self.origin, self.run, self.step)
+
+
 def open_model(spec: str, *, device: torch.device, checkpoint: str = "latest") -> LoadedModel:
     """Load what `spec` names; `checkpoint` chooses in a run folder: latest, best or a step."""
+    return open_stored(spec, checkpoint=checkpoint).load(device)
+
+
+def open_stored(spec: str, *, checkpoint: str = "latest") -> StoredModel:
+    """Find what `spec` names, and check that it is whole."""
     path = model_folder(spec, where="MODEL")
     if (path / "run.toml").is_file():
-        return _from_checkpoint(_choose(path, checkpoint), device)
+        return _from_checkpoint(_choose(path, checkpoint))
     if (path / MANIFEST).is_file():
-        return _from_checkpoint(path, device)
+        return _from_checkpoint(_intact(path))
     if (path / "config.json").is_file():
-        return _from_hf(path, device)
+        return _from_hf(path)
     raise UserError(
         f"{spec!r} is neither a run folder (run.toml), a checkpoint ({MANIFEST}) nor a "
         "Hugging Face model (config.json)",
@@ -75,25 +109,25 @@ def fill_model(
     for one in shares:
         if one.name in tables:
             one.local.detach().zero_()
-    if (path / "run.toml").is_file():
-        chosen = _choose(path, "latest", council)
-        vocab = read_state(chosen)["settings"]["vocab"]
-        if vocab != model.vocab:
-            raise UserError(
-                f"the weights in {start!r} are for a vocabulary of {vocab}, not {model.vocab}",
-                where="model.start",
-            )
-        load_held(shares, chosen, padded=tables)
-    elif held is None:
-        from_gpt2(model, _hf_tensors(path), where=start)
-    else:
-        # The table of names and layouts is for whole models: one is made, for a moment.
-        whole = build_model(model.config, vocab=model.vocab, device=torch.device("cpu"))
-        from_gpt2(whole, _hf_tensors(path), where=start)
-        copy_held(shares, dict(whole.named_parameters()))
+    load_held(shares, _start_weights(path, start, model, council), padded=tables)
+
+
+def _start_weights(path: Path, start: str, model: GPT, council: Council) -> Weights:
+    if not (path / "run.toml").is_file():
+        whole = build_model(model.config, vocab=model.vocab, device=_NOWHERE)
+        return Gpt2Weights(hf_tensors(path), whole)
+    chosen = _choose(path, "latest", council)
+    vocab = read_state(chosen)["settings"]["vocab"]
+    if vocab != model.vocab:
+        raise UserError(
+            f"the weights in {start!r} are for a vocabulary of {vocab}, not {model.vocab}",
+            where="model.start",
+        )
+    return stored_tensors(chosen)
 
 
 def _choose(run: Path, which: str, council: Council = ALONE) -> Path:
+    """The checkpoint of a run that is asked for, every byte of which is as it was written."""
     folder = CheckpointFolder(run / "checkpoints")
     if which == "latest":
         found = folder.newest_intact(council).path
@@ -109,41 +143,30 @@ def _choose(run: Path, which: str, council: Council = ALONE) -> Path:
     if not path.is_dir():
         steps = ", ".join(str(step_of(p)) for p in folder.committed())
         raise UserError(f"no checkpoint {path.name}", where=str(run), remedy=f"there are: {steps}")
-    return path
+    return _intact(path)
 
 
-def _from_checkpoint(path: Path, device: torch.device) -> LoadedModel:
+def _intact(path: Path) -> Path:
     problems = verify(path)
     if problems:
         raise UserError(problems, exit=Exit.DATA)
+    return path
+
+
+def _from_checkpoint(path: Path) -> StoredModel:
     settings = read_state(path)["settings"]
+    config, vocab = ModelConfig.model_validate(settings["model"]), settings["vocab"]
+    weights = stored_tensors(path)
+    check_weights(build_model(config, vocab=vocab, device=_NOWHERE), weights)
     run = path.resolve().parent.parent
-    config = ModelConfig.model_validate(settings["model"])
-    model = build_model(config, vocab=settings["vocab"], device=device)
-    load_weights(model, path)
-    model.eval()
     tokenizer = open_tokenizer(run / "tokenizer")
-    return LoadedModel(model, tokenizer, path, run=run, step=step_of(path))
+    return StoredModel(config, vocab, weights, tokenizer, path, run=run, step=step_of(path))
 
 
-def _from_hf(path: Path, device: torch.device) -> LoadedModel:
+def _from_hf(path: Path) -> StoredModel:
     values = read_json(path / "config.json")
-    settings = from_hf(values, where=str(path / "config.json"))
-    config = ModelConfig.model_validate(settings)
+    config = ModelConfig.model_validate(from_hf(values, where=str(path / "config.json")))
     assert config.vocab is not None
-    model = build_model(config, vocab=config.vocab, device=device)
-    from_gpt2(model, _hf_tensors(path), where=str(path))
-    model.eval()
-    return LoadedModel(model, open_tokenizer(path), path)
-
-
-def _hf_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a Hugging Face folder; only safetensors, which run no code when read."""
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise UserError(
-            "no .safetensors file here; pickled weights are not read, since they can run code",
-            where=str(path),
-            exit=Exit.DATA,
-        )
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    outline = build_model(config, vocab=config.vocab, device=_NOWHERE)
+    weights = Gpt2Weights(hf_tensors(path), outline)
+    return StoredModel(config, config.vocab, weights, open_tokenizer(path), path)

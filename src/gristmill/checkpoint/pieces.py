@@ -194,7 +194,7 @@ def read_index(folder: Path, kind: str) -> Index:
 
 def _stored(value: dict[str, Any]) -> StoredTensor:
     pieces = tuple(
-        StoredPiece(_plain_name(one["file"]), str(one["key"]), _box(one["begin"], one["end"]))
+        StoredPiece(plain_name(one["file"]), str(one["key"]), _box(one["begin"], one["end"]))
         for one in value["pieces"]
     )
     return StoredTensor(_numbers(value["shape"]), str(value["dtype"]), pieces)
@@ -212,7 +212,7 @@ def _numbers(values: list[Any]) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _plain_name(name: Any) -> str:
+def plain_name(name: Any) -> str:
     """A file's name; one that leads out of the folder is refused."""
     if not isinstance(name, str) or "/" in name or name in ("", ".", ".."):
         raise ValueError(f"{name!r} is not the name of a file in this folder")

@@ -2,7 +2,7 @@
 
     model.safetensors       weights under their own names; shared ones once
     optimizer.safetensors   per-parameter state, named KIND/PARAMETER, such as exp_avg/norm.weight
-    state.json              progress, identity of the run, loss scale, counters
+    state.json              progress, identity of the run, loss scale, counters, best loss so far
 
 Of a model that is divided, each process copies and writes the pieces that it owns, and reads the
 pieces that it holds, however those who wrote them had divided it (`pieces.py`, `stored.py`). State
@@ -29,11 +29,12 @@ from gristmill.base.boxes import Box, Piece
 from gristmill.base.errors import Exit, Problem, UserError
 from gristmill.base.files import read_json, storage_errors
 from gristmill.base.units import Progress
-from gristmill.checkpoint.layout import Fingerprint
+from gristmill.checkpoint.layout import Best, Fingerprint
 from gristmill.checkpoint.pieces import KINDS, TensorShare, file_name, piece_key
 from gristmill.checkpoint.stored import StoredTensors, stored_tensors
 from gristmill.checkpoint.tensorfile import dtype_name, write_tensors
 from gristmill.config.schema import ModelConfig
+from gristmill.models.weights import Weights
 from gristmill.parallel.held import Held, held_whole
 
 FORMAT = "gristmill-checkpoint"
@@ -68,6 +69,8 @@ class TrainState:
     progress: Progress = field(default_factory=Progress)
     counters: Counters = field(default_factory=Counters)
     strategy: dict[str, Any] = field(default_factory=dict)
+    best: Best | None = None
+    """The best validation loss so far, whether its checkpoint is still there or not."""
     held: Mapping[str, Held] = field(default_factory=dict)
     """This process's share of every parameter; all of the model if not given."""
     padded: frozenset[str] = frozenset()
@@ -160,6 +163,7 @@ def capture(state: TrainState) -> Snapshot:
             "settings": state.settings,
             "strategy": state.strategy,
             "counters": dataclasses.asdict(state.counters),
+            "best": None if state.best is None else dataclasses.asdict(state.best),
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
         },
@@ -200,51 +204,45 @@ def restore(state: TrainState, folder: Path) -> dict[str, Any]:
     values = read_state(folder)
     _same_identity(values["identity"], state.identity, folder)
     weights, moments = stored_tensors(folder), stored_tensors(folder, "optimizer")
-    _load_held(state.held.values(), weights, padded=state.padded)
+    load_held(state.held.values(), weights, padded=state.padded)
     _restore_optimizer(state, weights, moments)
     state.progress = Progress(**values["progress"])
     state.counters = Counters(**values["counters"])
     state.strategy = values["strategy"]
+    state.best = Best(**values["best"]) if values.get("best") else None
     return values
 
 
-def load_held(held: Iterable[Held], folder: Path, *, padded: frozenset[str] = frozenset()) -> None:
-    """Read this process's share of a checkpoint's weights. Rows of `padded` parameters that the
-    checkpoint does not have stay as they are."""
-    _load_held(list(held), stored_tensors(folder), padded=padded)
-
-
-def _load_held(held: Collection[Held], weights: StoredTensors, *, padded: frozenset[str]) -> None:
+def load_held(
+    held: Collection[Held], weights: Weights, *, padded: frozenset[str] = frozenset()
+) -> None:
+    """Read this process's share of weights. Rows of `padded` parameters that these do not have stay
+    as they are."""
     _same_shapes({one.name: one.shape for one in held}, weights, padded=padded)
     for one in held:
         _fill(one.local.detach(), one, weights, one.name)
 
 
-def copy_held(held: Iterable[Held], whole: Mapping[str, torch.Tensor]) -> None:
-    """Copy this process's share of weights that are in memory; rows that these lack stay."""
-    for one in held:
-        source = whole[one.name].detach()
-        for piece in one.pieces:
-            common = piece.whole.meet(Box.whole(source.shape))
-            if common is not None:
-                target = one.local.detach()[local_box(piece, common).slices]
-                target.copy_(source[common.slices])
-
-
-def load_weights(model: nn.Module, folder: Path) -> None:
-    """Copy a checkpoint's weights into a whole model. Tables with a row for each token may be
-    stored with more rows or fewer, as long as the vocabulary is there; other rows become 0."""
-    weights, parameters = stored_tensors(folder), dict(model.named_parameters())
-    vocab: int = getattr(model, "vocab", 0)
-    tables = vocabulary_tables(parameters) if vocab else frozenset()
-    enough = frozenset(n for n in tables & weights.keys() if weights.shape(n)[0] >= vocab)
-    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    _same_shapes(shapes, weights, padded=enough)
+def load_weights(model: nn.Module, weights: Weights) -> None:
+    """Copy weights into a whole model; rows that only pad the vocabulary become 0."""
+    check_weights(model, weights)
+    tables = vocabulary_tables(name for name, _ in model.named_parameters())
     for name, one in held_whole(model).items():
         target = one.local.detach()
         if name in tables:
             target[weights.shape(name)[0] :] = 0
         _fill(target, one, weights, name)
+
+
+def check_weights(model: nn.Module, weights: Weights) -> None:
+    """Refuse weights that are not those of a whole model, of which only shapes are looked at.
+    Tables with a row for each token may have more rows or fewer, as long as the vocabulary is
+    there."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    vocab: int = getattr(model, "vocab", 0)
+    tables = vocabulary_tables(shapes) if vocab else frozenset()
+    enough = frozenset(n for n in tables if n in weights and weights.shape(n)[0] >= vocab)
+    _same_shapes(shapes, weights, padded=enough)
 
 
 def vocabulary_tables(names: Iterable[str]) -> frozenset[str]:
@@ -253,7 +251,7 @@ def vocabulary_tables(names: Iterable[str]) -> frozenset[str]:
 
 
 def _same_shapes(
-    wanted: Mapping[str, tuple[int, ...]], stored: StoredTensors, *, padded: frozenset[str]
+    wanted: Mapping[str, tuple[int, ...]], stored: Weights, *, padded: frozenset[str]
 ) -> None:
     """Refuse weights of another shape; `padded` ones may have another number of rows."""
     problems = []
@@ -265,8 +263,7 @@ def _same_shapes(
         if len(found) != len(shape) or found[free:] != shape[free:]:
             problems.append(f"{name} has shape {found}, not {shape}")
     if problems:
-        where = str(stored.folder)
-        raise UserError([Problem(what, where) for what in problems], exit=Exit.DATA)
+        raise UserError([Problem(what, stored.where) for what in problems], exit=Exit.DATA)
 
 
 def _restore_optimizer(state: TrainState, weights: StoredTensors, stored: StoredTensors) -> None:
@@ -286,7 +283,7 @@ def _restore_optimizer(state: TrainState, weights: StoredTensors, stored: Stored
             state.optimizer.state[held.local][kind] = value
 
 
-def _fill(target: torch.Tensor, held: Held, stored: StoredTensors, name: str) -> None:
+def _fill(target: torch.Tensor, held: Held, stored: Weights, name: str) -> None:
     """Copy what is stored of this process's pieces of a tensor."""
     for piece in held.pieces:
         for part in stored.parts(name, piece.whole):

@@ -1,15 +1,18 @@
-"""Tensors of a checkpoint, read part by part, whoever wrote them.
+"""Tensors of a checkpoint or a Hugging Face folder, read part by part, whoever wrote them.
 
 A checkpoint that one process wrote is one file of whole tensors for each kind; `pieces.json` says
-where the parts of all others are. A reader asks for a part of a tensor and gets it from wherever
-it lies: of each file only that part is read. Files are mapped into memory, so nothing is held that
-was not asked for.
+where the parts of all others are. A Hugging Face folder has whole tensors in one file or, by
+`model.safetensors.index.json`, in several. A reader asks for a part of a tensor and gets it from
+wherever it lies: of each file only that part is read.
+
+Files are mapped into memory, so nothing is held that was not asked for. Pages that were read stay
+with the process until the file is let go, and those who watch over a shared machine count them. So
+files are let go now and then, and opened again by the next who asks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +20,36 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from gristmill.base.boxes import Box
-from gristmill.base.errors import Exit, UserError
-from gristmill.checkpoint.pieces import PIECES, StoredPiece, StoredTensor, file_name, read_index
+from gristmill.base.errors import Exit, Problem, UserError
+from gristmill.base.files import read_json
+from gristmill.checkpoint.pieces import (
+    PIECES,
+    Index,
+    StoredPiece,
+    StoredTensor,
+    file_name,
+    plain_name,
+    read_index,
+)
 from gristmill.checkpoint.tensorfile import DTYPES
+from gristmill.models.weights import Part
 
-
-@dataclass(frozen=True)
-class Part:
-    """A part of a tensor as it lies in a file: to be copied, not to be changed."""
-
-    box: Box
-    tensor: torch.Tensor
+HF_INDEX = "model.safetensors.index.json"
+_LET_GO = 2**28
+"""Bytes that are read before files are let go."""
 
 
 class StoredTensors(Mapping[str, torch.Tensor]):
-    """The tensors of a checkpoint by name; each is read, whole, when it is asked for."""
+    """Tensors in the files of a folder by name; each is read, whole, when it is asked for."""
 
-    def __init__(self, folder: Path, kind: str = "model") -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, index: Index) -> None:
+        self.folder, self._index = folder, index
         self._files: dict[str, Any] = {}
-        divided = (folder / PIECES).is_file()
-        self._index = read_index(folder, kind) if divided else self._headers(file_name(kind))
+        self._read = 0
+
+    @property
+    def where(self) -> str:
+        return str(self.folder)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         whole = torch.empty(self.shape(name), dtype=self.dtype(name))
@@ -80,29 +92,20 @@ class StoredTensors(Mapping[str, torch.Tensor]):
                 tensor: torch.Tensor = (
                     opened.get_tensor(piece.key) if whole else found[inner.slices]
                 )
+                # Of some columns, the pages of all are read.
+                self._read += tensor.itemsize * sum(tensor.stride()[:1]) * sum(tensor.shape[:1])
                 return tensor
         except (SafetensorError, OSError) as error:
             raise self._error(f"{piece.key} cannot be read: {error}", piece.file) from error
         raise self._error(f"{piece.key} has shape {shape} and format {dtype}", piece.file)
 
     def _open(self, file: str) -> Any:
+        if self._read >= _LET_GO:
+            self._files.clear()
+            self._read = 0
         if file not in self._files:
             self._files[file] = safe_open(self.folder / file, framework="pt")
         return self._files[file]
-
-    def _headers(self, file: str) -> dict[str, StoredTensor]:
-        """The index of a file of whole tensors."""
-        try:
-            opened = self._open(file)
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise self._error(f"cannot be read: {error}", file) from error
-        index = {}
-        for name, one in slices.items():
-            shape = tuple(one.get_shape())
-            piece = StoredPiece(file, name, Box.whole(shape))
-            index[name] = StoredTensor(shape, one.get_dtype(), (piece,))
-        return index
 
     def _error(self, what: str, file: str = PIECES) -> UserError:
         return UserError(what, where=str(self.folder / file), exit=Exit.DATA)
@@ -110,4 +113,57 @@ class StoredTensors(Mapping[str, torch.Tensor]):
 
 def stored_tensors(folder: Path, kind: str = "model") -> StoredTensors:
     """A checkpoint's weights, or its optimizer's tensors, of which one at a time is in memory."""
-    return StoredTensors(folder, kind)
+    divided = (folder / PIECES).is_file()
+    index = read_index(folder, kind) if divided else _headers(folder, [file_name(kind)])
+    return StoredTensors(folder, index)
+
+
+def hf_tensors(folder: Path) -> StoredTensors:
+    """The tensors of a Hugging Face folder; only safetensors, which run no code when read."""
+    files = [file.name for file in sorted(folder.glob("*.safetensors"))]
+    if not files:
+        raise UserError(
+            "no .safetensors file here; pickled weights are not read, since they can run code",
+            where=str(folder),
+            exit=Exit.DATA,
+        )
+    if not (folder / HF_INDEX).is_file():
+        return StoredTensors(folder, _headers(folder, files))
+    places = _places(folder / HF_INDEX)
+    index = _headers(folder, sorted(set(places.values())))
+    absent = [name for name in places if name not in index]
+    if absent:
+        raise UserError(
+            [Problem(f"has no {name}", str(folder / places[name])) for name in absent],
+            exit=Exit.DATA,
+        )
+    return StoredTensors(folder, {name: index[name] for name in places})
+
+
+def _places(file: Path) -> dict[str, str]:
+    """Which file each tensor of a Hugging Face folder is in."""
+    try:
+        return {name: plain_name(one) for name, one in read_json(file)["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"not an index of tensors: {type(error).__name__}: {error}",
+            where=str(file),
+            exit=Exit.DATA,
+        ) from error
+
+
+def _headers(folder: Path, files: Iterable[str]) -> Index:
+    """The index of files of whole tensors."""
+    index = {}
+    for file in files:
+        try:
+            opened: Any = safe_open(folder / file, framework="pt")
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            where = str(folder / file)
+            raise UserError(f"cannot be read: {error}", where=where, exit=Exit.DATA) from error
+        for name, one in slices.items():
+            shape = tuple(one.get_shape())
+            piece = StoredPiece(file, name, Box.whole(shape))
+            index[name] = StoredTensor(shape, one.get_dtype(), (piece,))
+    return index

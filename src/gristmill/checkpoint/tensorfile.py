@@ -1,20 +1,23 @@
-"""Safetensors files, written with their fingerprint.
+"""Safetensors files, written with their fingerprint, or while their tensors are still being made.
 
     8 bytes    length of the header, little endian
     header     JSON: dtype, shape and place of each tensor, filled up with spaces to 8 bytes
     tensors    one after the other, without gaps
 
 The bytes are those that the safetensors package would write, which reads them too; only writing is
-done here. Its own writer gives no fingerprint, so that one could only be taken of the file, which
-proves nothing about what was to be written; and it hides the system's error numbers in a text.
+done here. Its own writer wants all tensors at once. It gives no fingerprint, so that one could only
+be taken of the file, which proves nothing about what was to be written; and it hides the system's
+error numbers in a text.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -43,6 +46,20 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _AT_ONCE = 2**24
 
 
+@dataclass(frozen=True)
+class Streamed:
+    """A tensor that need never be in memory as a whole."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: Callable[[], Iterator[torch.Tensor]]
+    """Its elements in their order, in contiguous tensors in host memory."""
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
 def dtype_name(tensor: torch.Tensor) -> str:
     """What safetensors files call a tensor's number format."""
     return _NAMES[tensor.dtype]
@@ -51,13 +68,15 @@ def dtype_name(tensor: torch.Tensor) -> str:
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> Fingerprint:
     """Write contiguous tensors in host memory, flush them, and read the file back to prove it."""
     digest, size = hashlib.sha256(), 0
-    with path.open("wb") as file:
-        for part in _content(tensors):
+
+    def observed() -> Iterator[bytes | memoryview]:
+        nonlocal size
+        for part in _content({name: _at_hand(tensor) for name, tensor in tensors.items()}, {}):
             digest.update(part)
-            file.write(part)
             size += len(part)
-        file.flush()
-        os.fsync(file.fileno())
+            yield part
+
+    _write(path, observed())
     written = Fingerprint(path.name, digest.hexdigest(), size)
     if sha256_file(path) != written.sha256:
         raise UserError(
@@ -69,14 +88,37 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> Fingerprin
     return written
 
 
-def _content(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+def write_streamed(
+    path: Path, tensors: Mapping[str, Streamed], *, metadata: Mapping[str, str]
+) -> None:
+    """Write and flush tensors whose parts are made while they are written. Whether the file reads
+    back as they are is for the caller to find out."""
+    _write(path, _content(tensors, metadata))
+
+
+def _write(path: Path, content: Iterable[bytes | memoryview]) -> None:
+    with path.open("wb") as file:
+        for part in content:
+            file.write(part)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _at_hand(tensor: torch.Tensor) -> Streamed:
+    return Streamed(tensor.dtype, tuple(tensor.shape), lambda: iter((tensor,)))
+
+
+def _content(
+    tensors: Mapping[str, Streamed], metadata: Mapping[str, str]
+) -> Iterator[bytes | memoryview]:
     # Wide elements first keeps all of them aligned.
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    header, begin = {}, 0
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    begin = 0
     for name, tensor in ordered:
-        end = begin + tensor.nbytes
+        end = begin + tensor.bytes
         header[name] = {
-            "dtype": dtype_name(tensor),
+            "dtype": _NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }
@@ -85,8 +127,16 @@ def _content(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little")
     yield text
-    for _, tensor in ordered:
-        assert tensor.is_contiguous()
-        data = tensor.reshape(-1).view(torch.uint8).numpy().data
+    for name, tensor in ordered:
+        yield from _bytes(name, tensor)
+
+
+def _bytes(name: str, tensor: Streamed) -> Iterator[memoryview]:
+    written = 0
+    for part in tensor.parts():
+        assert part.is_contiguous() and part.dtype == tensor.dtype, f"{name}: {part.dtype}"
+        data = part.reshape(-1).view(torch.uint8).numpy().data
         for at in range(0, len(data), _AT_ONCE):
             yield data[at : at + _AT_ONCE]
+        written += len(data)
+    assert written == tensor.bytes, f"{name} was {written} bytes, not {tensor.bytes}"

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gristmill.base.errors import UserError
-from gristmill.base.units import format_count, format_seconds
+from gristmill.base.units import format_bytes, format_count, format_seconds
 from gristmill.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
     from gristmill.checkpoint.model import LoadedModel
+    from gristmill.export import ExportProgress
     from gristmill.generate import Sampling, TextGenerator
 
 Model = Annotated[
@@ -159,17 +162,53 @@ def _converse(
         _write(generator, prompt, tokens=tokens, sampling=sampling, stop=stop)
 
 
+class ExportCheck(enum.StrEnum):
+    """How an export is checked beside its files."""
+
+    AUTO = "auto"
+    TRANSFORMERS = "transformers"
+    FILES = "files"
+
+
 def export(
     model: Model,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
     checkpoint: Which = "latest",
+    check: Annotated[
+        ExportCheck,
+        typer.Option(
+            help="auto: by transformers too if the model fits into memory twice; transformers: in "
+            "any case; files: only that all weights read back as they are in MODEL."
+        ),
+    ] = ExportCheck.AUTO,
 ) -> None:
-    """Write a Hugging Face folder that `transformers` loads, and check it with transformers."""
+    """Write a Hugging Face folder that `transformers` loads, and check it.
+
+    The model need not fit into memory.
+    """
+    from gristmill.checkpoint.model import open_stored
     from gristmill.export import export as export_model
 
-    loaded = _open(model, checkpoint=checkpoint, device="cpu")
-    done = export_model(loaded, folder)
-    typer.echo(
-        f"{done.folder}: exported {loaded.origin}; transformers' logits differ by at most "
-        f"{done.largest_difference:.1e}, {done.greedy_tokens} greedy tokens are the same"
-    )
+    with ProgressLine("opening") as line:
+        line.update(0, None, model)
+        stored = open_stored(model, checkpoint=checkpoint)
+    with ProgressLine("exporting") as line:
+        done = export_model(stored, folder, check=check.value, watch=_show_export(line))
+    files = "1 file" if done.files == 1 else f"{done.files} files"
+    typer.echo(f"{done.folder}: exported {stored.origin}, {format_bytes(done.bytes)} in {files}")
+    asked = done.unasked
+    if done.agreement is not None:
+        asked = (
+            "transformers' logits differ by at most "
+            f"{done.agreement.largest_difference:.1e}, {done.agreement.greedy_tokens} greedy "
+            "tokens are the same"
+        )
+    typer.echo(f"checked: all weights read back as they are in the source; {asked}")
+
+
+def _show_export(line: ProgressLine) -> Callable[[ExportProgress], None]:
+    def show(state: ExportProgress) -> None:
+        words = f"{state.doing}, {format_bytes(state.done)} of {format_bytes(state.total)}"
+        line.update(state.done, state.total, words)
+
+    return show

@@ -167,6 +167,12 @@ class Watch:
         finally:
             self._close(linger=self.pace.heard)
 
+    @property
+    def where(self) -> str:
+        """This process, and what it is doing."""
+        sign = self._sign()
+        return f"{sign.who} {sign.where}"
+
     def phase(self, name: str, step: int = 0, *, limit: float | None = None) -> None:
         """Say what this process begins to do, and how long it may take if not as long as usual."""
         before = self._phase

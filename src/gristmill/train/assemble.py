@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.model import fill_model
 from gristmill.checkpoint.state import TrainState, vocabulary_tables
 from gristmill.checkpoint.writer import CheckpointWriter
@@ -204,8 +203,6 @@ def build_validate(parts: Assembly, tracker: Tracker) -> Validate | None:
     held = parts.data.validation
     if held is None:
         return None
-    checkpoints = CheckpointFolder(parts.folder.checkpoints)
-    best = checkpoints.best()
     return Validate(
         parts.numbers.validate_every,
         strategy=parts.strategy,
@@ -218,7 +215,6 @@ def build_validate(parts: Assembly, tracker: Tracker) -> Validate | None:
         ),
         tracker=tracker,
         state=parts.state,
-        best=best if best and checkpoints.path(best.step).is_dir() else None,
     )
 
 

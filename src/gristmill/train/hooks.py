@@ -176,11 +176,15 @@ class Validate:
         batches: Callable[[], Iterable[Batch]],
         tracker: Tracker,
         state: TrainState,
-        best: Best | None,
     ) -> None:
         self.every, self.strategy, self.batches = every, strategy, batches
-        self.tracker, self.state, self.best = tracker, state, best
+        self.tracker, self.state = tracker, state
         self._done_at: int | None = None
+
+    @property
+    def best(self) -> Best | None:
+        """The best loss so far."""
+        return self.state.best
 
     def at_start(self) -> None:
         self._measure()
@@ -215,7 +219,7 @@ class Validate:
         step = self.state.progress.steps
         better = step > 0 and math.isfinite(loss) and (not self.best or loss < self.best.loss)
         if better:
-            self.best = Best(step, loss)
+            self.state.best = Best(step, loss)
         self._done_at = step
         self.tracker.validation(
             loss,

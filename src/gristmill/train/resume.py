@@ -18,7 +18,7 @@ import torch
 
 from gristmill.base.errors import Exit, Problem, UserError
 from gristmill.base.files import write_atomic, write_json
-from gristmill.checkpoint.layout import CheckpointFolder, Found
+from gristmill.checkpoint.layout import Best, CheckpointFolder, Found
 from gristmill.checkpoint.state import restore
 from gristmill.config.load import changed_settings, dump_run
 from gristmill.plan.arithmetic import count_parameters
@@ -47,6 +47,7 @@ def resume(parts: Assembly) -> Resumed:
     if found.path is not None:
         saved = restore(parts.state, found.path)
         parts.strategy.load(parts.state.strategy)
+        parts.state.best = _best(parts, checkpoints)
         notes += _resume_differences(saved, processes=parts.world.mesh.processes)
     for path, problems in found.damaged:
         aside = checkpoints.set_aside(path, council)
@@ -58,13 +59,30 @@ def resume(parts: Assembly) -> Resumed:
 
 def _fit_folder(parts: Assembly) -> list[str]:
     """Make what else the folder holds fit the state; what changed in the settings."""
-    folder, changed = parts.folder, []
+    folder, best, changed = parts.folder, parts.state.best, []
+    if best is not None and parts.config.checkpoint.keep_best:
+        # A run may have been killed after a save and before the mark.
+        CheckpointFolder(folder.checkpoints).mark_best(best)
     # At step 0 what was measured before the first step is measured again.
     cut_metrics(folder.metrics, after=parts.state.progress.steps or -1)
     if folder.holds_run():
         changed = [f"changed: {line}" for line in changed_settings(folder.settings, parts.config)]
     _write_run_files(parts)
     return changed
+
+
+def _best(parts: Assembly, checkpoints: CheckpointFolder) -> Best | None:
+    """The best loss up to here; a mark may be of a validation that came after the last save."""
+    state, keep = parts.state, parts.config.checkpoint.keep_best
+    known = [
+        best
+        for best in (state.best, checkpoints.best())
+        if best is not None
+        and best.step <= state.progress.steps
+        # One whose checkpoint is gone is not worth keeping in mind, if there should be one.
+        and (checkpoints.path(best.step).is_dir() or not keep)
+    ]
+    return min(known, key=lambda best: best.loss, default=None)
 
 
 def _all_damaged(found: Found, folder: RunFolder) -> UserError:

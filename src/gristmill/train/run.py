@@ -6,7 +6,9 @@ checkpoints and the others' logs.
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,7 +57,7 @@ def run_training(config: RunConfig, *, fresh: bool = False) -> Outcome:
     mesh = check_mesh(config, processes=place.world)
     limit = parse_seconds(config.train.time_limit) if config.train.time_limit else None
     watch = Watch(place, limits=Limits.of(config.parallel), log=folder.rank_log(place.rank))
-    with StopRequest(time_limit=limit) as stop, watch:
+    with _placed(folder, watch), StopRequest(time_limit=limit) as stop, watch:
         world = open_world(
             config.runtime,
             tf32=config.precision.tf32,
@@ -73,6 +75,23 @@ def run_training(config: RunConfig, *, fresh: bool = False) -> Outcome:
     # Not on the way out of an error: the others may never answer.
     close_world()
     return outcome
+
+
+@contextlib.contextmanager
+def _placed(folder: RunFolder, watch: Watch) -> Iterator[None]:
+    """Let an error that nobody expected say where it happened, and where more is written."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        rank = watch.place.rank
+        log = folder.rank_log(rank) if rank else folder.log
+        words = [watch.where] if watch.active else []
+        words += [f"the log is {log}"] if log.is_file() else []
+        if words:
+            error.add_note("; ".join(words))
+        raise
 
 
 def _take(folder: RunFolder, lock: FolderLock, *, fresh: bool) -> None:
@@ -95,6 +114,7 @@ def _locked_training(
     rows = parts.numbers.padded_vocab
     require_room(folder.path, 12 * count_parameters(config.model, rows=rows))
     resumed = resume(parts)
+    watch.phase("start", parts.state.progress.steps)
     tracker = build_tracker(
         config,
         folder,
