@@ -81,8 +81,10 @@ def make_run(tokens: Path, tmp_path: Path) -> Callable[..., RunConfig]:
 # ------------------------------------------------------------------ several processes
 
 CONTEXT = multiprocessing.get_context("forkserver")
-"""Children come from a process with one thread, in which torch is imported already."""
-CONTEXT.set_forkserver_preload(["gristmill.train.run", "torch.distributed.fsdp"])
+"""Children come from a process with one thread, in which torch is imported already: a copy of this
+one could wait for ever for a lock that another thread held. There is one such process for all
+tests."""
+CONTEXT.set_forkserver_preload(["gristmill.cli.main", "gristmill.train.run"])
 
 MEMBER = """
 import datetime, os, runpy, traceback

@@ -121,9 +121,20 @@ def test_generate(trained: Path) -> None:
 def test_export_and_use(trained: Path) -> None:
     pytest.importorskip("transformers")
     output = run("export", trained / "run", trained / "hf")
+    assert "step-00000006, " in output and " KiB in 1 file\n" in output
+    assert "checked: all weights read back as they are in the source; transformers'" in output
     assert "greedy tokens are the same" in output
     theirs = run("generate", trained / "hf", "The mill", "-n", 12, "--temperature", 0)
     assert theirs == run("generate", trained / "run", "The mill", "-n", 12, "--temperature", 0)
+
+
+def test_export_without_transformers(trained: Path) -> None:
+    output = run("export", trained / "run", trained / "plain", "--check", "files")
+    assert "as they are in the source; transformers was not asked\n" in output
+    # And once more, from what was written.
+    run("export", trained / "plain", trained / "again", "--check", "files")
+    contents = {(trained / name / "model.safetensors").read_bytes() for name in ("plain", "again")}
+    assert len(contents) == 1
 
 
 def test_report(trained: Path) -> None:
@@ -256,8 +267,8 @@ def test_wrong_command_lines_end_with_2() -> None:
 
 def test_demo_from_text_to_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    output = run("demo", "--steps", 4)
-    for words in ("documents", "tokens in", "step 4/4", "guessing by frequency", "What to do next"):
+    output = run("demo", "--steps", 2)
+    for words in ("documents", "tokens in", "step 2/2", "guessing by frequency", "What to do next"):
         assert words in output
     assert (tmp_path / "runs/demo/report.html").is_file()
     assert output.count("A sample ") == 2

@@ -20,7 +20,6 @@ from gristmill.config.parallel import ParallelConfig
 from gristmill.parallel.watch import Limits, Watch
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["gristmill.train.run", "torch.distributed.fsdp"])
 
 MEMBER = """
 import os, signal, sys, time, traceback

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from gristmill.checkpoint.layout import CheckpointFolder
+from gristmill.checkpoint.stored import stored_tensors
 from gristmill.train.hooks import StopRequest
 
 TIMED = {"time", "tokens_per_second", "step_seconds", "tflops", "tflops_causal", "memory_bytes"}
@@ -36,11 +36,8 @@ class Runs:
         """Weights and optimizer state of the newest checkpoint."""
         newest = CheckpointFolder(folder / "checkpoints").newest_intact().path
         assert newest is not None
-        return {
-            f"{file}:{name}": tensor
-            for file in ("model.safetensors", "optimizer.safetensors")
-            for name, tensor in load_file(newest / file).items()
-        }
+        stored = {kind: stored_tensors(newest, kind) for kind in ("model", "optimizer")}
+        return {f"{kind}:{name}": one[name] for kind, one in stored.items() for name in one}
 
     def assert_same(self, one: Path, two: Path) -> None:
         """Equal numbers at every step, equal bits at the end."""

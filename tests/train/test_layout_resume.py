@@ -111,11 +111,12 @@ def test_a_run_moves_from_layout_to_layout(
 def test_the_same_layout_goes_on_to_the_bit(
     crowd: Crowd, make_run: MakeRun, tmp_path: Path, runs: Runs
 ) -> None:
-    settings = (*SETTINGS, "model.dropout=0.1", *words("dp_shard=2 tp=2"))
+    short = ('train.until="6 steps"', 'validate.every="3 steps"', "model.layers=2")
+    settings = (*SETTINGS, *short, "model.dropout=0.1", *words("dp_shard=2 tp=2"))
     crowd(4, go_on, make_run(*settings, folder="whole"), None)
-    answers = crowd(4, go_on, make_run(*settings, folder="halves"), 5, 2)
+    answers = crowd(4, go_on, make_run(*settings, folder="halves"), 2, 2)
     assert answers == [int(Exit.STOPPED)] * 4, "one process was asked, and all stopped"
-    assert stored_steps(tmp_path / "halves") == [6]
+    assert stored_steps(tmp_path / "halves") == [3]
     crowd(4, go_on, make_run(*settings, folder="halves"), None)
     assert runs.history(tmp_path / "whole") == runs.history(tmp_path / "halves")
     one, other = (newest(tmp_path / name) for name in ("whole", "halves"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,6 +104,22 @@ def test_another_micro_batch_goes_on_with_the_same_samples(
     assert [(r.step, r.samples, r.lr) for r in parted] == [(r.step, r.samples, r.lr) for r in whole]
     assert [r.loss for r in parted[:5]] == [r.loss for r in whole[:5]]
     assert [r.loss for r in parted] == pytest.approx([r.loss for r in whole], rel=1e-5)
+
+
+def trained(config: RunConfig) -> None:
+    run_training(config)
+
+
+def test_two_processes_ramp_as_one_does(
+    crowd: Callable[..., list[Any]], make_run: MakeRun, tmp_path: Path
+) -> None:
+    settings = (*RAMP, "train.micro_batch=1", "optim.eps=1e-4")
+    run_training(make_run(*settings, folder="one"))
+    crowd(2, trained, make_run(*settings, "parallel.dp_shard=2", folder="two"))
+    one, two = steps_of(tmp_path / "one"), steps_of(tmp_path / "two")
+    assert [(r.step, r.samples, r.lr) for r in two] == [(r.step, r.samples, r.lr) for r in one]
+    assert [later.samples - r.samples for r, later in itertools.pairwise(two)] == BATCHES[1:]
+    assert [r.loss for r in two] == pytest.approx([r.loss for r in one], abs=2e-5)
 
 
 @pytest.mark.parametrize(

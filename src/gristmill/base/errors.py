@@ -2,7 +2,8 @@
 
 A `UserError` carries one or more problems, each with three parts: what is wrong, where, and what to
 do about it. The command line prints them without a traceback and ends with the error's exit status.
-Everything that only a programmer can break is an `assert` instead.
+Everything that only a programmer can break is an `assert` instead; whatever else is raised is a
+defect, which the command line shows with a traceback and `Exit.INTERNAL`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class Exit(enum.IntEnum):
     DATA = 65
     """Input data (text, token files, a tokenizer) is missing or damaged."""
     INTERNAL = 70
-    """A defect of the program: please report it."""
+    """A defect of the program, with a traceback. The last line names it, and the log if there is
+    one: please report it, with the command."""
     STORAGE = 74
     """The disk refused: full, read-only, or every checkpoint is damaged."""
     STOPPED = 75

@@ -1,0 +1,337 @@
+"""Runs of two processes, one of which is killed at a chosen moment: the other ends by itself and
+says who is missing, and the same command goes on to the same bits.
+
+    a life   both train; at its moment the victim waits until the other knows what it is doing, and
+             is killed; the other has to end
+    the last both train to the end
+
+All runs of this file are under way at the same time, a few at once, since they mostly wait.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gristmill.checkpoint.layout import CheckpointFolder
+
+if TYPE_CHECKING:
+    from conftest import Runs
+
+CONTEXT = multiprocessing.get_context("forkserver")
+LIMIT = 60
+"""Seconds that a process may take to end."""
+
+RUN = """
+name = "tiny"
+folder = "{folder}"
+model = {{ layers = 2, heads = 2, width = 16, context = 16, dropout = 0.1 }}
+data = {{ paths = "{tokens}", split = "90,10" }}
+train = {{ until = "6 steps", batch = 4, accumulate = 2 }}
+optim.lr = 1e-2
+validate = {{ every = "2 steps", windows = 4 }}
+checkpoint = {{ every = "2 steps", keep = 2, background = {background} }}
+parallel = {{ dp_shard = 2, timeout = "{limit}s", start_timeout = "{limit}s" }}
+runtime = {{ device = "cpu", threads = 1 }}
+"""
+
+MEMBER = """
+import os, signal, sys, time
+
+os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+os.dup2(os.open(folder / f"errors-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+os.environ.update(
+    RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
+    MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo",
+)
+import torch
+from gristmill.checkpoint import state, writer
+from gristmill.checkpoint.layout import CheckpointFolder
+from gristmill.checkpoint.state import Snapshot
+from gristmill.models.gpt import GPT
+from gristmill.parallel import watch
+from gristmill.parallel.council import Council
+from gristmill.parallel.signs import Roll
+from gristmill.parallel.spmd import Spmd
+from gristmill.parallel.watch import Pace, Watch
+from gristmill.train import run
+from gristmill.train.meter import Meter
+
+doing = "start 0"
+
+def on(owner, name, number, act, *, late=False):
+    # Do something before or after the n-th call of a function.
+    real, seen = getattr(owner, name), 0
+
+    def instead(*args, **kwargs):
+        nonlocal seen
+        seen += 1
+        now = seen == number
+        if now and not late:
+            act()
+        result = real(*args, **kwargs)
+        if now and late:
+            act()
+        return result
+
+    setattr(owner, name, instead)
+
+def before(owner, name, number=1):
+    on(owner, name, number, die)
+
+def after(owner, name, number=1):
+    on(owner, name, number, die, late=True)
+
+def die():
+    # The other has to have heard what this process is doing, or it could not tell.
+    while (folder / f"heard-{1 - rank}").read_text() != doing:
+        time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def half_a_file():
+    real = state.write_tensors
+
+    def cut(path, *args, **kwargs):
+        written = real(path, *args, **kwargs)
+        os.truncate(path, written.size // 2)
+        die()
+
+    state.write_tensors = cut
+
+def fail():
+    raise ValueError("no such grain")
+
+def ask_to_stop():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+def note(self, sign, *, now, real=Roll.note):
+    real(self, sign, now=now)
+    if sign.rank != rank:
+        (folder / f"heard-{rank}").write_text(f"{sign.phase} {sign.step}")
+
+def phase(self, name, step=0, *, real=Watch.phase, **limit):
+    global doing
+    doing = f"{name} {step}"
+    real(self, name, step, **limit)
+
+Roll.note, Watch.phase = note, phase
+watch.Pace = lambda: Pace(beat=0.1, reading=0.1)
+exec(moment)
+sys.argv = ["gristmill", "train", str(folder / "run.toml")]
+from gristmill.cli.main import main
+main()
+"""
+
+
+@dataclass(frozen=True)
+class Killed:
+    """A process that is killed at some moment, and what it was then doing."""
+
+    rank: int
+    moment: str
+    where: str
+    """As the other has to say it; a pattern."""
+    saved: int | None
+    """The newest checkpoint that the kill leaves, None if there is none."""
+    background: bool = True
+    """Whether training goes on while it saves; if not, it is sure what was saved before."""
+    then: Killed | None = None
+    """How the next life ends, if not with the run."""
+
+    @property
+    def lives(self) -> list[Killed | None]:
+        return [self, *(self.then.lives if self.then is not None else [None])]
+
+
+SAVING = r"in (save|step|validation) at step \d"
+"""A save goes on in the background, while training does."""
+CASES = {
+    "when all have met": Killed(1, 'after(run, "open_world")', "in start at step 0", None),
+    "in the first forward pass": Killed(
+        0, 'on(Spmd, "accumulate", 1, lambda: before(GPT, "forward"))', "in start at step 0", None
+    ),
+    "in a backward pass, twice": Killed(
+        1,
+        'before(torch.Tensor, "backward", 6)',
+        "in step at step 2",
+        2,
+        background=False,
+        then=Killed(0, 'before(torch.Tensor, "backward", 2)', "in start at step 2", 2),
+    ),
+    "before a record": Killed(
+        0, 'before(Meter, "add", 3)', "in step at step 2", 2, background=False
+    ),
+    "after a step": Killed(1, 'after(Spmd, "update", 5)', "in step at step 4", 4, background=False),
+    "in validation": Killed(
+        1,
+        'on(Spmd, "evaluate", 3, lambda: before(GPT, "forward"))',
+        "in validation at step 4",
+        2,
+        background=False,
+    ),
+    "in its first file": Killed(0, "half_a_file()", SAVING, None),
+    "in a file": Killed(1, 'on(Snapshot, "write", 2, half_a_file)', SAVING, 2),
+    "in a file, and training waits": Killed(
+        1, 'on(Snapshot, "write", 2, half_a_file)', "in save at step 4", 2, background=False
+    ),
+    "with its files written": Killed(1, 'after(Snapshot, "write", 2)', SAVING, 2),
+    "with all files written": Killed(0, 'before(writer, "commit_pieces", 2)', SAVING, 2),
+    "before the rename": Killed(
+        0, 'on(CheckpointFolder, "commit", 2, lambda: before(os, "rename"))', SAVING, 2
+    ),
+    "while the other commits": Killed(
+        1, 'on(Snapshot, "write", 2, lambda: before(Council, "by_first"))', SAVING, 4
+    ),
+    "before the best is marked": Killed(0, 'before(CheckpointFolder, "mark_best", 2)', SAVING, 4),
+    "in the middle of deleting": Killed(
+        0, 'on(CheckpointFolder, "thin_out", 3, lambda: before(os, "unlink", 2))', SAVING, 6
+    ),
+    "in the last save of a stop": Killed(
+        1,
+        'on(Meter, "add", 2, ask_to_stop); on(Snapshot, "write", 2, half_a_file)',
+        "in save at step 3",
+        2,
+    ),
+    "in the last commit of a stop": Killed(
+        0,
+        'on(Meter, "add", 2, ask_to_stop); '
+        'on(CheckpointFolder, "commit", 2, lambda: before(os, "rename"))',
+        "in save at step 3",
+        2,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Life:
+    """How two processes ended, by rank."""
+
+    codes: list[int | None]
+    last: list[str]
+    """Their last lines."""
+    saved: list[int]
+
+
+class Couple:
+    """Two processes of a run."""
+
+    def __init__(self, folder: Path, tokens: Path, *, background: bool = True) -> None:
+        folder.mkdir()
+        self.folder = folder
+        values = {"folder": folder / "run", "tokens": tokens, "limit": LIMIT}
+        text = RUN.format(**values, background=str(background).lower())
+        (folder / "run.toml").write_text(text)
+
+    def live(self, killed: Killed | None = None) -> Life:
+        """Train until both have ended."""
+        for rank in (0, 1):
+            (self.folder / f"heard-{rank}").touch()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        members = []
+        for rank in (0, 1):
+            moment = killed.moment if killed is not None and killed.rank == rank else ""
+            names = {"folder": self.folder, "rank": rank, "port": port, "moment": moment}
+            members.append(CONTEXT.Process(target=exec, args=(MEMBER, names), daemon=True))
+            members[-1].start()
+        codes = _codes(members)
+        errors = [(self.folder / f"errors-{rank}.txt").read_text() for rank in (0, 1)]
+        committed = CheckpointFolder(self.folder / "run/checkpoints").committed()
+        return Life(
+            codes,
+            [(text.splitlines() or [""])[-1] for text in errors],
+            [int(path.name[5:]) for path in committed],
+        )
+
+
+def _codes(members: list[BaseProcess]) -> list[int | None]:
+    deadline = time.monotonic() + 2 * LIMIT
+    for member in members:
+        member.join(max(0.1, deadline - time.monotonic()))
+    codes = [member.exitcode for member in members]
+    for member in members:
+        member.kill()
+    return codes
+
+
+@dataclass(frozen=True)
+class Story:
+    """All lives of a run."""
+
+    folder: Path
+    lives: list[Life]
+
+
+@pytest.fixture(scope="module")
+def couple(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> Callable[..., Couple]:
+    """Make two processes of a new run."""
+    folder = tmp_path_factory.mktemp("killed")
+    return lambda name, **settings: Couple(folder / name.replace(" ", "-"), tokens, **settings)
+
+
+@pytest.fixture(scope="module")
+def stories(couple: Callable[..., Couple]) -> Iterator[dict[str, Future[Story]]]:
+    """All runs, each to be waited for."""
+
+    def tell(name: str, killed: Killed | None) -> Story:
+        party = couple(name, background=killed is None or killed.background)
+        lives = [None] if killed is None else killed.lives
+        return Story(party.folder / "run", [party.live(one) for one in lives])
+
+    with ThreadPoolExecutor(3) as pool:
+        yield {name: pool.submit(tell, name, CASES.get(name)) for name in ("whole", *CASES)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_process_is_killed(stories: dict[str, Future[Story]], runs: Runs, case: str) -> None:
+    whole, story = stories["whole"].result(), stories[case].result()
+    assert whole.lives[0].codes == [0, 0], whole.lives[0].last
+    for killed, life in zip(CASES[case].lives[:-1], story.lives[:-1], strict=True):
+        assert killed is not None
+        assert_named(killed, life)
+        assert max(life.saved, default=None) == killed.saved
+    assert story.lives[-1].codes == [0, 0], story.lives[-1].last
+    runs.assert_same(whole.folder, story.folder)
+    assert story.lives[-1].saved == whole.lives[0].saved
+    left = [path.name for path in (story.folder / "checkpoints").iterdir() if path.name[0] == "."]
+    assert left == []
+
+
+def test_a_defect_of_one_process_is_told_by_both(couple: Callable[[str], Couple]) -> None:
+    """The one that failed says what to report; the other names it, and what it was doing."""
+    party = couple("defect")
+    life = party.live(Killed(1, 'on(Spmd, "update", 3, fail)', "", None))
+    who, log = f"rank 1 on {socket.gethostname()}", party.folder / "run/logs/rank-00001.log"
+    assert life.codes == [76, 70]
+    assert life.last[0] == f"error: {who} failed in step at step 2: ValueError: no such grain"
+    assert life.last[1].startswith("error: a defect of gristmill ")
+    assert (
+        f": ValueError: no such grain ({who} in step at step 2; the log is {log}); please report it"
+        in life.last[1]
+    )
+    assert "Traceback" in (party.folder / "errors-1.txt").read_text()
+
+
+def assert_named(killed: Killed, life: Life) -> None:
+    """The last line of the other process says who was killed, and where it stood."""
+    host, other = re.escape(socket.gethostname()), 1 - killed.rank
+    lost = {
+        0: rf"rank 0 on {host}, which keeps the store at 127\.0\.0\.1:\d+, is gone",
+        1: rf"rank 1 on {host} has ended without a word",
+    }[killed.rank]
+    assert life.codes[killed.rank] == -signal.SIGKILL, life.last
+    line = life.last[other]
+    assert re.fullmatch(f"error: {lost}; it was last heard of {killed.where}", line), line
+    assert life.codes[other] == 76
