@@ -111,6 +111,13 @@ def test_every_layout_gives_the_same_files(tmp_path: Path, settings: dict[str, A
     assert (tmp_path / "hf-2" / "model.safetensors").read_bytes() == expected
 
 
+def test_a_checkpoint_under_another_name(tmp_path: Path) -> None:
+    (checkpoint,) = (save(make(), tmp_path / "run") / "checkpoints").iterdir()
+    stored = open_stored(str(checkpoint.rename(checkpoint.with_name("the-good-one"))))
+    assert stored.step == 0
+    assert export(stored, tmp_path / "hf", check="files").files == 1
+
+
 def test_several_files_and_their_index(tmp_path: Path) -> None:
     stored = open_stored(str(save(make(), tmp_path / "run", ranks=2)))
     done = export(stored, tmp_path / "hf", check="files", shard=8_000)

@@ -154,13 +154,14 @@ def _intact(path: Path) -> Path:
 
 
 def _from_checkpoint(path: Path) -> StoredModel:
-    settings = read_state(path)["settings"]
+    state = read_state(path)
+    settings, step = state["settings"], state["progress"]["steps"]
     config, vocab = ModelConfig.model_validate(settings["model"]), settings["vocab"]
     weights = stored_tensors(path)
     check_weights(build_model(config, vocab=vocab, device=_NOWHERE), weights)
     run = path.resolve().parent.parent
     tokenizer = open_tokenizer(run / "tokenizer")
-    return StoredModel(config, vocab, weights, tokenizer, path, run=run, step=step_of(path))
+    return StoredModel(config, vocab, weights, tokenizer, path, run=run, step=step)
 
 
 def _from_hf(path: Path) -> StoredModel:
