@@ -344,7 +344,7 @@ def test_too_little_room_is_refused(
     stored: StoredModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(9, 8, 1000))
-    with pytest.raises(UserError, match=r"need .* KiB, and the disk has 1000 B free") as error:
+    with pytest.raises(UserError, match=r"needs .* KiB, and the disk has 1000 B free") as error:
         export(stored, tmp_path / "new" / "hf", check="files")
     assert error.value.exit is Exit.STORAGE
     assert left(tmp_path) == []

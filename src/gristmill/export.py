@@ -36,7 +36,14 @@ import torch
 
 from gristmill.base.boxes import Box
 from gristmill.base.errors import Exit, UserError, optional
-from gristmill.base.files import FolderLock, storage_errors, sync_file, sync_folder, write_json
+from gristmill.base.files import (
+    FolderLock,
+    require_room,
+    storage_errors,
+    sync_file,
+    sync_folder,
+    write_json,
+)
 from gristmill.base.memory import free_memory
 from gristmill.base.units import format_bytes
 from gristmill.checkpoint.model import StoredModel
@@ -136,7 +143,8 @@ def export(
     if unasked is None:
         transformers = optional("transformers", extra="hf", purpose="checking an export")
     _refuse_used(folder)
-    _require_room(folder, size)
+    larger = "give a folder on a larger disk"
+    require_room(folder, needed=size, purpose="the model", remedy=larger)
     shards, count = _divide(tensors, limit=shard), _Count(tensors, watch)
     with _staged(folder) as staging:
         _write_weights(stored, staging, shards=shards, count=count)
@@ -180,18 +188,6 @@ def _refuse_used(folder: Path) -> None:
             where=str(folder),
             remedy="give a new one",
             exit=Exit.REFUSED,
-        )
-
-
-def _require_room(folder: Path, needed: int) -> None:
-    existing = next(place for place in (folder, *folder.resolve().parents) if place.exists())
-    free = shutil.disk_usage(existing).free
-    if free < needed:
-        raise UserError(
-            f"the weights need {format_bytes(needed)}, and the disk has {format_bytes(free)} free",
-            where=str(folder),
-            remedy="make room, or give a folder on a larger disk",
-            exit=Exit.STORAGE,
         )
 
 

@@ -26,6 +26,7 @@ from gristmill.base.files import (
     FolderLock,
     open_bytes,
     read_json,
+    require_room,
     sha256_file,
     sha256_text,
     storage_errors,
@@ -295,3 +296,12 @@ def test_releasing_twice_or_unheld_does_no_harm(tmp_path: Path) -> None:
     lock.acquire()
     lock.release()
     lock.release()
+
+
+def test_a_disk_without_room(tmp_path: Path) -> None:
+    place = tmp_path / "not" / "yet"
+    require_room(place, needed=1, purpose="it", remedy="go")
+    with pytest.raises(UserError, match=r"a corpus needs .*, and the disk has") as caught:
+        require_room(place, needed=10**18, purpose="a corpus", remedy="take another")
+    assert caught.value.exit is Exit.STORAGE
+    assert "make room, or take another" in str(caught.value)

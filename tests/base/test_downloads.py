@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from gristmill.base import downloads
-from gristmill.base.downloads import cache_folder, check_room, download
-from gristmill.base.errors import Exit, UserError
+from gristmill.base.downloads import cache_folder, download
+from gristmill.base.errors import UserError
 
 URL = "https://example.invalid/file.bin"
 CONTENT = bytes(range(256)) * 40
@@ -162,13 +162,6 @@ def test_no_network_if_the_user_says_so(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(UserError, match="switched off by HF_HUB_OFFLINE"):
         download(URL, to=tmp_path / "file.bin")
     assert server.asked == []
-
-
-def test_a_disk_without_room(tmp_path: Path) -> None:
-    check_room(tmp_path / "not" / "yet", needed=1, purpose="it")
-    with pytest.raises(UserError, match="a corpus needs") as caught:
-        check_room(tmp_path / "not" / "yet", needed=10**18, purpose="a corpus")
-    assert caught.value.exit is Exit.STORAGE
 
 
 def test_the_cache_is_where_the_field_has_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,10 +103,10 @@ def test_a_full_disk_is_found_before_writing(
     written = Written(tmp_path, background=False)
     written.writer.save(snapshot(1))
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage._replace(free=10))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10))
     written.writer.save(snapshot(2))
     assert written.steps == [1]
-    assert "a checkpoint needs 32 B, and 10 B are free" in written.said[-1]
+    assert "a checkpoint needs 32 B, and the disk has 10 B free" in written.said[-1]
     with pytest.raises(UserError) as error:
         written.writer.finish()
     assert error.value.exit is Exit.STORAGE
@@ -166,12 +166,12 @@ def test_a_disk_that_fills_up_while_writing(tmp_path: Path) -> None:
         (small / "ballast").write_bytes(bytes(240 * 1024))
         big = snapshot(2)
         big.model.tensors["weight"] = torch.zeros(30_000)
-        module_room = module.require_room
-        module.require_room = lambda folder, needed: None  # it fills up after the check
+        module_room = module.require_checkpoint_room
+        module.require_checkpoint_room = lambda folder, needed: None  # it fills up after the check
         try:
             written.writer.save(big)
         finally:
-            module.require_room = module_room
+            module.require_checkpoint_room = module_room
         assert "the disk is full" in written.said[-1]
         assert written.steps == [1]
         assert verify(written.folder.path(1)) == []

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import http.client
 import os
-import shutil
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -20,7 +19,14 @@ from pathlib import Path
 from typing import Protocol
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.files import FolderLock, sha256_file, storage_errors, sync_file, sync_folder
+from gristmill.base.files import (
+    FolderLock,
+    require_room,
+    sha256_file,
+    storage_errors,
+    sync_file,
+    sync_folder,
+)
 from gristmill.base.units import format_bytes
 
 Watch = Callable[[int, int | None], None]
@@ -43,6 +49,10 @@ class Response(Protocol):
     def read(self, amount: int, /) -> bytes: ...
 
     def close(self) -> None: ...
+
+
+LARGER_CACHE = "set XDG_CACHE_HOME to a folder on a larger disk"
+"""What to do if the cache's disk is too small."""
 
 
 def cache_folder() -> Path:
@@ -84,19 +94,6 @@ def download(
         return to if to.is_file() else _Transfer(url, to=to, watch=watch).run(sha256, size)
     finally:
         lock.release()
-
-
-def check_room(folder: Path, *, needed: int, purpose: str) -> None:
-    """Refuse before anything is fetched that the disk cannot hold."""
-    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    free = shutil.disk_usage(existing).free
-    if free < needed:
-        raise UserError(
-            f"{purpose} needs {format_bytes(needed)}, and the disk has {format_bytes(free)} free",
-            where=str(folder),
-            remedy="make room, or set XDG_CACHE_HOME to a folder on a larger disk",
-            exit=Exit.STORAGE,
-        )
 
 
 class _Transfer:
@@ -152,7 +149,12 @@ class _Transfer:
             length = response.headers.get("Content-Length")
             total = arrived + int(length) if length else size
             self._keep_tag(response.headers.get("ETag"))
-            check_room(self._to.parent, needed=(total or 0) - arrived, purpose=self._to.name)
+            require_room(
+                self._to.parent,
+                needed=(total or 0) - arrived,
+                purpose=self._to.name,
+                remedy=LARGER_CACHE,
+            )
             self._store(response, arrived=arrived, total=total)
         finally:
             response.close()

@@ -88,6 +88,25 @@ def sha256_text(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def free_space(path: Path) -> int:
+    """Bytes free on the disk of a file or folder, which need not exist yet."""
+    existing = next(place for place in (path, *path.absolute().parents) if place.exists())
+    return shutil.disk_usage(existing).free
+
+
+def require_room(path: Path, *, needed: int, purpose: str, remedy: str) -> None:
+    """Refuse what a disk cannot hold before any of it is written; `remedy` is what helps besides
+    making room."""
+    free = free_space(path)
+    if free < needed:
+        raise UserError(
+            f"{purpose} needs {format_bytes(needed)}, and the disk has {format_bytes(free)} free",
+            where=str(path),
+            remedy=f"make room, or {remedy}",
+            exit=Exit.STORAGE,
+        )
+
+
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
     """Turn what the disk refuses into a message that names the path and the free space."""
@@ -95,10 +114,8 @@ def storage_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            existing = next(folder for folder in (path, *path.parents) if folder.exists())
-            free = format_bytes(shutil.disk_usage(existing).free)
             raise UserError(
-                f"the disk is full ({free} free)",
+                f"the disk is full ({format_bytes(free_space(path))} free)",
                 where=str(path),
                 remedy="make room, then start the same command again",
                 exit=Exit.STORAGE,

@@ -23,8 +23,8 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from gristmill.base.errors import Exit, Problem, UserError
-from gristmill.base.files import storage_errors, write_json
+from gristmill.base.errors import Exit, UserError
+from gristmill.base.files import require_room, storage_errors, write_json
 from gristmill.base.units import Progress, format_bytes
 from gristmill.checkpoint.layout import ALONE, Best, CheckpointFolder, Fingerprint, verify
 from gristmill.checkpoint.pieces import (
@@ -132,7 +132,7 @@ class CheckpointWriter:
         return size
 
     def _begin(self, step: int, needed: int) -> str:
-        require_room(self.folder.root, needed)
+        require_checkpoint_room(self.folder.root, needed)
         return self.folder.begin(step).name
 
     def _contribute(self, snapshot: Snapshot, staging: Path) -> Words:
@@ -199,18 +199,7 @@ def _complete(kind: str, told: Sequence[Words]) -> Index:
     return index
 
 
-def require_room(folder: Path, needed: int) -> None:
+def require_checkpoint_room(folder: Path, needed: int) -> None:
     """Refuse when a disk lacks the room for one checkpoint."""
-    existing = next(p for p in (folder, *folder.parents) if p.exists())
-    free = shutil.disk_usage(existing).free
-    if free < needed:
-        raise UserError(
-            [
-                Problem(
-                    f"a checkpoint needs {format_bytes(needed)}, and {format_bytes(free)} are free",
-                    str(folder),
-                    "make room, or set `folder` to a place on a larger disk",
-                )
-            ],
-            exit=Exit.STORAGE,
-        )
+    larger = "set `folder` to a place on a larger disk"
+    require_room(folder, needed=needed, purpose="a checkpoint", remedy=larger)

@@ -17,7 +17,7 @@ from gristmill.base.files import FolderLock
 from gristmill.base.process import Place
 from gristmill.base.units import format_count, format_seconds, parse_seconds
 from gristmill.checkpoint.layout import CheckpointFolder
-from gristmill.checkpoint.writer import CheckpointWriter, require_room
+from gristmill.checkpoint.writer import CheckpointWriter, require_checkpoint_room
 from gristmill.config.resolve import Resolved
 from gristmill.config.rules import check_mesh
 from gristmill.config.schema import RunConfig
@@ -112,7 +112,7 @@ def _locked_training(
 ) -> Outcome:
     parts = assemble(config, folder, world, council)
     rows = parts.numbers.padded_vocab
-    require_room(folder.path, 12 * count_parameters(config.model, rows=rows))
+    require_checkpoint_room(folder.path, 12 * count_parameters(config.model, rows=rows))
     resumed = resume(parts)
     watch.phase("start", parts.state.progress.steps)
     tracker = build_tracker(

@@ -89,10 +89,10 @@ def test_a_source_of_another_split() -> None:
 def test_the_disk_is_looked_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needs: dict[str, int] = {}
 
-    def room(folder: Path, *, needed: int, purpose: str) -> None:
+    def room(folder: Path, *, needed: int, purpose: str, remedy: str) -> None:
         needs[purpose] = needed
 
-    monkeypatch.setattr(corpora, "check_room", room)
+    monkeypatch.setattr(corpora, "require_room", room)
     check_disk(SMALL, output=tmp_path)
     assert SMALL.disk_bytes == 900
     assert needs == {"the file of small": 400, "a token set of small": 500}

@@ -14,7 +14,8 @@ from importlib import resources
 from pathlib import Path
 from urllib.parse import urlencode
 
-from gristmill.base.downloads import Watch, cache_folder, check_room, download
+from gristmill.base.downloads import LARGER_CACHE, Watch, cache_folder, download
+from gristmill.base.files import require_room
 from gristmill.base.units import format_bytes
 
 _BYTES_PER_TOKEN = 4
@@ -115,8 +116,18 @@ def check_disk(corpus: Corpus, *, output: Path) -> None:
         return
     kept = corpus.disk_bytes - 2 * (corpus.text_bytes or 0) // _BYTES_PER_TOKEN
     if corpus.url and not corpus.file.is_file():
-        check_room(corpus.file.parent, needed=kept, purpose=f"the file of {corpus.name}")
-    check_room(output, needed=corpus.disk_bytes - kept, purpose=f"a token set of {corpus.name}")
+        require_room(
+            corpus.file.parent,
+            needed=kept,
+            purpose=f"the file of {corpus.name}",
+            remedy=LARGER_CACHE,
+        )
+    require_room(
+        output,
+        needed=corpus.disk_bytes - kept,
+        purpose=f"a token set of {corpus.name}",
+        remedy="give an output on a larger disk",
+    )
 
 
 def fetch_corpus(corpus: Corpus, *, watch: Watch | None = None) -> str:
