@@ -39,6 +39,12 @@ def complaint(text: str, words: tuple[str, ...] = ()) -> UserError:
     return caught.value
 
 
+def test_a_setting_that_is_a_switch_or_a_word_has_one_complaint() -> None:
+    error = complaint(BASE, ('runtime.compile="bloks"',))
+    assert len(error.problems) == 1
+    assert "runtime.compile: input should be True, False or 'blocks'" in str(error)
+
+
 def test_the_base_of_the_table_is_right() -> None:
     assert load_text(BASE, place="run.toml").name == "trial"
 

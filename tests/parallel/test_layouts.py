@@ -159,7 +159,7 @@ def test_every_layout_computes_what_one_process_does(crowd: Crowd, layout: str) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_and_goes_on_to(crowd: Crowd, layout: str) -> None:
+def test_every_layout_over_twenty_steps(crowd: Crowd, layout: str) -> None:
     """Roundings grow from step to step."""
     compare(crowd, layout, steps=20, muon=2e-4, adamw=2e-5)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,6 +45,30 @@ def step(strategy: Spmd, batches: list[Batch]) -> dict[str, float]:
         "norm": result.grad_norm.item(),
         "skipped": result.skipped.item(),
     }
+
+
+def test_the_whole_or_its_blocks_are_compiled(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, asked = torch.compile, []
+
+    def compile_(function: Any, **options: Any) -> Any:
+        asked.append(function)
+        return real(function, backend="aot_eager", **options)
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    torch.compiler.reset()  # the limit on recompilations counts what earlier tests compiled
+    results = {}
+    for wanted in ("false", "true", '"blocks"'):
+        asked.clear()
+        strategy, model = make_strategy(make_run(f"runtime.compile={wanted}"))
+        whole, blocks = [model], list(model.blocks.values())
+        found = [getattr(one, "__self__", one) for one in asked]
+        assert found == {"false": [], "true": whole, '"blocks"': blocks}[wanted]
+        results[wanted] = step(strategy, [make_batch(windows())])
+    for result in results.values():
+        assert result["loss"] == pytest.approx(results["false"]["loss"], rel=1e-6)
+        assert result["norm"] == pytest.approx(results["false"]["norm"], rel=1e-5)
 
 
 def test_dividing_a_batch_changes_nothing_but_rounding(make_run: MakeRun) -> None:

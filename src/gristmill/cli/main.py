@@ -28,7 +28,7 @@ _WIDTH = 300
 """Characters of an error's own words that are repeated in the last line."""
 
 
-class _Unworded(Exception):  # noqa: N818
+class _UnwordedError(Exception):
     """An error for which typer has a status and words of its own; it is the cause of this one."""
 
 
@@ -39,7 +39,7 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except (EOFError, BrokenPipeError) as error:
-            raise _Unworded from error
+            raise _UnwordedError from error
 
 
 app = typer.Typer(
@@ -89,7 +89,7 @@ def main() -> None:
         for problem in error.problems:
             sys.stderr.write(f"error: {problem}\n")
         sys.exit(error.exit)
-    except _Unworded as error:
+    except _UnwordedError as error:
         cause = error.__cause__ or error
         unread = isinstance(cause, BrokenPipeError) and _reader_left()
         sys.exit(Exit.DONE if unread else _report(cause))

@@ -217,10 +217,10 @@ class RuntimeConfig(Settings):
     """Where to train; auto takes CUDA, then MPS, then the CPU."""
     threads: Count | None = None
     """CPU threads; all cores if not given. Results are bit-identical only for the same number."""
-    compile: bool | Literal["blocks"] | None = None
+    compile: Literal[True, False, "blocks"] | None = None
     """Compile the model with torch.compile; on CUDA only if not given. "blocks" compiles one block
-    for all instead of the whole model: a deep model starts sooner and runs a little slower. Runs of
-    several processes do so in any case."""
+    for all instead of the whole model, so that compiling does not take longer the deeper a model
+    is; nothing is fused across blocks then. Runs of several processes do so in any case."""
     kernels: bool = True
     """Use the kernels in Triton that come with this program, on CUDA; plain operations if not."""
     offload: Literal["optimizer"] | None = None

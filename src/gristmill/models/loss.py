@@ -155,8 +155,8 @@ def _over_slices(
     for start in range(0, hidden_ND.shape[0], step):
         part = slice(start, start + step)
         hidden, targets = hidden_ND[part], targets_N[part]
-        weights = targets.new_ones(len(targets)) if weights_N is None else weights_N[part]
-        weights = weights.float()
+        ones = torch.ones_like(targets, dtype=torch.float32)
+        weights = ones if weights_N is None else weights_N[part].float()
         if wants_gradient:
             losses, d_logits = head.losses(hidden, targets, scale * weights, d_hidden[part])
             _add_product(d_head, d_logits, hidden)

@@ -76,11 +76,14 @@ def _capped(z, cap, CAPPED: tl.constexpr, QUICK: tl.constexpr):
 
 
 @triton.jit
-def _slope(z, cap):
-    """By how much a capped logit (in units of log 2) grows with the logit itself."""
-    # Padding may have z = -inf; any finite slope leaves its gradient at 0.
-    y = tl.maximum(z, -1e6) * (0.6931471805599453 / cap)
-    return 1.0 - y * y
+def _gradient(z, log_sum, factor, cap, target, CAPPED: tl.constexpr):
+    """Of capped logits in units of log 2; `target` is 1 for the target's and 0 for others."""
+    gradient = factor * (tl.exp2(z - log_sum) - target)
+    if CAPPED:
+        # Padding may have z = -inf; any finite slope leaves its gradient at 0.
+        y = tl.maximum(z, -1e6) * (0.6931471805599453 / cap)
+        gradient = gradient * (1.0 - y * y)
+    return gradient
 
 
 @triton.jit
@@ -193,19 +196,13 @@ def _rows(
         for begin in range(0, whole, BLOCK):
             at = begin + lanes
             z = _read(line, at, cap, VOCAB, CAPPED, QUICK, END=False)
-            gradient = factor * tl.exp2(z - log_sum)
-            if CAPPED:
-                gradient = gradient * _slope(z, cap)
+            gradient = _gradient(z, log_sum, factor, cap, 0.0, CAPPED)
             _store(line, copy, at, gradient, units, COLUMNS, COPY, NATIVE, END=False)
         for begin in tl.static_range(whole, COLUMNS, BLOCK):
             at = begin + lanes
             z = _read(line, at, cap, VOCAB, CAPPED, QUICK, END=True)
-            gradient = factor * tl.exp2(z - log_sum)
-            if CAPPED:
-                gradient = gradient * _slope(z, cap)
+            gradient = _gradient(z, log_sum, factor, cap, 0.0, CAPPED)
             _store(line, copy, at, gradient, units, COLUMNS, COPY, NATIVE, END=True)
         tl.debug_barrier()  # the target's column is written last
-        gradient = factor * (tl.exp2(picked - log_sum) - 1.0)
-        if CAPPED:
-            gradient = gradient * _slope(picked, cap)
+        gradient = _gradient(picked, log_sum, factor, cap, 1.0, CAPPED)
         _store(line, copy, target, gradient, units, COLUMNS, COPY, NATIVE, END=False)
