@@ -14,7 +14,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
@@ -68,7 +68,7 @@ class Result:
     steps: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    """Of the steps alone, those that compiled taken as ordinary ones."""
+    """Of the steps alone, those that compiled taken as ordinary ones; 0 if they were not timed."""
     untimed_seconds: float = 0.0
     """What the first steps took, which is not counted."""
     wall: float = 0.0
@@ -117,6 +117,12 @@ def measured(steps: Sequence[Step], losses: Mapping[int, float]) -> dict[str, An
         "untimed_seconds": sum(step.seconds for step in steps[: untimed(steps)]),
         "curve": tuple(point for point in curve if math.isfinite(point.loss)),
     }
+
+
+def without_times(result: Result) -> Result:
+    """For runs that shared their device with others: how long they took says nothing."""
+    curve = tuple(replace(point, seconds=0.0) for point in result.curve)
+    return replace(result, seconds=0.0, untimed_seconds=0.0, wall=0.0, curve=curve)
 
 
 # ------------------------------------------------------------------ files
@@ -222,7 +228,7 @@ def first_to_reach(rows: Iterable[Row], target: float | None) -> Row | None:
     """
     shortest: dict[str, Row] = {}
     for row in sorted(rows, key=lambda row: row.first.asked):
-        if target is not None and row.loss <= target and not row.failed:
+        if target is not None and row.loss <= target and row.seconds and not row.failed:
             shortest.setdefault(row.first.name, row)
     return min(shortest.values(), key=lambda row: row.seconds, default=None)
 
@@ -253,8 +259,8 @@ def run_cells(row: Row) -> Cells:
         "tokens": format_count(row.tokens),
         "steps": str(row.first.steps),
         "loss": f"{row.loss:.4f}" + ("" if row.spread is None else f" ± {row.spread:.4f}"),
-        "seconds": f"{row.seconds:.1f}",
-        "tokens/s": f"{row.tokens / row.seconds:,.0f}",
+        "seconds": f"{row.seconds:.1f}" if row.seconds else "",
+        "tokens/s": f"{row.tokens / row.seconds:,.0f}" if row.seconds else "",
         "GiB": f"{max(memory) / 2**30:.1f}" if memory else "",
     }
 
@@ -276,7 +282,7 @@ def ablation_table(rows: Sequence[Row]) -> list[Cells]:
         cells = run_cells(row)
         if base is not None:
             cells["difference"] = "" if row is base else f"{row.loss - base.loss:+.4f}"
-            cells["time ratio"] = f"{row.seconds / base.seconds:.3f}"
+            cells["time ratio"] = f"{row.seconds / base.seconds:.3f}" if base.seconds else ""
         found.append(cells)
     return found
 

@@ -4,6 +4,7 @@
         --nanogpt PATH/TO/nanoGPT --json results.json --tokens 18M 20M 22M --seeds 1 2 3
     ... --json results.json 'nanogpt/*'      only these runs, by name or pattern; --list shows all
     ... --json results.json --ablate         our preset with one part changed at a time
+    ... --json a.json --ablate --shared      beside others on one device: losses, but no times
     ... --device cpu --compute fp32 --preset modern-nano --runs small.toml      to try it
     python benchmarks/time_to_loss.py --page results.json -o docs/time-to-loss.md
 
@@ -62,6 +63,7 @@ from loss_results import (
     run_cells,
     target_of,
     verdict,
+    without_times,
     write_results,
 )
 from loss_rows import OURS, Change, Recipe, rows_by_name
@@ -204,7 +206,8 @@ def make_run(bench: Bench, job: Job) -> Result | None:
     except Exception as error:  # of any kind: hours of other runs would be lost with it
         traceback.print_exc()
         found = {"error": f"{type(error).__name__}: {error}"}
-    return dataclasses.replace(result, wall=time.monotonic() - started, **found)
+    result = dataclasses.replace(result, wall=time.monotonic() - started, **found)
+    return without_times(result) if bench.options.shared else result
 
 
 def is_made(bench: Bench, wanted: Result) -> bool:
@@ -402,12 +405,15 @@ def describe(result: Result, place: str) -> str:
     if result.error:
         return f"{head}: {result.error}"
     memory = f", {result.memory / 2**30:.1f} GiB" if result.memory else ""
+    end = f"{head}: loss {result.loss:.4f} after {format_count(result.tokens)} tokens"
+    if not result.seconds:
+        losses = ", ".join(f"{point.loss:.3f}" for point in result.curve)
+        return f"{end}{memory}\n    losses  {losses}"
     curve = ", ".join(f"{point.seconds:.0f}: {point.loss:.3f}" for point in result.curve)
     return (
-        f"{head}: loss {result.loss:.4f} after {format_count(result.tokens)} tokens in "
-        f"{result.seconds:.1f} s, {result.rate:,.0f} tokens/s{memory}; wall {result.wall:.0f} s, "
-        f"of which {result.untimed_seconds:.0f} s for the first steps, which count as median ones\n"
-        f"    seconds: loss  {curve}"
+        f"{end} in {result.seconds:.1f} s, {result.rate:,.0f} tokens/s{memory}; wall "
+        f"{result.wall:.0f} s, of which {result.untimed_seconds:.0f} s for the first steps, which "
+        f"count as median ones\n    seconds: loss  {curve}"
     )
 
 
@@ -480,6 +486,7 @@ def parse() -> argparse.Namespace:
     add("--seeds", type=int, nargs="+", default=[1337], metavar="N")
     add("--target", type=float, metavar="LOSS", help="the baseline's best if not given")
     add("--limit", type=float, default=math.inf, metavar="SECONDS", help="then begin no new run")
+    add("--shared", action="store_true", help="others use the device too: record no times")
     add("--points", type=int, default=12, help="validations in a run")
     add("--preset", default="modern-small", help="ours")
     add("--baseline-preset", default="gpt2-small", help="the baseline's sizes")

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional
 
 from gristmill.config.schema import GATE_FEATURES, ModelConfig
-from gristmill.models.fused import can_fuse, fused_mlp
+from gristmill.models.fused import fused_mlp, worth_fusing
 from gristmill.models.spec import Kernels, KVCache, Links
 
 
@@ -235,8 +235,8 @@ class MLP(nn.Module):
 
     def forward(self, x_BTD: torch.Tensor, around: Surroundings) -> torch.Tensor:
         x_BTD = around.links.enter(x_BTD)
-        fits = can_fuse(x_BTD, inner=self.inner, activation=self.activation)
-        if around.kernels.mlp and fits:
+        worth = worth_fusing(x_BTD, inner=self.inner, activation=self.activation)
+        if around.kernels.mlp and worth:
             return self.down.closed(self._fused(x_BTD), around.links)
         inner_BTF = self.up(x_BTD)
         match self.activation:

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 pytest.importorskip("triton")
 
-from gristmill.models.fused import ACTIVATIONS, INNER, ROWS, WIDTH, can_fuse, fused_mlp
+from gristmill.models.fused import INNER, ROWS, WIDEST, WIDTH, fused_mlp, worth_fusing
 from gristmill.models.kernels import activated as module
 from gristmill.models.kernels.activated import activation_backward, linear_activation
 
@@ -24,8 +24,8 @@ FUNCTIONS = {
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
-        for name, size in {"TILE_M": 16, "TILE_N": 32, "TILE_K": 16}.items():
-            monkeypatch.setattr(module, name, size)
+        monkeypatch.setattr(module, "FORWARD", module.FORWARD._replace(M=16, N=16, K=16))
+        monkeypatch.setattr(module, "BACKWARD", module.BACKWARD._replace(M=16, N=32, K=16))
 
 
 def random(*shape: int, seed: int, spread: float = 1.0) -> torch.Tensor:
@@ -37,7 +37,7 @@ def error(got: torch.Tensor, exact: torch.Tensor) -> float:
     return float((got.double() - exact).norm() / exact.norm())
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", WIDEST)
 @pytest.mark.parametrize("biased", [False, True])
 def test_forward_and_backward(activation: str, biased: bool) -> None:
     x, weight = random(M, K, seed=0), random(N, K, seed=1, spread=K**-0.5)
@@ -57,21 +57,24 @@ def test_forward_and_backward(activation: str, biased: bool) -> None:
     assert kept.numel() == (0 if activation == "relu2" else out.numel())
 
 
-def test_what_can_be_fused() -> None:
-    def can(rows: int, width: int, inner: int, activation: str, dtype: torch.dtype) -> bool:
+def test_what_is_worth_fusing() -> None:
+    def worth(rows: int, width: int, inner: int, activation: str, dtype: torch.dtype) -> bool:
         x = torch.empty(2, rows // 2, width, dtype=dtype)
-        return can_fuse(x, inner=inner, activation=activation)
+        return worth_fusing(x, inner=inner, activation=activation)
 
     half = torch.bfloat16
-    assert can(ROWS, WIDTH, INNER, "relu2", half)
-    assert not can(ROWS + 2, WIDTH, INNER, "relu2", half)
-    assert not can(ROWS, WIDTH + 1, INNER, "relu2", half)
-    assert not can(ROWS, WIDTH, INNER + 1, "relu2", half)
-    assert not can(ROWS, WIDTH, INNER, "swiglu", half)
-    assert not can(ROWS, WIDTH, INNER, "relu2", torch.float32)
+    assert worth(ROWS, WIDTH, INNER, "relu2", half)
+    assert not worth(ROWS + 2, WIDTH, INNER, "relu2", half)
+    assert not worth(ROWS, WIDTH + 1, INNER, "relu2", half)
+    assert not worth(ROWS, WIDTH, INNER + 1, "relu2", half)
+    assert not worth(ROWS, WIDTH, INNER, "swiglu", half)
+    assert not worth(ROWS, WIDTH, INNER, "relu2", torch.float32)
+    for activation, widest in WIDEST.items():
+        assert worth(ROWS, widest, INNER, activation, half)
+        assert not worth(ROWS, widest + WIDTH, INNER, activation, half)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", WIDEST)
 @pytest.mark.parametrize("biased", [False, True])
 def test_the_fused_part_has_the_gradients_of_the_plain_one(activation: str, biased: bool) -> None:
     def inputs() -> list[torch.Tensor]:

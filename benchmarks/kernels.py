@@ -1,0 +1,88 @@
+"""The feed-forward part by our kernels, beside what the compiler makes of plain operations.
+
+    python benchmarks/kernels.py
+
+Both passes, in bf16, for the widths of GPT-2's four sizes and one more. `models/fused.py` has the
+widths up to which ours is used; this script is where they come from, and says what they should be
+on another GPU.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+from gristmill.models.fused import WIDEST, fused_mlp
+
+SHAPES = ((65536, 768), (32768, 768), (32768, 1024), (16384, 1280), (8192, 1600), (16384, 2048))
+"""Rows and widths."""
+ROUNDS, CALLS = 5, 8
+
+Part = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def main() -> None:
+    if not torch.cuda.is_available():
+        raise SystemExit("this needs an NVIDIA GPU")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, milliseconds")
+    print(f"{'activation':<12}{'rows':>8}{'width':>8}{'ours':>9}{'plain':>9}{'ratio':>8}  used")
+    for activation, widest in WIDEST.items():
+        plain = torch.compile(plain_part(activation), dynamic=False)
+        for rows, width in SHAPES:
+            ours, theirs = times(rows, width, fused_part(activation), plain)
+            used = "ours" if width <= widest else "plain"
+            print(
+                f"{activation:<12}{rows:>8}{width:>8}{ours:>9.3f}{theirs:>9.3f}"
+                f"{theirs / ours:>8.3f}  {used}",
+                flush=True,
+            )
+
+
+def fused_part(activation: str) -> Part:
+    return lambda x, up, down: fused_mlp(x, up, None, down, activation)
+
+
+def plain_part(activation: str) -> Part:
+    def part(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        inner = x @ up.T
+        if activation == "relu2":
+            return functional.relu(inner).square() @ down.T
+        return functional.gelu(inner, approximate="tanh") @ down.T
+
+    return part
+
+
+def times(rows: int, width: int, *parts: Part) -> list[float]:
+    """Milliseconds of both passes, the median of rounds in which the parts take turns."""
+    shapes = {"x": (rows, width), "up": (4 * width, width), "down": (width, 4 * width)}
+    x, up, down = (
+        (torch.randn(shape, device="cuda") * (1.0 if name == "x" else 0.02)).bfloat16()
+        for name, shape in shapes.items()
+    )
+    tensors = [tensor.requires_grad_() for tensor in (x, up, down)]
+    outer = torch.randn_like(x)
+
+    def call(part: Part) -> None:
+        torch.autograd.grad(part(*tensors), tensors, outer)
+
+    for part in parts:  # compiles
+        call(part)
+    found = [[measure(lambda part=part: call(part)) for part in parts] for _ in range(ROUNDS)]
+    return [statistics.median(column) for column in zip(*found, strict=True)]
+
+
+def measure(call: Callable[[], None]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(CALLS):
+        call()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / CALLS
+
+
+if __name__ == "__main__":
+    main()
