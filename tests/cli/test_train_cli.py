@@ -156,6 +156,32 @@ def records(folder: Path) -> int:
     return metrics.read_text().count("\n") if metrics.exists() else 0
 
 
+INTERRUPTED = """
+import os, signal, sys
+
+class WhenTorchIsImported:
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+sys.meta_path.insert(0, WhenTorchIsImported())
+"""
+
+
+def test_a_signal_before_torch_is_there_stops_with_a_save(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTED)
+    done = subprocess.run(
+        [sys.executable, "-m", "gristmill", "train", str(file)],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == Exit.STOPPED, done.stderr
+    assert "stopped and saved" in done.stdout
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes where Linux shows them")
 def test_a_killed_run_is_started_again_and_a_stopped_one_is_not(file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"

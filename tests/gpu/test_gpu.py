@@ -23,8 +23,8 @@ from gristmill.models.loss import linear_cross_entropy
 from gristmill.optim.build import build_optimizer
 from gristmill.parallel.build import build_strategy, place_model
 from gristmill.parallel.world import Groups, open_world
-from gristmill.train.hooks import StopRequest
 from gristmill.train.run import run_training
+from gristmill.train.stop import StopRequest
 
 MakeRun = Callable[..., RunConfig]
 pytestmark = [

@@ -30,6 +30,7 @@ from gristmill.track.sinks import (
     TensorBoardSink,
     WandbSink,
     line,
+    scalars,
 )
 
 STEP = StepRecord(
@@ -105,6 +106,15 @@ def test_parts_that_do_not_matter_are_left_out() -> None:
     troubled = line(replace(STEP, loss_scale=65536.0, skipped=3, nan=1, loss=float("nan")))
     assert troubled.endswith("scale 65536 | skipped 3 | nan 1")
     assert "loss nan" in troubled
+
+
+def test_waiting_is_told_of_where_it_costs() -> None:
+    waits = replace(STEP, data_wait=0.004, sync_wait=0.04)
+    assert "| mfu 41.2% | data 2% | sync 25% | mem" in line(waits)
+    assert waits.compute == pytest.approx(0.116)
+    assert "data" not in line(replace(STEP, data_wait=0.001, sync_wait=0.0))
+    assert "sync" not in line(replace(STEP, step_seconds=0.0, sync_wait=0.0))
+    assert scalars(waits)["speed/compute"] == waits.compute
 
 
 def test_every_kind_of_record_is_one_line_without_control_characters() -> None:

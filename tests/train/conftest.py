@@ -14,7 +14,7 @@ import torch
 
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.stored import stored_tensors
-from gristmill.train.hooks import StopRequest
+from gristmill.train.stop import StopRequest
 
 TIMED = {"time", "tokens_per_second", "step_seconds", "tflops", "tflops_causal", "memory_bytes"}
 TIMED |= {"data_wait", "sync_wait", "seconds"}

@@ -14,6 +14,8 @@ import multiprocessing
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -64,7 +66,8 @@ from gristmill.parallel import watch
 from gristmill.parallel.council import Council
 from gristmill.parallel.signs import Roll
 from gristmill.parallel.spmd import Spmd
-from gristmill.parallel.watch import Pace, Watch
+from gristmill.parallel.limits import Pace
+from gristmill.parallel.watch import Watch
 from gristmill.train import run
 from gristmill.train.meter import Meter
 
@@ -131,6 +134,18 @@ exec(moment)
 sys.argv = ["gristmill", "train", str(folder / "run.toml")]
 from gristmill.cli.main import main
 main()
+"""
+
+
+UNDER_TORCHRUN = """
+import os, signal
+from pathlib import Path
+
+folder, rank, port = Path({folder!r}), int(os.environ["RANK"]), os.environ["MASTER_PORT"]
+first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+found = " ".join(path.name for path in folder.glob("run/checkpoints/step*"))
+(folder / f"found-{{rank}}").write_text(found)
+moment = 'before(torch.Tensor, "backward", 6)' if first and rank == 1 else ""
 """
 
 
@@ -235,18 +250,41 @@ class Couple:
 
     def live(self, killed: Killed | None = None) -> Life:
         """Train until both have ended."""
-        for rank in (0, 1):
-            (self.folder / f"heard-{rank}").touch()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = self._begin()
         members = []
         for rank in (0, 1):
             moment = killed.moment if killed is not None and killed.rank == rank else ""
             names = {"folder": self.folder, "rank": rank, "port": port, "moment": moment}
             members.append(CONTEXT.Process(target=exec, args=(MEMBER, names), daemon=True))
             members[-1].start()
-        codes = _codes(members)
+        return self._life(_codes(members))
+
+    def live_under_torchrun(self) -> Life:
+        """Train until torchrun ends, which starts both again when one was killed."""
+        port = self._begin()
+        member = self.folder / "member.py"
+        member.write_text(UNDER_TORCHRUN.format(folder=str(self.folder)) + MEMBER)
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+        options = ["--max-restarts=1", "--monitor-interval=0.1", "--master-addr=127.0.0.1"]
+        done = subprocess.run(
+            [*torchrun, *options, f"--master-port={port}", str(member)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=2 * LIMIT,
+            check=False,
+        )
+        return self._life([done.returncode])
+
+    def _begin(self) -> int:
+        """A port to meet at."""
+        for rank in (0, 1):
+            (self.folder / f"heard-{rank}").touch()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
+        return port
+
+    def _life(self, codes: list[int | None]) -> Life:
         errors = [(self.folder / f"errors-{rank}.txt").read_text() for rank in (0, 1)]
         committed = CheckpointFolder(self.folder / "run/checkpoints").committed()
         return Life(
@@ -290,8 +328,13 @@ def stories(couple: Callable[..., Couple]) -> Iterator[dict[str, Future[Story]]]
         lives = [None] if killed is None else killed.lives
         return Story(party.folder / "run", [party.live(one) for one in lives])
 
+    def tell_of_torchrun() -> Story:
+        party = couple("torchrun", background=False)
+        return Story(party.folder / "run", [party.live_under_torchrun()])
+
     with ThreadPoolExecutor(3) as pool:
-        yield {name: pool.submit(tell, name, CASES.get(name)) for name in ("whole", *CASES)}
+        told = {name: pool.submit(tell, name, CASES.get(name)) for name in ("whole", *CASES)}
+        yield {**told, "torchrun": pool.submit(tell_of_torchrun)}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -307,6 +350,15 @@ def test_a_process_is_killed(stories: dict[str, Future[Story]], runs: Runs, case
     assert story.lives[-1].saved == whole.lives[0].saved
     left = [path.name for path in (story.folder / "checkpoints").iterdir() if path.name[0] == "."]
     assert left == []
+
+
+def test_torchrun_starts_all_again(stories: dict[str, Future[Story]], runs: Runs) -> None:
+    """From the newest checkpoint, with no cleaning."""
+    whole, story = stories["whole"].result(), stories["torchrun"].result()
+    assert story.lives[0].codes == [0], story.lives[0].last
+    runs.assert_same(whole.folder, story.folder)
+    for rank in (0, 1):
+        assert (story.folder.parent / f"found-{rank}").read_text() == "step-00000002"
 
 
 def test_a_defect_of_one_process_is_told_by_both(couple: Callable[[str], Couple]) -> None:

@@ -13,8 +13,8 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.stored import stored_tensors
 from gristmill.config.schema import RunConfig
-from gristmill.train.hooks import StopRequest
 from gristmill.train.run import run_training
+from gristmill.train.stop import StopRequest
 
 if TYPE_CHECKING:
     from conftest import Runs

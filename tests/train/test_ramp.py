@@ -13,8 +13,8 @@ from gristmill.base.errors import Exit
 from gristmill.checkpoint.layout import CheckpointFolder, step_of
 from gristmill.config.schema import RunConfig
 from gristmill.track.metrics import EventRecord, StepRecord, read_metrics
-from gristmill.train.hooks import StopRequest
 from gristmill.train.run import run_training
+from gristmill.train.stop import StopRequest
 from gristmill.train.tracker import Tracker, build_tracker
 
 if TYPE_CHECKING:

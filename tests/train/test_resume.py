@@ -22,8 +22,8 @@ from gristmill.text.prepare.prepare import prepare_documents
 from gristmill.text.sources.source import Document
 from gristmill.text.tokenizers.training import train_tokenizer
 from gristmill.track.metrics import EventRecord, StepRecord, ValidationRecord, read_metrics
-from gristmill.train.hooks import StopRequest
 from gristmill.train.run import run_training
+from gristmill.train.stop import StopRequest
 
 if TYPE_CHECKING:
     from conftest import Runs

@@ -64,9 +64,13 @@ def train(
         raise typer.Exit(
             _supervise(config, command, fresh=fresh, processes=processes, restarts=restarts)
         )
-    from gristmill.train.run import run_training
+    from gristmill.train.stop import StopRequest
 
-    outcome = run_training(config, fresh=fresh)
+    # What follows takes seconds to import, and a signal may come meanwhile.
+    with StopRequest() as stop:
+        from gristmill.train.run import run_training
+
+        outcome = run_training(config, fresh=fresh, stop=stop)
     raise typer.Exit(outcome.exit)
 
 

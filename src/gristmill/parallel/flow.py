@@ -12,14 +12,17 @@ from torch.profiler import record_function
 from gristmill.data.loader import Batch
 from gristmill.models.spec import Loss
 from gristmill.parallel.replicas import Replicas
+from gristmill.parallel.waiting import backward
 
 
 class Flow(Protocol):
     """A way of micro-batches through a model; batches are on the device."""
 
-    def train(self, batches: Sequence[Batch], scale: torch.Tensor) -> torch.Tensor:
+    def train(
+        self, batches: Sequence[Batch], scale: torch.Tensor, done: Callable[[], None] | None = None
+    ) -> torch.Tensor:
         """Gradients of the scaled loss; returns the sum of the plain losses that were computed
-        here."""
+        here. `done` is called when this process's own gradients are there."""
         ...
 
     def measure(self, batches: Iterable[Batch]) -> torch.Tensor:
@@ -33,14 +36,20 @@ class Straight:
     def __init__(self, replicas: Replicas, forward: Callable[..., Any]) -> None:
         self.replicas, self.forward = replicas, forward
 
-    def train(self, batches: Sequence[Batch], scale: torch.Tensor) -> torch.Tensor:
+    def train(
+        self, batches: Sequence[Batch], scale: torch.Tensor, done: Callable[[], None] | None = None
+    ) -> torch.Tensor:
         total = torch.zeros((), device=scale.device)
         for number, batch in enumerate(batches, 1):
-            with self.replicas.summing(last=number == len(batches)):
+            last = number == len(batches)
+            with self.replicas.summing(last):
                 with record_function("gristmill::forward"):
                     loss = _loss(self.forward, batch, scale)
                 with record_function("gristmill::backward"):
-                    loss.scaled.backward()
+                    if last and done is not None:
+                        backward(loss.scaled, done)
+                    else:
+                        loss.scaled.backward()
             total += loss.total
         return total
 

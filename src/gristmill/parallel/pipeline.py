@@ -121,9 +121,14 @@ class Pipeline:
         self.group: dist.ProcessGroup = group
         self._made: dict[Any, Any] = {}
 
-    def train(self, batches: Sequence[Batch], scale: torch.Tensor) -> torch.Tensor:
+    def train(
+        self, batches: Sequence[Batch], scale: torch.Tensor, done: Callable[[], None] | None = None
+    ) -> torch.Tensor:
         with record_function("gristmill::pipeline"):
-            return sum(self._run(batches, scale, "step"), torch.zeros((), device=scale.device))
+            losses = self._run(batches, scale, "step")
+        if done is not None:
+            done()
+        return sum(losses, torch.zeros((), device=scale.device))
 
     def measure(self, batches: Iterable[Batch]) -> torch.Tensor:
         """Forward only, as many batches at a time as keep all stages busy."""

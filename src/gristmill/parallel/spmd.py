@@ -37,7 +37,8 @@ from gristmill.parallel.offload import Offload
 from gristmill.parallel.precision import Precision
 from gristmill.parallel.replicas import Replicas, sum_together
 from gristmill.parallel.strategy import StepResult
-from gristmill.parallel.world import Mark, World
+from gristmill.parallel.waiting import Waiting
+from gristmill.parallel.world import World
 
 
 class Spmd:
@@ -61,6 +62,7 @@ class Spmd:
         self.loss_scale = Precision(config.precision, world.device).loss_scale()
         self.model: GPT = replicas.model
         self._everyone = world.groups.along(*world.mesh.sizes)
+        self._waiting: Waiting | None = None
         at, tensor = world.at, world.groups.along("tp")
         # Processes that share layers compute the same loss: one of them reports it.
         self._reports = self.model.portion.last and at["tp"] == 0
@@ -80,7 +82,9 @@ class Spmd:
         scale = 1.0 / counted
         if self.loss_scale is not None:
             scale = scale * self.loss_scale.scale
-        total = self.flow.train([self._share(batch) for batch in batches], scale)
+        self._waiting = None if self._everyone is None else Waiting(self.world.device)
+        done = None if self._waiting is None else self._waiting.done
+        total = self.flow.train([self._share(batch) for batch in batches], scale, done)
         parts = self.world.mesh.data
         return StepResult(
             samples=parts * sum(batch.samples for batch in batches),
@@ -96,9 +100,8 @@ class Spmd:
         for parameters, group in self._sums:
             if group is not None:
                 sum_together([p.grad for p in parameters if p.grad is not None], group)
-        begin = Mark(self.world.device)
         loss, squares, stops = self._agreed(result.loss, owned_squares(self.replicas.held), stop)
-        end = Mark(self.world.device)
+        waited = None if self._waiting is None else self._waiting.end()
         scale = result.loss_scale if result.loss_scale is not None else torch.ones_like(loss)
         norm = squares.sqrt() / scale
         bad = ~(torch.isfinite(norm) & torch.isfinite(loss))
@@ -118,7 +121,7 @@ class Spmd:
             grad_norm=norm,
             skipped=bad.float(),
             stops=stops,
-            waited=None if self._everyone is None else lambda: end.seconds_since(begin),
+            waited=waited,
         )
 
     @torch.no_grad()

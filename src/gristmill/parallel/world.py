@@ -187,13 +187,18 @@ def _meet(
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     start = timedelta(seconds=parse_seconds(config.start_timeout))
+    begun = time.monotonic()
     try:
         store, rank, world = next(rendezvous("env://", place.rank, place.world, timeout=start))
+        # A launcher that starts all processes again may keep its store, and with it the addresses
+        # of those that are gone.
+        store = dist.PrefixStore(f"attempt-{place.attempt}", store)  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     except (RuntimeError, ValueError) as error:
+        waited = round(time.monotonic() - begun)
         raise UserError(
             f"rank {place.rank} on {place.host} did not find all {place.world} processes at "
-            f"{host}:{port} within {config.start_timeout}: {str(error).splitlines()[0]}",
+            f"{host}:{port} within {waited} seconds: {str(error).splitlines()[0]}",
             where="parallel.start_timeout",
             remedy="see whether all processes were started, and whether the address is theirs",
             exit=Exit.PEER,

@@ -55,6 +55,7 @@ class ConsoleSink:
         self._view.write(record)
 
     def flush(self) -> None:
+        self._view.settle()
         self._view.console.file.flush()
 
     def close(self) -> None:
@@ -104,6 +105,9 @@ class _Bar:
         else:
             self.console.print(Text(line(record), style=_style(record)), soft_wrap=True)
 
+    def settle(self) -> None:
+        """Nothing: the bar shows every step."""
+
     def close(self) -> None:
         self._progress.stop()
 
@@ -135,6 +139,8 @@ class _Lines:
 
     def write(self, record: Record) -> None:
         if not isinstance(record, StepRecord):
+            if isinstance(record, EventRecord) and record.level == "error":
+                self.settle()
             self._print(line(record))
             return
         left = self._pace.seconds_left(record)
@@ -146,10 +152,14 @@ class _Lines:
         else:
             self._pending = text
 
-    def close(self) -> None:
+    def settle(self) -> None:
+        """Show the last step, so that what is said of the end comes after it."""
         if self._pending is not None:
             self._print(self._pending)
             self._pending = None
+
+    def close(self) -> None:
+        self.settle()
 
     def _is_due(self, record: StepRecord) -> bool:
         return (

@@ -20,6 +20,8 @@ to the module that writes it. Of checkpoints it knows the names of their folders
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 from dataclasses import dataclass
@@ -32,6 +34,8 @@ from gristmill.config.schema import RunConfig
 
 State = Literal["running", "done", "stopped", "failed"]
 _STEP = re.compile(r"step-(\d{8,})")
+_TAIL = 1 << 16
+"""Bytes of the metrics that are searched for the last record."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,10 @@ class RunFolder:
         steps = [int(match[1]) for match in map(_STEP.fullmatch, names) if match]
         return max(steps, default=None)
 
+    def last_step(self) -> int:
+        """The last step that anything tells of: a checkpoint, or the end of the metrics."""
+        return max(self.newest_step() or 0, _last_recorded(self.metrics))
+
     def write_status(self, state: State, **facts: Any) -> None:
         """Say how the run stands, with facts such as the step, and the time of saying so."""
         updated = datetime.now().astimezone().isoformat(timespec="seconds")
@@ -133,6 +141,21 @@ class RunFolder:
     def read_status(self) -> dict[str, Any]:
         """What `write_status` wrote last; empty before the first time."""
         return dict(read_json(self.status)) if self.status.is_file() else {}
+
+
+def _last_recorded(metrics: Path) -> int:
+    """The step of the last whole record; 0 if there is none."""
+    try:
+        with metrics.open("rb") as file:
+            file.seek(max(0, metrics.stat().st_size - _TAIL))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return 0
+    for line in reversed(lines):
+        # The first line of the piece may be the end of a record, the last the beginning of one.
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            return int(json.loads(line)["step"])
+    return 0
 
 
 def run_folder(config: RunConfig) -> RunFolder:

@@ -79,8 +79,13 @@ class StepRecord(Moment):
     data_wait: float = 0.0
     """Seconds that this step waited for data."""
     sync_wait: float | None = None
-    """Seconds that this process waited for the others where all meet, at the end of the step; null
-    if there are no others. The process that waits least is the one that the others wait for."""
+    """Seconds of this step that the first process waited for the others; null if there are none. On
+    a GPU only what does not hide behind the backward pass."""
+
+    @property
+    def compute(self) -> float:
+        """Seconds of this step in which nothing was waited for."""
+        return max(0.0, self.step_seconds - self.data_wait - (self.sync_wait or 0.0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -40,6 +40,9 @@ from gristmill.track.metrics import (
     to_json,
 )
 
+WORTH_SAYING = 0.01
+"""The part of a step's time from which on a line tells of waiting."""
+
 
 class Sink(Protocol):
     """Somewhere that records go."""
@@ -181,6 +184,9 @@ def _step_parts(
     ]
     if record.mfu is not None:
         parts.append(f"mfu {record.mfu:.1%}")
+    for name, seconds in {"data": record.data_wait, "sync": record.sync_wait or 0.0}.items():
+        if seconds >= WORTH_SAYING * record.step_seconds > 0:
+            parts.append(f"{name} {seconds / record.step_seconds:.0%}")
     if record.memory_bytes is not None:
         parts.append(f"mem {format_bytes(record.memory_bytes)}")
     if record.loss_scale is not None:
@@ -269,6 +275,7 @@ def scalars(record: Record) -> dict[str, float]:
             "train/nan": record.nan,
             "speed/tokens_per_second": record.tokens_per_second,
             "speed/step_seconds": record.step_seconds,
+            "speed/compute": record.compute,
             "speed/data_wait": record.data_wait,
             "speed/sync_wait": record.sync_wait,
             "speed/tflops": record.tflops,

@@ -41,11 +41,12 @@ from gristmill.track.folder import RunFolder
 from gristmill.track.metrics import Record, StepRecord
 from gristmill.track.sinks import JsonlSink, Sink
 from gristmill.train.assemble import Assembly, assemble, build_loader, build_meter
-from gristmill.train.hooks import Hooks, StopRequest
+from gristmill.train.hooks import Hooks
 from gristmill.train.loop import train
 from gristmill.train.meter import Meter
 from gristmill.train.moment import Moment
 from gristmill.train.random_tokens import GPT2_VOCABULARY, write_random_tokens
+from gristmill.train.stop import StopRequest
 from gristmill.train.trace import Part, Stage, Trace, Work, read_trace
 from gristmill.train.tracker import Tracker
 
@@ -285,7 +286,7 @@ def _runner(
         [],
         meter=meter,
         tracker=tracker,
-        stop=StopRequest(time_limit=None),
+        stop=StopRequest(),
         writer=writer,
         batch_at=numbers.stages.batch_at,
     )

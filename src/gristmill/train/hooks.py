@@ -11,11 +11,9 @@ the same step: the first at which every process is sure to have read them.
 from __future__ import annotations
 
 import math
-import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Protocol
 
 from gristmill.base.errors import UserError
@@ -32,9 +30,8 @@ from gristmill.parallel.watch import Watch
 from gristmill.text.tokenizers.tokenizer import Tokenizer
 from gristmill.train.meter import AHEAD, Meter
 from gristmill.train.moment import Moment
+from gristmill.train.stop import StopRequest
 from gristmill.train.tracker import Tracker
-
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Hook(Protocol):
@@ -54,40 +51,6 @@ class Hook(Protocol):
     def at_end(self, *, finished: bool) -> None:
         """After the last step; `finished` is False when the run was stopped before its horizon."""
         ...
-
-
-class StopRequest:
-    """Asks the loop to stop: on TERM, INT or USR1, or when the time limit comes near.
-
-    The handlers only note the signal. A second INT leaves at once, without a save.
-    """
-
-    def __init__(self, *, time_limit: float | None) -> None:
-        self.reason: str | None = None
-        self.time_limit = time_limit
-        self.started = time.monotonic()
-        self._before: dict[signal.Signals, Callable[..., object] | int | None] = {}
-
-    def __enter__(self) -> StopRequest:
-        for number in _SIGNALS:
-            self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def check_time(self, *, reserve: float) -> None:
-        """Stop if another step and a save, which take `reserve` seconds, might not fit."""
-        if self.time_limit is not None and self.reason is None:
-            spent = time.monotonic() - self.started
-            if spent + reserve >= self.time_limit:
-                self.reason = "the time limit"
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.reason is not None:
-            raise KeyboardInterrupt
-        self.reason = f"signal {signal.Signals(number).name}"
 
 
 class Hooks:

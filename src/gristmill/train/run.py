@@ -23,7 +23,8 @@ from gristmill.config.rules import check_mesh
 from gristmill.config.schema import RunConfig
 from gristmill.optim.schedule import build_schedule
 from gristmill.parallel.council import Council
-from gristmill.parallel.watch import Limits, Watch
+from gristmill.parallel.limits import Limits
+from gristmill.parallel.watch import Watch
 from gristmill.parallel.world import World, close_world, memory_explained, open_world
 from gristmill.plan.arithmetic import count_parameters
 from gristmill.track.folder import RunFolder, move_aside, run_folder
@@ -35,9 +36,10 @@ from gristmill.train.assemble import (
     build_meter,
     build_validate,
 )
-from gristmill.train.hooks import Hooks, StopRequest, Validate
+from gristmill.train.hooks import Hooks, Validate
 from gristmill.train.loop import train
 from gristmill.train.resume import Resumed, resume
+from gristmill.train.stop import StopRequest
 from gristmill.train.tracker import Tracker, build_tracker
 
 
@@ -51,13 +53,18 @@ class Outcome:
     best_loss: float | None
 
 
-def run_training(config: RunConfig, *, fresh: bool = False) -> Outcome:
-    """Train, or go on with the run that the folder holds."""
+def run_training(
+    config: RunConfig, *, fresh: bool = False, stop: StopRequest | None = None
+) -> Outcome:
+    """Train, or go on with the run that the folder holds. `stop`: who listens for signals already;
+    if nobody does, this does while it runs."""
     place, folder = Place.current(), run_folder(config)
     mesh = check_mesh(config, processes=place.world)
-    limit = parse_seconds(config.train.time_limit) if config.train.time_limit else None
+    listening = contextlib.nullcontext(stop) if stop is not None else StopRequest()
     watch = Watch(place, limits=Limits.of(config.parallel), log=folder.rank_log(place.rank))
-    with _placed(folder, watch), StopRequest(time_limit=limit) as stop, watch:
+    with _placed(folder, watch), listening as stop, watch:
+        if config.train.time_limit is not None:
+            stop.time_limit = parse_seconds(config.train.time_limit)
         world = open_world(
             config.runtime,
             tf32=config.precision.tf32,
