@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from gristmill.base.errors import Problem, UserError
@@ -41,18 +43,22 @@ def test_one_size_is_what_the_others_leave_over(
 @pytest.mark.parametrize(
     ("settings", "processes", "words"),
     [
-        ({"tp": 3}, 8, ["tp 3 asks for a multiple of 3 processes, and there are 8", "tp = 2"]),
-        ({"dp_replicate": 2, "tp": 2}, 6, ["asks for 4 processes", "start 4", "tp = 3"]),
-        ({"tp": 4}, 2, ["start 4 processes", "tp = 2"]),
-        ({"tp": "auto", "pp": "auto"}, 4, ["pp and tp are both", "all but one"]),
+        ({"tp": 3}, 8, "tp 3 asks for a multiple of 3 processes, and there are 8"),
+        ({"dp_replicate": 2, "tp": 2}, 6, "dp_replicate 2 x tp 2 asks for 4 processes, and there"),
+        ({"tp": "auto", "pp": "auto"}, 4, 'pp and tp are both "auto"'),
     ],
 )
-def test_products_that_do_not_fit_name_sizes_that_would(
-    settings: dict[str, object], processes: int, words: list[str]
+def test_sizes_that_do_not_multiply_to_the_processes_have_no_mesh(
+    settings: dict[str, object], processes: int, words: str
 ) -> None:
     problem = build_mesh(ParallelConfig.model_validate(settings), processes)
     assert isinstance(problem, Problem)
-    assert all(word in str(problem) for word in words), problem
+    assert words in problem.what
+
+
+def test_sizes_that_are_given_are_known_without_the_processes() -> None:
+    settings = {"tp": 2, "cp": "auto", "pp": 3}
+    assert build_mesh(ParallelConfig.model_validate(settings)) == Mesh(tp=2, pp=3)
 
 
 def test_ranks_and_places() -> None:
@@ -66,23 +72,110 @@ def test_ranks_and_places() -> None:
     assert str(mesh) == "pp 2 x dp_shard 3 x tp 2" and str(Mesh()) == "one process"
 
 
-def refusal(*words: str, processes: int) -> str:
+def refusal(*words: str, processes: int) -> UserError:
     with pytest.raises(UserError) as error:
         check_mesh(load_text(RUN, words, place="mesh.toml"), processes=processes)
-    return str(error.value)
+    return error.value
 
 
 @pytest.mark.parametrize(
     ("words", "processes", "said"),
     [
         (["parallel.tp=3"], 3, ["3 does not divide the heads 4", "tp could be 1, 2, 4"]),
-        (["parallel.tp=4", "model.kv_heads=2"], 4, ["the key and value heads 2"]),
+        (["parallel.tp=4", "model.kv_heads=2"], 4, ["the key and value heads 2", "1, 2"]),
+        (
+            ["parallel.tp=3", "model.mlp_width=301"],
+            3,
+            ["3 does not divide the heads 4, nor the inner width 301", "leave it out"],
+        ),
+        (["parallel.tp=2", "model.mlp_width=301"], 2, ["the inner width 301", "leave it out"]),
+        (
+            ["parallel.tp=3", "parallel.sequence=true"],
+            3,
+            ["3 does not divide the heads 4", "tp could be 2, 4"],
+        ),
+        (
+            ['parallel.tp="auto"'],
+            8,
+            ["8 does not divide the heads 4", "tp could be 1, 2, 4"],
+        ),
+        (
+            ["parallel.tp=4"],
+            6,
+            [
+                "tp 4 asks for a multiple of 4 processes, and there are 6",
+                "start 4 or 8 processes\n",
+            ],
+        ),
+        (["parallel.tp=4", "train.batch=12"], 6, ["start 4 or 8 processes, or tp could be 1, 2"]),
+        (["parallel.tp=4"], 2, ["start 4 or 8 processes, or tp could be 1, 2"]),
+        (
+            ["parallel.dp_replicate=2", "parallel.tp=2"],
+            8,
+            ["start 4 processes, or dp_replicate could be 4, or tp could be 4"],
+        ),
+        (["parallel.tp=4", "train.batch=1"], 6, ["start 4 processes\n"]),
+        (["parallel.tp=4", "train.batch=13"], 18, ["start a multiple of 4 processes\n"]),
+        (['parallel.tp="auto"', 'parallel.pp="auto"'], 4, ["pp and tp are both", "all but one"]),
         (["parallel.tp=4", "data.sequence=30"], 4, ["parallel.sequence: a sequence of 30"]),
         (["parallel.cp=3"], 3, ["3 does not divide half the sequence 16", "cp could be"]),
         (['parallel.attention="heads"', "parallel.cp=8"], 8, ["8 does not divide the heads 4"]),
+        (
+            ['parallel.attention="heads"', "parallel.cp=4", "parallel.tp=2"],
+            8,
+            ["cp 4 x tp 2 = 8 does not divide the heads 4", "cp could be 2, or leave tp out"],
+        ),
+        (["parallel.cp=2", "data.sequence=31"], 2, ["data.sequence: a sequence of 31", "even"]),
         (["parallel.cp=2", "model.dropout=0.1"], 2, ["model.dropout: attention over divided"]),
         (["parallel.pp=3"], 3, ["3 does not divide the layers 4", "pp could be 1, 2, 4"]),
-        (["parallel.pp=2"], 2, ["1f1b needs at least 2 micro-batches in a step, and there are 1"]),
+        (
+            ["parallel.pp=2", 'parallel.schedule="interleaved"', "parallel.stages=3"],
+            2,
+            ["parallel.stages: pp 2 x stages 3 = 6 does not divide the layers 4", "could be 2\n"],
+        ),
+        (
+            ["parallel.pp=4", 'parallel.schedule="interleaved"'],
+            4,
+            ["parallel.pp: pp 4 x stages 2 = 8 does not divide the layers 4", "pp could be 2\n"],
+        ),
+        (
+            ["parallel.pp=2", 'parallel.schedule="interleaved"', "model.layers=5"],
+            2,
+            ["change model.layers"],
+        ),
+        (
+            ["parallel.pp=2"],
+            2,
+            [
+                "1f1b needs at least 2 micro-batches in a step, and there is 1",
+                "train.micro_batch could be 2, 4, 8",
+            ],
+        ),
+        (
+            ["parallel.pp=4", "train.accumulate=2"],
+            4,
+            ["at least 4 micro-batches in a step, and there are 2", "accumulate could be 4, 8, 16"],
+        ),
+        (
+            ["parallel.pp=2", "train.accumulate=1", "train.micro_batch=16"],
+            2,
+            ["set train.accumulate = 2 and train.micro_batch = 8"],
+        ),
+        (
+            ["parallel.pp=2", 'parallel.schedule="interleaved"', "train.batch=3"],
+            2,
+            ["a multiple of 2 micro-batches", "set train.batch = 2 and train.micro_batch = 1"],
+        ),
+        (
+            [
+                "parallel.pp=2",
+                'parallel.schedule="interleaved"',
+                "train.batch=12",
+                "train.micro_batch=4",
+            ],
+            2,
+            ["micro-batches in a step, and there are 3", "could be 2, 3, 6, or train.batch could"],
+        ),
         (
             ["parallel.pp=2", 'parallel.schedule="interleaved"', "train.accumulate=3"],
             2,
@@ -100,6 +193,13 @@ def refusal(*words: str, processes: int) -> str:
         ),
         (["parallel.pp=2", "parallel.dp_shard=2", 'parallel.keep="weights"'], 4, ["parallel.keep"]),
         ([], 3, ["batch 16 cannot be divided among 3 data-parallel processes", "15, 18"]),
+        (["train.micro_batch=4"], 3, ["among 3 data-parallel processes", "could be 12, 24, 36"]),
+        (['precision.reduce="bf16"'], 1, ["precision.reduce: has no effect with one process"]),
+        (
+            ['precision.reduce="bf16"', "parallel.tp=2"],
+            2,
+            ["precision.reduce: has no effect with tp 2", "remove it"],
+        ),
         (["train.micro_batch=3"], 2, ["batch 16 is not a multiple of micro_batch 3"]),
         (["train.micro_batch=16"], 2, ["each process's 8 samples of batch 16"]),
     ],
@@ -107,8 +207,67 @@ def refusal(*words: str, processes: int) -> str:
 def test_what_the_mesh_does_not_divide_is_refused_with_sizes_that_would_do(
     words: list[str], processes: int, said: list[str]
 ) -> None:
-    text = refusal(*words, processes=processes)
+    error = refusal(*words, processes=processes)
+    text = f"{error}\n"
     assert all(one in text for one in said), text
+    assert len(error.problems) == 1
+
+
+@pytest.mark.parametrize("words", [["parallel.dp_shard=2"], ["parallel.cp=2"], []])
+def test_gradients_that_are_summed_may_have_a_format(words: list[str]) -> None:
+    config = load_text(RUN, [*words, 'precision.reduce="bf16"'], place="mesh.toml")
+    assert check_mesh(config, processes=2).processes == 2
+
+
+ADVICE = re.compile(r"([a-z_.]+) could be ((?:\d+, )*\d+)")
+
+
+@pytest.mark.parametrize(
+    ("words", "processes"),
+    [
+        (["parallel.tp=3"], None),
+        (["parallel.tp=3", "parallel.sequence=true", "model.kv_heads=2"], None),
+        (["parallel.cp=8", 'parallel.attention="heads"', "parallel.tp=2"], None),
+        (["parallel.pp=2", 'parallel.schedule="zero-bubble"', "parallel.stages=5"], None),
+        (["parallel.pp=8", "parallel.cp=2"], None),
+        (['parallel.tp="auto"'], 8),
+        (["parallel.tp=4", "train.batch=24"], 6),
+        (["parallel.pp=2", 'parallel.schedule="zero-bubble"', "train.batch=12"], 4),
+        (["parallel.pp=4", "train.batch=24", "train.micro_batch=6"], 8),
+        (["parallel.pp=4", "train.accumulate=2"], 8),
+        (["train.micro_batch=4"], 3),
+    ],
+)
+def test_what_is_advised_is_not_refused(words: list[str], processes: int | None) -> None:
+    """Every value that is named, whether the file is refused or the number of processes."""
+    with pytest.raises(UserError) as error:
+        fitted(words, processes)
+    (problem,) = error.value.problems
+    assert problem.where is not None and problem.remedy is not None
+    table = problem.where.rpartition(": ")[2].partition(".")[0]
+    found = ADVICE.findall(problem.remedy)
+    assert found, problem.remedy
+    for name, values in found:
+        dotted = name if "." in name else f"{table}.{name}"
+        for value in values.split(", "):
+            fitted([*words, f"{dotted}={value}"], processes)
+
+
+def fitted(words: list[str], processes: int | None) -> None:
+    config = load_text(RUN, words, place="mesh.toml")
+    if processes is not None:
+        check_mesh(config, processes=processes)
+
+
+def test_what_no_number_of_processes_would_mend_is_refused_when_the_file_is_read() -> None:
+    with pytest.raises(UserError) as error:
+        load_text(RUN + "parallel = { tp = 3, cp = 3, pp = 3 }", place="mesh.toml")
+    assert [problem.where for problem in error.value.problems] == [
+        "mesh.toml:6: parallel.tp",
+        "mesh.toml:6: parallel.cp",
+        "mesh.toml:6: parallel.pp",
+    ]
+    assert load_text(RUN + 'parallel.tp = "auto"', place="mesh.toml").parallel.tp == "auto"
 
 
 @pytest.mark.parametrize(
@@ -123,8 +282,10 @@ def test_what_the_mesh_does_not_divide_is_refused_with_sizes_that_would_do(
     ],
 )
 def test_settings_that_would_not_act_are_refused(word: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=said) as error:
         load_text(RUN, [word], place="mesh.toml")
+    assert len(error.value.problems) == 1
+    assert "remove it, or " in str(error.value), "only one of two was given"
 
 
 def test_stages_fit_their_schedule() -> None:

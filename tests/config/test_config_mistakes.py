@@ -45,6 +45,11 @@ def test_a_setting_that_is_a_switch_or_a_word_has_one_complaint() -> None:
     assert "runtime.compile: input should be True, False or 'blocks'" in str(error)
 
 
+def test_the_shortest_patience_is_accepted() -> None:
+    words = ("parallel.timeout=5s", "parallel.start_timeout=0.1m")
+    assert load_text(BASE, words, place="run.toml").parallel.timeout == "5s"
+
+
 def test_the_base_of_the_table_is_right() -> None:
     assert load_text(BASE, place="run.toml").name == "trial"
 
@@ -192,6 +197,28 @@ ADDED = {
     "time that is none": (
         'time_limit = "soon"',
         "run.toml:10: train.time_limit: 'soon' is not a time; write \"90s\", ",
+    ),
+    "no patience": (
+        '[parallel]\ntimeout = "0s"',
+        'run.toml:11: parallel.timeout: must be at least "5s": processes give a sign of life ',
+    ),
+    "no patience at the start": (
+        '[parallel]\nstart_timeout = "4.9s"',
+        'run.toml:11: parallel.start_timeout: must be at least "5s": ',
+    ),
+    "zero of a size that is a number or a word": (
+        "[parallel]\ndp_shard = 0",
+        'run.toml:11: parallel.dp_shard: must be a whole number from 1 or "auto" (it is 0)\n'
+        "    Data parallel with weights",
+    ),
+    "another word for a size": (
+        '[parallel]\ndp_replicate = "all"',
+        'run.toml:11: parallel.dp_replicate: must be a whole number from 1 or "auto" '
+        "(it is 'all')\n",
+    ),
+    "a table for a size": (
+        "[parallel]\ntp = { size = 2 }",
+        'run.toml:11: parallel.tp: must be a whole number from 1 or "auto" (it is {',
     ),
     "heads that do not divide": (
         "[model]\nheads = 3",

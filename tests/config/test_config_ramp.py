@@ -10,6 +10,7 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.base.units import Duration, Progress, Unit
 from gristmill.config.load import dump_run, load_text
 from gristmill.config.resolve import Resolved, resolve
+from gristmill.config.rules import check_mesh
 
 BASE = """\
 name = "trial"
@@ -229,3 +230,89 @@ def test_a_ramp_up_to_a_batch_that_is_not_right_is_one_mistake() -> None:
     error = complaint(base=BASE.replace("batch = 48\n", ""))
     assert len(error.problems) == 1
     assert "the batch size is not given" in str(error)
+
+
+# ------------------------------------------------------------------ on several processes
+
+PIPELINE = ("parallel.pp=2", "train.micro_batch=2")
+DIVIDED = {
+    "no micro-batch for the second stage": (
+        (*PIPELINE, "train.batch=8", "train.ramp.start=2", "train.ramp.by=2"),
+        2,
+        "train.ramp.start: 1f1b needs at least 2 micro-batches in a step, and in the ramp's batch "
+        "of 2 there is 1\n    start could be 4, 6, or train.micro_batch could be 1",
+    ),
+    "an odd batch in between": (
+        (
+            *PIPELINE,
+            "parallel.schedule=interleaved",
+            "train.batch=12",
+            "train.ramp.start=8",
+            "train.ramp.by=2",
+        ),
+        2,
+        "train.ramp.by: interleaved needs a multiple of 2 micro-batches in a step, and in the "
+        "ramp's batch of 10 there are 5\n    by could be 4, or train.micro_batch could be 1",
+    ),
+    "odd batches from the beginning": (
+        (
+            *PIPELINE,
+            "parallel.schedule=interleaved",
+            "parallel.dp_shard=2",
+            "train.batch=48",
+            "train.ramp.start=12",
+            "train.ramp.by=12",
+        ),
+        4,
+        "train.ramp.start: interleaved needs a multiple of 2 micro-batches in a step, and in the "
+        "ramp's batch of 12 there are 3\n"
+        "    set start = 8 and by = 8, or train.micro_batch could be 1, 3",
+    ),
+    "start and by": (
+        (
+            *PIPELINE,
+            "parallel.schedule=zero-bubble",
+            "train.micro_batch=1",
+            "train.batch=12",
+            "train.ramp.start=1",
+            "train.ramp.by=1",
+        ),
+        2,
+        "ramp's batch of 1 there is 1\n    set start = 2 and by = 2",
+    ),
+    "no room to grow": (
+        ("parallel.pp=2", "train.batch=2", "train.ramp.start=1", "train.ramp.by=1"),
+        2,
+        "ramp's batch of 1 there is 1\n    leave the ramp out",
+    ),
+    "among processes": (
+        ("train.ramp.start=16", "train.ramp.by=16"),
+        3,
+        "train.ramp.start: the ramp's batch of 16 cannot be divided among 3 data-parallel processes"
+        "\n    start and by could be multiples of 3",
+    ),
+    "each process's portions": (
+        ("train.micro_batch=8", "train.batch=64"),
+        4,
+        "train.micro_batch: each process's 4 samples of the ramp's batch of 16 are not a multiple "
+        "of micro_batch 8\n    micro_batch could be 1, 2, 4",
+    ),
+}
+
+
+@pytest.mark.parametrize(("words", "processes", "message"), DIVIDED.values(), ids=DIVIDED.keys())
+def test_every_batch_of_a_ramp_must_fit_the_processes(
+    words: tuple[str, ...], processes: int, message: str
+) -> None:
+    config = load_text(BASE + RAMP, words, place="run.toml")
+    with pytest.raises(UserError) as error:
+        check_mesh(config, processes=processes)
+    assert message in str(error.value)
+    assert len(error.value.problems) == 1
+
+
+@pytest.mark.parametrize("words", [("train.ramp.by=4",), ("train.micro_batch=1",)])
+def test_what_is_advised_for_a_ramp_is_not_refused(words: tuple[str, ...]) -> None:
+    refused, processes, _ = DIVIDED["an odd batch in between"]
+    config = load_text(BASE + RAMP, (*refused, *words), place="run.toml")
+    assert check_mesh(config, processes=processes).pp == 2

@@ -148,6 +148,13 @@ LAYOUTS = {
     "pipeline, shares and tensor": (8, "pp=2 dp_shard=2 tp=2"),
     "copies, shares and tensor": (8, "dp_replicate=2 dp_shard=2 tp=2"),
 }
+MORE = {
+    "pipeline and ring": (4, "pp=2 cp=2"),
+    "pipeline and heads": (4, 'pp=2 cp=2 attention="heads" schedule="interleaved"'),
+    "shares, ring and tensor": (8, "dp_shard=2 cp=2 tp=2"),
+    "pipeline, ring and tensor": (8, "pp=2 cp=2 tp=2"),
+}
+"""Where there is time for them."""
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -158,7 +165,7 @@ def test_every_layout_computes_what_one_process_does(crowd: Crowd, layout: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS | MORE)
 def test_every_layout_over_twenty_steps(crowd: Crowd, layout: str) -> None:
     """Roundings grow from step to step."""
     compare(crowd, layout, steps=20, muon=2e-4, adamw=2e-5)
@@ -166,7 +173,7 @@ def test_every_layout_over_twenty_steps(crowd: Crowd, layout: str) -> None:
 
 def compare(crowd: Crowd, layout: str, *, steps: int, muon: float, adamw: float) -> None:
     """Run a layout and one process for so many steps; losses may differ by as much as is said."""
-    processes, settings = LAYOUTS[layout]
+    processes, settings = (LAYOUTS | MORE)[layout]
     words = tuple(f"parallel.{word}" for word in settings.split())
     # Two stages on each of two processes need four layers.
     model = ("model.layers=4",) if "pp=" in settings else ()

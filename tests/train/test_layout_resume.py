@@ -3,6 +3,7 @@ rounding."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.stored import stored_tensors
 from gristmill.config.schema import RunConfig
+from gristmill.track.metrics import EventRecord, read_metrics
 from gristmill.train.run import run_training
 from gristmill.train.stop import StopRequest
 
@@ -77,17 +79,21 @@ def words(settings: str) -> list[str]:
     return [f"parallel.{word}" for word in settings.split()]
 
 
+def settings_with(optimizer: str, *, steps: int) -> list[str]:
+    own = {
+        "adamw": ("model.tie_head=true",),
+        "muon": ('optim.type="muon"', 'optim.normalise="neurons"', "model.tie_head=false"),
+    }[optimizer]
+    usual = [word for word in SETTINGS if optimizer == "adamw" or "eps" not in word]
+    return [*usual, *own, f'train.until="{steps} steps"', 'validate.every="1 steps"']
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_run_moves_from_layout_to_layout(
     crowd: Crowd, make_run: MakeRun, tmp_path: Path, runs: Runs, optimizer: str
 ) -> None:
     """Each layout makes one step more; Muon's moments are whole where its matrices are divided."""
-    own = {
-        "adamw": ("model.tie_head=true",),
-        "muon": ('optim.type="muon"', 'optim.normalise="neurons"', "model.tie_head=false"),
-    }[optimizer]
-    settings = [word for word in SETTINGS if optimizer == "adamw" or "eps" not in word]
-    settings = [*settings, *own, 'train.until="10 steps"', 'validate.every="1 steps"']
+    settings = settings_with(optimizer, steps=10)
     run_training(make_run(*settings, folder="whole"))
     chosen = LAYOUTS if optimizer == "adamw" else LAYOUTS[1:6]
     for processes, layout in chosen:
@@ -106,6 +112,64 @@ def test_a_run_moves_from_layout_to_layout(
     for one, other in zip(whole[:done], moving, strict=True):
         assert one["step"] == other["step"] and one["samples"] == other["samples"]
         assert other["loss"] == pytest.approx(one["loss"], abs=2e-5)
+
+
+MATRIX = {
+    "alone": (1, ""),
+    "copies": (2, ""),
+    "shares": (2, "dp_shard=2"),
+    "shares, gradients whole": (2, 'dp_shard=2 keep="gradients"'),
+    "tensor": (2, "tp=2"),
+    "ring": (2, "cp=2"),
+    "heads": (2, 'cp=2 attention="heads"'),
+    "gpipe": (2, 'pp=2 schedule="gpipe"'),
+    "interleaved": (2, 'pp=2 schedule="interleaved"'),
+    "zero-bubble": (2, 'pp=2 schedule="zero-bubble"'),
+    "copies of shares": (4, "dp_replicate=2 dp_shard=2"),
+    "pipeline and tensor": (4, "pp=2 tp=2"),
+}
+
+
+def all_go_on(configs: list[RunConfig], stop_at: int | None) -> list[int]:
+    """One run after the other, in the same processes."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("gristmill.train.run.close_world", lambda: None)
+        return [go_on(config, stop_at) for config in configs]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_written_under_any_layout_and_read_under_any(
+    crowd: Crowd, make_run: MakeRun, tmp_path: Path, runs: Runs, optimizer: str
+) -> None:
+    """Two steps and a checkpoint under each layout; from each of these, one step under each."""
+    settings = settings_with(optimizer, steps=3)
+
+    def train(layout: str, folders: list[str], stop_at: int | None, exit: Exit) -> None:
+        processes, text = MATRIX[layout]
+        configs = [make_run(*settings, *words(text), folder=folder) for folder in folders]
+        if processes == 1:
+            answers = [all_go_on(configs, stop_at)]
+        else:
+            answers = crowd(processes, all_go_on, configs, stop_at)
+        assert answers == [[int(exit)] * len(folders)] * processes
+
+    train("alone", ["whole"], None, Exit.DONE)
+    for one in MATRIX:
+        train(one, [f"from {one}"], 2, Exit.STOPPED)
+    for other in MATRIX:
+        folders = [f"from {one} to {other}" for one in MATRIX]
+        for one, folder in zip(MATRIX, folders, strict=True):
+            shutil.copytree(tmp_path / f"from {one}", tmp_path / folder)
+        train(other, folders, None, Exit.DONE)
+        for folder in folders:
+            for expected, found in zip(
+                runs.history(tmp_path / "whole"), runs.history(tmp_path / folder), strict=True
+            ):
+                assert found["kind"] == expected["kind"] and found["step"] == expected["step"]
+                if "loss" in expected:
+                    assert found["loss"] == pytest.approx(expected["loss"], abs=2e-5), folder
+            shutil.rmtree(tmp_path / folder)
 
 
 def test_the_same_layout_goes_on_to_the_bit(
@@ -160,5 +224,24 @@ def test_what_one_process_cannot_have_is_refused_by_all(
 
 
 def test_a_mesh_that_does_not_fit_is_refused(make_run: MakeRun) -> None:
-    with pytest.raises(UserError, match="tp 3 asks for a multiple of 3 processes, and there is 1"):
-        run_training(make_run("parallel.tp=3"))
+    with pytest.raises(UserError, match="tp 2 asks for a multiple of 2 processes, and there is 1"):
+        run_training(make_run("parallel.tp=2"))
+
+
+def test_another_layout_of_as_many_processes_is_said_to_round_otherwise(
+    crowd: Crowd, make_run: MakeRun, tmp_path: Path
+) -> None:
+    settings = (*SETTINGS, "model.layers=2", 'validate.every="6 steps"')
+    for layout in ("tp=2", "tp=2", "pp=2"):
+        config = make_run(*settings, *words(layout))
+        crowd(2, go_on, config, 1)
+    said = warnings_of(tmp_path / "run")
+    assert [one for one in said if one.endswith("within rounding")] == [
+        "layout was tp 2 and is now pp 2: losses agree only within rounding"
+    ]
+    assert "changed: parallel.tp from 2 to 1" in said
+
+
+def warnings_of(folder: Path) -> list[str]:
+    records = read_metrics(folder / "metrics.jsonl")
+    return [r.text for r in records if isinstance(r, EventRecord) and r.level == "warning"]

@@ -229,6 +229,11 @@ def test_a_different_run_is_refused_with_the_fields(
 
 def forget_setting(folder: Path, name: str) -> None:
     """Write the newest checkpoint again as a program that did not know a setting would have."""
+    rewrite_state(folder, lambda state: state["identity"].pop(name))
+
+
+def rewrite_state(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Commit the newest checkpoint again with another state.json."""
     checkpoints = CheckpointFolder(folder / "checkpoints")
     newest = checkpoints.committed()[-1]
     staging = checkpoints.begin(step_of(newest))
@@ -236,7 +241,7 @@ def forget_setting(folder: Path, name: str) -> None:
     shutil.rmtree(newest)
     (staging / "MANIFEST").unlink()
     state = json.loads((staging / "state.json").read_text())
-    del state["identity"][name]
+    change(state)
     (staging / "state.json").write_text(json.dumps(state))
     checkpoints.commit(staging)
 
@@ -245,6 +250,34 @@ def test_a_run_from_before_a_setting_existed_goes_on(make_run: MakeRun, tmp_path
     run_training(make_run('train.until="6 steps"'))
     forget_setting(tmp_path / "run", "model.shortcut")
     assert run_training(make_run()).step == 12
+
+
+def test_other_micro_batches_are_said_to_round_otherwise(make_run: MakeRun, tmp_path: Path) -> None:
+    run_training(make_run('train.until="3 steps"'))
+    run_training(make_run('train.until="6 steps"', "train.accumulate=1"))
+    assert "within rounding" not in events(tmp_path / "run")
+    run_training(make_run("train.accumulate=2"))
+    said = "micro_batch was 4 and is now 2: losses agree only within rounding"
+    assert said in events(tmp_path / "run")
+
+
+@pytest.mark.parametrize(("processes", "said"), [(None, False), (8, True)])
+def test_a_checkpoint_that_does_not_say_its_layout_goes_on(
+    make_run: MakeRun, tmp_path: Path, processes: int | None, said: bool
+) -> None:
+    """It has the number of processes, if that was not 1."""
+    run_training(make_run('train.until="3 steps"'))
+
+    def forget(state: dict[str, Any]) -> None:
+        del state["layout"], state["micro_batch"]
+        if processes is not None:
+            state["processes"] = processes
+
+    rewrite_state(tmp_path / "run", forget)
+    assert run_training(make_run('train.until="6 steps"', "train.accumulate=2")).step == 6
+    words = "processes was 8 and is now 1: losses agree only within rounding"
+    assert (words in events(tmp_path / "run")) == said
+    assert ("within rounding" in events(tmp_path / "run")) == said
 
 
 def test_a_setting_that_did_not_exist_cannot_be_changed(make_run: MakeRun, tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
     model.safetensors       weights under their own names; shared ones once
     optimizer.safetensors   per-parameter state, named KIND/PARAMETER, such as exp_avg/norm.weight
-    state.json              progress, identity of the run, loss scale, counters, best loss so far
+    state.json              progress, identity of the run, loss scale, counters, best loss so far,
+                            and what the last bits of its numbers depend on
 
 Of a model that is divided, each process copies and writes the pieces that it owns, and reads the
 pieces that it holds, however those who wrote them had divided it (`pieces.py`, `stored.py`). State
@@ -69,6 +70,10 @@ class TrainState:
     progress: Progress = field(default_factory=Progress)
     counters: Counters = field(default_factory=Counters)
     strategy: dict[str, Any] = field(default_factory=dict)
+    layout: dict[str, int] = field(default_factory=dict)
+    """How a step is divided, which decides the order of its sums: the sizes of the mesh by axis."""
+    micro_batch: int | None = None
+    """Samples that go through the model at once, which decides the same."""
     best: Best | None = None
     """The best validation loss so far, whether its checkpoint is still there or not."""
     held: Mapping[str, Held] = field(default_factory=dict)
@@ -164,6 +169,8 @@ def capture(state: TrainState) -> Snapshot:
             "strategy": state.strategy,
             "counters": dataclasses.asdict(state.counters),
             "best": None if state.best is None else dataclasses.asdict(state.best),
+            "layout": state.layout,
+            "micro_batch": state.micro_batch,
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
         },

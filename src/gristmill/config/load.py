@@ -9,6 +9,7 @@ unknown name comes with the nearest known one.
 from __future__ import annotations
 
 import difflib
+import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_args
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -243,7 +245,8 @@ def _validate(layers: _Layers) -> RunConfig:
     try:
         config = RunConfig.model_validate({**layers.values, **_default_types(layers.values)})
     except ValidationError as error:
-        raise UserError(_problem(details, layers) for details in error.errors()) from None
+        invalid = dict.fromkeys(_problem(details, layers) for details in error.errors())
+        raise UserError(invalid) from None
     problems = [
         Problem(problem.what, f"{layers.place(path)}: {'.'.join(path)}", problem.remedy)
         for path, problem in check(config)
@@ -268,7 +271,11 @@ def _problem(details: ErrorDetails, layers: _Layers) -> Problem:
     path, model = _locate(details)
     dotted = ".".join(path)
     where = f"{layers.place(path)}: {dotted}"
+    either = _alternatives(_field(model, path[-1]))
     match details["type"]:
+        case _ if either:
+            # Every alternative has a complaint of its own; all become this one.
+            message = f"must be {either}"
         case "extra_forbidden":
             return Problem("there is no such setting", where, _nearest(path, model))
         case "missing":
@@ -298,6 +305,8 @@ def _locate(details: ErrorDetails) -> tuple[Path_, type[BaseModel]]:
         if path and len(candidates) == 1:
             model = next(iter(candidates.values()))
         path.append(part)
+        if _alternatives(_field(model, part)):
+            break
     return tuple(path), model
 
 
@@ -306,6 +315,25 @@ def _field(model: type[BaseModel], key: str) -> Any:
         if key in (name, info.alias):
             return info
     return None
+
+
+def _alternatives(info: Any) -> str | None:
+    """What a setting may be that is a number or one of some words; None for any other setting."""
+    annotation = getattr(info, "annotation", None)
+    if get_origin(annotation) not in (Union, UnionType):
+        return None
+    words = [_kind_words(kind) for kind in get_args(annotation) if kind is not NoneType]
+    return " or ".join(map(str, words)) if len(words) > 1 and all(words) else None
+
+
+def _kind_words(kind: Any) -> str | None:
+    if get_origin(kind) is Literal:
+        return " or ".join(json.dumps(value) for value in get_args(kind))
+    number, *rules = get_args(kind) if get_origin(kind) is Annotated else (kind,)
+    bounds = [bound for rule in rules for bound in getattr(rule, "metadata", ())]
+    least = next((bound.ge for bound in bounds if hasattr(bound, "ge")), None)
+    words = {int: "a whole number", float: "a number"}.get(number)
+    return words if words is None or least is None else f"{words} from {least}"
 
 
 def _tables(model: type[BaseModel], key: str) -> dict[str, type[BaseModel]]:

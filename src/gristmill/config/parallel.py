@@ -18,11 +18,14 @@ from typing import Literal
 
 from gristmill.base.errors import Problem
 from gristmill.config.settings import Settings
-from gristmill.config.values import Count, WallTime
+from gristmill.config.values import Count, Patience
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 Size = Count | Literal["auto"]
+
+SEVERAL = ("interleaved", "zero-bubble")
+"""Schedules with several groups of layers on each device."""
 
 
 class ParallelConfig(Settings):
@@ -62,17 +65,16 @@ class ParallelConfig(Settings):
     stages: Count | None = None
     """Groups of layers on each device of a pipeline; 2 for interleaved and zero-bubble if not
     given, otherwise 1."""
-    start_timeout: WallTime = "10m"
-    """How long processes wait for one another at the start."""
-    timeout: WallTime = "10m"
+    start_timeout: Patience = "10m"
+    """How long processes wait for one another at the start; at least "5s"."""
+    timeout: Patience = "10m"
     """How long a process waits for others in a step, a save or a validation, before the run ends
-    with a word on who is missing."""
+    with a word on who is missing; at least "5s"."""
 
     @property
     def stages_each(self) -> int:
         """Groups of layers on each device."""
-        several = self.schedule in ("interleaved", "zero-bubble")
-        return self.stages or (2 if several else 1)
+        return self.stages or (2 if self.schedule in SEVERAL else 1)
 
 
 @dataclass(frozen=True)
@@ -131,8 +133,9 @@ class Mesh:
         return " x ".join(named) or "one process"
 
 
-def build_mesh(config: ParallelConfig, processes: int) -> Mesh | Problem:
-    """The grid for so many processes, or why there is none."""
+def build_mesh(config: ParallelConfig, processes: int | None = None) -> Mesh | Problem:
+    """The grid for so many processes, or why there is none; if their number is not known yet, the
+    one of the sizes that are given."""
     asked: dict[str, Size] = {axis: getattr(config, axis) for axis in AXES}
     left_over = [axis for axis, size in asked.items() if size == "auto"]
     if asked["dp_replicate"] is None:
@@ -143,31 +146,15 @@ def build_mesh(config: ParallelConfig, processes: int) -> Mesh | Problem:
             f'{" and ".join(left_over)} are both "auto"', remedy="give all but one as numbers"
         )
     fixed = {axis: size for axis, size in asked.items() if isinstance(size, int)}
+    if processes is None:
+        return Mesh(**fixed)
     product = math.prod(fixed.values())
     words = " x ".join(f"{axis} {size}" for axis, size in fixed.items() if size > 1) or "1"
     if processes % product or (not left_over and product != processes):
         return Problem(
             f"{words} asks for {'a multiple of ' if left_over else ''}{product} processes, and "
-            f"there {'is' if processes == 1 else 'are'} {processes}",
-            remedy=_advice(fixed, processes, exact=not left_over),
+            f"there {'is' if processes == 1 else 'are'} {processes}"
         )
     if left_over:
         fixed[left_over[0]] = processes // product
     return Mesh(**fixed)
-
-
-def _advice(fixed: dict[str, int], processes: int, *, exact: bool) -> str:
-    """Which single size would make the product fit, or how many processes would."""
-    product = math.prod(fixed.values())
-    changes = []
-    for axis, size in fixed.items():
-        rest = product // size
-        fitting = [n for n in range(1, processes + 1) if processes % (rest * n) == 0]
-        if exact:
-            fitting = [n for n in fitting if rest * n == processes]
-        if size > 1 and fitting:
-            changes.append(f"{axis} = {min(fitting, key=lambda n: (abs(n - size), n))}")
-    below, above = processes // product * product, -(-processes // product) * product
-    counts = [product] if exact or not below else sorted({below, above})
-    start = f"start {' or '.join(map(str, counts))} processes"
-    return f"{start}, or set {' or '.join(changes)}" if changes else start

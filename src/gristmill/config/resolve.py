@@ -120,7 +120,8 @@ def portions(train: TrainConfig, *, parts: int | None = None) -> Portions | Prob
         )
     if micro is None and times is None and train.ramp is not None:
         # The largest portion of which every stage of a growing batch is a multiple.
-        micro = max(1, math.gcd(batch, train.ramp.start, train.ramp.by) // parts)
+        common = math.gcd(batch, train.ramp.start, train.ramp.by)
+        micro = 1 if common % parts else common // parts
     own = batch // parts
     divisor = micro or times or 1
     if own % divisor:

@@ -1,30 +1,23 @@
 """Rules that no single setting can check: small, named, all broken ones reported at once.
 
-`check` needs the settings only. `check_mesh` is for what depends on the number of processes, and
-says which sizes would do.
+`check` needs the settings only. `check_mesh` is for what depends on the number of processes. What
+both say about the sizes of a layout is in `layouts.py`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 
 from gristmill.base.errors import Problem, UserError
 from gristmill.base.units import Duration, Unit, parse_split
 from gristmill.config.hf import model_settings
+from gristmill.config.layouts import given_sizes_fit, mesh_fits
 from gristmill.config.optim import InverseSqrtSchedule, MuonConfig, WarmupStableDecaySchedule
 from gristmill.config.parallel import Mesh, build_mesh
-from gristmill.config.resolve import (
-    SHAPE_FREE,
-    Portions,
-    divisors,
-    nearest,
-    portions,
-    resolve,
-)
-from gristmill.config.schema import ModelConfig, RunConfig, TrainConfig
-
-Broken = tuple[tuple[str, ...], Problem]
+from gristmill.config.ramp import ramp_broken
+from gristmill.config.resolve import SHAPE_FREE, divisors, nearest, portions, resolve
+from gristmill.config.schema import ModelConfig, RunConfig
+from gristmill.config.settings import Broken
 
 FP8_MULTIPLE = 16
 """Matrix products in fp8 are of sizes that are multiples of this."""
@@ -112,39 +105,6 @@ def _ramp_fits(config: RunConfig) -> Iterator[Broken]:
             f"{numbers.samples}"
         )
         yield ("train", "ramp", "over"), Problem(what, remedy="shorten it, or prolong train.until")
-
-
-def ramp_broken(train: TrainConfig, parts: Portions) -> Iterator[Broken]:
-    """What is wrong with a ramp in itself and with the portions of its batches."""
-    ramp, batch = train.ramp, parts.batch
-    # What all processes together take at once.
-    micro = batch // parts.accumulate
-    if ramp is None:
-        return
-    if (ramp.over if isinstance(ramp.over, float) else ramp.over.amount) == 0:
-        yield ("train", "ramp", "over"), Problem("must be above 0", remedy="or leave the ramp out")
-    if ramp.start >= batch:
-        what = f"{ramp.start} is not below the full batch {batch}"
-        remedy = "the batch grows from train.ramp.start to train.batch"
-        yield ("train", "ramp", "start"), Problem(what, remedy=remedy)
-        return
-    growth = batch - ramp.start
-    if growth % ramp.by:
-        what = f"growing by {ramp.by}, a batch of {ramp.start} never becomes {batch}"
-        remedy = f"by could be {nearest(divisors(growth), ramp.by)}"
-        yield ("train", "ramp", "by"), Problem(what, remedy=remedy)
-        return
-    common = math.gcd(ramp.start, ramp.by)
-    if common % micro:
-        odd = next(n for n in range(ramp.start, batch, ramp.by) if n % micro)
-        fitting = divisors(common)
-        if train.micro_batch is not None:
-            name, choices = "micro_batch", nearest(fitting, micro)
-        else:
-            name = "accumulate"
-            choices = nearest([batch // size for size in fitting], parts.accumulate)
-        what = f"the ramp's batch of {odd} is not a multiple of micro_batch {micro}"
-        yield ("train", name), Problem(what, remedy=f"{name} could be {choices}")
 
 
 def _sequence_fits(config: RunConfig) -> Iterator[Broken]:
@@ -285,25 +245,6 @@ def _muon_settings_act(config: RunConfig) -> Iterator[Broken]:
         yield ("optim", "lr"), Problem(what, remedy="give a rate as for AdamW, such as 6e-4")
 
 
-def _parallel_settings_act(config: RunConfig) -> Iterator[Broken]:
-    parallel = config.parallel
-    for name, axis in (
-        ("keep", "dp_shard"),
-        ("sequence", "tp"),
-        ("attention", "cp"),
-        ("schedule", "pp"),
-        ("stages", "pp"),
-    ):
-        if getattr(parallel, name) is not None and getattr(parallel, axis) == 1:
-            what = f"has no effect without parallel.{axis}"
-            yield ("parallel", name), Problem(what, remedy="remove one of the two")
-    several = parallel.schedule in ("interleaved", "zero-bubble")
-    if parallel.stages is not None and (parallel.stages > 1) != several:
-        what = f"{parallel.stages} groups of layers on a device do not fit this schedule"
-        remedy = "interleaved and zero-bubble take 2 or more, the others 1"
-        yield ("parallel", "stages"), Problem(what, remedy=remedy)
-
-
 _NOTHING = tuple(Duration(0, unit) for unit in Unit)
 
 
@@ -339,101 +280,18 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Broken]], ...] = (
     _fp8_fits,
     _schedule_fits,
     _muon_settings_act,
-    _parallel_settings_act,
+    given_sizes_fit,
     _start_agrees,
 )
 
 
-# ------------------------------------------------------------------ rules about the mesh
-
-
 def check_mesh(config: RunConfig, *, processes: int) -> Mesh:
     """The mesh of a run on so many processes; refuses one that the run does not fit."""
-    mesh = build_mesh(config.parallel, processes)
-    if isinstance(mesh, Problem):
-        raise UserError([Problem(mesh.what, "parallel", mesh.remedy)])
-    broken = [broken for rule in _MESH_RULES for broken in rule(config, mesh)]
+    broken = list(mesh_fits(config, processes=processes))
     if broken:
         raise UserError(
             [Problem(problem.what, ".".join(path), problem.remedy) for path, problem in broken]
         )
+    mesh = build_mesh(config.parallel, processes)
+    assert isinstance(mesh, Mesh), "one that cannot be made is refused"
     return mesh
-
-
-def _not_divided(axis: str, what: str, size: int, by: int, *, unit: int = 1) -> Iterator[Broken]:
-    """A size that an axis does not divide; `unit` is what else divides it with the axis."""
-    if size % (by * unit):
-        fitting = [n for n in divisors(size) if size % (n * unit) == 0]
-        remedy = f"{axis} could be {nearest(fitting, by)}" if fitting else "leave it out"
-        yield ("parallel", axis), Problem(f"{by} does not divide {what} {size}", remedy=remedy)
-
-
-def _tensor_divides(config: RunConfig, mesh: Mesh) -> Iterator[Broken]:
-    if mesh.tp == 1:
-        return
-    model, sequence = config.model, config.data.sequence or config.model.context
-    yield from _not_divided("tp", "the heads", model.heads, mesh.tp)
-    if model.groups != model.heads:
-        yield from _not_divided("tp", "the key and value heads", model.groups, mesh.tp)
-    yield from _not_divided("tp", "the inner width", model.inner, mesh.tp)
-    if config.parallel.sequence in (None, True) and sequence % (mesh.tp * mesh.cp):
-        what = f"a sequence of {sequence // mesh.cp} on each device cannot be divided by tp"
-        remedy = "set it to false, or change tp or data.sequence"
-        yield ("parallel", "sequence"), Problem(what, remedy=remedy)
-    if config.precision.fp8:
-        what = "a head that is divided over tp has no products in fp8"
-        yield ("precision", "fp8"), Problem(what, remedy="leave it out, or set parallel.tp = 1")
-
-
-def _context_divides(config: RunConfig, mesh: Mesh) -> Iterator[Broken]:
-    if mesh.cp == 1:
-        return
-    model, sequence = config.model, config.data.sequence or config.model.context
-    yield from _not_divided("cp", "half the sequence", sequence // 2, mesh.cp)
-    if sequence % 2:
-        what = f"a sequence of {sequence} cannot be divided evenly by cp"
-        yield ("data", "sequence"), Problem(what, remedy="make it even")
-    if config.parallel.attention == "heads":
-        yield from _not_divided("cp", "the heads", model.heads, mesh.cp, unit=mesh.tp)
-    if model.dropout:
-        what = "attention over divided sequences has no dropout"
-        yield ("model", "dropout"), Problem(what, remedy="set it to 0, or parallel.cp = 1")
-
-
-def _pipeline_divides(config: RunConfig, mesh: Mesh) -> Iterator[Broken]:
-    if mesh.pp == 1:
-        return
-    stages, layers = config.parallel.stages_each, config.model.layers
-    yield from _not_divided("pp", "the layers", layers, mesh.pp, unit=stages)
-    parts = portions(config.train, parts=mesh.data)
-    if isinstance(parts, Problem):
-        return
-    schedule, times = config.parallel.schedule or "1f1b", parts.accumulate
-    several = schedule in ("interleaved", "zero-bubble")
-    if times < mesh.pp or (several and times % mesh.pp):
-        need = "a multiple of" if several else "at least"
-        what = f"{schedule} needs {need} {mesh.pp} micro-batches in a step, and there are {times}"
-        remedy = "set train.micro_batch lower, or train.batch higher"
-        yield ("parallel", "schedule"), Problem(what, remedy=remedy)
-    if config.parallel.keep in ("nothing", "weights"):
-        what = "a pipeline keeps weights and gradients whole within a step"
-        yield ("parallel", "keep"), Problem(what, remedy='leave it out, or set it to "gradients"')
-    if schedule == "zero-bubble" and config.train.recompute != "none":
-        what = "zero-bubble divides the backward pass, so that nothing can be computed again in it"
-        yield ("train", "recompute"), Problem(what, remedy="leave it out, or change the schedule")
-
-
-def _mesh_batch_divides(config: RunConfig, mesh: Mesh) -> Iterator[Broken]:
-    parts = portions(config.train, parts=mesh.data)
-    if isinstance(parts, Problem):
-        yield ("train", "batch"), parts
-    else:
-        yield from ramp_broken(config.train, parts)
-
-
-_MESH_RULES: tuple[Callable[[RunConfig, Mesh], Iterator[Broken]], ...] = (
-    _tensor_divides,
-    _context_divides,
-    _pipeline_divides,
-    _mesh_batch_divides,
-)

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
+from gristmill.base.errors import Problem
+
+Broken = tuple[tuple[str, ...], Problem]
+"""A rule that settings break: the path of the setting to change, and what is wrong."""
+
 
 class Settings(BaseModel):
     """What all tables have in common: frozen, strict, no unknown keys."""

@@ -3,6 +3,7 @@
     Interval    "500 steps", "1M samples", "20B tokens", at least 1
     Span        the same, or a fraction of the run from 0 to 1
     WallTime    "90s", "30m", "3h30m", "1d"
+    Patience    the same, at least 5 seconds
     TokenPaths  "tokens/web", or a list of such, or a table { "tokens/web" = 0.9, … }
 
 What is wrong with a value is said by a `ValueError`, which `config/load.py` gives its place.
@@ -17,6 +18,9 @@ from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, Wi
 
 from gristmill.base.errors import UserError
 from gristmill.base.units import Duration, parse_seconds
+
+LEAST_PATIENCE = 5
+"""Seconds. Whoever waits less takes a process for lost that is only busy."""
 
 
 def _duration(value: Any) -> Duration:
@@ -55,6 +59,16 @@ def _seconds(value: Any) -> str:
     except UserError as error:
         raise ValueError(str(error).replace("\n    ", "; ")) from error
     return value
+
+
+def _patience(value: Any) -> str:
+    text = _seconds(value)
+    if parse_seconds(text) < LEAST_PATIENCE:
+        raise ValueError(
+            f'must be at least "{LEAST_PATIENCE}s": processes give a sign of life every second, '
+            "and a busy one is late with it"
+        )
+    return text
 
 
 def _paths(value: Any) -> str | tuple[str, ...] | dict[str, float]:
@@ -103,6 +117,9 @@ Span = Annotated[
 
 WallTime = Annotated[str, BeforeValidator(_seconds)]
 """A wall-clock span such as "3h30m"."""
+
+Patience = Annotated[str, BeforeValidator(_patience)]
+"""How long one process waits for another."""
 
 TokenPaths = Annotated[
     str | tuple[str, ...] | dict[str, float],

@@ -105,6 +105,8 @@ def assemble(
         identity=_identity(config, numbers, data, tokenizer),
         settings={"model": config.model.model_dump(exclude_none=True), "vocab": numbers.vocab},
         strategy=strategy.state(),
+        layout=world.mesh.sizes,
+        micro_batch=numbers.micro_batch,
     )
     return Assembly(
         config, numbers, folder, data, tokenizer, world, model, state, strategy, council

@@ -21,6 +21,7 @@ from gristmill.base.files import write_atomic, write_json
 from gristmill.checkpoint.layout import Best, CheckpointFolder, Found
 from gristmill.checkpoint.state import restore
 from gristmill.config.load import changed_settings, dump_run
+from gristmill.config.parallel import Mesh
 from gristmill.plan.arithmetic import count_parameters
 from gristmill.track.folder import RunFolder
 from gristmill.track.metrics import cut_metrics
@@ -48,7 +49,7 @@ def resume(parts: Assembly) -> Resumed:
         saved = restore(parts.state, found.path)
         parts.strategy.load(parts.state.strategy)
         parts.state.best = _best(parts, checkpoints)
-        notes += _resume_differences(saved, processes=parts.world.mesh.processes)
+        notes += _resume_differences(saved, parts)
     for path, problems in found.damaged:
         aside = checkpoints.set_aside(path, council)
         what = "; ".join(str(problem) for problem in problems)
@@ -101,14 +102,20 @@ def _all_damaged(found: Found, folder: RunFolder) -> UserError:
     )
 
 
-def _resume_differences(saved: dict[str, Any], *, processes: int) -> list[str]:
+def _resume_differences(saved: dict[str, Any], parts: Assembly) -> list[str]:
     """Reasons why the rest of the run may not be bit-identical to an uninterrupted one."""
-    now = {"torch": torch.__version__, "threads": torch.get_num_threads(), "processes": processes}
-    saved = {"processes": 1, **saved}
+    mesh, before = parts.world.mesh, {"processes": 1, **saved}
+    now = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    if saved.get("layout"):
+        before["layout"] = Mesh(**saved["layout"])
+        now |= {"layout": mesh, "micro_batch": parts.state.micro_batch}
+    else:
+        # Checkpoints did not always say how the processes were laid out.
+        now["processes"] = mesh.processes
     return [
-        f"{name} was {saved.get(name)} and is now {value}: losses agree only within rounding"
+        f"{name} was {before.get(name)} and is now {value}: losses agree only within rounding"
         for name, value in now.items()
-        if saved.get(name) != value
+        if before.get(name) != value
     ]
 
 
