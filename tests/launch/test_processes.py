@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from gristmill.base.errors import Exit, UserError
+from gristmill.base.files import FolderLock
 from gristmill.base.process import Place
-from gristmill.launch.processes import Job, process_environment, supervise
+from gristmill.launch.processes import Ending, Job, process_environment, supervise
 from gristmill.track.folder import RunFolder
 
 PRELUDE = """
@@ -136,7 +138,7 @@ def test_a_failure_ends_the_others_and_is_named_last(
             sys.exit(65)
         wait()
     """
-    assert supervise(job(script)) == 65
+    assert supervise(job(script), grace=1.0) == 65
     assert capfd.readouterr().err.splitlines()[-1] == (
         "error: rank 1 of 3 ended first, with exit status 65 (bad data): tokens: is missing; "
         f"its log is {tmp_path / 'logs/rank-00001.log'}"
@@ -153,11 +155,41 @@ def test_a_process_that_is_killed_is_a_lost_peer(
             os.kill(os.getpid(), signal.SIGKILL)
         wait()
     """
-    assert supervise(job(script)) == 76
+    assert supervise(job(script), grace=1.0) == 76
     last = capfd.readouterr().err.splitlines()[-1]
     assert last.startswith("error: rank 0 of 3 ended first, by signal SIGKILL")
     assert last.endswith("; what it printed is above")
     assert not any(map(alive, pids(tmp_path)))
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_what_the_others_know_of_a_killed_process_is_in_the_last_line(
+    job: Callable[..., Job], tmp_path: Path, capfd: pytest.CaptureFixture[str], killed: int
+) -> None:
+    """They find it out after a while, and before they get TERM."""
+    script = f"""
+        if rank == {killed}:
+            others_ready()
+            (folder / "dying").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        ready()
+        while not (folder / "dying").exists():
+            time.sleep(0.01)
+        time.sleep(0.2)
+        cause = "rank {killed} on n7 is gone; it was last heard of in save at step 80"
+        words = cause if rank == 2 else "rank 2 on n7 has waited"
+        with (folder / f"logs/rank-{{rank:05d}}.log").open("a") as log:
+            log.write(f"error: {{words}}\\n")
+        sys.exit(76)
+    """
+    RunFolder(tmp_path).write_status("running", step=0, steps=100)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 84}\n{"st')
+    assert supervise(job(script)) == 76
+    said = f"; rank 2 says: rank {killed} on n7 is gone; it was last heard of in save at step 80; "
+    assert said in capfd.readouterr().err.splitlines()[-1]
+    noted = RunFolder(tmp_path).read_status()
+    assert (noted["state"], noted["step"], noted["steps"]) == ("failed", 84, 100)
+    assert said in noted["error"]
 
 
 @pytest.mark.parametrize(("status", "state"), [(76, "failed"), (77, "running")])
@@ -204,10 +236,41 @@ def test_who_lost_a_peer_is_not_blamed_for_it(
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(70))
         wait()
     """
-    assert supervise(job(script)) == 70
+    assert supervise(job(script), grace=1.0) == 70
     last = capfd.readouterr().err.splitlines()[-1]
     assert "rank 2 of 3 ended first, with exit status 70 (a defect)" in last
-    assert supervise(job("sys.exit(76) if rank == 1 else wait()")) == 76
+    assert supervise(job("sys.exit(76) if rank == 1 else wait()"), grace=1.0) == 76
+
+
+def test_who_lost_a_peer_has_waited_long_enough() -> None:
+    """A frozen process hears no TERM; the limit of the run is over when the others give it up."""
+    patience = [Ending(1, code).patience for code in (76, 70, -signal.SIGKILL)]
+    assert patience == sorted(patience) and patience[0] < 0.5
+    assert Ending(1, -signal.SIGTERM, wanted=True).patience == 1
+
+
+def test_what_the_first_process_has_said_is_not_repeated(
+    job: Callable[..., Job], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """All processes are refused alike; the first of them to end need not be the first in rank."""
+    script = """
+        time.sleep(0.2 * (rank == 0))
+        print("error: runs/a: this folder is in use", file=sys.stderr)
+        sys.exit(77)
+    """
+    assert supervise(job(script)) == 77
+    assert capfd.readouterr().err == "error: runs/a: this folder is in use\n"
+
+
+def test_a_folder_in_use_is_not_touched(job: Callable[..., Job], tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path)
+    lock.acquire()
+    with pytest.raises(UserError, match=f"in use by process {os.getpid()}") as caught:
+        supervise(job("ready()"))
+    assert caught.value.exit is Exit.REFUSED
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    lock.release()
+    assert supervise(job("ready()")) == 0
 
 
 # ------------------------------------------------------------------ starting again

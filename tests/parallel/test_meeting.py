@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -50,3 +52,16 @@ def test_a_port_that_is_taken_is_an_error_for_people() -> None:
             serve_store(place)
     assert caught.value.exit is Exit.PEER
     assert "EADDRINUSE" in str(caught.value)
+
+
+def test_a_store_that_nobody_keeps_is_waited_for_quietly(capfd: pytest.CaptureFixture[str]) -> None:
+    place = free_place()
+    with pytest.raises(RuntimeError, match=f"nobody answers at {place.address}"):
+        join_store(place, seconds=0.3)
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(join_store, place, seconds=60)
+        time.sleep(0.3)
+        store = serve_store(place)
+        store.set("corn", "1")
+        assert joined.result().get("corn") == b"1"
+    assert capfd.readouterr().err == ""

@@ -9,15 +9,17 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gristmill.base.process import Place
-from gristmill.config.parallel import ParallelConfig
-from gristmill.parallel.watch import Limits, Watch
+from gristmill.base.process import Address, Place
+from gristmill.parallel.limits import Limits
+from gristmill.parallel.signs import Sign, Silent
+from gristmill.parallel.watch import Watch
 
 CONTEXT = multiprocessing.get_context("forkserver")
 
@@ -33,7 +35,8 @@ from torch.distributed.rendezvous import rendezvous
 from gristmill.base.errors import UserError
 from gristmill.base.process import Address, Place
 from gristmill.parallel import watch
-from gristmill.parallel.watch import Limits, Pace, Watch
+from gristmill.parallel.limits import Limits, Pace
+from gristmill.parallel.watch import Watch
 
 torch.set_num_threads(1)
 here = str(eval(homes))
@@ -186,7 +189,9 @@ def test_who_is_killed_is_named(party: Callable[..., Party]) -> None:
         assert run.codes() == {0: 76, 1: 76, 2: -signal.SIGKILL}
     for rank in (0, 1):
         for run in seen:
-            run.assert_last(rank, f"rank 2 on host2 has ended without a word; {words}")
+            line = run.assert_last(rank, f"rank 2 on host2 has ended without a word; {words}")
+            log = (run.folder / f"logs/{rank}.log").read_text()
+            assert log.endswith(f"{line}\n"), "the rank's log ends with the same line"
         for run in apart:
             run.assert_last(
                 rank, rf"rank 2 on host2 has given no sign of life for \d\.\ds; {words}"
@@ -272,6 +277,7 @@ def test_who_is_late_is_named(party: Callable[..., Party]) -> None:
         r"rank 1 on host1 has waited \d\.\ds in start at step 0, and rank 0 has not answered at "
         r"127\.0\.0\.1:\d+",
     )
+    assert first.printed(1).count("\n") == 1, "torch says nothing"
 
 
 def test_nobody_is_blamed_without_a_reason(party: Callable[..., Party]) -> None:
@@ -294,15 +300,21 @@ def test_nobody_is_blamed_without_a_reason(party: Callable[..., Party]) -> None:
 # ------------------------------------------------------------------ without other processes
 
 
+def test_a_silence_is_given_up_at_once_and_within_the_limit() -> None:
+    place = Place(0, 0, 2, address=Address("127.0.0.1", 1))
+    watch = Watch(place, limits=Limits(start=60, phase=20))
+    silent = Silent(Sign(1, "n1", phase="save", step=80), 10.9)
+    watch._summary = replace(watch._summary, silent=(silent,))
+    assert watch._verdict() is None
+    watch._summary = replace(watch._summary, silent=(replace(silent, seconds=11.1),))
+    assert watch._verdict() == (
+        "rank 1 on n1 has given no sign of life for 11.1s; it was last heard of in save at step 80"
+    )
+
+
 def test_a_process_alone_watches_nobody() -> None:
     with Watch(Place(), limits=Limits(start=0.01, phase=0.01)) as watch:
         watch.phase("step", 1)
         time.sleep(0.05)
         assert watch.explain(RuntimeError("gloo: connection closed")) is None
         assert not watch.active
-
-
-def test_limits_follow_the_settings() -> None:
-    limits = Limits.of(ParallelConfig(timeout="10m", start_timeout="90s"))
-    assert (limits.start, limits.phase, limits.silent) == (90, 600, 120)
-    assert Limits.of(ParallelConfig(timeout="1m")).silent == 60

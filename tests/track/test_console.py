@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -72,6 +73,26 @@ def test_plain_steps_are_thinned_by_their_clock() -> None:
     assert shown_steps(output) == [1, 2, 3, 4, 5, *range(105, 1000, 100)]
     console.close()
     assert shown_steps(output)[-1] == 1000
+
+
+def test_what_is_said_of_the_end_comes_after_the_last_step() -> None:
+    console, output = sink(terminal=False)
+    for number in range(1, 8):
+        console.write(step(number, time=number * 0.1))
+    console.write(event("saved checkpoint"))
+    console.flush()
+    console.write(event("stopped and saved"))
+    console.write(step(8, time=0.8))
+    console.write(replace(event("failed at step 8"), level="error"))
+    console.close()
+    lines = [line.split("|")[0].strip() for line in output.getvalue().splitlines()[5:]]
+    assert lines == [
+        "warning: saved checkpoint",
+        "step 7/100000",
+        "warning: stopped and saved",
+        "step 8/100000",
+        "error: failed at step 8",
+    ]
 
 
 def test_a_resumed_run_shows_its_first_steps_and_its_horizon_once() -> None:

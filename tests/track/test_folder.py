@@ -84,3 +84,14 @@ def test_a_run_is_moved_aside_unless_somebody_uses_it(tmp_path: Path) -> None:
     move_aside(folder)
     (aside,) = tmp_path.iterdir()
     assert aside.name.startswith("run.old-") and (aside / "run.toml").exists()
+
+
+def test_the_last_step_is_that_of_a_checkpoint_or_of_the_last_record(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert folder.last_step() == 0
+    folder.metrics.write_text('{"step": 78}\n' + " " * 100_000 + '\n{"step": 85}\n{"step": 8')
+    assert folder.last_step() == 85
+    (folder.checkpoints / "step-00000090").mkdir(parents=True)
+    assert folder.last_step() == 90
+    folder.metrics.write_text('"step"\n[]\n{"loss": 1}\n')
+    assert folder.last_step() == 90

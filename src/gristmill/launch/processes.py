@@ -8,11 +8,13 @@
     RANK  LOCAL_RANK  WORLD_SIZE  MASTER_ADDR=127.0.0.1  MASTER_PORT     as torchrun sets them
 
 TERM, INT and USR1 are passed on once; a second INT kills. A process that fails ends the run: the
-others get TERM, and KILL a moment later, since they may be waiting for it for ever. Each has a
-process group of its own, so that Ctrl-C in the terminal reaches it once and not twice.
+others may say what they know and end, then get TERM, then KILL, since they may be waiting for it
+for ever. Each has a process group of its own, so that Ctrl-C in the terminal reaches it once and
+not twice.
 
 The one that ended first is not always the one that failed: a process that lost its peer may end
 before the peer has. One that says so (`Exit.PEER`) is therefore blamed only if no other is found.
+One that was killed could say nothing: the last line repeats what the others say of it.
 """
 
 from __future__ import annotations
@@ -33,12 +35,14 @@ from types import FrameType
 from typing import IO
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.files import storage_errors
+from gristmill.base.files import FolderLock, storage_errors
 from gristmill.launch.lifeline import SUPERVISOR
 from gristmill.track.folder import RunFolder
 
 GRACE = 5.0
-"""Seconds from TERM to KILL, once a process has failed."""
+"""Seconds from the failure of a process to KILL for the others."""
+_TERM = 0.2
+"""The part of these that passes before TERM, which ends who would have said why it ends."""
 _TICK = 0.05
 _START = "--- "
 """How the line begins that marks a start in a log."""
@@ -91,6 +95,14 @@ class Ending:
         """Of those that end at the same time, the lowest is blamed."""
         return 0 if self.code < 0 else 2 if self.code == Exit.PEER else 1
 
+    @property
+    def patience(self) -> float:
+        """How much longer than usual the others are given, if this is the first to fail. They are
+        still to find out who was killed; who lost a peer has waited for it long enough."""
+        if self.wanted:
+            return 1.0
+        return 2.5 if self.code < 0 else 0.4 if self.code == Exit.PEER else 1.0
+
     def __str__(self) -> str:
         if self.code >= 0:
             known = next((one for one in Exit if one == self.code), None)
@@ -115,6 +127,7 @@ _WORDS = {
 
 def supervise(job: Job, *, grace: float = GRACE) -> int:
     """Run all processes to their end, and again if that may help; returns the exit status."""
+    _require_free(job.folder)
     with _Requests() as requests:
         for attempt in range(job.restarts + 1):
             before = job.folder.newest_step()
@@ -127,7 +140,8 @@ def supervise(job: Job, *, grace: float = GRACE) -> int:
             hopeless = _why_not_again(job, cause, requests, attempt=attempt, before=before)
             if hopeless is not None:
                 _note_failure(job, cause, words)
-                _say(f"error: {words}{hopeless}")
+                if not crew.told(cause):
+                    _say(f"error: {words}{hopeless}")
                 return cause.status
             step = job.folder.newest_step()
             begin = "the beginning" if step is None else f"step {step}"
@@ -135,12 +149,33 @@ def supervise(job: Job, *, grace: float = GRACE) -> int:
     raise AssertionError("the last attempt has no other after it")
 
 
+def _require_free(folder: RunFolder) -> None:
+    """Refuse a folder that another run holds, before anything in it is touched."""
+    if folder.lock.is_file():
+        with storage_errors(folder.lock):
+            lock = FolderLock(folder.path)
+            lock.acquire()
+            lock.release()
+
+
 def _blame(job: Job, cause: Ending) -> str:
     log = job.folder.rank_log(cause.rank)
     words = f"rank {cause.rank} of {job.processes} ended first, {cause}"
     last = _last_words(log, errors_only=cause.code < 0)
-    words += f": {last}" if last else ""
+    if last is not None:
+        words += f": {last}"
+    elif cause.code < 0:
+        words += _said_by_others(job, cause)
     return f"{words}; {f'its log is {log}' if cause.rank else 'what it printed is above'}"
+
+
+def _said_by_others(job: Job, cause: Ending) -> str:
+    """What another process says, as a part of a sentence: best one that names the cause."""
+    others = (rank for rank in range(job.processes) if rank != cause.rank)
+    said = {rank: _last_words(job.folder.rank_log(rank), errors_only=True) for rank in others}
+    known = [(rank, words) for rank, words in said.items() if words is not None]
+    known.sort(key=lambda one: not one[1].startswith(f"rank {cause.rank} on "))
+    return next((f"; rank {rank} says: {words}" for rank, words in known), "")
 
 
 def _last_words(log: Path, *, errors_only: bool) -> str | None:
@@ -179,7 +214,8 @@ def _note_failure(job: Job, cause: Ending, words: str) -> None:
         with contextlib.suppress(UserError, OSError):
             status = job.folder.read_status()
             if status.pop("state", None) == "running":
-                job.folder.write_status("failed", **{**status, "error": words})
+                step = max(status.get("step", 0), job.folder.last_step())
+                job.folder.write_status("failed", **{**status, "step": step, "error": words})
 
 
 def _say(text: str) -> None:
@@ -232,16 +268,20 @@ class _Crew:
 
     def run(self) -> None:
         """Start all, and return when none is left, whatever happens here."""
-        deadline = float("inf")
+        term_at = kill_at = float("inf")
         try:
             self._start()
             while self.running:
                 self._reap()
                 self._pass_on()
-                if not self.ended_here and any(one.wanted or one.failed for one in self.endings):
-                    self.ended_here, deadline = True, time.monotonic() + self.grace
+                first = next((one for one in self.endings if one.wanted or one.failed), None)
+                now = time.monotonic()
+                if first is not None and kill_at == float("inf"):
+                    term_at, kill_at = now + _TERM * self.grace, now + first.patience * self.grace
+                if now > term_at and not self.ended_here:
+                    self.ended_here = True
                     self._send(signal.SIGTERM)
-                if self.requests.insisted or time.monotonic() > deadline:
+                if self.requests.insisted or now > kill_at:
                     self._kill()
                 time.sleep(_TICK)
         finally:
@@ -255,6 +295,13 @@ class _Crew:
         if self.requests.insisted or not failed:
             return None
         return next((one for one in failed if one.code != Exit.PEER), failed[0])
+
+    def told(self, cause: Ending) -> bool:
+        """Whether the first process, which has the terminal, has said there what is wrong: it
+        failed in the same way, and a start that cannot succeed fails alike everywhere."""
+        return not cause.mendable and any(
+            one.rank == 0 and one.code == cause.code for one in self.endings
+        )
 
     def status(self) -> int:
         """The exit status where nothing failed."""

@@ -2,12 +2,15 @@
 
 It is torch's `TCPStore` at the address of the run. Torch's own rendezvous uses it as well,
 before or afterwards, since stores of one process at one port have one server, which lives as long
-as any of them. The client of a frozen server waits for ever, whatever timeout it was given.
+as any of them. The client of a frozen server waits for ever, whatever timeout it was given. One of
+a server that is not there yet says so on standard error, in dozens of lines: whether somebody
+answers is found out before torch is asked.
 """
 
 from __future__ import annotations
 
 import socket
+import time
 from datetime import timedelta
 from typing import Protocol
 
@@ -17,6 +20,7 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.base.process import Place
 
 _LOOPBACK = ("127.0.0.1", "localhost")
+_TICK = 0.1
 
 
 class Store(Protocol):
@@ -76,6 +80,11 @@ def join_store(place: Place, *, seconds: float) -> Store:
     """The store of the run, kept by another process; waits so long for that to begin."""
     assert place.address is not None
     host, port = place.address
+    deadline = time.monotonic() + seconds
+    while not _answers(host, port):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"nobody answers at {place.address}")
+        time.sleep(_TICK)
     return dist.TCPStore(  # type: ignore[attr-defined]
         host,
         port,
@@ -83,3 +92,12 @@ def join_store(place: Place, *, seconds: float) -> Store:
         timeout=timedelta(seconds=seconds),
         wait_for_workers=False,
     )
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        with socket.create_connection((host, port), timeout=1) as one:
+            # A port that nobody has may be given to the caller, who then reaches itself.
+            return bool(one.getsockname() != one.getpeername())
+    except OSError:
+        return False

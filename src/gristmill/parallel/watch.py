@@ -22,10 +22,7 @@ slept, finds that no time has passed, and blames nobody.
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -35,8 +32,7 @@ from types import TracebackType
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.process import Place
-from gristmill.base.units import format_seconds, parse_seconds
-from gristmill.config.parallel import ParallelConfig
+from gristmill.base.units import format_seconds
 from gristmill.parallel.causes import (
     in_one_line,
     may_be_of_others,
@@ -45,56 +41,11 @@ from gristmill.parallel.causes import (
     words_of_silence,
     words_of_waiting,
 )
+from gristmill.parallel.last_words import in_time, print_line, quiet, write_log
+from gristmill.parallel.limits import Limits, Pace
 from gristmill.parallel.meeting import Store, join_store, serve_store
 from gristmill.parallel.neighbours import has_ended, home
 from gristmill.parallel.signs import Roll, Sign, Silent, State, Summary, read_sign, write_sign
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How long may pass, in seconds, before a process gives up on the others."""
-
-    start: float
-    """In the phase "start"."""
-    phase: float
-    """In any other phase."""
-    silence: float | None = None
-    """Without a sign of life; the limit of a phase if not given, and not more than two minutes."""
-    leaving: float = 30.0
-    """From an error to the end of the process."""
-
-    @classmethod
-    def of(cls, config: ParallelConfig) -> Limits:
-        """Those of the settings."""
-        return cls(parse_seconds(config.start_timeout), parse_seconds(config.timeout))
-
-    @property
-    def silent(self) -> float:
-        return min(self.phase, 120.0) if self.silence is None else self.silence
-
-
-@dataclass(frozen=True)
-class Pace:
-    """How often a process speaks and listens, in seconds."""
-
-    beat: float = 1.0
-    reading: float = 3.0
-    crowd: int = 64
-    """In a larger world the first process reads all signs, the others its summary."""
-
-    @property
-    def tick(self) -> float:
-        return self.beat / 4
-
-    @property
-    def doubtful(self) -> float:
-        """After this time without a sign, something is wrong, though it may pass."""
-        return 2.5 * self.beat
-
-    @property
-    def heard(self) -> float:
-        """In this time everybody has read what was written."""
-        return self.reading + 2 * self.beat
 
 
 class Watch:
@@ -114,9 +65,10 @@ class Watch:
         pace: Pace | None = None,
     ) -> None:
         self.place, self.limits, self.log = place, limits, log
-        self.last_words, self.pace = last_words, pace or Pace()
+        self.last_words, self.pace = last_words, pace or Pace().within(limits.whole)
         self.active = place.world > 1 and place.address is not None
         self._large = place.world > self.pace.crowd
+        self._silence = limits.silent(self.pace, crowd=self._large)
         self._serves = place.rank == 0 and not place.agent
         self._time = 0.0
         self._phase = _Phase("start", 0, 0, 0.0, limits.start)
@@ -131,7 +83,7 @@ class Watch:
         self._store_error: str | None = None
         self._store: Store | None = None
         self._hurried = self._judging = False
-        self._trouble_at: float | None = None
+        self._ended_at: float | None = None
         self._leave_by: float | None = None
         self._closing, self._wake, self._spoken = (threading.Event() for _ in range(3))
         self._threads: list[threading.Thread] = []
@@ -147,8 +99,12 @@ class Watch:
                 threading.Thread(target=work, name=f"watch{work.__name__}", daemon=True)
                 for work in (self._talk, self._judge)
             ]
+            quiet(self.log)
             for thread in self._threads:
                 thread.start()
+            # Torch would wait for the store's keeper as well, but not end as quietly.
+            while not self._connected:
+                time.sleep(self.pace.tick)
         return self
 
     def __exit__(
@@ -199,6 +155,8 @@ class Watch:
         self._judging = False
         words = self._cause(error) if may_be_of_others(error) else None
         self._speak("lost" if words else "failed", words or named(error))
+        if words:
+            write_log(self.log, words)
         self._leave_by = self._time + self.limits.leaving
         self._judging = True
         return UserError(words, exit=Exit.PEER) if words else None
@@ -288,7 +246,7 @@ class Watch:
                 spoken = self._state
                 self._beat += 1
                 store.set(self._key(self.place.rank), write_sign(self._sign()))
-                if self._hurried or time.monotonic() >= next_reading:
+                if self._hurried or self._uneasy or time.monotonic() >= next_reading:
                     self._summary = self._read(store)
                     next_reading = time.monotonic() + self.pace.reading
                 self._exchanged_at = self._time
@@ -298,6 +256,12 @@ class Watch:
                 self._wake.clear()
         except RuntimeError as error:
             self._store_error = str(error).partition("\n")[0]
+
+    @property
+    def _uneasy(self) -> bool:
+        """Whether somebody is late, or seems to have ended, and is to be looked at again soon."""
+        late = any(one.seconds > self.pace.doubtful for one in self._summary.silent[:1])
+        return late or bool(self._suspects)
 
     def _key(self, rank: int | str) -> str:
         return f"gristmill/{self.place.attempt}/{rank}"
@@ -357,26 +321,38 @@ class Watch:
         """Why this process should end, if it should."""
         if self._leave_by is not None:
             return self._what if self._time > self._leave_by else None
-        words = self._trouble(self.limits.silent)
-        if words is None:
-            self._trouble_at = None
-        elif self._trouble_at is None:
-            self._trouble_at = self._time
+        ended, silent = self._words_of_end(), self._words_of_silence(self._silence)
+        if silent is not None:
+            return ended or silent
+        if ended is None:
+            self._ended_at = None
+        elif self._ended_at is None:
+            self._ended_at = self._time
         # Whatever happened to the others, its error may be on the way here, too.
-        if self._trouble_at is not None and self._time - self._trouble_at > self.pace.heard:
-            return words
+        if self._ended_at is not None and self._time - self._ended_at > self.pace.heard:
+            return ended
         if self._time - self._phase.began <= self._phase.limit:
             return None
         return self._trouble(self.pace.doubtful) or self._words_of_waiting()
 
     def _trouble(self, silent: float) -> str | None:
         """What is wrong with the others, or with the way to them."""
+        return self._words_of_end() or self._words_of_silence(silent)
+
+    def _words_of_end(self) -> str | None:
+        """Who has ended, or about to."""
         words = words_of_end(self._summary)
-        stuck = self._store_error is not None or self._time - self._exchanged_at > silent
-        if words is None and self._connected and stuck:
+        if words is None and self._connected and self._store_error is not None:
+            words = self._words_of_store()
+        return words
+
+    def _words_of_silence(self, seconds: float) -> str | None:
+        """Who was last heard of longer ago than this."""
+        words = None
+        if self._connected and self._time - self._exchanged_at > seconds:
             words = self._words_of_store()
         for one in self._summary.silent[:1]:
-            if words is None and one.seconds > silent:
+            if words is None and one.seconds > seconds:
                 words = words_of_silence(one)
         return words
 
@@ -410,28 +386,14 @@ class Watch:
         """End this process at once, wherever it stands. The last thing is a line that says why."""
         if self._state == "running":
             self._speak("lost", words)
-        line = f"error: {words}\n".encode()
         say = self.last_words
         if say is not None:
-            _in_time(lambda: say(words), seconds=5)
+            in_time(lambda: say(words), seconds=5)
         if self._serves:
             self._await_others(self.pace.heard)
-        _in_time(lambda: (sys.stdout.flush(), sys.stderr.flush()), seconds=1)
-        with contextlib.suppress(OSError):
-            self._write_log(line)
-        with contextlib.suppress(OSError):
-            os.write(2, line)
+        write_log(self.log, words, threads=True)
+        print_line(words)
         os._exit(Exit.INTERNAL if self._state == "failed" else Exit.PEER)
-
-    def _write_log(self, line: bytes) -> None:
-        """Where all threads stand, and the line itself unless standard error goes there anyway."""
-        if self.log is None:
-            return
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab", buffering=0) as log:
-            faulthandler.dump_traceback(log.fileno(), all_threads=True)
-            if not os.path.sameopenfile(log.fileno(), 2):
-                log.write(line)
 
 
 @dataclass(frozen=True)
@@ -445,10 +407,3 @@ class _Phase:
 
 def _those(sign: Sign, state: State) -> tuple[Sign, ...]:
     return (sign,) if sign.state == state else ()
-
-
-def _in_time(work: Callable[[], object], *, seconds: float) -> None:
-    """Do something that may never end, and wait for it only so long."""
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)

@@ -116,6 +116,7 @@ class Hooks:
 
     def at_end(self) -> None:
         self.meter.settle()
+        self.tracker.flush()
         if self.stopping:
             reason = self.stop.reason or "a request to another process"
             self.tracker.say(f"stopping after {reason}")
