@@ -77,7 +77,7 @@ ABLATION = {
     ),
     "values-2": Change("2 value embeddings", ["model.value_embeddings=2"]),
     "values-6": Change("6 value embeddings", ["model.value_embeddings=6"]),
-    "no-shortcut": Change("no shortcut from the embedding", ["model.shortcut=false"]),
+    "shortcut": Change("a shortcut from the embedding", ["model.shortcut=true"]),
     "tied-head": Change(
         "tied head, small embedding with the rate 0.004",
         ["model.tie_head=true", "optim.embedding_lr=0.004"],
@@ -99,7 +99,7 @@ ABLATION = {
         "AdamW, lr 3e-3, warm-up 5 %", [*_ADAMW, "optim.lr=3e-3"], drop=_ADAMW_DROPS
     ),
     "no-momentum-warmup": Change("momentum 0.95 from the start", ["optim.momentum_warmup=0"]),
-    "normuon": Change("NorMuon", ['optim.normalise="neurons"']),
+    "plain-muon": Change("Muon without NorMuon's norms", ['optim.normalise="none"']),
     "cautious": Change(
         "cautious decay, of 0.1 since it is weaker",
         ["optim.cautious=true", "optim.weight_decay=0.1"],
@@ -107,7 +107,7 @@ ABLATION = {
     "quintic": Change("one quintic for all steps", ['optim.coefficients="quintic"']),
     "steps-3": Change("3 steps of orthogonalising", ["optim.steps=3"]),
     "decay-0.4": Change("rate falls over the last 40 %", ["schedule.decay=0.4"]),
-    "decay-0.8": Change("rate falls over the last 80 %", ["schedule.decay=0.8"]),
+    "decay-0.6": Change("rate falls over the last 60 %", ["schedule.decay=0.6"]),
     "cosine": Change("cosine schedule", ['schedule.type="cosine"', "schedule.warmup=0"]),
     "batch-16": Change("16 windows a step", ["train.batch=16"]),
     "batch-64": Change("64 windows a step", ["train.batch=64"]),
