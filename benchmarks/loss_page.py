@@ -69,7 +69,8 @@ def _page_lines(
         lines += ["", "## Ours", "", _OURS, "", _models(results, "ours"), ""]
         lines += markdown_table(horizon_table(ours, target), without=["steps", "seeds"])
     if ablation:
-        lines += ["", "## One part at a time", "", _ABLATION]
+        timed = all(row.seconds for row in ablation)
+        lines += ["", "## One part at a time", "", _ABLATION, "", _TIMED if timed else _UNTIMED]
         if any(row.spread is None for row in ablation):
             lines += ["", "A row of one seed does not say how much of its difference is chance."]
         lines += ["", _models(results, "ablation", name=REFERENCE), ""]
@@ -93,8 +94,11 @@ sizes of the preset were chosen by runs on this text, as the baseline's rate and
 
 _ABLATION = """\
 Each row changes one thing about the preset and nothing else, at the same number of tokens, unless
-it says so. The difference is that of the loss from the preset's (above zero is worse), the time
-ratio that of the seconds. A difference of the size of ±, the standard deviation, means nothing."""
+it says so. The difference is that of the loss from the preset's (above zero is worse). One of the
+size of ±, the standard deviation, means nothing."""
+
+_TIMED = "The time ratio is that of the seconds to the preset's."
+_UNTIMED = "Runs shared the device with others, so their times are not compared."
 
 
 def _first(text: str) -> str:

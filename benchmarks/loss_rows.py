@@ -64,7 +64,10 @@ BASELINE = {
     "1.8e-3x128": Recipe(1.8e-3, 128),
 }
 
-OURS = {"modern": Change("the preset")}
+OURS = {
+    "modern": Change("the preset"),
+    "modern-fp8": Change("the preset, head in fp8", ['precision.fp8=["head"]']),
+}
 
 _ADAMW = ('optim.type="adamw"', "schedule.warmup=0.05")
 # With AdamW's rates an embedding as large as the preset's would hardly move.
