@@ -17,6 +17,8 @@ CONSTRAINTS ?= constraints.txt
 TORCH       ?= -r $(CONSTRAINTS)
 BENCH       ?=
 ARGS        ?=
+# Tests of several processes mostly wait, so two workers pay on two cores.
+WORKERS     ?= -n 2 --dist loadfile
 
 BIN      := $(VENV)/bin
 PIP      := $(BIN)/python -m pip install --disable-pip-version-check
@@ -36,7 +38,7 @@ demo: $(RUNTIME) ## train a small model on this machine, from text to report, in
 	$(BIN)/gristmill demo $(ARGS)
 
 test: check docs ## all checks, the documentation, then all tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 check: $(DEV) ## lint, formatting, types and the import floors
 	$(BIN)/ruff check $(CODE)
