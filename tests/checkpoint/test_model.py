@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from gristmill.base.boxes import row_pieces, whole_piece
+from gristmill.base.errors import UserError
 from gristmill.base.files import write_json
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.model import fill_model
@@ -79,3 +80,26 @@ def test_a_process_takes_its_share_of_the_start_weights(
         else:
             assert torch.equal(kept, parameter[first:])
     assert any(one.shape[0] > one.local.shape[0] for one in held.values())
+
+
+def spoil(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def test_the_model_of_a_checkpoint_with_a_damaged_optimizer_can_be_read(
+    model: GPT, tmp_path: Path
+) -> None:
+    as_run(model, tmp_path / "run")
+    folder = CheckpointFolder(tmp_path / "run/checkpoints")
+    (path,) = folder.committed()
+    spoil(path / "optimizer.safetensors")
+    assert folder.newest_intact().path is None, "but training cannot go on from it"
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    model.initialise(4)
+    fill_model(model, str(tmp_path / "run"))
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    spoil(path / "model.safetensors")
+    with pytest.raises(UserError, match="no intact checkpoint"):
+        fill_model(model, str(tmp_path / "run"))

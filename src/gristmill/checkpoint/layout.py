@@ -25,7 +25,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -66,7 +66,7 @@ class Best:
 
 @dataclass(frozen=True)
 class Found:
-    """The newest checkpoint whose every byte is as it was written, and those passed over."""
+    """The newest checkpoint that is as it was written, and those passed over."""
 
     path: Path | None
     damaged: list[tuple[Path, list[Problem]]]
@@ -77,6 +77,15 @@ def step_of(path: Path) -> int:
     match = _STEP.fullmatch(path.name)
     assert match, f"{path} is not a checkpoint folder"
     return int(match[1])
+
+
+Which = Callable[[str], bool]
+"""Which files of a checkpoint, by their names."""
+
+
+def everything(name: str) -> bool:
+    """All files."""
+    return True
 
 
 class CheckpointFolder:
@@ -125,12 +134,13 @@ class CheckpointFolder:
             sync_folder(self.root)
         return final
 
-    def newest_intact(self, council: Council = ALONE) -> Found:
-        """The newest checkpoint that passes all checks; damaged newer ones are listed."""
+    def newest_intact(self, council: Council = ALONE, *, read: Which = everything) -> Found:
+        """The newest checkpoint whose files are intact, of those that are not `read` only the size;
+        damaged newer ones are listed."""
         damaged: list[tuple[Path, list[Problem]]] = []
         for name in council.tell([path.name for path in reversed(self.committed())]):
             path = self.root / name
-            problems = verify(path, council=council)
+            problems = verify(path, council=council, read=read)
             if not problems:
                 return Found(path, damaged)
             damaged.append((path, problems))
@@ -224,18 +234,16 @@ def _fingerprint(file: Path) -> Fingerprint:
     return Fingerprint(file.name, sha256_file(file), file.stat().st_size)
 
 
-def verify(
-    folder: Path, *, council: Council = ALONE, trusted: Container[str] = ()
-) -> list[Problem]:
-    """Everything that is not as it was written, found by all processes together. Files that are
-    `trusted` only have to be there, with the right size."""
-    found = _verify_share(folder, rank=council.rank, ranks=council.size, trusted=trusted)
+def verify(folder: Path, *, council: Council = ALONE, read: Which = everything) -> list[Problem]:
+    """Everything that is not as it was written, found by all processes together. Files that are not
+    to be `read` only have to be there, with the right size."""
+    found = _verify_share(folder, rank=council.rank, ranks=council.size, read=read)
     told = council.gather([astuple(problem) for problem in found])
     problems = {Problem(*values) for those in told for values in those}
     return sorted(problems, key=lambda problem: problem.where or "")
 
 
-def _verify_share(folder: Path, *, rank: int, ranks: int, trusted: Container[str]) -> list[Problem]:
+def _verify_share(folder: Path, *, rank: int, ranks: int, read: Which) -> list[Problem]:
     """What one of several processes finds: file n is for process n mod their number."""
     where = str(folder / MANIFEST)
     try:
@@ -254,7 +262,7 @@ def _verify_share(folder: Path, *, rank: int, ranks: int, trusted: Container[str
     return [
         Problem(fault, str(folder / one.name))
         for one in files[rank::ranks]
-        if (fault := _fault(folder / one.name, one, content=one.name not in trusted))
+        if (fault := _fault(folder / one.name, one, content=read(one.name)))
     ]
 
 

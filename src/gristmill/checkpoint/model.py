@@ -127,10 +127,10 @@ def _start_weights(path: Path, start: str, model: GPT, council: Council) -> Weig
 
 
 def _choose(run: Path, which: str, council: Council = ALONE) -> Path:
-    """The checkpoint of a run that is asked for, every byte of which is as it was written."""
+    """The checkpoint of a run that is asked for, every byte of whose model is as it was written."""
     folder = CheckpointFolder(run / "checkpoints")
     if which == "latest":
-        found = folder.newest_intact(council).path
+        found = folder.newest_intact(council, read=_of_model).path
         if found is None:
             raise UserError("this run has no intact checkpoint", where=str(run), exit=Exit.DATA)
         return found
@@ -146,8 +146,14 @@ def _choose(run: Path, which: str, council: Council = ALONE) -> Path:
     return _intact(path)
 
 
+def _of_model(name: str) -> bool:
+    """Whether a file is needed for the model; those of the optimizer are twice as large as all
+    others."""
+    return not name.startswith("optimizer")
+
+
 def _intact(path: Path) -> Path:
-    problems = verify(path)
+    problems = verify(path, read=_of_model)
     if problems:
         raise UserError(problems, exit=Exit.DATA)
     return path
