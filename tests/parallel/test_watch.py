@@ -318,3 +318,13 @@ def test_a_process_alone_watches_nobody() -> None:
         time.sleep(0.05)
         assert watch.explain(RuntimeError("gloo: connection closed")) is None
         assert not watch.active
+
+
+def test_who_answers_and_is_no_store_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(place: Place, *, seconds: float) -> None:
+        raise RuntimeError("not a store")
+
+    monkeypatch.setattr("gristmill.parallel.watch.join_store", refuse)
+    place = Place(1, 1, 2, address=Address("127.0.0.1", 1))
+    with Watch(place, limits=Limits(start=600, phase=600)) as watch:
+        assert watch.active

@@ -22,9 +22,7 @@ from gristmill.config.parallel import AXES, SEVERAL, Mesh, build_mesh
 from gristmill.config.ramp import ramp_broken
 from gristmill.config.resolve import Portions, divisors, portions
 from gristmill.config.schema import RampConfig, RunConfig
-from gristmill.config.settings import Broken, Settings
-
-Path_ = tuple[str, ...]
+from gristmill.config.settings import Broken, Path_, Settings
 
 Option = dict[str, int]
 """Settings, by dotted name, and the values that they could have."""

@@ -27,9 +27,8 @@ from gristmill.base.errors import Exit, Problem, UserError
 from gristmill.config.hf import model_settings
 from gristmill.config.rules import check
 from gristmill.config.schema import RunConfig
+from gristmill.config.settings import Path_
 from gristmill.config.toml import key_lines, write_toml
-
-Path_ = tuple[str, ...]
 
 
 @dataclass

@@ -6,7 +6,10 @@ from pydantic import BaseModel, ConfigDict
 
 from gristmill.base.errors import Problem
 
-Broken = tuple[tuple[str, ...], Problem]
+Path_ = tuple[str, ...]
+"""Where a setting is: its table, and its name there."""
+
+Broken = tuple[Path_, Problem]
 """A rule that settings break: the path of the setting to change, and what is wrong."""
 
 

@@ -75,6 +75,8 @@ class Spmd:
 
     def accumulate(self, batches: Sequence[Batch], progress: Progress) -> StepResult:
         """Gradients of the mean loss over all counted tokens of the step."""
+        self._waiting = None if self._everyone is None else Waiting(self.world.device)
+        done = None if self._waiting is None else self._waiting.done
         self.model.train()
         if self.model.config.dropout:
             torch.manual_seed(self._step_seed(progress.steps))
@@ -82,8 +84,6 @@ class Spmd:
         scale = 1.0 / counted
         if self.loss_scale is not None:
             scale = scale * self.loss_scale.scale
-        self._waiting = None if self._everyone is None else Waiting(self.world.device)
-        done = None if self._waiting is None else self._waiting.done
         total = self.flow.train([self._share(batch) for batch in batches], scale, done)
         parts = self.world.mesh.data
         return StepResult(

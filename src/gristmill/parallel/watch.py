@@ -102,8 +102,9 @@ class Watch:
             quiet(self.log)
             for thread in self._threads:
                 thread.start()
-            # Torch would wait for the store's keeper as well, but not end as quietly.
-            while not self._connected:
+            # Torch would wait for the store's keeper as well, but not end as quietly. What is wrong
+            # with one that answers, torch knows best.
+            while not self._connected and self._store_error is None:
                 time.sleep(self.pace.tick)
         return self
 
