@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 CONTEXT = multiprocessing.get_context("forkserver")
 LIMIT = 60
 """Seconds that a process may take to end."""
+ONE_AT_A_TIME = threading.Lock()
+"""For threads that start processes, which asks after all others that were started, or ask after
+one: of two that ask at the same moment, one would be told 255."""
 
 RUN = """
 name = "tiny"
@@ -256,7 +260,8 @@ class Couple:
             moment = killed.moment if killed is not None and killed.rank == rank else ""
             names = {"folder": self.folder, "rank": rank, "port": port, "moment": moment}
             members.append(CONTEXT.Process(target=exec, args=(MEMBER, names), daemon=True))
-            members[-1].start()
+            with ONE_AT_A_TIME:
+                members[-1].start()
         return self._life(_codes(members))
 
     def live_under_torchrun(self) -> Life:
@@ -296,11 +301,15 @@ class Couple:
 
 def _codes(members: list[BaseProcess]) -> list[int | None]:
     deadline = time.monotonic() + 2 * LIMIT
-    for member in members:
-        member.join(max(0.1, deadline - time.monotonic()))
-    codes = [member.exitcode for member in members]
-    for member in members:
-        member.kill()
+    while True:
+        with ONE_AT_A_TIME:
+            codes = [member.exitcode for member in members]
+        if None not in codes or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    with ONE_AT_A_TIME:
+        for member in members:
+            member.kill()
     return codes
 
 
