@@ -80,7 +80,6 @@ ABLATION = {
     ),
     "values-2": Change("2 value embeddings", ["model.value_embeddings=2"]),
     "values-6": Change("6 value embeddings", ["model.value_embeddings=6"]),
-    "shortcut": Change("a shortcut from the embedding", ["model.shortcut=true"]),
     "tied-head": Change(
         "tied head, small embedding with the rate 0.004",
         ["model.tie_head=true", "optim.embedding_lr=0.004"],

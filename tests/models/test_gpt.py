@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gristmill.checkpoint.state import load_weights
 from gristmill.config.hf import from_hf
 from gristmill.config.schema import ModelConfig
+from gristmill.models import layers
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
 from gristmill.models.layers import Attention, Rotary, Surroundings
 from gristmill.models.recompute import Recompute
-from gristmill.models.spec import KVCache, Loss
+from gristmill.models.spec import Kernels, KVCache, Loss
 from gristmill.models.weights import Gpt2Weights, WeightsInMemory, gpt2_tensors, to_gpt2
 
 CPU = torch.device("cpu")
@@ -48,7 +50,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "bias": False,
         "tie_head": False,
         "embedding_norm": True,
-        "shortcut": True,
         "value_embeddings": 1,
         "attention_scale": 0.2,
         "logit_cap": 20.0,
@@ -213,6 +214,49 @@ def test_recomputing_activations_changes_nothing() -> None:
     for others in gradients[1:]:
         for plain, again in zip(gradients[0], others, strict=True):
             assert torch.equal(plain, again)
+
+
+@pytest.mark.parametrize(("kind", "fused"), [("none", 2), ("full", 4), ("selective", 0)])
+def test_products_are_kept_by_selective_recomputation(
+    monkeypatch: pytest.MonkeyPatch, kind: Literal["none", "selective", "full"], fused: int
+) -> None:
+    """A kernel that has the activation inside its product would compute both again."""
+    calls = []
+
+    def plain(
+        x: torch.Tensor, up: torch.Tensor, bias: None, down: torch.Tensor, activation: str
+    ) -> torch.Tensor:
+        calls.append(activation)
+        return functional.relu(x @ up.T).square() @ down.T
+
+    monkeypatch.setattr(layers, "fused_mlp", plain)
+    monkeypatch.setattr(layers, "worth_fusing", lambda x, **sizes: True)
+    config = ModelConfig(**SMALL, activation="relu2", bias=False)
+    model = build_model(config, vocab=50, device=CPU, recompute=Recompute(kind))
+    model.kernels = Kernels(mlp=True)
+    model.initialise(3)
+    ids = random_ids(2, 21)
+    with CountedProducts() as counted:
+        model(ids[:, :-1], targets_BT=ids[:, 1:]).scaled.backward()
+    # Of each layer, four products forward and twice as many backward; the result of the last is not
+    # needed again.
+    again = 3 if kind == "full" else 0
+    assert counted.number == SMALL["layers"] * (12 + again)
+    assert len(calls) == fused
+
+
+class CountedProducts(TorchDispatchMode):
+    """Counts matrix products; those of the head are inside an operator of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.number += function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return function(*args, **(kwargs or {}))
 
 
 def test_start_weights_follow_gpt2() -> None:

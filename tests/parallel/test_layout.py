@@ -22,7 +22,6 @@ MODEL = ModelConfig(
     context=8,
     kv_heads=2,
     value_embeddings=1,
-    shortcut=True,
     activation="swiglu",
     mlp_width=24,
     qk_norm=True,

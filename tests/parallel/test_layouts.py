@@ -49,7 +49,6 @@ MODERN = (
     'model.activation="swiglu"',
     "model.mlp_width=64",
     "model.bias=false",
-    "model.shortcut=true",
     "model.value_embeddings=1",
     "model.embedding_norm=true",
     "model.tie_head=false",

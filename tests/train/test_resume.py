@@ -248,7 +248,7 @@ def rewrite_state(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None
 
 def test_a_run_from_before_a_setting_existed_goes_on(make_run: MakeRun, tmp_path: Path) -> None:
     run_training(make_run('train.until="6 steps"'))
-    forget_setting(tmp_path / "run", "model.shortcut")
+    forget_setting(tmp_path / "run", "model.embedding_norm")
     assert run_training(make_run()).step == 12
 
 
@@ -282,9 +282,9 @@ def test_a_checkpoint_that_does_not_say_its_layout_goes_on(
 
 def test_a_setting_that_did_not_exist_cannot_be_changed(make_run: MakeRun, tmp_path: Path) -> None:
     run_training(make_run('train.until="6 steps"'))
-    forget_setting(tmp_path / "run", "model.shortcut")
-    with pytest.raises(UserError, match=r"model\.shortcut: was False and is now True"):
-        run_training(make_run("model.shortcut=true"))
+    forget_setting(tmp_path / "run", "model.embedding_norm")
+    with pytest.raises(UserError, match=r"model\.embedding_norm: was False and is now True"):
+        run_training(make_run("model.embedding_norm=true"))
 
 
 def test_another_tokenizer_is_refused(make_run: MakeRun, tmp_path: Path) -> None:

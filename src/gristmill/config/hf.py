@@ -117,7 +117,6 @@ def to_hf(model: ModelConfig, *, vocab: int, end_of_text: int) -> dict[str, Any]
         "kv_heads": (model.heads, model.groups),
         "norm_gain": (True, model.norm_gain),
         "embedding_norm": (False, model.embedding_norm),
-        "shortcut": (False, model.shortcut),
         "value_embeddings": (0, model.value_embeddings),
         "attention_scale": (None, model.attention_scale),
         "logit_cap": (None, model.logit_cap),

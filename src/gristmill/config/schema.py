@@ -66,8 +66,6 @@ class ModelConfig(Settings):
     """Learned gains (and biases) in normalisations."""
     embedding_norm: bool = False
     """Normalise the stream before the first block too."""
-    shortcut: bool = False
-    """Add the embedded tokens to the stream before every block, each time a learned multiple."""
     value_embeddings: Annotated[int, Field(ge=0)] = 0
     """How many layers, every other one from the last down, add to each token's values a vector
     looked up by the token, gated per head. Costs vocabulary x width parameters each, and almost no

@@ -178,7 +178,7 @@ class GPT(nn.Module):
     def _spread(self, name: str, dims: int) -> float | None:
         """Standard deviation of a parameter at the start; None for gains, which start at one."""
         config = self.config
-        if name.startswith("values.") or name.endswith(("bias", "value_gate.weight", "shortcut")):
+        if name.startswith("values.") or name.endswith(("bias", "value_gate.weight")):
             return 0.0
         if dims < 2:
             return None
@@ -204,8 +204,6 @@ class GPT(nn.Module):
         assert cache is None or (positions_BT is None and documents_BT is None), "one document"
         around = self.surroundings(tokens_BT, positions_BT, documents_BT, cache=cache)
         x_BTD = self.embed(tokens_BT, around)
-        if self.config.shortcut:
-            around = around._replace(start_BTD=x_BTD)
         x_BTD = self.through(x_BTD, self.portion.layers, tokens_BT, around)
         if cache is not None:
             cache.length += tokens_BT.shape[1]
@@ -222,7 +220,6 @@ class GPT(nn.Module):
         documents_BT: torch.Tensor | None,
         *,
         cache: KVCache | None = None,
-        start_BTD: torch.Tensor | None = None,
     ) -> Surroundings:
         """What the blocks are told about a batch; positions are (T) or (B, T)."""
         if positions is None:
@@ -232,9 +229,8 @@ class GPT(nn.Module):
         turn = None if self.rotary is None else self.rotary(positions)
         dense = documents_BT is not None and self.links.attend is None
         mask = document_mask(documents_BT) if dense and documents_BT is not None else None
-        return Surroundings(
-            positions, mask, turn, start_BTD, cache, self.kernels, self.links, documents_BT
-        )
+        kernels = self.recompute.may_use(self.kernels)
+        return Surroundings(positions, mask, turn, cache, kernels, self.links, documents_BT)
 
     def embed(self, tokens_BT: torch.Tensor, around: Surroundings) -> torch.Tensor:
         """The stream before the first block."""

@@ -33,8 +33,6 @@ class Surroundings(NamedTuple):
     mask: torch.Tensor | None = None
     turn: Turn | None = None
     """How queries and keys are turned, for models with rotary positions."""
-    start_BTD: torch.Tensor | None = None
-    """The stream before the first block, for models with a shortcut."""
     cache: KVCache | None = None
     kernels: Kernels = Kernels()
     links: Links = Links()
@@ -268,7 +266,6 @@ class Block(nn.Module):
         self.mlp_norm = build_norm(config)
         self.mlp = MLP(config, ranks)
         self.dropout = nn.Dropout(config.dropout)
-        self.shortcut = nn.Parameter(torch.empty(1)) if config.shortcut else None
 
     def forward(
         self,
@@ -276,8 +273,6 @@ class Block(nn.Module):
         around: Surroundings,
         looked_up_BTV: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if self.shortcut is not None and around.start_BTD is not None:
-            x_BTD = x_BTD + self.shortcut.to(x_BTD.dtype) * around.start_BTD
         attended = self.attention(self.attention_norm(x_BTD), around, looked_up_BTV)
         x_BTD = x_BTD + self.dropout(attended)
         inner = self.mlp(self.mlp_norm(x_BTD), around)

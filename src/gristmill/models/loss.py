@@ -149,7 +149,7 @@ def _over_slices(
     total = torch.zeros((), dtype=torch.float32, device=device)
     d_hidden = torch.empty_like(hidden_ND) if wants_gradient else hidden_ND.new_empty(0)
     # Sums over slices are formed in fp32, whatever the head's own format.
-    d_head = torch.zeros_like(head_VD, dtype=torch.float32 if wants_gradient else None)
+    d_head = torch.zeros(head_VD.shape if wants_gradient else 0, dtype=torch.float32, device=device)
     scale = scale.float()
     step = slice_length(head_VD.shape[0], width=width, device=device)
     for start in range(0, hidden_ND.shape[0], step):
@@ -164,7 +164,7 @@ def _over_slices(
         else:
             losses, _ = head.losses(hidden, targets, None, None)
         total += (losses * weights).sum()
-    return total, d_hidden, d_head.to(head_VD.dtype) if wants_gradient else head_VD.new_empty(0)
+    return total, d_hidden, d_head.to(head_VD.dtype)
 
 
 @_sliced.register_fake

@@ -2,7 +2,8 @@
 
     full        only the inputs of blocks are kept: least memory, a third more time
     selective   results of matrix products and of attention are kept as well, so that only norms,
-                activations and the like are computed again
+                activations and the like are computed again; activations must then not be part of
+                a product, as they are in our kernels
 
 Either holds for every n-th block; the blocks between keep everything.
 """
@@ -20,6 +21,8 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+
+from gristmill.models.spec import Kernels
 
 _aten = torch.ops.aten
 _KEPT = {
@@ -45,6 +48,10 @@ class Recompute:
 
     kind: Literal["none", "selective", "full"] = "none"
     every: int = 1
+
+    def may_use(self, kernels: Kernels) -> Kernels:
+        """Those with which this does what it promises."""
+        return kernels._replace(mlp=False) if self.kind == "selective" else kernels
 
     def run(self, layer: int, block: nn.Module, *args: Any) -> torch.Tensor:
         """The block's result."""

@@ -115,17 +115,13 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 result = closure()
         for number, group in enumerate(self.param_groups):
+            matrices = group["role"] is Role.MATRIX
             moving = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if not moving:
-                continue
-            if group["role"] is Role.MATRIX:
-                numbers = self._numbers_of(number, group, moving[0].device)
-                if self.exchange is not None:
-                    self._step_parts(group, numbers, self.exchange)
-                    continue
-                for piece in _pieces(moving, size=moving[0].numel()):
-                    self._step_matrices(piece, numbers, group["rule"])
-            else:
+            if matrices and self.exchange is not None:
+                self._step_parts(number, group, self.exchange)
+            elif matrices and moving:
+                self._step_matrices(number, group, moving)
+            elif moving:
                 self._step_adam(moving, group)
         return result
 
@@ -145,11 +141,13 @@ class Muon(torch.optim.Optimizer):
         }
         return kept._replace(**{k: v.reshape(()) for k, v in given.items() if v is not None})
 
-    def _step_parts(self, group: Group, numbers: Numbers, exchange: Exchange) -> None:
+    def _step_parts(self, number: int, group: Group, exchange: Exchange) -> None:
         """The same where processes hold parts of the matrices. Every process takes part in every
-        exchange, even with an empty part."""
+        exchange, even with an empty part or without any gradient."""
         rule, members = group["rule"], list(zip(group["names"], group["params"], strict=True))
-        find = self._made(find_directions, rule, members[0][1].device)
+        device = group["params"][0].device
+        numbers = self._numbers_of(number, group, device)
+        find = self._made(find_directions, rule, device)
         for piece in _pieces(members, size=sum(rule.parts) * group["columns"]):
             names, parameters = [name for name, _ in piece], [p for _, p in piece]
             states = [self._matrix_state(p, rule, group["columns"]) for p in parameters]
@@ -173,17 +171,20 @@ class Muon(torch.optim.Optimizer):
         compiled = device.type == "cuda" if self.compiled is None else self.compiled
         return _compiled(function, rule) if compiled else function
 
-    def _step_matrices(self, piece: Sequence[nn.Parameter], numbers: Numbers, rule: Rule) -> None:
-        states = [self._matrix_state(p, rule, p.shape[1]) for p in piece]
-        update = self._made(update_matrices, rule, piece[0].device)
-        update(
-            [parameter.detach() for parameter in piece],
-            [parameter.grad for parameter in piece if parameter.grad is not None],
-            [state["momentum"] for state in states],
-            [] if rule.beta2 is None else [state["second_moment"] for state in states],
-            numbers,
-            rule,
-        )
+    def _step_matrices(self, number: int, group: Group, moving: Sequence[nn.Parameter]) -> None:
+        rule, device = group["rule"], moving[0].device
+        numbers = self._numbers_of(number, group, device)
+        update = self._made(update_matrices, rule, device)
+        for piece in _pieces(moving, size=moving[0].numel()):
+            states = [self._matrix_state(p, rule, p.shape[1]) for p in piece]
+            update(
+                [parameter.detach() for parameter in piece],
+                [parameter.grad for parameter in piece],
+                [state["momentum"] for state in states],
+                [] if rule.beta2 is None else [state["second_moment"] for state in states],
+                numbers,
+                rule,
+            )
 
     def _matrix_state(
         self, parameter: nn.Parameter, rule: Rule, columns: int

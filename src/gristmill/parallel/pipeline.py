@@ -3,8 +3,8 @@
     stages of each process        pp 2, one each: 0 | 1        two each: 0 2 | 1 3
 
 torch's own schedules decide who computes what when, and send the stream on. Every process reads its
-batches itself, so that only the stream travels (and, for models with a shortcut, what it was at the
-beginning). The last stage computes losses, and with them the first gradients.
+batches itself, so that only the stream travels. The last stage computes losses, and with them the
+first gradients.
 
 Micro-batches of one step have equal shapes. A schedule is made for a number of micro-batches, and
 kept: a batch that grows needs several.
@@ -82,26 +82,23 @@ class Stage(nn.Module):
 
     def forward(
         self,
-        *stream: torch.Tensor,
+        stream_BTD: torch.Tensor,
+        *,
         tokens_BT: torch.Tensor,
         targets_BT: torch.Tensor,
         weights_BT: torch.Tensor | None = None,
         positions_BT: torch.Tensor | None = None,
         documents_BT: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    ) -> torch.Tensor:
         model = self._model[0]
         around = model.surroundings(tokens_BT, positions_BT, documents_BT)
-        x_BTD = model.embed(tokens_BT, around) if self.first else stream[0]
-        if model.config.shortcut:
-            start_BTD = x_BTD if self.first else stream[1]
-            around = around._replace(start_BTD=start_BTD)
+        x_BTD = model.embed(tokens_BT, around) if self.first else stream_BTD
         x_BTD = model.through(x_BTD, self.layers, tokens_BT, around)
         if self.last:
             loss = model.loss(x_BTD, targets_BT, weights_BT, self.scale)
             self.totals.append(loss.total)
             return loss.scaled.view(1).clone()
-        # What only passes by is passed on as a result of this stage. Views would not do here.
-        return (x_BTD, start_BTD.clone()) if model.config.shortcut else x_BTD
+        return x_BTD
 
 
 class Pipeline:
@@ -185,15 +182,14 @@ class Pipeline:
             device="meta",
             requires_grad=True,
         )
-        passed = (stream, stream) if model.config.shortcut else (stream,)
         number = self.stages.index(stage)
         return PipelineStage(
             stage,
             self.world.at["pp"] + number * mesh.pp,
             mesh.pp * config.stages_each,
             self.world.device,
-            input_args=(tokens,) if stage.first else passed,
-            output_args=torch.empty(1, device="meta") if stage.last else passed,
+            input_args=(tokens if stage.first else stream,),
+            output_args=torch.empty(1, device="meta") if stage.last else stream,
             group=self.group,
         )
 

@@ -33,15 +33,14 @@ def block_matrices(model: ModelConfig) -> int:
 
 
 def block_vectors(model: ModelConfig) -> int:
-    """Biases, norm gains and scalars of one block; gates of value embeddings are not counted."""
+    """Biases and norm gains of one block; gates of value embeddings are not counted."""
     width, head = model.width, model.head_width
-    shortcut = 1 if model.shortcut else 0
     gains = 2 * norm_vectors(model) + (2 * head if model.qk_norm and model.norm_gain else 0)
     if not model.bias:
-        return gains + shortcut
+        return gains
     up = model.inner * (2 if model.activation == "swiglu" else 1)
     linear = head * (model.heads + 2 * model.groups) + width + up + width
-    return gains + linear + shortcut
+    return gains + linear
 
 
 def norm_vectors(model: ModelConfig) -> int:

@@ -16,7 +16,7 @@ from gristmill.models.kernels.fp8 import E5M2, Fp8
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.mark.parametrize("cap", [None, 5.0])
+@pytest.mark.parametrize("cap", [None, 5.0, 60.0, 300.0])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
     [(torch.float32, 1e-6), (torch.float16, 2e-3), (torch.bfloat16, 1e-2)],
@@ -34,6 +34,7 @@ def test_losses_and_gradients(
     generator = torch.Generator().manual_seed(vocab)
     logits = (4 * torch.randn(9, columns, generator=generator)).to(DEVICE, dtype)
     logits[0, :vocab] = -60.0  # a row far below zero
+    logits[1, :vocab] = -600.0
     targets = torch.randint(0, vocab, (9,), generator=generator).to(DEVICE)
     factors = torch.rand(9, generator=generator).to(DEVICE)
     exact = logits[:, :vocab].double().requires_grad_()
@@ -56,7 +57,7 @@ def test_losses_and_gradients(
     assert not logits[:, vocab:].any()
 
 
-@pytest.mark.parametrize("cap", [None, 5.0])
+@pytest.mark.parametrize("cap", [None, 5.0, 300.0])
 @pytest.mark.parametrize(("vocab", "columns"), [(70, 96), (128, 128)])
 def test_a_copy_in_fp8(
     monkeypatch: pytest.MonkeyPatch, vocab: int, columns: int, cap: float | None

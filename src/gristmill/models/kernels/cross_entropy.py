@@ -29,6 +29,9 @@ from gristmill.models.kernels.tanh import tanh
 
 BLOCK = 2048
 WARPS = 8
+LOW_CAP = 40.0
+"""Up to this cap no power of two is lost if a row's maximum is taken to be the cap: the smallest of
+them, 2^(-2 cap / log 2), is above 2^-126, where numbers of fp32 begin to lose bits."""
 
 
 def cross_entropy_(
@@ -57,6 +60,7 @@ def cross_entropy_(
         VOCAB=vocab,
         COLUMNS=columns,
         CAPPED=cap is not None,
+        BOUNDED=cap is not None and cap <= LOW_CAP,
         GRADIENT=factors_N is not None,
         COPY=copy is not None,
         QUICK=logits_NV.is_cuda and logits_NV.element_size() == 2,
@@ -109,10 +113,10 @@ def _read(
 
 
 @triton.jit
-def _take(sums, tops, z, cap, CAPPED: tl.constexpr):
-    """Add a block to the running sums of powers; `tops` are the lanes' maxima. With a cap no logit
-    is above it, so the cap serves as the maximum of all."""
-    if CAPPED:
+def _take(sums, tops, z, cap, BOUNDED: tl.constexpr):
+    """Add a block to the running sums of powers; `tops` are the lanes' maxima. With a low cap it
+    serves as the maximum of all, since no logit is above it."""
+    if BOUNDED:
         return sums + tl.exp2(z - 1.4426950408889634 * cap), tops
     higher = tl.maximum(tops, z)
     return sums * tl.exp2(tops - higher) + tl.exp2(z - higher), higher
@@ -124,6 +128,7 @@ def _log_sum(
     cap,
     VOCAB: tl.constexpr,
     CAPPED: tl.constexpr,
+    BOUNDED: tl.constexpr,
     QUICK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -134,11 +139,11 @@ def _log_sum(
     sums, tops = tl.zeros((BLOCK,), tl.float32), tl.full((BLOCK,), -1e30, tl.float32)
     for begin in range(0, whole, BLOCK):
         z = _read(line, begin + lanes, cap, VOCAB, CAPPED, QUICK, END=False)
-        sums, tops = _take(sums, tops, z, cap, CAPPED)
+        sums, tops = _take(sums, tops, z, cap, BOUNDED)
     z = _read(line, whole + lanes, cap, VOCAB, CAPPED, QUICK, END=True)
-    sums, tops = _take(sums, tops, z, cap, CAPPED)
-    top = 1.4426950408889634 * cap if CAPPED else tl.max(tops, 0)
-    total = tl.sum(sums, 0) if CAPPED else tl.sum(sums * tl.exp2(tops - top), 0)
+    sums, tops = _take(sums, tops, z, cap, BOUNDED)
+    top = 1.4426950408889634 * cap if BOUNDED else tl.max(tops, 0)
+    total = tl.sum(sums, 0) if BOUNDED else tl.sum(sums * tl.exp2(tops - top), 0)
     return top + tl.log2(total)
 
 
@@ -175,6 +180,7 @@ def _rows(
     VOCAB: tl.constexpr,
     COLUMNS: tl.constexpr,
     CAPPED: tl.constexpr,
+    BOUNDED: tl.constexpr,
     GRADIENT: tl.constexpr,
     COPY: tl.constexpr,
     QUICK: tl.constexpr,
@@ -187,7 +193,7 @@ def _rows(
     whole: tl.constexpr = VOCAB // BLOCK * BLOCK
     target = tl.load(targets + row)
     picked = _capped(tl.load(line + target).to(tl.float32), cap, CAPPED, QUICK)
-    log_sum = _log_sum(line, cap, VOCAB, CAPPED, QUICK, BLOCK)
+    log_sum = _log_sum(line, cap, VOCAB, CAPPED, BOUNDED, QUICK, BLOCK)
     tl.store(losses + row, 0.6931471805599453 * (log_sum - picked))
 
     if GRADIENT:
