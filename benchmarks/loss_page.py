@@ -22,6 +22,7 @@ from loss_results import (
     ablation_table,
     first_to_reach,
     horizon_table,
+    in_the_same_time,
     rows_of,
     run_cells,
     target_of,
@@ -34,20 +35,28 @@ from gristmill.base.units import format_count
 # ------------------------------------------------------------------ the page
 
 
-def write_page(results: Sequence[Result], page: Path, *, given: float | None = None) -> None:
-    """The Markdown page and, if there are curves to compare, its two pictures beside it."""
+def write_page(
+    results: Sequence[Result], page: Path, *, given: float | None = None, notes: str = ""
+) -> None:
+    """The Markdown page, with notes at its end, and, if there are curves to compare, its two
+    pictures beside it."""
     target = target_of(results, given)
+    rows = rows_of(results, "ours")
     base = first_to_reach(rows_of(results, "baseline"), target)
-    ours = first_to_reach(rows_of(results, "ours"), target)
-    shown = {row.first.name: row.middle.curve for row in (base, ours) if row is not None and target}
+    ours = first_to_reach(rows, target)
     pictures = []
-    if len(shown) == 2:
+    if base is not None and ours is not None:
         assert target is not None
+        shown = {row.first.name: row.middle.curve for row in (base, ours)}
+        whole = in_the_same_time(rows, base)
+        if whole is not None:
+            shown[f"{whole.first.name}, in the baseline's time"] = whole.middle.curve
         for axis, words in (("seconds", "seconds of training"), ("tokens", "tokens")):
             file = page.with_name(f"{page.stem}-{axis}.svg")
             write_atomic(file, picture(shown, axis=axis, label=words, target=target))
             pictures.append(f"![Validation loss over {words}]({file.name})")
-    write_atomic(page, "\n".join(_page_lines(results, target, pictures)) + "\n")
+    lines = _page_lines(results, target, pictures)
+    write_atomic(page, "\n".join([*lines, *(["", notes.strip()] if notes else [])]) + "\n")
 
 
 def _page_lines(
@@ -56,7 +65,7 @@ def _page_lines(
     baseline, ours, ablation = (rows_of(results, g) for g in ("baseline", "ours", "ablation"))
     dates = sorted({run.date for run in results})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    lines = ["# Time to loss", "", f"Measured {when}; made by `benchmarks/time_to_loss.py`.", ""]
+    lines = ["# Time to loss", "", _QUESTION, "", f"Measured {when} by `time_to_loss.py`.", ""]
     if baseline or ours:
         lines += [f"- {line}" for line in verdict(results, target)]
     for image in pictures:
@@ -67,7 +76,7 @@ def _page_lines(
         lines += markdown_table([run_cells(row) for row in baseline], without=["run", "steps"])
     if ours:
         lines += ["", "## Ours", "", _OURS, "", _models(results, "ours"), ""]
-        lines += markdown_table(horizon_table(ours, target), without=["steps", "seeds"])
+        lines += markdown_table(horizon_table(ours, target), without=["run", "steps", "seeds"])
     if ablation:
         timed = all(row.seconds for row in ablation)
         lines += ["", "## One part at a time", "", _ABLATION, "", _TIMED if timed else _UNTIMED]
@@ -81,6 +90,10 @@ def _page_lines(
         lines += ["", "## Runs that failed", "", *failed]
     return lines
 
+
+_QUESTION = """\
+nanoGPT's recipe trains GPT-2 to some validation loss. After how many seconds, and how many tokens
+of the same text, is a run of ours there, with a model that computes no more for a token?"""
 
 _BASELINE = """\
 nanoGPT's model (no biases, no dropout) with its recipe: random windows, AdamW with betas 0.9 and
@@ -137,7 +150,7 @@ def _protocol(results: Sequence[Result]) -> list[str]:
 WIDTH, HEIGHT = 760, 400
 LEFT, RIGHT, TOP, BOTTOM = 58, 20, 20, 52
 INK, MUTED, GRID = "#1e2024", "#5c6270", "#e6e2d8"
-COLOURS = ("#c8472f", "#2563c9")
+COLOURS = ("#c8472f", "#2563c9", "#2f8f5b")
 
 
 def ticks(low: float, high: float, *, wanted: int) -> list[float]:

@@ -233,6 +233,14 @@ def first_to_reach(rows: Iterable[Row], target: float | None) -> Row | None:
     return min(shortest.values(), key=lambda row: row.seconds, default=None)
 
 
+def in_the_same_time(rows: Iterable[Row], base: Row | None) -> Row | None:
+    """The longest row that took no longer than the baseline (but for one per cent of it), if it
+    took nearly as long."""
+    seconds = base.seconds if base is not None else 0.0
+    near = [row for row in rows if 0.9 * seconds <= row.seconds <= 1.01 * seconds and row.seconds]
+    return max((row for row in near if not row.failed), key=lambda row: row.seconds, default=None)
+
+
 def odds(results: Iterable[Result]) -> str | None:
     """Why the runs cannot be compared; None if they can."""
     known = [run.facts for run in results if run.facts]
@@ -316,6 +324,13 @@ def verdict(results: Sequence[Result], target: float | None) -> list[str]:
             f"{name} has it after {best.seconds:.1f} seconds and {format_count(best.tokens)} "
             f"tokens ({best.reaching(target)} of {len(best.runs)} seeds){beside}."
         )
+        whole = in_the_same_time(mine, base)
+        if whole is not None:
+            lines.append(
+                f"In the baseline's time, {whole.seconds:.1f} seconds and "
+                f"{format_count(whole.tokens)} tokens, {name} ends at {whole.loss:.4f}: "
+                f"{target - whole.loss:.3f} lower."
+            )
     return lines
 
 

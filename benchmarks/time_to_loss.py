@@ -145,7 +145,8 @@ def make_page(options: argparse.Namespace) -> None:
     problem = odds(results)
     if problem:
         raise SystemExit(problem)
-    write_page(results, options.output, given=options.target)
+    notes = options.notes.read_text() if options.notes else ""
+    write_page(results, options.output, given=options.target, notes=notes)
     print(options.output)
 
 
@@ -498,6 +499,7 @@ def parse() -> argparse.Namespace:
     add("--compute", choices=["bf16", "fp32"], default="bf16")
     add("--page", type=Path, nargs="+", metavar="RESULTS", help="make the page of these and end")
     add("-o", "--output", type=Path, default=Path("docs/time-to-loss.md"), help="of --page")
+    add("--notes", type=Path, metavar="FILE.md", help="text for the end of --page")
     options = parser.parse_args()
     if not (options.page or options.list) and not (options.data and options.validation):
         parser.error("--data and --validation are needed")
