@@ -6,7 +6,7 @@
     ... --json results.json --ablate         our preset with one part changed at a time
     ... --json a.json --ablate --shared      beside others on one device: losses, but no times
     ... --device cpu --compute fp32 --preset modern-nano --runs small.toml      to try it
-    python benchmarks/time_to_loss.py --page results.json -o docs/time-to-loss.md
+    python benchmarks/time_to_loss.py --page results.json --notes notes.md -o docs/time-to-loss.md
 
 The protocol, the same for all:
 
@@ -21,41 +21,32 @@ The protocol, the same for all:
 --json is written after every run. Runs that it holds already, with the same settings, are not made
 again, so a script that was killed or met its --limit goes on with the same command. Runs of one
 process share compiled code where their graphs are equal. The rows are in `loss_rows.py`, and --runs
-adds others; `loss_results.py` says what follows from the runs, `loss_page.py` makes the page.
+adds others; `loss_runs.py` makes a run, `loss_results.py` says what follows from all of them, and
+`loss_page.py` makes the page.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import fnmatch
 import gc
-import hashlib
-import io
 import json
 import math
-import shutil
-import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from loss_page import write_page
 from loss_results import (
     Group,
     Result,
-    Step,
     ablation_table,
     horizon_table,
-    measured,
     odds,
     plain_table,
     read_results,
@@ -66,67 +57,15 @@ from loss_results import (
     without_times,
     write_results,
 )
-from loss_rows import OURS, Change, Recipe, rows_by_name
-from peers import (
-    Stopwatch,
-    device_of,
-    nanogpt_model,
-    nanogpt_rate,
-    numbers_of,
-    plain_system,
-    windows,
-)
+from loss_rows import OURS, Recipe, rows_by_name
+from loss_runs import Bench, Job, config_of, facts_of, run_nanogpt, run_ours, settings_of
 
-from gristmill.base.errors import Exit, UserError
+from gristmill.base.errors import UserError
 from gristmill.base.units import Duration, format_count
-from gristmill.config.load import load_preset, load_text
-from gristmill.config.resolve import resolve
-from gristmill.config.schema import RunConfig
-from gristmill.config.toml import write_toml
-from gristmill.data.sampling import Stretch, spread_windows
-from gristmill.parallel.world import open_world
-from gristmill.plan.arithmetic import count_multiplied, count_parameters
-from gristmill.tokens.format import TokenReader
 from gristmill.tokens.store import open_tokens
-from gristmill.track.folder import run_folder
-from gristmill.track.metrics import StepRecord, ValidationRecord, read_metrics
-from gristmill.train.environment import code_commit, version
-from gristmill.train.run import run_training
 
 GRAPHS = 1024
 """Compiled versions of a function that are kept: the runs of one process are more than usual."""
-VALIDATED_AT_ONCE = 16
-"""Windows of the baseline's validation; its logits are held whole."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """One run to make."""
-
-    name: str
-    group: Group
-    seed: int
-    tokens: int
-    row: Recipe | Change
-
-
-@dataclass
-class Bench:
-    """What all runs share."""
-
-    options: argparse.Namespace
-    training: TokenReader
-    validation: TokenReader
-    folder: Path
-    results: list[Result] = field(default_factory=list)
-
-    def windows(self, sequence: int) -> np.ndarray:
-        """Starts of the validation windows: every one that fits, one behind the other."""
-        fitting = (len(self.validation) - 1) // sequence
-        stretch = Stretch(0, len(self.validation))
-        starts = spread_windows(stretch, sequence=sequence, windows=fitting)
-        assert np.array_equal(starts, np.arange(fitting) * sequence), "ours takes other windows"
-        return starts
 
 
 def main() -> None:
@@ -225,176 +164,6 @@ def free() -> None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-
-
-# ------------------------------------------------------------------ settings
-
-
-def config_of(bench: Bench, job: Job) -> RunConfig:
-    """The settings of a run; of the baseline, those that say its shape, batch and text."""
-    options, row = bench.options, job.row
-    shape = [
-        f"model.{name}={value}"
-        for name in ("layers", "heads", "width", "context")
-        if (value := getattr(options, name)) is not None
-    ]
-    if isinstance(row, Recipe):
-        tables = load_preset(options.baseline_preset)
-        tables["model"] |= {"bias": False, "vocab": bench.training.info.vocab_size}
-        words, batch = shape, row.batch
-    else:
-        tables = load_preset(options.preset)
-        for dotted in row.drop:
-            table, _, key = dotted.partition(".")
-            tables.get(table, {}).pop(key, None)
-        words, batch = [*shape, *options.set, *row.set], options.batch
-    tables |= {
-        "name": job.name.replace("/", "-"),
-        "folder": str(bench.folder / "run"),
-        "data": {"paths": str(options.data), "validation": str(options.validation)},
-        "train": {"until": f"{job.tokens} tokens", "batch": batch, "seed": job.seed},
-        "precision": {"compute": options.compute},
-        "runtime": {"device": options.device},
-        "validate": {
-            "every": f"{max(1, job.tokens // options.points)} tokens",
-            "windows": len(bench.validation),  # more than there are: all of them
-        },
-        # The end is saved in any case, when the time no longer counts.
-        "checkpoint": {"every": "1T tokens", "keep_best": False},
-    }
-    return load_text(write_toml(tables), words, place=job.name)
-
-
-def settings_of(bench: Bench, config: RunConfig, job: Job) -> dict[str, Any]:
-    """What makes this run another one than those of the same name."""
-    sets = (bench.training, bench.validation)
-    texts = {"text": [one.info.fingerprint[:12] for one in sets]}
-    if isinstance(job.row, Recipe):
-        shape = config.model.model_dump(include={"layers", "heads", "width", "context", "vocab"})
-        own = {**dataclasses.asdict(job.row), "compute": config.precision.compute}
-        return shape | own | texts
-    kept = {"model", "optim", "schedule", "train", "precision"}
-    data = config.data.model_dump(mode="json", include={"order", "documents", "sequence"})
-    return config.model_dump(mode="json", exclude_none=True, include=kept) | {"data": data} | texts
-
-
-def facts_of(bench: Bench, config: RunConfig, job: Job) -> dict[str, str]:
-    """What a reader has to know about the machine, the versions, the model and the text."""
-    world = open_world(config.runtime, tf32=config.precision.tf32)
-    software = {"torch": torch.__version__, "triton": version("triton")}
-    model, vocab = config.model, bench.training.info.vocab_size or 1
-    numbers = resolve(config, vocab=vocab)
-    parameters = count_parameters(model, rows=numbers.padded_vocab)
-    multiplied = count_multiplied(model, rows=numbers.padded_vocab)
-    if isinstance(job.row, Recipe):
-        digest = hashlib.sha256((bench.options.nanogpt / "model.py").read_bytes()).hexdigest()
-        code = f"nanoGPT (SHA-256 of model.py {digest[:12]})"
-    else:
-        code = " ".join(filter(None, ("gristmill", version("gristmill"), code_commit())))
-    held, windows_held = bench.validation, len(bench.windows(numbers.sequence))
-    return {
-        "device": world.name,
-        "software": ", ".join(f"{name} {number}" for name, number in software.items() if number),
-        "code": code,
-        "model": f"{model.layers} layers, {model.heads} heads, width {model.width}, "
-        f"{format_count(parameters)} parameters, {format_count(multiplied)} of them in matrix "
-        f"products and the rest in tables and vectors, {numbers.sequence} tokens in a window, "
-        f"{config.precision.compute}",
-        "training": f"{len(bench.training):,} tokens",
-        "validation": f"{len(held):,} tokens (SHA-256 {held.info.fingerprint[:12]})",
-        "windows": f"{windows_held:,}",
-    }
-
-
-# ------------------------------------------------------------------ ours
-
-
-def run_ours(bench: Bench, config: RunConfig, job: Job) -> dict[str, Any]:
-    """A training run as a user makes it, and what its records say."""
-    folder = run_folder(config)
-    shutil.rmtree(folder.path, ignore_errors=True)
-    # The progress of the run goes where it does not disturb the tables.
-    with contextlib.redirect_stdout(sys.stderr):
-        outcome = run_training(config)
-    if outcome.exit is not Exit.DONE:
-        raise SystemExit("stopped; the runs before this one are kept")
-    records = read_metrics(folder.metrics)
-    shutil.rmtree(folder.path, ignore_errors=True)
-    made = [record for record in records if isinstance(record, StepRecord)]
-    checks = [one for one in records if isinstance(one, ValidationRecord) and one.step > 0]
-    before = [0, *(record.tokens for record in made)]
-    steps = [
-        Step(record.tokens - begin, record.step_seconds)
-        for begin, record in zip(before, made, strict=False)
-    ]
-    expected = len(bench.windows(config.data.sequence or config.model.context))
-    assert all(check.windows == expected for check in checks), "validated on other windows"
-    return {
-        "memory": made[-1].memory_bytes if config.runtime.device == "cuda" else None,
-        **measured(steps, {check.step: check.loss for check in checks}),
-    }
-
-
-# ------------------------------------------------------------------ the baseline
-
-
-def run_nanogpt(bench: Bench, config: RunConfig, job: Job) -> dict[str, Any]:
-    """nanoGPT's model with its optimizer, schedule and way of reading, as its script has them."""
-    recipe, device = job.row, device_of(config)
-    assert isinstance(recipe, Recipe)
-    model = nanogpt_model(config, bench.options.nanogpt, seed=job.seed).to(device)
-    with contextlib.redirect_stdout(io.StringIO()):
-        optimizer = model.configure_optimizers(0.1, recipe.lr, (0.9, 0.95), device)
-    # Not dynamic: after a run with another batch, it would be compiled for batches of any size.
-    forward = torch.compile(model, dynamic=False) if device == "cuda" else model
-    system = plain_system(
-        config,
-        model,
-        optimizer,
-        lambda inputs, targets: forward(inputs, targets)[1],
-        windows(config, bench.options.data, seed=job.seed),
-    )
-    assert bench.training.info.dtype == "uint16", "nanoGPT reads ids of 16 bits"
-    per_step = numbers_of(config).tokens_per_step
-    count = max(1, round(job.tokens / per_step))
-    points = bench.options.points
-    due = {math.ceil(count * number / points) for number in range(1, points + 1)}
-    watch, losses, peak = Stopwatch(device), dict[int, float](), 0
-    watch.mark()
-    for step in range(count):
-        for group in optimizer.param_groups:
-            group["lr"] = nanogpt_rate(step, steps=count, peak=recipe.lr)
-        system.step()
-        watch.mark()
-        if step + 1 in due:
-            watch.settle()
-            if device == "cuda":
-                peak = max(peak, torch.cuda.max_memory_allocated())
-            losses[step + 1] = validate_nanogpt(bench, config, model)
-            print(f"{job.name} step {step + 1} of {count}: {losses[step + 1]:.4f}", file=sys.stderr)
-            if device == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            watch.mark()
-    steps = [Step(per_step, seconds) for seconds in watch.seconds]
-    return {"memory": peak or None, **measured(steps, losses)}
-
-
-@torch.no_grad()
-def validate_nanogpt(bench: Bench, config: RunConfig, model: torch.nn.Module) -> float:
-    """The mean loss over the validation windows, in the format of training."""
-    device, sequence = device_of(config), numbers_of(config).sequence
-    half = torch.autocast(device, torch.bfloat16, enabled=config.precision.compute == "bf16")
-    starts, total = bench.windows(sequence).tolist(), 0.0
-    model.eval()
-    for first in range(0, len(starts), VALIDATED_AT_ONCE):
-        chosen = starts[first : first + VALIDATED_AT_ONCE]
-        rows = [bench.validation.read(start, sequence + 1).astype(np.int64) for start in chosen]
-        ids = torch.from_numpy(np.stack(rows)).to(device)
-        with half:
-            loss = model(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())[1]
-        total += float(loss) * len(chosen)
-    model.train()
-    return total / len(starts)
 
 
 # ------------------------------------------------------------------ printing
