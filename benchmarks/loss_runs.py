@@ -100,10 +100,7 @@ def config_of(bench: Bench, job: Job) -> RunConfig:
         tables["model"] |= {"bias": False, "vocab": bench.training.info.vocab_size}
         words, batch = shape, row.batch
     else:
-        tables = load_preset(options.preset)
-        for dotted in row.drop:
-            table, _, key = dotted.partition(".")
-            tables.get(table, {}).pop(key, None)
+        tables = {"preset": options.preset}
         words, batch = [*shape, *options.set, *row.set], options.batch
     tables |= {
         "name": job.name.replace("/", "-"),

@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from gristmill.base.errors import Exit, UserError
+from gristmill.cli.bench import _lines
 from gristmill.cli.main import app
+from gristmill.parallel.world import MatrixRate
+from gristmill.train.bench import Bench, Speed, Subject
 
 RUN = """
 name = "small"
@@ -48,6 +51,43 @@ def test_tables_and_figures_are_printed_and_written(folder: Path) -> None:
     whole = sum(row["milliseconds"] for row in figures["stages"])
     assert whole == pytest.approx(figures["speed"]["milliseconds"])
     assert sorted(path.name for path in folder.iterdir()) == ["figures.json", "run.toml"]
+
+
+def bench(*words: str) -> Result:
+    return CliRunner().invoke(app, ["bench", "run.toml", *words])
+
+
+@pytest.mark.parametrize("place", ["nowhere/figures.json", "."])
+def test_a_file_that_cannot_be_written_is_refused_before_measuring(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    def never(*args: object, **options: object) -> None:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr("gristmill.train.bench.measure_run", never)
+    error = bench("--random-tokens", "--json", place).exception
+    assert isinstance(error, UserError)
+    assert f"--json {place}: " in str(error) and len(error.problems) == 1
+
+
+def test_random_tokens_of_a_single_id_are_refused(folder: Path) -> None:
+    error = bench("--random-tokens", "model.vocab=1").exception
+    assert isinstance(error, UserError)
+    assert "model.vocab: random tokens need two ids or more" in str(error)
+
+
+def test_what_is_compiled_is_said() -> None:
+    for compiled, words in (
+        (None, "cpu, fp32"),
+        ("model", "cpu, fp32, compiled as a whole"),
+        ("blocks", "cpu, fp32, compiled block by block"),
+    ):
+        subject = Subject("small", 1, 1, 1, 1, 300, "cpu", "fp32", compiled, True)
+        speed = Speed(1, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, None, 1.0, 1.0, None, None)
+        found = Bench(subject, speed, (), (), (), (), MatrixRate(1.0, 8, "fp32"))
+        lines = list(_lines(found))
+        assert f"device      {words}" in lines
+        assert any(line.endswith(", compiling") for line in lines) is (compiled is not None)
 
 
 def test_without_token_files_it_says_how_to_measure_all_the_same(folder: Path) -> None:

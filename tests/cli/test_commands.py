@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -153,6 +154,10 @@ def test_config(trained: Path) -> None:
     growing = run("config", trained / "run.toml", *ramp)
     assert "2 stages before the full batch, which begins after 3 steps" in growing
     assert "# run         6 steps, 304 tokens" in growing
+    assert re.search(r"# checkpoint  every 1 steps, \S+ [KM]iB each\n", output)
+    assert "# warning" not in output
+    muon = run("config", trained / "run.toml", "optim.type=muon")
+    assert "# warning     optim.momentum_warmup, 300 steps, is longer than the run" in muon
     presets = run("config", "--presets")
     assert "gpt2-small" in presets and "124M" in presets and "gpt3-310b" in presets
     assert json.loads(run("config", "--schema"))["properties"]["optim"]

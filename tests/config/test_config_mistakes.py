@@ -186,8 +186,22 @@ ADDED = {
     ),
     "warm-up as a plain number": (
         '[schedule]\ntype = "cosine"\nwarmup = 2000',
-        "run.toml:12: schedule.warmup: a plain number is a fraction of the run, from 0 to 1; "
-        'or write "2k steps" (it is 2000)\n',
+        "run.toml:12: schedule.warmup: a plain number is a fraction of the run, at least 0 and "
+        'below 1; or write "2k steps" (it is 2000)\n',
+    ),
+    "more than the whole run": (
+        '[schedule]\ntype = "linear"\ndecay = 1.5',
+        "run.toml:12: schedule.decay: a plain number is a fraction of the run, from 0 to 1; "
+        'or write "2k steps" (it is 1.5)\n',
+    ),
+    "a ramp over the whole run": (
+        "[train.ramp]\nstart = 4\nby = 4\nover = 1.0",
+        "run.toml:13: train.ramp.over: a plain number is a fraction of the run, at least 0 and "
+        'below 1; or write "2k steps" (it is 1.0)\n',
+    ),
+    "the whole run beside a warm-up": (
+        '[schedule]\ntype = "warmup-stable-decay"\ndecay = 1',
+        "run.toml:12: schedule.decay: warm-up and decay together are longer than the run\n",
     ),
     "time without a unit": (
         "time_limit = 90",
@@ -262,6 +276,16 @@ ADDED = {
         '[precision]\nfp8 = ["head"]',
         "run.toml:11: precision.fp8: needs compute = 'bf16', not 'fp32'\n"
         '    set precision.compute = "bf16", or leave fp8 out',
+    ),
+    "fp8 on the CPU": (
+        '[precision]\ncompute = "bf16"\nfp8 = ["head"]\n[runtime]\ndevice = "cpu"',
+        "run.toml:12: precision.fp8: needs an NVIDIA GPU, and runtime.device is 'cpu'\n"
+        "    leave it out, or train on a GPU",
+    ),
+    "fp8 without kernels": (
+        '[precision]\ncompute = "bf16"\nfp8 = ["head"]\n[runtime]\nkernels = false',
+        "run.toml:12: precision.fp8: has only a kernel of its own, and runtime.kernels is false\n"
+        "    leave one of the two out",
     ),
     "fp8 in a part that has none": (
         '[precision]\ncompute = "bf16"\nfp8 = ["embedding"]',
@@ -564,6 +588,30 @@ WORDS = {
     "unknown preset": (
         "preset=gpt3-1.7",
         "preset: there is no preset 'gpt3-1.7'\n    did you mean gpt3-1.7b",
+    ),
+    "a required setting taken away": (
+        "model.layers=unset",
+        "command line 'model.layers=unset': model.layers: this setting is required\n"
+        "    Number of transformer blocks.",
+    ),
+    "a table taken away": (
+        "model=unset",
+        "command line 'model=unset': model: every run has this table\n"
+        "    unset its settings one by one",
+    ),
+    "a table of several types taken away": (
+        "optim=unset",
+        "command line 'optim=unset': optim: every run has this table\n",
+    ),
+    "nothing taken away": (
+        "model.logitcap=unset",
+        "command line 'model.logitcap=unset': model.logitcap: there is no such setting\n"
+        "    did you mean logit_cap?",
+    ),
+    "a setting of another type taken away": (
+        "optim.momentum=unset",
+        "command line 'optim.momentum=unset': optim.momentum: there is no such setting\n"
+        "    optim has it with type = 'muon'",
     ),
     "empty name": ("name=", "command line 'name=': name: string should match pattern "),
 }

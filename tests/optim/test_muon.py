@@ -414,6 +414,12 @@ def test_momentum_rises_with_progress_alone() -> None:
     assert by_tokens[Role.MATRIX][1] == pytest.approx(0.7)
 
 
+def test_momentum_never_falls() -> None:
+    assert {rates_at(step, "optim.momentum=0.5")[Role.MATRIX][1] for step in (0, 9, 400)} == {0.5}
+    with pytest.raises(UserError, match=r"optim\.momentum_start: 0\.85 is above optim\.momentum"):
+        rates_at(0, "optim.momentum=0.5", "optim.momentum_start=0.85")
+
+
 def test_the_schedule_leaves_the_momentum_of_other_optimizers() -> None:
     config = load_text(RUN, ('optim.type="adamw"',), place="run.toml")
     numbers = resolve(config, vocab=300)
@@ -427,6 +433,7 @@ MISTAKES = {
     "optim.beta2": ("optim.beta2=0.9",),
     "optim.cautious": ("optim.cautious=true", "optim.weight_decay=0"),
     "optim.head_lr": ("optim.head_lr=0.01",),
+    "optim.vector_lr": ("optim.vector_lr=0.01", "model.bias=false", "model.norm_gain=false"),
     "optim.lr": ("optim.scale=rms",),
     "optim.beta1": ("optim.beta1=0.9",),
 }
@@ -446,6 +453,9 @@ def test_the_same_settings_where_they_act() -> None:
         "optim.scale=rms", "optim.lr=6e-4",
     )  # fmt: skip
     assert load_text(RUN, words, place="run.toml").optim.lr == 6e-4
+    for vectors in ("bias=true", "norm_gain=true", "value_embeddings=1"):
+        bare = ("model.bias=false", "model.norm_gain=false", f"model.{vectors}")
+        load_text(RUN, (*bare, "optim.vector_lr=0.01"), place="run.toml")
 
 
 @pytest.mark.parametrize(("normalise", "lines"), [("none", 0), ("neurons", 1)])

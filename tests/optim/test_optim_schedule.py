@@ -69,6 +69,10 @@ SHAPES: dict[str, tuple[list[str], Callable[[int], float]]] = {
         ["type=cosine-restarts", "min_lr=1e-4", "cycles=3"],
         lambda step: fall(1e-4, cosine((step - 20) % 60 / 60)) if step < STEPS else 1e-4,
     ),
+    "linear over the whole run": (
+        ["type=linear", "min_lr=1e-4", "decay=1"],
+        lambda step: fall(1e-4, 1 - min(1.0, (step - 20) / 180)),
+    ),
     "polynomial": (
         ["type=polynomial", "min_lr=1e-4", "power=3.0"],
         lambda step: fall(1e-4, (1 - min(1.0, (step - 20) / 180)) ** 3),
@@ -116,6 +120,12 @@ def test_no_step_has_a_rate_of_zero_or_above_the_peak(words: list[str], warmup: 
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "cosine-restarts", "polynomial"])
 def test_without_a_warm_up_the_first_step_has_the_peak(kind: str) -> None:
     assert rate(schedule(f"type={kind}", "warmup=0.0"), 0) == PEAK
+
+
+def test_a_decay_of_the_whole_run_is_a_line_from_the_start() -> None:
+    made = schedule("type=warmup-stable-decay", "warmup=0", "decay=1")
+    for step in (0, 1, 100, 199, 200, 300):
+        assert rate(made, step) == pytest.approx(PEAK * (1 - min(1.0, step / STEPS)))
 
 
 def same(*spans: str) -> list[str]:

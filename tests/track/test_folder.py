@@ -36,12 +36,27 @@ def test_every_path_has_its_name(tmp_path: Path) -> None:
 def test_a_folder_holds_a_run_once_its_settings_are_written(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "runs" / "first")
     assert not folder.holds_run()
-    folder.create()
-    folder.create()
+    assert folder.create()
+    assert not folder.create()
     assert folder.checkpoints.is_dir()
     assert not folder.holds_run()
     folder.settings.write_text('name = "first"\n')
     assert folder.holds_run()
+
+
+def test_a_folder_is_taken_back_only_if_nothing_is_in_it(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "first")
+    for name in (None, "run.toml", "notes.txt", "logs/rank-00001.log"):
+        folder.create()
+        folder.lock.touch()
+        if name is None:
+            folder.take_back()
+            assert not folder.path.exists()
+            continue
+        (folder.path / name).touch()
+        folder.take_back()
+        assert (folder.path / name).exists() and folder.lock.exists()
+        (folder.path / name).unlink()
 
 
 def test_the_last_status_is_read_back(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from gristmill.base.errors import Exit, UserError
 from gristmill.config.load import load_text
 from gristmill.config.schema import RunConfig
-from gristmill.train.bench import IDLE, Bench, fit_to_step, measure_run
+from gristmill.train.bench import IDLE, Bench, _compiled, fit_to_step, measure_run
 from gristmill.train.random_tokens import write_random_tokens
 from gristmill.train.trace import Part, Stage, Trace, Work
 
@@ -33,6 +33,20 @@ accumulate = 2
 device = "cpu"
 threads = 1
 """
+
+
+@pytest.mark.parametrize(
+    ("words", "device", "expected"),
+    [
+        ((), "cpu", None),
+        ((), "cuda", "model"),
+        (("runtime.compile=true",), "cpu", "model"),
+        (("runtime.compile=blocks",), "cpu", "blocks"),
+        (("runtime.compile=false",), "cuda", None),
+    ],
+)
+def test_what_is_compiled(words: tuple[str, ...], device: str, expected: str | None) -> None:
+    assert _compiled(run_at(Path("x"), *words).runtime, device) == expected
 
 
 def run_at(folder: Path, *settings: str) -> RunConfig:

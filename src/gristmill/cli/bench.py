@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gristmill.base.errors import UserError
+from gristmill.cli.options import Overrides
+
 if TYPE_CHECKING:
     from gristmill.train.bench import Bench, Row
 
 _NAME = 78
+_COMPILED = {None: "", "model": ", compiled as a whole", "blocks": ", compiled block by block"}
 
 
 def bench(
     run: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file, or a run folder.")],
-    settings: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[A.B=C…]", help="Settings that replace those of the file."),
-    ] = None,
+    settings: Overrides = None,
     steps: Annotated[int, typer.Option(min=2, help="Steps that are timed.")] = 30,
     warm_up: Annotated[
         int, typer.Option(min=1, help="Steps before them; the first one compiles.")
@@ -44,6 +45,8 @@ def bench(
     from gristmill.config.load import load_run
 
     config = load_run(run, settings or ())
+    if json is not None:
+        _require_place(json)
     # The profiler's library would announce itself; it reads this when torch is imported.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from gristmill.train.bench import measure_run
@@ -53,6 +56,18 @@ def bench(
         typer.echo(line)
     if json is not None:
         write_json(json, dataclasses.asdict(found))
+
+
+def _require_place(file: Path) -> None:
+    """Refuse before anything is measured what could not be written afterwards."""
+    import os
+
+    if file.is_dir():
+        raise UserError("is a folder", where=f"--json {file}", remedy="name a file in it")
+    if not file.parent.is_dir():
+        raise UserError(f"there is no folder {file.parent}", where=f"--json {file}")
+    if not os.access(file.parent, os.W_OK):
+        raise UserError(f"cannot write in {file.parent}", where=f"--json {file}")
 
 
 def _lines(found: Bench) -> Iterator[str]:
@@ -93,8 +108,7 @@ def _header(found: Bench) -> Iterator[str]:
         "batch": f"{subject.batch} x {subject.sequence} tokens"
         f"{f' in {split} parts' if split > 1 else ''}"
         f"{', random tokens' if subject.random_tokens else ''}",
-        "device": f"{subject.device}, {subject.precision}"
-        f"{', compiled' if subject.compiled else ''}",
+        "device": f"{subject.device}, {subject.precision}{_COMPILED[subject.compiled]}",
         "first step": f"{speed.first_step:.1f} s{', compiling' if subject.compiled else ''}",
         "step": f"{speed.milliseconds:.2f} ms, median of {speed.steps} "
         f"({speed.fastest:.2f} to {speed.slowest:.2f})",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gristmill.base.errors import UserError
+from gristmill.cli.options import Overrides
 
 if TYPE_CHECKING:
     from gristmill.config.resolve import Resolved
@@ -16,10 +17,7 @@ if TYPE_CHECKING:
 
 def config(
     run: Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="The run file.")] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[A.B=C…]", help="Settings that replace those of the file."),
-    ] = None,
+    settings: Overrides = None,
     schema: Annotated[
         bool, typer.Option("--schema", help="Print the JSON Schema, for editors.")
     ] = False,
@@ -28,9 +26,11 @@ def config(
     """Print the complete settings of a run and the numbers that follow from them."""
     from gristmill.config.load import dump_run, load_run
     from gristmill.config.schema import RunConfig
+    from gristmill.config.settings import FileSchema
 
     if schema:
-        typer.echo(json.dumps(RunConfig.model_json_schema(by_alias=True), indent=2))
+        made = RunConfig.model_json_schema(by_alias=True, schema_generator=FileSchema)
+        typer.echo(json.dumps(made, indent=2))
     elif presets:
         _list_presets()
     elif run is None:
@@ -62,10 +62,11 @@ def _list_presets() -> None:
 
 
 def _derived(config: object) -> None:
-    from gristmill.base.units import format_count
+    from gristmill.base.units import format_bytes, format_count
     from gristmill.config.resolve import resolve
+    from gristmill.config.rules import doubts
     from gristmill.config.schema import RunConfig
-    from gristmill.plan.arithmetic import count_parameters, token_cost
+    from gristmill.plan.arithmetic import checkpoint_bytes, count_parameters, token_cost
     from gristmill.tokens.store import open_tokens
 
     assert isinstance(config, RunConfig)
@@ -95,9 +96,10 @@ def _derived(config: object) -> None:
         f"({format_count(cost.palm)} a token; {format_count(cost.causal)} counting attention as "
         "causal)",
         "validate": f"every {numbers.validate_every}",
-        "checkpoint": f"every {numbers.checkpoint_every}, {format_count(12 * size)}B each",
+        "checkpoint": f"every {numbers.checkpoint_every}, "
+        f"{format_bytes(checkpoint_bytes(config, rows=numbers.padded_vocab))} each",
     }
-    for name, text in rows.items():
+    for name, text in (*rows.items(), *(("warning", doubt) for doubt in doubts(config, numbers))):
         typer.echo(f"# {name:<11} {text}")
 
 

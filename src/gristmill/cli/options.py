@@ -1,4 +1,4 @@
-"""Options of the command line that several commands about data share."""
+"""Arguments and options of the command line that several commands share."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ import typer
 
 from gristmill.text.sources.source import DocumentSplit
 
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[A.B=C…]",
+        help="Settings that replace those of the file; A.B=unset takes one away, so that its "
+        "default counts.",
+    ),
+]
 Sources = Annotated[
     list[str],
     typer.Argument(

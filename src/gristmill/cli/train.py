@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gristmill.base.errors import UserError
+from gristmill.cli.options import Overrides
 
 if TYPE_CHECKING:
     from gristmill.config.schema import RunConfig
@@ -20,10 +21,7 @@ def train(
         Path,
         typer.Argument(metavar="RUN.toml", help="The run file, or a run folder to go on with."),
     ],
-    settings: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[A.B=C…]", help="Settings that replace those of the file."),
-    ] = None,
+    settings: Overrides = None,
     fresh: Annotated[
         bool,
         typer.Option(

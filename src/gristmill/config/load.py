@@ -2,6 +2,9 @@
 
     class defaults  <  sizes of model.start  <  preset  <  run file  <  a.b=c on the command line
 
+The value "unset" takes away what lower layers say. What comes from a preset and does nothing beside
+the user's own settings is left out; only what the user wrote is refused for it.
+
 Every problem names its place: the file and line, the preset, or the word on the command line; an
 unknown name comes with the nearest known one.
 """
@@ -11,7 +14,7 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -27,7 +30,7 @@ from gristmill.base.errors import Exit, Problem, UserError
 from gristmill.config.hf import model_settings
 from gristmill.config.rules import check
 from gristmill.config.schema import RunConfig
-from gristmill.config.settings import Path_
+from gristmill.config.settings import UNSET, NoEffect, Path_
 from gristmill.config.toml import key_lines, write_toml
 
 
@@ -93,16 +96,17 @@ def load_text(text: str, overrides: Sequence[str] = (), *, place: str) -> RunCon
 
     layers = _Layers(place)
     start = _value_at(written.values, ("model", "start"))
-    if isinstance(start, str):
+    if isinstance(start, str) and start != UNSET:
         with _placed(written, ("model", "start")):
             layers.add({"model": model_settings(start)}, place=f"model.start {start}", lines={})
     preset = _value_at(written.values, ("preset",))
-    if preset is not None:
+    if preset not in (None, UNSET):
         with _placed(written, ("preset",)):
             layers.add(load_preset(preset), place=f"preset {preset}", lines={})
     _merge(layers.values, written.values)
     layers.places.update(written.places)
-    return _validate(layers)
+    _take_away(layers.values)
+    return _validate(layers, written=written.places)
 
 
 @contextmanager
@@ -228,8 +232,9 @@ def _changes_type(
     """Whether a table is of another type than the one below, which has the default if it names
     none."""
     field = RunConfig.model_fields.get(path[0]) if apart and len(path) == 1 else None
-    before = below.get("type", getattr(getattr(field, "default", None), "type", None))
-    return "type" in above and before is not None and bool(above["type"] != before)
+    default = getattr(getattr(field, "default", None), "type", None)
+    before, now = below.get("type", default), above.get("type")
+    return None not in (before, now) and bool(before != (default if now == UNSET else now))
 
 
 @cache
@@ -237,21 +242,39 @@ def _value_tables() -> frozenset[Path_]:
     return frozenset(setting_paths())
 
 
+def _take_away(values: dict[str, Any], model: type[BaseModel] = RunConfig) -> None:
+    """Drop every setting whose value is `unset`. What is no setting, and a table that there must
+    be, keep the word, which is no value for them, and are refused with their place."""
+    for key, value in list(values.items()):
+        info, tables = _field(model, key), _tables(model, key)
+        if value == UNSET and info is not None and (not tables or info.default is None):
+            del values[key]
+        elif isinstance(value, dict) and tables:
+            kind = value.get("type", getattr(info.default, "type", None))
+            _take_away(value, tables.get(str(kind), next(iter(tables.values()))))
+
+
 # ------------------------------------------------------------------ checking
 
 
-def _validate(layers: _Layers) -> RunConfig:
+def _validate(layers: _Layers, *, written: Collection[Path_]) -> RunConfig:
+    """The settings, without those of lower layers that do nothing beside what the user wrote."""
     try:
         config = RunConfig.model_validate({**layers.values, **_default_types(layers.values)})
     except ValidationError as error:
         invalid = dict.fromkeys(_problem(details, layers) for details in error.errors())
         raise UserError(invalid) from None
-    problems = [
-        Problem(problem.what, f"{layers.place(path)}: {'.'.join(path)}", problem.remedy)
-        for path, problem in check(config)
-    ]
-    if problems:
-        raise UserError(problems)
+    broken = check(config, written=written)
+    idle = [path for path, problem in broken if isinstance(problem, NoEffect)]
+    if lower := [path for path in idle if not any(p[: len(path)] == path for p in written)]:
+        for *table, key in lower:
+            del _value_at(layers.values, tuple(table))[key]
+        return _validate(layers, written=written)
+    if broken:
+        raise UserError(
+            Problem(problem.what, f"{layers.place(path)}: {'.'.join(path)}", problem.remedy)
+            for path, problem in broken
+        )
     return config
 
 
@@ -282,6 +305,8 @@ def _problem(details: ErrorDetails, layers: _Layers) -> Problem:
         case "union_tag_invalid":
             got, choices = details["ctx"]["tag"], details["ctx"]["expected_tags"]
             return Problem(f"there is no type {got!r}", f"{where}.type", f"one of {choices}")
+        case "model_type" | "model_attributes_type" if details["input"] == UNSET:
+            return Problem("every run has this table", where, "unset its settings one by one")
         case "model_type" | "model_attributes_type" | "union_tag_not_found":
             message = f"must be a table, [{dotted}]"
         case "value_error":

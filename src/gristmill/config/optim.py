@@ -8,7 +8,7 @@ from pydantic import Field
 
 from gristmill.base.units import Duration
 from gristmill.config.settings import Settings
-from gristmill.config.values import Count, Fraction, Span
+from gristmill.config.values import Count, Fraction, Span, WholeSpan
 
 
 class AdamWConfig(Settings):
@@ -40,7 +40,8 @@ class MuonConfig(Settings):
     momentum: Fraction = 0.95
     """Memory of the gradient's running mean."""
     momentum_start: Fraction | None = None
-    """Momentum at the start of the run, from which it rises in a line; 0.85 if not given."""
+    """Momentum at the start of the run, from which it rises in a line; 0.85, or momentum if that is
+    lower, if not given."""
     momentum_warmup: Span = Duration.parse("300 steps")
     """How long momentum rises: a duration, or a fraction of the run; 0 for none."""
     nesterov: bool = True
@@ -83,6 +84,11 @@ class MuonConfig(Settings):
     adam_weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decay of embeddings, tables and head, each times its own rate; vectors are never decayed."""
 
+    @property
+    def first_momentum(self) -> float:
+        """Momentum of the first step, if it rises."""
+        return min(0.85, self.momentum) if self.momentum_start is None else self.momentum_start
+
 
 OptimConfig = Annotated[AdamWConfig | MuonConfig, Field(discriminator="type")]
 
@@ -95,7 +101,7 @@ class _Warmup(Settings):
 class _Decaying(_Warmup):
     min_lr: Annotated[float, Field(ge=0)] = 0.0
     """Learning rate at the end of the decay and after it."""
-    decay: Span | None = None
+    decay: WholeSpan | None = None
     """Where the decay ends, counted from the start of the run; the run's end if not given."""
 
 
@@ -155,7 +161,7 @@ class WarmupStableDecaySchedule(_Warmup):
 
     type: Literal["warmup-stable-decay"] = "warmup-stable-decay"
     """Which schedule."""
-    decay: Span = 0.2
+    decay: WholeSpan = 0.2
     """Length of the final decay."""
     shape: Literal["linear", "cosine", "sqrt"] = "linear"
     """How the final decay falls; sqrt is 1 - sqrt(t)."""

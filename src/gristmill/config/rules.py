@@ -1,12 +1,13 @@
 """Rules that no single setting can check: small, named, all broken ones reported at once.
 
-`check` needs the settings only. `check_mesh` is for what depends on the number of processes. What
-both say about the sizes of a layout is in `layouts.py`.
+`check` needs the settings, and which of them the user wrote. `check_mesh` is for what depends on
+the number of processes. What both say about the sizes of a layout is in `layouts.py`. `doubts` are
+about what is allowed and yet may be a mistake.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from gristmill.base.errors import Problem, UserError
 from gristmill.base.units import Duration, Unit, parse_split
@@ -15,17 +16,36 @@ from gristmill.config.layouts import given_sizes_fit, mesh_fits
 from gristmill.config.optim import InverseSqrtSchedule, MuonConfig, WarmupStableDecaySchedule
 from gristmill.config.parallel import Mesh, build_mesh
 from gristmill.config.ramp import ramp_broken
-from gristmill.config.resolve import SHAPE_FREE, divisors, nearest, portions, resolve
+from gristmill.config.resolve import SHAPE_FREE, Resolved, divisors, nearest, portions, resolve
 from gristmill.config.schema import ModelConfig, RunConfig
-from gristmill.config.settings import Broken
+from gristmill.config.settings import Broken, NoEffect, Path_
 
 FP8_MULTIPLE = 16
 """Matrix products in fp8 are of sizes that are multiples of this."""
 
 
-def check(config: RunConfig) -> list[Broken]:
-    """Everything wrong with settings that are each valid by themselves."""
-    return [broken for rule in _RULES for broken in rule(config)]
+def check(config: RunConfig, *, written: Collection[Path_]) -> list[Broken]:
+    """Everything wrong with settings that are each valid by themselves; `written` are those that
+    come from the user, not from a preset."""
+    broken = [broken for rule in _RULES for broken in rule(config)]
+    return [*broken, *_rate_fits_scale(config, written)]
+
+
+def doubts(config: RunConfig, numbers: Resolved) -> list[str]:
+    """What is no mistake in itself but seldom wanted, in words."""
+    optim = config.optim
+    if not isinstance(optim, MuonConfig) or optim.first_momentum == optim.momentum:
+        return []
+    warmup = numbers.samples_of(optim.momentum_warmup)
+    if warmup <= numbers.samples:
+        return []
+    reached = optim.first_momentum + numbers.samples / warmup * (
+        optim.momentum - optim.first_momentum
+    )
+    return [
+        f"optim.momentum_warmup, {optim.momentum_warmup}, is longer than the run: momentum ends at "
+        f"{reached:.3g} instead of {optim.momentum:g}"
+    ]
 
 
 def _heads_divide(config: RunConfig) -> Iterator[Broken]:
@@ -51,7 +71,7 @@ def _rotary_base_acts(config: RunConfig) -> Iterator[Broken]:
     if config.model.rotary_base is not None and config.model.positions != "rotary":
         what = f"has no effect with positions = {config.model.positions!r}"
         remedy = 'remove it, or set model.positions = "rotary"'
-        yield ("model", "rotary_base"), Problem(what, remedy=remedy)
+        yield ("model", "rotary_base"), NoEffect(what, remedy=remedy)
 
 
 def _model_settings_act(config: RunConfig) -> Iterator[Broken]:
@@ -59,7 +79,7 @@ def _model_settings_act(config: RunConfig) -> Iterator[Broken]:
     if model.head_std is not None and model.tie_head:
         what = "has no effect on a head that is tied to the embedding"
         remedy = "remove it, or set model.tie_head = false"
-        yield ("model", "head_std"), Problem(what, remedy=remedy)
+        yield ("model", "head_std"), NoEffect(what, remedy=remedy)
     most = -(-model.layers // 2)
     if model.value_embeddings > most:
         what = f"every other one of {model.layers} layers are {most}, not {model.value_embeddings}"
@@ -77,7 +97,7 @@ def _offload_acts(config: RunConfig) -> Iterator[Broken]:
         return
     if config.runtime.device in ("cpu", "mps"):
         what = f"has no effect on {config.runtime.device}, whose memory is the host's"
-        yield ("runtime", "offload"), Problem(what, remedy="remove it")
+        yield ("runtime", "offload"), NoEffect(what, remedy="remove it")
     if isinstance(config.optim, MuonConfig):
         what = "Muon's matrix products would take far too long on the host"
         yield ("runtime", "offload"), Problem(what, remedy='remove it, or set optim.type = "adamw"')
@@ -86,7 +106,7 @@ def _offload_acts(config: RunConfig) -> Iterator[Broken]:
 def _recompute_acts(config: RunConfig) -> Iterator[Broken]:
     if config.train.recompute_every is not None and config.train.recompute == "none":
         what = "has no effect with recompute = 'none'"
-        yield ("train", "recompute_every"), Problem(what, remedy="remove it, or set recompute")
+        yield ("train", "recompute_every"), NoEffect(what, remedy="remove it, or set recompute")
 
 
 def _ramp_fits(config: RunConfig) -> Iterator[Broken]:
@@ -119,7 +139,7 @@ def _split_reads(config: RunConfig) -> Iterator[Broken]:
         return
     if config.data.validation is not None:
         what = "has no effect when data.validation is given"
-        yield ("data", "split"), Problem(what, remedy="remove one of the two")
+        yield ("data", "split"), NoEffect(what, remedy="remove one of the two")
     elif parse_split(split) is None:
         what = f"{split!r} is not a split"
         remedy = 'write two or three proportions such as "99,1" or "969,30,1", the first above 0'
@@ -131,7 +151,7 @@ def _blend_acts(config: RunConfig) -> Iterator[Broken]:
     if data.blend is None:
         return
     if isinstance(data.paths, str) or len(data.paths) == 1:
-        yield ("data", "blend"), Problem("has no effect on a single token set", remedy="remove it")
+        yield ("data", "blend"), NoEffect("has no effect on a single token set", remedy="remove it")
     elif data.blend == "exhaustive" and isinstance(data.paths, dict):
         what = "every sample once leaves no room for the weights in data.paths"
         remedy = 'write the paths as a list, or set data.blend = "proportion"'
@@ -153,10 +173,10 @@ def _order_settings_act(config: RunConfig) -> Iterator[Broken]:
     for name in ("samples", "cache"):
         if getattr(data, name) is not None:
             what = f"has no effect with order = {data.order!r}"
-            yield ("data", name), Problem(what, remedy='remove it: it is for order = "megatron"')
+            yield ("data", name), NoEffect(what, remedy='remove it: it is for order = "megatron"')
     if data.seed is not None and data.order == "sequential":
         what = "has no effect with order = 'sequential'"
-        yield ("data", "seed"), Problem(what, remedy="remove it")
+        yield ("data", "seed"), NoEffect(what, remedy="remove it")
 
 
 def _documents_agree(config: RunConfig) -> Iterator[Broken]:
@@ -165,7 +185,7 @@ def _documents_agree(config: RunConfig) -> Iterator[Broken]:
     for name in ("reset_attention", "reset_positions"):
         if getattr(config.data, name):
             what = 'has no effect with documents = "masked", which does both'
-            yield ("data", name), Problem(what, remedy="remove one of the two")
+            yield ("data", name), NoEffect(what, remedy="remove one of the two")
 
 
 def _loss_scale_acts(config: RunConfig) -> Iterator[Broken]:
@@ -174,7 +194,7 @@ def _loss_scale_acts(config: RunConfig) -> Iterator[Broken]:
         return
     if config.precision.compute != "fp16":
         what = f"has no effect with compute = {config.precision.compute!r}"
-        yield ("precision", "loss_scale"), Problem(what, remedy='only "fp16" needs a loss scale')
+        yield ("precision", "loss_scale"), NoEffect(what, remedy='only "fp16" needs a loss scale')
     if scale.minimum > scale.initial:
         what = f"{scale.minimum} is above the initial scale {scale.initial}"
         yield ("precision", "loss_scale", "minimum"), Problem(what)
@@ -188,6 +208,12 @@ def _fp8_fits(config: RunConfig) -> Iterator[Broken]:
         what = f"needs compute = 'bf16', not {precision.compute!r}"
         remedy = 'set precision.compute = "bf16", or leave fp8 out'
         yield ("precision", "fp8"), Problem(what, remedy=remedy)
+    if config.runtime.device in ("cpu", "mps"):
+        what = f"needs an NVIDIA GPU, and runtime.device is {config.runtime.device!r}"
+        yield ("precision", "fp8"), Problem(what, remedy="leave it out, or train on a GPU")
+    elif not config.runtime.kernels:
+        what = "has only a kernel of its own, and runtime.kernels is false"
+        yield ("precision", "fp8"), Problem(what, remedy="leave one of the two out")
     for name, size in (("width", model.width), ("vocab_multiple", model.vocab_multiple)):
         if size % FP8_MULTIPLE:
             what = f"{size} is not a multiple of {FP8_MULTIPLE}, which products in fp8 need"
@@ -225,23 +251,44 @@ def _muon_settings_act(config: RunConfig) -> Iterator[Broken]:
         return
     if optim.momentum_start is not None and optim.momentum_warmup in (0.0, *_NOTHING):
         what = "has no effect when optim.momentum_warmup is zero"
-        yield ("optim", "momentum_start"), Problem(what, remedy="remove one of the two")
+        yield ("optim", "momentum_start"), NoEffect(what, remedy="remove one of the two")
+    elif optim.first_momentum > optim.momentum:
+        what = f"{optim.momentum_start} is above optim.momentum = {optim.momentum}"
+        remedy = "momentum rises: give at most optim.momentum, or leave it out"
+        yield ("optim", "momentum_start"), Problem(what, remedy=remedy)
     if optim.beta2 is not None and optim.normalise == "none":
         what = "has no effect with normalise = 'none'"
         remedy = 'remove it, or set optim.normalise = "neurons"; adam_beta2 is Adam\'s'
-        yield ("optim", "beta2"), Problem(what, remedy=remedy)
+        yield ("optim", "beta2"), NoEffect(what, remedy=remedy)
     if optim.cautious and optim.weight_decay == 0:
         what = "has no effect when optim.weight_decay is zero"
-        yield ("optim", "cautious"), Problem(what, remedy="remove one of the two")
-    if optim.table_lr is not None and not config.model.value_embeddings:
+        yield ("optim", "cautious"), NoEffect(what, remedy="remove one of the two")
+    yield from _roles_have_rates(optim, config.model)
+
+
+def _roles_have_rates(optim: MuonConfig, model: ModelConfig) -> Iterator[Broken]:
+    if optim.table_lr is not None and not model.value_embeddings:
         what = "has no effect: the model has no value embeddings"
-        yield ("optim", "table_lr"), Problem(what, remedy="remove it")
-    if optim.head_lr is not None and config.model.tie_head:
+        yield ("optim", "table_lr"), NoEffect(what, remedy="remove it")
+    if optim.head_lr is not None and model.tie_head:
         what = "has no effect on a tied head, which is the embedding"
         remedy = "set optim.embedding_lr, or model.tie_head = false"
-        yield ("optim", "head_lr"), Problem(what, remedy=remedy)
-    if optim.scale == "rms" and "lr" not in optim.model_fields_set:
-        what = f"the default {optim.lr} is far too high with scale = 'rms'"
+        yield ("optim", "head_lr"), NoEffect(what, remedy=remedy)
+    vectors = model.bias or model.norm_gain or model.value_embeddings
+    if optim.vector_lr is not None and not vectors:
+        what = "has no effect: the model has no biases, gains or gates"
+        yield ("optim", "vector_lr"), NoEffect(what, remedy="remove it")
+
+
+def _rate_fits_scale(config: RunConfig, written: Collection[Path_]) -> Iterator[Broken]:
+    """A rate that was meant for another scale: the default, or a preset's beside the user's
+    scale."""
+    optim = config.optim
+    if not isinstance(optim, MuonConfig) or optim.scale != "rms":
+        return
+    for_it = ("optim", "lr") in written or ("optim", "scale") not in written
+    if "lr" not in optim.model_fields_set or not for_it:
+        what = f"{optim.lr}, which is for scale = 'shape', is far too high with scale = 'rms'"
         yield ("optim", "lr"), Problem(what, remedy="give a rate as for AdamW, such as 6e-4")
 
 

@@ -216,9 +216,10 @@ class RuntimeConfig(Settings):
     threads: Count | None = None
     """CPU threads; all cores if not given. Results are bit-identical only for the same number."""
     compile: Literal[True, False, "blocks"] | None = None
-    """Compile the model with torch.compile; on CUDA only if not given. "blocks" compiles one block
-    for all instead of the whole model, so that compiling does not take longer the deeper a model
-    is; nothing is fused across blocks then. Runs of several processes do so in any case."""
+    """Compile the model, and the step of Muon, with torch.compile; on CUDA only if not given.
+    "blocks" compiles one block for all instead of the whole model, so that compiling does not take
+    longer the deeper a model is; nothing is fused across blocks then. Runs of several processes do
+    so in any case. Muon's step is compiled with either."""
     kernels: bool = True
     """Use the kernels in Triton that come with this program, on CUDA; plain operations if not."""
     offload: Literal["optimizer"] | None = None
@@ -354,8 +355,8 @@ class RunConfig(Settings):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """Name of the run: letters, digits, dot, dash and underscore."""
     preset: str | None = None
-    """A named set of sizes to start from, such as "gpt2-small"; `gristmill config --presets` lists
-    them."""
+    """A named set of settings to start from, such as "gpt2-small"; `gristmill config --presets`
+    lists them."""
     folder: str | None = None
     """Folder for everything the run writes; runs/NAME if not given."""
     model: ModelConfig

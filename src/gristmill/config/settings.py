@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from pydantic import BaseModel, ConfigDict
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core.core_schema import WithDefaultSchema
 
 from gristmill.base.errors import Problem
 
@@ -11,6 +15,26 @@ Path_ = tuple[str, ...]
 
 Broken = tuple[Path_, Problem]
 """A rule that settings break: the path of the setting to change, and what is wrong."""
+
+UNSET = "unset"
+"""Written in the place of a value: takes away what lower layers say, so that the default counts."""
+
+
+@dataclass(frozen=True)
+class NoEffect(Problem):
+    """A setting that would do nothing. Who wrote it is told so; one from a preset is left out."""
+
+
+class FileSchema(GenerateJsonSchema):
+    """The JSON Schema of files, in which whatever has a default may be `unset` too."""
+
+    def default_schema(self, schema: WithDefaultSchema) -> JsonSchemaValue:
+        made = super().default_schema(schema)
+        if isinstance(schema.get("default"), BaseModel) or "const" in made:
+            return made
+        default = {"default": made.pop("default")} if "default" in made else {}
+        kinds = made["anyOf"] if set(made) == {"anyOf"} else [made]
+        return {"anyOf": [*kinds, {"const": UNSET}], **default}
 
 
 class Settings(BaseModel):

@@ -1,7 +1,8 @@
 """Kinds of values that settings can have: each with its check, written form and JSON Schema.
 
     Interval    "500 steps", "1M samples", "20B tokens", at least 1
-    Span        the same, or a fraction of the run from 0 to 1
+    Span        the same, or a fraction of the run, at least 0 and below 1
+    WholeSpan   the same, or 1 for the whole run
     WallTime    "90s", "30m", "3h30m", "1d"
     Patience    the same, at least 5 seconds
     TokenPaths  "tokens/web", or a list of such, or a table { "tokens/web" = 0.9, … }
@@ -42,12 +43,19 @@ def _positive_duration(value: Any) -> Duration:
 
 
 def _span(value: Any) -> Duration | float:
+    return _part(value, whole=False)
+
+
+def _whole_span(value: Any) -> Duration | float:
+    return _part(value, whole=True)
+
+
+def _part(value: Any, *, whole: bool) -> Duration | float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return _duration(value)
-    if not 0 <= value < 1:
-        raise ValueError(
-            'a plain number is a fraction of the run, from 0 to 1; or write "2k steps"'
-        )
+    if not (0 <= value < 1 or (whole and value == 1)):
+        bounds = "from 0 to 1" if whole else "at least 0 and below 1"
+        raise ValueError(f'a plain number is a fraction of the run, {bounds}; or write "2k steps"')
     return float(value)
 
 
@@ -105,15 +113,25 @@ Interval = Annotated[
 ]
 """An amount of steps, samples or tokens, at least 1."""
 
+_SPAN_SERIALIZER = PlainSerializer(lambda span: str(span) if isinstance(span, Duration) else span)
+
 Span = Annotated[
     Duration | float,
     BeforeValidator(_span),
-    PlainSerializer(lambda span: str(span) if isinstance(span, Duration) else span),
+    _SPAN_SERIALIZER,
     WithJsonSchema(
         {"anyOf": [_DURATION_SCHEMA, {"type": "number", "minimum": 0, "exclusiveMaximum": 1}]}
     ),
 ]
-"""A part of the run: a duration, or a fraction of the horizon from 0 to 1."""
+"""A part of the run: a duration, or a fraction of the horizon, at least 0 and below 1."""
+
+WholeSpan = Annotated[
+    Duration | float,
+    BeforeValidator(_whole_span),
+    _SPAN_SERIALIZER,
+    WithJsonSchema({"anyOf": [_DURATION_SCHEMA, {"type": "number", "minimum": 0, "maximum": 1}]}),
+]
+"""The same, which may also be the whole run: 1."""
 
 WallTime = Annotated[str, BeforeValidator(_seconds)]
 """A wall-clock span such as "3h30m"."""

@@ -27,7 +27,8 @@ import torch
 Row = tuple[float, float, float]
 
 QUINTIC: Row = (3.4445, -4.7750, 2.0315)
-"""The same polynomial at every step: steep at zero; values end between about 0.7 and 1.2."""
+"""The same polynomial at every step: steep at zero. After five, values that were above 0.003 of the
+norm are between 0.68 and 1.20."""
 
 POLAR_EXPRESS: tuple[Row, ...] = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),

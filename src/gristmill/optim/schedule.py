@@ -107,8 +107,8 @@ def build_schedule(config: RunConfig, numbers: Resolved) -> Schedule:
 def _momentum(optim: OptimConfig, numbers: Resolved) -> Rise | None:
     if not isinstance(optim, MuonConfig):
         return None
-    start = 0.85 if optim.momentum_start is None else optim.momentum_start
-    return Rise(start, optim.momentum, numbers.samples_of(optim.momentum_warmup))
+    warmup = numbers.samples_of(optim.momentum_warmup)
+    return Rise(optim.first_momentum, optim.momentum, warmup)
 
 
 def _half_cosine(time: float) -> float:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gristmill.config.schema import GATE_FEATURES, ModelConfig
+from gristmill.config.optim import MuonConfig
+from gristmill.config.schema import GATE_FEATURES, ModelConfig, RunConfig
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,15 @@ def count_multiplied(model: ModelConfig, *, rows: int) -> int:
     """Weights that every token is multiplied with: the matrices of all blocks and the head. Of an
     embedding or a table a token reads one row only."""
     return model.layers * block_matrices(model) + rows * model.width
+
+
+def checkpoint_bytes(config: RunConfig, *, rows: int) -> int:
+    """Bytes of a checkpoint: weights, and for each of them Adam's two moments or, in matrices that
+    Muon moves, one. What NorMuon keeps for a row is too little to count."""
+    size = count_parameters(config.model, rows=rows)
+    muon = isinstance(config.optim, MuonConfig)
+    matrices = config.model.layers * block_matrices(config.model) if muon else 0
+    return 4 * size + 8 * (size - matrices) + 4 * matrices
 
 
 def token_cost(model: ModelConfig, *, rows: int, sequence: int) -> TokenCost:

@@ -113,11 +113,25 @@ class RunFolder:
         """The file that the training process holds locked."""
         return self.path / ".lock"
 
-    def create(self) -> None:
-        """Make the folder and its subfolders; those that exist are left as they are."""
+    def create(self) -> bool:
+        """Make the folder and its subfolders; those that exist are left as they are. Whether the
+        folder is new."""
+        new = not self.path.exists()
         for folder in (self.path, self.checkpoints, self.evals, self.samples, self.logs):
             with storage_errors(folder):
                 folder.mkdir(parents=True, exist_ok=True)
+        return new
+
+    def take_back(self) -> None:
+        """Undo `create` where no run came of it; what anybody has put there stays."""
+        if self.holds_run():
+            return
+        for folder in (self.checkpoints, self.evals, self.samples, self.logs):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        if os.listdir(self.path) == [self.lock.name]:
+            self.lock.unlink()
+            self.path.rmdir()
 
     def holds_run(self) -> bool:
         """Whether a run was started here."""

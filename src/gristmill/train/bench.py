@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -30,7 +30,7 @@ from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.writer import CheckpointWriter
 from gristmill.config.resolve import Portions, portions
 from gristmill.config.rules import check_mesh
-from gristmill.config.schema import RunConfig, TrackConfig
+from gristmill.config.schema import RunConfig, RuntimeConfig, TrackConfig
 from gristmill.data.dataset import path_list
 from gristmill.data.loader import READ_AHEAD, Batch
 from gristmill.optim.schedule import build_schedule
@@ -67,7 +67,8 @@ class Subject:
     vocabulary: int
     device: str
     precision: str
-    compiled: bool
+    compiled: Literal["model", "blocks"] | None
+    """The whole model as one graph, or one block for all; None if nothing is compiled."""
     random_tokens: bool
 
 
@@ -360,9 +361,15 @@ def _subject(parts: Assembly, *, random_tokens: bool) -> Subject:
         vocabulary=numbers.vocab,
         device=parts.world.name,
         precision=config.precision.described,
-        compiled=config.runtime.compiles(parts.world.device.type),
+        compiled=_compiled(config.runtime, parts.world.device.type),
         random_tokens=random_tokens,
     )
+
+
+def _compiled(runtime: RuntimeConfig, device: str) -> Literal["model", "blocks"] | None:
+    if not runtime.compiles(device):
+        return None
+    return "blocks" if runtime.compile == "blocks" else "model"
 
 
 # ------------------------------------------------------------------ from a trace to tables

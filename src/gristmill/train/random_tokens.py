@@ -15,6 +15,7 @@ import numpy as np
 import tokenizers
 from tokenizers import models
 
+from gristmill.base.errors import UserError
 from gristmill.base.files import storage_errors
 from gristmill.text.tokenizers.library import TOKENIZER_FILE
 from gristmill.text.tokenizers.tokenizer import END_OF_TEXT, open_tokenizer
@@ -28,6 +29,9 @@ DOCUMENT = 1000
 def write_random_tokens(prefix: Path, *, vocabulary: int, tokens: int = 2_000_000) -> Path:
     """Write a token set of random ids below `vocabulary`, with its tokenizer, and return its
     prefix."""
+    if vocabulary < 2:
+        what = f"random tokens need two ids or more, a word and the end of a text, not {vocabulary}"
+        raise UserError(what, where="model.vocab", remedy="raise it, or leave it out")
     folder = Path(f"{prefix}.tokenizer")
     with storage_errors(folder):
         folder.mkdir(parents=True)

@@ -19,14 +19,14 @@ from gristmill.base.units import format_count, format_seconds, parse_seconds
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.writer import CheckpointWriter, require_checkpoint_room
 from gristmill.config.resolve import Resolved
-from gristmill.config.rules import check_mesh
+from gristmill.config.rules import check_mesh, doubts
 from gristmill.config.schema import RunConfig
 from gristmill.optim.schedule import build_schedule
 from gristmill.parallel.council import Council
 from gristmill.parallel.limits import Limits
 from gristmill.parallel.watch import Watch
 from gristmill.parallel.world import World, close_world, memory_explained, open_world
-from gristmill.plan.arithmetic import count_parameters
+from gristmill.plan.arithmetic import checkpoint_bytes, count_parameters
 from gristmill.track.folder import RunFolder, move_aside, run_folder
 from gristmill.train.assemble import (
     Assembly,
@@ -74,9 +74,13 @@ def run_training(
         )
         council = world.council()
         lock = FolderLock(folder.path)
-        council.by_first(lambda: _take(folder, lock, fresh=fresh))
+        new = council.by_first(lambda: _take(folder, lock, fresh=fresh))
         try:
             outcome = _locked_training(config, folder, world, council, stop, watch)
+        except UserError:
+            if new and world.leads:
+                folder.take_back()
+            raise
         finally:
             lock.release()
     # Not on the way out of an error: the others may never answer.
@@ -101,12 +105,13 @@ def _placed(folder: RunFolder, watch: Watch) -> Iterator[None]:
         raise
 
 
-def _take(folder: RunFolder, lock: FolderLock, *, fresh: bool) -> None:
-    """Make the folder this run's."""
+def _take(folder: RunFolder, lock: FolderLock, *, fresh: bool) -> bool:
+    """Make the folder this run's; whether it is new."""
     if fresh:
         move_aside(folder)
-    folder.create()
+    new = folder.create()
     lock.acquire()
+    return new
 
 
 def _locked_training(
@@ -119,7 +124,7 @@ def _locked_training(
 ) -> Outcome:
     parts = assemble(config, folder, world, council)
     rows = parts.numbers.padded_vocab
-    require_checkpoint_room(folder.path, 12 * count_parameters(config.model, rows=rows))
+    require_checkpoint_room(folder.path, checkpoint_bytes(config, rows=rows))
     resumed = resume(parts)
     watch.phase("start", parts.state.progress.steps)
     tracker = build_tracker(
@@ -160,7 +165,7 @@ def _announce(parts: Assembly, tracker: Tracker, resumed: Resumed) -> None:
         tracker.say(f"resuming from {resumed.checkpoint.name}")
     elif parts.config.model.start is not None:
         tracker.say(f"starting from the weights in {parts.config.model.start}")
-    for note in resumed.notes:
+    for note in (*resumed.notes, *doubts(parts.config, numbers)):
         tracker.say(note, level="warning")
     if parts.world.leads:
         parts.folder.write_status("running", step=state.progress.steps, steps=numbers.steps)
