@@ -4,9 +4,10 @@
     python benchmarks/gpu_speed.py --nanogpt PATH/TO/nanoGPT --ours --ours 'train.recompute="full"'
     python benchmarks/gpu_speed.py --nanogpt PATH/TO/nanoGPT --device cpu --size nano --batch 4
 
-`peers.py` says what each system does, `blocks.py` how blocks alternate. Memory is that of a whole
-step: weights, moments, activations and gradients. `--ours` may be given several times, each time
-with the settings of one variant of ours, and with none for ours as it is.
+`peers.py` says what each system does, `blocks.py` how blocks alternate, `same_function.py` how they
+are seen to compute the same. Memory is that of a whole step: weights, moments, activations
+and gradients. `--ours` may be given several times, each time with the settings of one variant of
+ours, and with none for ours as it is.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from pathlib import Path
 
 import torch
 from blocks import Plan, as_json, describe, measure, report
-from peers import builders, check_same_function, numbers_of, text_of_run
+from peers import GELUS, builders, numbers_of, text_of_run
+from same_function import check_same_function
 
 from gristmill.config.load import load_text
 from gristmill.config.schema import RunConfig
@@ -66,7 +68,7 @@ def compare(
         tokens_per_step=numbers_of(config).tokens_per_step,
     )
     describe(config, plan, title=size)
-    check_same_function(config, nanogpt=options.nanogpt)
+    check_same_function(configs, nanogpt=options.nanogpt)
     systems = builders(configs, nanogpt=options.nanogpt, tokens=tokens, folder=folder)
     chosen = {name: build for name, build in systems.items() if name not in options.without}
     found = measure(chosen, plan)
@@ -78,12 +80,13 @@ def compare(
 def variants(options: argparse.Namespace, *, size: str, tokens: Path) -> dict[str, RunConfig]:
     """Ours by name: as it is, or with the settings that were asked for."""
     text = f'preset = "{PRESETS[size]}"\n' + text_of_run(
-        model=f'bias = {str(options.bias).lower()}\nactivation = "gelu"\nvocab = {GPT2_VOCABULARY}',
+        model=f"bias = {str(options.bias).lower()}\n"
+        f'activation = "{options.activation}"\nvocab = {GPT2_VOCABULARY}',
         tokens=tokens,
         batch=options.batch or BATCHES[size],
         runtime=f'device = "{options.device}"\nthreads = {options.threads}\n'
         f"deterministic = {str(options.deterministic).lower()}",
-        compute=options.compute,
+        compute=options.compute or ("bf16" if options.device == "cuda" else "fp32"),
     )
     found = {}
     for words in options.ours or [[]]:
@@ -96,7 +99,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--nanogpt", required=True, type=Path, help="a checkout of nanoGPT")
     parser.add_argument("--size", nargs="+", choices=list(PRESETS), default=["124M"])
-    parser.add_argument("--batch", type=int, help="samples; 64, 32, 16 and 8 by size if not given")
+    batches = ", ".join(f"{batch} for {size}" for size, batch in BATCHES.items())
+    parser.add_argument("--batch", type=int, help=f"samples; if not given, {batches}")
     parser.add_argument("--bias", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument(
         "--ours", nargs="*", action="append", metavar="A.B=C", help="settings of a variant of ours"
@@ -107,7 +111,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=5, help="measured blocks of each")
     parser.add_argument("--steps", type=int, default=20, help="timed steps in a block")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--compute", choices=["bf16", "fp32"], default="bf16")
+    parser.add_argument(
+        "--activation", choices=list(GELUS), default="gelu", help="nanoGPT always has gelu"
+    )
+    parser.add_argument(
+        "--compute", choices=["bf16", "fp32"], help="if not given, bf16 on CUDA, fp32 on the CPU"
+    )
     parser.add_argument("--deterministic", action="store_true", help="for all, on CUDA")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", type=Path, help="write all figures here too")

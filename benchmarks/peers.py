@@ -5,11 +5,13 @@
     gristmill      the real step: loader with read-ahead, schedule, clipping, optimizer, records
 
 All get the same shape, batch, random tokens and number format; on CUDA all are compiled. That the
-models compute the same is checked first, at two layers.
+models compute the same is checked by `same_function.py`.
 
 What differs: nanoGPT and transformers can predict the padded rows of the vocabulary, ours cannot;
-transformers always has biases, has gelu_tanh, and shifts the targets itself, so that it learns from
-one token less per sample. Only ours warms its learning rate up, so losses after a few steps differ.
+transformers always has biases, and shifts the targets itself, so that it learns from one token less
+per sample. Only ours warms its learning rate up, so losses after a few steps differ. GPT-2's own
+GELU is the approximation with tanh, which nanoGPT does not have: it has the error function always.
+transformers has both (`GELUS`), and gets ours.
 """
 
 from __future__ import annotations
@@ -33,8 +35,6 @@ import torch
 from gristmill.base.units import Progress
 from gristmill.config.resolve import Resolved, resolve
 from gristmill.config.schema import RunConfig
-from gristmill.models.build import build_model
-from gristmill.models.weights import to_gpt2
 from gristmill.optim.schedule import build_schedule
 from gristmill.track.folder import RunFolder
 from gristmill.track.sinks import JsonlSink
@@ -43,6 +43,8 @@ from gristmill.train.moment import Moment
 from gristmill.train.tracker import Tracker
 
 BASE = "nanoGPT"
+GELUS = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
+"""Our activations that are a GELU, and what GPT-2's settings in transformers call them."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ def nanogpt_rate(step: int, *, steps: int, peak: float) -> float:
 
 def build_transformers(config: RunConfig, tokens: Path) -> System:
     """GPT2LMHeadModel as it comes, computing its own loss from labels."""
-    model = transformers_model(config, activation="gelu_new")
+    model = transformers_model(config)
     optimizer = torch.optim.AdamW(
         [
             {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
@@ -172,7 +174,7 @@ def build_transformers(config: RunConfig, tokens: Path) -> System:
     return plain_system(config, model, optimizer, loss_of, windows(config, tokens))
 
 
-def transformers_model(config: RunConfig, *, activation: str) -> Any:
+def transformers_model(config: RunConfig) -> Any:
     from transformers import AutoModelForCausalLM, GPT2Config
 
     settings = GPT2Config(
@@ -181,7 +183,8 @@ def transformers_model(config: RunConfig, *, activation: str) -> Any:
         n_embd=config.model.width,
         n_layer=config.model.layers,
         n_head=config.model.heads,
-        activation_function=activation,
+        # What has no counterpart there is left at GPT-2's own.
+        activation_function=GELUS.get(config.model.activation, "gelu_new"),
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
@@ -303,47 +306,3 @@ def build_ours(config: RunConfig, folder: Path) -> System:
         tracker.close()
 
     return System(step, close)
-
-
-# ------------------------------------------------------------------ the same function
-
-
-def check_same_function(config: RunConfig, *, nanogpt: Path) -> None:
-    """Compare losses of ours and the peers with the same weights, at two layers, in fp32."""
-    shallow = config.model.model_copy(update={"layers": 2})
-    config = config.model_copy(update={"model": shallow})
-    device, numbers = device_of(config), numbers_of(config)
-    ours = build_model(shallow, vocab=numbers.vocab, device=torch.device(device))
-    ours.initialise(0)
-    weights = to_gpt2(ours)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, numbers.vocab, (2, numbers.sequence + 1), generator=generator).to(device)
-    inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-    with torch.no_grad():
-        expected = ours(inputs, targets_BT=targets)
-        mean = float(expected.total) / targets.numel()
-        theirs = nanogpt_model(config, nanogpt).to(device)
-        fill(theirs, weights, transposed=False)
-        differences = {BASE: abs(float(theirs(inputs, targets)[1]) - mean)}
-        if importlib.util.find_spec("transformers") is not None:
-            theirs = transformers_model(config, activation="gelu")
-            fill(theirs, weights, transposed=True)
-            logits = theirs(input_ids=inputs).logits.float().flatten(0, 1)
-            loss = torch.nn.functional.cross_entropy(logits, targets.flatten())
-            differences["transformers"] = abs(float(loss) - mean)
-    for name, difference in differences.items():
-        # The others can predict padded rows too, which hardly matters at the start.
-        assert difference < 1e-2, f"{name} computes another loss than ours: {difference:.4f} apart"
-
-
-def fill(model: Any, weights: Mapping[str, torch.Tensor], *, transposed: bool) -> None:
-    """Load weights with Hugging Face's names into a peer; padded rows become zero.
-
-    nanoGPT keeps linear layers untransposed, unlike Hugging Face's GPT-2.
-    """
-    for name, parameter in model.named_parameters():
-        tensor = weights[name]
-        if not transposed and ".c_" in name and tensor.dim() == 2:
-            tensor = tensor.T
-        parameter.zero_()
-        parameter[: tensor.shape[0]].copy_(tensor)

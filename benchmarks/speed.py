@@ -1,9 +1,13 @@
 """Training speed of a small GPT on the CPU: nanoGPT, transformers and ours in one process.
 
     python benchmarks/speed.py --nanogpt PATH/TO/nanoGPT
+    python benchmarks/speed.py --nanogpt PATH/TO/nanoGPT --activation gelu_tanh
 
-`peers.py` says what each system does, `blocks.py` how blocks alternate; `gpu_speed.py` measures the
-sizes of GPT-2 on a GPU.
+By default all systems compute the GELU with the error function, nanoGPT's. With GPT-2's own, the
+approximation with tanh, ours and transformers are to be compared: nanoGPT keeps the other.
+
+`peers.py` says what each system does, `blocks.py` how blocks alternate, `same_function.py` how they
+are seen to compute the same; `gpu_speed.py` measures the sizes of GPT-2 on a GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +18,8 @@ from pathlib import Path
 
 import torch
 from blocks import Plan, describe, measure, report
-from peers import builders, check_same_function, numbers_of, text_of_run
+from peers import GELUS, builders, numbers_of, text_of_run
+from same_function import check_same_function
 
 from gristmill.config.load import load_text
 from gristmill.parallel.world import open_world
@@ -28,8 +33,9 @@ def main() -> None:
         tokens = write_random_tokens(folder / "random", vocabulary=options.vocabulary)
         shape = {key: getattr(options, key) for key in ("layers", "heads", "width", "context")}
         lines = [f"{key} = {value}" for key, value in shape.items()]
+        lines += [f'activation = "{options.activation}"', f"vocab = {options.vocabulary}"]
         text = text_of_run(
-            model="\n".join(lines) + f'\nactivation = "gelu"\nvocab = {options.vocabulary}',
+            model="\n".join(lines),
             tokens=tokens,
             batch=options.batch,
             runtime=f'device = "cpu"\nthreads = {options.threads}',
@@ -40,8 +46,8 @@ def main() -> None:
         per_step = numbers_of(config).tokens_per_step
         plan = Plan(options.blocks, options.steps, device="cpu", tokens_per_step=per_step)
         describe(config, plan, title="CPU")
-        check_same_function(config, nanogpt=options.nanogpt)
         ours = {"gristmill": config}
+        check_same_function(ours, nanogpt=options.nanogpt)
         systems = builders(ours, nanogpt=options.nanogpt, tokens=tokens, folder=folder)
         report(config, measure(systems, plan), plan)
 
@@ -57,6 +63,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=9, help="measured blocks of each")
     parser.add_argument("--steps", type=int, default=10, help="timed steps in a block")
     parser.add_argument("--vocabulary", type=int, default=2048)
+    parser.add_argument(
+        "--activation", choices=list(GELUS), default="gelu", help="nanoGPT always has gelu"
+    )
     parser.add_argument("--compute", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("settings", nargs="*", metavar="A.B=C", help="further settings of ours")

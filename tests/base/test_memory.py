@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from pathlib import Path
 
 import pytest
 
-from gristmill.base.memory import free_memory
+from gristmill.base.memory import free_memory, keep_freed_memory
 
 MACHINE = "MemTotal: 9000 kB\nMemFree: 100 kB\nMemAvailable: 8000 kB\n"
 
@@ -73,3 +74,14 @@ def test_a_limit_of_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_this_machine_has_memory(tmp_path: Path) -> None:
     assert free_memory() > 0
     assert free_memory(tmp_path) > 0  # a system that has none of these files
+
+
+def test_freed_memory_is_kept_unless_somebody_said_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MIMALLOC_PURGE_DELAY", "10")
+    keep_freed_memory()
+    assert os.environ["MIMALLOC_PURGE_DELAY"] == "10"
+    monkeypatch.delenv("MIMALLOC_PURGE_DELAY")
+    keep_freed_memory()
+    assert os.environ["MIMALLOC_PURGE_DELAY"] == "1000"

@@ -182,6 +182,21 @@ def test_a_signal_before_torch_is_there_stops_with_a_save(file: Path, tmp_path: 
     assert "stopped and saved" in done.stdout
 
 
+def test_the_allocator_is_told_before_torch_is_there(file: Path, tmp_path: Path) -> None:
+    shown = "sys.exit(os.environ.get('MIMALLOC_PURGE_DELAY', 'not set'))"
+    hook = INTERRUPTED.replace("os.kill(os.getpid(), signal.SIGTERM)", shown)
+    (tmp_path / "sitecustomize.py").write_text(hook)
+    environment = {k: v for k, v in os.environ.items() if k != "MIMALLOC_PURGE_DELAY"}
+    done = subprocess.run(
+        [sys.executable, "-m", "gristmill", "train", str(file)],
+        env=environment | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stderr.splitlines()[-1] == "1000"
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes where Linux shows them")
 def test_a_killed_run_is_started_again_and_a_stopped_one_is_not(file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"

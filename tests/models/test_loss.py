@@ -16,6 +16,7 @@ N, D, V, ROWS = 300, 12, 70, 96
 def tensors(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
     """Inputs for several slices of 64 tokens."""
     monkeypatch.setattr(module, "CPU_SLICE_BYTES", 4 * ROWS * 64)
+    monkeypatch.setattr(module, "CPU_SLICE_TOKENS", 64)
     generator = torch.Generator().manual_seed(0)
     return {
         "hidden": torch.randn(N, D, generator=generator),

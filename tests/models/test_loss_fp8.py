@@ -46,6 +46,7 @@ class Result(NamedTuple):
 def tensors(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
     """Inputs for slices of 64 and 36 tokens."""
     monkeypatch.setattr(module, "CPU_SLICE_BYTES", 2 * ROWS * 64)
+    monkeypatch.setattr(module, "CPU_SLICE_TOKENS", 64)
     monkeypatch.setattr(module, "SLICE_BYTES", 2 * ROWS * 64)
     generator = torch.Generator().manual_seed(0)
     head = 0.1 * torch.randn(ROWS, D, generator=generator)

@@ -6,6 +6,8 @@
 
 The least of these is the answer. Login nodes and batch jobs often have far less to give than the
 machine has. Pages of files do not count as used: the system drops them when others need the room.
+
+What a training step gives up, the next takes again: `keep_freed_memory`.
 """
 
 from __future__ import annotations
@@ -81,3 +83,14 @@ def _lines(file: Path) -> list[str]:
         return file.read_text().splitlines()
     except OSError:
         return []
+
+
+def keep_freed_memory() -> None:
+    """Let the allocator keep what was freed for a second, unless somebody said otherwise.
+
+    On ARM torch brings mimalloc, which gives freed memory back to the system within a step of
+    training on the CPU; the next step then asks for as many pages again, and for the system to
+    clear them takes a twelfth of its time. The variable is read when torch is imported, and means
+    nothing to other allocators.
+    """
+    os.environ.setdefault("MIMALLOC_PURGE_DELAY", "1000")

@@ -42,6 +42,7 @@ def bench(
     import os
 
     from gristmill.base.files import write_json
+    from gristmill.base.memory import keep_freed_memory
     from gristmill.config.load import load_run
 
     config = load_run(run, settings or ())
@@ -49,6 +50,7 @@ def bench(
         _require_place(json)
     # The profiler's library would announce itself; it reads this when torch is imported.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    keep_freed_memory()
     from gristmill.train.bench import measure_run
 
     found = measure_run(config, steps=steps, warm_up=warm_up, random_tokens=random_tokens)

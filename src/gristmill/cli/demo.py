@@ -10,6 +10,7 @@ import typer
 
 from gristmill.base.errors import Exit
 from gristmill.base.files import write_atomic
+from gristmill.base.memory import keep_freed_memory
 from gristmill.base.units import format_bytes
 from gristmill.cli.prepare import report_prepared
 from gristmill.config.load import load_run
@@ -90,6 +91,7 @@ def run_demo(folder: Path, *, steps: int | None) -> None:
 def _train(file: Path, *, folder: Path) -> None:
     """Go on with an interrupted demo; move a finished one aside and train anew."""
     config = load_run(file)
+    keep_freed_memory()
     from gristmill.train.run import run_training
 
     fresh = RunFolder(folder).read_status().get("state") == "done"

@@ -62,8 +62,10 @@ def train(
         raise typer.Exit(
             _supervise(config, command, fresh=fresh, processes=processes, restarts=restarts)
         )
+    from gristmill.base.memory import keep_freed_memory
     from gristmill.train.stop import StopRequest
 
+    keep_freed_memory()
     # What follows takes seconds to import, and a signal may come meanwhile.
     with StopRequest() as stop:
         from gristmill.train.run import run_training

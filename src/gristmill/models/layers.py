@@ -15,6 +15,7 @@ width.
 
 from __future__ import annotations
 
+import platform
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,8 @@ from torch.nn import functional
 from gristmill.config.schema import GATE_FEATURES, ModelConfig
 from gristmill.models.fused import fused_mlp, worth_fusing
 from gristmill.models.spec import Kernels, KVCache, Links
+
+_ARM = platform.machine() in ("aarch64", "arm64")
 
 
 class Surroundings(NamedTuple):
@@ -221,6 +224,18 @@ class Attention(nn.Module):
         return self._by_head(looked_up_BTV) * gate_BTG.transpose(1, 2)[..., None]
 
 
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """GELU with the error function.
+
+    A contiguous tensor in fp32 on a CPU is handed to oneDNN by torch, whose gradient takes four
+    times as long on ARM as that of torch's own vectorised kernel. A turned view is not handed on,
+    and nothing is copied: result and gradient lie in memory as they would without.
+    """
+    if _ARM and x.device.type == "cpu":
+        return functional.gelu(x.mT).mT
+    return functional.gelu(x)
+
+
 class MLP(nn.Module):
     """The feed-forward part of a block; swiglu has a gate beside the inner layer."""
 
@@ -239,7 +254,7 @@ class MLP(nn.Module):
         inner_BTF = self.up(x_BTD)
         match self.activation:
             case "gelu":
-                inner_BTF = functional.gelu(inner_BTF)
+                inner_BTF = gelu(inner_BTF)
             case "gelu_tanh":
                 inner_BTF = functional.gelu(inner_BTF, approximate="tanh")
             case "relu2":

@@ -29,8 +29,10 @@ from gristmill.models.spec import Links, Loss
 
 SLICE_BYTES = 2**31
 """Memory allowed for one slice's logits on a GPU."""
-CPU_SLICE_BYTES = 8 * 2**20
+CPU_SLICE_BYTES = 16 * 2**20
 """The same on the CPU, where a slice should stay in the cache."""
+SLICE_TOKENS, CPU_SLICE_TOKENS = 64, 256
+"""The least tokens of a slice, on a GPU and on the CPU: products of fewer rows are slow."""
 
 
 def linear_cross_entropy(
@@ -68,8 +70,10 @@ def capped(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
 
 def slice_length(rows: int, *, width: int, device: torch.device) -> int:
     """Tokens per slice, so that its logits of `width` bytes each fit the allowance."""
-    allowance = CPU_SLICE_BYTES if device.type == "cpu" else SLICE_BYTES
-    return max(64, allowance // (width * rows) // 64 * 64)
+    cpu = device.type == "cpu"
+    allowance = CPU_SLICE_BYTES if cpu else SLICE_BYTES
+    least = CPU_SLICE_TOKENS if cpu else SLICE_TOKENS
+    return max(least, allowance // (width * rows) // 64 * 64)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -246,7 +250,8 @@ class _PlainHead:
         dtype, logits_NV = logits_NV.dtype, logits_NV.float()
         slope_NV = None
         if cap is not None:
-            logits_NV = logits_NV.div_(cap).tanh_()
+            # tanh x = 2 sigmoid(2 x) - 1, which takes half the time on a CPU.
+            logits_NV = logits_NV.mul_(2 / cap).sigmoid_().mul_(2).sub_(1)
             slope_NV = 1 - logits_NV.square() if factors_N is not None else None
             logits_NV.mul_(cap)
         if vocab < self.first + columns:
