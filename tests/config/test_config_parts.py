@@ -107,6 +107,17 @@ def test_without_its_type_a_table_is_of_the_default_type() -> None:
     assert kept == AdamWConfig(lr=1e-3)
     file = '[schedule]\ntype = "cosine"\nmin_lr = 1e-5\n'
     assert load(file, "schedule.type=unset").schedule == CosineSchedule(min_lr=1e-5)
+    words = ("schedule.type=unset", "schedule.min_lr=unset")
+    assert load("", *words).schedule == CosineSchedule()
+    file = '[optim]\ntype = "unset"\nlr = 1e-3\n'
+    for word in ("adamw", "unset"):
+        assert load(file, f"optim.type={word}").optim == AdamWConfig(lr=1e-3)
+
+
+def test_a_setting_that_is_gone_may_be_there_as_long_as_it_did_nothing() -> None:
+    assert load("[model]\nshortcut = false\n") == load()
+    with pytest.raises(UserError, match=r"model\.shortcut: there is no such setting"):
+        load("[model]\nshortcut = true\n")
 
 
 def test_a_table_that_need_not_be_there_can_be_taken_away() -> None:

@@ -216,9 +216,15 @@ def test_recomputing_activations_changes_nothing() -> None:
             assert torch.equal(plain, again)
 
 
-@pytest.mark.parametrize(("kind", "fused"), [("none", 2), ("full", 4), ("selective", 0)])
+@pytest.mark.parametrize(
+    ("kind", "every", "fused"),
+    [("none", 1, 2), ("full", 1, 4), ("selective", 1, 0), ("selective", 2, 1)],
+)
 def test_products_are_kept_by_selective_recomputation(
-    monkeypatch: pytest.MonkeyPatch, kind: Literal["none", "selective", "full"], fused: int
+    monkeypatch: pytest.MonkeyPatch,
+    kind: Literal["none", "selective", "full"],
+    every: int,
+    fused: int,
 ) -> None:
     """A kernel that has the activation inside its product would compute both again."""
     calls = []
@@ -232,7 +238,7 @@ def test_products_are_kept_by_selective_recomputation(
     monkeypatch.setattr(layers, "fused_mlp", plain)
     monkeypatch.setattr(layers, "worth_fusing", lambda x, **sizes: True)
     config = ModelConfig(**SMALL, activation="relu2", bias=False)
-    model = build_model(config, vocab=50, device=CPU, recompute=Recompute(kind))
+    model = build_model(config, vocab=50, device=CPU, recompute=Recompute(kind, every))
     model.kernels = Kernels(mlp=True)
     model.initialise(3)
     ids = random_ids(2, 21)

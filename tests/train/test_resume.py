@@ -16,6 +16,8 @@ import torch
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import FolderLock
 from gristmill.checkpoint.layout import Best, CheckpointFolder, step_of
+from gristmill.checkpoint.model import open_stored
+from gristmill.config.load import load_run
 from gristmill.config.schema import RunConfig
 from gristmill.parallel.spmd import Spmd
 from gristmill.text.prepare.prepare import prepare_documents
@@ -250,6 +252,23 @@ def test_a_run_from_before_a_setting_existed_goes_on(make_run: MakeRun, tmp_path
     run_training(make_run('train.until="6 steps"'))
     forget_setting(tmp_path / "run", "model.embedding_norm")
     assert run_training(make_run()).step == 12
+
+
+def test_a_run_from_before_a_setting_was_taken_out_goes_on(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    run_training(make_run('train.until="6 steps"'))
+
+    def remember(state: dict[str, Any]) -> None:
+        state["identity"]["model.shortcut"] = False
+        state["settings"]["model"]["shortcut"] = False
+
+    rewrite_state(folder, remember)
+    file = folder / "run.toml"
+    file.write_text(file.read_text().replace("[model]", "[model]\nshortcut = false"))
+    assert open_stored(str(folder)).step == 6
+    assert run_training(load_run(file, ['train.until="12 steps"'])).step == 12
 
 
 def test_other_micro_batches_are_said_to_round_otherwise(make_run: MakeRun, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from gristmill.checkpoint.layout import Best, Fingerprint
 from gristmill.checkpoint.pieces import KINDS, TensorShare, file_name, piece_key
 from gristmill.checkpoint.stored import StoredTensors, stored_tensors
 from gristmill.checkpoint.tensorfile import dtype_name, write_tensors
-from gristmill.config.schema import ModelConfig
+from gristmill.config.schema import GONE, ModelConfig
 from gristmill.models.weights import Weights
 from gristmill.parallel.held import Held, held_whole
 
@@ -306,6 +306,8 @@ def local_box(piece: Piece, box: Box) -> Box:
 
 
 def _same_identity(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
+    gone = {f"model.{name}": value for name, value in GONE.items()}.items()
+    saved = {name: value for name, value in saved.items() if (name, value) not in gone}
     pairs = {
         name: (saved.get(name, _before_it_existed(name)), now.get(name))
         for name in sorted({*saved, *now})

@@ -233,8 +233,11 @@ def _changes_type(
     none."""
     field = RunConfig.model_fields.get(path[0]) if apart and len(path) == 1 else None
     default = getattr(getattr(field, "default", None), "type", None)
-    before, now = below.get("type", default), above.get("type")
-    return None not in (before, now) and bool(before != (default if now == UNSET else now))
+    before, now = (
+        default if kind == UNSET else kind
+        for kind in (below.get("type", default), above.get("type"))
+    )
+    return None not in (before, now) and bool(before != now)
 
 
 @cache
@@ -250,7 +253,9 @@ def _take_away(values: dict[str, Any], model: type[BaseModel] = RunConfig) -> No
         if value == UNSET and info is not None and (not tables or info.default is None):
             del values[key]
         elif isinstance(value, dict) and tables:
-            kind = value.get("type", getattr(info.default, "type", None))
+            kind = value.get("type", UNSET)
+            if kind == UNSET:
+                kind = getattr(info.default, "type", None)
             _take_away(value, tables.get(str(kind), next(iter(tables.values()))))
 
 

@@ -8,9 +8,9 @@ written file never holds a setting that does not act.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from gristmill.base.units import Duration
 from gristmill.config.optim import AdamWConfig, CosineSchedule, OptimConfig, ScheduleConfig
@@ -23,6 +23,11 @@ from gristmill.config.values import Count, Fraction, Interval, Span, TokenPaths,
 
 GATE_FEATURES = 32
 """How many features of the stream decide the gates of value embeddings."""
+
+
+GONE = {"shortcut": False}
+"""Settings of the model that no longer exist, with the value at which they did nothing: files and
+checkpoints from before name them."""
 
 
 class ModelConfig(Settings):
@@ -90,6 +95,13 @@ class ModelConfig(Settings):
     start: str | None = None
     """Start from these weights instead of random ones: a run folder, a Hugging Face folder, or a
     name there such as "gpt2". Its sizes are taken over; sizes given here too must agree with it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_gone(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {key: value for key, value in values.items() if (key, value) not in GONE.items()}
 
     @property
     def head_width(self) -> int:

@@ -229,8 +229,7 @@ class GPT(nn.Module):
         turn = None if self.rotary is None else self.rotary(positions)
         dense = documents_BT is not None and self.links.attend is None
         mask = document_mask(documents_BT) if dense and documents_BT is not None else None
-        kernels = self.recompute.may_use(self.kernels)
-        return Surroundings(positions, mask, turn, cache, kernels, self.links, documents_BT)
+        return Surroundings(positions, mask, turn, cache, self.kernels, self.links, documents_BT)
 
     def embed(self, tokens_BT: torch.Tensor, around: Surroundings) -> torch.Tensor:
         """The stream before the first block."""
@@ -265,7 +264,8 @@ class GPT(nn.Module):
         for layer in layers:
             block, looked_up = self.blocks[str(layer)], self._looked_up(layer, tokens_BT)
             if self.training:
-                x_BTD = self.recompute.run(layer, block, x_BTD, around, looked_up)
+                told = around._replace(kernels=self.recompute.may_use(self.kernels, layer))
+                x_BTD = self.recompute.run(layer, block, x_BTD, told, looked_up)
             else:
                 x_BTD = block(x_BTD, around, looked_up)
         return x_BTD

@@ -49,13 +49,17 @@ class Recompute:
     kind: Literal["none", "selective", "full"] = "none"
     every: int = 1
 
-    def may_use(self, kernels: Kernels) -> Kernels:
-        """Those with which this does what it promises."""
-        return kernels._replace(mlp=False) if self.kind == "selective" else kernels
+    def concerns(self, layer: int) -> bool:
+        return self.kind != "none" and layer % self.every == 0
+
+    def may_use(self, kernels: Kernels, layer: int) -> Kernels:
+        """Those with which a block keeps what it should."""
+        selective = self.kind == "selective" and self.concerns(layer)
+        return kernels._replace(mlp=False) if selective else kernels
 
     def run(self, layer: int, block: nn.Module, *args: Any) -> torch.Tensor:
         """The block's result."""
-        if self.kind == "none" or layer % self.every:
+        if not self.concerns(layer):
             return block(*args)
         contexts: dict[str, Any] = {}
         if self.kind == "selective":

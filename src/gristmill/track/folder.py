@@ -129,9 +129,11 @@ class RunFolder:
         for folder in (self.checkpoints, self.evals, self.samples, self.logs):
             with contextlib.suppress(OSError):
                 folder.rmdir()
-        if os.listdir(self.path) == [self.lock.name]:
-            self.lock.unlink()
-            self.path.rmdir()
+        # Somewhere an open file cannot be removed; then an empty folder stays.
+        with contextlib.suppress(OSError):
+            if os.listdir(self.path) == [self.lock.name]:
+                self.lock.unlink()
+                self.path.rmdir()
 
     def holds_run(self) -> bool:
         """Whether a run was started here."""
