@@ -50,6 +50,7 @@ class Recompute:
     every: int = 1
 
     def concerns(self, layer: int) -> bool:
+        """Whether anything of a layer is computed again."""
         return self.kind != "none" and layer % self.every == 0
 
     def may_use(self, kernels: Kernels, layer: int) -> Kernels:

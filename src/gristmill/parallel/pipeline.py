@@ -90,6 +90,8 @@ class Stage(nn.Module):
         positions_BT: torch.Tensor | None = None,
         documents_BT: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """The stream after these layers, or the loss. `stream_BTD` is what the stage before sent;
+        the first stage is sent tokens there, which it has anyway."""
         model = self._model[0]
         around = model.surroundings(tokens_BT, positions_BT, documents_BT)
         x_BTD = model.embed(tokens_BT, around) if self.first else stream_BTD
