@@ -30,7 +30,8 @@ from typing import Any
 import torch
 from peers import BASE, GELUS, nanogpt_model, numbers_of, transformers_model
 
-from gristmill.config.schema import ModelConfig, RunConfig
+from gristmill.config.model import GPTConfig
+from gristmill.config.schema import RunConfig
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
 from gristmill.models.weights import to_gpt2
@@ -152,7 +153,7 @@ def with_activation(model: GPT, activation: str) -> GPT:
         return model
     settings = model.config.model_dump() | {"activation": activation}
     other = build_model(
-        ModelConfig.model_validate(settings), vocab=model.vocab, device=torch.device("cpu")
+        GPTConfig.model_validate(settings), vocab=model.vocab, device=torch.device("cpu")
     )
     other.load_state_dict(model.state_dict())
     return other.eval()

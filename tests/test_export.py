@@ -13,7 +13,8 @@ import torch
 from gristmill.base.errors import Exit, UserError
 from gristmill.checkpoint.model import StoredModel, open_model
 from gristmill.config.load import load_text
-from gristmill.config.schema import ModelConfig, RunConfig
+from gristmill.config.model import GPTConfig
+from gristmill.config.schema import RunConfig
 from gristmill.export import export
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
@@ -32,7 +33,7 @@ def tokenizer() -> Tokenizer:
 
 
 def small(tokenizer: Tokenizer, **settings: Any) -> GPT:
-    config = ModelConfig(layers=2, heads=2, width=16, context=32, **settings)
+    config = GPTConfig(layers=2, heads=2, width=16, context=32, **settings)
     model = build_model(config, vocab=tokenizer.size, device=CPU)
     model.initialise(0)
     return model.eval()

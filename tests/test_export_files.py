@@ -21,20 +21,21 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from gristmill import export as module
-from gristmill.base.boxes import row_pieces, split_pieces, whole_piece
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import FolderLock
+from gristmill.base.tensor_slices import row_slices, split_slices, whole_slice
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.model import StoredModel, open_model, open_stored
 from gristmill.checkpoint.state import TrainState, capture
-from gristmill.checkpoint.stored import HF_INDEX
+from gristmill.checkpoint.tensor_reader import HF_INDEX
 from gristmill.checkpoint.writer import commit_pieces, words_of
-from gristmill.config.schema import ModelConfig
+from gristmill.config.model import GPTConfig
 from gristmill.export import ExportProgress, export
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
 from gristmill.models.weights import Gpt2Tensor, to_gpt2
-from gristmill.parallel.held import Held
+from gristmill.optim.spec import ParameterOptimizer
+from gristmill.parallel.sharding import ShardedParameter
 from gristmill.text.tokenizers.tokenizer import ByteTokenizer
 
 VOCAB = ByteTokenizer.size
@@ -42,9 +43,7 @@ SMALL: dict[str, Any] = {"layers": 2, "heads": 2, "width": 16, "context": 12}
 
 
 def make(**settings: Any) -> GPT:
-    model = build_model(
-        ModelConfig(**{**SMALL, **settings}), vocab=VOCAB, device=torch.device("cpu")
-    )
+    model = build_model(GPTConfig(**{**SMALL, **settings}), vocab=VOCAB, device=torch.device("cpu"))
     model.initialise(7)
     return model
 
@@ -60,22 +59,22 @@ def save(model: GPT, run: Path, *, ranks: int = 1) -> Path:
     staging, told, snapshots = checkpoints.begin(0), [], []
     for rank in range(ranks):
         held = {name: share(name, p, rank, ranks) for name, p in model.named_parameters()}
-        optimizer = torch.optim.SGD([one.local for one in held.values()])
-        snapshot = capture(TrainState(model, optimizer, {}, settings, held=held))
+        state = TrainState(model, ParameterOptimizer({}, []), {}, settings, parameters=held)
+        snapshot = capture(state)
         told.append(words_of(snapshot, snapshot.write(staging, rank=rank, ranks=ranks)))
         snapshots.append(snapshot)
     commit_pieces(checkpoints, staging, snapshot=snapshots[0], told=told)
     return run
 
 
-def share(name: str, parameter: nn.Parameter, rank: int, ranks: int) -> Held:
+def share(name: str, parameter: nn.Parameter, rank: int, ranks: int) -> ShardedParameter:
     whole, shape = parameter.detach(), tuple(parameter.shape)
     if name.endswith(("attention.out.weight", "mlp.down.weight")):
-        pieces = split_pieces(shape, dim=1, parts=shape[1:], rank=rank, ranks=ranks)
+        pieces = split_slices(shape, dim=1, parts=shape[1:], rank=rank, ranks=ranks)
     else:
-        pieces = row_pieces(whole_piece(shape), shape, rank=rank, ranks=ranks)
+        pieces = row_slices(whole_slice(shape), shape, rank=rank, ranks=ranks)
     (piece,) = pieces
-    return Held(name, shape, nn.Parameter(whole[piece.whole.slices].clone()), pieces)
+    return ShardedParameter(name, shape, nn.Parameter(whole[piece.whole.slices].clone()), pieces)
 
 
 @pytest.fixture
@@ -188,7 +187,7 @@ def test_memory_does_not_grow_with_the_model(
     run = save(make(layers=12, width=256), tmp_path / "run", ranks=ranks)
     gc.collect()
     monkeypatch.setattr(module, "_PIECE", 2**19)
-    monkeypatch.setattr("gristmill.checkpoint.stored._LET_GO", 2**20)
+    monkeypatch.setattr("gristmill.checkpoint.tensor_reader._LET_GO", 2**20)
     stored = open_stored(str(run))
     export(open_stored(str(save(make(), tmp_path / "warm"))), tmp_path / "warm-hf", check="files")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew

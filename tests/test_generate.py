@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gristmill.base.errors import UserError
-from gristmill.config.schema import ModelConfig
+from gristmill.config.model import GPTConfig
 from gristmill.generate import Engine, Sampling, TextGenerator, draw, window_start
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
@@ -20,7 +20,7 @@ GREEDY = Sampling(temperature=0)
 def make_model(**settings: Any) -> GPT:
     sizes = {"layers": 2, "heads": 2, "width": 16, "context": 16}
     # Large weights and a head of its own keep greedy text from repeating one token.
-    config = ModelConfig(**sizes, init_std=0.3, tie_head=False, **settings)
+    config = GPTConfig(**sizes, init_std=0.3, tie_head=False, **settings)
     model = build_model(config, vocab=257, device=torch.device("cpu"))
     model.initialise(0)
     return model

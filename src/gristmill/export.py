@@ -34,7 +34,6 @@ from typing import Any, Literal
 
 import torch
 
-from gristmill.base.boxes import Box
 from gristmill.base.errors import Exit, UserError, optional
 from gristmill.base.files import (
     FolderLock,
@@ -45,11 +44,13 @@ from gristmill.base.files import (
     write_json,
 )
 from gristmill.base.memory import free_memory
+from gristmill.base.tensor_slices import TensorSlice
 from gristmill.base.units import format_bytes
 from gristmill.checkpoint.model import StoredModel
-from gristmill.checkpoint.stored import HF_INDEX, StoredTensors, hf_tensors
+from gristmill.checkpoint.tensor_reader import HF_INDEX, TensorReader, open_hf_tensors
 from gristmill.checkpoint.tensorfile import Streamed, write_streamed
 from gristmill.config.hf import to_hf
+from gristmill.config.model import GPTConfig
 from gristmill.generate import Engine, Sampling
 from gristmill.models.weights import Gpt2Tensor, Gpt2Weights, gpt2_tensors, read_part
 
@@ -135,6 +136,12 @@ def export(
 ) -> Exported:
     """Write and check a Hugging Face folder."""
     end = stored.tokenizer.end_of_text
+    if not isinstance(stored.config, GPTConfig):
+        raise UserError(
+            f"{stored.config.kind} models have no Hugging Face form that this program can write",
+            where="export",
+            remedy="such a model can be used with `gristmill generate` and `evaluate`",
+        )
     settings = to_hf(stored.config, vocab=stored.vocab, end_of_text=end)
     tensors = gpt2_tensors(stored.outline())
     size = sum(map(_bytes, tensors))
@@ -148,7 +155,7 @@ def export(
     shards, count = _divide(tensors, limit=shard), _Count(tensors, watch)
     with _staged(folder) as staging:
         _write_weights(stored, staging, shards=shards, count=count)
-        _compare(stored, hf_tensors(staging), tensors=tensors, count=count)
+        _compare(stored, open_hf_tensors(staging), tensors=tensors, count=count)
         stored.tokenizer.save(staging)
         write_json(staging / "generation_config.json", {"bos_token_id": end, "eos_token_id": end})
         write_json(staging / "config.json", settings)
@@ -273,17 +280,17 @@ def _pieces(stored: StoredModel, tensor: Gpt2Tensor, count: _Count) -> Iterator[
         count.add(piece, "writing")
 
 
-def _boxes(shape: tuple[int, ...]) -> Iterator[Box]:
+def _boxes(shape: tuple[int, ...]) -> Iterator[TensorSlice]:
     """Rows of a tensor, as many at once as may be in memory."""
     rest = shape[1:]
     rows = max(1, _PIECE // (math.prod(rest) * _FORMAT.itemsize))
     for first in range(0, shape[0], rows):
         last = min(first + rows, shape[0])
-        yield Box((first, *(0,) * len(rest)), (last, *rest))
+        yield TensorSlice((first, *(0,) * len(rest)), (last, *rest))
 
 
 def _compare(
-    stored: StoredModel, written: StoredTensors, *, tensors: Sequence[Gpt2Tensor], count: _Count
+    stored: StoredModel, written: TensorReader, *, tensors: Sequence[Gpt2Tensor], count: _Count
 ) -> None:
     """Read the folder as a run that starts from it would, and compare every bit with the source."""
     assert set(written) == {one.name for one in tensors}

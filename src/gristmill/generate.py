@@ -1,5 +1,5 @@
-"""Token ids in, token ids out: prefill, then one position at a time with a cache of keys and
-values.
+"""Token ids in, token ids out: prefill, then one position at a time with the model's cache, if it
+has one.
 
     window   the last `context` ids the model sees; when it is full, its older half is forgotten
 
@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from gristmill.base.errors import UserError
-from gristmill.models.gpt import GPT
-from gristmill.models.spec import KVCache
+from gristmill.models.spec import Cache, CausalLM
 from gristmill.text.tokenizers.tokenizer import Tokenizer
 
 
@@ -47,10 +46,9 @@ class Sampling:
 class Engine:
     """Continues sequences of ids with one model."""
 
-    def __init__(self, model: GPT, *, cached: bool = True, ids: int | None = None) -> None:
+    def __init__(self, model: CausalLM, *, cached: bool = True, ids: int | None = None) -> None:
         """`ids` limits what can be drawn, for a model with more ids than its tokenizer."""
         self.model, self.cached, self.ids = model, cached, ids or model.vocab
-        self.device = model.embedding.weight.device
 
     @torch.inference_mode()
     def stream(
@@ -60,9 +58,11 @@ class Engine:
         assert prompt, "the caller begins with an end-of-text id if there is nothing else"
         was_training = self.model.training
         self.model.eval()
-        generator = torch.Generator(self.device).manual_seed(sampling.seed)
-        ids_BT = torch.tensor([prompt] * samples, device=self.device)
-        forward = self._cached_forward() if self.cached else self._plain_forward
+        device = self.model.device
+        generator = torch.Generator(device).manual_seed(sampling.seed)
+        ids_BT = torch.tensor([prompt] * samples, device=device)
+        cache = self.model.new_cache() if self.cached else None
+        forward = self._plain_forward if cache is None else self._cached_forward(cache)
         try:
             for _ in range(tokens):
                 next_B = draw(forward(ids_BT)[:, : self.ids], sampling, generator)
@@ -77,9 +77,8 @@ class Engine:
         assert isinstance(logits, torch.Tensor)
         return logits[:, -1]
 
-    def _cached_forward(self) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _cached_forward(self, cache: Cache) -> Callable[[torch.Tensor], torch.Tensor]:
         context = self.model.config.context
-        cache = KVCache(context)
         cached_from = 0
 
         def forward(ids_BT: torch.Tensor) -> torch.Tensor:
@@ -135,7 +134,7 @@ class TextGenerator:
     """Continues text: an engine with a tokenizer, stop strings, and text given out as it
     appears."""
 
-    def __init__(self, model: GPT, tokenizer: Tokenizer, *, cached: bool = True) -> None:
+    def __init__(self, model: CausalLM, tokenizer: Tokenizer, *, cached: bool = True) -> None:
         self.engine = Engine(model, cached=cached, ids=tokenizer.size)
         self.tokenizer = tokenizer
 

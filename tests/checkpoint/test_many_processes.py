@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import resource
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -20,8 +20,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
-from gristmill.base.boxes import Piece, row_pieces, split_pieces, whole_piece
 from gristmill.base.errors import Exit, UserError
+from gristmill.base.tensor_slices import ShardSlice, row_slices, split_slices, whole_slice
 from gristmill.base.units import Progress
 from gristmill.checkpoint.layout import CheckpointFolder, Fingerprint, step_of, verify
 from gristmill.checkpoint.pieces import PIECES
@@ -32,11 +32,12 @@ from gristmill.checkpoint.state import (
     read_state,
     restore,
 )
-from gristmill.checkpoint.stored import stored_tensors
+from gristmill.checkpoint.tensor_reader import open_tensors
 from gristmill.checkpoint.writer import CheckpointWriter, commit_pieces, words_of
 from gristmill.config.schema import CheckpointConfig
-from gristmill.parallel.council import Council
-from gristmill.parallel.held import Held
+from gristmill.optim.spec import ParameterOptimizer, Placement, StateEntry
+from gristmill.parallel.control import ControlGroup
+from gristmill.parallel.sharding import ShardedParameter
 
 VOCAB, BLANK = 50, -1.0
 
@@ -81,6 +82,21 @@ def numbers(name: str, shape: Sequence[int]) -> torch.Tensor:
     return (torch.arange(size) + 1000.0 * sum(map(ord, name))).reshape(tuple(shape))
 
 
+class Moments(ParameterOptimizer):
+    """State of every placement."""
+
+    placements: ClassVar[Mapping[str, Placement]] = {
+        "exp_avg": Placement.SHARDED,
+        "step": Placement.REPLICATED,
+        "second_moment": Placement.REPLICATED,
+        "factor": Placement.REPLICATED,
+        "own": Placement.PER_WORKER,
+    }
+
+    def step(self, *, divisor: torch.Tensor, skip: torch.Tensor) -> None:
+        raise AssertionError("nothing is stepped here")
+
+
 class Imagined:
     """The whole model as a world sees it, and what each process holds of it."""
 
@@ -98,42 +114,44 @@ class Imagined:
     def whole(self, name: str) -> torch.Tensor:
         return numbers(name, self.shapes[name.rpartition("/")[2]])
 
-    def held(self, rank: int) -> dict[str, Held]:
+    def held(self, rank: int) -> dict[str, ShardedParameter]:
         found = [self._held(name, rank) for name in self.shapes]
         return {one.name: one for one in found}
 
-    def _held(self, name: str, rank: int) -> Held:
+    def _held(self, name: str, rank: int) -> ShardedParameter:
         world, shape = self.world, self.shapes[name]
         rest, shard = divmod(rank, world.shards)
         copy, part = divmod(rest, world.parts)
-        pieces, local, owned = whole_piece(shape), list(shape), copy == 0
+        pieces, local, owned = whole_slice(shape), list(shape), copy == 0
         if name in SPLITS:
             dim = SPLITS[name]
             stack = STACKS.get(name, (shape[dim],))
-            pieces = split_pieces(shape, dim=dim, parts=stack, rank=part, ranks=world.parts)
+            pieces = split_slices(shape, dim=dim, parts=stack, rank=part, ranks=world.parts)
             local[dim] //= world.parts
         else:
             owned = owned and part == 0
         if shape:
-            pieces = row_pieces(pieces, local, rank=shard, ranks=world.shards)
+            pieces = row_slices(pieces, local, rank=shard, ranks=world.shards)
             local[0] = max((piece.local.end[0] for piece in pieces), default=0)
         else:
             owned = owned and shard == 0
-        return Held(name, shape, nn.Parameter(torch.full(local, BLANK)), pieces, owned)
+        return ShardedParameter(name, shape, nn.Parameter(torch.full(local, BLANK)), pieces, owned)
 
     def blank(self, rank: int, *, padded: frozenset[str] = PADDED) -> TrainState:
         held = self.held(rank)
-        optimizer = torch.optim.AdamW([one.local for one in held.values()])
-        return TrainState(nn.Module(), optimizer, {}, {}, held=held, padded=padded)
+        optimizer = Moments({name: one.local for name, one in held.items()}, [])
+        ranks = {"rank": rank, "ranks": self.world.size}
+        return TrainState(nn.Module(), optimizer, {}, {}, parameters=held, padded=padded, **ranks)
 
     def filled(self, rank: int, *, step: int = 1) -> TrainState:
         """What a process holds in the middle of training."""
         state = self.blank(rank)
         state.progress = Progress(step, step, step)
-        for one in state.held.values():
-            _put(one.local.detach(), self.whole(one.name), one.pieces)
+        for one in state.parameters.values():
+            _put(one.local.detach(), self.whole(one.name), one.slices)
             moment = torch.full(one.local.shape, BLANK)
-            _put(moment, self.whole(f"exp_avg/{one.name}"), one.pieces)
+            _put(moment, self.whole(f"exp_avg/{one.name}"), one.slices)
+            assert isinstance(state.optimizer, Moments)
             state.optimizer.state[one.local] = {
                 "exp_avg": moment,
                 "step": torch.tensor(float(step)),
@@ -142,7 +160,7 @@ class Imagined:
         return state
 
 
-def _put(target: torch.Tensor, whole: torch.Tensor, pieces: Sequence[Piece]) -> None:
+def _put(target: torch.Tensor, whole: torch.Tensor, pieces: Sequence[ShardSlice]) -> None:
     for piece in pieces:
         target[piece.local.slices] = whole[piece.whole.slices]
 
@@ -184,15 +202,15 @@ def test_any_number_of_processes_reads_what_any_other_wrote(
             state = reads.blank(rank)
             restore(state, path)
             assert state.progress.steps == 6
-            for one in state.held.values():
+            for one in state.parameters.values():
                 assert_read(one, state.optimizer.state[one.local], wrote)
 
 
-def assert_read(held: Held, state: dict[str, torch.Tensor], wrote: Imagined) -> None:
+def assert_read(held: ShardedParameter, state: dict[str, torch.Tensor], wrote: Imagined) -> None:
     """What was stored is there; rows that were not stay blank, and have no momentum."""
     rows = wrote.shapes[held.name][:1]
     count = 0
-    for piece in held.pieces:
+    for piece in held.slices:
         for at in torch.cartesian_prod(*map(torch.arange, piece.whole.shape)) if rows else [()]:
             offset = tuple(map(int, at.reshape(-1))) if rows else ()
             there = tuple(b + o for b, o in zip(piece.whole.begin, offset, strict=True))
@@ -211,7 +229,7 @@ def assert_read(held: Held, state: dict[str, torch.Tensor], wrote: Imagined) -> 
 def test_whole_tensors_are_read_one_at_a_time(folder: CheckpointFolder, writers: int) -> None:
     wrote = Imagined(WORLDS[writers])
     path = save(folder, wrote)
-    weights, moments = stored_tensors(path), stored_tensors(path, "optimizer")
+    weights, moments = open_tensors(path), open_tensors(path, "optimizer")
     assert sorted(weights) == sorted(wrote.shapes) and len(moments) == 3 * len(weights)
     for name, tensor in weights.items():
         assert torch.equal(tensor, wrote.whole(name))
@@ -246,22 +264,100 @@ def test_many_processes_write_each_element_once(folder: CheckpointFolder) -> Non
 
 def test_a_process_opens_only_the_files_that_have_its_part(folder: CheckpointFolder) -> None:
     path = save(folder, Imagined(WORLDS[4]))
-    weights = stored_tensors(path)
+    weights = open_tensors(path)
     first = Imagined(WORLDS[4]).held(0)["embedding.weight"]
-    assert len(list(weights.parts("embedding.weight", first.pieces[0].whole))) == 1
+    assert len(list(weights.parts("embedding.weight", first.slices[0].whole))) == 1
     assert list(weights._files) == ["model-00001-of-00004.safetensors"]
 
 
 def test_a_parameter_in_two_places_is_written_by_one(folder: CheckpointFolder) -> None:
     """The tied head at the end of a pipeline is the embedding at its beginning."""
     first, last = Imagined(WORLDS[1]).filled(0), Imagined(WORLDS[1]).filled(0)
-    tied = last.held["embedding.weight"]
-    last.held = {"head.weight": replace(tied, owned=False)}
+    tied = last.parameters["embedding.weight"]
+    last.parameters = {"embedding.weight": replace(tied, owned=False)}
+    last.optimizer = Moments({"embedding.weight": tied.local}, [])
     path = save_states(folder, [first, last])
     assert len(list(path.glob("model*"))) == 1
     tied.local.detach().zero_()
     restore(last, path)
-    assert torch.equal(tied.local, first.held["embedding.weight"].local)
+    assert torch.equal(tied.local, first.parameters["embedding.weight"].local)
+
+
+# ------------------------------------------------------------------ where state lies
+
+
+class Factors:
+    """State of a strategy: a factor for a module, and something of each worker's own."""
+
+    placements: ClassVar[Mapping[str, Placement]] = {
+        "factor": Placement.REPLICATED,
+        "own": Placement.PER_WORKER,
+    }
+
+    def __init__(self, rank: int) -> None:
+        self.values = {
+            ("factor", "blocks.0"): numbers("factor", (5, 5)),
+            ("own", "buffer"): torch.tensor([float(rank), 7.0]),
+        }
+
+    def entries(self) -> Iterator[StateEntry]:
+        return (StateEntry(*names, value) for names, value in self.values.items())
+
+    def expects(self, kind: str, key: str) -> bool:
+        return (kind, key) in self.values
+
+    def load_entry(self, entry: StateEntry) -> None:
+        self.values[entry.kind, entry.key] = entry.value
+
+
+def with_factors(imagined: Imagined, rank: int) -> TrainState:
+    """A factor that happens to have the shape of the shard, as a square one of a square matrix."""
+    state = imagined.filled(rank)
+    assert isinstance(state.optimizer, Moments)
+    square = state.parameters["qkv.weight"]
+    state.optimizer.state[square.local]["factor"] = numbers("factor", tuple(square.local.shape))
+    state.strategy_tensors = Factors(rank)
+    state.writes_unowned = rank == 0
+    return state
+
+
+@pytest.mark.parametrize("writers", [1, 2])
+def test_state_lies_where_its_owner_says(folder: CheckpointFolder, writers: int) -> None:
+    """A replicated tensor with the shape of this process's shard is not taken for sharded."""
+    imagined = Imagined(WORLDS[writers])
+    states = [with_factors(imagined, rank) for rank in range(writers)]
+    path = save_states(folder, states)
+    assert verify(path) == []
+    for rank in range(writers):
+        again = imagined.blank(rank)
+        assert isinstance(again.optimizer, Moments)
+        factors = Factors(99)
+        factors.values[("factor", "blocks.0")].zero_()
+        again.strategy_tensors = factors
+        restore(again, path)
+        parameter = again.parameters["qkv.weight"].local
+        wanted = numbers("factor", tuple(parameter.shape))
+        assert torch.equal(again.optimizer.state[parameter]["factor"], wanted)
+        assert torch.equal(factors.values["factor", "blocks.0"], numbers("factor", (5, 5)))
+        assert factors.values["own", "buffer"].tolist() == [float(rank), 7.0]
+
+
+def test_what_each_worker_has_of_its_own_needs_as_many_workers(folder: CheckpointFolder) -> None:
+    imagined = Imagined(WORLDS[2])
+    path = save_states(folder, [with_factors(imagined, rank) for rank in range(2)])
+    alone = Imagined(WORLDS[1]).blank(0)
+    alone.strategy_tensors = Factors(0)
+    with pytest.raises(UserError, match="saved by 2 processes, each with its own") as error:
+        restore(alone, path)
+    assert "resume with 2 processes" in str(error.value)
+
+
+def test_checkpoints_without_a_strategys_tensors_are_read(folder: CheckpointFolder) -> None:
+    path = save(folder, Imagined(WORLDS[2]))
+    state = Imagined(WORLDS[1]).blank(0)
+    state.strategy_tensors = Factors(3)
+    restore(state, path)
+    assert state.strategy_tensors.values["own", "buffer"].tolist() == [3.0, 7.0]
 
 
 # ------------------------------------------------------------------ shapes that do not fit
@@ -288,8 +384,8 @@ def test_other_shapes_are_refused_all_at_once(folder: CheckpointFolder) -> None:
 def changed(imagined: Imagined, rank: int, name: str, **values: Any) -> list[TrainState]:
     """All states of a world, of which one process sees one parameter in another way."""
     states = [imagined.filled(rank) for rank in range(imagined.world.size)]
-    held = states[rank].held
-    states[rank].held = {**held, name: replace(held[name], **values)}
+    held = states[rank].parameters
+    states[rank].parameters = {**held, name: replace(held[name], **values)}
     return states
 
 
@@ -297,7 +393,7 @@ def changed(imagined: Imagined, rank: int, name: str, **values: Any) -> list[Tra
     ("name", "values", "message"),
     [
         ("out.weight", {"owned": False}, "out.weight: its parts hold 48 of 60 elements"),
-        ("norm.weight", {"owned": True}, r"norm.weight: Box\(.*\) is in two parts"),
+        ("norm.weight", {"owned": True}, r"norm.weight: TensorSlice\(.*\) is in two parts"),
         ("norm.weight", {"shape": (6,)}, "processes disagree on what model norm.weight is"),
     ],
     ids=["gap", "overlap", "disagreement"],
@@ -313,11 +409,11 @@ def test_what_is_not_whole_is_not_committed(
 def test_a_parameter_that_nobody_holds_is_missed(folder: CheckpointFolder) -> None:
     states = [Imagined(WORLDS[2]).filled(rank) for rank in range(2)]
     for state in states:
-        state.names = frozenset({*state.held, "lost"})
+        state.names = frozenset({*state.parameters, "lost"})
     with pytest.raises(AssertionError, match="nobody holds \\['lost'\\]"):
         save_states(folder, states)
     for state in states:
-        state.names = frozenset(state.held)
+        state.names = frozenset(state.parameters)
     assert verify(save_states(folder, states)) == []
 
 
@@ -363,7 +459,7 @@ def writer_of(root: Path, said: list[str]) -> CheckpointWriter:
         CheckpointConfig(keep=2),
         progress_at=lambda step: Progress(step, step, step),
         say=said.append,
-        council=Council(dist.new_group(backend="gloo")),
+        control=ControlGroup(dist.new_group(backend="gloo")),
     )
 
 
@@ -388,8 +484,8 @@ def defect_heard(root: Path) -> str:
     """Two processes take a parameter for theirs; only the first process finds out."""
     writer, rank = writer_of(root, []), dist.get_rank()
     state = Imagined(WORLDS[3]).filled(rank, step=9)
-    held = state.held["norm.weight"]
-    state.held = {**state.held, "norm.weight": replace(held, owned=rank < 2)}
+    held = state.parameters["norm.weight"]
+    state.parameters = {**state.parameters, "norm.weight": replace(held, owned=rank < 2)}
     writer.save(capture(state))
     with pytest.raises((AssertionError, UserError)) as error:
         writer.wait()
@@ -398,20 +494,20 @@ def defect_heard(root: Path) -> str:
 
 def resume_on_two(root: Path) -> dict[str, Any]:
     """The newest is damaged where one process looks, and the one before it is taken by both."""
-    council, folder = Council(dist.group.WORLD), CheckpointFolder(root)
-    folder.clean(council)
-    found = folder.newest_intact(council)
+    control, folder = ControlGroup(dist.group.WORLD), CheckpointFolder(root)
+    folder.clean(control)
+    found = folder.newest_intact(control)
     assert found.path is not None
-    state = Imagined(WORLDS[2]).blank(council.rank)
+    state = Imagined(WORLDS[2]).blank(control.rank)
     restore(state, found.path)
-    aside = [folder.set_aside(path, council).name for path, _ in found.damaged]
-    council.wait()
+    aside = [folder.set_aside(path, control).name for path, _ in found.damaged]
+    control.barrier()
     return {
         "step": state.progress.steps,
         "problems": [str(problem) for _, problems in found.damaged for problem in problems],
         "aside": aside,
         "left": [path.name for path in folder.committed()],
-        "row": state.held["out.weight"].local[0].tolist(),
+        "row": state.parameters["out.weight"].local[0].tolist(),
     }
 
 

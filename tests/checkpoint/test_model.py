@@ -9,19 +9,20 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from gristmill.base.boxes import row_pieces, whole_piece
 from gristmill.base.errors import UserError
 from gristmill.base.files import write_json
+from gristmill.base.tensor_slices import row_slices, whole_slice
 from gristmill.checkpoint.layout import CheckpointFolder
-from gristmill.checkpoint.model import fill_model
+from gristmill.checkpoint.model import load_start_weights
 from gristmill.checkpoint.state import TrainState, capture
 from gristmill.checkpoint.writer import commit_pieces, words_of
 from gristmill.config.hf import to_hf
-from gristmill.config.schema import ModelConfig
+from gristmill.config.model import GPTConfig
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
 from gristmill.models.weights import to_gpt2
-from gristmill.parallel.held import Held
+from gristmill.optim.spec import ParameterOptimizer
+from gristmill.parallel.sharding import ShardedParameter, whole_parameters
 
 VOCAB, MORE = 100, 7
 """MORE: rows of padding that the divided model has and the weights have not."""
@@ -29,7 +30,7 @@ VOCAB, MORE = 100, 7
 
 @pytest.fixture
 def model() -> GPT:
-    config = ModelConfig(layers=1, heads=2, width=8, context=6)
+    config = GPTConfig(layers=1, heads=2, width=8, context=6)
     built = build_model(config, vocab=VOCAB, device=torch.device("cpu"))
     built.initialise(3)
     return built
@@ -38,7 +39,7 @@ def model() -> GPT:
 def as_run(model: GPT, folder: Path) -> None:
     folder.mkdir()
     (folder / "run.toml").write_text("")
-    optimizer = torch.optim.SGD(model.parameters())
+    optimizer = ParameterOptimizer(dict(model.named_parameters()), [])
     snapshot = capture(TrainState(model, optimizer, {}, {"vocab": VOCAB}))
     checkpoints = CheckpointFolder(folder / "checkpoints")
     staging = checkpoints.begin(1)
@@ -52,14 +53,14 @@ def as_hf(model: GPT, folder: Path) -> None:
     write_json(folder / "config.json", to_hf(model.config, vocab=VOCAB, end_of_text=0))
 
 
-def second_half(name: str, parameter: nn.Parameter) -> Held:
+def second_half(name: str, parameter: nn.Parameter) -> ShardedParameter:
     """What the last of two processes holds, if the table has some more rows."""
     shape = list(parameter.shape)
     if name == "embedding.weight":
         shape[0] += MORE
-    pieces = row_pieces(whole_piece(shape), shape, rank=1, ranks=2)
+    pieces = row_slices(whole_slice(shape), shape, rank=1, ranks=2)
     local = torch.full((sum(p.local.shape[0] for p in pieces), *shape[1:]), torch.nan)
-    return Held(name, tuple(shape), nn.Parameter(local), pieces)
+    return ShardedParameter(name, tuple(shape), nn.Parameter(local), pieces)
 
 
 @pytest.mark.parametrize("write", [as_run, as_hf])
@@ -69,9 +70,9 @@ def test_a_process_takes_its_share_of_the_start_weights(
     assert callable(write)
     write(model, tmp_path / "start")
     held = {name: second_half(name, p) for name, p in model.named_parameters()}
-    fill_model(model, str(tmp_path / "start"), held=held)
+    load_start_weights(model, str(tmp_path / "start"), held)
     for name, parameter in model.named_parameters():
-        (piece,) = held[name].pieces
+        (piece,) = held[name].slices
         first, rows = piece.whole.begin[0], parameter.shape[0]
         kept = held[name].local[: rows - first]
         if name == "embedding.weight":
@@ -98,8 +99,8 @@ def test_the_model_of_a_checkpoint_with_a_damaged_optimizer_can_be_read(
     assert folder.newest_intact().path is None, "but training cannot go on from it"
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     model.initialise(4)
-    fill_model(model, str(tmp_path / "run"))
+    load_start_weights(model, str(tmp_path / "run"), whole_parameters(model))
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     spoil(path / "model.safetensors")
     with pytest.raises(UserError, match="no intact checkpoint"):
-        fill_model(model, str(tmp_path / "run"))
+        load_start_weights(model, str(tmp_path / "run"), whole_parameters(model))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gristmill.base.boxes import Box
+from gristmill.base.tensor_slices import TensorSlice
 from gristmill.checkpoint.pieces import (
     Index,
     StoredPiece,
@@ -24,23 +24,23 @@ from gristmill.checkpoint.pieces import (
 )
 
 
-def index_of(shape: tuple[int, ...], boxes: list[Box]) -> Index:
+def index_of(shape: tuple[int, ...], boxes: list[TensorSlice]) -> Index:
     pieces = [StoredPiece("file", piece_key("x", box, shape), box) for box in boxes]
     return {"x": StoredTensor(shape, "F32", tuple(pieces))}
 
 
 @st.composite
-def divisions(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+def divisions(draw: st.DrawFn) -> tuple[tuple[int, ...], list[TensorSlice]]:
     """A shape cut into boxes again and again, and then perhaps spoiled."""
     shape = draw(st.lists(st.integers(1, 6), min_size=0, max_size=3).map(tuple))
-    boxes = [Box.whole(shape)]
+    boxes = [TensorSlice.whole(shape)]
     for _ in range(draw(st.integers(0, 6)) if shape else 0):
         box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
         dim = draw(st.integers(0, len(shape) - 1))
         at = draw(st.integers(box.begin[dim], box.end[dim]))
         ends = [at if d == dim else e for d, e in enumerate(box.end)]
         begins = [at if d == dim else b for d, b in enumerate(box.begin)]
-        boxes += [Box(box.begin, tuple(ends)), Box(tuple(begins), box.end)]
+        boxes += [TensorSlice(box.begin, tuple(ends)), TensorSlice(tuple(begins), box.end)]
     spoil = draw(st.sampled_from(["not", "lose", "repeat", "move"]))
     if spoil != "not":
         box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
@@ -50,7 +50,9 @@ def divisions(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
 
 
 @given(divisions())
-def test_complete_means_every_element_once(division: tuple[tuple[int, ...], list[Box]]) -> None:
+def test_complete_means_every_element_once(
+    division: tuple[tuple[int, ...], list[TensorSlice]],
+) -> None:
     shape, boxes = division
     counts = np.zeros([size + 2 for size in shape], dtype=int)
     for box in boxes:
@@ -66,10 +68,13 @@ def test_complete_means_every_element_once(division: tuple[tuple[int, ...], list
 
 def test_an_index_is_read_as_it_was_written(tmp_path: Path) -> None:
     shares = [
-        {"a": TensorShare((4, 2), "F32", (Box((0, 0), (3, 2)),)), "b": TensorShare((), "I64")},
         {
-            "a": TensorShare((4, 2), "F32", (Box((3, 0), (4, 2)),)),
-            "b": TensorShare((), "I64", (Box((), ()),)),
+            "a": TensorShare((4, 2), "F32", (TensorSlice((0, 0), (3, 2)),)),
+            "b": TensorShare((), "I64"),
+        },
+        {
+            "a": TensorShare((4, 2), "F32", (TensorSlice((3, 0), (4, 2)),)),
+            "b": TensorShare((), "I64", (TensorSlice((), ()),)),
         },
     ]
     plain = [{name: TensorShare.from_plain(s.plain()) for name, s in one.items()} for one in shares]
@@ -94,7 +99,7 @@ def test_one_process_has_the_plain_names() -> None:
 @pytest.mark.parametrize("columns", [1, 8])
 def test_thousands_of_parts_are_checked(columns: int) -> None:
     rows = 4096 // columns
-    boxes = [Box((r, c), (r + 1, c + 1)) for r in range(rows) for c in range(columns)]
+    boxes = [TensorSlice((r, c), (r + 1, c + 1)) for r in range(rows) for c in range(columns)]
     indexes = {str(n): index_of((rows, columns), boxes)["x"] for n in range(10)}
     assert faults_of(indexes) == []
     assert len(faults_of({**indexes, "y": index_of((rows, columns), boxes[1:])["x"]})) == 1

@@ -11,8 +11,9 @@ from torch import nn
 from gristmill.base.errors import UserError
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.state import TrainState, capture, load_weights
-from gristmill.checkpoint.stored import stored_tensors
+from gristmill.checkpoint.tensor_reader import open_tensors
 from gristmill.checkpoint.writer import commit_pieces, words_of
+from gristmill.optim.spec import ParameterOptimizer
 
 VOCAB = 50
 
@@ -31,9 +32,14 @@ class Tables(nn.Module):
         self.embedding = nn.Embedding(rows, width)
         self.norm = nn.Parameter(torch.empty(5))
 
+    def vocabulary_parameters(self) -> frozenset[str]:
+        return frozenset({"embedding.weight"})
+
 
 def save_tables(folder: CheckpointFolder, model: Tables) -> Path:
-    snapshot = capture(TrainState(model, torch.optim.SGD(model.parameters()), {}, {}))
+    snapshot = capture(
+        TrainState(model, ParameterOptimizer(dict(model.named_parameters()), []), {}, {})
+    )
     staging = folder.begin(1)
     told = [words_of(snapshot, snapshot.write(staging))]
     return commit_pieces(folder, staging, snapshot=snapshot, told=told)
@@ -44,14 +50,14 @@ def test_weights_for_use_may_have_other_padding(
     folder: CheckpointFolder, stored: int, wanted: int
 ) -> None:
     wrote, reads = Tables(rows=stored), Tables(rows=wanted)
-    load_weights(reads, stored_tensors(save_tables(folder, wrote)))
+    load_weights(reads, open_tensors(save_tables(folder, wrote)))
     common = min(stored, wanted)
     assert torch.equal(reads.embedding.weight[:common], wrote.embedding.weight[:common])
     assert not reads.embedding.weight[common:].any()
 
 
 def test_weights_for_use_need_the_vocabulary(folder: CheckpointFolder) -> None:
-    weights = stored_tensors(save_tables(folder, Tables(rows=48)))
+    weights = open_tensors(save_tables(folder, Tables(rows=48)))
     with pytest.raises(UserError, match=r"embedding.weight has shape \(48, 5\), not \(52, 5\)"):
         load_weights(Tables(rows=52), weights)
     with pytest.raises(UserError, match="not \\(48, 6\\)"):

@@ -17,11 +17,12 @@ from gristmill.checkpoint.layout import Best, CheckpointFolder, Fingerprint, ste
 from gristmill.checkpoint.state import Snapshot, TrainState, capture
 from gristmill.checkpoint.writer import CheckpointWriter
 from gristmill.config.schema import CheckpointConfig
+from gristmill.optim.spec import ParameterOptimizer
 
 
 def snapshot(step: int) -> Snapshot:
     model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = ParameterOptimizer(dict(model.named_parameters()), [])
     state = TrainState(model, optimizer, {}, {}, progress=Progress(step, step, step))
     return capture(state)
 
@@ -89,12 +90,12 @@ def test_a_defect_while_writing_is_raised_in_training(
 
 def test_a_snapshot_is_not_changed_by_training(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
-    state = TrainState(model, torch.optim.AdamW(model.parameters()), {}, {})
+    state = TrainState(model, ParameterOptimizer(dict(model.named_parameters()), []), {}, {})
     taken = capture(state)
     before = model.weight.detach().clone()
     with torch.no_grad():
         model.weight.add_(1.0)
-    assert torch.equal(taken.model.tensors["weight"], before)
+    assert torch.equal(taken.kinds["model"].tensors["weight"], before)
 
 
 def test_a_full_disk_is_found_before_writing(
@@ -165,7 +166,7 @@ def test_a_disk_that_fills_up_while_writing(tmp_path: Path) -> None:
         written.writer.save(snapshot(1))
         (small / "ballast").write_bytes(bytes(240 * 1024))
         big = snapshot(2)
-        big.model.tensors["weight"] = torch.zeros(30_000)
+        big.kinds["model"].tensors["weight"] = torch.zeros(30_000)
         module_room = module.require_checkpoint_room
         module.require_checkpoint_room = lambda folder, needed: None  # it fills up after the check
         try:

@@ -9,10 +9,11 @@ import pytest
 
 from gristmill.base.errors import UserError
 from gristmill.config.load import dump_run, load_preset, load_text
+from gristmill.config.model import GPTConfig
 from gristmill.config.optim import AdamWConfig, CosineSchedule, MuonConfig
 from gristmill.config.resolve import resolve
 from gristmill.config.rules import doubts
-from gristmill.config.schema import ModelConfig, RunConfig
+from gristmill.config.schema import RunConfig
 from gristmill.config.settings import FileSchema
 
 BASE = """\
@@ -79,7 +80,7 @@ def test_other_mistakes_are_told_beside_what_is_dropped() -> None:
 
 @pytest.mark.parametrize("name", ["logit_cap", "attention_scale", "embedding_std", "zero_init"])
 def test_a_preset_s_setting_can_be_taken_away(name: str) -> None:
-    default = ModelConfig.model_fields[name].default
+    default = GPTConfig.model_fields[name].default
     assert getattr(load().model, name) != default
     by_word, by_file = load("", f"model.{name}=unset"), load(f'[model]\n{name} = "unset"\n')
     assert getattr(by_word.model, name) == getattr(by_file.model, name) == default

@@ -13,7 +13,8 @@ from torch.nn import functional
 
 from gristmill.base.errors import UserError
 from gristmill.checkpoint.model import LoadedModel, open_model
-from gristmill.config.schema import ModelConfig, RunConfig
+from gristmill.config.model import GPTConfig
+from gristmill.config.schema import RunConfig
 from gristmill.evaluate.data import evaluation_ids
 from gristmill.evaluate.loss import evaluate_loss
 from gristmill.models.build import build_model
@@ -24,7 +25,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def loaded() -> LoadedModel:
-    config = ModelConfig(layers=1, heads=2, width=16, context=10)
+    config = GPTConfig(layers=1, heads=2, width=16, context=10)
     model = build_model(config, vocab=257, device=CPU)
     model.initialise(0)
     return LoadedModel(model.eval(), ByteTokenizer(), Path("nowhere"))

@@ -20,8 +20,7 @@ from gristmill.data.loader import make_batch
 from gristmill.generate import Engine, Sampling
 from gristmill.models.build import build_model
 from gristmill.models.loss import linear_cross_entropy
-from gristmill.optim.build import build_optimizer
-from gristmill.parallel.build import build_strategy, place_model
+from gristmill.parallel.build import build_strategy
 from gristmill.parallel.world import Groups, open_world
 from gristmill.train.run import run_training
 from gristmill.train.stop import StopRequest
@@ -36,20 +35,13 @@ ON_GPU = ('runtime.device="cuda"', "model.width=64", "model.context=64", "optim.
 
 def losses(config: RunConfig, steps: int = 12) -> list[float]:
     world = open_world(config.runtime, tf32=False)
-    placed = place_model(config, vocab=257, world=world)
-    replicas = placed.replicas
+    strategy = build_strategy(config, vocab=257, world=world)
     start = build_model(config.model, vocab=257, device=torch.device("cpu"))
     start.initialise(1)  # the same on every device
     with torch.no_grad():
-        for name, held in replicas.held.items():
-            held.local.copy_(start.get_parameter(name))
-    optimizer = build_optimizer(
-        config.optim,
-        replicas.model,
-        parameters={name: held.local for name, held in replicas.held.items()},
-        compiled=config.runtime.compiles(world.device.type),
-    )
-    strategy = build_strategy(config, placed=placed, optimizer=optimizer, world=world)
+        for name, parameter in strategy.parameters.items():
+            parameter.local.copy_(start.get_parameter(name))
+    strategy.weights_changed()
     rng = np.random.default_rng(0)
     batches = [make_batch(rng.integers(0, 257, (4, 65))) for _ in range(2)]
     return [
@@ -199,20 +191,20 @@ class Layout(NamedTuple):
     """What a process does that takes its place in a layout, if it is the only one there."""
 
     axes: tuple[str, ...]
-    divides_rows: bool = False
+    shards_rows: bool = False
     settings: tuple[str, ...] = ()
 
 
 LAYOUTS = {
     "copies": Layout(("dp_replicate", "dp_shard", "cp")),
-    "shares": Layout(("dp_shard", "cp"), divides_rows=True),
+    "shares": Layout(("dp_shard", "cp"), shards_rows=True),
     "shares, gradients kept": Layout(
         ("dp_shard", "cp"),
-        divides_rows=True,
+        shards_rows=True,
         settings=("parallel.dp_shard=2", 'parallel.keep="gradients"'),
     ),
     "shares, compiled": Layout(
-        ("dp_shard", "cp"), divides_rows=True, settings=('runtime.compile="blocks"',)
+        ("dp_shard", "cp"), shards_rows=True, settings=('runtime.compile="blocks"',)
     ),
     "tensor": Layout(("tp",)),
     "context, ring": Layout(("cp",), settings=("parallel.cp=2", 'parallel.attention="ring"')),
@@ -230,7 +222,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Layout], None]]
         monkeypatch.setattr(
             Groups, "along", lambda self, *axes: dist.group.WORLD if axes == layout.axes else None
         )
-        monkeypatch.setattr(Mesh, "divides_rows", layout.divides_rows)
+        monkeypatch.setattr(Mesh, "shards_rows", layout.shards_rows)
 
     yield choose
     dist.destroy_process_group()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gristmill.config.schema import ModelConfig
+from gristmill.config.model import GPTConfig
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
 from gristmill.models.layers import document_mask
@@ -27,9 +27,10 @@ LENGTHS = [[7, 1, 12, 4], [24], [1, 22, 1]]
 
 
 def make(settings: dict[str, Any], *, recompute: bool = False) -> GPT:
-    config = ModelConfig(**{**SMALL, **settings})
+    config = GPTConfig(**{**SMALL, **settings})
     again = Recompute("full" if recompute else "none")
-    model = build_model(config, vocab=50, device=CPU, recompute=again)
+    model = build_model(config, vocab=50, device=CPU)
+    model.recompute_blocks(again)
     model.initialise(3)
     return model
 

@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gristmill.checkpoint.state import load_weights
 from gristmill.config.hf import from_hf
-from gristmill.config.schema import ModelConfig
+from gristmill.config.model import GPTConfig
 from gristmill.models import layers
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
-from gristmill.models.layers import Attention, Rotary, Surroundings
+from gristmill.models.layers import Attention, BlockContext, Rotary
 from gristmill.models.recompute import Recompute
 from gristmill.models.spec import Kernels, KVCache, Loss
 from gristmill.models.weights import Gpt2Weights, WeightsInMemory, gpt2_tensors, to_gpt2
@@ -58,7 +58,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def make(settings: dict[str, Any] | None = None, *, vocab: int = 50, seed: int = 3) -> GPT:
-    config = ModelConfig(**{**SMALL, **(settings or {})})
+    config = GPTConfig(**{**SMALL, **(settings or {})})
     model = build_model(config, vocab=vocab, device=CPU)
     model.initialise(seed)
     return model
@@ -91,9 +91,7 @@ def test_logits_and_gradients_equal_transformers(theirs: dict[str, Any]) -> None
     quiet = {"attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0, "bos_token_id": 0}
     config = transformers.GPT2Config(**{**base, **quiet, "eos_token_id": 0, **theirs})
     reference = transformers.GPT2LMHeadModel(config)
-    model = build_model(
-        ModelConfig(**from_hf(config.to_dict(), where="test")), vocab=50, device=CPU
-    )
+    model = build_model(GPTConfig(**from_hf(config.to_dict(), where="test")), vocab=50, device=CPU)
     fill(model, reference.state_dict())
     ids, targets = random_ids(3, 20), random_ids(3, 20, seed=1)
 
@@ -168,8 +166,8 @@ def test_every_variant_learns(settings: dict[str, Any]) -> None:
 
 
 def test_grouped_heads_are_shared_keys_and_values() -> None:
-    grouped = Attention(ModelConfig(**SMALL, kv_heads=2), layer=0)
-    full = Attention(ModelConfig(**SMALL), layer=0)
+    grouped = Attention(GPTConfig(**SMALL, kv_heads=2), layer=0)
+    full = Attention(GPTConfig(**SMALL), layer=0)
     query, key, value = grouped.qkv.weight.detach().split([32, 16, 16])
     repeated = [
         m.unflatten(0, (2, 8)).repeat_interleave(2, dim=0).flatten(0, 1) for m in (key, value)
@@ -180,12 +178,12 @@ def test_grouped_heads_are_shared_keys_and_values() -> None:
         grouped.qkv.bias.zero_()
         full.out.load_state_dict(grouped.out.state_dict())
     x = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0))
-    around = Surroundings(torch.arange(9))
+    around = BlockContext(torch.arange(9))
     assert torch.allclose(full(x, around, None), grouped(x, around, None), atol=1e-6)
 
 
 def test_rotary_products_depend_on_distance_only() -> None:
-    rotary = Rotary(ModelConfig(**SMALL, positions="rotary"))
+    rotary = Rotary(GPTConfig(**SMALL, positions="rotary"))
     rotary.fill()
     generator = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 1, 1, 1, 8, generator=generator).unbind(0)
@@ -203,9 +201,10 @@ def test_recomputing_activations_changes_nothing() -> None:
     ids = random_ids(2, 21)
     gradients = []
     for kind, every in (("none", 1), ("full", 1), ("full", 2), ("selective", 1)):
-        config = ModelConfig(**SMALL, dropout=0.1)
+        config = GPTConfig(**SMALL, dropout=0.1)
         recompute = Recompute(kind, every)
-        model = build_model(config, vocab=50, device=CPU, recompute=recompute)
+        model = build_model(config, vocab=50, device=CPU)
+        model.recompute_blocks(recompute)
         model.initialise(3)
         model.train()
         torch.manual_seed(7)
@@ -237,8 +236,9 @@ def test_products_are_kept_by_selective_recomputation(
 
     monkeypatch.setattr(layers, "fused_mlp", plain)
     monkeypatch.setattr(layers, "worth_fusing", lambda x, **sizes: True)
-    config = ModelConfig(**SMALL, activation="relu2", bias=False)
-    model = build_model(config, vocab=50, device=CPU, recompute=Recompute(kind, every))
+    config = GPTConfig(**SMALL, activation="relu2", bias=False)
+    model = build_model(config, vocab=50, device=CPU)
+    model.recompute_blocks(Recompute(kind, every))
     model.kernels = Kernels(mlp=True)
     model.initialise(3)
     ids = random_ids(2, 21)
@@ -266,7 +266,7 @@ class CountedProducts(TorchDispatchMode):
 
 
 def test_start_weights_follow_gpt2() -> None:
-    config = ModelConfig(layers=8, heads=4, width=64, context=32)
+    config = GPTConfig(layers=8, heads=4, width=64, context=32)
     model = build_model(config, vocab=500, device=CPU)
     model.initialise(1)
     assert model.embedding.weight.std().item() == pytest.approx(0.02, rel=0.05)

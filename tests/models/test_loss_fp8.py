@@ -28,8 +28,7 @@ from gristmill.data.loader import make_batch
 from gristmill.models import loss as module
 from gristmill.models.loss import linear_cross_entropy
 from gristmill.models.spec import Kernels
-from gristmill.optim.build import build_optimizer
-from gristmill.parallel.build import build_strategy, place_model
+from gristmill.parallel.build import build_strategy
 from gristmill.parallel.world import open_world
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -199,11 +198,8 @@ def test_a_run_learns_as_in_bf16(make_run: Callable[..., RunConfig]) -> None:
     def curve(*, fp8: bool) -> list[float]:
         device = f'runtime.device="{DEVICE}"'
         config = make_run('precision.compute="bf16"', "runtime.compile=false", device)
-        world = open_world(config.runtime)
-        placed = place_model(config, vocab=257, world=world)
-        optimizer = build_optimizer(config.optim, placed.replicas.model)
-        strategy = build_strategy(config, placed=placed, optimizer=optimizer, world=world)
-        placed.replicas.model.kernels = Kernels(head_fp8=fp8)
+        strategy = build_strategy(config, vocab=257, world=open_world(config.runtime))
+        strategy.model.kernels = Kernels(head_fp8=fp8)
         batch = [make_batch(np.random.default_rng(0).integers(0, 257, (1, 13)))]
         return [
             strategy.update(strategy.accumulate(batch, Progress(steps=n))).loss.item()

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from gristmill.base.boxes import Box
 from gristmill.base.errors import Exit, UserError
-from gristmill.config.schema import ModelConfig
+from gristmill.base.tensor_slices import TensorSlice
+from gristmill.config.model import GPTConfig
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
 from gristmill.models.weights import (
@@ -24,7 +24,7 @@ VOCAB = 50
 
 
 def make(**settings: Any) -> GPT:
-    config = ModelConfig(layers=2, heads=2, width=8, context=6, **settings)
+    config = GPTConfig(layers=2, heads=2, width=8, context=6, **settings)
     model = build_model(config, vocab=VOCAB, device=torch.device("cpu"))
     model.initialise(3)
     return model
@@ -42,20 +42,20 @@ def test_parts_are_parts_of_the_whole(settings: dict[str, Any]) -> None:
     assert whole["transformer.h.0.mlp.c_fc.weight"].shape == (8, settings.get("mlp_width", 32))
     for one in gpt2_tensors(model):
         assert whole[one.name].shape == one.shape and whole[one.name].is_contiguous()
-        for box in (Box.whole(one.shape), _corner(one.shape)):
+        for box in (TensorSlice.whole(one.shape), _corner(one.shape)):
             assert torch.equal(one.read(own(model), box), whole[one.name][box.slices])
         if one.ours is None:
             assert not whole[one.name].any()
             continue
-        for box in (Box.whole(back.shape(one.ours)), _corner(back.shape(one.ours))):
+        for box in (TensorSlice.whole(back.shape(one.ours)), _corner(back.shape(one.ours))):
             ours = model.get_parameter(one.ours)[box.slices]
             assert torch.equal(read_part(back, one.ours, box), ours)
     assert ("lm_head.weight" in whole) == (not model.config.tie_head)
     assert set(back) == {name for name, _ in model.named_parameters()}
 
 
-def _corner(shape: tuple[int, ...]) -> Box:
-    return Box(tuple(size // 3 for size in shape), tuple(size - 1 for size in shape))
+def _corner(shape: tuple[int, ...]) -> TensorSlice:
+    return TensorSlice(tuple(size // 3 for size in shape), tuple(size - 1 for size in shape))
 
 
 def test_tensors_are_ordered_as_the_model_computes() -> None:
@@ -72,7 +72,7 @@ def test_the_published_names_are_known() -> None:
     plain = {name.removeprefix("transformer."): value for name, value in to_gpt2(model).items()}
     read = Gpt2Weights(WeightsInMemory({**plain, "h.0.attn.bias": torch.ones(1, 1, 6, 6)}), model)
     assert "h.0.attn.bias" not in set(read)
-    box = Box.whole(read.shape("blocks.1.mlp.up.weight"))
+    box = TensorSlice.whole(read.shape("blocks.1.mlp.up.weight"))
     up = model.get_parameter("blocks.1.mlp.up.weight")
     assert torch.equal(read_part(read, "blocks.1.mlp.up.weight", box), up)
 
@@ -81,7 +81,7 @@ def test_numbers_of_other_formats_become_fp32() -> None:
     model = make()
     half = {name: value.bfloat16() for name, value in to_gpt2(model).items()}
     read = Gpt2Weights(WeightsInMemory(half), model)
-    value = read_part(read, "positions.weight", Box((1, 2), (4, 8)))
+    value = read_part(read, "positions.weight", TensorSlice((1, 2), (4, 8)))
     assert value.dtype == torch.float32
     assert torch.equal(value, model.get_parameter("positions.weight")[1:4, 2:].bfloat16().float())
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from gristmill.config.model import GPTConfig
 from gristmill.config.optim import AdamWConfig
-from gristmill.config.schema import ModelConfig
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
-from gristmill.optim.build import build_optimizer, decay_groups
+from gristmill.optim.adamw import AdamW
+from gristmill.optim.build import build_optimizer
+from gristmill.optim.spec import Optimizer
 
 
-def model(*, norm: str = "layernorm", tie_head: bool = True) -> GPT:
-    config = ModelConfig.model_validate(
+def model(*, norm: str = "layernorm", tie_head: bool = True, **settings: Any) -> GPT:
+    config = GPTConfig.model_validate(
         {
             "layers": 2,
             "heads": 2,
@@ -22,11 +26,17 @@ def model(*, norm: str = "layernorm", tie_head: bool = True) -> GPT:
             "norm": norm,
             "qk_norm": True,
             "tie_head": tie_head,
+            **settings,
         }
     )
     built = build_model(config, vocab=20, device=torch.device("cpu"))
     built.initialise(1)
     return built
+
+
+def optimizer(network: GPT, **settings: Any) -> Optimizer:
+    parameters = dict(network.named_parameters())
+    return build_optimizer(AdamWConfig(**settings), network, parameters=parameters)
 
 
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
@@ -36,7 +46,7 @@ def test_every_parameter_is_in_one_group(norm: str, tie_head: bool) -> None:
     names = {id(parameter): name for name, parameter in network.named_parameters()}
     decaying, still = (
         [names[id(parameter)] for parameter in group["params"]]
-        for group in decay_groups(network.parameters(), 0.1)
+        for group in optimizer(network).param_groups
     )
     assert sorted(decaying + still) == sorted(names.values())
     assert not [name for name in decaying if name.endswith("bias") or "norm" in name]
@@ -46,26 +56,29 @@ def test_every_parameter_is_in_one_group(norm: str, tie_head: bool) -> None:
 
 
 def test_only_matrices_have_the_decay() -> None:
-    assert [group["weight_decay"] for group in decay_groups(model().parameters(), 0.3)] == [
-        0.3,
-        0.0,
-    ]
+    groups = optimizer(model(), weight_decay=0.3).param_groups
+    assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
+
+
+def test_gates_are_vectors_and_do_not_decay() -> None:
+    """Whatever their shape: it is the role that decides."""
+    network = model(value_embeddings=1)
+    _, still = optimizer(network).param_groups
+    assert any(one is network.blocks["1"].attention.value_gate.weight for one in still["params"])
 
 
 def test_frozen_parameters_are_left_out() -> None:
     network = model()
     network.embedding.weight.requires_grad_(False)
-    groups = build_optimizer(AdamWConfig(), network).param_groups
+    groups = optimizer(network).param_groups
     chosen = [parameter for group in groups for parameter in group["params"]]
     assert all(parameter is not network.embedding.weight for parameter in chosen)
 
 
 def test_adamw_takes_its_settings() -> None:
-    optimizer = build_optimizer(
-        AdamWConfig(lr=2e-3, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.2), model()
-    )
-    assert isinstance(optimizer, torch.optim.AdamW)
-    for group, decay in zip(optimizer.param_groups, (0.2, 0.0), strict=True):
+    built = optimizer(model(), lr=2e-3, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.2)
+    assert isinstance(built, AdamW)
+    for group, decay in zip(built.param_groups, (0.2, 0.0), strict=True):
         assert (group["lr"], group["betas"], group["eps"]) == (2e-3, (0.8, 0.9), 1e-6)
         assert group["weight_decay"] == decay
 
@@ -75,7 +88,41 @@ def test_a_step_without_gradient_only_decays_matrices() -> None:
     before = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
     for parameter in network.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    build_optimizer(AdamWConfig(lr=0.1, weight_decay=0.5), network).step()
+    built = optimizer(network, lr=0.1, weight_decay=0.5)
+    built.step(divisor=torch.tensor(1.0), skip=torch.tensor(0.0))
     for name, parameter in network.named_parameters():
         factor = 0.95 if parameter.dim() >= 2 else 1.0
         torch.testing.assert_close(parameter.detach(), before[name] * factor)
+
+
+def test_adamw_moves_as_torchs_own_does() -> None:
+    """To the bit, with gradients divided and steps skipped on the device."""
+    network, other = model(), model()
+    built = optimizer(network, lr=0.01)
+    groups = [
+        {"params": [p for p in other.parameters() if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in other.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    theirs = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    generator = torch.Generator().manual_seed(1)
+    for step in range(4):
+        divisor, skip = torch.tensor(8.0), torch.tensor(float(step == 2))
+        for mine, reference in zip(network.parameters(), other.parameters(), strict=True):
+            mine.grad = torch.randn(mine.shape, generator=generator)
+            reference.grad = mine.grad.clone()
+        built.step(divisor=divisor, skip=skip)
+        vars(theirs).update(grad_scale=divisor, found_inf=skip)
+        theirs.step()
+    for mine, reference in zip(network.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, reference)
+
+
+def test_an_optimizer_that_takes_no_decision_cannot_be_stepped() -> None:
+    """It would train unclipped and never skip."""
+
+    class Deaf:
+        def step(self) -> None:
+            raise AssertionError("not reached")
+
+    with pytest.raises(TypeError, match="divisor"):
+        Deaf().step(divisor=torch.tensor(1.0), skip=torch.tensor(0.0))

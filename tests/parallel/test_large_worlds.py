@@ -17,7 +17,10 @@ from gristmill.base.process import Place
 from gristmill.config.load import load_text
 from gristmill.config.rules import check_mesh
 from gristmill.config.schema import RunConfig
-from gristmill.parallel.build import Placed, build_exchange, place_model
+from gristmill.models.spec import CausalLM
+from gristmill.parallel.build import _muon_exchange, place_model
+from gristmill.parallel.data_parallel import shard_parameters
+from gristmill.parallel.device import Device
 from gristmill.parallel.world import Groups, World
 from gristmill.plan.arithmetic import count_parameters
 
@@ -46,15 +49,16 @@ def world_of() -> Iterator[WorldOf]:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=processes)
         mesh = check_mesh(config, processes=processes)
         place = Place(rank, rank % 8, processes, "node")
-        return World(META, "nothing", place, mesh, Groups(mesh, rank))
+        return World(Device(META), place, mesh, Groups(mesh, rank))
 
     yield make
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def held_here(placed: Placed) -> int:
-    return sum(held.local.numel() for held in placed.replicas.held.values())
+def held_here(model: CausalLM, world: World) -> int:
+    parameters = shard_parameters(model, world.mesh, world.rank)
+    return sum(one.local.numel() for one in parameters.values())
 
 
 def test_a_rank_of_1536_holds_its_share_of_145_billion(
@@ -83,9 +87,9 @@ def test_a_rank_of_1536_holds_its_share_of_145_billion(
             for stage in (0, 1, 15):
                 rank = stage * 8 * copies + 8 * (copies // 2) + 3
                 world = world_of(config, rank=rank, processes=processes)
-                placed = place_model(config, vocab=VOCAB, world=world)
-                build_exchange(placed.replicas, world)
-                held.append(held_here(placed))
+                model_here, _ = place_model(config, vocab=VOCAB, world=world)
+                _muon_exchange(model_here, world)
+                held.append(held_here(model_here, world))
         # The inner stages hold 5 of 80 layers, an eighth of each but its norms and last biases.
         layer = 12 * model.width**2 + 13 * model.width
         common = 6 * model.width
@@ -106,11 +110,11 @@ def test_shares_of_a_stage_add_up_to_it(world_of: WorldOf) -> None:
     total = 0
     for rank in range(16):
         world = world_of(config, rank=rank, processes=32)
-        placed = place_model(config, vocab=VOCAB, world=world)
+        model, _ = place_model(config, vocab=VOCAB, world=world)
         total += sum(
-            sum(piece.whole.size for piece in held.pieces)
-            for held in placed.replicas.held.values()
-            if held.owned
+            sum(piece.whole.size for piece in one.slices)
+            for one in shard_parameters(model, world.mesh, world.rank).values()
+            if one.owned
         )
     model, rows = config.model, math.ceil(VOCAB / 256) * 256
     layers = model.layers // 2 * (12 * model.width**2 + 13 * model.width)

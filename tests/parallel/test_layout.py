@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from gristmill.config.model import GPTConfig
 from gristmill.config.parallel import Mesh
-from gristmill.config.schema import ModelConfig
-from gristmill.models.build import build_model, whole_names
-from gristmill.models.spec import Portion
-from gristmill.parallel.replicas import build_layout
+from gristmill.models.build import build_model, outline_model
+from gristmill.models.spec import ModelShard
+from gristmill.parallel.sharding import ShardLayout
 
 META = torch.device("meta")
-MODEL = ModelConfig(
+MODEL = GPTConfig(
     layers=2,
     heads=4,
     width=16,
@@ -43,13 +43,13 @@ MODEL = ModelConfig(
     ids=str,
 )
 def test_every_element_has_one_owner(mesh: Mesh) -> None:
-    portion = Portion((0, 1), ranks=mesh.tp)
-    layout = build_layout(build_model(MODEL, vocab=300, device=META, portion=portion), mesh)
-    assert list(layout.shapes) == whole_names(MODEL)
+    shard = ModelShard(tp_size=mesh.tp)
+    layout = ShardLayout.of(outline_model(MODEL, vocab=300, shard=shard), mesh)
+    assert set(layout.shapes) == set(outline_model(MODEL, vocab=300).roles())
     for name, shape in layout.shapes.items():
         owned = np.zeros(shape, int)
         for rank in range(mesh.processes):
-            pieces = layout.pieces(name, rank)
+            pieces = layout.slices(name, rank)
             for one, other in itertools.combinations(pieces, 2):
                 assert one.local.meet(other.local) is None
             if layout.owned(name, rank):
@@ -64,7 +64,7 @@ def test_a_part_has_the_shapes_that_its_splits_say(ranks: int) -> None:
     rows = whole.rows
     for rank in range(ranks):
         part = build_model(
-            MODEL, vocab=300, device=META, portion=Portion((0, 1), rank=rank, ranks=ranks)
+            MODEL, vocab=300, device=META, shard=ModelShard(tp_rank=rank, tp_size=ranks)
         )
         for name, parameter in part.named_parameters():
             expected = list(part.whole_shape(name))
@@ -83,10 +83,10 @@ def test_parts_begin_with_the_weights_of_the_whole() -> None:
     whole = build_model(MODEL, vocab=300, device=cpu)
     whole.initialise(7)
     for rank in range(2):
-        portion = Portion((1,), first=False, rank=rank, ranks=2)
-        part = build_model(MODEL, vocab=300, device=cpu, portion=portion)
+        shard = ModelShard((1,), first=False, tp_rank=rank, tp_size=2)
+        part = build_model(MODEL, vocab=300, device=cpu, shard=shard)
         part.initialise(7)
-        layout = build_layout(part, Mesh(tp=2))
+        layout = ShardLayout.of(part, Mesh(tp=2))
         assert {name.partition(".")[0] for name in layout.shapes} == {
             "blocks",
             "norm",
@@ -95,7 +95,7 @@ def test_parts_begin_with_the_weights_of_the_whole() -> None:
         }
         for name, parameter in part.named_parameters():
             source = whole.get_parameter(name)
-            for piece in layout.pieces(name, rank):
+            for piece in layout.slices(name, rank):
                 end = min(piece.whole.end[0], source.shape[0])
                 length = max(0, end - piece.whole.begin[0])
                 box = (slice(piece.whole.begin[0], end), *piece.whole.slices[1:])

@@ -27,8 +27,7 @@ from gristmill.config.rules import check_mesh
 from gristmill.data.documents import JOINED, DocumentRules
 from gristmill.data.loader import make_batch
 from gristmill.models.gpt import GPT
-from gristmill.optim.build import build_optimizer
-from gristmill.parallel.build import build_exchange, build_strategy, place_model
+from gristmill.parallel.build import build_strategy
 from gristmill.parallel.world import open_world
 
 Crowd = Callable[..., list[Any]]
@@ -74,18 +73,8 @@ def run(
     mesh = check_mesh(config, processes=place.world)
     numbers = resolve(config, vocab=VOCAB, mesh=mesh)
     world = open_world(config.runtime, mesh=mesh, parallel=config.parallel, place=place)
-    placed = place_model(config, vocab=VOCAB, world=world)
-    replicas = placed.replicas
-    optimizer = build_optimizer(
-        config.optim,
-        replicas.model,
-        parameters={name: held.local for name, held in replicas.held.items()},
-        exchange=build_exchange(replicas, world),
-    )
-    council = world.council()
-    strategy = build_strategy(
-        config, placed=placed, optimizer=optimizer, world=world, council=council
-    )
+    control = world.control_group("test")
+    strategy = build_strategy(config, vocab=VOCAB, world=world, control=control)
     rng, rules = np.random.default_rng(0), PACKED if packed else JOINED
     results, progress = [], Progress()
     for _ in range(steps):
@@ -96,7 +85,7 @@ def run(
         progress = progress.after(samples=result.samples, tokens=result.tokens)
         results.append(result)
     if keep is not None:
-        keep.append(replicas.model)
+        keep.append(strategy.model)
     held_out = np.split(rng.integers(0, VOCAB, (9, 33)), [2, 4, 6, 8])
     validation = strategy.evaluate([make_batch(ids, rules=rules) for ids in held_out])
     return {

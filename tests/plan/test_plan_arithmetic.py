@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from gristmill.config.load import load_preset
+from gristmill.config.model import GPTConfig
 from gristmill.config.resolve import padded
-from gristmill.config.schema import ModelConfig
 from gristmill.models.build import build_model
 from gristmill.plan.arithmetic import count_parameters, token_cost
 from gristmill.plan.hardware import peak_flops
 
 
-def preset(name: str) -> ModelConfig:
-    return ModelConfig.model_validate(load_preset(name)["model"])
+def preset(name: str) -> GPTConfig:
+    return GPTConfig.model_validate(load_preset(name)["model"])
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_gpt3_presets_have_the_sizes_of_their_names(billions: str) -> None:
 def test_the_formula_counts_what_the_model_has(activation: str, norm: str, positions: str) -> None:
     switches = itertools.product((False, True), (False, True), (None, 1, 2), (False, True))
     for bias, tie_head, kv_heads, qk_norm in switches:
-        config = ModelConfig.model_validate(
+        config = GPTConfig.model_validate(
             {
                 "layers": 2,
                 "heads": 4,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gristmill.checkpoint.layout import CheckpointFolder
-from gristmill.checkpoint.stored import stored_tensors
+from gristmill.checkpoint.tensor_reader import open_tensors
 from gristmill.train.stop import StopRequest
 
 TIMED = {"time", "tokens_per_second", "step_seconds", "tflops", "tflops_causal", "memory_bytes"}
@@ -36,7 +36,7 @@ class Runs:
         """Weights and optimizer state of the newest checkpoint."""
         newest = CheckpointFolder(folder / "checkpoints").newest_intact().path
         assert newest is not None
-        stored = {kind: stored_tensors(newest, kind) for kind in ("model", "optimizer")}
+        stored = {kind: open_tensors(newest, kind) for kind in ("model", "optimizer")}
         return {f"{kind}:{name}": one[name] for kind, one in stored.items() for name in one}
 
     def assert_same(self, one: Path, two: Path) -> None:

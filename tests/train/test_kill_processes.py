@@ -67,7 +67,7 @@ from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.state import Snapshot
 from gristmill.models.gpt import GPT
 from gristmill.parallel import watch
-from gristmill.parallel.council import Council
+from gristmill.parallel.control import ControlGroup
 from gristmill.parallel.signs import Roll
 from gristmill.parallel.spmd import Spmd
 from gristmill.parallel.limits import Pace
@@ -210,7 +210,7 @@ CASES = {
         0, 'on(CheckpointFolder, "commit", 2, lambda: before(os, "rename"))', SAVING, 2
     ),
     "while the other commits": Killed(
-        1, 'on(Snapshot, "write", 2, lambda: before(Council, "by_first"))', SAVING, 4
+        1, 'on(Snapshot, "write", 2, lambda: before(ControlGroup, "on_rank0"))', SAVING, 4
     ),
     "before the best is marked": Killed(0, 'before(CheckpointFolder, "mark_best", 2)', SAVING, 4),
     "in the middle of deleting": Killed(

@@ -12,7 +12,7 @@ import pytest
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.checkpoint.layout import CheckpointFolder
-from gristmill.checkpoint.stored import stored_tensors
+from gristmill.checkpoint.tensor_reader import open_tensors
 from gristmill.config.schema import RunConfig
 from gristmill.track.metrics import EventRecord, read_metrics
 from gristmill.train.run import run_training
@@ -185,7 +185,7 @@ def test_the_same_layout_goes_on_to_the_bit(
     assert runs.history(tmp_path / "whole") == runs.history(tmp_path / "halves")
     one, other = (newest(tmp_path / name) for name in ("whole", "halves"))
     for kind in ("model", "optimizer"):
-        left, right = stored_tensors(one, kind), stored_tensors(other, kind)
+        left, right = open_tensors(one, kind), open_tensors(other, kind)
         assert left.keys() == right.keys()
         assert all(left[name].equal(right[name]) for name in left)
 

@@ -39,10 +39,10 @@ from gristmill.base.files import (
     write_json,
 )
 from gristmill.base.units import Duration, Progress
-from gristmill.parallel.council import Council
+from gristmill.parallel.control import ControlGroup
 
 MANIFEST = "MANIFEST"
-ALONE = Council()
+ALONE = ControlGroup()
 _STEP = re.compile(r"step-(\d{8,})")
 _LINE = re.compile(r"([0-9a-f]{64}) (\d{1,18}) ([^/]+)")
 
@@ -104,12 +104,12 @@ class CheckpointFolder:
         found = [p for p in self.root.iterdir() if p.is_dir() and _STEP.fullmatch(p.name)]
         return sorted(found, key=step_of)
 
-    def clean(self, council: Council = ALONE) -> None:
+    def clean(self, control: ControlGroup = ALONE) -> None:
         """Remove what interrupted writes and deletions left behind."""
-        if council.leads:
+        if control.is_rank0:
             for leftover in (*self.root.glob(".writing-*"), *self.root.glob(".deleting-*")):
                 shutil.rmtree(leftover)
-        council.wait()
+        control.barrier()
 
     def begin(self, step: int) -> Path:
         """An empty folder to write a checkpoint into."""
@@ -134,21 +134,21 @@ class CheckpointFolder:
             sync_folder(self.root)
         return final
 
-    def newest_intact(self, council: Council = ALONE, *, read: Which = everything) -> Found:
+    def newest_intact(self, control: ControlGroup = ALONE, *, read: Which = everything) -> Found:
         """The newest checkpoint whose files are intact, of those that are not `read` only the size;
         damaged newer ones are listed."""
         damaged: list[tuple[Path, list[Problem]]] = []
-        for name in council.tell([path.name for path in reversed(self.committed())]):
+        for name in control.broadcast([path.name for path in reversed(self.committed())]):
             path = self.root / name
-            problems = verify(path, council=council, read=read)
+            problems = verify(path, control=control, read=read)
             if not problems:
                 return Found(path, damaged)
             damaged.append((path, problems))
         return Found(None, damaged)
 
-    def set_aside(self, path: Path, council: Council = ALONE) -> Path:
+    def set_aside(self, path: Path, control: ControlGroup = ALONE) -> Path:
         """Rename a damaged checkpoint, so that its step can be saved again and nothing is lost."""
-        name: str = council.tell(self._set_aside(path).name if council.leads else None)
+        name: str = control.broadcast(self._set_aside(path).name if control.is_rank0 else None)
         return self.root / name
 
     def _set_aside(self, path: Path) -> Path:
@@ -234,11 +234,13 @@ def _fingerprint(file: Path) -> Fingerprint:
     return Fingerprint(file.name, sha256_file(file), file.stat().st_size)
 
 
-def verify(folder: Path, *, council: Council = ALONE, read: Which = everything) -> list[Problem]:
+def verify(
+    folder: Path, *, control: ControlGroup = ALONE, read: Which = everything
+) -> list[Problem]:
     """Everything that is not as it was written, found by all processes together. Files that are not
     to be `read` only have to be there, with the right size."""
-    found = _verify_share(folder, rank=council.rank, ranks=council.size, read=read)
-    told = council.gather([astuple(problem) for problem in found])
+    found = _verify_share(folder, rank=control.rank, ranks=control.size, read=read)
+    told = control.all_gather([astuple(problem) for problem in found])
     problems = {Problem(*values) for those in told for values in those}
     return sorted(problems, key=lambda problem: problem.where or "")
 

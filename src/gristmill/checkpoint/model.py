@@ -6,7 +6,6 @@ enough for those who need not compute with it. Loading it gives a `LoadedModel`,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,29 +16,27 @@ from gristmill.base.files import read_json
 from gristmill.checkpoint.layout import ALONE, MANIFEST, CheckpointFolder, step_of, verify
 from gristmill.checkpoint.state import (
     check_weights,
-    load_held,
+    load_parameters,
     load_weights,
     read_state,
-    vocabulary_tables,
 )
-from gristmill.checkpoint.stored import hf_tensors, stored_tensors
+from gristmill.checkpoint.tensor_reader import open_hf_tensors, open_tensors
 from gristmill.config.hf import from_hf, model_folder
-from gristmill.config.schema import ModelConfig
-from gristmill.models.build import build_model
-from gristmill.models.gpt import GPT
+from gristmill.config.model import ModelConfig
+from gristmill.config.schema import parse_model
+from gristmill.models.build import build_model, outline_model
+from gristmill.models.spec import CausalLM
 from gristmill.models.weights import Gpt2Weights, Weights
-from gristmill.parallel.council import Council
-from gristmill.parallel.held import Held, held_whole
+from gristmill.parallel.control import ControlGroup
+from gristmill.parallel.sharding import ShardedParameters
 from gristmill.text.tokenizers.tokenizer import Tokenizer, open_tokenizer
-
-_NOWHERE = torch.device("meta")
 
 
 @dataclass(frozen=True)
 class LoadedModel:
     """A model ready to use, with its tokenizer."""
 
-    model: GPT
+    model: CausalLM
     tokenizer: Tokenizer
     origin: Path
     """The checkpoint or Hugging Face folder the weights came from."""
@@ -61,9 +58,9 @@ class StoredModel:
     run: Path | None = None
     step: int | None = None
 
-    def outline(self) -> GPT:
+    def outline(self) -> CausalLM:
         """The model with names and shapes only."""
-        return build_model(self.config, vocab=self.vocab, device=_NOWHERE)
+        return outline_model(self.config, vocab=self.vocab)
 
     def load(self, device: torch.device) -> LoadedModel:
         """The model in memory."""
@@ -94,43 +91,38 @@ def open_stored(spec: str, *, checkpoint: str = "latest") -> StoredModel:
     )
 
 
-def fill_model(
-    model: GPT,
-    start: str,
-    *,
-    held: Mapping[str, Held] | None = None,
-    council: Council = ALONE,
+def load_start_weights(
+    model: CausalLM, start: str, parameters: ShardedParameters, *, control: ControlGroup = ALONE
 ) -> None:
-    """Put the weights of a run folder, a Hugging Face folder or name into a freshly built model; of
-    one that is divided, into what this process holds."""
+    """Put the weights of a run folder, a Hugging Face folder or name into what this process holds
+    of a freshly built model."""
     path = model_folder(start, where="model.start")
-    shares = list((held or held_whole(model)).values())
-    tables = vocabulary_tables(one.name for one in shares)
-    for one in shares:
+    tables = model.vocabulary_parameters()
+    for one in parameters.values():
         if one.name in tables:
             one.local.detach().zero_()
-    load_held(shares, _start_weights(path, start, model, council), padded=tables)
+    load_parameters(parameters.values(), _start_weights(path, start, model, control), padded=tables)
 
 
-def _start_weights(path: Path, start: str, model: GPT, council: Council) -> Weights:
+def _start_weights(path: Path, start: str, model: CausalLM, control: ControlGroup) -> Weights:
     if not (path / "run.toml").is_file():
-        whole = build_model(model.config, vocab=model.vocab, device=_NOWHERE)
-        return Gpt2Weights(hf_tensors(path), whole)
-    chosen = _choose(path, "latest", council)
+        whole = outline_model(model.config, vocab=model.vocab)
+        return Gpt2Weights(open_hf_tensors(path), whole)
+    chosen = _choose(path, "latest", control)
     vocab = read_state(chosen)["settings"]["vocab"]
     if vocab != model.vocab:
         raise UserError(
             f"the weights in {start!r} are for a vocabulary of {vocab}, not {model.vocab}",
             where="model.start",
         )
-    return stored_tensors(chosen)
+    return open_tensors(chosen)
 
 
-def _choose(run: Path, which: str, council: Council = ALONE) -> Path:
+def _choose(run: Path, which: str, control: ControlGroup = ALONE) -> Path:
     """The checkpoint of a run that is asked for, every byte of whose model is as it was written."""
     folder = CheckpointFolder(run / "checkpoints")
     if which == "latest":
-        found = folder.newest_intact(council, read=_of_model).path
+        found = folder.newest_intact(control, read=_of_model).path
         if found is None:
             raise UserError("this run has no intact checkpoint", where=str(run), exit=Exit.DATA)
         return found
@@ -162,9 +154,9 @@ def _intact(path: Path) -> Path:
 def _from_checkpoint(path: Path) -> StoredModel:
     state = read_state(path)
     settings, step = state["settings"], state["progress"]["steps"]
-    config, vocab = ModelConfig.model_validate(settings["model"]), settings["vocab"]
-    weights = stored_tensors(path)
-    check_weights(build_model(config, vocab=vocab, device=_NOWHERE), weights)
+    config, vocab = parse_model(settings["model"]), settings["vocab"]
+    weights = open_tensors(path)
+    check_weights(outline_model(config, vocab=vocab), weights)
     run = path.resolve().parent.parent
     tokenizer = open_tokenizer(run / "tokenizer")
     return StoredModel(config, vocab, weights, tokenizer, path, run=run, step=step)
@@ -172,8 +164,7 @@ def _from_checkpoint(path: Path) -> StoredModel:
 
 def _from_hf(path: Path) -> StoredModel:
     values = read_json(path / "config.json")
-    config = ModelConfig.model_validate(from_hf(values, where=str(path / "config.json")))
+    config = parse_model(from_hf(values, where=str(path / "config.json")))
     assert config.vocab is not None
-    outline = build_model(config, vocab=config.vocab, device=_NOWHERE)
-    weights = Gpt2Weights(hf_tensors(path), outline)
+    weights = Gpt2Weights(open_hf_tensors(path), outline_model(config, vocab=config.vocab))
     return StoredModel(config, config.vocab, weights, open_tokenizer(path), path)

@@ -25,15 +25,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gristmill.base.boxes import Box
 from gristmill.base.errors import Exit, Problem, UserError
 from gristmill.base.files import read_json, write_atomic
+from gristmill.base.tensor_slices import TensorSlice
 
 PIECES = "pieces.json"
 FORMAT = "gristmill-pieces"
 VERSION = 1
-KINDS = ("model", "optimizer")
-"""What a checkpoint holds tensors of; each kind has files of its own."""
+MODEL, OPTIMIZER, STRATEGY = KINDS = ("model", "optimizer", "strategy")
+"""What a checkpoint holds tensors of; each kind has files of its own. Most strategies have none."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class TensorShare:
 
     shape: tuple[int, ...]
     dtype: str
-    boxes: tuple[Box, ...] = ()
+    boxes: tuple[TensorSlice, ...] = ()
 
     def plain(self) -> list[Any]:
         """As JSON holds it."""
@@ -51,7 +51,7 @@ class TensorShare:
     @classmethod
     def from_plain(cls, values: list[Any]) -> TensorShare:
         shape, dtype, boxes = values
-        return cls(tuple(shape), dtype, tuple(Box(tuple(b), tuple(e)) for b, e in boxes))
+        return cls(tuple(shape), dtype, tuple(TensorSlice(tuple(b), tuple(e)) for b, e in boxes))
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class StoredPiece:
 
     file: str
     key: str
-    box: Box
+    box: TensorSlice
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ def file_name(kind: str, *, rank: int = 0, ranks: int = 1) -> str:
     return f"{kind}{part}.safetensors"
 
 
-def piece_key(name: str, box: Box, shape: Sequence[int]) -> str:
+def piece_key(name: str, box: TensorSlice, shape: Sequence[int]) -> str:
     """The name of a part of a tensor within its file."""
-    if box == Box.whole(shape):
+    if box == TensorSlice.whole(shape):
         return name
     borders = ",".join(f"{b}:{e}" for b, e in zip(box.begin, box.end, strict=True))
     return f"{name}[{borders}]"
@@ -118,7 +118,7 @@ def faults_of(index: Index) -> list[str]:
 
 
 def _fault(tensor: StoredTensor) -> str | None:
-    boxes, whole = [piece.box for piece in tensor.pieces], Box.whole(tensor.shape)
+    boxes, whole = [piece.box for piece in tensor.pieces], TensorSlice.whole(tensor.shape)
     outside = next((box for box in boxes if not _inside(box, whole)), None)
     if outside is not None:
         return f"a part, {outside}, lies outside of shape {tensor.shape}"
@@ -131,15 +131,15 @@ def _fault(tensor: StoredTensor) -> str | None:
     return None
 
 
-def _inside(box: Box, whole: Box) -> bool:
+def _inside(box: TensorSlice, whole: TensorSlice) -> bool:
     borders = zip(whole.begin, box.begin, box.end, whole.end, strict=True)
     return len(box.begin) == len(whole.begin) and all(a <= b <= c <= d for a, b, c, d in borders)
 
 
-def _overlap(boxes: Iterable[Box]) -> Box | None:
+def _overlap(boxes: Iterable[TensorSlice]) -> TensorSlice | None:
     """Where two boxes meet, if any do. Only boxes that share a row are compared, since a large
     tensor may have thousands."""
-    near: list[Box] = []
+    near: list[TensorSlice] = []
     for box in sorted(boxes, key=lambda one: one.begin):
         near = [one for one in near if one.end[:1] > box.begin[:1] or not box.begin]
         common = next((common for one in near if (common := one.meet(box))), None)
@@ -179,7 +179,8 @@ def read_index(folder: Path, kind: str) -> Index:
     try:
         if (values["format"], values["version"]) != (FORMAT, VERSION):
             raise ValueError(f"it is not {FORMAT} version {VERSION}")
-        index = {name: _stored(value) for name, value in values[kind].items()}
+        tensors = values.get(kind, {}) if kind == STRATEGY else values[kind]
+        index = {name: _stored(value) for name, value in tensors.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"not an index of pieces: {type(error).__name__}: {error}",
@@ -200,10 +201,10 @@ def _stored(value: dict[str, Any]) -> StoredTensor:
     return StoredTensor(_numbers(value["shape"]), str(value["dtype"]), pieces)
 
 
-def _box(begin: list[Any], end: list[Any]) -> Box:
+def _box(begin: list[Any], end: list[Any]) -> TensorSlice:
     if len(begin) != len(end):
         raise ValueError(f"{begin} and {end} are not of the same length")
-    return Box(_numbers(begin), _numbers(end))
+    return TensorSlice(_numbers(begin), _numbers(end))
 
 
 def _numbers(values: list[Any]) -> tuple[int, ...]:

@@ -1,14 +1,16 @@
 """Exactly what a run needs to go on as if it had never stopped.
 
     model.safetensors       weights under their own names; shared ones once
-    optimizer.safetensors   per-parameter state, named KIND/PARAMETER, such as exp_avg/norm.weight
+    optimizer.safetensors   its state, named KIND/PARAMETER, such as exp_avg/norm.weight
+    strategy.safetensors    the same for a strategy that keeps tensors; most do not
     state.json              progress, identity of the run, loss scale, counters, best loss so far,
                             and what the last bits of its numbers depend on
 
-Of a model that is divided, each process copies and writes the pieces that it owns, and reads the
-pieces that it holds, however those who wrote them had divided it (`pieces.py`, `stored.py`). State
-of the optimizer with the shape of its parameter is divided in the same way. Any other, such as a
-count of steps, is whole in every process, and one writes it.
+Of a sharded model each process copies and writes the slices that it owns, and reads the slices that
+it holds, however the model was sharded when they were written (`pieces.py`, `stored.py`). For each
+kind of other state its owner says how it lies on the processes (`optim/spec.py`): like a parameter;
+the same everywhere, and one process writes it; or one for each worker, stored as one tensor with a
+row for each.
 
 There is no random state: dropout and data order are functions of the seed and progress. Learning
 rate and other settings are not here either: they come from the run file, so changing them takes
@@ -18,7 +20,7 @@ effect.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,17 +28,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from gristmill.base.boxes import Box, Piece
 from gristmill.base.errors import Exit, Problem, UserError
 from gristmill.base.files import read_json, storage_errors
+from gristmill.base.tensor_slices import ShardSlice, TensorSlice
 from gristmill.base.units import Progress
 from gristmill.checkpoint.layout import Best, Fingerprint
-from gristmill.checkpoint.pieces import KINDS, TensorShare, file_name, piece_key
-from gristmill.checkpoint.stored import StoredTensors, stored_tensors
+from gristmill.checkpoint.pieces import (
+    MODEL,
+    OPTIMIZER,
+    STRATEGY,
+    TensorShare,
+    file_name,
+    piece_key,
+)
+from gristmill.checkpoint.tensor_reader import TensorReader, open_tensors
 from gristmill.checkpoint.tensorfile import dtype_name, write_tensors
-from gristmill.config.schema import GONE, ModelConfig
+from gristmill.models.spec import CausalLM
 from gristmill.models.weights import Weights
-from gristmill.parallel.held import Held, held_whole
+from gristmill.optim.spec import CheckpointState, Optimizer, Placement, StateEntry
+from gristmill.parallel.sharding import ShardedParameter, whole_parameters
 
 FORMAT = "gristmill-checkpoint"
 VERSION = 1
@@ -62,22 +72,35 @@ class TrainState:
     """The living state of a run."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     identity: dict[str, Any]
     """What must not change between saving and resuming, by dotted name."""
     settings: dict[str, Any]
     """The model's settings and vocabulary: enough to build it again."""
+    identity_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What a part of the identity was to checkpoints from before it existed."""
+    identity_retired: Mapping[str, Any] = field(default_factory=dict)
+    """Parts of older checkpoints' identity that no longer exist, with the value at which they did
+    nothing."""
     progress: Progress = field(default_factory=Progress)
     counters: Counters = field(default_factory=Counters)
     strategy: dict[str, Any] = field(default_factory=dict)
+    """What the strategy keeps as plain numbers."""
+    strategy_tensors: CheckpointState | None = None
+    """What it keeps as tensors."""
+    rank: int = 0
+    ranks: int = 1
+    """Which of the processes this is."""
+    writes_unowned: bool = True
+    """Whether this process writes state that is the same everywhere and belongs to no parameter."""
     layout: dict[str, int] = field(default_factory=dict)
     """How a step is divided, which decides the order of its sums: the sizes of the mesh by axis."""
     micro_batch: int | None = None
     """Samples that go through the model at once, which decides the same."""
     best: Best | None = None
     """The best validation loss so far, whether its checkpoint is still there or not."""
-    held: Mapping[str, Held] = field(default_factory=dict)
-    """This process's share of every parameter; all of the model if not given."""
+    parameters: Mapping[str, ShardedParameter] = field(default_factory=dict)
+    """This process's shard of every parameter; all of the model if not given."""
     padded: frozenset[str] = frozenset()
     """Parameters with a row for each token, which may be stored with more rows or fewer."""
     names: frozenset[str] = frozenset()
@@ -85,7 +108,7 @@ class TrainState:
     any process holds if not given."""
 
     def __post_init__(self) -> None:
-        self.held = self.held or held_whole(self.model)
+        self.parameters = self.parameters or whole_parameters(self.model)
 
 
 @dataclass
@@ -97,19 +120,49 @@ class Contribution:
     shares: dict[str, TensorShare] = field(default_factory=dict)
     """By the name of the tensor."""
 
-    def add(self, name: str, value: torch.Tensor, held: Held) -> None:
-        """Copy what this process owns of a tensor that belongs to a parameter."""
-        if value.shape == held.local.shape:
-            shape, mine = held.shape, held.owned
-            parts = [(piece.whole, value[piece.local.slices]) for piece in _pieces(held)]
-        else:
-            shape = tuple(value.shape)
-            parts, mine = [(Box.whole(shape), value)], held.speaks
+    def add_shard(self, name: str, value: torch.Tensor, parameter: ShardedParameter) -> None:
+        """Copy what this process owns of a tensor that is sharded like a parameter."""
+        assert value.shape == parameter.local.shape, f"{name} is not sharded like {parameter.name}"
+        parts = [(piece.whole, value[piece.local.slices]) for piece in _pieces(parameter)]
+        self._add(name, value, parameter.shape, parts if parameter.owned else [])
+
+    def add_whole(self, name: str, value: torch.Tensor, *, mine: bool) -> None:
+        """Copy a tensor that is the same everywhere, if this process is the one that writes it."""
+        shape = tuple(value.shape)
+        self._add(name, value, shape, [(TensorSlice.whole(shape), value)] if mine else [])
+
+    def add_own(self, name: str, value: torch.Tensor, *, rank: int, ranks: int) -> None:
+        """Copy a tensor that is different on every process: a row of one for all."""
+        row = TensorSlice.whole((1, *value.shape)).moved([rank] + [0] * value.dim())
+        self._add(name, value, (ranks, *value.shape), [(row, value[None])])
+
+    def _add(
+        self,
+        name: str,
+        value: torch.Tensor,
+        shape: tuple[int, ...],
+        parts: Sequence[tuple[TensorSlice, torch.Tensor]],
+    ) -> None:
         boxes = [] if name not in self.shares else list(self.shares[name].boxes)
-        for box, part in parts if mine else ():
+        for box, part in parts:
             self.tensors[piece_key(name, box, shape)] = _host_copy(part)
             boxes.append(box)
         self.shares[name] = TensorShare(shape, dtype_name(value), tuple(boxes))
+
+    def add_state(self, source: CheckpointState, state: TrainState) -> None:
+        """Copy what this process writes of the state of an optimizer or a strategy."""
+        for kind, key, value in source.entries():
+            name, parameter = f"{kind}/{key}", state.parameters.get(key)
+            match source.placements[kind]:
+                case Placement.SHARDED:
+                    self.add_shard(name, value, state.parameters[key])
+                case Placement.REPLICATED:
+                    mine = state.writes_unowned
+                    if parameter is not None:
+                        mine = parameter.writes_replicated
+                    self.add_whole(name, value, mine=mine)
+                case Placement.PER_WORKER:
+                    self.add_own(name, value, rank=state.rank, ranks=state.ranks)
 
     @property
     def bytes(self) -> int:
@@ -121,18 +174,14 @@ class Snapshot:
     """A copy of a process's share of a state in host memory, which training can no longer
     change."""
 
-    model: Contribution
-    optimizer: Contribution
+    kinds: dict[str, Contribution]
+    """By the kind of tensors: those of the model, of the optimizer, of the strategy if any."""
     state: dict[str, Any]
     names: frozenset[str] = frozenset()
 
     @property
     def step(self) -> int:
         return int(self.state["progress"]["steps"])
-
-    @property
-    def kinds(self) -> dict[str, Contribution]:
-        return dict(zip(KINDS, (self.model, self.optimizer), strict=True))
 
     @property
     def bytes(self) -> int:
@@ -152,14 +201,15 @@ class Snapshot:
 def capture(state: TrainState) -> Snapshot:
     """Copy this process's share to host memory: the only part of saving that training waits
     for."""
-    model, optimizer = Contribution(), Contribution()
-    for held in state.held.values():
-        model.add(held.name, held.local, held)
-        for kind, value in state.optimizer.state.get(held.local, {}).items():
-            optimizer.add(f"{kind}/{held.name}", value, held)
+    kinds = {kind: Contribution() for kind in (MODEL, OPTIMIZER)}
+    for parameter in state.parameters.values():
+        kinds[MODEL].add_shard(parameter.name, parameter.local, parameter)
+    kinds[OPTIMIZER].add_state(state.optimizer, state)
+    if state.strategy_tensors is not None:
+        kinds[STRATEGY] = Contribution()
+        kinds[STRATEGY].add_state(state.strategy_tensors, state)
     return Snapshot(
-        model=model,
-        optimizer=optimizer,
+        kinds=kinds,
         state={
             "format": FORMAT,
             "version": VERSION,
@@ -178,12 +228,12 @@ def capture(state: TrainState) -> Snapshot:
     )
 
 
-def _pieces(held: Held) -> tuple[Piece, ...]:
-    """The pieces of a parameter; one that is all here is one, of however many parts it is made."""
-    in_place = all(piece.whole == piece.local for piece in held.pieces)
-    whole = Box.whole(held.shape)
-    complete = sum(piece.whole.size for piece in held.pieces) == whole.size
-    return (Piece(whole, whole),) if in_place and complete else held.pieces
+def _pieces(parameter: ShardedParameter) -> tuple[ShardSlice, ...]:
+    """The slices of a parameter; one slice if all of it is here, in however many parts."""
+    in_place = all(piece.whole == piece.local for piece in parameter.slices)
+    whole = TensorSlice.whole(parameter.shape)
+    complete = sum(piece.whole.size for piece in parameter.slices) == whole.size
+    return (ShardSlice(whole, whole),) if in_place and complete else parameter.slices
 
 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -209,10 +259,11 @@ def read_state(folder: Path) -> dict[str, Any]:
 def restore(state: TrainState, folder: Path) -> dict[str, Any]:
     """Put a checkpoint's content into a freshly built state; returns state.json's content."""
     values = read_state(folder)
-    _same_identity(values["identity"], state.identity, folder)
-    weights, moments = stored_tensors(folder), stored_tensors(folder, "optimizer")
-    load_held(state.held.values(), weights, padded=state.padded)
-    _restore_optimizer(state, weights, moments)
+    _same_identity(values["identity"], state, folder)
+    load_parameters(state.parameters.values(), open_tensors(folder), padded=state.padded)
+    _restore_entries(state.optimizer, open_tensors(folder, OPTIMIZER), state)
+    if state.strategy_tensors is not None:
+        _restore_entries(state.strategy_tensors, open_tensors(folder, STRATEGY), state)
     state.progress = Progress(**values["progress"])
     state.counters = Counters(**values["counters"])
     state.strategy = values["strategy"]
@@ -220,41 +271,38 @@ def restore(state: TrainState, folder: Path) -> dict[str, Any]:
     return values
 
 
-def load_held(
-    held: Collection[Held], weights: Weights, *, padded: frozenset[str] = frozenset()
+def load_parameters(
+    parameters: Collection[ShardedParameter],
+    weights: Weights,
+    *,
+    padded: frozenset[str] = frozenset(),
 ) -> None:
     """Read this process's share of weights. Rows of `padded` parameters that these do not have stay
     as they are."""
-    _same_shapes({one.name: one.shape for one in held}, weights, padded=padded)
-    for one in held:
+    _same_shapes({one.name: one.shape for one in parameters}, weights, padded=padded)
+    for one in parameters:
         _fill(one.local.detach(), one, weights, one.name)
 
 
-def load_weights(model: nn.Module, weights: Weights) -> None:
+def load_weights(model: CausalLM, weights: Weights) -> None:
     """Copy weights into a whole model; rows that only pad the vocabulary become 0."""
     check_weights(model, weights)
-    tables = vocabulary_tables(name for name, _ in model.named_parameters())
-    for name, one in held_whole(model).items():
+    tables = model.vocabulary_parameters()
+    for name, one in whole_parameters(model).items():
         target = one.local.detach()
         if name in tables:
             target[weights.shape(name)[0] :] = 0
         _fill(target, one, weights, name)
 
 
-def check_weights(model: nn.Module, weights: Weights) -> None:
+def check_weights(model: CausalLM, weights: Weights) -> None:
     """Refuse weights that are not those of a whole model, of which only shapes are looked at.
     Tables with a row for each token may have more rows or fewer, as long as the vocabulary is
     there."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    vocab: int = getattr(model, "vocab", 0)
-    tables = vocabulary_tables(shapes) if vocab else frozenset()
-    enough = frozenset(n for n in tables if n in weights and weights.shape(n)[0] >= vocab)
+    tables = model.vocabulary_parameters()
+    enough = frozenset(n for n in tables if n in weights and weights.shape(n)[0] >= model.vocab)
     _same_shapes(shapes, weights, padded=enough)
-
-
-def vocabulary_tables(names: Iterable[str]) -> frozenset[str]:
-    """Those of a model's parameters that have a row for each token, and rows of padding."""
-    return frozenset(n for n in names if n.partition(".")[0] in ("embedding", "head", "values"))
 
 
 def _same_shapes(
@@ -273,31 +321,42 @@ def _same_shapes(
         raise UserError([Problem(what, stored.where) for what in problems], exit=Exit.DATA)
 
 
-def _restore_optimizer(state: TrainState, weights: StoredTensors, stored: StoredTensors) -> None:
-    kinds: dict[str, list[str]] = {}
-    for full_name in stored:
-        kind, _, name = full_name.partition("/")
-        kinds.setdefault(name, []).append(kind)
-    for held in state.held.values():
-        for kind in kinds.get(held.name, ()):
-            full_name, device = f"{kind}/{held.name}", held.local.device
-            if stored.shape(full_name) == weights.shape(held.name):
-                dtype = stored.dtype(full_name)
-                value = torch.zeros(held.local.shape, dtype=dtype, device=device)
-                _fill(value, held, stored, full_name)
-            else:
-                value = stored[full_name].to(device)
-            state.optimizer.state[held.local][kind] = value
+def _restore_entries(source: CheckpointState, stored: TensorReader, state: TrainState) -> None:
+    """Give an optimizer or a strategy the entries that it has a place for."""
+    device = next(iter(state.parameters.values())).local.device
+    for name in stored:
+        kind, _, key = name.partition("/")
+        if not source.expects(kind, key):
+            continue
+        match source.placements[kind]:
+            case Placement.SHARDED:
+                parameter = state.parameters[key]
+                shape, dtype = parameter.local.shape, stored.dtype(name)
+                value = torch.zeros(shape, dtype=dtype, device=parameter.local.device)
+                _fill(value, parameter, stored, name)
+            case Placement.REPLICATED:
+                value = stored[name].to(device)
+            case Placement.PER_WORKER:
+                ranks = stored.shape(name)[0]
+                if ranks != state.ranks:
+                    raise UserError(
+                        f"{name} was saved by {ranks} processes, each with its own, and now there "
+                        f"are {state.ranks}",
+                        where=stored.where,
+                        remedy=f"resume with {ranks} processes",
+                    )
+                value = stored[name][state.rank].to(device)
+        source.load_entry(StateEntry(kind, key, value))
 
 
-def _fill(target: torch.Tensor, held: Held, stored: Weights, name: str) -> None:
+def _fill(target: torch.Tensor, parameter: ShardedParameter, stored: Weights, name: str) -> None:
     """Copy what is stored of this process's pieces of a tensor."""
-    for piece in held.pieces:
+    for piece in parameter.slices:
         for part in stored.parts(name, piece.whole):
             target[local_box(piece, part.box).slices].copy_(part.tensor)
 
 
-def local_box(piece: Piece, box: Box) -> Box:
+def local_box(piece: ShardSlice, box: TensorSlice) -> TensorSlice:
     """Where a part of a piece, given as a part of the whole, lies in the smaller tensor."""
     return box.seen_from(piece.whole).moved(piece.local.begin)
 
@@ -305,11 +364,11 @@ def local_box(piece: Piece, box: Box) -> Box:
 # ------------------------------------------------------------------ identity
 
 
-def _same_identity(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
-    gone = {f"model.{name}": value for name, value in GONE.items()}.items()
-    saved = {name: value for name, value in saved.items() if (name, value) not in gone}
+def _same_identity(saved: dict[str, Any], state: TrainState, folder: Path) -> None:
+    now, retired = state.identity, state.identity_retired.items()
+    saved = {name: value for name, value in saved.items() if (name, value) not in retired}
     pairs = {
-        name: (saved.get(name, _before_it_existed(name)), now.get(name))
+        name: (saved.get(name, state.identity_defaults.get(name)), now.get(name))
         for name in sorted({*saved, *now})
     }
     problems = [
@@ -330,10 +389,3 @@ def _same_identity(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> 
                 Problem(problems[-1].what, problems[-1].where, remedy),
             ]
         )
-
-
-def _before_it_existed(name: str) -> Any:
-    """What a model setting meant to a checkpoint that does not name it: its default."""
-    table, _, field = name.partition(".")
-    known = ModelConfig.model_fields.get(field) if table == "model" else None
-    return None if known is None or known.is_required() else known.default

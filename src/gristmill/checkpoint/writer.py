@@ -28,7 +28,7 @@ from gristmill.base.files import require_room, storage_errors, write_json
 from gristmill.base.units import Progress, format_bytes
 from gristmill.checkpoint.layout import ALONE, Best, CheckpointFolder, Fingerprint, verify
 from gristmill.checkpoint.pieces import (
-    KINDS,
+    MODEL,
     PIECES,
     Index,
     TensorShare,
@@ -38,7 +38,7 @@ from gristmill.checkpoint.pieces import (
 )
 from gristmill.checkpoint.state import IN_PIECES, STATE, Snapshot
 from gristmill.config.schema import CheckpointConfig
-from gristmill.parallel.council import Council, RefusedError
+from gristmill.parallel.control import ControlGroup, RefusedError
 
 Words = dict[str, Any]
 """What a process tells the others, as JSON."""
@@ -46,7 +46,7 @@ Words = dict[str, Any]
 
 class CheckpointWriter:
     """Writes snapshots into a run's checkpoint folder and thins out old ones. All processes save
-    the same steps; the council is for this alone, since saving has a thread of its own."""
+    the same steps; the control is for this alone, since saving has a thread of its own."""
 
     def __init__(
         self,
@@ -55,10 +55,10 @@ class CheckpointWriter:
         *,
         progress_at: Callable[[int], Progress],
         say: Callable[[str], None],
-        council: Council = ALONE,
+        control: ControlGroup = ALONE,
     ) -> None:
         self.folder, self.config, self.say = folder, config, say
-        self.progress_at, self.council = progress_at, council
+        self.progress_at, self.control = progress_at, control
         self.seconds = 0.0
         self.failure: UserError | None = None
         self._thread: threading.Thread | None = None
@@ -91,7 +91,7 @@ class CheckpointWriter:
 
     def mark_best(self, best: Best) -> None:
         """Mark a step that is saved already as the best."""
-        if self.council.leads:
+        if self.control.is_rank0:
             self.folder.mark_best(best)
 
     def _write_aside(self, snapshot: Snapshot, best: Best | None) -> None:
@@ -106,27 +106,27 @@ class CheckpointWriter:
             size = self._write_together(snapshot, best)
         except RefusedError as refused:
             self.failure = refused
-            if self.council.leads:
+            if self.control.is_rank0:
                 self.say(f"checkpoint at step {snapshot.step} was not saved: {refused}")
             return
         self.failure = None
         self.seconds = time.monotonic() - started
-        if self.council.leads:
+        if self.control.is_rank0:
             name = self.folder.path(snapshot.step).name
             self.say(f"saved checkpoint {name} ({format_bytes(size)})")
 
     def _write_together(self, snapshot: Snapshot, best: Best | None) -> int:
         """The drawing above; returns the bytes of all processes."""
-        council, step = self.council, snapshot.step
-        facts = council.gather({"step": step, "bytes": snapshot.bytes})
+        control, step = self.control, snapshot.step
+        facts = control.gather({"step": step, "bytes": snapshot.bytes})
         assert all(one["step"] == step for one in facts), f"not all save the same step: {facts}"
         size: int = sum(one["bytes"] for one in facts)
-        staging = self.folder.root / council.by_first(lambda: self._begin(step, size))
+        staging = self.folder.root / control.on_rank0(lambda: self._begin(step, size))
         try:
-            told = council.by_all(lambda: self._contribute(snapshot, staging))
-            council.by_first(lambda: self._commit(snapshot, staging, told, best))
+            told = control.on_all_ranks(lambda: self._contribute(snapshot, staging))
+            control.on_rank0(lambda: self._commit(snapshot, staging, told, best))
         except RefusedError:
-            if council.leads:
+            if control.is_rank0:
                 shutil.rmtree(staging, ignore_errors=True)
             raise
         return size
@@ -137,7 +137,7 @@ class CheckpointWriter:
 
     def _contribute(self, snapshot: Snapshot, staging: Path) -> Words:
         """Write this process's files, and say what is in them."""
-        files = snapshot.write(staging, rank=self.council.rank, ranks=self.council.size)
+        files = snapshot.write(staging, rank=self.control.rank, ranks=self.control.size)
         return words_of(snapshot, files)
 
     def _commit(
@@ -167,8 +167,8 @@ def commit_pieces(
 ) -> Path:
     """Commit what processes, by rank, say they have written, if nothing is missing; `snapshot` is
     the first one's."""
-    indexes, state = {kind: _complete(kind, told) for kind in KINDS}, snapshot.state
-    missing = sorted(snapshot.names - indexes["model"].keys())
+    indexes, state = {kind: _complete(kind, told) for kind in snapshot.kinds}, snapshot.state
+    missing = sorted(snapshot.names - indexes[MODEL].keys())
     assert not missing, f"this checkpoint would not be whole: nobody holds {missing[:5]}"
     files = [Fingerprint(*values) for words in told for values in words["files"]]
     with storage_errors(staging):

@@ -16,8 +16,7 @@ from gristmill.base.errors import UserError
 from gristmill.base.files import FolderLock, write_atomic
 from gristmill.base.process import Place
 from gristmill.base.units import format_bytes
-from gristmill.parallel.world import device_name, matrix_rate, select_device
-from gristmill.plan.hardware import peak_flops
+from gristmill.parallel.device import Device, matrix_rate, select_device
 from gristmill.train.environment import version
 
 _EXTRAS = {
@@ -57,16 +56,16 @@ def _versions() -> Iterator[Finding]:
 
 
 def _device() -> Iterator[Finding]:
-    device = select_device("auto")
-    name = device_name(device)
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
+    device = Device(select_device("auto"))
+    name = device.name
+    if device.kind == "cuda":
+        memory = torch.cuda.get_device_properties(device.torch_device).total_memory
         name += f", {format_bytes(memory)}, {torch.cuda.device_count()} in all"
         if not torch.cuda.is_bf16_supported():
             yield Finding("bf16", "not supported by this GPU", False, 'use compute = "fp16"')
     yield Finding("device", name)
     rate = matrix_rate(device)
-    peak = peak_flops(name)
+    peak = device.peak_flops(rate.format, tf32=True)
     share = f", {100 * rate.flops / peak:.0f} % of its peak" if peak else ""
     what = f"{rate.flops / 1e12:.3g} TFLOP/s in a large {rate.format} matrix product{share}"
     yield Finding("speed", what)

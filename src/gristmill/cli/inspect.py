@@ -44,14 +44,14 @@ def config(
 def _list_presets() -> None:
     from gristmill.base.units import format_count
     from gristmill.config.load import load_preset, preset_names
-    from gristmill.config.schema import ModelConfig
+    from gristmill.config.model import GPTConfig
     from gristmill.plan.arithmetic import count_parameters
 
     typer.echo(
         f"{'preset':<14}{'parameters':>11}{'layers':>8}{'heads':>7}{'width':>7}{'context':>9}"
     )
     for name in preset_names():
-        model = ModelConfig.model_validate(load_preset(name)["model"])
+        model = GPTConfig.model_validate(load_preset(name)["model"])
         rows = 51200 if name.startswith("gpt3") else 50257
         size = format_count(count_parameters(model, rows=rows))
         typer.echo(

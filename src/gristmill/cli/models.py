@@ -35,7 +35,7 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
 
 def _open(model: str, *, checkpoint: str, device: str) -> LoadedModel:
     from gristmill.checkpoint.model import open_model
-    from gristmill.parallel.world import select_device
+    from gristmill.parallel.device import select_device
 
     if device not in ("auto", "cpu", "cuda", "mps"):
         raise UserError(f"{device!r} is not auto, cpu, cuda or mps", where="--device")

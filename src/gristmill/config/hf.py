@@ -14,7 +14,7 @@ from typing import Any
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import read_json
-from gristmill.config.schema import ModelConfig
+from gristmill.config.model import GPTConfig
 
 _SAME = {
     "n_layer": "layers",
@@ -108,7 +108,7 @@ def from_hf(values: Any, *, where: str) -> dict[str, Any]:
     return {**settings, "activation": activation, "bias": True}
 
 
-def to_hf(model: ModelConfig, *, vocab: int, end_of_text: int) -> dict[str, Any]:
+def to_hf(model: GPTConfig, *, vocab: int, end_of_text: int) -> dict[str, Any]:
     """The `config.json` of `GPT2LMHeadModel`; raises where GPT-2 cannot express a setting."""
     unlike = {
         "positions": ("learned", model.positions),

@@ -2,16 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
 from gristmill.base.units import Duration
+from gristmill.config.roles import Role
 from gristmill.config.settings import Settings
 from gristmill.config.values import Count, Fraction, Span, WholeSpan
 
 
-class AdamWConfig(Settings):
+class MomentumRise(NamedTuple):
+    """A momentum that rises in a line at the start of a run."""
+
+    start: float
+    end: float
+    over: Duration | float
+
+
+class OptimizerConfig(Settings):
+    """What the rest of the program may ask of any optimizer's settings."""
+
+    steps_on_host: ClassVar[bool] = True
+    """Whether a step is light enough for the CPU, as runtime.offload wants it."""
+
+    if TYPE_CHECKING:
+        # Every kind declares these itself, with its own default.
+        type: str
+        lr: float
+
+    @property
+    def momentum_rise(self) -> MomentumRise | None:
+        """How momentum rises; None if it does not."""
+        return None
+
+    def state_bytes(self, role: Role) -> int:
+        """Bytes of state for each element of a parameter with this role; what is kept per row or
+        per parameter is too little to count."""
+        return 8
+
+
+class AdamWConfig(OptimizerConfig):
     """Adam with decoupled weight decay, one fused kernel."""
 
     type: Literal["adamw"] = "adamw"
@@ -28,7 +59,7 @@ class AdamWConfig(Settings):
     """Decay of matrices and embeddings; biases and norm gains are never decayed."""
 
 
-class MuonConfig(Settings):
+class MuonConfig(OptimizerConfig):
     """Muon for the matrices inside blocks: momentum with all singular values made equal. Adam for
     embeddings, tables, the head and vectors."""
 
@@ -84,13 +115,22 @@ class MuonConfig(Settings):
     adam_weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decay of embeddings, tables and head, each times its own rate; vectors are never decayed."""
 
+    steps_on_host: ClassVar[bool] = False
+
+    @property
+    def momentum_rise(self) -> MomentumRise:
+        return MomentumRise(self.first_momentum, self.momentum, self.momentum_warmup)
+
+    def state_bytes(self, role: Role) -> int:
+        return 4 if role is Role.MATRIX else 8
+
     @property
     def first_momentum(self) -> float:
         """Momentum of the first step, if it rises."""
         return min(0.85, self.momentum) if self.momentum_start is None else self.momentum_start
 
 
-OptimConfig = Annotated[AdamWConfig | MuonConfig, Field(discriminator="type")]
+AnyOptimizerConfig = Annotated[AdamWConfig | MuonConfig, Field(discriminator="type")]
 
 
 class _Warmup(Settings):

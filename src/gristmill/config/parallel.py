@@ -22,6 +22,9 @@ from gristmill.config.values import Count, Patience
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
+ROW_AXES = ("dp_shard", "cp")
+"""Axes over which FSDP shards rows. Parts of a sequence are parts of a batch to the weights."""
+
 Size = Count | Literal["auto"]
 
 SEVERAL = ("interleaved", "zero-bubble")
@@ -101,9 +104,15 @@ class Mesh:
         return self.dp_replicate * self.dp_shard
 
     @property
-    def divides_rows(self) -> bool:
-        """Whether weights are divided among processes that see other parts of the batch."""
+    def shards_rows(self) -> bool:
+        """Whether weights are sharded over processes that see other parts of the batch."""
         return self.dp_shard > 1
+
+    @property
+    def copy_axes(self) -> tuple[str, ...]:
+        """Axes along which processes hold equal copies of the same part of the weights, apart from
+        what tp does not divide. Of these one may speak for all."""
+        return ("dp_replicate",) if self.shards_rows else ("dp_replicate", *ROW_AXES)
 
     def place(self, rank: int) -> dict[str, int]:
         """Where a process stands on every axis."""

@@ -12,20 +12,9 @@ from dataclasses import dataclass
 from gristmill.base.errors import Problem
 from gristmill.base.stages import Stages, ceil_divide
 from gristmill.base.units import Duration, Progress, Unit
+from gristmill.config.model import ModelConfig
 from gristmill.config.parallel import Mesh
-from gristmill.config.schema import ModelConfig, RunConfig, TrainConfig
-
-SHAPE_FREE = {
-    "start",
-    "dropout",
-    "init_std",
-    "embedding_std",
-    "head_std",
-    "zero_init",
-    "vocab_multiple",
-    "vocab",
-}
-"""Model settings that may differ between a run and the weights it loads."""
+from gristmill.config.schema import RunConfig, TrainConfig
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""What a parameter is for: the word that models and optimizers share.
+"""Words that models share with the rest of the program.
 
-A model says which role each of its parameters plays; an optimizer may treat each role in its own
-way, without knowing the model.
+A model says which role each of its parameters plays, so that an optimizer can treat each role in
+its own way without knowing the model. And it declares which abilities it has, so that whoever
+needs one can refuse a model without it.
 """
 
 from __future__ import annotations
@@ -22,3 +23,14 @@ class Role(StrEnum):
     """Matrices inside blocks, through which every token goes."""
     VECTOR = "vector"
     """Biases, gains, gates and scalars."""
+
+
+class Ability(StrEnum):
+    """Something that not every model can do. The value completes "this model has no ..."."""
+
+    TENSOR = "tensor parallelism"
+    CONTEXT = "context parallelism"
+    PIPELINE = "pipeline stages"
+    CACHE = "key/value cache"
+    DOCUMENTS = "attention masks for packed documents"
+    FP8_HEAD = "output head in fp8"

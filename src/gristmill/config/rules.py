@@ -13,11 +13,12 @@ from gristmill.base.errors import Problem, UserError
 from gristmill.base.units import Duration, Unit, parse_split
 from gristmill.config.hf import model_settings
 from gristmill.config.layouts import given_sizes_fit, mesh_fits
+from gristmill.config.model import GPTConfig
 from gristmill.config.optim import InverseSqrtSchedule, MuonConfig, WarmupStableDecaySchedule
 from gristmill.config.parallel import Mesh, build_mesh
 from gristmill.config.ramp import ramp_broken
-from gristmill.config.resolve import SHAPE_FREE, Resolved, divisors, nearest, portions, resolve
-from gristmill.config.schema import ModelConfig, RunConfig
+from gristmill.config.resolve import Resolved, divisors, nearest, portions, resolve
+from gristmill.config.schema import RunConfig
 from gristmill.config.settings import Broken, NoEffect, Path_
 
 FP8_MULTIPLE = 16
@@ -266,7 +267,7 @@ def _muon_settings_act(config: RunConfig) -> Iterator[Broken]:
     yield from _roles_have_rates(optim, config.model)
 
 
-def _roles_have_rates(optim: MuonConfig, model: ModelConfig) -> Iterator[Broken]:
+def _roles_have_rates(optim: MuonConfig, model: GPTConfig) -> Iterator[Broken]:
     if optim.table_lr is not None and not model.value_embeddings:
         what = "has no effect: the model has no value embeddings"
         yield ("optim", "table_lr"), NoEffect(what, remedy="remove it")
@@ -298,8 +299,9 @@ _NOTHING = tuple(Duration(0, unit) for unit in Unit)
 def _start_agrees(config: RunConfig) -> Iterator[Broken]:
     if config.model.start is None:
         return
-    weights = ModelConfig.model_validate(model_settings(config.model.start))
-    for name in (name for name in ModelConfig.model_fields if name not in SHAPE_FREE):
+    kind = type(config.model)
+    weights = kind.model_validate(model_settings(config.model.start))
+    for name in (name for name in kind.model_fields if name not in kind.not_of_weights):
         field = {"kv_heads": "groups", "mlp_width": "inner"}.get(name, name)
         got, value = getattr(config.model, field), getattr(weights, field)
         if got != value:

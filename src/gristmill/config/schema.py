@@ -10,122 +10,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, TypeAdapter
 
 from gristmill.base.units import Duration
-from gristmill.config.optim import AdamWConfig, CosineSchedule, OptimConfig, ScheduleConfig
+from gristmill.config.model import GPTConfig, ModelConfig
+from gristmill.config.optim import AdamWConfig, AnyOptimizerConfig, CosineSchedule, ScheduleConfig
 from gristmill.config.parallel import ParallelConfig
 from gristmill.config.settings import Settings
-from gristmill.config.values import Count, Fraction, Interval, Span, TokenPaths, WallTime
-
-# ------------------------------------------------------------------ the model
-
-
-GATE_FEATURES = 32
-"""How many features of the stream decide the gates of value embeddings."""
-
-
-GONE = {"shortcut": False}
-"""Settings of the model that no longer exist, with the value at which they did nothing: files and
-checkpoints from before name them."""
-
-
-class ModelConfig(Settings):
-    """The shape of the network. GPT-2 as published is the default in all but size."""
-
-    layers: Count
-    """Number of transformer blocks."""
-    heads: Count
-    """Attention heads per block; must divide the width."""
-    width: Count
-    """Size of the residual stream."""
-    context: Count
-    """Longest sequence the model can attend to."""
-    kv_heads: Count | None = None
-    """Key and value heads, shared by groups of query heads; all heads have their own if not
-    given."""
-    mlp_width: Count | None = None
-    """Inner size of the feed-forward part; 4 times the width if not given (8/3 times, in multiples
-    of
-    64, for swiglu, which has three matrices)."""
-    vocab: Count | None = None
-    """Vocabulary size; taken from the token files' tokenizer if not given."""
-    vocab_multiple: Count = 128
-    """The embedding is padded to a multiple of this, for speed; padded ids can never be
-    predicted."""
-    positions: Literal["learned", "rotary"] = "learned"
-    """How the model knows where a token stands."""
-    rotary_base: Annotated[float, Field(gt=0)] | None = None
-    """Longest wavelength parameter of rotary positions; 10000 if not given."""
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    """Normalisation before attention, before the feed-forward part and before the head."""
-    norm_eps: Annotated[float, Field(gt=0)] = 1e-5
-    """Added to the variance in every normalisation."""
-    qk_norm: bool = False
-    """Normalise queries and keys per head (RMSNorm) before attention."""
-    bias: bool = True
-    """Biases in linear layers and LayerNorm."""
-    activation: Literal["gelu", "gelu_tanh", "relu2", "swiglu"] = "gelu_tanh"
-    """Non-linearity of the feed-forward part; GPT-2 was trained with gelu_tanh."""
-    norm_gain: bool = True
-    """Learned gains (and biases) in normalisations."""
-    embedding_norm: bool = False
-    """Normalise the stream before the first block too."""
-    value_embeddings: Annotated[int, Field(ge=0)] = 0
-    """How many layers, every other one from the last down, add to each token's values a vector
-    looked up by the token, gated per head. Costs vocabulary x width parameters each, and almost no
-    time."""
-    attention_scale: Annotated[float, Field(gt=0)] | None = None
-    """Factor on query-key products; 1/sqrt(head width) if not given."""
-    logit_cap: Annotated[float, Field(gt=0)] | None = None
-    """Logits z become cap tanh(z / cap), so that none is larger; none if not given."""
-    tie_head: bool = True
-    """Share the token embedding with the output head."""
-    dropout: Fraction = 0.0
-    """Dropout on embeddings, attention weights and residual branches."""
-    init_std: Annotated[float, Field(gt=0)] = 0.02
-    """Standard deviation of initial weights; residual projections get it divided by sqrt(2
-    layers)."""
-    embedding_std: Annotated[float, Field(gt=0)] | None = None
-    """The same for the token embedding; init_std if not given."""
-    head_std: Annotated[float, Field(gt=0)] | None = None
-    """The same for a head that is not tied; init_std if not given."""
-    zero_init: bool = False
-    """Projections onto the residual stream start at zero, so that every block begins as nothing."""
-    start: str | None = None
-    """Start from these weights instead of random ones: a run folder, a Hugging Face folder, or a
-    name there such as "gpt2". Its sizes are taken over; sizes given here too must agree with it."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_gone(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        return {key: value for key, value in values.items() if (key, value) not in GONE.items()}
-
-    @property
-    def head_width(self) -> int:
-        return self.width // self.heads
-
-    @property
-    def groups(self) -> int:
-        """Key and value heads."""
-        return self.kv_heads or self.heads
-
-    @property
-    def value_layers(self) -> tuple[int, ...]:
-        """Layers with value embeddings."""
-        return tuple(range(self.layers - 1, -1, -2))[: self.value_embeddings]
-
-    @property
-    def inner(self) -> int:
-        """Width of the feed-forward part."""
-        if self.mlp_width:
-            return self.mlp_width
-        if self.activation == "swiglu":
-            return -(-8 * self.width // 3 // 64) * 64
-        return 4 * self.width
-
+from gristmill.config.values import Count, Interval, Patience, Span, TokenPaths, WallTime
 
 # ------------------------------------------------------------------ data
 
@@ -335,7 +227,10 @@ class CheckpointConfig(Settings):
     keep_best: bool = True
     """Also keep the one with the best validation loss."""
     background: bool = True
-    """Write in the background, while training goes on."""
+    """Write in the background, while training continues."""
+    timeout: Patience = "1h"
+    """How long the processes of a run wait for one another in a save before the run ends; at least
+    "5s". One slow disk must not end a run that is otherwise healthy."""
 
 
 class WandbConfig(Settings):
@@ -371,13 +266,13 @@ class RunConfig(Settings):
     lists them."""
     folder: str | None = None
     """Folder for everything the run writes; runs/NAME if not given."""
-    model: ModelConfig
+    model: GPTConfig
     """The network."""
     data: DataConfig
     """The token files."""
     train: TrainConfig
     """Horizon and batch."""
-    optim: OptimConfig = AdamWConfig()
+    optim: AnyOptimizerConfig = AdamWConfig()
     """The optimizer."""
     schedule: ScheduleConfig = CosineSchedule()
     """The learning rate over the run."""
@@ -395,3 +290,10 @@ class RunConfig(Settings):
     """Saving."""
     track: TrackConfig = TrackConfig()
     """Metrics."""
+
+
+def parse_model(values: dict[str, Any]) -> ModelConfig:
+    """A `[model]` table that was written by this program, of whatever kind of model."""
+    kinds: Any = RunConfig.model_fields["model"].annotation
+    model: ModelConfig = TypeAdapter(kinds).validate_python(values)
+    return model

@@ -58,7 +58,7 @@ def evaluate_loss(
     bytes_of = np.array(
         [len(loaded.tokenizer.token_bytes(i)) for i in range(loaded.tokenizer.size)]
     )
-    device = loaded.model.embedding.weight.device
+    device = loaded.model.device
     total, tokens, text_bytes = 0.0, 0, 0
     for pieces in _windows(len(ids), context=loaded.model.config.context, batch=batch):
         length = int(pieces.counts[0])

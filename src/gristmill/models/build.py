@@ -1,21 +1,46 @@
-"""From settings to a model on a device."""
+"""From settings to a model: one constructor for each kind of settings.
+
+Models are made without memory, which takes milliseconds at any size, and then given some.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch import nn
 
-from gristmill.config.resolve import padded
-from gristmill.config.schema import ModelConfig
+from gristmill.config.model import GPTConfig, ModelConfig
 from gristmill.models.gpt import GPT
-from gristmill.models.recompute import NOTHING, Recompute
-from gristmill.models.spec import Portion
+from gristmill.models.spec import WHOLE, CausalLM, ModelShard
+
+MODELS: dict[type[ModelConfig], Callable[..., CausalLM]] = {GPTConfig: GPT}
 
 
-def whole_names(config: ModelConfig) -> list[str]:
-    """The names of all parameters of a model."""
+def outline_model(
+    config: ModelConfig, *, vocab: int, shard: ModelShard = WHOLE, pad_for: int = 1
+) -> CausalLM:
+    """A model, or a shard of one, with names and shapes but no memory. `pad_for`: pad the
+    vocabulary of a whole model as for so many processes that share layers."""
     with torch.device("meta"):
-        model = GPT(config, vocab=1, rows=padded(1, config))
-    return [name for name, _ in model.named_parameters()]
+        return MODELS[type(config)](config, vocab=vocab, shard=shard, pad_for=pad_for)
+
+
+def materialise(
+    module: nn.Module, device: torch.device, *, dtype: torch.dtype | None = None
+) -> None:
+    """Give what has no memory yet in a module some on a device, parameters in another number format
+    if one is given; buffers that have a value keep it."""
+    for inner in module.modules():
+        for name, parameter in list(inner.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                memory = torch.empty_like(parameter, device=device, dtype=dtype)
+                inner.register_parameter(name, nn.Parameter(memory, parameter.requires_grad))
+        for name, buffer in list(inner.named_buffers(recurse=False)):
+            empty = buffer.is_meta
+            inner._buffers[name] = (
+                torch.empty_like(buffer, device=device) if empty else buffer.to(device)
+            )
 
 
 def build_model(
@@ -23,17 +48,14 @@ def build_model(
     *,
     vocab: int,
     device: torch.device,
-    recompute: Recompute = NOTHING,
-    portion: Portion | None = None,
-) -> GPT:
-    """A model, or a part of one, with memory allocated on the device and weights not yet set."""
-    ranks = 1 if portion is None else portion.ranks
-    with torch.device("meta"):
-        rows = padded(vocab, config, ranks=ranks)
-        model = GPT(config, vocab=vocab, rows=rows, recompute=recompute, portion=portion)
+    shard: ModelShard = WHOLE,
+    dtype: torch.dtype | None = None,
+) -> CausalLM:
+    """A model with memory allocated on the device and weights not yet set; `dtype` is the number
+    format of its weights if not fp32."""
+    model = outline_model(config, vocab=vocab, shard=shard)
     if device.type != "meta":
-        model.to_empty(device=device)
+        materialise(model, device, dtype=dtype)
         model.tie()
-        if model.rotary is not None:
-            model.rotary.fill()
+        model.reset_buffers()
     return model

@@ -2,11 +2,11 @@
 
     tokens -> embedding (+ positions) -> blocks -> norm -> head (-> cap) -> logits or loss
 
-A model may hold a `Portion` only: some of the layers, and a share of each. Its parameters keep the
-names that they have in the whole.
+A model may be a shard only: some of the layers, and a part of each. Its parameters keep the names
+that they have in the whole model.
 
 Weights are drawn per parameter from a generator seeded by the run's seed and the parameter's name,
-so that no weight depends on the order in which others are made, nor on how the model is divided.
+so that no weight depends on the order in which others are made, nor on how the model is sharded.
 Projections onto the residual stream get a standard deviation smaller by sqrt(2 layers), as in
 GPT-2.
 
@@ -17,98 +17,110 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import nn
 
-from gristmill.base.boxes import split_pieces
+from gristmill.base.tensor_slices import split_slices
+from gristmill.config.model import GPTConfig
+from gristmill.config.resolve import padded
 from gristmill.config.roles import Role
-from gristmill.config.schema import ModelConfig
-from gristmill.models.layers import Block, Linear, Rotary, Surroundings, build_norm, document_mask
+from gristmill.models.layers import Block, BlockContext, Linear, Rotary, build_norm, document_mask
 from gristmill.models.loss import capped, linear_cross_entropy
-from gristmill.models.recompute import NOTHING, Recompute
-from gristmill.models.spec import Kernels, KVCache, Links, Loss, Portion, Split
+from gristmill.models.recompute import Recompute
+from gristmill.models.spec import WHOLE, Cache, CausalLM, KVCache, Loss, ModelShard, Split
+from gristmill.plan.arithmetic import TokenCost, token_cost
 
 
-class GPT(nn.Module):
+class GPT(CausalLM):
     """A decoder-only transformer whose embedding has `rows` rows, of which `vocab` can be
-    predicted. `compute` is the number format of its stream; `kernels` are those it may use; `links`
-    lead to the other parts of a model that is divided."""
+    predicted."""
+
+    casts_weights: ClassVar[bool] = True
+    config: GPTConfig
 
     def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        vocab: int,
-        rows: int,
-        recompute: Recompute = NOTHING,
-        portion: Portion | None = None,
+        self, config: GPTConfig, *, vocab: int, shard: ModelShard = WHOLE, pad_for: int = 1
     ) -> None:
-        super().__init__()
-        assert vocab <= rows
-        portion = portion or Portion.whole(config)
-        self.config, self.vocab, self.rows, self.portion = config, vocab, rows, portion
-        self.recompute = recompute
-        self.compute, self.kernels, self.links = torch.float32, Kernels(), Links()
-        share = rows // portion.ranks
-        if portion.first:
-            self.embedding = nn.Embedding(share, config.width)
+        super().__init__(config, vocab=vocab, shard=shard)
+        tp_size = shard.tp_size
+        self.layers = tuple(range(config.layers)) if shard.layers is None else shard.layers
+        self.rows = rows = padded(vocab, config, ranks=max(tp_size, pad_for))
+        if shard.first:
+            self.embedding = nn.Embedding(rows // tp_size, config.width)
             learned = config.positions == "learned"
             self.positions = nn.Embedding(config.context, config.width) if learned else None
             self.embedding_norm = build_norm(config) if config.embedding_norm else None
             self.dropout = nn.Dropout(config.dropout)
         self.rotary = Rotary(config) if config.positions == "rotary" else None
-        values = config.groups * config.head_width // portion.ranks
+        values = config.groups * config.head_width // tp_size
         self.values = nn.ModuleDict(
             {
                 str(layer): nn.Embedding(rows, values)
                 for layer in config.value_layers
-                if layer in portion.layers
+                if layer in self.layers
             }
         )
         self.blocks = nn.ModuleDict(
-            {str(layer): Block(config, layer, portion.ranks) for layer in portion.layers}
+            {str(layer): Block(config, layer, tp_size) for layer in self.layers}
         )
-        if portion.last:
+        if shard.last:
             self.norm = build_norm(config)
-            self.head = Linear(config.width, share, bias=False)
+            self.head = Linear(config.width, rows // tp_size, bias=False)
         self.tie()
 
-    @property
-    def tied(self) -> bool:
-        """Whether embedding and head are one parameter here."""
-        return self.config.tie_head and self.portion.first and self.portion.last
-
     def tie(self) -> None:
-        """Make embedding and head one parameter, if they are to be."""
-        if self.tied:
+        """Make embedding and head one parameter, if they are to be and both are here."""
+        if self.config.tie_head and self.shard.first and self.shard.last:
             self.head.weight = self.embedding.weight
 
-    # -------------------------------------------------------------- about the parameters
+    # -------------------------------------------------------------- its parameters
 
-    def whole_name(self, name: str) -> str:
+    def canonical_name(self, name: str) -> str:
         """A parameter's name in the whole model, where a tied head is the embedding."""
         return "embedding.weight" if self.config.tie_head and name == "head.weight" else name
 
     def roles(self) -> dict[str, Role]:
         """What each parameter is for, by its name in the whole model."""
-        named = [(self.whole_name(name), p) for name, p in self.named_parameters()]
+        named = [(self.canonical_name(name), p) for name, p in self.named_parameters()]
         return {name: _role(name, parameter) for name, parameter in named}
 
-    def parts(self) -> dict[str, tuple[int, ...]]:
-        """Rows, in the whole model, of each matrix in parameters that are several matrices, one
-        below the other."""
-        splits = self.splits().items()
+    def vocabulary_parameters(self) -> frozenset[str]:
+        """Embeddings of tokens and the head."""
+        tables = ("embedding", "head", "values")
+        return frozenset(name for name in self.roles() if name.partition(".")[0] in tables)
+
+    def stacked_rows(self) -> dict[str, tuple[int, ...]]:
+        """Queries, keys and values; the two halves of a gated feed-forward part."""
         return {
             name: split.parts
-            for name, split in splits
+            for name, split in self.splits().items()
             if len(split.parts) > 1 and name.endswith("weight")
         }
 
+    def block_names(self) -> Sequence[str]:
+        return [f"blocks.{layer}" for layer in self.layers]
+
+    def recompute_blocks(self, recompute: Recompute) -> None:
+        """Selective recomputation keeps products and recomputes activations, so the two are not
+        fused where it applies."""
+        for number, layer in enumerate(self.layers):
+            if recompute.kind == "selective" and recompute.concerns(number):
+                block = self.blocks[str(layer)]
+                assert isinstance(block, Block)
+                block.mlp.may_fuse = False
+        super().recompute_blocks(recompute)
+
+    def token_cost(self, sequence: int) -> TokenCost:
+        return token_cost(self.config, rows=self.rows, sequence=sequence)
+
+    def new_cache(self) -> KVCache:
+        return KVCache(self.config.context)
+
     def splits(self) -> dict[str, Split]:
-        """How parameters are divided among processes that share layers; those not named here are
-        on each of them."""
+        """By heads, inner features and rows of the vocabulary."""
         config, rows = self.config, Split(0, (self.rows,))
         query, key = config.width, config.groups * config.head_width
         gates = 2 if config.activation == "swiglu" else 1
@@ -123,42 +135,37 @@ class GPT(nn.Module):
         }
         tables = {f"values.{layer}.weight": Split(1, (key,)) for layer in config.value_layers}
         known = {"embedding.weight": rows, "head.weight": rows, **tables}
-        for layer in self.portion.layers:
+        for layer in self.layers:
             known |= {f"blocks.{layer}.{name}": split for name, split in within.items()}
         return {name: known[name] for name, _ in self.named_parameters() if name in known}
 
-    def partial(self, *, sequence: bool) -> list[str]:
-        """Parameters that every process sharing layers has, and whose gradient is the sum of all
-        processes' gradients; `sequence`: the stream is divided among them along the sequence."""
+    def partial_gradients(self) -> list[str]:
+        """With sequence parallelism, whatever is not divided: it has seen some positions only.
+        Otherwise the norms of queries and keys, which have seen some heads only."""
         everywhere = [name for name, _ in self.named_parameters() if name not in self.splits()]
-        if sequence:
+        if self.comm.sequence_parallel:
             return everywhere
         return [name for name in everywhere if ".query_norm." in name or ".key_norm." in name]
-
-    def whole_shape(self, name: str) -> tuple[int, ...]:
-        """A parameter's shape in the whole model."""
-        shape = list(self.get_parameter(name).shape)
-        split = self.splits().get(name)
-        if split is not None:
-            shape[split.dim] = sum(split.parts)
-        return tuple(shape)
 
     # -------------------------------------------------------------- how it begins
 
     def initialise(self, seed: int, names: Iterable[str] | None = None) -> None:
-        """Draw weights, all or those named: normal matrices and embeddings, zero biases, unit
-        gains."""
-        splits, portion = self.splits(), self.portion
+        """Normal matrices and embeddings, zero biases, unit gains."""
+        splits, shard = self.splits(), self.shard
         for name in dict(self.named_parameters()) if names is None else names:
             parameter, shape = self.get_parameter(name), self.whole_shape(name)
-            value = self._initial(self.whole_name(name), shape, seed, parameter.device)
+            value = self._initial(self.canonical_name(name), shape, seed, parameter.device)
             split = splits.get(name, Split(0, (shape[0],)))
-            rank, ranks = (portion.rank, portion.ranks) if name in splits else (0, 1)
+            rank, ranks = (shard.tp_rank, shard.tp_size) if name in splits else (0, 1)
             with torch.no_grad():
-                for piece in split_pieces(
+                for piece in split_slices(
                     shape, dim=split.dim, parts=split.parts, rank=rank, ranks=ranks
                 ):
                     parameter[piece.local.slices] = value[piece.whole.slices]
+
+    def reset_buffers(self) -> None:
+        if self.rotary is not None:
+            self.rotary.fill()
 
     def _initial(
         self, name: str, shape: tuple[int, ...], seed: int, device: torch.device
@@ -198,44 +205,45 @@ class GPT(nn.Module):
         scale: torch.Tensor | None = None,
         positions_BT: torch.Tensor | None = None,
         documents_BT: torch.Tensor | None = None,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
         last_only: bool = False,
     ) -> torch.Tensor | Loss:
         assert cache is None or (positions_BT is None and documents_BT is None), "one document"
-        around = self.surroundings(tokens_BT, positions_BT, documents_BT, cache=cache)
-        x_BTD = self.embed(tokens_BT, around)
-        x_BTD = self.through(x_BTD, self.portion.layers, tokens_BT, around)
+        assert cache is None or isinstance(cache, KVCache)
+        context = self.block_context(tokens_BT, positions_BT, documents_BT, cache=cache)
+        x_BTD = self.embed(tokens_BT, context)
+        x_BTD = self.run_blocks(x_BTD, self.layers, tokens_BT, context)
         if cache is not None:
             cache.length += tokens_BT.shape[1]
         if targets_BT is not None:
             return self.loss(x_BTD, targets_BT, weights_BT, scale)
         hidden_BTD = self.norm(x_BTD[:, -1:] if last_only else x_BTD)
-        assert self.links.alone, "logits are asked of whole models only"
+        assert self.comm.single, "logits are asked of whole models only"
         return capped(self.head(hidden_BTD)[..., : self.vocab], self.config.logit_cap)
 
-    def surroundings(
+    def block_context(
         self,
         tokens_BT: torch.Tensor,
         positions: torch.Tensor | None,
         documents_BT: torch.Tensor | None,
         *,
         cache: KVCache | None = None,
-    ) -> Surroundings:
-        """What the blocks are told about a batch; positions are (T) or (B, T)."""
+    ) -> BlockContext:
+        """What the blocks need to know about a batch; positions are (T) or (B, T)."""
         if positions is None:
             begin = cache.length if cache is not None else 0
             length = tokens_BT.shape[1]
             positions = torch.arange(begin, begin + length, device=tokens_BT.device)
-        turn = None if self.rotary is None else self.rotary(positions)
-        dense = documents_BT is not None and self.links.attend is None
+        angles = None if self.rotary is None else self.rotary(positions)
+        dense = documents_BT is not None and self.comm.attend is None
         mask = document_mask(documents_BT) if dense and documents_BT is not None else None
-        return Surroundings(positions, mask, turn, cache, self.kernels, self.links, documents_BT)
+        return BlockContext(positions, mask, angles, cache, self.kernels, self.comm, documents_BT)
 
-    def embed(self, tokens_BT: torch.Tensor, around: Surroundings) -> torch.Tensor:
-        """The stream before the first block."""
-        x_BTD = self.links.leave(self._rows(tokens_BT).to(self.compute))
+    def embed(self, tokens_BT: torch.Tensor, context: BlockContext) -> torch.Tensor:
+        """The residual stream before the first block."""
+        x_BTD = self.comm.leave(self._rows(tokens_BT).to(self.compute))
         if self.positions is not None:
-            positions = self.links.own(around.positions, -1)
+            positions = self.comm.local_positions(context.positions, -1)
             x_BTD = x_BTD + self.positions(positions).to(self.compute)
         if self.embedding_norm is not None:
             x_BTD = self.embedding_norm(x_BTD)
@@ -244,30 +252,25 @@ class GPT(nn.Module):
 
     def _rows(self, tokens_BT: torch.Tensor) -> torch.Tensor:
         """Rows of the embedding; zero for tokens whose row another process has."""
-        if self.portion.ranks == 1:
+        if self.shard.tp_size == 1:
             rows: torch.Tensor = self.embedding(tokens_BT)
             return rows
         count = self.embedding.num_embeddings
-        here_BT = tokens_BT - self.portion.rank * count
+        here_BT = tokens_BT - self.shard.tp_rank * count
         inside_BT = (here_BT >= 0) & (here_BT < count)
         found: torch.Tensor = self.embedding(here_BT.clamp(0, count - 1))
         return found * inside_BT[..., None]
 
-    def through(
+    def run_blocks(
         self,
         x_BTD: torch.Tensor,
         layers: Iterable[int],
         tokens_BT: torch.Tensor,
-        around: Surroundings,
+        context: BlockContext,
     ) -> torch.Tensor:
-        """The stream after some of the blocks."""
+        """The residual stream after some of the blocks."""
         for layer in layers:
-            block, looked_up = self.blocks[str(layer)], self._looked_up(layer, tokens_BT)
-            if self.training:
-                told = around._replace(kernels=self.recompute.may_use(self.kernels, layer))
-                x_BTD = self.recompute.run(layer, block, x_BTD, told, looked_up)
-            else:
-                x_BTD = block(x_BTD, around, looked_up)
+            x_BTD = self.blocks[str(layer)](x_BTD, context, self._looked_up(layer, tokens_BT))
         return x_BTD
 
     def _looked_up(self, layer: int, tokens_BT: torch.Tensor) -> torch.Tensor | None:
@@ -284,8 +287,8 @@ class GPT(nn.Module):
         weights_BT: torch.Tensor | None,
         scale: torch.Tensor | None,
     ) -> Loss:
-        """The loss of the stream after the last block."""
-        hidden_BTD = self.links.enter(self.norm(x_BTD))
+        """The loss of the residual stream after the last block."""
+        hidden_BTD = self.comm.enter(self.norm(x_BTD))
         return linear_cross_entropy(
             hidden_BTD.flatten(0, 1),
             self.head.weight,
@@ -296,9 +299,53 @@ class GPT(nn.Module):
             cap=self.config.logit_cap,
             kernel=self.kernels.loss,
             fp8=self.kernels.head_fp8,
-            links=self.links,
-            first=self.portion.rank * self.head.weight.shape[0],
+            comm=self.comm,
+            first=self.shard.tp_rank * self.head.weight.shape[0],
         )
+
+    # -------------------------------------------------------------- pipeline stages
+
+    def stage_modules(
+        self, layers: Sequence[int], *, first: bool, last: bool
+    ) -> Mapping[str, nn.Module]:
+        """The modules of a pipeline stage."""
+        around = ["embedding", "positions", "embedding_norm"] if first else []
+        around += ["norm", "head"] if last else []
+        names = [str(layer) for layer in layers]
+        modules = {name: getattr(self, name) for name in around}
+        modules |= {f"block-{name}": self.blocks[name] for name in names}
+        modules |= {f"values-{name}": self.values[name] for name in names if name in self.values}
+        return {name: module for name, module in modules.items() if module is not None}
+
+    def forward_stage(
+        self,
+        hidden_BTD: torch.Tensor,
+        layers: Sequence[int],
+        *,
+        first: bool,
+        last: bool,
+        tokens_BT: torch.Tensor,
+        targets_BT: torch.Tensor,
+        weights_BT: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None,
+        positions_BT: torch.Tensor | None = None,
+        documents_BT: torch.Tensor | None = None,
+    ) -> torch.Tensor | Loss:
+        """The residual stream after some layers, or the loss after the last."""
+        context = self.block_context(tokens_BT, positions_BT, documents_BT)
+        x_BTD = self.embed(tokens_BT, context) if first else hidden_BTD
+        x_BTD = self.run_blocks(x_BTD, layers, tokens_BT, context)
+        return self.loss(x_BTD, targets_BT, weights_BT, scale) if last else x_BTD
+
+    def stage_hidden(self, samples: int, length: int) -> torch.Tensor:
+        """The residual stream, of which sequence parallelism sends a part."""
+        parts = self.shard.tp_size if self.comm.sequence_parallel else 1
+        shape = (samples, length // parts, self.config.width)
+        return torch.empty(shape, dtype=self.compute, device="meta", requires_grad=True)
+
+    def tied_across_stages(self) -> list[str]:
+        apart = self.shard.first != self.shard.last
+        return ["embedding.weight"] if self.config.tie_head and apart else []
 
 
 def _role(name: str, parameter: torch.Tensor) -> Role:

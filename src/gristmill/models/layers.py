@@ -1,13 +1,13 @@
 """The parts of a transformer block, each chosen by the model's settings.
 
-Weights are kept in fp32 and used in the format of the stream they meet: whoever embeds the tokens
-decides the number format of the whole pass, and gradients arrive in fp32.
+Weights are kept in fp32 and converted to the number format of their input: the format of the
+embedded tokens is that of the whole pass, and gradients arrive in fp32.
 
-Positions are one row for all samples (T) or a row for each (B, T). A mask says which positions see
-which, where it is not simply the earlier ones.
+Positions are one row for all samples (T) or a row for each (B, T). A mask says which positions
+attend to which, where it is not simply all earlier ones.
 
-Of heads and inner features a process may hold a share (see `models/spec.py`): products into them
-are divided by columns, products out of them by rows and then summed over the processes.
+A process may hold only some heads and inner features (see `models/spec.py`): products into them are
+column-parallel, products out of them row-parallel and summed over the processes.
 
 Shapes: B samples, T positions, D width, H heads, G key and value heads, K head width, F inner
 width.
@@ -22,23 +22,23 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gristmill.config.schema import GATE_FEATURES, ModelConfig
+from gristmill.config.model import GATE_FEATURES, GPTConfig
 from gristmill.models.fused import fused_mlp, worth_fusing
-from gristmill.models.spec import Kernels, KVCache, Links
+from gristmill.models.spec import Kernels, KVCache, ShardComm
 
 _ARM = platform.machine() in ("aarch64", "arm64")
 
 
-class Surroundings(NamedTuple):
-    """What all blocks of one forward pass are told."""
+class BlockContext(NamedTuple):
+    """What all blocks of one forward pass share."""
 
     positions: torch.Tensor
     mask: torch.Tensor | None = None
-    turn: Turn | None = None
-    """How queries and keys are turned, for models with rotary positions."""
+    rotary: RotaryAngles | None = None
+    """How queries and keys are rotated, for models with rotary positions."""
     cache: KVCache | None = None
     kernels: Kernels = Kernels()
-    links: Links = Links()
+    comm: ShardComm = ShardComm()
     documents_BT: torch.Tensor | None = None
     """The documents that positions belong to, where the mask is made from them elsewhere."""
 
@@ -51,17 +51,17 @@ class Linear(nn.Linear):
         return functional.linear(x, self.weight.to(x.dtype), bias)
 
 
-class ClosingLinear(Linear):
+class RowParallelLinear(Linear):
     """A linear layer whose input features may be divided among processes."""
 
-    def forward(self, x: torch.Tensor, links: Links | None = None) -> torch.Tensor:
-        if links is None or links.alone:
+    def forward(self, x: torch.Tensor, comm: ShardComm | None = None) -> torch.Tensor:
+        if comm is None or comm.single:
             return super().forward(x)
-        return self.closed(functional.linear(x, self.weight.to(x.dtype)), links)
+        return self.reduce(functional.linear(x, self.weight.to(x.dtype)), comm)
 
-    def closed(self, products: torch.Tensor, links: Links) -> torch.Tensor:
+    def reduce(self, products: torch.Tensor, comm: ShardComm) -> torch.Tensor:
         """The layer's result, from this process's products."""
-        y = links.leave(products)
+        y = comm.leave(products)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
@@ -82,7 +82,7 @@ class RMSNorm(nn.RMSNorm):
         return functional.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
-def build_norm(config: ModelConfig, width: int | None = None) -> nn.Module:
+def build_norm(config: GPTConfig, width: int | None = None) -> nn.Module:
     """Normalisation over the last dimension."""
     width, gain = width or config.width, config.norm_gain
     if config.norm == "layernorm":
@@ -99,9 +99,9 @@ def document_mask(documents_BT: torch.Tensor) -> torch.Tensor:
 
 
 class Rotary(nn.Module):
-    """Angles by which pairs of query and key features are turned, growing with the position.
+    """Angles by which pairs of query and key features are rotated, growing with the position.
 
-    Feature i and feature i + K/2 form a pair, turned by position x base^(-2i/K). Cosines and sines
+    Feature i and feature i + K/2 form a pair, rotated by position x base^(-2i/K). Cosines and sines
     are kept in tables: formed inside a kernel for every element, they would cost more than
     attention itself.
     """
@@ -109,7 +109,7 @@ class Rotary(nn.Module):
     cos_TK: torch.Tensor
     sin_TK: torch.Tensor
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.base = config.rotary_base or 10_000.0
         for name in ("cos_TK", "sin_TK"):
@@ -126,12 +126,16 @@ class Rotary(nn.Module):
         self.cos_TK.copy_(angles_TK.cos())
         self.sin_TK.copy_(angles_TK.sin())
 
-    def forward(self, positions: torch.Tensor) -> Turn:
+    def forward(self, positions: torch.Tensor) -> RotaryAngles:
         cos, sin = self.cos_TK[positions], self.sin_TK[positions]
-        return Turn(cos, sin) if positions.dim() == 1 else Turn(cos[:, None], sin[:, None])
+        return (
+            RotaryAngles(cos, sin)
+            if positions.dim() == 1
+            else RotaryAngles(cos[:, None], sin[:, None])
+        )
 
 
-class Turn(NamedTuple):
+class RotaryAngles(NamedTuple):
     """Cosines and sines of the positions of a pass: (T, K/2) or (B, 1, T, K/2)."""
 
     cos: torch.Tensor
@@ -146,7 +150,7 @@ class Turn(NamedTuple):
 class Attention(nn.Module):
     """Causal self-attention with as many key and value heads as the settings say."""
 
-    def __init__(self, config: ModelConfig, layer: int, ranks: int = 1) -> None:
+    def __init__(self, config: GPTConfig, layer: int, ranks: int = 1) -> None:
         super().__init__()
         self.layer, self.scale = layer, config.attention_scale
         self.heads, self.groups = config.heads // ranks, config.groups // ranks
@@ -155,7 +159,7 @@ class Attention(nn.Module):
         inner = self.heads * self.head_width
         both = 2 * self.groups * self.head_width
         self.qkv = Linear(config.width, inner + both, bias=config.bias)
-        self.out = ClosingLinear(inner, config.width, bias=config.bias)
+        self.out = RowParallelLinear(inner, config.width, bias=config.bias)
         self.query_norm = self._head_norm(config) if config.qk_norm else None
         self.key_norm = self._head_norm(config) if config.qk_norm else None
         self.value_gate = (
@@ -164,34 +168,34 @@ class Attention(nn.Module):
             else None
         )
 
-    def _head_norm(self, config: ModelConfig) -> nn.Module:
+    def _head_norm(self, config: GPTConfig) -> nn.Module:
         return RMSNorm(self.head_width, config.norm_eps, elementwise_affine=config.norm_gain)
 
     def forward(
-        self, x_BTD: torch.Tensor, around: Surroundings, looked_up_BTV: torch.Tensor | None
+        self, x_BTD: torch.Tensor, context: BlockContext, looked_up_BTV: torch.Tensor | None
     ) -> torch.Tensor:
-        x_BTD = around.links.enter(x_BTD)
+        x_BTD = context.comm.enter(x_BTD)
         query, key, value = self._project(x_BTD)
         if self.value_gate is not None and looked_up_BTV is not None:
             value = value + self._gated(looked_up_BTV, x_BTD)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        if around.turn is not None:
-            query, key = around.turn.apply(query), around.turn.apply(key)
-        if around.links.attend is not None:
-            documents = around.documents_BT
-            y_BHTK = around.links.attend(
+        if context.rotary is not None:
+            query, key = context.rotary.apply(query), context.rotary.apply(key)
+        if context.comm.attend is not None:
+            documents = context.documents_BT
+            y_BHTK = context.comm.attend(
                 query, key, value, scale=self.scale, documents_BT=documents
             )
         else:
-            with around.links.apart():
-                y_BHTK = self._attend(query, key, value, around)
-        return self.out(y_BHTK.transpose(1, 2).flatten(2), around.links)
+            with context.comm.distinct_rng():
+                y_BHTK = self._attend(query, key, value, context)
+        return self.out(y_BHTK.transpose(1, 2).flatten(2), context.comm)
 
     def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, around: Surroundings
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: BlockContext
     ) -> torch.Tensor:
-        positions, mask, cache = around.positions, around.mask, around.cache
+        positions, mask, cache = context.positions, context.mask, context.cache
         causal = mask is None
         if cache is not None:
             key, value = cache.extend(self.layer, key, value)
@@ -218,7 +222,7 @@ class Attention(nn.Module):
         return part.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
 
     def _gated(self, looked_up_BTV: torch.Tensor, x_BTD: torch.Tensor) -> torch.Tensor:
-        """Value embeddings, each head's times a factor from 0 to 2 that the stream decides."""
+        """Value embeddings, each head's times a factor from 0 to 2 that the input decides."""
         assert self.value_gate is not None
         gate_BTG = 2 * torch.sigmoid(self.value_gate(x_BTD[..., : self.value_gate.in_features]))
         return self._by_head(looked_up_BTV) * gate_BTG.transpose(1, 2)[..., None]
@@ -228,8 +232,8 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
     """GELU with the error function.
 
     A contiguous tensor in fp32 on a CPU is handed to oneDNN by torch, whose gradient takes four
-    times as long on ARM as that of torch's own vectorised kernel. A turned view is not handed on,
-    and nothing is copied: result and gradient lie in memory as they would without.
+    times as long on ARM as that of torch's own vectorised kernel. A transposed view is not handed
+    on, and nothing is copied: result and gradient lie in memory as they would without.
     """
     if _ARM and x.device.type == "cpu":
         return functional.gelu(x.mT).mT
@@ -239,18 +243,19 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
 class MLP(nn.Module):
     """The feed-forward part of a block; swiglu has a gate beside the inner layer."""
 
-    def __init__(self, config: ModelConfig, ranks: int = 1) -> None:
+    def __init__(self, config: GPTConfig, ranks: int = 1) -> None:
         super().__init__()
         self.activation, self.inner = config.activation, config.inner // ranks
+        self.may_fuse = True
         gates = 2 if config.activation == "swiglu" else 1
         self.up = Linear(config.width, gates * self.inner, bias=config.bias)
-        self.down = ClosingLinear(self.inner, config.width, bias=config.bias)
+        self.down = RowParallelLinear(self.inner, config.width, bias=config.bias)
 
-    def forward(self, x_BTD: torch.Tensor, around: Surroundings) -> torch.Tensor:
-        x_BTD = around.links.enter(x_BTD)
+    def forward(self, x_BTD: torch.Tensor, context: BlockContext) -> torch.Tensor:
+        x_BTD = context.comm.enter(x_BTD)
         worth = worth_fusing(x_BTD, inner=self.inner, activation=self.activation)
-        if around.kernels.mlp and worth:
-            return self.down.closed(self._fused(x_BTD), around.links)
+        if context.kernels.mlp and self.may_fuse and worth:
+            return self.down.reduce(self._fused(x_BTD), context.comm)
         inner_BTF = self.up(x_BTD)
         match self.activation:
             case "gelu":
@@ -262,7 +267,7 @@ class MLP(nn.Module):
             case "swiglu":
                 gate_BTF, inner_BTF = inner_BTF.chunk(2, dim=-1)
                 inner_BTF = functional.silu(gate_BTF) * inner_BTF
-        return self.down(inner_BTF, around.links)
+        return self.down(inner_BTF, context.comm)
 
     def _fused(self, x_BTD: torch.Tensor) -> torch.Tensor:
         dtype = x_BTD.dtype
@@ -272,9 +277,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each normalised before and added to the stream."""
+    """Attention and feed-forward, each normalised before and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, layer: int, ranks: int = 1) -> None:
+    def __init__(self, config: GPTConfig, layer: int, ranks: int = 1) -> None:
         super().__init__()
         self.attention_norm = build_norm(config)
         self.attention = Attention(config, layer, ranks)
@@ -285,10 +290,10 @@ class Block(nn.Module):
     def forward(
         self,
         x_BTD: torch.Tensor,
-        around: Surroundings,
+        context: BlockContext,
         looked_up_BTV: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        attended = self.attention(self.attention_norm(x_BTD), around, looked_up_BTV)
+        attended = self.attention(self.attention_norm(x_BTD), context, looked_up_BTV)
         x_BTD = x_BTD + self.dropout(attended)
-        inner = self.mlp(self.mlp_norm(x_BTD), around)
+        inner = self.mlp(self.mlp_norm(x_BTD), context)
         return x_BTD + self.dropout(inner)

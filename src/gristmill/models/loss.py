@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import torch
 
-from gristmill.models.spec import Links, Loss
+from gristmill.models.spec import Loss, ShardComm
 
 SLICE_BYTES = 2**31
 """Memory allowed for one slice's logits on a GPU."""
@@ -46,16 +46,16 @@ def linear_cross_entropy(
     cap: float | None = None,
     kernel: bool = False,
     fp8: bool = False,
-    links: Links | None = None,
+    comm: ShardComm | None = None,
     first: int = 0,
 ) -> Loss:
     """Loss summed over tokens; rows of the head from `vocab` on are padding and cannot be
     predicted. `kernel`: in Triton. `fp8`: matrix products in fp8 (in Triton too) if there will be
-    gradients. `links`, `first`: to the processes that have other rows of the head, and the number
+    gradients. `comm`, `first`: to the processes that have other rows of the head, and the number
     of the first row here; plain operations compute what is divided."""
     if scale is None:
         scale = torch.ones((), device=hidden_ND.device)
-    others = None if links is None or links.alone else links
+    others = None if comm is None or comm.single else comm
     scaled, total = _LinearCrossEntropy.apply(
         *(hidden_ND, head_VD, targets_N, weights_N, scale),
         *(vocab, cap, kernel, fp8, torch.is_grad_enabled(), others, first),
@@ -90,15 +90,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         kernel: bool,
         fp8: bool,
         wants_gradient: bool,
-        links: Links | None,
+        comm: ShardComm | None,
         first: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         tensors = (hidden_ND, head_VD, targets_N, weights_N, scale)
-        if links is None:
+        if comm is None:
             total, d_hidden, d_head = _sliced(*tensors, vocab, cap, kernel, fp8, wants_gradient)
         else:
             half = head_VD.to(hidden_ND.dtype)
-            head = _PlainHead(half, vocab, cap, links=links, first=first)
+            head = _PlainHead(half, vocab, cap, comm=comm, first=first)
             total, d_hidden, d_head = _over_slices(head, *tensors, 4, wants_gradient)
         ctx.save_for_backward(d_hidden, d_head)
         ctx.mark_non_differentiable(total)
@@ -204,7 +204,7 @@ def _fp8_head(head_VD: torch.Tensor, dtype: torch.dtype, vocab: int, cap: float 
     return Fp8Head(head_VD, vocab=vocab, cap=cap)
 
 
-_ALONE = Links()
+_SINGLE = ShardComm()
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class _PlainHead:
     vocab: int
     cap: float | None
     kernel: bool = False
-    links: Links = _ALONE
+    comm: ShardComm = _SINGLE
     first: int = 0
 
     def losses(
@@ -245,7 +245,7 @@ class _PlainHead:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Losses of one slice, and the gradient in the place of the logits where factors are
         given."""
-        links, columns = self.links, logits_NV.shape[1]
+        comm, columns = self.comm, logits_NV.shape[1]
         vocab, cap = self.vocab, self.cap
         dtype, logits_NV = logits_NV.dtype, logits_NV.float()
         slope_NV = None
@@ -259,9 +259,9 @@ class _PlainHead:
         target_N1 = targets_N[:, None] - self.first
         here_N1 = (target_N1 >= 0) & (target_N1 < columns)
         target_N1 = target_N1.clamp(0, columns - 1)
-        picked_N1 = links.total(torch.where(here_N1, logits_NV.gather(1, target_N1), 0.0))
-        largest_N1 = links.most(logits_NV.amax(dim=-1, keepdim=True))
-        sums_N1 = links.total(logits_NV.sub_(largest_N1).exp_().sum(dim=-1, keepdim=True))
+        picked_N1 = comm.all_sum(torch.where(here_N1, logits_NV.gather(1, target_N1), 0.0))
+        largest_N1 = comm.all_max(logits_NV.amax(dim=-1, keepdim=True))
+        sums_N1 = comm.all_sum(logits_NV.sub_(largest_N1).exp_().sum(dim=-1, keepdim=True))
         losses_N = (sums_N1.log() + largest_N1 - picked_N1)[:, 0]
         if factors_N is not None:
             factors_N1 = factors_N[:, None]

@@ -22,8 +22,6 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from gristmill.models.spec import Kernels
-
 _aten = torch.ops.aten
 _KEPT = {
     _aten.mm.default,
@@ -49,23 +47,22 @@ class Recompute:
     kind: Literal["none", "selective", "full"] = "none"
     every: int = 1
 
-    def concerns(self, layer: int) -> bool:
-        """Whether anything of a layer is computed again."""
-        return self.kind != "none" and layer % self.every == 0
+    def concerns(self, number: int) -> bool:
+        """Whether anything of a block is computed again."""
+        return self.kind != "none" and number % self.every == 0
 
-    def may_use(self, kernels: Kernels, layer: int) -> Kernels:
-        """Those with which a block keeps what it should."""
-        selective = self.kind == "selective" and self.concerns(layer)
-        return kernels._replace(mlp=False) if selective else kernels
-
-    def run(self, layer: int, block: nn.Module, *args: Any) -> torch.Tensor:
-        """The block's result."""
-        if not self.concerns(layer):
-            return block(*args)
+    def wrap(self, block: nn.Module, number: int) -> None:
+        """Make a block compute again what it should."""
+        if not self.concerns(number):
+            return
+        plain = block.forward
         contexts: dict[str, Any] = {}
         if self.kind == "selective":
             contexts["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-        return checkpoint(block, *args, use_reentrant=False, **contexts)
 
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return plain(*args, **kwargs)
+            return checkpoint(plain, *args, use_reentrant=False, **contexts, **kwargs)
 
-NOTHING = Recompute()
+        block.forward = forward

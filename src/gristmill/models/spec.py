@@ -4,12 +4,12 @@ Everything goes through `forward`, so that wrappers (compilation, sharding) see 
 
     model(tokens_BT)                               -> logits_BTV, or _B1V with last_only
     model(tokens_BT, targets=, weights=, scale=)   -> Loss, for training and validation
-    model(tokens_BT, cache=KVCache)                -> logits, the cache grown by T
+    model(tokens_BT, cache=Cache)                  -> logits, the cache grown by T
     model(tokens_BT, positions=, documents=, ...)  -> the same with packed documents kept apart
 
-A model may be one part of several that compute together. It knows its `Portion`, says by `Split`s
-how its parameters are divided, and asks the other parts through `Links`; how these reach them is
-not its business.
+A model may be a shard of one that several processes compute together. It knows its `ModelShard`,
+says by `Split`s how its parameters are divided, and reaches the other shards through a `ShardComm`;
+how that communicates is not its business.
 
 Shapes: B samples, T positions, D width, V vocabulary, H heads, K head width.
 """
@@ -17,13 +17,18 @@ Shapes: B samples, T positions, D width, V vocabulary, H heads, K head width.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
+from torch import nn
 
-from gristmill.config.schema import ModelConfig
+from gristmill.config.model import ModelConfig
+from gristmill.config.roles import Role
+from gristmill.models.recompute import Recompute
+from gristmill.plan.arithmetic import TokenCost
 
 
 class Kernels(NamedTuple):
@@ -44,23 +49,26 @@ class Loss(NamedTuple):
     """The plain sum in nats, detached: what is reported."""
 
 
+# ------------------------------------------------------------------ sharded models
+
+
 @dataclass(frozen=True)
-class Portion:
+class ModelShard:
     """The part of a model that one process holds: some layers, and of each layer a share of the
     heads, inner features and vocabulary rows."""
 
-    layers: tuple[int, ...]
+    layers: tuple[int, ...] | None = None
+    """None for all of them."""
     first: bool = True
     """With the embedding."""
     last: bool = True
     """With the last norm and the head."""
-    rank: int = 0
-    ranks: int = 1
+    tp_rank: int = 0
+    tp_size: int = 1
     """Processes that share each layer."""
 
-    @classmethod
-    def whole(cls, config: ModelConfig) -> Portion:
-        return cls(tuple(range(config.layers)))
+
+WHOLE = ModelShard()
 
 
 class Split(NamedTuple):
@@ -72,40 +80,55 @@ class Split(NamedTuple):
     itself."""
 
 
-class Links:
-    """What a part of a model asks of the other parts. These answer for a model without any."""
+class ShardComm:
+    """How a model shard communicates with the others. This one is for a model that is whole."""
 
-    alone = True
-    """Whether there are no other parts, so that nothing need be asked."""
-    sequence = False
-    """Whether the stream between blocks is divided among the parts along the sequence."""
+    single = True
+    """Whether there are no other shards, so that nothing is communicated."""
+    forks_rng = False
+    """Whether `distinct_rng` forks the random state, which a compiled graph cannot hold."""
+    sequence_parallel = False
+    """Whether the residual stream between blocks is divided among the shards along the sequence."""
     attend: Callable[..., torch.Tensor] | None = None
     """Attention over sequences of which this process has a part; None where it has all."""
 
     def enter(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """The stream as products divided by their columns need it: all positions. Its gradient is
-        the sum of all parts' gradients."""
+        """The input of column-parallel products, with all positions. Its gradient is the sum of all
+        shards' gradients."""
         return x_BTD
 
     def leave(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """The sum of all parts' results of products divided by rows, as the stream is kept."""
+        """The sum of all shards' row-parallel products, laid out as the residual stream."""
         return x_BTD
 
-    def own(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Those positions, along a dimension, that the stream here is kept for."""
+    def local_positions(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Those positions, along a dimension, for which this process has the residual stream."""
         return x
 
-    def apart(self) -> contextlib.AbstractContextManager[None]:
-        """Random numbers of its own for this part, where the others have numbers in common."""
+    def distinct_rng(self) -> contextlib.AbstractContextManager[None]:
+        """Random numbers that differ between shards which otherwise draw the same."""
         return contextlib.nullcontext()
 
-    def most(self, x: torch.Tensor) -> torch.Tensor:
-        """The largest of all parts' values."""
+    def all_max(self, x: torch.Tensor) -> torch.Tensor:
+        """The element-wise maximum over all shards."""
         return x
 
-    def total(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all parts' values; for numbers that are not differentiated."""
+    def all_sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over all shards; for numbers that are not differentiated."""
         return x
+
+
+# ------------------------------------------------------------------ caches
+
+
+class Cache(Protocol):
+    """What a model remembers of the positions it has already seen."""
+
+    length: int
+    """How many these are."""
+
+    def clear(self) -> None:
+        """Forget everything; the memory is used again."""
 
 
 @dataclass
@@ -134,3 +157,161 @@ class KVCache:
     def clear(self) -> None:
         """Forget everything; the memory is used again."""
         self.length = 0
+
+
+# ------------------------------------------------------------------ the contract
+
+
+class CausalLM(nn.Module):
+    """A causal language model. Models are built without memory, on the device `meta`; placing one
+    gives it memory, buffers and start weights, block by block.
+
+    Required: `forward`, `roles`, `block_names`, `initialise`, `token_cost`. The rest has a default
+    that fits a model without the ability in question; abilities are declared with the settings
+    (`ModelConfig.abilities`), so that whoever needs one is refused when the run file is read.
+    """
+
+    casts_weights: ClassVar[bool] = False
+    """Whether layers convert their fp32 weights to the number format of their input themselves;
+    the `forward` of a model whose layers do not runs under `self.autocast()`."""
+
+    def __init__(self, config: ModelConfig, *, vocab: int, shard: ModelShard = WHOLE) -> None:
+        """`vocab`: how many ids can be predicted; there may be more rows, which are padding."""
+        super().__init__()
+        self.config, self.vocab, self.shard = config, vocab, shard
+        self.compute: torch.dtype = torch.float32
+        """The number format of activations."""
+        self.kernels = Kernels()
+        self.comm = ShardComm()
+
+    # -------------------------------------------------------------- what it computes
+
+    @abstractmethod
+    def forward(
+        self,
+        tokens_BT: torch.Tensor,
+        *,
+        targets_BT: torch.Tensor | None = None,
+        weights_BT: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None,
+        positions_BT: torch.Tensor | None = None,
+        documents_BT: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        last_only: bool = False,
+    ) -> torch.Tensor | Loss:
+        """Logits, or the loss if there are targets."""
+
+    def new_cache(self) -> Cache | None:
+        """A cache for generating text; None if the model has no use for one."""
+        return None
+
+    @abstractmethod
+    def token_cost(self, sequence: int) -> TokenCost:
+        """Floating-point operations to train the whole model on one token."""
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    def autocast(self) -> contextlib.AbstractContextManager[None]:
+        """Computes in the model's number format although its weights are kept in fp32."""
+        half = self.compute is not torch.float32
+        return torch.autocast(self.device.type, dtype=self.compute, enabled=half)
+
+    # -------------------------------------------------------------- its parameters
+
+    @abstractmethod
+    def roles(self) -> dict[str, Role]:
+        """What each parameter is for, by its name in the whole model."""
+
+    def canonical_name(self, name: str) -> str:
+        """A parameter's name in the whole model, under which checkpoints know it: that of the first
+        of several names that are tied together."""
+        return name
+
+    def vocabulary_parameters(self) -> frozenset[str]:
+        """Parameters, by name in the whole model, with a row for each token, which may be padded
+        with more rows."""
+        return frozenset()
+
+    def stacked_rows(self) -> dict[str, tuple[int, ...]]:
+        """Rows, in the whole model, of each matrix in parameters that are several matrices stacked
+        on top of one another."""
+        return {}
+
+    # -------------------------------------------------------------- how it begins
+
+    @abstractmethod
+    def initialise(self, seed: int, names: Iterable[str] | None = None) -> None:
+        """Draw weights, all or those named. What a parameter begins as depends on the seed and its
+        name only, not on the order of calls nor on how the model is sharded."""
+
+    def reset_buffers(self) -> None:
+        """Compute the buffers that were made without memory."""
+
+    def tie(self) -> None:
+        """Make parameters that are tied together one, after they were given memory."""
+
+    # -------------------------------------------------------------- its blocks
+
+    @abstractmethod
+    def block_names(self) -> Sequence[str]:
+        """The modules, by name and in order, that are alike: they are recomputed, compiled, sharded
+        and divided into pipeline stages one by one."""
+
+    def recompute_blocks(self, recompute: Recompute) -> None:
+        """Let the backward pass compute activations again instead of keeping them."""
+        for number, name in enumerate(self.block_names()):
+            recompute.wrap(self.get_submodule(name), number)
+
+    # -------------------------------------------------------------- Ability.TENSOR
+
+    def splits(self) -> dict[str, Split]:
+        """How parameters are divided among processes that share layers; those not named here are
+        on each of them."""
+        return {}
+
+    def whole_shape(self, name: str) -> tuple[int, ...]:
+        """A parameter's shape in the whole model."""
+        shape = list(self.get_parameter(name).shape)
+        split = self.splits().get(name)
+        if split is not None:
+            shape[split.dim] = sum(split.parts)
+        return tuple(shape)
+
+    def partial_gradients(self) -> list[str]:
+        """Parameters that every process sharing layers has, and whose gradient is the sum of all
+        processes' gradients."""
+        return []
+
+
+class StagedModel(Protocol):
+    """What a model with Ability.PIPELINE offers besides."""
+
+    def stage_modules(
+        self, layers: Sequence[int], *, first: bool, last: bool
+    ) -> Mapping[str, nn.Module]:
+        """The modules of a pipeline stage."""
+
+    def forward_stage(
+        self,
+        hidden_BTD: torch.Tensor,
+        layers: Sequence[int],
+        *,
+        first: bool,
+        last: bool,
+        tokens_BT: torch.Tensor,
+        targets_BT: torch.Tensor,
+        weights_BT: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None,
+        positions_BT: torch.Tensor | None = None,
+        documents_BT: torch.Tensor | None = None,
+    ) -> torch.Tensor | Loss:
+        """The residual stream after some layers, or the loss after the last; `hidden_BTD` is what
+        the stage before sent."""
+
+    def stage_hidden(self, samples: int, length: int) -> torch.Tensor:
+        """What one stage sends to the next for micro-batches of this shape, without memory."""
+
+    def tied_across_stages(self) -> list[str]:
+        """Parameters, by name in the whole model, that the first and the last stage both hold."""

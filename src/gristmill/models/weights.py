@@ -20,10 +20,11 @@ from typing import Protocol
 
 import torch
 
-from gristmill.base.boxes import Box
 from gristmill.base.errors import Exit, Problem, UserError
-from gristmill.config.schema import ModelConfig
+from gristmill.base.tensor_slices import TensorSlice
+from gristmill.config.model import GPTConfig
 from gristmill.models.gpt import GPT
+from gristmill.models.spec import CausalLM
 
 _BEFORE = {"embedding.weight": "wte.weight", "positions.weight": "wpe.weight"}
 _LAYER = {
@@ -47,10 +48,10 @@ _VOCABULARY = ("embedding.weight", "head.weight")
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """A part of a tensor as it lies where it is kept: to be copied, not to be changed."""
 
-    box: Box
+    box: TensorSlice
     tensor: torch.Tensor
 
 
@@ -68,7 +69,7 @@ class Weights(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
-    def parts(self, name: str, box: Box) -> Iterator[Part]:
+    def parts(self, name: str, box: TensorSlice) -> Iterator[TensorPart]:
         """What there is of a part of a tensor, piece by piece."""
         ...
 
@@ -90,13 +91,13 @@ class WeightsInMemory:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[name].shape)
 
-    def parts(self, name: str, box: Box) -> Iterator[Part]:
-        common = box.meet(Box.whole(self.shape(name)))
+    def parts(self, name: str, box: TensorSlice) -> Iterator[TensorPart]:
+        common = box.meet(TensorSlice.whole(self.shape(name)))
         if common is not None:
-            yield Part(common, self._tensors[name].detach()[common.slices])
+            yield TensorPart(common, self._tensors[name].detach()[common.slices])
 
 
-def read_part(weights: Weights, name: str, box: Box) -> torch.Tensor:
+def read_part(weights: Weights, name: str, box: TensorSlice) -> torch.Tensor:
     """A copy of a part of a tensor, in fp32 on the CPU."""
     value = torch.empty(box.shape)
     for part in weights.parts(name, box):
@@ -118,23 +119,24 @@ class Gpt2Tensor:
     """None where the model has no such parameter: then it is zero."""
     transposed: bool
 
-    def turned_box(self, box: Box) -> Box:
+    def turned_box(self, box: TensorSlice) -> TensorSlice:
         """A part here for a part there, and the other way round."""
-        return Box(box.begin[::-1], box.end[::-1]) if self.transposed else box
+        return TensorSlice(box.begin[::-1], box.end[::-1]) if self.transposed else box
 
     def turned(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.T if self.transposed else tensor
 
-    def read(self, weights: Weights, box: Box) -> torch.Tensor:
+    def read(self, weights: Weights, box: TensorSlice) -> torch.Tensor:
         """A part of it, from weights under our names, in fp32 on the CPU."""
         if self.ours is None:
             return torch.zeros(box.shape)
         return self.turned(read_part(weights, self.ours, self.turned_box(box))).contiguous()
 
 
-def gpt2_tensors(model: GPT) -> list[Gpt2Tensor]:
+def gpt2_tensors(model: CausalLM) -> list[Gpt2Tensor]:
     """All that a GPT-2 of this depth has in Hugging Face's form, from the first layer to the last;
     of the model only shapes are looked at."""
+    assert isinstance(model, GPT), "settings that GPT-2 cannot express are refused"
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     found = []
     for ours, theirs in _names(model.config).items():
@@ -147,7 +149,7 @@ def gpt2_tensors(model: GPT) -> list[Gpt2Tensor]:
     return found
 
 
-def _names(config: ModelConfig) -> dict[str, str]:
+def _names(config: GPTConfig) -> dict[str, str]:
     """Our names and theirs, in the order in which the model computes."""
     names = dict(_BEFORE)
     for layer in range(config.layers):
@@ -160,7 +162,7 @@ def _names(config: ModelConfig) -> dict[str, str]:
 class Gpt2Weights:
     """Tensors of Hugging Face's GPT-2 under our names and in our layout, without padding."""
 
-    def __init__(self, theirs: Weights, model: GPT) -> None:
+    def __init__(self, theirs: Weights, model: CausalLM) -> None:
         """Refuses tensors that are not those of the model, of which only shapes are looked at."""
         self.where, self._theirs = theirs.where, theirs
         # The published GPT-2 has names without this beginning.
@@ -188,14 +190,16 @@ class Gpt2Weights:
         one = self._tensors[name]
         return one.shape[::-1] if one.transposed else one.shape
 
-    def parts(self, name: str, box: Box) -> Iterator[Part]:
+    def parts(self, name: str, box: TensorSlice) -> Iterator[TensorPart]:
         one = self._tensors[name]
         for part in self._theirs.parts(one.name, one.turned_box(box)):
-            yield Part(one.turned_box(part.box), one.turned(part.tensor))
+            yield TensorPart(one.turned_box(part.box), one.turned(part.tensor))
 
 
-def to_gpt2(model: GPT) -> dict[str, torch.Tensor]:
+def to_gpt2(model: CausalLM) -> dict[str, torch.Tensor]:
     """The weights of a model in memory under Hugging Face's names, in fp32 on the CPU, without
     padding."""
     weights = WeightsInMemory(dict(model.named_parameters()))
-    return {one.name: one.read(weights, Box.whole(one.shape)) for one in gpt2_tensors(model)}
+    return {
+        one.name: one.read(weights, TensorSlice.whole(one.shape)) for one in gpt2_tensors(model)
+    }

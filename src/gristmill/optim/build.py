@@ -1,83 +1,67 @@
-"""From settings to an optimizer over a model's parameters.
-
-Optimizers here are stepped without a decision of the host: before `step` the strategy sets two
-attributes, `grad_scale` (gradients are divided by it) and `found_inf` (1 leaves everything as it
-is), both tensors on the device, which the fused kernels read.
-"""
+"""From settings to an optimizer over a model's parameters: one constructor for each kind."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Protocol, cast
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-import torch
 from torch import nn
 
-from gristmill.config.optim import AdamWConfig, MuonConfig, OptimConfig
+from gristmill.config.optim import AdamWConfig, MuonConfig, OptimizerConfig
 from gristmill.config.roles import Role
-from gristmill.optim.muon import Exchange, Muon
+from gristmill.optim.adamw import AdamW
+from gristmill.optim.muon import Muon, MuonExchange
+from gristmill.optim.spec import Optimizer
 
 
-class Explained(Protocol):
+class DescribedModel(Protocol):
     """What an optimizer may ask a model about its parameters, by name."""
 
     def roles(self) -> dict[str, Role]:
         """What each parameter is for."""
 
-    def parts(self) -> dict[str, tuple[int, ...]]:
-        """Rows of each matrix in parameters that are several matrices, one below the other."""
+    def stacked_rows(self) -> dict[str, tuple[int, ...]]:
+        """Rows of each matrix in parameters that are several matrices stacked on top of one
+        another."""
+
+
+@dataclass(frozen=True)
+class OptimizerInputs:
+    """Everything that an optimizer can be built from."""
+
+    config: Any
+    parameters: Mapping[str, nn.Parameter]
+    """What is moved, by name: of sharded parameters, the shards that this process keeps."""
+    model: DescribedModel
+    compiled: bool | None
+    """Whether a step of its own is compiled; on CUDA only if None."""
+    exchange: MuonExchange | None
+    """The way to the processes that hold other parts of the same matrices."""
+
+
+OPTIMIZERS: dict[type[OptimizerConfig], Callable[[OptimizerInputs], Optimizer]] = {
+    AdamWConfig: lambda given: AdamW(given.config, given.parameters, roles=given.model.roles()),
+    MuonConfig: lambda given: Muon(
+        given.config,
+        given.parameters,
+        roles=given.model.roles(),
+        stacked_rows=given.model.stacked_rows(),
+        compiled=given.compiled,
+        exchange=given.exchange,
+    ),
+}
 
 
 def build_optimizer(
-    config: OptimConfig,
-    model: nn.Module,
+    config: OptimizerConfig,
+    model: DescribedModel,
     *,
-    parameters: Mapping[str, nn.Parameter] | None = None,
+    parameters: Mapping[str, nn.Parameter],
     compiled: bool | None = None,
-    exchange: Exchange | None = None,
-) -> torch.optim.Optimizer:
-    """The optimizer a run asks for. `parameters` are what is moved where that is not the model's
-    own: the shares of its parameters that this process keeps, by name, and `exchange` is the way to
-    the others. A step of its own is `compiled` on CUDA only if that is not said."""
-    if parameters is None:
-        parameters = dict(model.named_parameters())
-    moving = {name: p for name, p in parameters.items() if p.requires_grad}
-    if isinstance(config, MuonConfig):
-        explained = cast(Explained, model)
-        return Muon(
-            config,
-            moving,
-            roles=explained.roles(),
-            parts=explained.parts(),
-            compiled=compiled,
-            exchange=exchange,
-        )
-    return _adamw(config, moving)
-
-
-def decide_step(
-    optimizer: torch.optim.Optimizer, *, divisor: torch.Tensor, skip: torch.Tensor
-) -> None:
-    """Tell the next `step` what to divide gradients by, and whether (1) to leave all as it is."""
-    vars(optimizer).update(grad_scale=divisor, found_inf=skip)
-
-
-def decay_groups(
-    parameters: Iterable[nn.Parameter], weight_decay: float
-) -> list[dict[str, object]]:
-    """Matrices and embeddings, which decay, and vectors, which do not."""
-    several = list(parameters)
-    return [
-        {"params": [p for p in several if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in several if p.dim() < 2], "weight_decay": 0.0},
-    ]
-
-
-def _adamw(config: AdamWConfig, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
-        decay_groups(parameters.values(), config.weight_decay),
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        fused=True,
-    )
+    exchange: MuonExchange | None = None,
+) -> Optimizer:
+    """The optimizer that a run asks for, over those parameters that are trained."""
+    moving = {name: one for name, one in parameters.items() if one.requires_grad}
+    given = OptimizerInputs(config, moving, model, compiled, exchange)
+    return OPTIMIZERS[type(config)](given)

@@ -15,8 +15,8 @@ With rate lr, whose peak is LR, a step takes off this much of a matrix:
 
 Directions need memory for the moment of a step, so a group is stepped in pieces of a limited size.
 
-Where processes hold parts of matrices, an `Exchange` brings each matrix together on one of them,
-which finds its direction, and hands the parts out again; all else is done on the parts.
+Where processes hold shards of matrices, a `MuonExchange` gathers each matrix on one of them, which
+finds its direction, and scatters the result; all else is done on the shards.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
-from torch.optim.adamw import adamw
 
 from gristmill.config.optim import MuonConfig
 from gristmill.config.roles import Role
+from gristmill.optim.adamw import ADAM_PLACEMENTS, adam_step
 from gristmill.optim.orthogonal import (
-    Numbers,
-    Rule,
+    MuonRule,
+    StepScalars,
     advance_momenta,
     build_iteration,
     find_directions,
@@ -43,6 +43,7 @@ from gristmill.optim.orthogonal import (
     shape_scale,
     update_matrices,
 )
+from gristmill.optim.spec import ParameterOptimizer, Placement
 
 ADAM_LR = 4e-3
 """Peak rate of a role that was not given its own."""
@@ -55,8 +56,8 @@ _NONE = torch.empty(0)
 Group = dict[str, Any]
 
 
-class Exchange(Protocol):
-    """The way between processes that hold parts of the same matrices."""
+class MuonExchange(Protocol):
+    """Communication between processes that hold shards of the same matrices."""
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a whole matrix."""
@@ -77,10 +78,14 @@ class Exchange(Protocol):
         everywhere, become those of the process that worked on the matrix."""
 
 
-class Muon(torch.optim.Optimizer):
-    """Steps parameters by their role; `grad_scale` and `found_inf` act as in fused AdamW."""
+class Muon(ParameterOptimizer):
+    """Steps parameters by their role."""
 
-    _step_supports_amp_scaling = True
+    placements: ClassVar[Mapping[str, Placement]] = {
+        **ADAM_PLACEMENTS,
+        "momentum": Placement.SHARDED,
+        "second_moment": Placement.REPLICATED,
+    }
 
     def __init__(
         self,
@@ -88,65 +93,59 @@ class Muon(torch.optim.Optimizer):
         parameters: Mapping[str, nn.Parameter],
         *,
         roles: Mapping[str, Role],
-        parts: Mapping[str, tuple[int, ...]],
+        stacked_rows: Mapping[str, tuple[int, ...]],
         compiled: bool | None = None,
-        exchange: Exchange | None = None,
+        exchange: MuonExchange | None = None,
     ) -> None:
-        """`parts` names the rows of parameters that are several matrices; `compiled` is None for
-        CUDA only; with an `exchange` the parameters are parts of matrices."""
+        """`compiled` is None for CUDA only; with an `exchange` the parameters are shards of
+        matrices."""
         matrices = {name: p for name, p in parameters.items() if roles[name] is Role.MATRIX}
         shapes = {
             name: tuple(p.shape) if exchange is None else exchange.shape(name)
             for name, p in matrices.items()
         }
+        stacked = stacked_rows if config.split else {}
         groups = [
-            *_matrix_groups(config, matrices, shapes=shapes, parts=parts if config.split else {}),
+            *_matrix_groups(config, matrices, shapes=shapes, parts=stacked),
             *_adam_groups(config, parameters, roles=roles),
         ]
-        super().__init__(groups, {"lr": config.lr})
+        super().__init__(parameters, groups)
         self.compiled, self.exchange = compiled, exchange
-        self._numbers: dict[int, Numbers] = {}
+        self._scalars: dict[int, StepScalars] = {}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, *, divisor: torch.Tensor, skip: torch.Tensor) -> None:
         """Move every parameter that has a gradient."""
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
         for number, group in enumerate(self.param_groups):
-            matrices = group["role"] is Role.MATRIX
+            if group["role"] is not Role.MATRIX:
+                adam_step(self.state, group["params"], group, divisor=divisor, skip=skip)
+                continue
+            scalars = self._step_scalars(number, group, divisor, skip)
             moving = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if matrices and self.exchange is not None:
-                self._step_parts(number, group, self.exchange)
-            elif matrices and moving:
-                self._step_matrices(number, group, moving)
+            if self.exchange is not None:
+                self._step_shards(group, scalars, self.exchange)
             elif moving:
-                self._step_adam(moving, group)
-        return result
+                self._step_matrices(group, scalars, moving)
 
-    def _numbers_of(self, number: int, group: Group, device: torch.device) -> Numbers:
+    def _step_scalars(
+        self, number: int, group: Group, divisor: torch.Tensor, skip: torch.Tensor
+    ) -> StepScalars:
         """A group's changing numbers on the device, put there without waiting for it."""
-        if number not in self._numbers:
-            zero, one = torch.zeros((), device=device), torch.ones((), device=device)
-            self._numbers[number] = Numbers(zero, zero.clone(), zero.clone(), one, zero.clone())
-        kept = self._numbers[number]
+        if number not in self._scalars:
+            lr, decay, momentum = torch.zeros(3, device=divisor.device).unbind()
+            self._scalars[number] = StepScalars(lr, decay, momentum, divisor, skip)
+        kept = self._scalars[number]
         follow = group["lr"] / group["peak_lr"] if group["rule"].cautious else 1.0
         kept.lr.fill_(group["lr"])
         kept.decay.fill_(group["lr"] * follow * group["weight_decay"])
         kept.momentum.fill_(group["momentum"])
-        given = {
-            "divisor": getattr(self, "grad_scale", None),
-            "skip": getattr(self, "found_inf", None),
-        }
-        return kept._replace(**{k: v.reshape(()) for k, v in given.items() if v is not None})
+        return kept._replace(divisor=divisor.reshape(()), skip=skip.reshape(()))
 
-    def _step_parts(self, number: int, group: Group, exchange: Exchange) -> None:
-        """The same where processes hold parts of the matrices. Every process takes part in every
-        exchange, even with an empty part or without any gradient."""
+    def _step_shards(self, group: Group, scalars: StepScalars, exchange: MuonExchange) -> None:
+        """The same where processes hold shards of the matrices. Every process takes part in every
+        exchange, even with an empty shard or without any gradient."""
         rule, members = group["rule"], list(zip(group["names"], group["params"], strict=True))
         device = group["params"][0].device
-        numbers = self._numbers_of(number, group, device)
         find = self._made(find_directions, rule, device)
         for piece in _pieces(members, size=sum(rule.parts) * group["columns"]):
             names, parameters = [name for name, _ in piece], [p for _, p in piece]
@@ -154,26 +153,27 @@ class Muon(torch.optim.Optimizer):
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
             momenta = [state["momentum"] for state in states]
             moments = [] if rule.beta2 is None else [state["second_moment"] for state in states]
-            advanced = advance_momenta(gradients, momenta, numbers, rule)
+            advanced = advance_momenta(gradients, momenta, scalars, rule)
             mine = exchange.collect(names, advanced)
             found: dict[int, torch.Tensor] = {}
             if mine:
                 own = [moments[place] for place in mine] if moments else []
-                whole = find(list(mine.values()), own, numbers, rule)
+                whole = find(list(mine.values()), own, scalars, rule)
                 found = dict(zip(mine, whole.unbind(), strict=True))
             directions = exchange.hand_out(names, found, moments)
-            move_weights([p.detach() for p in parameters], directions, numbers, rule)
+            move_weights([p.detach() for p in parameters], directions, scalars, rule)
 
     def _made(
-        self, function: Callable[..., Any], rule: Rule, device: torch.device
+        self, function: Callable[..., Any], rule: MuonRule, device: torch.device
     ) -> Callable[..., Any]:
         """A function, compiled if that is wanted."""
         compiled = device.type == "cuda" if self.compiled is None else self.compiled
         return _compiled(function, rule) if compiled else function
 
-    def _step_matrices(self, number: int, group: Group, moving: Sequence[nn.Parameter]) -> None:
+    def _step_matrices(
+        self, group: Group, scalars: StepScalars, moving: Sequence[nn.Parameter]
+    ) -> None:
         rule, device = group["rule"], moving[0].device
-        numbers = self._numbers_of(number, group, device)
         update = self._made(update_matrices, rule, device)
         for piece in _pieces(moving, size=moving[0].numel()):
             states = [self._matrix_state(p, rule, p.shape[1]) for p in piece]
@@ -182,12 +182,12 @@ class Muon(torch.optim.Optimizer):
                 [parameter.grad for parameter in piece],
                 [state["momentum"] for state in states],
                 [] if rule.beta2 is None else [state["second_moment"] for state in states],
-                numbers,
+                scalars,
                 rule,
             )
 
     def _matrix_state(
-        self, parameter: nn.Parameter, rule: Rule, columns: int
+        self, parameter: nn.Parameter, rule: MuonRule, columns: int
     ) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = self.state[parameter]
         if "momentum" not in state:
@@ -198,37 +198,9 @@ class Muon(torch.optim.Optimizer):
             state["second_moment"] = torch.zeros(length, device=parameter.device)
         return state
 
-    def _step_adam(self, moving: list[nn.Parameter], group: Group) -> None:
-        for parameter in moving:
-            state = self.state[parameter]
-            if not state:
-                state["step"] = torch.zeros((), device=parameter.device)
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
-        states = [self.state[parameter] for parameter in moving]
-        beta1, beta2 = group["betas"]
-        adamw(
-            list(moving),
-            [parameter.grad for parameter in moving if parameter.grad is not None],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            fused=True,
-            grad_scale=getattr(self, "grad_scale", None),
-            found_inf=getattr(self, "found_inf", None),
-            amsgrad=False,
-            maximize=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-        )
-
 
 @cache
-def _compiled(function: Any, rule: Rule) -> Callable[..., Any]:
+def _compiled(function: Any, rule: MuonRule) -> Callable[..., Any]:
     # Compilations are counted per code object, and few are allowed: each rule has its own.
     name = f"{function.__name__}_{sum(rule.parts)}_rows"
     own = FunctionType(function.__code__.replace(), function.__globals__, name)
@@ -243,11 +215,6 @@ def _pieces(moving: Sequence[Any], *, size: int) -> Iterable[Sequence[Any]]:
 
 
 # ------------------------------------------------------------------ groups
-
-
-def _own_rate(config: MuonConfig, role: Role) -> float | None:
-    rate: float | None = getattr(config, f"{role}_lr")
-    return rate
 
 
 def _matrix_groups(
@@ -280,21 +247,20 @@ def _matrix_groups(
     ]
 
 
-def _rule(config: MuonConfig, *, rows: tuple[int, ...], columns: int, device: torch.device) -> Rule:
+def _rule(
+    config: MuonConfig, *, rows: tuple[int, ...], columns: int, device: torch.device
+) -> MuonRule:
     # Half the bits lose nothing here: the iteration itself is no closer to orthogonal.
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return Rule(
+    normalises = config.normalise == "neurons"
+    return MuonRule(
         parts=rows,
         scales=tuple(shape_scale(config.scale, part, columns) for part in rows),
         iteration=build_iteration(config.coefficients, steps=config.steps, dtype=dtype),
         nesterov=config.nesterov,
         cautious=config.cautious,
-        beta2=_beta2(config) if config.normalise == "neurons" else None,
+        beta2=(0.95 if config.beta2 is None else config.beta2) if normalises else None,
     )
-
-
-def _beta2(config: MuonConfig) -> float:
-    return 0.95 if config.beta2 is None else config.beta2
 
 
 def _adam_groups(
@@ -303,7 +269,7 @@ def _adam_groups(
     groups = []
     for role in (Role.EMBEDDING, Role.TABLE, Role.HEAD, Role.VECTOR):
         members = [parameter for name, parameter in parameters.items() if roles[name] is role]
-        lr = _own_rate(config, role) or ADAM_LR
+        lr: float = getattr(config, f"{role}_lr") or ADAM_LR
         group = {
             "params": members,
             "role": role,

@@ -9,7 +9,7 @@ For each matrix W (R, C) with gradient g, with a momentum mu, a rate lr and a fa
     W <- W - lr s X - decay W   decay only where X and W have the same sign, if it is cautious
 
 All steps of the iteration are batched matrix products over equal shapes, on the side with fewer
-rows. The numbers that change from step to step are tensors, so that a compiled function is made
+rows. Scalars that change from step to step are tensors, so that a compiled function is made
 once; a step that is skipped computes as always and then keeps what was.
 
 Shapes: N matrices, R rows, C columns; S the shorter and L the longer of the two.
@@ -59,7 +59,7 @@ class Iteration:
 def build_iteration(
     kind: Literal["polar-express", "quintic"], *, steps: int, dtype: torch.dtype
 ) -> Iteration:
-    """So many steps with coefficients of a kind."""
+    """An iteration of a number of steps with one kind of coefficients."""
     if kind == "quintic":
         return Iteration((QUINTIC,) * steps, margin=1.0, dtype=dtype)
     more = max(0, steps - len(POLAR_EXPRESS))
@@ -69,8 +69,8 @@ def build_iteration(
 def orthogonalise(x_NRC: torch.Tensor, iteration: Iteration) -> torch.Tensor:
     """Each matrix with its singular values moved close to 1, in the iteration's number format."""
     if x_NRC.shape[1] > x_NRC.shape[2]:
-        turned: torch.Tensor = orthogonalise(_in_order(x_NRC.mT), iteration).mT
-        return turned
+        transposed: torch.Tensor = orthogonalise(_in_order(x_NRC.mT), iteration).mT
+        return transposed
     norm_N11 = torch.linalg.vector_norm(x_NRC, dim=(1, 2), keepdim=True)
     x_NSL: torch.Tensor = (x_NRC / (norm_N11 * iteration.margin + TINY)).to(iteration.dtype)
     for a, b, c in iteration.rows:
@@ -81,7 +81,7 @@ def orthogonalise(x_NRC: torch.Tensor, iteration: Iteration) -> torch.Tensor:
 
 
 def _in_order(x: torch.Tensor) -> torch.Tensor:
-    """A factor of a product: on some CPUs each turned one costs a millisecond, however small."""
+    """A factor of a product: on some CPUs a transposed one costs a millisecond, however small."""
     return x.contiguous() if x.device.type == "cpu" else x
 
 
@@ -107,7 +107,7 @@ def equalise(
 
 
 @dataclass(frozen=True)
-class Rule:
+class MuonRule:
     """What is the same for all steps of a batch of equal matrices."""
 
     parts: tuple[int, ...]
@@ -121,11 +121,11 @@ class Rule:
     """Memory of the moments that lines are equalised with; None leaves lines as they are."""
 
     def moments(self, columns: int) -> tuple[int, ...]:
-        """Numbers that each part keeps for equalising: one for each line of the longer side."""
+        """StepScalars that each part keeps for equalising: one for each line of the longer side."""
         return tuple(max(rows, columns) for rows in self.parts)
 
 
-class Numbers(NamedTuple):
+class StepScalars(NamedTuple):
     """What changes from step to step: tensors without dimensions, on the device."""
 
     lr: torch.Tensor
@@ -140,28 +140,28 @@ def update_matrices(
     gradients: Sequence[torch.Tensor],
     momenta: Sequence[torch.Tensor],
     moments: Sequence[torch.Tensor],
-    numbers: Numbers,
-    rule: Rule,
+    scalars: StepScalars,
+    rule: MuonRule,
 ) -> None:
     """Move equal matrices and their state by one step, in place."""
-    advanced = advance_momenta(gradients, momenta, numbers, rule)
-    direction_NRC = find_directions(advanced, moments, numbers, rule)
-    move_weights(weights, direction_NRC.unbind(), numbers, rule)
+    advanced = advance_momenta(gradients, momenta, scalars, rule)
+    direction_NRC = find_directions(advanced, moments, scalars, rule)
+    move_weights(weights, direction_NRC.unbind(), scalars, rule)
 
 
 def advance_momenta(
     gradients: Sequence[torch.Tensor],
     momenta: Sequence[torch.Tensor],
-    numbers: Numbers,
-    rule: Rule,
+    scalars: StepScalars,
+    rule: MuonRule,
 ) -> list[torch.Tensor]:
     """Move the momenta, in place; what is to be orthogonalised. Works on any part of a matrix."""
-    skipped = numbers.skip > 0
+    skipped = scalars.skip > 0
     advanced = []
     for gradient, momentum in zip(gradients, momenta, strict=True):
-        scaled = gradient.float() / numbers.divisor
-        moved = torch.lerp(scaled, momentum, numbers.momentum)
-        advanced.append(torch.lerp(scaled, moved, numbers.momentum) if rule.nesterov else moved)
+        scaled = gradient.float() / scalars.divisor
+        moved = torch.lerp(scaled, momentum, scalars.momentum)
+        advanced.append(torch.lerp(scaled, moved, scalars.momentum) if rule.nesterov else moved)
         momentum.copy_(torch.where(skipped, momentum, moved))
     return advanced
 
@@ -169,12 +169,12 @@ def advance_momenta(
 def find_directions(
     advanced: Sequence[torch.Tensor],
     moments: Sequence[torch.Tensor],
-    numbers: Numbers,
-    rule: Rule,
+    scalars: StepScalars,
+    rule: MuonRule,
 ) -> torch.Tensor:
     """The directions of whole matrices; their moments move, in place."""
     direction_NRC, moments_NL = _directions(torch.stack(list(advanced)), moments, rule)
-    skipped = numbers.skip > 0
+    skipped = scalars.skip > 0
     for moment, moved in zip(moments, moments_NL, strict=True):
         moment.copy_(torch.where(skipped, moment, moved))
     return direction_NRC
@@ -183,21 +183,21 @@ def find_directions(
 def move_weights(
     weights: Sequence[torch.Tensor],
     directions: Sequence[torch.Tensor],
-    numbers: Numbers,
-    rule: Rule,
+    scalars: StepScalars,
+    rule: MuonRule,
 ) -> None:
     """Move weights, in place. Works on any part of a matrix."""
-    skipped = numbers.skip > 0
+    skipped = scalars.skip > 0
     for weight, direction in zip(weights, directions, strict=True):
         before = weight.float()
-        decay = before * numbers.decay
+        decay = before * scalars.decay
         if rule.cautious:
             decay = torch.where(direction * before > 0, decay, 0.0)
-        weight.copy_(torch.where(skipped, before, before - numbers.lr * direction - decay))
+        weight.copy_(torch.where(skipped, before, before - scalars.lr * direction - decay))
 
 
 def _directions(
-    u_NRC: torch.Tensor, moments: Sequence[torch.Tensor], rule: Rule
+    u_NRC: torch.Tensor, moments: Sequence[torch.Tensor], rule: MuonRule
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
     """Orthogonal directions of stacked matrices, part by part, equal parts together."""
     columns = u_NRC.shape[2]

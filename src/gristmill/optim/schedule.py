@@ -20,8 +20,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from gristmill.base.stages import Stages
 from gristmill.base.units import Progress
 from gristmill.config.optim import (
@@ -30,14 +28,13 @@ from gristmill.config.optim import (
     CosineSchedule,
     InverseSqrtSchedule,
     LinearSchedule,
-    MuonConfig,
-    OptimConfig,
     PolynomialSchedule,
     WarmupStableDecaySchedule,
 )
 from gristmill.config.resolve import Resolved
 from gristmill.config.schema import RunConfig
 from gristmill.config.settings import Settings
+from gristmill.optim.spec import Optimizer
 
 Shape = Callable[[int], float]
 Height = Callable[[float], float]
@@ -79,7 +76,7 @@ class Schedule:
             return part * self.peak * min(1.0, (progress.samples + batch) / self.warmup)
         return part * (self.floor + (self.peak - self.floor) * self.shape(progress.samples))
 
-    def apply(self, optimizer: torch.optim.Optimizer, progress: Progress) -> float:
+    def apply(self, optimizer: Optimizer, progress: Progress) -> float:
         """Set the rate of all parameter groups, and the momentum of those that have one; returns
         the rate."""
         rate = self.rate(progress)
@@ -92,7 +89,7 @@ class Schedule:
 
 def build_schedule(config: RunConfig, numbers: Resolved) -> Schedule:
     """The schedule of a run."""
-    settings = config.schedule
+    settings, rise = config.schedule, config.optim.momentum_rise
     return Schedule(
         peak=config.optim.lr,
         floor=getattr(settings, "min_lr", 0.0),
@@ -100,15 +97,10 @@ def build_schedule(config: RunConfig, numbers: Resolved) -> Schedule:
         stages=numbers.stages,
         shape=_SHAPES[type(settings)](settings, numbers, config.optim.lr),
         batch_power=0.0 if config.train.ramp is None else config.train.ramp.lr_power,
-        momentum=_momentum(config.optim, numbers),
+        momentum=None
+        if rise is None
+        else Rise(rise.start, rise.end, numbers.samples_of(rise.over)),
     )
-
-
-def _momentum(optim: OptimConfig, numbers: Resolved) -> Rise | None:
-    if not isinstance(optim, MuonConfig):
-        return None
-    warmup = numbers.samples_of(optim.momentum_warmup)
-    return Rise(optim.first_momentum, optim.momentum, warmup)
 
 
 def _half_cosine(time: float) -> float:

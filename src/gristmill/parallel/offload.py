@@ -1,7 +1,7 @@
 """Optimizer state in host memory: for models whose moments do not fit the device beside them.
 
     device    weights, gradients, activations
-    host      a copy of the weights held here, and everything that the optimizer keeps
+    host      a copy of this process's weights, and everything that the optimizer keeps
 
 A step sends gradients to the host, moves the copies there, and sends weights back: 8 bytes over the
 bus for each parameter held, which many micro-batches in a step hide best. To the optimizer, and to
@@ -10,40 +10,38 @@ checkpoints, the copies are the parameters.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from torch import nn
 
-from gristmill.optim.build import decide_step
-from gristmill.parallel.held import Held
+from gristmill.optim.spec import Optimizer
+from gristmill.parallel.sharding import ShardedParameters
 
 
 class Offload:
     """Copies in host memory of what a process holds."""
 
-    def __init__(self, held: Mapping[str, Held]) -> None:
-        self.device_held = held
-        self.held = {name: replace(one, local=_host_copy(one.local)) for name, one in held.items()}
+    def __init__(self, parameters: ShardedParameters) -> None:
+        self.on_device = parameters
+        self.parameters = {
+            name: replace(one, local=_host_copy(one.local)) for name, one in parameters.items()
+        }
 
     def send_weights(self) -> None:
         """Make the device's weights those of the host."""
-        for name, one in self.held.items():
-            self.device_held[name].local.detach().copy_(one.local.detach(), non_blocking=True)
+        for name, one in self.parameters.items():
+            self.on_device[name].local.detach().copy_(one.local.detach(), non_blocking=True)
 
-    def step(
-        self, optimizer: torch.optim.Optimizer, *, divisor: torch.Tensor, skip: torch.Tensor
-    ) -> None:
-        """Step the optimizer with the device's gradients; both decide as in `decide_step`."""
-        for name, one in self.held.items():
-            gradient = self.device_held[name].local.grad
+    def step(self, optimizer: Optimizer, *, divisor: torch.Tensor, skip: torch.Tensor) -> None:
+        """Step the optimizer with the device's gradients."""
+        for name, one in self.parameters.items():
+            gradient = self.on_device[name].local.grad
             one.local.grad = None if gradient is None else gradient.to("cpu", non_blocking=True)
         # The last copies wait for all before them: after these the host may read.
-        decide_step(optimizer, divisor=divisor.cpu(), skip=skip.cpu())
-        optimizer.step()
+        optimizer.step(divisor=divisor.cpu(), skip=skip.cpu())
         self.send_weights()
-        for one in self.held.values():
+        for one in self.parameters.values():
             one.local.grad = None
 
 

@@ -2,9 +2,9 @@
 
     stages of each process        pp 2, one each: 0 | 1        two each: 0 2 | 1 3
 
-torch's own schedules decide who computes what when, and send the stream on. Every process reads its
-batches itself, so that only the stream travels. The last stage computes losses, and with them the
-first gradients.
+torch's own schedules decide who computes what when, and send the residual stream on. Every process
+reads its batches itself, so that nothing else travels. The last stage computes losses, and with
+them the first gradients.
 
 Micro-batches of one step have equal shapes. A schedule is made for a number of micro-batches, and
 kept: a batch that grows needs several.
@@ -13,7 +13,7 @@ kept: a batch that grows needs several.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,9 +29,7 @@ from torch.profiler import record_function
 
 from gristmill.config.parallel import Mesh, ParallelConfig
 from gristmill.data.loader import Batch
-from gristmill.models.gpt import GPT
-from gristmill.models.spec import Portion
-from gristmill.parallel.replicas import Replicas
+from gristmill.models.spec import CausalLM, Loss, ModelShard, StagedModel
 from gristmill.parallel.world import World
 
 _SINGLE: dict[str, Callable[..., Any]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -49,78 +47,63 @@ def stage_layers(config: ParallelConfig, mesh: Mesh, *, layers: int, rank: int) 
     return [range(stage * each, (stage + 1) * each) for stage in range(rank, stages, mesh.pp)]
 
 
-def pipeline_portion(config: ParallelConfig, world: World, *, layers: int) -> Portion:
-    """Which part of the model is this process's."""
+def model_shard(config: ParallelConfig, world: World, *, layers: int) -> ModelShard:
+    """Which part of the model this process has."""
     at, mesh = world.at, world.mesh
+    if mesh.pp == 1:
+        return ModelShard(tp_rank=at["tp"], tp_size=mesh.tp)
     mine = stage_layers(config, mesh, layers=layers, rank=at["pp"])
-    return Portion(
+    return ModelShard(
         tuple(layer for stage in mine for layer in stage),
         first=at["pp"] == 0,
         last=at["pp"] == mesh.pp - 1,
-        rank=at["tp"],
-        ranks=mesh.tp,
+        tp_rank=at["tp"],
+        tp_size=mesh.tp,
     )
 
 
-class Stage(nn.Module):
+class StageModule(nn.Module):
     """Some layers of a model as a module of their own, with the embedding before them or the loss
     after them."""
 
-    def __init__(self, model: GPT, layers: range, *, first: bool, last: bool) -> None:
+    def __init__(self, model: StagedModel, layers: range, *, first: bool, last: bool) -> None:
         super().__init__()
         self._model, self.layers, self.first, self.last = [model], layers, first, last
         self.scale: torch.Tensor | None = None
         self.totals: list[torch.Tensor] = []
-        names = [str(layer) for layer in layers]
-        around = ["embedding", "positions", "embedding_norm"] if first else []
-        around += ["norm", "head"] if last else []
-        inner = {name: getattr(model, name) for name in around}
-        inner |= {f"block-{name}": model.blocks[name] for name in names}
-        inner |= {f"values-{name}": model.values[name] for name in names if name in model.values}
-        # Registered, so that whoever divides weights finds them here.
-        self.inner = nn.ModuleDict({name: one for name, one in inner.items() if one is not None})
+        # Registered, so that FSDP finds them here.
+        self.inner = nn.ModuleDict(model.stage_modules(layers, first=first, last=last))
 
-    def forward(
-        self,
-        stream_BTD: torch.Tensor,
-        *,
-        tokens_BT: torch.Tensor,
-        targets_BT: torch.Tensor,
-        weights_BT: torch.Tensor | None = None,
-        positions_BT: torch.Tensor | None = None,
-        documents_BT: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """The stream after these layers, or the loss. `stream_BTD` is what the stage before sent;
-        the first stage is sent tokens there, which it has anyway."""
-        model = self._model[0]
-        around = model.surroundings(tokens_BT, positions_BT, documents_BT)
-        x_BTD = model.embed(tokens_BT, around) if self.first else stream_BTD
-        x_BTD = model.through(x_BTD, self.layers, tokens_BT, around)
-        if self.last:
-            loss = model.loss(x_BTD, targets_BT, weights_BT, self.scale)
-            self.totals.append(loss.total)
-            return loss.scaled.view(1).clone()
-        return x_BTD
+    def forward(self, hidden_BTD: torch.Tensor, **batch: torch.Tensor) -> torch.Tensor:
+        """The residual stream after these layers, or the loss. `hidden_BTD` is what the stage
+        before sent; the first stage is sent tokens there, which it has anyway."""
+        result = self._model[0].forward_stage(
+            hidden_BTD, self.layers, first=self.first, last=self.last, scale=self.scale, **batch
+        )
+        if isinstance(result, Loss):
+            self.totals.append(result.total)
+            return result.scaled.view(1).clone()
+        return result
 
 
-class Pipeline:
+class PipelineMicroBatches:
     """Micro-batches through the stages of all processes."""
 
     def __init__(
         self,
-        replicas: Replicas,
-        stages: Sequence[Stage],
+        model: CausalLM,
+        stages: Sequence[StageModule],
         world: World,
         *,
         config: ParallelConfig,
     ) -> None:
         group = world.groups.along("pp")
         assert group is not None
-        self.replicas, self.stages, self.world, self.config = replicas, stages, world, config
+        self.model, self.stages, self.world, self.config = model, stages, world, config
         self.group: dist.ProcessGroup = group
         self._made: dict[Any, Any] = {}
 
-    def train(
+    def forward_backward(
         self, batches: Sequence[Batch], scale: torch.Tensor, done: Callable[[], None] | None = None
     ) -> torch.Tensor:
         with record_function("gristmill::pipeline"):
@@ -129,7 +112,7 @@ class Pipeline:
             done()
         return sum(losses, torch.zeros((), device=scale.device))
 
-    def measure(self, batches: Iterable[Batch]) -> torch.Tensor:
+    def forward(self, batches: Iterable[Batch]) -> torch.Tensor:
         """Forward only, as many batches at a time as keep all stages busy."""
         total = torch.zeros((), dtype=torch.float64)
         for several in _alike(batches, 4 * self.world.mesh.pp):
@@ -150,8 +133,8 @@ class Pipeline:
         }
         for stage in self.stages:
             stage.scale, stage.totals = scale, []
-        args = (given["tokens_BT"],) if self.replicas.model.portion.first else ()
-        target = given["targets_BT"] if self.replicas.model.portion.last else None
+        args = (given["tokens_BT"],) if self.model.shard.first else ()
+        target = given["targets_BT"] if self.model.shard.last else None
         schedule = self._schedule(batches, verb)
         run = schedule.step if verb == "step" else schedule.eval
         run(*args, target=target, **given)
@@ -174,24 +157,18 @@ class Pipeline:
                 self._made[key] = made(stages[0], **options)
         return self._made[key]
 
-    def _torch_stage(self, stage: Stage, shape: tuple[int, ...]) -> PipelineStage:
-        model, mesh, config = self.replicas.model, self.world.mesh, self.config
+    def _torch_stage(self, stage: StageModule, shape: tuple[int, ...]) -> PipelineStage:
+        mesh, config = self.world.mesh, self.config
         tokens = torch.empty(shape, dtype=torch.int64, device="meta")
-        length = shape[1] // (mesh.tp if model.links.sequence else 1)
-        stream = torch.empty(
-            (shape[0], length, model.config.width),
-            dtype=model.compute,
-            device="meta",
-            requires_grad=True,
-        )
+        hidden = cast(StagedModel, self.model).stage_hidden(*shape)
         number = self.stages.index(stage)
         return PipelineStage(
             stage,
             self.world.at["pp"] + number * mesh.pp,
             mesh.pp * config.stages_each,
-            self.world.device,
-            input_args=(tokens if stage.first else stream,),
-            output_args=torch.empty(1, device="meta") if stage.last else stream,
+            self.world.device.torch_device,
+            input_args=(tokens if stage.first else hidden,),
+            output_args=torch.empty(1, device="meta") if stage.last else hidden,
             group=self.group,
         )
 
@@ -221,16 +198,18 @@ def _as_it_is(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return output.sum()
 
 
-def build_stages(config: ParallelConfig, model: GPT, world: World) -> list[Stage]:
+def build_stages(
+    config: ParallelConfig, model: CausalLM, world: World, *, layers: int
+) -> list[StageModule]:
     """The stages of this process, over the modules of its part of the model."""
-    mesh, portion = world.mesh, model.portion
-    mine = stage_layers(config, mesh, layers=model.config.layers, rank=world.at["pp"])
+    shard = model.shard
+    mine = stage_layers(config, world.mesh, layers=layers, rank=world.at["pp"])
     return [
-        Stage(
-            model,
+        StageModule(
+            cast(StagedModel, model),
             layers,
-            first=portion.first and layers is mine[0],
-            last=portion.last and layers is mine[-1],
+            first=shard.first and layers is mine[0],
+            last=shard.last and layers is mine[-1],
         )
         for layers in mine
     ]

@@ -1,7 +1,7 @@
 """Number formats of the computation, and the loss scale that fp16 needs.
 
 Weights, gradients and the optimizer's state are in fp32; a model computes in the format of its
-stream (see `models/layers.py`), and parts of it in fp8 where that was asked for.
+activations (see `models/layers.py`), and parts of it in fp8 where that was asked for.
 
 The dynamic loss scale follows Megatron: an overflow uses up one unit of hysteresis, and once that
 is spent halves the scale (not below the minimum); `window` steps in a row without overflow double
@@ -19,6 +19,7 @@ from gristmill.base.errors import UserError
 from gristmill.config.schema import LossScaleConfig, PrecisionConfig
 from gristmill.models.kernels.support import kernels_for
 from gristmill.models.spec import Kernels
+from gristmill.parallel.device import Device
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -72,11 +73,11 @@ class Precision:
     """How a run computes."""
 
     config: PrecisionConfig
-    device: torch.device
+    device: Device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The format of the model's stream."""
+        """The number format of the model's activations."""
         return _DTYPES[self.config.compute]
 
     @property
@@ -88,12 +89,14 @@ class Precision:
         """The loss scale, for fp16 only."""
         if self.config.compute != "fp16":
             return None
-        return LossScale.start(self.config.loss_scale or LossScaleConfig(), self.device)
+        return LossScale.start(
+            self.config.loss_scale or LossScaleConfig(), self.device.torch_device
+        )
 
     def kernels(self, *, wanted: bool) -> Kernels:
         """The kernels of a run on its device. fp8 has no plain version, so that without its kernel
         there is no run."""
-        usable = kernels_for(self.device) if wanted else Kernels()
+        usable = kernels_for(self.device.torch_device) if wanted else Kernels()
         if self.config.fp8 and not usable.head_fp8:
             raise UserError(
                 f"no products in fp8: {self._obstacle(wanted)}",
@@ -104,11 +107,11 @@ class Precision:
 
     def _obstacle(self, wanted: bool) -> str:
         """Why there is no kernel for fp8."""
-        if self.device.type != "cuda":
-            return f"the run is on {self.device.type}"
+        if self.device.kind != "cuda":
+            return f"the run is on {self.device.kind}"
         if not wanted:
             return "runtime.kernels is false"
-        if not kernels_for(self.device).loss:
+        if not kernels_for(self.device.torch_device).loss:
             return "Triton is not installed"
-        major, minor = torch.cuda.get_device_capability(self.device)
+        major, minor = torch.cuda.get_device_capability(self.device.torch_device)
         return f"the GPU's compute capability is {major}.{minor}, and fp8 begins at 8.9"

@@ -1,91 +1,122 @@
 """A step that all processes make together, however the model and the batch are divided.
 
-The loss is the sum over all counted tokens of the step divided by their number, so gradients of all
-processes are summed and nothing is averaged. The global norm n, the clipping limit c and the loss
-scale s meet in one factor: gradients are divided by s max(1, n / c) inside the fused optimizer
-kernel, which also leaves everything untouched when the norm is not finite. Loss and norm are summed
-over all processes in one exchange, so all of them decide alike. No step waits for the host, unless
-the optimizer is there.
+    accumulate   forward and backward over the micro-batches; gradients are summed on the way
+    update       reduce         what is still missing of the sums over processes
+                 unscale        if a preconditioner wants the true gradients
+                 precondition
+                 norm           of the whole gradient, agreed on with loss and wishes to stop
+                 clip           as a divisor
+                 step           or skip, if loss or gradient is not finite
 
-Dropout draws from a generator seeded anew for every step by the run's seed, the step's number and
-the place in the mesh, so there is no random state to save.
+The loss is the sum over all counted tokens of the step divided by their number, so gradients of all
+processes are summed and nothing is averaged. Loss and norm are summed over all processes in one
+collective, so all of them decide alike.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
 from gristmill.base.units import Progress
+from gristmill.config.roles import Ability
 from gristmill.config.schema import RunConfig
 from gristmill.data.loader import Batch
-from gristmill.models.gpt import GPT
-from gristmill.optim.build import decide_step
-from gristmill.parallel.context import positions_of, share_of_sequence
-from gristmill.parallel.council import Council
-from gristmill.parallel.flow import Flow
+from gristmill.models.spec import CausalLM, StagedModel
+from gristmill.optim.spec import Optimizer
+from gristmill.parallel.control import ControlGroup
+from gristmill.parallel.data_parallel import GradientSync, sum_together
 from gristmill.parallel.gather import gather_model
-from gristmill.parallel.held import owned_squares
+from gristmill.parallel.microbatches import MicroBatches
 from gristmill.parallel.offload import Offload
-from gristmill.parallel.precision import Precision
-from gristmill.parallel.replicas import Replicas, sum_together
-from gristmill.parallel.strategy import StepResult
-from gristmill.parallel.waiting import Waiting
+from gristmill.parallel.precision import LossScale
+from gristmill.parallel.sharding import ShardedParameters, owned_squares
+from gristmill.parallel.step import (
+    count_tokens,
+    decide,
+    divide_batches,
+    shard_sequences,
+    step_seed,
+)
+from gristmill.parallel.strategy import Preconditioner, StepResult
+from gristmill.parallel.sync_timing import SyncTimer
 from gristmill.parallel.world import World
 
 
 class Spmd:
     """Runs steps of one model on all processes."""
 
+    tensors = None
+
     def __init__(
         self,
         config: RunConfig,
         *,
-        replicas: Replicas,
-        flow: Flow,
-        optimizer: torch.optim.Optimizer,
+        model: CausalLM,
+        parameters: ShardedParameters,
+        sync: GradientSync,
+        micro_batches: MicroBatches,
+        optimizer: Optimizer,
         world: World,
-        council: Council,
+        control: ControlGroup,
+        loss_scale: LossScale | None = None,
         offload: Offload | None = None,
+        preconditioner: Preconditioner | None = None,
     ) -> None:
-        self.replicas, self.flow, self.optimizer = replicas, flow, optimizer
-        self.offload = offload
-        self.world, self.council = world, council
+        self.model, self.optimizer, self.sync = model, optimizer, sync
+        self.parameters = parameters if offload is None else offload.parameters
+        """What the optimizer moves and checkpoints hold."""
+        self.micro_batches, self.loss_scale, self.offload = micro_batches, loss_scale, offload
+        self.preconditioner = preconditioner
+        self.world, self.control = world, control
         self.clip, self.seed = config.train.clip, config.train.seed
-        self.loss_scale = Precision(config.precision, world.device).loss_scale()
-        self.model: GPT = replicas.model
         self._everyone = world.groups.along(*world.mesh.sizes)
-        self._waiting: Waiting | None = None
-        at, tensor = world.at, world.groups.along("tp")
+        self._timer: SyncTimer | None = None
         # Processes that share layers compute the same loss: one of them reports it.
-        self._reports = self.model.portion.last and at["tp"] == 0
-        self._sums = [(self._held(self.model.partial(sequence=self.model.links.sequence)), tensor)]
-        self._sums.append((self._held(["embedding.weight"]), _ends(self.model, world)))
+        self._reports_loss = model.shard.last and world.at["tp"] == 0
+        self._partial = self._partial_gradients()
 
-    def _held(self, names: Iterable[str]) -> list[torch.nn.Parameter]:
-        held = self.replicas.held
-        return [held[name].local for name in names if name in held]
+    def _partial_gradients(self) -> list[tuple[list[torch.nn.Parameter], dist.ProcessGroup]]:
+        """Parameters whose gradients are still to be summed after the backward pass, and over which
+        processes."""
+        groups, tied = self.world.groups, list[str]()
+        wanted = [(self.model.partial_gradients(), groups.along("tp"))]
+        if Ability.PIPELINE in self.model.config.abilities:
+            tied = cast(StagedModel, self.model).tied_across_stages()
+        if tied:
+            stages = self.world.mesh.group(self.world.rank, "pp")
+            wanted.append((tied, groups.of([stages[0], stages[-1]])))
+        held = self.sync.parameters
+        return [
+            ([held[name].local for name in names if name in held], group)
+            for names, group in wanted
+            if group is not None
+        ]
 
     def accumulate(self, batches: Sequence[Batch], progress: Progress) -> StepResult:
         """Gradients of the mean loss over all counted tokens of the step."""
-        self._waiting = None if self._everyone is None else Waiting(self.world.device)
-        done = None if self._waiting is None else self._waiting.done
+        self._timer = None if self._everyone is None else SyncTimer(self.world.device)
+        done = None if self._timer is None else self._timer.done
         self.model.train()
         if self.model.config.dropout:
-            torch.manual_seed(self._step_seed(progress.steps))
-        counted = self._counted(batches)
+            torch.manual_seed(step_seed(self.seed, progress.steps, self._place()))
+        parts = self.world.mesh.data
+        counted = count_tokens(
+            batches,
+            parts=parts,
+            group=self.world.groups.along("dp_replicate", "dp_shard"),
+            device=self.world.device.torch_device,
+        )
         scale = 1.0 / counted
         if self.loss_scale is not None:
             scale = scale * self.loss_scale.scale
-        total = self.flow.train([self._share(batch) for batch in batches], scale, done)
-        parts = self.world.mesh.data
+        mine = [self._on_device(batch) for batch in batches]
+        total = self.micro_batches.forward_backward(mine, scale, done)
         return StepResult(
             samples=parts * sum(batch.samples for batch in batches),
             tokens=parts * sum(batch.tokens for batch in batches),
@@ -95,34 +126,41 @@ class Spmd:
 
     @record_function("gristmill::update")
     def update(self, result: StepResult, *, stop: bool = False) -> StepResult:
-        """Clip and step, or skip where the gradient is not finite."""
-        self.replicas.settle()
-        for parameters, group in self._sums:
-            if group is not None:
-                sum_together([p.grad for p in parameters if p.grad is not None], group)
-        loss, squares, stops = self._agreed(result.loss, owned_squares(self.replicas.held), stop)
-        waited = None if self._waiting is None else self._waiting.end()
-        scale = result.loss_scale if result.loss_scale is not None else torch.ones_like(loss)
-        norm = squares.sqrt() / scale
-        bad = ~(torch.isfinite(norm) & torch.isfinite(loss))
-        excess = (norm / self.clip).clamp(min=1.0) if self.clip else torch.ones_like(norm)
-        divisor, skip = scale * torch.where(bad, 1.0, excess), bad.float()
+        """The phases above, in their order."""
+        self.sync.finish()
+        for parameters, group in self._partial:
+            sum_together([p.grad for p in parameters if p.grad is not None], group)
+        scale = result.loss_scale
+        if self.preconditioner is not None:
+            scale = self._precondition(self.preconditioner, scale)
+        loss, squares, stops = self._agree(result.loss, stop)
+        waited = None if self._timer is None else self._timer.end()
+        decision = decide(loss, squares, scale=scale, clip=self.clip)
         if self.offload is not None:
-            self.offload.step(self.optimizer, divisor=divisor, skip=skip)
+            self.offload.step(self.optimizer, divisor=decision.divisor, skip=decision.skip)
         else:
-            decide_step(self.optimizer, divisor=divisor, skip=skip)
-            self.optimizer.step()
-        self.replicas.clear()
+            self.optimizer.step(divisor=decision.divisor, skip=decision.skip)
+        self.sync.clear()
         if self.loss_scale is not None:
-            self.loss_scale.update(bad)
+            self.loss_scale.update(decision.skip > 0)
         return dataclasses.replace(
             result,
             loss=loss,
-            grad_norm=norm,
-            skipped=bad.float(),
+            grad_norm=decision.norm,
+            skipped=decision.skip,
             stops=stops,
             waited=waited,
         )
+
+    def _precondition(
+        self, preconditioner: Preconditioner, scale: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Replace gradients by preconditioned ones; the loss scale that is left on them."""
+        if scale is not None:
+            locals_ = [one.local.grad for one in self.sync.parameters.values()]
+            torch._foreach_div_([gradient for gradient in locals_ if gradient is not None], scale)
+        preconditioner.apply(self.sync.parameters)
+        return None
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:
@@ -132,21 +170,22 @@ class Spmd:
 
         def mine() -> Iterator[Batch]:
             nonlocal counted
-            for batch in self._divided(batches):
+            ranks, rank = self.world.mesh.data, self.world.data_rank
+            for batch in divide_batches(batches, rank=rank, ranks=ranks):
                 counted += batch.counted
-                yield self._share(batch)
+                yield self._on_device(batch)
 
-        total = self.flow.measure(mine()).item()
+        total = self.micro_batches.forward(mine()).item()
         # Processes with parts of one sequence have their own losses, but all count its tokens.
-        own = [total, counted / self.world.mesh.cp] if self._reports else [0.0, 0.0]
-        said = self.council.gather(own)
+        own = [total, counted / self.world.mesh.cp] if self._reports_loss else [0.0, 0.0]
+        said = self.control.all_gather(own)
         return sum(one[0] for one in said) / sum(one[1] for one in said)
 
-    def whole(self) -> GPT | None:
-        """All of the model on the first process."""
+    def whole(self) -> CausalLM | None:
+        """All of the model on rank 0."""
         if self._everyone is None:
             return self.model
-        return gather_model(self.replicas, self.world, self.council)
+        return gather_model(self.model, self.sync.parameters, self.world, self.control)
 
     def state(self) -> dict[str, Any]:
         return {} if self.loss_scale is None else {"loss_scale": self.loss_scale.state()}
@@ -154,99 +193,32 @@ class Spmd:
     def load(self, state: dict[str, Any]) -> None:
         if self.loss_scale is not None and "loss_scale" in state:
             self.loss_scale.load(state["loss_scale"])
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
         if self.offload is not None:
             self.offload.send_weights()
 
-    # -------------------------------------------------------------- what is this process's
+    def _on_device(self, batch: Batch) -> Batch:
+        """This process's part of the sequences of a batch."""
+        mesh, at = self.world.mesh, self.world.at
+        return shard_sequences(batch, rank=at["cp"], ranks=mesh.cp).to(
+            self.world.device.torch_device
+        )
 
-    def _divided(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Every n-th batch is this process's. Where one is missing or smaller than the others of
-        its turn, samples that do not count fill it up, so that all processes do the same work
-        together."""
-        source, parts = iter(batches), self.world.mesh.data
-        while turn := list(islice(source, parts)):
-            sizes = [batch.samples for batch in turn] + [0] * (parts - len(turn))
-            mine = turn[min(self.world.data_rank, len(turn) - 1)]
-            count = sizes[self.world.data_rank]
-            yield mine if len(set(sizes)) == 1 else _filled(mine, count, max(sizes))
-
-    def _share(self, batch: Batch) -> Batch:
-        """This process's part of the sequences of a batch, on its device."""
-        parts, rank = self.world.mesh.cp, self.world.at["cp"]
-        if parts > 1:
-            length = batch.tokens_BT.shape[1]
-            positions = batch.positions_BT
-            own: dict[str, Any] = {
-                field: share_of_sequence(getattr(batch, field), 1, rank=rank, ranks=parts)
-                for field in ("tokens_BT", "targets_BT", "weights_BT", "documents_BT")
-                if getattr(batch, field) is not None
-            }
-            own["positions_BT"] = (
-                positions_of(rank, parts, length, torch.device("cpu")).expand(batch.samples, -1)
-                if positions is None
-                else share_of_sequence(positions, 1, rank=rank, ranks=parts)
-            )
-            batch = dataclasses.replace(batch, **own)
-        return batch.to(self.world.device)
-
-    def _counted(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """Tokens that count in the step, over all processes."""
-        counted = sum(batch.counted for batch in batches)
-        group = self.world.groups.along("dp_replicate", "dp_shard")
-        if all(batch.weights_BT is None for batch in batches):
-            counted, group = counted * self.world.mesh.data, None
-        tensor = torch.full((), counted, device=self.world.device)
-        if group is not None:
-            dist.all_reduce(tensor, group=group)
-        return tensor
-
-    def _agreed(
-        self, loss: torch.Tensor, squares: torch.Tensor, stop: bool
-    ) -> tuple[torch.Tensor, ...]:
-        """Loss, squared norm and wishes to stop over all processes."""
-        stops = torch.full_like(loss, stop)
+    def _agree(self, loss: torch.Tensor, stop: bool) -> tuple[torch.Tensor, ...]:
+        """Loss, squared norm and wishes to stop, summed over all processes."""
+        squares, stops = owned_squares(self.sync.parameters), torch.full_like(loss, stop)
         if self._everyone is None:
             return loss, squares, stops
-        own = loss if self._reports else torch.zeros_like(loss)
-        numbers = torch.stack([own, squares, stops])
-        dist.all_reduce(numbers, group=self._everyone)
-        return tuple(numbers)
+        own = loss if self._reports_loss else torch.zeros_like(loss)
+        sums = torch.stack([own, squares, stops])
+        dist.all_reduce(sums, group=self._everyone)
+        return tuple(sums)
 
-    def _step_seed(self, step: int) -> int:
+    def _place(self) -> list[int]:
+        """What this process's random numbers depend on. Processes that share layers draw the same,
+        unless they have different positions."""
         at = self.world.at
         shared = ("dp_replicate", "dp_shard", "cp", "pp")
-        place = [at[axis] for axis in shared] + [at["tp"] if self.model.links.sequence else 0]
-        own = f":{place}" if any(place) else ""
-        digest = hashlib.sha256(f"{self.seed}:step:{step}{own}".encode()).digest()
-        return int.from_bytes(digest[:7], "little")
-
-
-def _filled(batch: Batch, count: int, size: int) -> Batch:
-    """The first samples of a batch, and so many that do not count that there are `size`."""
-    which = [min(number, max(count, 1) - 1) for number in range(size)]
-
-    def rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else tensor[which]
-
-    weights = batch.weights_BT
-    if weights is None:
-        weights = torch.ones(batch.tokens_BT.shape)
-    weights = weights[which].clone()
-    weights[count:] = 0.0
-    return Batch(
-        batch.tokens_BT[which],
-        batch.targets_BT[which],
-        weights,
-        batch.counted if count else 0.0,
-        rows(batch.positions_BT),
-        rows(batch.documents_BT),
-    )
-
-
-def _ends(model: GPT, world: World) -> dist.ProcessGroup | None:
-    """First and last process of a pipeline whose ends have one embedding in common."""
-    stages, portion = world.groups.mesh.group(world.rank, "pp"), model.portion
-    apart = portion.first != portion.last
-    if len(stages) == 1 or not model.config.tie_head or not apart:
-        return None
-    return world.groups.of([stages[0], stages[-1]])
+        return [*(at[axis] for axis in shared), at["tp"] * self.model.comm.sequence_parallel]

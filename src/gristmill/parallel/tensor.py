@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
-from gristmill.models.spec import Links
+from gristmill.models.spec import ShardComm
 
 SEQUENCE = 1
 """The dimension of positions in a stream (B, T, D)."""
@@ -30,45 +30,44 @@ _gather = getattr(functional, "all_gather_single", None) or functional.all_gathe
 _scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
 
 
-class TensorLinks(Links):
-    """Links among the processes that share layers."""
+class TensorParallelComm(ShardComm):
+    """Communication among the processes that share layers."""
 
-    alone = False
+    single = False
 
     def __init__(
         self,
         group: dist.ProcessGroup,
         *,
-        sequence: bool,
+        sequence_parallel: bool,
         dropout: bool,
         attend: Callable[..., torch.Tensor] | None = None,
     ) -> None:
-        self.group, self.sequence, self.dropout = group, sequence, dropout
+        self.group, self.sequence_parallel = group, sequence_parallel
+        # With sequence parallelism all random numbers differ already.
+        self.forks_rng = dropout and not sequence_parallel
         self.attend = attend
 
     def enter(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        move = _Gathered if self.sequence else _Copied
+        move = _Gathered if self.sequence_parallel else _Copied
         return move.apply(x_BTD, self.group)
 
     def leave(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        move = _Scattered if self.sequence else _Summed
+        move = _Scattered if self.sequence_parallel else _Summed
         return move.apply(x_BTD, self.group)
 
-    def own(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        if not self.sequence:
+    def local_positions(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        if not self.sequence_parallel:
             return x
         return x.chunk(self.group.size(), dim=dim)[self.group.rank()]
 
-    def apart(self) -> contextlib.AbstractContextManager[None]:
-        # With the stream divided, all random numbers differ already.
-        if self.sequence or not self.dropout:
-            return contextlib.nullcontext()
-        return _own_numbers(self.group.rank())
+    def distinct_rng(self) -> contextlib.AbstractContextManager[None]:
+        return _own_numbers(self.group.rank()) if self.forks_rng else contextlib.nullcontext()
 
-    def most(self, x: torch.Tensor) -> torch.Tensor:
+    def all_max(self, x: torch.Tensor) -> torch.Tensor:
         return _reduced(x, "max", self.group)
 
-    def total(self, x: torch.Tensor) -> torch.Tensor:
+    def all_sum(self, x: torch.Tensor) -> torch.Tensor:
         return _reduced(x, "sum", self.group)
 
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gristmill.config.optim import MuonConfig
-from gristmill.config.schema import GATE_FEATURES, ModelConfig, RunConfig
+from gristmill.config.model import GATE_FEATURES, GPTConfig
+from gristmill.config.roles import Role
+from gristmill.config.schema import RunConfig
 
 
 @dataclass(frozen=True)
@@ -26,14 +27,14 @@ class TokenCost:
     causal: float
 
 
-def block_matrices(model: ModelConfig) -> int:
+def block_matrices(model: GPTConfig) -> int:
     """Weights in the matrix products of one block."""
     attention = model.width * model.head_width * (2 * model.heads + 2 * model.groups)
     mlp = model.width * model.inner * (3 if model.activation == "swiglu" else 2)
     return attention + mlp
 
 
-def block_vectors(model: ModelConfig) -> int:
+def block_vectors(model: GPTConfig) -> int:
     """Biases and norm gains of one block; gates of value embeddings are not counted."""
     width, head = model.width, model.head_width
     gains = 2 * norm_vectors(model) + (2 * head if model.qk_norm and model.norm_gain else 0)
@@ -44,20 +45,20 @@ def block_vectors(model: ModelConfig) -> int:
     return gains + linear
 
 
-def norm_vectors(model: ModelConfig) -> int:
+def norm_vectors(model: GPTConfig) -> int:
     """Gains and biases of one normalisation of the stream."""
     if not model.norm_gain:
         return 0
     return model.width * (2 if model.bias and model.norm == "layernorm" else 1)
 
 
-def value_tables(model: ModelConfig, *, rows: int) -> int:
+def value_tables(model: GPTConfig, *, rows: int) -> int:
     """Value embeddings and their gates."""
     gates = min(GATE_FEATURES, model.width) * model.groups
     return len(model.value_layers) * (rows * model.groups * model.head_width + gates)
 
 
-def count_parameters(model: ModelConfig, *, rows: int) -> int:
+def count_parameters(model: GPTConfig, *, rows: int) -> int:
     """All parameters of a model whose embedding has `rows` rows; shared ones once."""
     embedding = rows * model.width * (1 if model.tie_head else 2)
     positions = model.context * model.width if model.positions == "learned" else 0
@@ -66,22 +67,21 @@ def count_parameters(model: ModelConfig, *, rows: int) -> int:
     return embedding + positions + norms + value_tables(model, rows=rows) + blocks
 
 
-def count_multiplied(model: ModelConfig, *, rows: int) -> int:
+def count_multiplied(model: GPTConfig, *, rows: int) -> int:
     """Weights that every token is multiplied with: the matrices of all blocks and the head. Of an
     embedding or a table a token reads one row only."""
     return model.layers * block_matrices(model) + rows * model.width
 
 
 def checkpoint_bytes(config: RunConfig, *, rows: int) -> int:
-    """Bytes of a checkpoint: weights, and for each of them Adam's two moments or, in matrices that
-    Muon moves, one. What NorMuon keeps for a row is too little to count."""
+    """Bytes of a checkpoint: weights in fp32 and the optimizer's state."""
     size = count_parameters(config.model, rows=rows)
-    muon = isinstance(config.optim, MuonConfig)
-    matrices = config.model.layers * block_matrices(config.model) if muon else 0
-    return 4 * size + 8 * (size - matrices) + 4 * matrices
+    matrices = config.model.layers * block_matrices(config.model)
+    inside, outside = (config.optim.state_bytes(role) for role in (Role.MATRIX, Role.EMBEDDING))
+    return 4 * size + inside * matrices + outside * (size - matrices)
 
 
-def token_cost(model: ModelConfig, *, rows: int, sequence: int) -> TokenCost:
+def token_cost(model: GPTConfig, *, rows: int, sequence: int) -> TokenCost:
     """Cost of training on one token in windows of `sequence`."""
     weights = count_multiplied(model, rows=rows)
     attention = model.layers * model.heads * model.head_width * sequence

@@ -7,12 +7,13 @@ import tomllib
 from importlib import resources
 
 
-def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 operations per second of the device of that name, None if it is not in the
-    table."""
+def peak_flops(device_name: str, number_format: str = "bf16") -> float | None:
+    """Dense operations per second of the device of that name in a number format (bf16, fp16, tf32
+    or fp32); None if it is not in the table."""
     table = tomllib.loads((resources.files("gristmill.plan") / "hardware.toml").read_text())
     name = device_name.lower()
     for row in table["device"]:
         if re.search(rf"\b{re.escape(row['match'])}\b", name):
-            return float(row["bf16_tflops"]) * 1e12
+            column = "bf16" if number_format == "fp16" else number_format
+            return float(row[f"{column}_tflops"]) * 1e12
     return None

@@ -1,40 +1,34 @@
 """The place where data, model, optimizer and strategy meet: from settings to the parts of a run.
 
-    data, tokenizer -> numbers -> world -> model -> optimizer -> strategy -> state
+    data, tokenizer -> numbers -> world -> strategy (model, optimizer) -> state
 
 Everything a user can get wrong is found here, before the first step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.checkpoint.model import fill_model
-from gristmill.checkpoint.state import TrainState, vocabulary_tables
+from gristmill.checkpoint.model import load_start_weights
+from gristmill.checkpoint.state import TrainState
 from gristmill.checkpoint.writer import CheckpointWriter
-from gristmill.config.resolve import SHAPE_FREE, Resolved, resolve
+from gristmill.config.resolve import Resolved, resolve
 from gristmill.config.schema import DataConfig, RunConfig
 from gristmill.data.build import Wanted, build_rules, build_stream, order_identity
 from gristmill.data.dataset import Part, Parts, open_parts, prove_tokenizer
 from gristmill.data.documents import DocumentRules
 from gristmill.data.loader import Loader, validation_batches
-from gristmill.models.build import whole_names
-from gristmill.models.gpt import GPT
-from gristmill.optim.build import build_optimizer
-from gristmill.parallel.build import (
-    build_exchange,
-    build_offload,
-    build_strategy,
-    place_model,
-)
-from gristmill.parallel.council import Council
+from gristmill.models.build import outline_model
+from gristmill.models.spec import CausalLM
+from gristmill.parallel.build import build_strategy
+from gristmill.parallel.control import ControlGroup
+from gristmill.parallel.device import memory_explained
 from gristmill.parallel.strategy import Strategy
-from gristmill.parallel.world import World, memory_explained, open_world
-from gristmill.plan.arithmetic import token_cost
+from gristmill.parallel.world import World, open_world
 from gristmill.text.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from gristmill.track.folder import RunFolder
 from gristmill.train.hooks import Checkpoint, Hook, Sample, Validate
@@ -52,17 +46,32 @@ class Assembly:
     data: Parts
     tokenizer: Tokenizer
     world: World
-    model: GPT
     state: TrainState
     strategy: Strategy
-    council: Council
+    control: ControlGroup
+    outline: CausalLM
+    """The whole model, without memory."""
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole model."""
+        return sum(parameter.numel() for parameter in self.outline.parameters())
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of a checkpoint: weights in fp32 and the optimizer's state."""
+        roles, optim = self.outline.roles(), self.config.optim
+        return sum(
+            (4 + optim.state_bytes(roles[name])) * parameter.numel()
+            for name, parameter in self.outline.named_parameters()
+        )
 
 
 def assemble(
     config: RunConfig,
     folder: RunFolder,
     world: World | None = None,
-    council: Council | None = None,
+    control: ControlGroup | None = None,
 ) -> Assembly:
     """Open and build everything, with start weights in place; the world is this process alone if
     not given."""
@@ -70,46 +79,35 @@ def assemble(
     data = open_parts(config.data, sequence=config.data.sequence or config.model.context)
     tokenizer = _open_tokenizer(config, data)
     numbers = resolve(config, vocab=tokenizer.size, mesh=world.mesh)
+    control = control or ControlGroup()
     with memory_explained(
-        "the model itself does not fit: divide it with [parallel], or choose a smaller one"
+        "the model itself does not fit: shard it with [parallel], or choose a smaller one"
     ):
-        placed = place_model(config, vocab=numbers.vocab, world=world)
-    replicas, model = placed.replicas, placed.replicas.model
-    council = council or Council()
+        strategy = build_strategy(config, vocab=numbers.vocab, world=world, control=control)
     if config.model.start is not None:
-        divided = replicas.held if world.mesh.processes > 1 else None
-        fill_model(model, config.model.start, held=divided, council=council)
-    offload = build_offload(config, replicas.held, world)
-    held = replicas.held if offload is None else offload.held
-    optimizer = build_optimizer(
-        config.optim,
-        model,
-        parameters={name: one.local for name, one in held.items()},
-        compiled=config.runtime.compiles(world.device.type),
-        exchange=build_exchange(replicas, world),
-    )
-    strategy = build_strategy(
-        config,
-        placed=placed,
-        optimizer=optimizer,
-        world=world,
-        council=council,
-        offload=offload,
-    )
+        load_start_weights(strategy.model, config.model.start, strategy.parameters, control=control)
+        strategy.weights_changed()
+    outline = outline_model(config.model, vocab=numbers.vocab, pad_for=world.mesh.tp)
     state = TrainState(
-        model=model,
-        optimizer=optimizer,
-        held=held,
-        padded=vocabulary_tables(held),
-        names=frozenset(whole_names(config.model)),
+        model=strategy.model,
+        optimizer=strategy.optimizer,
+        parameters=strategy.parameters,
+        padded=outline.vocabulary_parameters(),
+        names=frozenset(outline.roles()),
         identity=_identity(config, numbers, data, tokenizer),
+        identity_defaults=_of_model(config.model.identity_defaults()),
+        identity_retired=_of_model(config.model.retired),
         settings={"model": config.model.model_dump(exclude_none=True), "vocab": numbers.vocab},
         strategy=strategy.state(),
+        strategy_tensors=strategy.tensors,
         layout=world.mesh.sizes,
         micro_batch=numbers.micro_batch,
+        rank=world.rank,
+        ranks=world.mesh.processes,
+        writes_unowned=not any(place for axis, place in world.at.items() if axis != "pp"),
     )
     return Assembly(
-        config, numbers, folder, data, tokenizer, world, model, state, strategy, council
+        config, numbers, folder, data, tokenizer, world, state, strategy, control, outline
     )
 
 
@@ -147,10 +145,9 @@ def _identity(
     config: RunConfig, numbers: Resolved, data: Parts, tokenizer: Tokenizer
 ) -> dict[str, Any]:
     """What must stay the same for a run to go on exactly."""
-    model = config.model.model_dump(exclude_none=True, exclude=SHAPE_FREE)
     own_seed = {} if config.data.seed is None else {"data.seed": config.data.seed}
     return {
-        **{f"model.{name}": value for name, value in model.items()},
+        **_of_model(config.model.identity()),
         "model.vocab": numbers.vocab,
         "tokenizer": tokenizer.fingerprint,
         "data.paths (content)": _each(data, lambda part: part.reader.info.fingerprint),
@@ -162,6 +159,10 @@ def _identity(
         "train.seed": config.train.seed,
         "optim.type": config.optim.type,
     }
+
+
+def _of_model(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"model.{name}": value for name, value in settings.items()}
 
 
 def _each(data: Parts, fact: Callable[[Part], Any]) -> Any:
@@ -195,7 +196,7 @@ def build_loader(parts: Assembly) -> Loader:
         rules=document_rules(parts),
         rank=parts.world.data_rank,
         ranks=parts.world.mesh.data,
-        pin=parts.world.device.type == "cuda",
+        pin=parts.world.device.pins_memory,
         stages=numbers.stages,
     )
 
@@ -259,7 +260,10 @@ def build_meter(parts: Assembly, tracker: Tracker) -> Meter:
         tracker,
         counters=parts.state.counters,
         every=config.track.every,
-        cost=token_cost(config.model, rows=numbers.padded_vocab, sequence=numbers.sequence),
+        cost=parts.outline.token_cost(numbers.sequence),
         world=parts.world,
+        peak_flops=parts.world.device.peak_flops(
+            config.precision.compute, tf32=config.precision.tf32
+        ),
         bad_steps=config.train.bad_steps,
     )

@@ -34,7 +34,7 @@ from gristmill.config.schema import RunConfig, RuntimeConfig, TrackConfig
 from gristmill.data.dataset import path_list
 from gristmill.data.loader import READ_AHEAD, Batch
 from gristmill.optim.schedule import build_schedule
-from gristmill.parallel.world import MatrixRate, matrix_rate, memory_explained
+from gristmill.parallel.device import MatrixRate, matrix_rate, memory_explained
 from gristmill.text.tokenizers.tokenizer import open_tokenizer
 from gristmill.tokens.store import open_tokens
 from gristmill.track.folder import RunFolder
@@ -331,7 +331,7 @@ def _speed(records: Sequence[StepRecord], meter: Meter, *, warm_up: int, tokens:
 
 def _profile(run: Callable[[int], None], parts: Assembly) -> Trace | None:
     """A trace of a few steps; None on devices whose work the profiler does not see."""
-    if parts.world.device.type == "mps":
+    if parts.world.device.kind == "mps":
         return None
     activities = [ProfilerActivity.CPU]
     if _on_gpu(parts):
@@ -347,21 +347,21 @@ def _profile(run: Callable[[int], None], parts: Assembly) -> Trace | None:
 
 
 def _on_gpu(parts: Assembly) -> bool:
-    return parts.world.device.type == "cuda"
+    return parts.world.device.kind == "cuda"
 
 
 def _subject(parts: Assembly, *, random_tokens: bool) -> Subject:
     config, numbers = parts.config, parts.numbers
     return Subject(
         name=config.name,
-        parameters=sum(parameter.numel() for parameter in parts.model.parameters()),
+        parameters=sum(parameter.numel() for parameter in parts.outline.parameters()),
         batch=numbers.batch,
         micro_batch=numbers.micro_batch,
         sequence=numbers.sequence,
         vocabulary=numbers.vocab,
-        device=parts.world.name,
+        device=parts.world.device.name,
         precision=config.precision.described,
-        compiled=_compiled(config.runtime, parts.world.device.type),
+        compiled=_compiled(config.runtime, parts.world.device.kind),
         random_tokens=random_tokens,
     )
 

@@ -83,7 +83,7 @@ class Hooks:
         if self.meter.world.mesh.processes == 1:
             return self.asked_to_stop
         step = self.meter.stop_step
-        behind = AHEAD if self.meter.world.device.type == "cuda" else 0
+        behind = AHEAD if self.meter.world.device.is_async else 0
         return step is not None and self._steps >= step + behind
 
     def at_start(self) -> None:

@@ -18,10 +18,10 @@ import torch
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.units import Duration
 from gristmill.checkpoint.state import Counters
+from gristmill.parallel.device import Mark
 from gristmill.parallel.strategy import StepResult
-from gristmill.parallel.world import Mark, World
+from gristmill.parallel.world import World
 from gristmill.plan.arithmetic import TokenCost
-from gristmill.plan.hardware import peak_flops
 from gristmill.track.metrics import StepRecord
 from gristmill.train.moment import Moment
 from gristmill.train.tracker import Tracker
@@ -33,7 +33,7 @@ AHEAD = 2
 @dataclass(frozen=True)
 class _Pending:
     moment: Moment
-    numbers: torch.Tensor
+    scalars: torch.Tensor
     end: Mark
 
 
@@ -48,14 +48,15 @@ class Meter:
         every: Duration,
         cost: TokenCost,
         world: World,
+        peak_flops: float | None,
         bad_steps: int,
     ) -> None:
         self.tracker, self.counters, self.every = tracker, counters, every
         self.cost, self.world, self.bad_steps = cost, world, bad_steps
-        self.peak = peak_flops(world.name)
+        self.peak = peak_flops
         self._pending: deque[_Pending] = deque()
         self._bad_in_a_row = 0
-        self._last = Mark(world.device)
+        self._last = world.device.mark()
         self.step_seconds = 0.0
         self.sample_seconds = 0.0
         self.stop_step: int | None = None
@@ -63,24 +64,21 @@ class Meter:
 
     def add(self, moment: Moment) -> None:
         """Take in one step's result, and report all steps whose numbers have arrived."""
-        numbers = _numbers(moment.result)
-        if numbers.is_cuda:
-            host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            numbers = host.copy_(numbers, non_blocking=True)
-        self._pending.append(_Pending(moment, numbers, Mark(self.world.device)))
+        device = self.world.device
+        scalars = device.to_host(_scalars(moment.result))
+        self._pending.append(_Pending(moment, scalars, device.mark()))
         if len(self._pending) > AHEAD:
             self._pending[-AHEAD - 1].end.wait()
         self._report()
 
     def settle(self) -> None:
         """Wait for all steps and report them."""
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize()
+        self.world.device.synchronize()
         self._report()
 
     def restart_clock(self) -> None:
         """Leave the time since the last step out of the next one's."""
-        self._last = Mark(self.world.device)
+        self._last = self.world.device.mark()
 
     def _report(self) -> None:
         while self._pending and self._pending[0].end.reached():
@@ -89,10 +87,10 @@ class Meter:
             self.sample_seconds = self.step_seconds / pending.moment.result.samples
             self.counters.seconds += self.step_seconds
             self._last = pending.end
-            self._record(pending.moment, pending.numbers.tolist())
+            self._record(pending.moment, pending.scalars.tolist())
 
-    def _record(self, moment: Moment, numbers: list[float]) -> None:
-        loss, norm, skipped, scale, stops = numbers
+    def _record(self, moment: Moment, scalars: list[float]) -> None:
+        loss, norm, skipped, scale, stops = scalars
         if stops and self.stop_step is None:
             self.stop_step = moment.after.steps
         self.counters.skipped += int(skipped)
@@ -130,7 +128,7 @@ class Meter:
             tflops_causal=causal / 1e12,
             mfu=palm / self.peak if self.peak else None,
             mfu_causal=causal / self.peak if self.peak else None,
-            memory_bytes=self.world.memory_peak(),
+            memory_bytes=self.world.device.memory_peak(),
             loss_scale=None if moment.result.loss_scale is None else scale,
             skipped=self.counters.skipped,
             nan=self.counters.nan,
@@ -139,7 +137,7 @@ class Meter:
         )
 
 
-def _numbers(result: StepResult) -> torch.Tensor:
+def _scalars(result: StepResult) -> torch.Tensor:
     assert result.grad_norm is not None, "results are metered after the update"
     assert result.skipped is not None, "results are metered after the update"
     scale = result.loss_scale if result.loss_scale is not None else result.loss.new_ones(())

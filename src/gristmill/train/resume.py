@@ -22,7 +22,6 @@ from gristmill.checkpoint.layout import Best, CheckpointFolder, Found
 from gristmill.checkpoint.state import restore
 from gristmill.config.load import changed_settings, dump_run
 from gristmill.config.parallel import Mesh
-from gristmill.plan.arithmetic import count_parameters
 from gristmill.track.folder import RunFolder
 from gristmill.track.metrics import cut_metrics
 from gristmill.train.assemble import Assembly
@@ -40,9 +39,9 @@ class Resumed:
 def resume(parts: Assembly) -> Resumed:
     """Load the newest intact checkpoint, if there is one, and make the folder fit it."""
     folder, notes = parts.folder, []
-    checkpoints, council = CheckpointFolder(folder.checkpoints), parts.council
-    checkpoints.clean(council)
-    found = checkpoints.newest_intact(council)
+    checkpoints, control = CheckpointFolder(folder.checkpoints), parts.control
+    checkpoints.clean(control)
+    found = checkpoints.newest_intact(control)
     if found.path is None and found.damaged:
         raise _all_damaged(found, folder)
     if found.path is not None:
@@ -51,10 +50,10 @@ def resume(parts: Assembly) -> Resumed:
         parts.state.best = _best(parts, checkpoints)
         notes += _resume_differences(saved, parts)
     for path, problems in found.damaged:
-        aside = checkpoints.set_aside(path, council)
+        aside = checkpoints.set_aside(path, control)
         what = "; ".join(str(problem) for problem in problems)
         notes.append(f"skipped damaged checkpoint {path.name} ({what}); it is now {aside.name}")
-    notes += council.by_first(lambda: _fit_folder(parts))
+    notes += control.on_rank0(lambda: _fit_folder(parts))
     return Resumed(found.path, notes)
 
 
@@ -125,6 +124,6 @@ def _write_run_files(parts: Assembly) -> None:
     when = datetime.now().astimezone().isoformat(timespec="seconds")
     before = folder.origin.read_text() if folder.origin.is_file() else ""
     write_atomic(folder.origin, f"{before}{when}  {shlex.join(sys.argv)}\n")
-    parameters = count_parameters(parts.config.model, rows=parts.numbers.padded_vocab)
-    write_json(folder.environment, describe_environment(parts.world, parameters=parameters))
+    environment = describe_environment(parts.world, parameters=parts.parameters)
+    write_json(folder.environment, environment)
     parts.tokenizer.save(folder.tokenizer)

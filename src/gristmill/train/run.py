@@ -22,11 +22,11 @@ from gristmill.config.resolve import Resolved
 from gristmill.config.rules import check_mesh, doubts
 from gristmill.config.schema import RunConfig
 from gristmill.optim.schedule import build_schedule
-from gristmill.parallel.council import Council
+from gristmill.parallel.control import ControlGroup
+from gristmill.parallel.device import memory_explained
 from gristmill.parallel.limits import Limits
 from gristmill.parallel.watch import Watch
-from gristmill.parallel.world import World, close_world, memory_explained, open_world
-from gristmill.plan.arithmetic import checkpoint_bytes, count_parameters
+from gristmill.parallel.world import World, close_world, open_world
 from gristmill.track.folder import RunFolder, move_aside, run_folder
 from gristmill.train.assemble import (
     Assembly,
@@ -72,13 +72,13 @@ def run_training(
             parallel=config.parallel,
             place=place,
         )
-        council = world.council()
+        control = world.control_group("run")
         lock = FolderLock(folder.path)
-        new = council.by_first(lambda: _take(folder, lock, fresh=fresh))
+        new = control.on_rank0(lambda: _take(folder, lock, fresh=fresh))
         try:
-            outcome = _locked_training(config, folder, world, council, stop, watch)
+            outcome = _locked_training(config, folder, world, control, stop, watch)
         except UserError:
-            if new and world.leads:
+            if new and world.is_rank0:
                 folder.take_back()
             raise
         finally:
@@ -118,13 +118,12 @@ def _locked_training(
     config: RunConfig,
     folder: RunFolder,
     world: World,
-    council: Council,
+    control: ControlGroup,
     stop: StopRequest,
     watch: Watch,
 ) -> Outcome:
-    parts = assemble(config, folder, world, council)
-    rows = parts.numbers.padded_vocab
-    require_checkpoint_room(folder.path, checkpoint_bytes(config, rows=rows))
+    parts = assemble(config, folder, world, control)
+    require_checkpoint_room(folder.path, parts.checkpoint_bytes)
     resumed = resume(parts)
     watch.phase("start", parts.state.progress.steps)
     tracker = build_tracker(
@@ -153,11 +152,11 @@ def _locked_training(
 
 def _announce(parts: Assembly, tracker: Tracker, resumed: Resumed) -> None:
     numbers, state = parts.numbers, parts.state
-    parameters = count_parameters(parts.config.model, rows=numbers.padded_vocab)
     tracker.say(
-        f"{parts.config.name}: {format_count(parameters)} parameters, vocabulary {numbers.vocab}, "
+        f"{parts.config.name}: {format_count(parts.parameters)} parameters, "
+        f"vocabulary {numbers.vocab}, "
         f"batch {_batch_words(numbers)}, "
-        f"{parts.config.precision.described} on {parts.world.name}"
+        f"{parts.config.precision.described} on {parts.world.device.name}"
     )
     if parts.world.mesh.processes > 1:
         tracker.say(_mesh_words(parts))
@@ -167,7 +166,7 @@ def _announce(parts: Assembly, tracker: Tracker, resumed: Resumed) -> None:
         tracker.say(f"starting from the weights in {parts.config.model.start}")
     for note in (*resumed.notes, *doubts(parts.config, numbers)):
         tracker.say(note, level="warning")
-    if parts.world.leads:
+    if parts.world.is_rank0:
         parts.folder.write_status("running", step=state.progress.steps, steps=numbers.steps)
 
 
@@ -216,7 +215,9 @@ def _run(parts: Assembly, tracker: Tracker, stop: StopRequest, watch: Watch) -> 
         config.checkpoint,
         progress_at=numbers.progress_at,
         say=tracker.say,
-        council=parts.world.council(),
+        control=parts.world.control_group(
+            "checkpoints", timeout=parse_seconds(config.checkpoint.timeout)
+        ),
     )
     validate = build_validate(parts, tracker)
     meter = build_meter(parts, tracker)
@@ -262,7 +263,7 @@ def _closing_words(parts: Assembly, validate: Validate | None, *, stopped: bool)
 def _finish(parts: Assembly, exit: Exit, best_loss: float | None) -> Outcome:
     step = parts.state.progress.steps
     facts = {"step": step, "steps": parts.numbers.steps, "best_loss": best_loss}
-    if parts.world.leads:
+    if parts.world.is_rank0:
         parts.folder.write_status("done" if exit is Exit.DONE else "stopped", **facts)
     return Outcome(parts.folder.path, exit, step, best_loss)
 
@@ -271,5 +272,5 @@ def _note_failure(parts: Assembly, tracker: Tracker, error: BaseException) -> No
     step = parts.state.progress.steps
     what = str(error) or type(error).__name__
     tracker.say(f"failed at step {step}: {what}", level="error")
-    if parts.world.leads:
+    if parts.world.is_rank0:
         parts.folder.write_status("failed", step=step, error=what, time=time.time())

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from gristmill.base.boxes import Box
 from gristmill.base.errors import Exit, UserError
+from gristmill.base.tensor_slices import TensorSlice
 from gristmill.checkpoint.pieces import PIECES, TensorShare, file_name, join_shares, write_index
-from gristmill.checkpoint.stored import HF_INDEX, hf_tensors, stored_tensors
+from gristmill.checkpoint.tensor_reader import HF_INDEX, open_hf_tensors, open_tensors
 from gristmill.checkpoint.tensorfile import write_tensors
 
 WHOLE = torch.arange(5.0)
@@ -22,9 +22,9 @@ WHOLE = torch.arange(5.0)
 @pytest.fixture
 def divided(tmp_path: Path) -> Path:
     """A vector of 5 in two files, and another that is whole."""
-    boxes = Box((0,), (3,)), Box((3,), (5,))
+    boxes = TensorSlice((0,), (3,)), TensorSlice((3,), (5,))
     shares = [{"norm": TensorShare((5,), "F32", (box,))} for box in boxes]
-    shares[0]["gate"] = TensorShare((1,), "F32", (Box((0,), (1,)),))
+    shares[0]["gate"] = TensorShare((1,), "F32", (TensorSlice((0,), (1,)),))
     contents = {"norm[0:3]": WHOLE[:3], "gate": torch.ones(1)}, {"norm[3:5]": WHOLE[3:]}
     for rank, tensors in enumerate(contents):
         write_tensors(tmp_path / file_name("model", rank=rank, ranks=2), tensors)
@@ -33,12 +33,12 @@ def divided(tmp_path: Path) -> Path:
 
 
 def test_a_part_is_read_from_where_it_lies(divided: Path) -> None:
-    stored = stored_tensors(divided)
+    stored = open_tensors(divided)
     assert torch.equal(stored["norm"], WHOLE) and torch.equal(stored["gate"], torch.ones(1))
-    parts = list(stored.parts("norm", Box((2,), (4,))))
-    assert [part.box for part in parts] == [Box((2,), (3,)), Box((3,), (4,))]
+    parts = list(stored.parts("norm", TensorSlice((2,), (4,))))
+    assert [part.box for part in parts] == [TensorSlice((2,), (3,)), TensorSlice((3,), (4,))]
     assert [part.tensor.tolist() for part in parts] == [[2.0], [3.0]]
-    assert len(stored_tensors(divided, "optimizer")) == 0
+    assert len(open_tensors(divided, "optimizer")) == 0
 
 
 def _first(values: dict[str, Any]) -> dict[str, Any]:
@@ -75,22 +75,22 @@ def test_a_wrong_index_is_refused(
     change(values)
     (divided / PIECES).write_text(json.dumps(values))
     with pytest.raises(UserError, match=message) as error:
-        _ = stored_tensors(divided)["norm"]
+        _ = open_tensors(divided)["norm"]
     assert error.value.exit is Exit.DATA
 
 
 def test_a_file_that_is_missing_or_no_file_of_tensors_is_named(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(UserError, match=r"model.safetensors: cannot be read") as error:
-            stored_tensors(tmp_path)
+            open_tensors(tmp_path)
         assert error.value.exit is Exit.DATA
         (tmp_path / "model.safetensors").write_bytes(b"not tensors")
 
 
 def test_files_are_let_go_and_opened_again(divided: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gristmill.checkpoint.stored._LET_GO", 8)
-    stored = stored_tensors(divided)
-    parts = list(stored.parts("norm", Box((0,), (5,))))
+    monkeypatch.setattr("gristmill.checkpoint.tensor_reader._LET_GO", 8)
+    stored = open_tensors(divided)
+    parts = list(stored.parts("norm", TensorSlice((0,), (5,))))
     assert list(stored._files) == ["model-00002-of-00002.safetensors"]
     assert torch.equal(torch.cat([part.tensor for part in parts]), WHOLE)  # these stay readable
     assert torch.equal(stored["norm"], WHOLE)
@@ -111,11 +111,11 @@ def sharded(tmp_path: Path) -> Path:
 
 
 def test_several_files_by_their_index(sharded: Path) -> None:
-    stored = hf_tensors(sharded)
+    stored = open_hf_tensors(sharded)
     assert set(stored) == {"norm", "gate"} and torch.equal(stored["norm"], WHOLE)
     (sharded / HF_INDEX).unlink()
     (sharded / "c.safetensors").unlink()
-    assert torch.equal(hf_tensors(sharded)["norm"], WHOLE)  # without one, all files there are
+    assert torch.equal(open_hf_tensors(sharded)["norm"], WHOLE)  # without one, all files there are
 
 
 @pytest.mark.parametrize(
@@ -131,5 +131,5 @@ def test_several_files_by_their_index(sharded: Path) -> None:
 def test_a_wrong_index_of_files_is_refused(sharded: Path, index: str, message: str) -> None:
     (sharded / HF_INDEX).write_text(index)
     with pytest.raises(UserError, match=message) as error:
-        hf_tensors(sharded)
+        open_hf_tensors(sharded)
     assert error.value.exit is Exit.DATA

@@ -1,5 +1,5 @@
-"""How the micro-batches of a step go through a model that every process runs as a whole: one after
-the other, forward and backward."""
+"""How the micro-batches of a step go through a model: one after the other, forward and backward, or
+as a pipeline (`pipeline.py`)."""
 
 from __future__ import annotations
 
@@ -10,41 +10,44 @@ import torch
 from torch.profiler import record_function
 
 from gristmill.data.loader import Batch
-from gristmill.models.spec import Loss
-from gristmill.parallel.replicas import Replicas
-from gristmill.parallel.waiting import backward
+from gristmill.models.spec import CausalLM, Loss
+from gristmill.parallel.data_parallel import GradientSync
+from gristmill.parallel.sync_timing import backward
 
 
-class Flow(Protocol):
-    """A way of micro-batches through a model; batches are on the device."""
+class MicroBatches(Protocol):
+    """A way of running micro-batches, which are on the device."""
 
-    def train(
+    def forward_backward(
         self, batches: Sequence[Batch], scale: torch.Tensor, done: Callable[[], None] | None = None
     ) -> torch.Tensor:
         """Gradients of the scaled loss; returns the sum of the plain losses that were computed
         here. `done` is called when this process's own gradients are there."""
         ...
 
-    def measure(self, batches: Iterable[Batch]) -> torch.Tensor:
-        """The sum of the losses, forward only."""
+    def forward(self, batches: Iterable[Batch]) -> torch.Tensor:
+        """The sum of the losses."""
         ...
 
 
-class Straight:
-    """Every micro-batch through the whole model."""
+class SequentialMicroBatches:
+    """Every micro-batch through the whole model; `compiled` is the model as training calls it."""
 
-    def __init__(self, replicas: Replicas, forward: Callable[..., Any]) -> None:
-        self.replicas, self.forward = replicas, forward
+    def __init__(
+        self, model: CausalLM, sync: GradientSync, compiled: Callable[..., Any] | None = None
+    ) -> None:
+        self.model, self.sync = model, sync
+        self.train_forward = sync.forward if compiled is None else compiled
 
-    def train(
+    def forward_backward(
         self, batches: Sequence[Batch], scale: torch.Tensor, done: Callable[[], None] | None = None
     ) -> torch.Tensor:
         total = torch.zeros((), device=scale.device)
         for number, batch in enumerate(batches, 1):
             last = number == len(batches)
-            with self.replicas.summing(last):
+            with self.sync.micro_batch(last=last):
                 with record_function("gristmill::forward"):
-                    loss = _loss(self.forward, batch, scale)
+                    loss = _loss(self.train_forward, batch, scale)
                 with record_function("gristmill::backward"):
                     if last and done is not None:
                         backward(loss.scaled, done)
@@ -53,10 +56,10 @@ class Straight:
             total += loss.total
         return total
 
-    def measure(self, batches: Iterable[Batch]) -> torch.Tensor:
+    def forward(self, batches: Iterable[Batch]) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float64)
         for batch in batches:
-            total += _loss(self.replicas.model, batch, None).total.cpu().double()
+            total += _loss(self.model, batch, None).total.cpu().double()
         return total
 
 

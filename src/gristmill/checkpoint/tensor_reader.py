@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from gristmill.base.boxes import Box
 from gristmill.base.errors import Exit, Problem, UserError
 from gristmill.base.files import read_json
+from gristmill.base.tensor_slices import TensorSlice
 from gristmill.checkpoint.pieces import (
     PIECES,
+    STRATEGY,
     Index,
     StoredPiece,
     StoredTensor,
@@ -32,14 +33,14 @@ from gristmill.checkpoint.pieces import (
     read_index,
 )
 from gristmill.checkpoint.tensorfile import DTYPES
-from gristmill.models.weights import Part
+from gristmill.models.weights import TensorPart
 
 HF_INDEX = "model.safetensors.index.json"
 _LET_GO = 2**28
 """Bytes that are read before files are let go."""
 
 
-class StoredTensors(Mapping[str, torch.Tensor]):
+class TensorReader(Mapping[str, torch.Tensor]):
     """Tensors in the files of a folder by name; each is read, whole, when it is asked for."""
 
     def __init__(self, folder: Path, index: Index) -> None:
@@ -53,7 +54,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         whole = torch.empty(self.shape(name), dtype=self.dtype(name))
-        for part in self.parts(name, Box.whole(whole.shape)):
+        for part in self.parts(name, TensorSlice.whole(whole.shape)):
             whole[part.box.slices] = part.tensor
         return whole
 
@@ -75,14 +76,14 @@ class StoredTensors(Mapping[str, torch.Tensor]):
             raise self._error(f"{name} is of an unknown number format, {dtype!r}")
         return DTYPES[dtype]
 
-    def parts(self, name: str, box: Box) -> Iterator[Part]:
+    def parts(self, name: str, box: TensorSlice) -> Iterator[TensorPart]:
         """What is stored of a part of a tensor, piece by piece."""
         for piece in self._index[name].pieces:
             common = box.meet(piece.box)
             if common is not None:
-                yield Part(common, self._slice(name, piece, common.seen_from(piece.box)))
+                yield TensorPart(common, self._slice(name, piece, common.seen_from(piece.box)))
 
-    def _slice(self, name: str, piece: StoredPiece, inner: Box) -> torch.Tensor:
+    def _slice(self, name: str, piece: StoredPiece, inner: TensorSlice) -> torch.Tensor:
         try:
             opened = self._open(piece.file)
             found = opened.get_slice(piece.key)
@@ -111,14 +112,16 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         return UserError(what, where=str(self.folder / file), exit=Exit.DATA)
 
 
-def stored_tensors(folder: Path, kind: str = "model") -> StoredTensors:
-    """A checkpoint's weights, or its optimizer's tensors, of which one at a time is in memory."""
-    divided = (folder / PIECES).is_file()
-    index = read_index(folder, kind) if divided else _headers(folder, [file_name(kind)])
-    return StoredTensors(folder, index)
+def open_tensors(folder: Path, kind: str = "model") -> TensorReader:
+    """A checkpoint's tensors of a kind, of which one at a time is in memory."""
+    if (folder / PIECES).is_file():
+        return TensorReader(folder, read_index(folder, kind))
+    file = file_name(kind)
+    absent = kind == STRATEGY and not (folder / file).exists()
+    return TensorReader(folder, {} if absent else _headers(folder, [file]))
 
 
-def hf_tensors(folder: Path) -> StoredTensors:
+def open_hf_tensors(folder: Path) -> TensorReader:
     """The tensors of a Hugging Face folder; only safetensors, which run no code when read."""
     files = [file.name for file in sorted(folder.glob("*.safetensors"))]
     if not files:
@@ -128,7 +131,7 @@ def hf_tensors(folder: Path) -> StoredTensors:
             exit=Exit.DATA,
         )
     if not (folder / HF_INDEX).is_file():
-        return StoredTensors(folder, _headers(folder, files))
+        return TensorReader(folder, _headers(folder, files))
     places = _places(folder / HF_INDEX)
     index = _headers(folder, sorted(set(places.values())))
     absent = [name for name in places if name not in index]
@@ -137,7 +140,7 @@ def hf_tensors(folder: Path) -> StoredTensors:
             [Problem(f"has no {name}", str(folder / places[name])) for name in absent],
             exit=Exit.DATA,
         )
-    return StoredTensors(folder, {name: index[name] for name in places})
+    return TensorReader(folder, {name: index[name] for name in places})
 
 
 def _places(file: Path) -> dict[str, str]:
@@ -164,6 +167,6 @@ def _headers(folder: Path, files: Iterable[str]) -> Index:
             raise UserError(f"cannot be read: {error}", where=where, exit=Exit.DATA) from error
         for name, one in slices.items():
             shape = tuple(one.get_shape())
-            piece = StoredPiece(file, name, Box.whole(shape))
+            piece = StoredPiece(file, name, TensorSlice.whole(shape))
             index[name] = StoredTensor(shape, one.get_dtype(), (piece,))
     return index

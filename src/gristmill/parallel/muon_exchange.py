@@ -17,18 +17,18 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from gristmill.base.boxes import Piece
-from gristmill.parallel.layout import Layout
+from gristmill.base.tensor_slices import ShardSlice
+from gristmill.parallel.sharding import ShardLayout
 from gristmill.parallel.world import World
 
 Parcels = list[list[torch.Tensor]]
 """Tensors to or from each process of a stage."""
 
 
-class MatrixExchange:
+class ShardedMuonExchange:
     """The way between the processes of one stage; all numbers are in fp32."""
 
-    def __init__(self, layout: Layout, world: World, *, names: Sequence[str]) -> None:
+    def __init__(self, layout: ShardLayout, world: World, *, names: Sequence[str]) -> None:
         axes = [axis for axis in world.mesh.sizes if axis != "pp"]
         self.layout, self.world, self.names = layout, world, names
         self.ranks = world.mesh.group(world.rank, *axes)
@@ -45,16 +45,16 @@ class MatrixExchange:
         }
 
     @cached_property
-    def _held(self) -> dict[tuple[str, int], tuple[Piece, ...]]:
+    def _held(self) -> dict[tuple[str, int], tuple[ShardSlice, ...]]:
         """What each process holds of each matrix."""
         return {
-            (name, rank): self.layout.pieces(name, rank)
+            (name, rank): self.layout.slices(name, rank)
             for name in self.names
             for rank in self.ranks
         }
 
     @cached_property
-    def _owned(self) -> dict[tuple[str, int], tuple[Piece, ...]]:
+    def _owned(self) -> dict[tuple[str, int], tuple[ShardSlice, ...]]:
         """The same without what another process answers for."""
         return {
             (name, rank): pieces if self.layout.owned(name, rank) else ()
@@ -97,7 +97,8 @@ class MatrixExchange:
         me = self.world.rank
         result = {
             place: torch.empty(
-                _extent(self._held[name, me], self.shape(name)), device=self.world.device
+                _extent(self._held[name, me], self.shape(name)),
+                device=self.world.device.torch_device,
             )
             for place, name in enumerate(names)
         }
@@ -126,7 +127,7 @@ class MatrixExchange:
     def _swap(self, send: Parcels, shapes: list[list[tuple[int, ...]]]) -> Parcels:
         """Send each process its tensors; what they sent, whose shapes are known."""
         flat = [tensor.reshape(-1) for some in send for tensor in some]
-        outgoing = torch.cat([torch.empty(0, device=self.world.device), *flat])
+        outgoing = torch.cat([torch.empty(0, device=self.world.device.torch_device), *flat])
         sizes = [[prod(shape) for shape in some] for some in shapes]
         arriving = outgoing.new_empty(sum(map(sum, sizes)))
         dist.all_to_all_single(
@@ -140,7 +141,7 @@ class MatrixExchange:
         return [[next(tensors).view(shape) for shape in some] for some in shapes]
 
 
-def _extent(pieces: Sequence[Piece], shape: tuple[int, ...]) -> tuple[int, ...]:
+def _extent(pieces: Sequence[ShardSlice], shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the tensor that pieces of a whole make up."""
     if not pieces:
         return (0, *shape[1:])

@@ -7,10 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gristmill.base.boxes import Box, Piece, row_pieces, split_pieces, whole_piece
+from gristmill.base.tensor_slices import (
+    ShardSlice,
+    TensorSlice,
+    row_slices,
+    split_slices,
+    whole_slice,
+)
 
 
-def taken(whole: np.ndarray, pieces: tuple[Piece, ...], shape: tuple[int, ...]) -> np.ndarray:
+def taken(whole: np.ndarray, pieces: tuple[ShardSlice, ...], shape: tuple[int, ...]) -> np.ndarray:
     """The smaller tensor that pieces of a whole make up; -1 where they leave a gap."""
     local = np.full(shape, -1)
     for piece in pieces:
@@ -20,9 +26,9 @@ def taken(whole: np.ndarray, pieces: tuple[Piece, ...], shape: tuple[int, ...]) 
 
 def test_a_stack_is_divided_matrix_by_matrix() -> None:
     whole = np.arange(24).reshape(6, 4)
-    pieces = split_pieces((6, 4), dim=0, parts=(4, 2), rank=1, ranks=2)
+    pieces = split_slices((6, 4), dim=0, parts=(4, 2), rank=1, ranks=2)
     assert taken(whole, pieces, (3, 4)).tolist() == whole[[2, 3, 5]].tolist()
-    columns = split_pieces((6, 4), dim=1, parts=(4,), rank=1, ranks=2)
+    columns = split_slices((6, 4), dim=1, parts=(4,), rank=1, ranks=2)
     assert taken(whole, columns, (6, 2)).tolist() == whole[:, 2:].tolist()
 
 
@@ -34,12 +40,12 @@ def test_divided_twice_every_element_is_held_once(
     whole = np.arange(sum(parts) * 3).reshape(-1, 3)
     seen = []
     for rank in range(ranks):
-        pieces = split_pieces(whole.shape, dim=0, parts=parts, rank=rank, ranks=ranks)
+        pieces = split_slices(whole.shape, dim=0, parts=parts, rank=rank, ranks=ranks)
         shape = (sum(shares), 3)
         local = taken(whole, pieces, shape)
         rows = [
             taken(whole, found, (max((p.local.end[0] for p in found), default=0), 3))
-            for found in (row_pieces(pieces, shape, rank=r, ranks=again) for r in range(again))
+            for found in (row_slices(pieces, shape, rank=r, ranks=again) for r in range(again))
         ]
         assert np.concatenate(rows).tolist() == local.tolist()
         seen.append(local)
@@ -47,18 +53,18 @@ def test_divided_twice_every_element_is_held_once(
 
 
 def test_boxes_meet() -> None:
-    one, two = Box((0, 2), (4, 6)), Box((3, 0), (9, 3))
-    assert one.meet(two) == Box((3, 2), (4, 3))
-    assert one.meet(Box((4, 2), (5, 3))) is None
-    assert one.meet(two).seen_from(one) == Box((3, 0), (4, 1))  # type: ignore[union-attr]
+    one, two = TensorSlice((0, 2), (4, 6)), TensorSlice((3, 0), (9, 3))
+    assert one.meet(two) == TensorSlice((3, 2), (4, 3))
+    assert one.meet(TensorSlice((4, 2), (5, 3))) is None
+    assert one.meet(two).seen_from(one) == TensorSlice((3, 0), (4, 1))  # type: ignore[union-attr]
     assert one.shape == (4, 4) and one.size == 16
 
 
 def test_a_number_is_one_piece() -> None:
-    (piece,) = whole_piece(())
+    (piece,) = whole_slice(())
     assert piece.whole.size == 1 and piece.whole.slices == ()
 
 
 def test_uneven_parts_are_a_mistake() -> None:
     with pytest.raises(AssertionError):
-        split_pieces((5,), dim=0, parts=(5,), rank=0, ranks=2)
+        split_slices((5,), dim=0, parts=(5,), rank=0, ranks=2)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gristmill.parallel.waiting import Waiting, backward
+from gristmill.parallel.sync_timing import Waiting, backward
 
 Crowd = Callable[..., list[Any]]
 

@@ -1,9 +1,9 @@
 """How long a process of several waits for the others in a step.
 
-    on the CPU   an exchange blocks the thread that computes: the time of the step in which this
+    on the CPU   a collective blocks the thread that computes: the time of the step in which this
                  thread did not compute
-    on a GPU     exchanges have streams of their own, and most hide behind the backward pass: from
-                 the end of this process's backward pass to the end of the last exchange
+    on a GPU     collectives have streams of their own, and most hide behind the backward pass: from
+                 the end of this process's backward pass to the end of the last collective
 
 Given up: on a GPU, what is waited for in the middle of a pass (gathered weights, a neighbour in a
 pipeline) counts as computing, since only a profiler can tell the two apart. On the CPU, a thread
@@ -17,27 +17,27 @@ from collections.abc import Callable
 
 import torch
 
-from gristmill.parallel.world import Mark
+from gristmill.parallel.device import Device
 
 
-class Waiting:
-    """The waiting of one step, from now on."""
+class SyncTimer:
+    """Measures the waiting of one step, from now on."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Device) -> None:
         self.device = device
         self._computed = time.thread_time()
-        self._begin = Mark(device)
+        self._begin = device.mark()
         self._done = self._begin
 
     def done(self) -> None:
         """This process's own gradients are computed."""
-        self._done = Mark(self.device)
+        self._done = self.device.mark()
 
     def end(self) -> Callable[[], float]:
         """Gradients are those of all processes. The seconds, to be asked for when the device has
         come so far."""
-        end = Mark(self.device)
-        if self.device.type == "cuda":
+        end = self.device.mark()
+        if self.device.is_async:
             return lambda: end.seconds_since(self._done)
         waited = end.seconds_since(self._begin) - (time.thread_time() - self._computed)
         return lambda: max(0.0, waited)

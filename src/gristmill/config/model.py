@@ -1,0 +1,164 @@
+"""Settings of models: what every kind of model has, and the native GPT.
+
+A kind of model is a class here and a constructor in `models/build.py`. Its abilities are declared
+with its settings, so that a layout or a command that needs one the model lacks is refused when the
+run file is read, before torch is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from gristmill.config.roles import Ability
+from gristmill.config.settings import Settings
+from gristmill.config.values import Count, Fraction
+
+GATE_FEATURES = 32
+"""How many features of the residual stream decide the gates of value embeddings."""
+
+
+class ModelConfig(Settings):
+    """What the rest of the program may ask of any model's settings."""
+
+    kind: ClassVar[str] = "this"
+    """What messages call a model of this kind."""
+    abilities: ClassVar[frozenset[Ability]] = frozenset()
+    not_of_weights: ClassVar[frozenset[str]] = frozenset({"start", "dropout"})
+    """Settings that may differ between a run and the weights it starts from or resumes with."""
+    retired: ClassVar[Mapping[str, Any]] = {}
+    """Settings that no longer exist, with the value at which they did nothing: older files and
+    checkpoints still name them."""
+
+    if TYPE_CHECKING:
+        # Every kind declares these itself, so that its table reads in an order of its own.
+        context: int
+        vocab: int | None
+        vocab_multiple: int
+        dropout: float
+        start: str | None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_retired(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        gone = cls.retired.items()
+        return {key: value for key, value in values.items() if (key, value) not in gone}
+
+    def identity(self) -> dict[str, Any]:
+        """Settings that a resumed run must share with the run that wrote the checkpoint."""
+        return self.model_dump(exclude_none=True, exclude=set(self.not_of_weights))
+
+    @classmethod
+    def identity_defaults(cls) -> dict[str, Any]:
+        """What a setting meant to a checkpoint that does not name it."""
+        fields = cls.model_fields.items()
+        return {name: field.default for name, field in fields if not field.is_required()}
+
+
+class GPTConfig(ModelConfig):
+    """The shape of the network. GPT-2 as published is the default in all but size."""
+
+    kind: ClassVar[str] = "GPT"
+    abilities: ClassVar[frozenset[Ability]] = frozenset(Ability)
+    not_of_weights: ClassVar[frozenset[str]] = frozenset(
+        {
+            "start",
+            "dropout",
+            "init_std",
+            "embedding_std",
+            "head_std",
+            "zero_init",
+            "vocab_multiple",
+            "vocab",
+        }
+    )
+    retired: ClassVar[Mapping[str, Any]] = {"shortcut": False}
+
+    layers: Count
+    """Number of transformer blocks."""
+    heads: Count
+    """Attention heads per block; must divide the width."""
+    width: Count
+    """Size of the residual stream."""
+    context: Count
+    """Longest sequence the model can attend to."""
+    kv_heads: Count | None = None
+    """Key and value heads, shared by groups of query heads; all heads have their own if not
+    given."""
+    mlp_width: Count | None = None
+    """Inner size of the feed-forward part; 4 times the width if not given (8/3 times, in multiples
+    of 64, for swiglu, which has three matrices)."""
+    vocab: Count | None = None
+    """Vocabulary size; taken from the token files' tokenizer if not given."""
+    vocab_multiple: Count = 128
+    """The embedding is padded to a multiple of this, for speed; padded ids can never be
+    predicted."""
+    positions: Literal["learned", "rotary"] = "learned"
+    """How the model knows where a token stands."""
+    rotary_base: Annotated[float, Field(gt=0)] | None = None
+    """Longest wavelength parameter of rotary positions; 10000 if not given."""
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Normalisation before attention, before the feed-forward part and before the head."""
+    norm_eps: Annotated[float, Field(gt=0)] = 1e-5
+    """Added to the variance in every normalisation."""
+    qk_norm: bool = False
+    """Normalise queries and keys per head (RMSNorm) before attention."""
+    bias: bool = True
+    """Biases in linear layers and LayerNorm."""
+    activation: Literal["gelu", "gelu_tanh", "relu2", "swiglu"] = "gelu_tanh"
+    """Non-linearity of the feed-forward part; GPT-2 was trained with gelu_tanh."""
+    norm_gain: bool = True
+    """Learned gains (and biases) in normalisations."""
+    embedding_norm: bool = False
+    """Normalise the stream before the first block too."""
+    value_embeddings: Annotated[int, Field(ge=0)] = 0
+    """How many layers, every other one from the last down, add to each token's values a vector
+    looked up by the token, gated per head. Costs vocabulary x width parameters each, and almost no
+    time."""
+    attention_scale: Annotated[float, Field(gt=0)] | None = None
+    """Factor on query-key products; 1/sqrt(head width) if not given."""
+    logit_cap: Annotated[float, Field(gt=0)] | None = None
+    """Logits z become cap tanh(z / cap), so that none is larger; none if not given."""
+    tie_head: bool = True
+    """Share the token embedding with the output head."""
+    dropout: Fraction = 0.0
+    """Dropout on embeddings, attention weights and residual branches."""
+    init_std: Annotated[float, Field(gt=0)] = 0.02
+    """Standard deviation of initial weights; residual projections get it divided by sqrt(2
+    layers)."""
+    embedding_std: Annotated[float, Field(gt=0)] | None = None
+    """The same for the token embedding; init_std if not given."""
+    head_std: Annotated[float, Field(gt=0)] | None = None
+    """The same for a head that is not tied; init_std if not given."""
+    zero_init: bool = False
+    """Projections onto the residual stream start at zero, so that every block begins as nothing."""
+    start: str | None = None
+    """Start from these weights instead of random ones: a run folder, a Hugging Face folder, or a
+    name there such as "gpt2". Its sizes are taken over; sizes given here too must agree with it."""
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def groups(self) -> int:
+        """Key and value heads."""
+        return self.kv_heads or self.heads
+
+    @property
+    def value_layers(self) -> tuple[int, ...]:
+        """Layers with value embeddings."""
+        return tuple(range(self.layers - 1, -1, -2))[: self.value_embeddings]
+
+    @property
+    def inner(self) -> int:
+        """Width of the feed-forward part."""
+        if self.mlp_width:
+            return self.mlp_width
+        if self.activation == "swiglu":
+            return -(-8 * self.width // 3 // 64) * 64
+        return 4 * self.width

@@ -1,0 +1,94 @@
+"""AdamW: one fused kernel for all parameters of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim.adamw import adamw
+
+from gristmill.config.optim import AdamWConfig
+from gristmill.config.roles import Role
+from gristmill.optim.spec import ParameterOptimizer, Placement
+
+ADAM_PLACEMENTS = {
+    "step": Placement.REPLICATED,
+    "exp_avg": Placement.SHARDED,
+    "exp_avg_sq": Placement.SHARDED,
+}
+
+
+class AdamW(ParameterOptimizer):
+    """Adam with decoupled weight decay; vectors are not decayed."""
+
+    placements: ClassVar[Mapping[str, Placement]] = ADAM_PLACEMENTS
+
+    def __init__(
+        self,
+        config: AdamWConfig,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        roles: Mapping[str, Role],
+    ) -> None:
+        decays = {True: config.weight_decay, False: 0.0}
+        groups = [
+            {
+                "params": [
+                    parameter
+                    for name, parameter in parameters.items()
+                    if (roles[name] is not Role.VECTOR) is decayed
+                ],
+                "lr": config.lr,
+                "betas": (config.beta1, config.beta2),
+                "eps": config.eps,
+                "weight_decay": decay,
+            }
+            for decayed, decay in decays.items()
+        ]
+        super().__init__(parameters, groups)
+
+    @torch.no_grad()
+    def step(self, *, divisor: torch.Tensor, skip: torch.Tensor) -> None:
+        for group in self.param_groups:
+            adam_step(self.state, group["params"], group, divisor=divisor, skip=skip)
+
+
+def adam_step(
+    state: Mapping[nn.Parameter, dict[str, torch.Tensor]],
+    parameters: Sequence[nn.Parameter],
+    group: Mapping[str, Any],
+    *,
+    divisor: torch.Tensor,
+    skip: torch.Tensor,
+) -> None:
+    """Move those of a group's parameters that have a gradient."""
+    moving = [parameter for parameter in parameters if parameter.grad is not None]
+    if not moving:
+        return
+    for parameter in moving:
+        if not state[parameter]:
+            state[parameter]["step"] = torch.zeros((), device=parameter.device)
+            state[parameter]["exp_avg"] = torch.zeros_like(parameter)
+            state[parameter]["exp_avg_sq"] = torch.zeros_like(parameter)
+    states = [state[parameter] for parameter in moving]
+    beta1, beta2 = group["betas"]
+    adamw(
+        list(moving),
+        [parameter.grad for parameter in moving if parameter.grad is not None],
+        [one["exp_avg"] for one in states],
+        [one["exp_avg_sq"] for one in states],
+        [],
+        [one["step"] for one in states],
+        fused=True,
+        grad_scale=divisor,
+        found_inf=skip,
+        amsgrad=False,
+        maximize=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+    )

@@ -1,0 +1,169 @@
+"""What differs between kinds of devices: the only place that asks which kind one is, for memory,
+time, copies to the host and peak rates."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from gristmill.base.errors import UserError
+from gristmill.plan.hardware import peak_flops
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device that a process computes on."""
+
+    torch_device: torch.device
+
+    @property
+    def kind(self) -> str:
+        """cpu, cuda or mps; meta for a device without memory."""
+        return self.torch_device.type
+
+    @cached_property
+    def name(self) -> str:
+        """The device's own name, or the processor's."""
+        if self.kind == "cuda":
+            return torch.cuda.get_device_name(self.torch_device)
+        return f"{platform.processor() or platform.machine()} {self.kind.upper()}"
+
+    @property
+    def is_async(self) -> bool:
+        """Whether the host runs ahead of the device."""
+        return self.kind == "cuda"
+
+    @property
+    def backend(self) -> str:
+        """What processes on such devices communicate with."""
+        return "cpu:gloo,cuda:nccl" if self.kind == "cuda" else "gloo"
+
+    @property
+    def pins_memory(self) -> bool:
+        """Whether copies from pinned host memory run beside computation."""
+        return self.kind == "cuda"
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that was asked of it."""
+        if self.kind == "cuda":
+            torch.cuda.synchronize(self.torch_device)
+        elif self.kind == "mps":
+            torch.mps.synchronize()
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A small tensor's copy on the host, complete once a mark made after it is reached."""
+        if not self.pins_memory:
+            return tensor.cpu()
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+    def mark(self) -> Mark:
+        """A point in the device's own time: after everything that was asked of it so far."""
+        return Mark(self)
+
+    def free_memory(self) -> int | None:
+        """Bytes that are free on a device with memory of its own."""
+        return torch.cuda.mem_get_info(self.torch_device)[0] if self.kind == "cuda" else None
+
+    def memory_peak(self) -> int:
+        """The largest amount of memory held since the start, in bytes."""
+        if self.kind == "cuda":
+            return torch.cuda.max_memory_allocated(self.torch_device)
+        if self.kind == "mps":
+            return torch.mps.driver_allocated_memory()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else 1024 * peak
+
+    def peak_flops(self, compute: str, *, tf32: bool) -> float | None:
+        """Operations per second that matrix products in a number format can reach; None if the
+        device is not a known one."""
+        return peak_flops(self.name, "tf32" if compute == "fp32" and tf32 else compute)
+
+
+class Mark:
+    """A point in a device's own time."""
+
+    def __init__(self, device: Device) -> None:
+        self.event = torch.cuda.Event(enable_timing=True) if device.is_async else None
+        if self.event is not None:
+            self.event.record()
+        self.time = time.monotonic()
+
+    def reached(self) -> bool:
+        return self.event is None or self.event.query()
+
+    def wait(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
+
+    def seconds_since(self, earlier: Mark) -> float:
+        if self.event is None or earlier.event is None:
+            return self.time - earlier.time
+        return earlier.event.elapsed_time(self.event) / 1000
+
+
+def select_device(asked: str) -> torch.device:
+    """The device asked for; `auto` takes the best there is."""
+    available = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
+    if asked == "auto":
+        return torch.device(next(name for name, there in available.items() if there))
+    if not available[asked]:
+        there = ", ".join(name for name, yes in available.items() if yes)
+        raise UserError(
+            f"this machine has no {asked} device that torch can use",
+            where="runtime.device",
+            remedy=f'available: {there}; "auto" takes the best',
+        )
+    return torch.device(asked)
+
+
+@dataclass(frozen=True)
+class MatrixRate:
+    """How fast a device multiplies two large square matrices: what a step could reach at best."""
+
+    flops: float
+    """Operations per second."""
+    size: int
+    """Rows and columns of both matrices."""
+    format: str
+    """Their number format."""
+
+
+def matrix_rate(device: Device) -> MatrixRate:
+    """Measure the best of a few large matrix products, in the format that suits the device."""
+    on_gpu = device.kind == "cuda"
+    size, products = (8192, 10) if on_gpu else (1024, 1)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    a = torch.randn(size, size, dtype=dtype, device=device.torch_device)
+    times = []
+    for _ in range(5):
+        device.synchronize()
+        started = time.monotonic()
+        for _ in range(products):
+            a @ a
+        device.synchronize()
+        times.append(time.monotonic() - started)
+    return MatrixRate(products * 2 * size**3 / min(times), size, "bf16" if on_gpu else "fp32")
+
+
+@contextlib.contextmanager
+def memory_explained(hint: str) -> Iterator[None]:
+    """Turn running out of device memory into advice."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"the device has too little memory: {str(error).splitlines()[0]}", remedy=hint
+        ) from error
