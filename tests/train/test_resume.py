@@ -403,7 +403,7 @@ def test_training_that_breaks_down_stops(
     config = make_run("train.bad_steps=3", 'checkpoint.every="1 steps"')
     from gristmill.models.gpt import GPT
 
-    real, calls = GPT.through, 0
+    real, calls = GPT.run_blocks, 0
 
     def broken(self: GPT, *args: Any) -> torch.Tensor:
         nonlocal calls
@@ -411,7 +411,7 @@ def test_training_that_breaks_down_stops(
         calls += self.training
         return hidden * torch.nan if calls > 5 and self.training else hidden
 
-    monkeypatch.setattr(GPT, "through", broken)
+    monkeypatch.setattr(GPT, "run_blocks", broken)
     with pytest.raises(UserError, match="not finite for 3 steps in a row, up to step 8") as error:
         run_training(config)
     assert "lower optim.lr" in str(error.value)
