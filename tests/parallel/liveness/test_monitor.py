@@ -18,7 +18,7 @@ import pytest
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.process import Address, Place
-from gristmill.parallel.liveness.monitor import Monitor, redirect_schedules
+from gristmill.parallel.liveness.monitor import SCHEDULES, Monitor, redirect_schedules
 from gristmill.parallel.liveness.verdict import Limits
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -350,27 +350,26 @@ def test_the_others_are_told_of_an_error_in_one_line(error: BaseException, messa
 
 def test_only_one_thread_decides_how_the_process_ends() -> None:
     monitor = Monitor(PAIR, limits=Limits(start=600, phase=600, beat=0.01))
-    assert monitor._report("lost", "rank 0 is gone", by_verdict=True)
+    assert monitor._decided.acquire(blocking=False)
+    monitor._report("lost", "rank 0 is gone")
     explained = monitor.explain(RuntimeError("gloo: connection closed"))
     assert explained is not None and str(explained) == "rank 0 is gone"
     assert explained.exit is Exit.PEER
     assert monitor.explain(explained) is None, "it is the explanation"
-    assert not monitor._report("lost", "rank 2 is silent", by_verdict=True)
-    assert monitor._heartbeat().message == "rank 0 is gone"
+    monitor.done()
+    assert monitor._heartbeat().state == "lost"
 
 
 # ------------------------------------------------------------------ what torch logs
-
-SCHEDULES = "torch.distributed.pipelining.schedules"
 
 
 @pytest.fixture
 def logger() -> Iterator[logging.Logger]:
     """The logger of torch's schedules, left as it was."""
     one = logging.getLogger(SCHEDULES)
-    before = one.propagate, one.handlers[:]
+    before = one.filters[:]
     yield one
-    one.propagate, one.handlers[:] = before
+    one.filters[:] = before
 
 
 def test_schedules_of_torch_go_to_the_log(

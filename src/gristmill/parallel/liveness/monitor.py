@@ -48,18 +48,16 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _MESSAGE_WIDTH = 500
-_VERBOSE_LOGGERS = ("torch.distributed.pipelining.schedules",)
-"""Loggers of torch that print a whole schedule when an exchange fails."""
+SCHEDULES = "torch.distributed.pipelining.schedules"
+"""The logger of torch that prints a whole schedule when an exchange fails."""
 
 
 @dataclass(frozen=True)
 class _OwnState:
-    """How this process stands. It is judged until a thread has decided how it ends."""
-
     state: State = "running"
     message: str = ""
-    judged: bool = True
     leave_by: float | None = None
+    """When it is ended, if it does not end by itself."""
 
 
 class Monitor:
@@ -85,8 +83,8 @@ class Monitor:
         self._phase = (me, 0.0)  # the phase and when it began; training thread
         self._heard = Heard(place)  # heartbeat thread
         self._now = 0.0  # monitor thread
-        self._own = _OwnState()  # training and monitor thread, under the lock
-        self._lock = threading.Lock()
+        self._own = _OwnState()  # the thread that decides how the process ends
+        self._decided = threading.Lock()  # taken once and for all by that thread
         self._wake, self._fast, self._posted, self._closing = (threading.Event() for _ in range(4))
         self._threads: list[threading.Thread] = []
 
@@ -133,17 +131,18 @@ class Monitor:
 
     def done(self) -> None:
         """Say that this process no longer needs the others, and stop monitoring them."""
-        if self._stop_judging().state == "running":
+        if self._decided.acquire(blocking=False):
             self._report("done")
         self._close(linger=2 * self.limits.propagation)
 
     def explain(self, error: BaseException) -> UserError | None:
         """The error of the process that caused this one, if another did; if none did, the others
         are told that this process failed. Either way it has to exit now."""
-        own = self._stop_judging() if self.active else _OwnState("done")
-        if own.state in ("failed", "done"):
+        self._decided.acquire(blocking=False)
+        own = self._own
+        if not self.active or own.state in ("failed", "done"):
             return None
-        if own.state == "lost":  # decided by an earlier call, or by the monitor thread
+        if own.state == "lost":  # by an earlier call, or the monitor thread is ending the process
             known = isinstance(error, UserError) and error.exit is Exit.PEER
             return None if known else UserError(own.message, exit=Exit.PEER)
         cause = self._find_cause(error) if may_come_from_peer(error) else None
@@ -167,19 +166,11 @@ class Monitor:
             time.sleep(self.limits.tick)
         return blame(error, self._heard, self._heartbeat(), now=self._now, limits=self.limits)
 
-    def _stop_judging(self) -> _OwnState:
-        """From now on only the training thread decides how the process ends, unless that has been
-        decided; returns how it stands."""
-        with self._lock:
-            self._own = replace(self._own, judged=False)
-            return self._own
-
     def _close(self, *, linger: float) -> None:
         """Stop both threads. The host of the store stays until all have read its last heartbeat."""
         if not self.active or self._closing.is_set():
             return
-        with self._lock:
-            self._own = replace(self._own, judged=False, leave_by=None)
+        self._own = replace(self._own, leave_by=None)
         if self._hosts_store:
             self._await_peers(linger)
         self._closing.set()
@@ -195,22 +186,11 @@ class Monitor:
         seconds = round(self._now - began, 1)
         return replace(me, count=count, seconds=seconds, state=own.state, message=own.message)
 
-    def _report(
-        self,
-        state: State,
-        message: str = "",
-        *,
-        by_verdict: bool = False,
-        leave_by: float | None = None,
-    ) -> bool:
-        """Change the state of this process, and wait a moment until it is posted. A verdict changes
-        nothing if the training thread is about to decide; returns whether the state is changed."""
+    def _report(self, state: State, message: str = "", *, leave_by: float | None = None) -> None:
+        """Change the state of this process, and wait a moment until it is posted."""
         line = " ".join(message.split())
         line = line if len(line) <= _MESSAGE_WIDTH else f"{line[:_MESSAGE_WIDTH]}…"
-        with self._lock:
-            if by_verdict and not self._own.judged:
-                return False
-            self._own = _OwnState(state, line, judged=False, leave_by=leave_by)
+        self._own = _OwnState(state, line, leave_by)
         if self.active:
             self._posted.clear()
             self._wake.set()
@@ -218,7 +198,6 @@ class Monitor:
             while self._heard.store_error is None and time.monotonic() < deadline:
                 if self._posted.wait(self.limits.tick):
                     break
-        return True
 
     def _hurry(self) -> None:
         """Send and read heartbeats as often as possible from now on."""
@@ -270,11 +249,12 @@ class Monitor:
             before, own = now, self._own
             if own.leave_by is not None and self._now > own.leave_by:
                 self._exit(own.message)
-            if own.judged:
-                me = self._heartbeat()
-                verdict = judge(self._heard, me, now=self._now, limits=self.limits)
-                if verdict is not None and self._report("lost", verdict, by_verdict=True):
-                    self._exit(verdict)
+            if self._decided.locked():
+                continue
+            verdict = judge(self._heard, self._heartbeat(), now=self._now, limits=self.limits)
+            if verdict is not None and self._decided.acquire(blocking=False):
+                self._report("lost", verdict)
+                self._exit(verdict)
 
     def _exit(self, message: str) -> None:
         """End this process now, wherever it is. The last line that it prints is the message."""
@@ -294,19 +274,11 @@ def _with_type(error: BaseException) -> str:
 
 def redirect_schedules(log: Path | None) -> None:
     """From now on, write the schedules that torch prints to the log instead of the terminal."""
-    for name in _VERBOSE_LOGGERS:
-        logger = logging.getLogger(name)
-        logger.propagate = False
-        logger.handlers[:] = [logging.NullHandler() if log is None else _AppendHandler(log)]
 
+    def append(record: logging.LogRecord) -> bool:
+        if log is not None:
+            with contextlib.suppress(OSError), log.open("a") as file:
+                file.write(f"{logging.Formatter().format(record)}\n")
+        return False
 
-class _AppendHandler(logging.Handler):
-    """Appends to a file, which is created when there is something to write."""
-
-    def __init__(self, log: Path) -> None:
-        super().__init__()
-        self.log = log
-
-    def emit(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(OSError), self.log.open("a") as file:
-            file.write(f"{self.format(record)}\n")
+    logging.getLogger(SCHEDULES).filters[:] = [append]
