@@ -151,7 +151,7 @@ def open_world(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     parallel = parallel or ParallelConfig()
-    # A little longer than the watch waits, which knows more to say.
+    # A little longer than the monitor waits, whose message says more.
     timeout = timedelta(seconds=parse_seconds(parallel.timeout) + LATER)
     if mesh.processes > 1 and not dist.is_initialized():
         _meet(device, place, parallel, timeout=timeout)

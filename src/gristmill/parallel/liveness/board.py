@@ -63,14 +63,17 @@ class HeartbeatBoard:
                 self._posted.add(rank)
         for text in self.store.multi_get([self._key(rank) for rank in sorted(self._posted)]):
             self._roster.note(*read_heartbeats(text), now=now)
+        snapshot, namespace = self._roster.snapshot(now=now), own.pid_namespace
+        local = {
+            one.rank: one.pid
+            for one in snapshot
+            if one.state == "running" and one.pid_namespace == namespace != ""
+        }
         # A suspect had ended before this reading, which would have seen its last report.
-        namespace = own.pid_namespace
-        peers = [one for one in self._roster.running() if one.pid_namespace == namespace != ""]
-        for one in peers:
-            if one.rank in self._suspects:
-                self._roster.note_vanished(one.rank)
-        self._suspects = {one.rank for one in peers if has_ended(one.pid)}
-        return self._roster.snapshot(now=now)
+        vanished = self._suspects & local.keys()
+        self._suspects = {rank for rank, pid in local.items() if has_ended(pid)}
+        self._roster.vanished |= vanished
+        return self._roster.snapshot(now=now) if vanished else snapshot
 
     def _read_summary(self, now: float) -> tuple[Heartbeat, ...]:
         keys, summary = [self._key(0), self._key("summary")], list[Heartbeat]()

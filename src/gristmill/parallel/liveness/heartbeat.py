@@ -71,9 +71,10 @@ class Roster:
 
     def __init__(self, world: int) -> None:
         self.world = world
+        self.vanished: set[int] = set()
+        """Ranks whose process has ended, although its last heartbeat says that it runs."""
         self._last: dict[int, Heartbeat] = {}
         self._arrived: dict[int, float] = {}
-        self._vanished: set[int] = set()
 
     def note(self, heartbeat: Heartbeat, *, now: float) -> None:
         rank, before = heartbeat.rank, self._last.get(heartbeat.rank)
@@ -83,30 +84,16 @@ class Roster:
             del self._last[rank]  # to the end: a snapshot lists the first to fail first
         self._last[rank] = heartbeat
 
-    def note_vanished(self, rank: int) -> None:
-        """The process has ended, although its last heartbeat says that it runs."""
-        self._vanished.add(rank)
-
-    def running(self) -> list[Heartbeat]:
-        """The last heartbeats of ranks that have not ended."""
-        return [
-            one
-            for rank, one in self._last.items()
-            if one.state == "running" and rank not in self._vanished
-        ]
-
     def snapshot(self, *, now: float) -> tuple[Heartbeat, ...]:
         """One heartbeat for each rank, in the order in which their states last changed."""
-        absent = (Heartbeat(rank) for rank in range(self.world) if rank not in self._last)
-        return (
-            *(self._seen(heartbeat, now) for heartbeat in self._last.values()),
-            *(replace(heartbeat, state="absent") for heartbeat in absent),
-        )
+        heard = (self._seen(heartbeat, now) for heartbeat in self._last.values())
+        absent = [rank for rank in range(self.world) if rank not in self._last]
+        return (*heard, *(Heartbeat(rank, state="absent") for rank in absent))
 
     def _seen(self, heartbeat: Heartbeat, now: float) -> Heartbeat:
         if heartbeat.state != "running":
             return heartbeat
-        if heartbeat.rank in self._vanished:
+        if heartbeat.rank in self.vanished:
             return replace(heartbeat, state="vanished")
         return replace(heartbeat, silence=now - self._arrived[heartbeat.rank])
 
