@@ -365,7 +365,7 @@ POLITE = """
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_signals_are_passed_on_once(
+def test_signals_are_forwarded_once(
     supervisor: Callable[..., subprocess.Popen[str]], tmp_path: Path, number: signal.Signals
 ) -> None:
     process = supervisor(POLITE, restarts=1)
