@@ -44,6 +44,8 @@ def test_exit_statuses_are_those_documented() -> None:
         "REFUSED": 77,
         "CONFIG": 78,
     }
+    assert Exit(76).meaning == "another process was lost"
+    assert len({status.meaning for status in Exit}) == len(Exit), "each has a meaning of its own"
 
 
 def test_an_optional_package_is_imported() -> None:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import metadata, resources
 from pathlib import Path
 
 import pytest
@@ -116,3 +117,22 @@ def test_nothing_is_said_to_a_reader_that_went_away() -> None:
     process.stdout.close()
     assert process.communicate(timeout=60)[1] == b""
     assert process.returncode == 0
+
+
+def test_a_source_tree_without_metadata_does_not_hide_the_error(
+    end: End, raising: Callable[[BaseException], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    raising(ValueError("no such grain"))
+    status, lines = end("config", "run.toml")
+    assert status == 70
+    defect = "error: a defect of gristmill (source tree, not installed): ValueError: no such grain"
+    assert lines[-1].startswith(defect)
+    assert end("--version")[0] == 0
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert resources.files("gristmill").joinpath("py.typed").is_file()

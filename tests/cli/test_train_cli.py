@@ -211,7 +211,7 @@ def test_a_killed_run_is_started_again_and_a_stopped_one_is_not(file: Path, tmp_
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 75, errors
     assert "rank 1 of 2 ended first, by signal SIGKILL" in errors
-    assert "starting all again from step" in errors and "(1 of 1)" in errors
+    assert "restarting all processes from step" in errors and "(1 of 1)" in errors
     assert "resuming from step-" in output
     assert "stopped and saved; the same command goes on" in output
     assert json.loads((folder / "status.json").read_text())["state"] == "stopped"

@@ -158,7 +158,7 @@ def test_a_process_that_is_killed_is_a_lost_peer(
     assert supervise(job(script), grace=1.0) == 76
     last = capfd.readouterr().err.splitlines()[-1]
     assert last.startswith("error: rank 0 of 3 ended first, by signal SIGKILL")
-    assert last.endswith("; what it printed is above")
+    assert last.endswith("; its output is above")
     assert not any(map(alive, pids(tmp_path)))
 
 
@@ -176,7 +176,7 @@ def test_what_the_others_know_of_a_killed_process_is_in_the_last_line(
         while not (folder / "dying").exists():
             time.sleep(0.01)
         time.sleep(0.2)
-        cause = "rank {killed} on n7 is gone; it was last heard of in save at step 80"
+        cause = "rank {killed} on n7 is gone; it was last seen in phase save at step 80"
         words = cause if rank == 2 else "rank 2 on n7 has waited"
         with (folder / f"logs/rank-{{rank:05d}}.log").open("a") as log:
             log.write(f"error: {{words}}\\n")
@@ -185,7 +185,9 @@ def test_what_the_others_know_of_a_killed_process_is_in_the_last_line(
     RunFolder(tmp_path).write_status("running", step=0, steps=100)
     (tmp_path / "metrics.jsonl").write_text('{"step": 84}\n{"st')
     assert supervise(job(script)) == 76
-    said = f"; rank 2 says: rank {killed} on n7 is gone; it was last heard of in save at step 80; "
+    said = (
+        f"; rank 2 says: rank {killed} on n7 is gone; it was last seen in phase save at step 80; "
+    )
     assert said in capfd.readouterr().err.splitlines()[-1]
     noted = RunFolder(tmp_path).read_status()
     assert (noted["state"], noted["step"], noted["steps"]) == ("failed", 84, 100)
@@ -289,7 +291,7 @@ def test_all_start_again_while_there_is_progress(
     assert starts(tmp_path, 1) == 3
     lines = capfd.readouterr().err.splitlines()
     assert "by signal SIGSEGV" in lines[0] and lines[0].endswith("from step 10 (1 of 5)")
-    assert lines[1].endswith("starting all again from step 20 (2 of 5)")
+    assert lines[1].endswith("restarting all processes from step 20 (2 of 5)")
 
 
 def test_no_other_start_without_a_new_checkpoint(
@@ -303,7 +305,9 @@ def test_no_other_start_without_a_new_checkpoint(
     assert supervise(job(script, processes=1, restarts=5)) == 70
     assert starts(tmp_path) == 2
     last = capfd.readouterr().err.splitlines()[-1]
-    assert last.endswith("no checkpoint was saved since it was started again, which would not help")
+    assert last.endswith(
+        "no checkpoint was saved since the last restart, so another would not help"
+    )
 
 
 def test_no_more_starts_than_allowed(job: Callable[..., Job], tmp_path: Path) -> None:
@@ -361,7 +365,7 @@ POLITE = """
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_signals_are_passed_on_once(
+def test_signals_are_forwarded_once(
     supervisor: Callable[..., subprocess.Popen[str]], tmp_path: Path, number: signal.Signals
 ) -> None:
     process = supervisor(POLITE, restarts=1)

@@ -222,7 +222,7 @@ def overflowing() -> list[Curve]:
     real, passes = GPT.run_blocks, 0
     last = not dist.is_initialized() or dist.get_rank() == 1
 
-    def through(self: GPT, *args: Any) -> torch.Tensor:
+    def run_blocks(self: GPT, *args: Any) -> torch.Tensor:
         nonlocal passes
         hidden = real(self, *args)
         passes += self.training
@@ -230,7 +230,7 @@ def overflowing() -> list[Curve]:
             hidden.register_hook(lambda gradient: gradient * torch.inf)
         return hidden
 
-    GPT.run_blocks = through  # type: ignore[method-assign]
+    GPT.run_blocks = run_blocks  # type: ignore[method-assign]
     scale = ("precision.loss_scale.initial=1024.0", "precision.loss_scale.hysteresis=1")
     # Processors multiply in fp16 slowly.
     small = ("model.layers=1", "model.heads=2", "model.width=8")

@@ -54,6 +54,7 @@ runtime = {{ device = "cpu", threads = 1 }}
 
 MEMBER = """
 import os, signal, sys, time
+from dataclasses import replace
 
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 os.dup2(os.open(folder / f"errors-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
@@ -66,12 +67,11 @@ from gristmill.checkpoint import state, writer
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.state import Snapshot
 from gristmill.models.gpt import GPT
-from gristmill.parallel import watch
 from gristmill.parallel.control import ControlGroup
-from gristmill.parallel.signs import Roll
+from gristmill.parallel.liveness.heartbeat import Roster
+from gristmill.parallel.liveness.monitor import Monitor
+from gristmill.parallel.liveness.verdict import Limits
 from gristmill.parallel.spmd import Spmd
-from gristmill.parallel.limits import Pace
-from gristmill.parallel.watch import Watch
 from gristmill.train import run
 from gristmill.train.meter import Meter
 
@@ -122,18 +122,20 @@ def fail():
 def ask_to_stop():
     os.kill(os.getpid(), signal.SIGTERM)
 
-def note(self, sign, *, now, real=Roll.note):
-    real(self, sign, now=now)
-    if sign.rank != rank:
-        (folder / f"heard-{rank}").write_text(f"{sign.phase} {sign.step}")
+def note(self, heartbeat, *, now, real=Roster.note):
+    real(self, heartbeat, now=now)
+    if heartbeat.rank != rank:
+        (folder / f"heard-{rank}").write_text(f"{heartbeat.phase} {heartbeat.step}")
 
-def phase(self, name, step=0, *, real=Watch.phase, **limit):
+def phase(self, name, step=0, *, real=Monitor.phase):
     global doing
     doing = f"{name} {step}"
-    real(self, name, step, **limit)
+    real(self, name, step)
 
-Roll.note, Watch.phase = note, phase
-watch.Pace = lambda: Pace(beat=0.1, reading=0.1)
+def fast(config, *, real=Limits.of):
+    return replace(real(config), beat=0.1, read=0.1)
+
+Roster.note, Monitor.phase, Limits.of = note, phase, fast
 exec(moment)
 sys.argv = ["gristmill", "train", str(folder / "run.toml")]
 from gristmill.cli.main import main
@@ -173,36 +175,41 @@ class Killed:
         return [self, *(self.then.lives if self.then is not None else [None])]
 
 
-SAVING = r"in (save|step|validation) at step \d"
+SAVING = r"in phase (save|step|validation) at step \d"
 """A save goes on in the background, while training does."""
 CASES = {
-    "when all have met": Killed(1, 'after(run, "open_world")', "in start at step 0", None),
+    "when all have met": Killed(1, 'after(run, "open_world")', "in phase start at step 0", None),
     "in the first forward pass": Killed(
-        0, 'on(Spmd, "accumulate", 1, lambda: before(GPT, "forward"))', "in start at step 0", None
+        0,
+        'on(Spmd, "accumulate", 1, lambda: before(GPT, "forward"))',
+        "in phase start at step 0",
+        None,
     ),
     "in a backward pass, twice": Killed(
         1,
         'before(torch.Tensor, "backward", 6)',
-        "in step at step 2",
+        "in phase step at step 2",
         2,
         background=False,
-        then=Killed(0, 'before(torch.Tensor, "backward", 2)', "in start at step 2", 2),
+        then=Killed(0, 'before(torch.Tensor, "backward", 2)', "in phase start at step 2", 2),
     ),
     "before a record": Killed(
-        0, 'before(Meter, "add", 3)', "in step at step 2", 2, background=False
+        0, 'before(Meter, "add", 3)', "in phase step at step 2", 2, background=False
     ),
-    "after a step": Killed(1, 'after(Spmd, "update", 5)', "in step at step 4", 4, background=False),
+    "after a step": Killed(
+        1, 'after(Spmd, "update", 5)', "in phase step at step 4", 4, background=False
+    ),
     "in validation": Killed(
         1,
         'on(Spmd, "evaluate", 3, lambda: before(GPT, "forward"))',
-        "in validation at step 4",
+        "in phase validation at step 4",
         2,
         background=False,
     ),
     "in its first file": Killed(0, "half_a_file()", SAVING, None),
     "in a file": Killed(1, 'on(Snapshot, "write", 2, half_a_file)', SAVING, 2),
     "in a file, and training waits": Killed(
-        1, 'on(Snapshot, "write", 2, half_a_file)', "in save at step 4", 2, background=False
+        1, 'on(Snapshot, "write", 2, half_a_file)', "in phase save at step 4", 2, background=False
     ),
     "with its files written": Killed(1, 'after(Snapshot, "write", 2)', SAVING, 2),
     "with all files written": Killed(0, 'before(writer, "commit_pieces", 2)', SAVING, 2),
@@ -219,14 +226,14 @@ CASES = {
     "in the last save of a stop": Killed(
         1,
         'on(Meter, "add", 2, ask_to_stop); on(Snapshot, "write", 2, half_a_file)',
-        "in save at step 3",
+        "in phase save at step 3",
         2,
     ),
     "in the last commit of a stop": Killed(
         0,
         'on(Meter, "add", 2, ask_to_stop); '
         'on(CheckpointFolder, "commit", 2, lambda: before(os, "rename"))',
-        "in save at step 3",
+        "in phase save at step 3",
         2,
     ),
 }
@@ -376,11 +383,11 @@ def test_a_defect_of_one_process_is_told_by_both(couple: Callable[[str], Couple]
     life = party.live(Killed(1, 'on(Spmd, "update", 3, fail)', "", None))
     who, log = f"rank 1 on {socket.gethostname()}", party.folder / "run/logs/rank-00001.log"
     assert life.codes == [76, 70]
-    assert life.last[0] == f"error: {who} failed in step at step 2: ValueError: no such grain"
+    assert life.last[0] == f"error: {who} failed in phase step at step 2: ValueError: no such grain"
     assert life.last[1].startswith("error: a defect of gristmill ")
     assert (
-        f": ValueError: no such grain ({who} in step at step 2; the log is {log}); please report it"
-        in life.last[1]
+        f": ValueError: no such grain ({who} in phase step at step 2; the log is {log}); "
+        "please report it" in life.last[1]
     )
     assert "Traceback" in (party.folder / "errors-1.txt").read_text()
 
@@ -389,10 +396,10 @@ def assert_named(killed: Killed, life: Life) -> None:
     """The last line of the other process says who was killed, and where it stood."""
     host, other = re.escape(socket.gethostname()), 1 - killed.rank
     lost = {
-        0: rf"rank 0 on {host}, which keeps the store at 127\.0\.0\.1:\d+, is gone",
-        1: rf"rank 1 on {host} has ended without a word",
+        0: rf"rank 0 on {host}, which hosts the store at 127\.0\.0\.1:\d+, is gone",
+        1: rf"rank 1 on {host} died without reporting an error",
     }[killed.rank]
     assert life.codes[killed.rank] == -signal.SIGKILL, life.last
     line = life.last[other]
-    assert re.fullmatch(f"error: {lost}; it was last heard of {killed.where}", line), line
+    assert re.fullmatch(f"error: {lost}; last seen {killed.where}", line), line
     assert life.codes[other] == 76

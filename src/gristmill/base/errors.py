@@ -1,9 +1,9 @@
-"""What a user can mend, and how the program says it.
+"""Errors that the user can fix, and the exit status of every command.
 
 A `UserError` carries one or more problems, each with three parts: what is wrong, where, and what to
-do about it. The command line prints them without a traceback and ends with the error's exit status.
-Everything that only a programmer can break is an `assert` instead; whatever else is raised is a
-defect, which the command line shows with a traceback and `Exit.INTERNAL`.
+do about it. The command line prints them without a traceback and exits with the error's status.
+What only a programmer can break is an `assert` instead. Any other exception is a defect, which the
+command line shows with a traceback and `Exit.INTERNAL`.
 """
 
 from __future__ import annotations
@@ -38,10 +38,28 @@ class Exit(enum.IntEnum):
     CONFIG = 78
     """A setting is wrong; nothing was started."""
 
+    @property
+    def meaning(self) -> str:
+        """A few words for messages."""
+        return _MEANINGS[self]
+
+
+_MEANINGS = {
+    Exit.DONE: "done",
+    Exit.USAGE: "wrong command line",
+    Exit.DATA: "bad data",
+    Exit.INTERNAL: "a defect",
+    Exit.STORAGE: "storage",
+    Exit.STOPPED: "stopped and saved",
+    Exit.PEER: "another process was lost",
+    Exit.REFUSED: "refused for safety",
+    Exit.CONFIG: "wrong settings",
+}
+
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong, the place it was found, and the way out."""
+    """One thing that is wrong, where it was found, and how to fix it."""
 
     what: str
     where: str | None = None
@@ -53,7 +71,7 @@ class Problem:
 
 
 class UserError(Exception):
-    """One or more problems that the user can mend."""
+    """One or more problems that the user can fix."""
 
     def __init__(
         self,
@@ -70,7 +88,7 @@ class UserError(Exception):
 
 
 def optional(module: str, *, extra: str, purpose: str) -> ModuleType:
-    """Import a package that only an extra installs, or say which extra that is."""
+    """Import a package that only an extra installs, or name the extra."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Which process this is among those of the run: read once from the environment, then passed on.
+"""Which process of the run this is: read once from the variables of the launcher.
 
     started by          rank                    on its node                   how many
     torchrun            RANK                    LOCAL_RANK                    WORLD_SIZE
@@ -7,12 +7,12 @@
     srun                SLURM_PROCID            SLURM_LOCALID                 SLURM_NTASKS
     a PyTorchJob's pod  RANK                    always 0                      WORLD_SIZE
 
-The first row that is there counts, since a launcher may run inside another: torchrun in a step of
-srun, mpiexec in a PBS job. A job without a launcher is one process: PBS sets no ranks, and what
-Slurm sets for a batch script speaks of tasks that nobody has started.
+The first row whose variables are set counts, since one launcher may run inside another: torchrun
+in a step of srun, mpiexec in a PBS job. A job without a launcher is one process: PBS sets no ranks,
+and what Slurm sets for a batch script describes tasks that have not been started.
 
-Processes meet at MASTER_ADDR and MASTER_PORT. Where these are not set, the job's first host and a
-port made from the job's number serve as well, because all processes find the same.
+The rendezvous is at MASTER_ADDR and MASTER_PORT. If these are not set, it is at the job's first
+host, with a port derived from the job's id, so that all processes find the same address.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from gristmill.base.errors import UserError
 Values = Mapping[str, str]
 
 _PORTS = range(15000, 30000)
-"""Below those that systems give to outgoing connections."""
-_USUAL_PORT = 29500
-"""For a job that has no number; torch's own default."""
-_STEPS_OF_NOBODY = ("batch", "extern", "interactive")
+"""Below those that systems use for outgoing connections."""
+_DEFAULT_PORT = 29500
+"""For a job without an id; torch's own default."""
+_STEPS_WITHOUT_TASKS = ("batch", "extern", "interactive")
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""Slurm numbers the steps of batch scripts and interactive shells from the top."""
+"""Slurm numbers the steps of batch scripts and interactive shells down from the top."""
 
 
 class Address(NamedTuple):
-    """Where the processes of a run meet."""
+    """Where the processes of a run find each other."""
 
     host: str
     port: int
@@ -51,40 +51,40 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """This process's rank among all, its rank on its node, and how many there are."""
+    """The rank of this process, its rank on its node, and the number of processes."""
 
     rank: int = 0
     local_rank: int = 0
     world: int = 1
     host: str = "localhost"
     local_world: int | None = 1
-    """Processes on this node, where it is known."""
+    """Processes on this node; None if not known."""
     nodes: int | None = 1
-    """Nodes of the run, where it is known."""
+    """Nodes of the run; None if not known."""
     address: Address | None = None
-    """Where the processes meet, where it is known."""
+    """The rendezvous; None if not known."""
     agent: bool = False
-    """Whether a process of the launcher answers there, and not the first process of the run."""
+    """Whether the launcher hosts the store there, and not rank 0."""
     attempt: int = 0
-    """How often the launcher has started all processes again at the same address."""
+    """How often the launcher has restarted all processes at the same address."""
 
     @classmethod
     def current(cls, environment: Values | None = None) -> Place:
-        """Read the variables that launchers set; without them there is one process."""
+        """Read the variables of the launcher; without them this is a single process."""
         given = os.environ if environment is None else environment
         values = {name: value for name, value in given.items() if value.strip()}
         launcher = next((one for one in _LAUNCHERS if one.present(values)), None)
-        own = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in values]
-        if "RANK" in own or "LOCAL_RANK" in own or (own and launcher is None):
-            return _by_torchrun(values, launcher)
+        own = {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & values.keys()
+        if own - {"WORLD_SIZE"} or (own and launcher is None):
+            return _from_torchrun(values, launcher)
         if launcher is None:
             return cls(host=socket.gethostname())
-        return _by_launcher(values, launcher)
+        return _from_launcher(values, launcher)
 
 
 @dataclass(frozen=True)
 class _Launcher:
-    """The variables of one launcher; of several names for one number, the first that is set."""
+    """The variables of one launcher; of several names for a number, the first that is set."""
 
     rank: tuple[str, ...]
     local_rank: tuple[str, ...]
@@ -92,10 +92,9 @@ class _Launcher:
     local_world: tuple[str, ...]
     nodes: tuple[str, ...] = ()
     job: tuple[str, ...] = ()
-    """What names the job, alike in all its processes and not alike in two jobs."""
-
+    """Ids of the job."""
     trusted: Callable[[Values], bool] = lambda values: True
-    """Whether ranks that are set are those of processes that were started."""
+    """Whether the ranks belong to processes that were started."""
 
     def present(self, values: Values) -> bool:
         return any(name in values for name in self.rank) and self.trusted(values)
@@ -104,9 +103,8 @@ class _Launcher:
 def _is_step_of_tasks(values: Values) -> bool:
     """Whether srun started this process, and not sbatch or salloc."""
     step = values.get("SLURM_STEP_ID", values.get("SLURM_STEPID", "batch"))
-    if step in _STEPS_OF_NOBODY:
-        return False
-    return not (step.isdigit() and int(step) >= _FIRST_SPECIAL_STEP)
+    special = step.isdigit() and int(step) >= _FIRST_SPECIAL_STEP
+    return not special and step not in _STEPS_WITHOUT_TASKS
 
 
 _TORCHRUN = _Launcher(
@@ -141,71 +139,55 @@ _SLURM = _Launcher(
 _LAUNCHERS = (_OPEN_MPI, _PMI, _SLURM)
 
 
-# ------------------------------------------------------------------ the rows of the table
-
-
-def _by_torchrun(values: Values, around: _Launcher | None) -> Place:
+def _from_torchrun(values: Values, outer: _Launcher | None) -> Place:
     """RANK and WORLD_SIZE, with LOCAL_RANK or something that stands for it."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    given = [name for name in names if name in values]
     missing = [name for name in names if name not in values]
-    if missing == ["LOCAL_RANK"] and around is not None:
-        return _completed(values, around)
-    one_for_each_pod = missing == ["LOCAL_RANK"] and {"MASTER_ADDR", "MASTER_PORT"} <= set(values)
-    if missing and not one_for_each_pod:
-        raise UserError(
-            f"{given[0]} is set but {', '.join(missing)} is not",
-            where="environment",
-            remedy="start with torchrun, which sets all three, or unset them",
-        )
-    if one_for_each_pod:
-        return _by_pod(values)
-    return _place(
-        values,
-        _TORCHRUN,
-        address=_address_given(values),
+    if missing == ["LOCAL_RANK"] and outer is not None:
+        # Set by a script inside a launcher, which knows the rank on the node.
+        place = _from_launcher(values, outer)
+        if _number(values, ("RANK",)) != place.rank:
+            raise _contradiction(values, "RANK", _name(values, outer.rank))
+        return place
+    address = _given_address(values)
+    if missing == ["LOCAL_RANK"] and address is not None:
+        # A PyTorchJob with one process in each pod.
+        each = values.get("PET_NPROC_PER_NODE", "1")
+        if each.isdigit() and int(each) > 1:
+            raise _wrong(
+                f"PET_NPROC_PER_NODE={each} asks for {each} processes in every pod, but LOCAL_RANK "
+                "is not set, which would tell them apart",
+                "start with torchrun in the pod, or ask for one process in each pod",
+            )
+        pod = {**values, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        return replace(_place(pod, _TORCHRUN), address=address)
+    _require(values, *names, remedy="start with torchrun, which sets all three, or unset them")
+    return replace(
+        _place(values, _TORCHRUN),
+        address=address,
         agent=values.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=_number(values, ("TORCHELASTIC_RESTART_COUNT",)) or 0,
     )
 
 
-def _by_pod(values: Values) -> Place:
-    """A PyTorchJob with one process in each pod."""
-    each = values.get("PET_NPROC_PER_NODE", "1")
-    if each.isdigit() and int(each) > 1:
-        raise UserError(
-            f"PET_NPROC_PER_NODE={each} asks for {each} processes in every pod, and LOCAL_RANK, "
-            "which would tell them apart, is not set",
-            where="environment",
-            remedy="start with torchrun in the pod, or ask for one process in a pod",
-        )
-    one = {**values, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    return _place(one, _TORCHRUN, address=_address_given(values))
-
-
-def _completed(values: Values, around: _Launcher) -> Place:
-    """RANK and WORLD_SIZE of a script inside a launcher, which knows the rank on the node."""
-    place = _by_launcher(values, around)
-    theirs, ours = _name(values, around.rank), _number(values, ("RANK",))
-    if ours != place.rank:
-        raise _contradiction(values, "RANK", theirs)
-    return place
-
-
-def _by_launcher(values: Values, launcher: _Launcher) -> Place:
-    """MPI or Slurm. Where one of them does not tell the rank on the node, the next may."""
+def _from_launcher(values: Values, launcher: _Launcher) -> Place:
+    """MPI or Slurm. If one does not set the rank on the node, the next may."""
     local = launcher
     if _number(values, launcher.local_rank) is None:
         later = _LAUNCHERS[_LAUNCHERS.index(launcher) + 1 :]
-        local = next((one for one in later if _same_place(values, one, launcher)), launcher)
+        local = next((one for one in later if _agree(values, one, launcher)), launcher)
     world = _name(values, launcher.world)
     if world in values:
         _require_equal(values, "WORLD_SIZE", world)
     place = _place(values, launcher, local=local)
-    return _with_address(values, place, launcher)
+    host = values.get("MASTER_ADDR") or _first_host(values, place)
+    if host is None:
+        return place
+    port = _given_port(values) if "MASTER_PORT" in values else _port_of_job(values, launcher)
+    return replace(place, address=Address(host, port))
 
 
-def _same_place(values: Values, one: _Launcher, other: _Launcher) -> bool:
+def _agree(values: Values, one: _Launcher, other: _Launcher) -> bool:
     return one.present(values) and all(
         _number(values, getattr(one, part)) == _number(values, getattr(other, part))
         for part in ("rank", "world")
@@ -216,50 +198,40 @@ def _same_place(values: Values, one: _Launcher, other: _Launcher) -> bool:
 
 
 def _name(values: Values, names: tuple[str, ...]) -> str:
-    """Which of the names is set; the first if none is."""
+    """The first of the names that is set; the first of all if none is."""
     return next((name for name in names if name in values), names[0])
 
 
 def _number(values: Values, names: tuple[str, ...]) -> int | None:
-    """The number under the first name that is set; None if there is none."""
-    text = next((values[name] for name in names if name in values), None)
-    try:
-        return None if text is None else int(text)
-    except ValueError as error:
-        what = f"{_name(values, names)}={text} is not a whole number"
-        raise UserError(what, where="environment") from error
+    """The number under the first name that is set; None if none is."""
+    for name in names:
+        if name in values:
+            try:
+                return int(values[name])
+            except ValueError as error:
+                raise _wrong(f"{name}={values[name]} is not a whole number") from error
+    return None
 
 
-def _place(
-    values: Values,
-    launcher: _Launcher,
-    *,
-    local: _Launcher | None = None,
-    address: Address | None = None,
-    agent: bool = False,
-    attempt: int = 0,
-) -> Place:
-    """The numbers of a launcher; those on the node may be of another one around it."""
+def _place(values: Values, launcher: _Launcher, *, local: _Launcher | None = None) -> Place:
+    """The numbers of a launcher; those of the node may come from another one around it."""
     local = local or launcher
     rank, local_rank, world = (
         _name(values, names) for names in (launcher.rank, local.local_rank, launcher.world)
     )
-    _require(values, rank, local_rank, world)
+    remedy = "start with torchrun, or set RANK, LOCAL_RANK and WORLD_SIZE yourself"
+    _require(values, rank, local_rank, world, remedy=remedy)
     _require_equal(values, *launcher.rank)
     _require_equal(values, *local.local_rank)
     numbers = {name: int(values[name]) for name in (rank, local_rank, world)}
     for name in (rank, local_rank):
         if not 0 <= numbers[name] < numbers[world]:
-            raise UserError(
-                f"{name}={numbers[name]} does not fit {world}={numbers[world]}",
-                where="environment",
-            )
+            raise _wrong(f"{name}={numbers[name]} does not fit {world}={numbers[world]}")
     here = (_tasks_here if local is _SLURM else _number)(values, local.local_world)
     if here is not None and not numbers[local_rank] < here <= numbers[world]:
-        raise UserError(
+        raise _wrong(
             f"{local_rank}={numbers[local_rank]} and {world}={numbers[world]} do not fit "
-            f"{here} processes on this node",
-            where="environment",
+            f"{here} processes on this node"
         )
     nodes = _number(values, launcher.nodes)
     if nodes is None and here is not None and numbers[world] % here == 0:
@@ -271,29 +243,25 @@ def _place(
         host=socket.gethostname(),
         local_world=here,
         nodes=nodes,
-        address=address,
-        agent=agent,
-        attempt=attempt,
     )
 
 
-def _require(values: Values, *names: str) -> None:
+def _wrong(what: str, remedy: str | None = None) -> UserError:
+    return UserError(what, where="environment", remedy=remedy)
+
+
+def _require(values: Values, *names: str, remedy: str) -> None:
+    """Refuse names that are not set, or not to whole numbers."""
     missing = [name for name in names if name not in values]
     if missing:
         given = next(name for name in names if name in values)
-        raise UserError(
-            f"{given} is set but {', '.join(missing)} is not",
-            where="environment",
-            remedy="start with torchrun, or set RANK, LOCAL_RANK and WORLD_SIZE yourself",
-        )
+        raise _wrong(f"{given} is set but {', '.join(missing)} is not", remedy)
     try:
         for name in names:
             int(values[name])
     except ValueError as error:
-        *first, last = names
-        raise UserError(
-            f"{', '.join(first)} and {last} must be whole numbers", where="environment"
-        ) from error
+        what = f"{', '.join(names[:-1])} and {names[-1]} must be whole numbers"
+        raise _wrong(what) from error
 
 
 def _require_equal(values: Values, *names: str) -> None:
@@ -304,15 +272,12 @@ def _require_equal(values: Values, *names: str) -> None:
 
 
 def _contradiction(values: Values, one: str, other: str) -> UserError:
-    return UserError(
-        f"{one}={values[one]} and {other}={values[other]} contradict each other",
-        where="environment",
-        remedy=f"unset {one} if it is left over from another launcher",
-    )
+    what = f"{one}={values[one]} and {other}={values[other]} contradict each other"
+    return _wrong(what, f"unset {one} if it is left over from another launcher")
 
 
 def _tasks_here(values: Values, names: tuple[str, ...]) -> int | None:
-    """Slurm's tasks on this node: a count, or one for each node, where "2(x3),1" is 2, 2, 2, 1."""
+    """Slurm's tasks on this node: one count for all, or one for each: "2(x3),1" is 2, 2, 2, 1."""
     node = _number(values, ("SLURM_NODEID",)) or 0
     each: list[int] = []
     for part in values.get(_name(values, names), "").split(","):
@@ -320,50 +285,43 @@ def _tasks_here(values: Values, names: tuple[str, ...]) -> int | None:
         each += [int(match[1])] * int(match[2] or 1) if match else []
     if len(each) == 1:
         each *= _number(values, _SLURM.nodes) or 1
-    # What was asked of the whole job may stand there, too, and is not always what the step has.
+    # The variable may hold what the whole job asked for, which is not always what the step has.
     if sum(each) != _number(values, _SLURM.world):
         return None
     return each[node] if node < len(each) else None
 
 
-# ------------------------------------------------------------------ where processes meet
+# ------------------------------------------------------------------ the rendezvous
 
 
-def _address_given(values: Values) -> Address | None:
+def _given_address(values: Values) -> Address | None:
     """MASTER_ADDR and MASTER_PORT: both, or neither."""
-    names = ("MASTER_ADDR", "MASTER_PORT")
-    given = [name for name in names if name in values]
+    names = {"MASTER_ADDR", "MASTER_PORT"}
+    given = names & values.keys()
     if not given:
         return None
-    if len(given) < len(names):
-        missing = next(name for name in names if name not in values)
-        raise UserError(f"{given[0]} is set but {missing} is not", where="environment")
-    return Address(values["MASTER_ADDR"], _port_given(values))
+    if given != names:
+        raise _wrong(f"{min(given)} is set but {min(names - given)} is not")
+    return Address(values["MASTER_ADDR"], _given_port(values))
 
 
-def _port_given(values: Values) -> int:
+def _given_port(values: Values) -> int:
     port = _number(values, ("MASTER_PORT",))
     if port is None or not 0 < port < 65536:
-        raise UserError(f"MASTER_PORT={port} is not a port", where="environment")
+        raise _wrong(f"MASTER_PORT={port} is not a port")
     return port
 
 
-def _with_address(values: Values, place: Place, launcher: _Launcher) -> Place:
-    """The address where it is given or follows from the job."""
-    host = values.get("MASTER_ADDR") or _first_host(values, place)
-    if host is None:
-        return place
-    port = _port_given(values) if "MASTER_PORT" in values else _port_of_job(values, launcher)
-    return replace(place, address=Address(host, port))
-
-
 def _first_host(values: Values, place: Place) -> str | None:
-    """The host of the first process: launchers fill the job's hosts from the first on."""
+    """The host of rank 0: launchers fill the hosts of a job in order."""
     if place.local_world == place.world:
         return "127.0.0.1"
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
         if name in values:
-            return _expanded(values, name)[0]
+            hosts = expand_hosts(values[name])
+            if not hosts:
+                raise _wrong(f"{name}={values[name]} is not a list of hosts")
+            return hosts[0]
     if "PBS_NODEFILE" in values:
         try:
             lines = Path(values["PBS_NODEFILE"]).read_text().split()
@@ -373,29 +331,17 @@ def _first_host(values: Values, place: Place) -> str | None:
     return None
 
 
-def _expanded(values: Values, name: str) -> list[str]:
-    hosts = expand_hosts(values[name])
-    if not hosts:
-        raise UserError(f"{name}={values[name]} is not a list of hosts", where="environment")
-    return hosts
-
-
 def _port_of_job(values: Values, launcher: _Launcher) -> int:
-    """A port that the processes of a job have in common and two jobs hardly have."""
-    name = next((values[name] for name in launcher.job if name in values), None)
-    if name is None and "SLURM_JOB_ID" in values:
-        name = f"{values['SLURM_JOB_ID']}.{values.get('SLURM_STEP_ID', '')}"
-    name = name or values.get("PBS_JOBID")
-    if name is None:
-        return _USUAL_PORT
-    return _PORTS[zlib.crc32(name.encode()) % len(_PORTS)]
-
-
-_BRACKETS = re.compile(r"\[([^\[\]]*)\]")
+    """A port that all processes of a job derive, and that two jobs are unlikely to share."""
+    job = next((values[name] for name in launcher.job if name in values), None)
+    if job is None and "SLURM_JOB_ID" in values:
+        job = f"{values['SLURM_JOB_ID']}.{values.get('SLURM_STEP_ID', '')}"
+    job = job or values.get("PBS_JOBID")
+    return _DEFAULT_PORT if job is None else _PORTS[zlib.crc32(job.encode()) % len(_PORTS)]
 
 
 def expand_hosts(text: str) -> list[str]:
-    """All hosts of a compressed list such as `n[01-04,7],gpu2`; none if it is not such a list."""
+    """All hosts of a compressed list such as `n[01-04,7],gpu2`; none if it is malformed."""
     hosts: list[str] = []
     # Commas inside brackets separate numbers, those outside separate hosts.
     for pattern in re.split(r",(?![^\[]*\])", text.strip()):
@@ -407,7 +353,7 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def _expand_one(pattern: str) -> list[str]:
-    match = _BRACKETS.search(pattern)
+    match = re.search(r"\[([^\[\]]*)\]", pattern)
     if match is None:
         return [pattern] if re.fullmatch(r"[\w.\-]+", pattern) else []
     numbers: list[str] = []

@@ -78,7 +78,10 @@ def _options(version: bool = typer.Option(False, "--version", help="Print the ve
 def _version() -> str:
     from importlib import metadata
 
-    return metadata.version("gristmill")
+    try:
+        return metadata.version("gristmill")
+    except metadata.PackageNotFoundError:
+        return "(source tree, not installed)"
 
 
 def main() -> None:

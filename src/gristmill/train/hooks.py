@@ -25,8 +25,8 @@ from gristmill.checkpoint.writer import CheckpointWriter
 from gristmill.config.schema import SampleConfig
 from gristmill.data.loader import Batch
 from gristmill.generate import Sampling, TextGenerator
+from gristmill.parallel.liveness.monitor import Monitor
 from gristmill.parallel.strategy import Strategy
-from gristmill.parallel.watch import Watch
 from gristmill.text.tokenizers.tokenizer import Tokenizer
 from gristmill.train.meter import AHEAD, Meter
 from gristmill.train.moment import Moment
@@ -65,10 +65,10 @@ class Hooks:
         stop: StopRequest,
         writer: CheckpointWriter,
         batch_at: Callable[[int], int],
-        watch: Watch | None = None,
+        monitor: Monitor | None = None,
     ) -> None:
         self.hooks, self.meter, self.tracker, self.stop = hooks, meter, tracker, stop
-        self.watch = watch
+        self.monitor = monitor
         self.writer, self.batch_at = writer, batch_at
         self._steps = 0
 
@@ -96,8 +96,8 @@ class Hooks:
 
     def _say(self, phase: str) -> None:
         """Let the other processes know what this one is doing."""
-        if self.watch is not None:
-            self.watch.phase(phase, self._steps)
+        if self.monitor is not None:
+            self.monitor.phase(phase, self._steps)
 
     def after_step(self, moment: Moment) -> None:
         self._steps = moment.after.steps

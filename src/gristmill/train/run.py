@@ -24,8 +24,8 @@ from gristmill.config.schema import RunConfig
 from gristmill.optim.schedule import build_schedule
 from gristmill.parallel.control import ControlGroup
 from gristmill.parallel.device import memory_explained
-from gristmill.parallel.limits import Limits
-from gristmill.parallel.watch import Watch
+from gristmill.parallel.liveness.monitor import Monitor
+from gristmill.parallel.liveness.verdict import Limits
 from gristmill.parallel.world import World, close_world, open_world
 from gristmill.track.folder import RunFolder, move_aside, run_folder
 from gristmill.train.assemble import (
@@ -61,8 +61,8 @@ def run_training(
     place, folder = Place.current(), run_folder(config)
     mesh = check_mesh(config, processes=place.world)
     listening = contextlib.nullcontext(stop) if stop is not None else StopRequest()
-    watch = Watch(place, limits=Limits.of(config.parallel), log=folder.rank_log(place.rank))
-    with _placed(folder, watch), listening as stop, watch:
+    monitor = Monitor(place, limits=Limits.of(config.parallel), log=folder.rank_log(place.rank))
+    with _placed(folder, monitor), listening as stop, monitor:
         if config.train.time_limit is not None:
             stop.time_limit = parse_seconds(config.train.time_limit)
         world = open_world(
@@ -76,7 +76,7 @@ def run_training(
         lock = FolderLock(folder.path)
         new = control.on_rank0(lambda: _take(folder, lock, fresh=fresh))
         try:
-            outcome = _locked_training(config, folder, world, control, stop, watch)
+            outcome = _locked_training(config, folder, world, control, stop, monitor)
         except UserError:
             if new and world.is_rank0:
                 folder.take_back()
@@ -89,16 +89,16 @@ def run_training(
 
 
 @contextlib.contextmanager
-def _placed(folder: RunFolder, watch: Watch) -> Iterator[None]:
+def _placed(folder: RunFolder, monitor: Monitor) -> Iterator[None]:
     """Let an error that nobody expected say where it happened, and where more is written."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        rank = watch.place.rank
+        rank = monitor.place.rank
         log = folder.rank_log(rank) if rank else folder.log
-        words = [watch.where] if watch.active else []
+        words = [monitor.where] if monitor.active else []
         words += [f"the log is {log}"] if log.is_file() else []
         if words:
             error.add_note("; ".join(words))
@@ -120,12 +120,12 @@ def _locked_training(
     world: World,
     control: ControlGroup,
     stop: StopRequest,
-    watch: Watch,
+    monitor: Monitor,
 ) -> Outcome:
     parts = assemble(config, folder, world, control)
     require_checkpoint_room(folder.path, parts.checkpoint_bytes)
     resumed = resume(parts)
-    watch.phase("start", parts.state.progress.steps)
+    monitor.phase("start", parts.state.progress.steps)
     tracker = build_tracker(
         config,
         folder,
@@ -134,13 +134,13 @@ def _locked_training(
         clock=lambda: parts.state.progress,
         rank=world.rank,
     )
-    watch.last_words = lambda words: _note_failure(parts, tracker, UserError(words))
+    monitor.on_exit = lambda message: _note_failure(parts, tracker, UserError(message))
     try:
         _announce(parts, tracker, resumed)
-        outcome = _run(parts, tracker, stop, watch)
+        outcome = _run(parts, tracker, stop, monitor)
     except BaseException as error:
         # When another process is lost, what fails here is only a consequence.
-        cause = watch.explain(error) or error
+        cause = monitor.explain(error) or error
         _note_failure(parts, tracker, cause)
         if cause is not error:
             raise cause from error
@@ -201,7 +201,7 @@ def _batch_words(numbers: Resolved) -> str:
     return f"{words} in {times} parts" if numbers.accumulate > 1 else words
 
 
-def _run(parts: Assembly, tracker: Tracker, stop: StopRequest, watch: Watch) -> Outcome:
+def _run(parts: Assembly, tracker: Tracker, stop: StopRequest, monitor: Monitor) -> Outcome:
     config, state, numbers = parts.config, parts.state, parts.numbers
     if state.progress.reached(config.train.until):
         tracker.say(
@@ -228,7 +228,7 @@ def _run(parts: Assembly, tracker: Tracker, stop: StopRequest, watch: Watch) -> 
         stop=stop,
         writer=writer,
         batch_at=numbers.stages.batch_at,
-        watch=watch,
+        monitor=monitor,
     )
     batches = build_loader(parts).starting_at(state.progress)
     advice = 'set train.micro_batch lower, or train.recompute = "full"'

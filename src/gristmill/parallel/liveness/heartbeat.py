@@ -1,0 +1,112 @@
+"""Heartbeats: what each process reports about itself, and the last one heard from every rank.
+
+    {"rank": 2, "host": "n03", "count": 57, "phase": "step", "step": 120, "turn": 2,
+     "seconds": 0.4, "state": "running", "message": "", "pid": 4711, "pid_namespace": "…", …}
+
+A reader measures how long the count of a rank has not changed, so the clocks of hosts need not
+agree. A rank's progress is its step and, within the step, the number of phases it has begun: all
+ranks go through the same phases.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
+
+State = Literal["running", "done", "failed", "lost", "vanished", "absent"]
+"""lost: exits because of another rank. Only readers know the last two. vanished: ended without a
+report. absent: never heard from."""
+_FEW = 4
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """What one process says about itself, and how long ago a reader last heard from it."""
+
+    rank: int
+    host: str = "unknown"
+    count: int = 0
+    phase: str = "start"
+    step: int = 0
+    turn: int = 0
+    """Phases begun in this step."""
+    seconds: float = 0.0
+    """Time in this phase."""
+    state: State = "running"
+    message: str = ""
+    """Why it failed, or which rank it lost."""
+    pid: int = 0
+    pid_namespace: str = ""
+    """Where the process id is valid (see `board`)."""
+    silence: float = 0.0
+    """Seconds since a running rank was last heard from; set by readers."""
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        return (self.step, self.turn)
+
+    @property
+    def who(self) -> str:
+        return f"rank {self.rank} on {self.host}"
+
+    @property
+    def where(self) -> str:
+        return f"in phase {self.phase} at step {self.step}"
+
+
+def write_heartbeats(heartbeats: Iterable[Heartbeat]) -> str:
+    """Heartbeats as the store holds them."""
+    return json.dumps([asdict(heartbeat) for heartbeat in heartbeats])
+
+
+def read_heartbeats(text: bytes) -> list[Heartbeat]:
+    """What `write_heartbeats` wrote."""
+    return [Heartbeat(**values) for values in json.loads(text)]
+
+
+class Roster:
+    """The last heartbeat of every rank, and when it arrived on the reader's clock."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.vanished: set[int] = set()
+        """Ranks whose process has ended, although its last heartbeat says that it runs."""
+        self._last: dict[int, Heartbeat] = {}
+        self._arrived: dict[int, float] = {}
+
+    def note(self, heartbeat: Heartbeat, *, now: float) -> None:
+        rank, before = heartbeat.rank, self._last.get(heartbeat.rank)
+        if before is None or before.count != heartbeat.count:
+            self._arrived[rank] = now
+        if before is not None and before.state != heartbeat.state:
+            del self._last[rank]  # to the end: a snapshot lists the first to fail first
+        self._last[rank] = heartbeat
+
+    def snapshot(self, *, now: float) -> tuple[Heartbeat, ...]:
+        """One heartbeat for each rank, in the order in which their states last changed."""
+        heard = (self._seen(heartbeat, now) for heartbeat in self._last.values())
+        absent = [rank for rank in range(self.world) if rank not in self._last]
+        return (*heard, *(Heartbeat(rank, state="absent") for rank in absent))
+
+    def _seen(self, heartbeat: Heartbeat, now: float) -> Heartbeat:
+        if heartbeat.state != "running":
+            return heartbeat
+        if heartbeat.rank in self.vanished:
+            return replace(heartbeat, state="vanished")
+        return replace(heartbeat, silence=now - self._arrived[heartbeat.rank])
+
+
+def condense(heartbeats: Iterable[Heartbeat]) -> tuple[Heartbeat, ...]:
+    """The few heartbeats of a large world that a verdict may depend on: rank 0, and the first few
+    that ended, are absent, silent or behind, with the liveliest and the one furthest ahead."""
+    leader, *others = sorted(heartbeats, key=lambda one: one.rank != 0)
+    chosen = [leader]
+    for state in ("failed", "vanished", "lost", "absent"):
+        chosen += [one for one in others if one.state == state][:_FEW]
+    running = [one for one in others if one.state == "running"]
+    by_silence = sorted(running, key=lambda one: -one.silence)
+    by_progress = sorted(running, key=lambda one: (one.progress, -one.seconds))
+    chosen += by_silence[:_FEW] + by_silence[-1:] + by_progress[:_FEW] + by_progress[-1:]
+    return tuple({one.rank: one for one in chosen}.values())
