@@ -59,11 +59,11 @@ def test_thirds_of_the_run() -> None:
 
 def test_a_fraction_is_one_of_the_horizon_in_its_own_unit() -> None:
     in_samples = numbers("train.until=9600 samples", "train.ramp.over=0.5")
-    assert in_samples.stages == numbers("train.ramp.over=4800 samples").stages
+    assert in_samples.ramp == numbers("train.ramp.over=4800 samples").ramp
     in_tokens = numbers("train.until=96k tokens", "train.ramp.over=0.5")
-    assert in_tokens.stages == numbers("train.ramp.over=48k tokens").stages == in_samples.stages
+    assert in_tokens.ramp == numbers("train.ramp.over=48k tokens").ramp == in_samples.ramp
     in_steps = numbers("train.ramp.over=0.5")
-    assert in_steps.stages == numbers("train.ramp.over=150 steps").stages != in_samples.stages
+    assert in_steps.ramp == numbers("train.ramp.over=150 steps").ramp != in_samples.ramp
 
 
 @pytest.mark.parametrize(
@@ -134,15 +134,17 @@ def test_megatrons_order_and_the_intervals_follow_the_growing_steps() -> None:
         (["train.accumulate=3", "train.micro_batch=16"], (16, 3)),
     ],
 )
-def test_the_micro_batch_divides_every_stage(words: list[str], portions: tuple[int, int]) -> None:
+def test_the_micro_batch_divides_every_batch_of_the_ramp(
+    words: list[str], portions: tuple[int, int]
+) -> None:
     found = numbers(*words)
     assert (found.micro_batch, found.accumulate) == portions
-    assert found.batch == found.stages.full == 48
-    assert all(stage.batch % found.micro_batch == 0 for stage in found.stages.stages)
+    assert found.batch == found.ramp.full == 48
+    assert all(step.batch % found.micro_batch == 0 for step in found.ramp.ramp_steps)
 
 
-def test_stages_do_not_depend_on_the_portions() -> None:
-    assert numbers().stages == numbers("train.micro_batch=2").stages
+def test_the_ramp_does_not_depend_on_the_micro_batch() -> None:
+    assert numbers().ramp == numbers("train.micro_batch=2").ramp
 
 
 @pytest.mark.parametrize("over", ["0.25", "20k tokens", "1 steps"])

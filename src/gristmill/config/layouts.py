@@ -19,9 +19,8 @@ from typing import Any
 
 from gristmill.base.errors import Problem
 from gristmill.config.parallel import AXES, SEVERAL, Mesh, build_mesh
-from gristmill.config.ramp import ramp_broken
-from gristmill.config.resolve import Portions, divisors, portions
-from gristmill.config.schema import RampConfig, RunConfig
+from gristmill.config.resolve import Portions, divisors, nearest, portions
+from gristmill.config.schema import RampConfig, RunConfig, TrainConfig
 from gristmill.config.settings import Broken, Path_, Settings
 
 Option = dict[str, int]
@@ -402,3 +401,50 @@ _GIVEN: tuple[Rule, ...] = (
 )
 
 _COUNTED: tuple[Rule, ...] = (_batch_divides, _pipeline_is_fed, _reduce_acts)
+
+
+def ramp_broken(train: TrainConfig, parts: Portions) -> Iterator[Broken]:
+    """What is wrong with a ramp in itself and with the portions of its batches."""
+    ramp, batch = train.ramp, parts.batch
+    if ramp is None:
+        return
+    if (ramp.over if isinstance(ramp.over, float) else ramp.over.amount) == 0:
+        yield ("train", "ramp", "over"), Problem("must be above 0", remedy="or leave the ramp out")
+    if ramp.start >= batch:
+        what = f"{ramp.start} is not below the full batch {batch}"
+        remedy = "the batch grows from train.ramp.start to train.batch"
+        yield ("train", "ramp", "start"), Problem(what, remedy=remedy)
+        return
+    growth = batch - ramp.start
+    if growth % ramp.by:
+        what = f"growing by {ramp.by}, a batch of {ramp.start} never becomes {batch}"
+        remedy = f"by could be {nearest(divisors(growth), ramp.by)}"
+        yield ("train", "ramp", "by"), Problem(what, remedy=remedy)
+        return
+    yield from _not_in_portions(train, ramp, parts)
+
+
+def _not_in_portions(train: TrainConfig, ramp: RampConfig, parts: Portions) -> Iterator[Broken]:
+    common, micro = math.gcd(ramp.start, ramp.by), parts.micro_batch
+    ranks = parts.batch // (micro * parts.accumulate)
+    sizes = range(ramp.start, parts.batch, ramp.by)
+    if common % ranks:
+        odd = next(n for n in sizes if n % ranks)
+        what = f"the ramp's batch of {odd} cannot be divided among {ranks} data-parallel processes"
+        name = "start" if odd == ramp.start else "by"
+        remedy = f"start and by could be multiples of {ranks}"
+        yield ("train", "ramp", name), Problem(what, remedy=remedy)
+    elif common % (ranks * micro):
+        odd = next(n for n in sizes if n % (ranks * micro))
+        each, be = f"the ramp's batch of {odd}", "is"
+        if ranks > 1:
+            each, be = f"each process's {odd // ranks} samples of {each}", "are"
+        fitting = divisors(common // ranks)
+        if train.micro_batch is not None:
+            name, choices = "micro_batch", nearest(fitting, micro)
+        else:
+            name = "accumulate"
+            own = parts.batch // ranks
+            choices = nearest([own // size for size in fitting], parts.accumulate)
+        what = f"{each} {be} not a multiple of micro_batch {micro}"
+        yield ("train", name), Problem(what, remedy=f"{name} could be {choices}")

@@ -12,10 +12,9 @@ from collections.abc import Callable, Collection, Iterator
 from gristmill.base.errors import Problem, UserError
 from gristmill.base.units import Duration, Unit, parse_split
 from gristmill.config.hf import model_settings
-from gristmill.config.layouts import given_sizes_fit, mesh_fits
+from gristmill.config.layouts import given_sizes_fit, mesh_fits, ramp_broken
 from gristmill.config.optim import InverseSqrtSchedule, MuonConfig, WarmupStableDecaySchedule
 from gristmill.config.parallel import Mesh, build_mesh
-from gristmill.config.ramp import ramp_broken
 from gristmill.config.resolve import SHAPE_FREE, Resolved, divisors, nearest, portions, resolve
 from gristmill.config.schema import ModelConfig, RunConfig
 from gristmill.config.settings import Broken, NoEffect, Path_
@@ -118,7 +117,7 @@ def _ramp_fits(config: RunConfig) -> Iterator[Broken]:
     if broken:
         return
     numbers = resolve(config, vocab=1)
-    grown = numbers.stages.stages[-1].begin
+    grown = numbers.ramp.full_from
     if grown >= numbers.samples:
         what = (
             f"the full batch comes after sample {grown}, and the run ends at sample "

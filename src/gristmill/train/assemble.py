@@ -196,7 +196,7 @@ def build_loader(parts: Assembly) -> Loader:
         rank=parts.world.data_rank,
         ranks=parts.world.mesh.data,
         pin=parts.world.device.type == "cuda",
-        stages=numbers.stages,
+        ramp=numbers.ramp,
     )
 
 

@@ -289,7 +289,7 @@ def _runner(
         tracker=tracker,
         stop=StopRequest(),
         writer=writer,
-        batch_at=numbers.stages.batch_at,
+        batch_at=numbers.ramp.batch_at,
     )
     schedule = build_schedule(parts.config, numbers)
 
