@@ -242,7 +242,7 @@ DIVIDED = {
         (*PIPELINE, "train.batch=8", "train.ramp.start=2", "train.ramp.by=2"),
         2,
         "train.ramp.start: 1f1b needs at least 2 micro-batches in a step, and in the ramp's batch "
-        "of 2 there is 1\n    start could be 4, 6, or train.micro_batch could be 1",
+        "of 2 there is 1\n    start could be 4, 6",
     ),
     "an odd batch in between": (
         (
@@ -254,7 +254,7 @@ DIVIDED = {
         ),
         2,
         "train.ramp.by: interleaved needs a multiple of 2 micro-batches in a step, and in the "
-        "ramp's batch of 10 there are 5\n    by could be 4, or train.micro_batch could be 1",
+        "ramp's batch of 10 there are 5\n    start and by could be multiples of 4",
     ),
     "odd batches from the beginning": (
         (
@@ -268,7 +268,7 @@ DIVIDED = {
         4,
         "train.ramp.start: interleaved needs a multiple of 2 micro-batches in a step, and in the "
         "ramp's batch of 12 there are 3\n"
-        "    set start = 8 and by = 8, or train.micro_batch could be 1, 3",
+        "    start and by could be multiples of 8",
     ),
     "start and by": (
         (
@@ -280,7 +280,7 @@ DIVIDED = {
             "train.ramp.by=1",
         ),
         2,
-        "ramp's batch of 1 there is 1\n    set start = 2 and by = 2",
+        "ramp's batch of 1 there is 1\n    start and by could be multiples of 2",
     ),
     "no room to grow": (
         ("parallel.pp=2", "train.batch=2", "train.ramp.start=1", "train.ramp.by=1"),
@@ -313,8 +313,18 @@ def test_every_batch_of_a_ramp_must_fit_the_processes(
     assert len(error.value.problems) == 1
 
 
-@pytest.mark.parametrize("words", [("train.ramp.by=4",), ("train.micro_batch=1",)])
-def test_what_is_advised_for_a_ramp_is_not_refused(words: tuple[str, ...]) -> None:
-    refused, processes, _ = DIVIDED["an odd batch in between"]
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("no micro-batch for the second stage", ("train.ramp.start=4",)),
+        ("no micro-batch for the second stage", ("train.ramp.start=6",)),
+        ("an odd batch in between", ("train.ramp.by=4",)),
+        ("odd batches from the beginning", ("train.ramp.start=8", "train.ramp.by=8")),
+        ("start and by", ("train.ramp.start=2", "train.ramp.by=2")),
+        ("each process's portions", ("train.micro_batch=4",)),
+    ],
+)
+def test_what_is_suggested_for_a_ramp_is_not_refused(name: str, words: tuple[str, ...]) -> None:
+    refused, processes, _ = DIVIDED[name]
     config = load_text(BASE + RAMP, (*refused, *words), place="run.toml")
-    assert check_mesh(config, processes=processes).pp == 2
+    assert check_mesh(config, processes=processes).processes == processes

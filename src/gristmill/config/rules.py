@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from gristmill.base.errors import Problem, UserError
 from gristmill.base.units import Duration, Unit, parse_split
 from gristmill.config.hf import model_settings
-from gristmill.config.layouts import given_sizes_fit, mesh_fits, ramp_broken
+from gristmill.config.layouts import layout_problems, ramp_problems
 from gristmill.config.optim import InverseSqrtSchedule, MuonConfig, WarmupStableDecaySchedule
 from gristmill.config.parallel import Mesh, build_mesh
 from gristmill.config.resolve import SHAPE_FREE, Resolved, divisors, nearest, portions, resolve
@@ -112,7 +112,7 @@ def _ramp_fits(config: RunConfig) -> Iterator[Broken]:
     parts = portions(config.train)
     if config.train.ramp is None or isinstance(parts, Problem):
         return
-    broken = list(ramp_broken(config.train, parts))
+    broken = list(ramp_problems(config.train, parts))
     yield from broken
     if broken:
         return
@@ -226,7 +226,7 @@ def _schedule_fits(config: RunConfig) -> Iterator[Broken]:
         what = f"{min_lr} is above the peak optim.lr = {config.optim.lr}"
         yield ("schedule", "min_lr"), Problem(what)
     parts = portions(config.train)
-    if isinstance(parts, Problem) or any(ramp_broken(config.train, parts)):
+    if isinstance(parts, Problem) or any(ramp_problems(config.train, parts)):
         return
     numbers = resolve(config, vocab=1)
     warmup = numbers.samples_of(schedule.warmup)
@@ -326,14 +326,14 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Broken]], ...] = (
     _fp8_fits,
     _schedule_fits,
     _muon_settings_act,
-    given_sizes_fit,
+    layout_problems,
     _start_agrees,
 )
 
 
 def check_mesh(config: RunConfig, *, processes: int) -> Mesh:
     """The mesh of a run on so many processes; refuses one that the run does not fit."""
-    broken = list(mesh_fits(config, processes=processes))
+    broken = list(layout_problems(config, processes=processes))
     if broken:
         raise UserError(
             [Problem(problem.what, ".".join(path), problem.remedy) for path, problem in broken]
