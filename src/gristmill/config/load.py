@@ -23,6 +23,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
@@ -31,7 +32,7 @@ from gristmill.config.hf import model_settings
 from gristmill.config.rules import check
 from gristmill.config.schema import RunConfig
 from gristmill.config.settings import UNSET, NoEffect, Path_
-from gristmill.config.toml import key_lines, write_toml
+from gristmill.config.toml import key_lines
 
 
 @dataclass
@@ -126,7 +127,7 @@ def dump_run(config: RunConfig) -> str:
     values = config.model_dump(mode="json", by_alias=True, exclude_none=True)
     values.pop("preset", None)
     origin = f"# made from preset {config.preset}\n" if config.preset else ""
-    return origin + write_toml(values)
+    return origin + tomli_w.dumps(values)
 
 
 def changed_settings(file: Path, config: RunConfig) -> list[str]:
