@@ -1,8 +1,8 @@
-"""Rules that no single setting can check: small, named, all broken ones reported at once.
+"""Rules between settings, one function for each table; all broken ones are reported at once.
 
 `check` needs the settings, and which of them the user wrote. `check_mesh` is for what depends on
-the number of processes. What both say about the sizes of a layout is in `layouts.py`. `doubts` are
-about what is allowed and yet may be a mistake.
+the number of processes. The rules about the sizes of a layout are in `layouts.py`. `doubts` are
+about what is allowed but may be a mistake.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ FP8_MULTIPLE = 16
 
 
 def check(config: RunConfig, *, written: Collection[Path_]) -> list[Broken]:
-    """Everything wrong with settings that are each valid by themselves; `written` are those that
-    come from the user, not from a preset."""
+    """Everything wrong with settings that are each valid by themselves; `written` are the user's
+    own, as opposed to a preset's."""
     broken = [broken for rule in _RULES for broken in rule(config)]
     return [*broken, *_rate_fits_scale(config, written)]
 
@@ -47,34 +47,22 @@ def doubts(config: RunConfig, numbers: Resolved) -> list[str]:
     ]
 
 
-def _heads_divide(config: RunConfig) -> Iterator[Broken]:
+def _model_fits(config: RunConfig) -> Iterator[Broken]:
     model = config.model
     if model.width % model.heads:
-        yield (
-            ("model", "heads"),
-            Problem(
-                f"{model.heads} heads do not divide the width {model.width}",
-                remedy=f"heads could be {nearest(divisors(model.width), model.heads)}",
-            ),
-        )
+        what = f"{model.heads} heads do not divide the width {model.width}"
+        remedy = f"heads could be {nearest(divisors(model.width), model.heads)}"
+        yield ("model", "heads"), Problem(what, remedy=remedy)
     elif model.positions == "rotary" and model.head_width % 2:
         what = f"rotary positions need an even head width, not {model.head_width}"
         yield ("model", "heads"), Problem(what)
     if model.heads % model.groups:
         what = f"{model.heads} heads cannot share {model.groups} key and value heads evenly"
-        remedy = f"kv_heads must divide {model.heads}"
-        yield ("model", "kv_heads"), Problem(what, remedy=remedy)
-
-
-def _rotary_base_acts(config: RunConfig) -> Iterator[Broken]:
-    if config.model.rotary_base is not None and config.model.positions != "rotary":
-        what = f"has no effect with positions = {config.model.positions!r}"
+        yield ("model", "kv_heads"), Problem(what, remedy=f"kv_heads must divide {model.heads}")
+    if model.rotary_base is not None and model.positions != "rotary":
+        what = f"has no effect with positions = {model.positions!r}"
         remedy = 'remove it, or set model.positions = "rotary"'
         yield ("model", "rotary_base"), NoEffect(what, remedy=remedy)
-
-
-def _model_settings_act(config: RunConfig) -> Iterator[Broken]:
-    model = config.model
     if model.head_std is not None and model.tie_head:
         what = "has no effect on a head that is tied to the embedding"
         remedy = "remove it, or set model.tie_head = false"
@@ -85,10 +73,24 @@ def _model_settings_act(config: RunConfig) -> Iterator[Broken]:
         yield ("model", "value_embeddings"), Problem(what, remedy=f"give at most {most}")
 
 
-def _batch_divides(config: RunConfig) -> Iterator[Broken]:
-    parts = portions(config.train)
+def _batch_fits(config: RunConfig) -> Iterator[Broken]:
+    train, parts = config.train, portions(config.train)
     if isinstance(parts, Problem):
         yield ("train", "batch"), parts
+    if train.recompute_every is not None and train.recompute == "none":
+        what = "has no effect with recompute = 'none'"
+        yield ("train", "recompute_every"), NoEffect(what, remedy="remove it, or set recompute")
+    if train.ramp is None or isinstance(parts, Problem):
+        return
+    broken = list(ramp_problems(train, parts))
+    yield from broken
+    if broken:
+        return
+    numbers = resolve(config, vocab=1)
+    grown, end = numbers.ramp.full_from, numbers.samples
+    if grown >= end:
+        what = f"the full batch comes after sample {grown}, and the run ends at sample {end}"
+        yield ("train", "ramp", "over"), Problem(what, remedy="shorten it, or prolong train.until")
 
 
 def _offload_acts(config: RunConfig) -> Iterator[Broken]:
@@ -102,54 +104,19 @@ def _offload_acts(config: RunConfig) -> Iterator[Broken]:
         yield ("runtime", "offload"), Problem(what, remedy='remove it, or set optim.type = "adamw"')
 
 
-def _recompute_acts(config: RunConfig) -> Iterator[Broken]:
-    if config.train.recompute_every is not None and config.train.recompute == "none":
-        what = "has no effect with recompute = 'none'"
-        yield ("train", "recompute_every"), NoEffect(what, remedy="remove it, or set recompute")
-
-
-def _ramp_fits(config: RunConfig) -> Iterator[Broken]:
-    parts = portions(config.train)
-    if config.train.ramp is None or isinstance(parts, Problem):
-        return
-    broken = list(ramp_problems(config.train, parts))
-    yield from broken
-    if broken:
-        return
-    numbers = resolve(config, vocab=1)
-    grown = numbers.ramp.full_from
-    if grown >= numbers.samples:
-        what = (
-            f"the full batch comes after sample {grown}, and the run ends at sample "
-            f"{numbers.samples}"
-        )
-        yield ("train", "ramp", "over"), Problem(what, remedy="shorten it, or prolong train.until")
-
-
-def _sequence_fits(config: RunConfig) -> Iterator[Broken]:
-    if config.data.sequence and config.data.sequence > config.model.context:
-        what = f"{config.data.sequence} is longer than the model's context {config.model.context}"
+def _data_fits(config: RunConfig) -> Iterator[Broken]:
+    data, context = config.data, config.model.context
+    if data.sequence and data.sequence > context:
+        what = f"{data.sequence} is longer than the model's context {context}"
         yield ("data", "sequence"), Problem(what, remedy="raise model.context or shorten it")
-
-
-def _split_reads(config: RunConfig) -> Iterator[Broken]:
-    split = config.data.split
-    if split is None:
-        return
-    if config.data.validation is not None:
+    if data.split is not None and data.validation is not None:
         what = "has no effect when data.validation is given"
         yield ("data", "split"), NoEffect(what, remedy="remove one of the two")
-    elif parse_split(split) is None:
-        what = f"{split!r} is not a split"
+    elif data.split is not None and parse_split(data.split) is None:
+        what = f"{data.split!r} is not a split"
         remedy = 'write two or three proportions such as "99,1" or "969,30,1", the first above 0'
         yield ("data", "split"), Problem(what, remedy=remedy)
-
-
-def _blend_acts(config: RunConfig) -> Iterator[Broken]:
-    data = config.data
-    if data.blend is None:
-        return
-    if isinstance(data.paths, str) or len(data.paths) == 1:
+    if data.blend is not None and (isinstance(data.paths, str) or len(data.paths) == 1):
         yield ("data", "blend"), NoEffect("has no effect on a single token set", remedy="remove it")
     elif data.blend == "exhaustive" and isinstance(data.paths, dict):
         what = "every sample once leaves no room for the weights in data.paths"
@@ -158,62 +125,51 @@ def _blend_acts(config: RunConfig) -> Iterator[Broken]:
     elif data.blend == "exhaustive" and data.order == "random":
         what = "windows that start at random places cannot all be visited once"
         yield ("data", "blend"), Problem(what, remedy="choose another data.order")
-
-
-def _order_settings_act(config: RunConfig) -> Iterator[Broken]:
-    data = config.data
-    if data.order == "megatron":
-        if data.seed is not None and data.seed >= 2**32:
-            yield ("data", "seed"), Problem("Megatron's seeds are below 4294967296")
-        elif data.seed is None and config.train.seed >= 2**32:
-            what = "Megatron's seeds are below 4294967296"
-            yield ("train", "seed"), Problem(what, remedy="give the order its own: data.seed")
-        return
-    for name in ("samples", "cache"):
-        if getattr(data, name) is not None:
-            what = f"has no effect with order = {data.order!r}"
-            yield ("data", name), NoEffect(what, remedy='remove it: it is for order = "megatron"')
-    if data.seed is not None and data.order == "sequential":
-        what = "has no effect with order = 'sequential'"
-        yield ("data", "seed"), NoEffect(what, remedy="remove it")
-
-
-def _documents_agree(config: RunConfig) -> Iterator[Broken]:
-    if config.data.documents == "joined":
-        return
     for name in ("reset_attention", "reset_positions"):
-        if getattr(config.data, name):
+        if data.documents == "masked" and getattr(data, name):
             what = 'has no effect with documents = "masked", which does both'
             yield ("data", name), NoEffect(what, remedy="remove one of the two")
 
 
-def _loss_scale_acts(config: RunConfig) -> Iterator[Broken]:
-    scale = config.precision.loss_scale
-    if scale is None:
+def _order_fits(config: RunConfig) -> Iterator[Broken]:
+    data = config.data
+    if data.order == "megatron":
+        what = "Megatron's seeds are below 4294967296"
+        if data.seed is not None and data.seed >= 2**32:
+            yield ("data", "seed"), Problem(what)
+        elif data.seed is None and config.train.seed >= 2**32:
+            yield ("train", "seed"), Problem(what, remedy="give the order its own: data.seed")
         return
-    if config.precision.compute != "fp16":
-        what = f"has no effect with compute = {config.precision.compute!r}"
+    what = f"has no effect with order = {data.order!r}"
+    for name in ("samples", "cache"):
+        if getattr(data, name) is not None:
+            yield ("data", name), NoEffect(what, remedy='remove it: it is for order = "megatron"')
+    if data.seed is not None and data.order == "sequential":
+        yield ("data", "seed"), NoEffect(what, remedy="remove it")
+
+
+def _precision_fits(config: RunConfig) -> Iterator[Broken]:
+    precision, runtime, scale = config.precision, config.runtime, config.precision.loss_scale
+    if scale is not None and precision.compute != "fp16":
+        what = f"has no effect with compute = {precision.compute!r}"
         yield ("precision", "loss_scale"), NoEffect(what, remedy='only "fp16" needs a loss scale')
-    if scale.minimum > scale.initial:
+    if scale is not None and scale.minimum > scale.initial:
         what = f"{scale.minimum} is above the initial scale {scale.initial}"
         yield ("precision", "loss_scale", "minimum"), Problem(what)
-
-
-def _fp8_fits(config: RunConfig) -> Iterator[Broken]:
-    precision, model = config.precision, config.model
     if not precision.fp8:
         return
     if precision.compute != "bf16":
         what = f"needs compute = 'bf16', not {precision.compute!r}"
         remedy = 'set precision.compute = "bf16", or leave fp8 out'
         yield ("precision", "fp8"), Problem(what, remedy=remedy)
-    if config.runtime.device in ("cpu", "mps"):
-        what = f"needs an NVIDIA GPU, and runtime.device is {config.runtime.device!r}"
+    if runtime.device in ("cpu", "mps"):
+        what = f"needs an NVIDIA GPU, and runtime.device is {runtime.device!r}"
         yield ("precision", "fp8"), Problem(what, remedy="leave it out, or train on a GPU")
-    elif not config.runtime.kernels:
+    elif not runtime.kernels:
         what = "has only a kernel of its own, and runtime.kernels is false"
         yield ("precision", "fp8"), Problem(what, remedy="leave one of the two out")
-    for name, size in (("width", model.width), ("vocab_multiple", model.vocab_multiple)):
+    for name in ("width", "vocab_multiple"):
+        size = getattr(config.model, name)
         if size % FP8_MULTIPLE:
             what = f"{size} is not a multiple of {FP8_MULTIPLE}, which products in fp8 need"
             yield ("model", name), Problem(what, remedy="change it, or leave precision.fp8 out")
@@ -303,27 +259,17 @@ def _start_agrees(config: RunConfig) -> Iterator[Broken]:
         got, value = getattr(config.model, field), getattr(weights, field)
         if got != value:
             what = f"is {got!r}, but the weights in {config.model.start!r} have {value!r}"
-            yield (
-                ("model", name),
-                Problem(what, remedy="leave it out: it is taken from the weights"),
-            )
+            remedy = "leave it out: it is taken from the weights"
+            yield ("model", name), Problem(what, remedy=remedy)
 
 
 _RULES: tuple[Callable[[RunConfig], Iterator[Broken]], ...] = (
-    _heads_divide,
-    _rotary_base_acts,
-    _model_settings_act,
-    _batch_divides,
-    _recompute_acts,
+    _model_fits,
+    _batch_fits,
     _offload_acts,
-    _ramp_fits,
-    _sequence_fits,
-    _split_reads,
-    _blend_acts,
-    _order_settings_act,
-    _documents_agree,
-    _loss_scale_acts,
-    _fp8_fits,
+    _data_fits,
+    _order_fits,
+    _precision_fits,
     _schedule_fits,
     _muon_settings_act,
     layout_problems,
@@ -332,12 +278,11 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Broken]], ...] = (
 
 
 def check_mesh(config: RunConfig, *, processes: int) -> Mesh:
-    """The mesh of a run on so many processes; refuses one that the run does not fit."""
-    broken = list(layout_problems(config, processes=processes))
-    if broken:
+    """The mesh of a run on a number of processes; refuses a run that does not fit it."""
+    if broken := list(layout_problems(config, processes=processes)):
         raise UserError(
-            [Problem(problem.what, ".".join(path), problem.remedy) for path, problem in broken]
+            Problem(problem.what, ".".join(path), problem.remedy) for path, problem in broken
         )
     mesh = build_mesh(config.parallel, processes)
-    assert isinstance(mesh, Mesh), "one that cannot be made is refused"
+    assert isinstance(mesh, Mesh), "sizes without a mesh are refused"
     return mesh
