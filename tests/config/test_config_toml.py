@@ -45,8 +45,8 @@ def test_every_written_key_is_found_on_its_line(tables: dict[str, Any]) -> None:
         for part in path:
             value = value[part]
         if isinstance(value, dict):
-            header = f"[{'.'.join(path)}]"
-            assert path not in places or lines[places[path] - 1] == header
+            header = f"[{'.'.join(path)}"
+            assert lines[places[path] - 1].startswith((f"{header}]", f"{header}."))
         else:
             assert lines[places[path] - 1].startswith(f"{path[-1]} = ")
 
@@ -69,6 +69,7 @@ def test_lines_are_counted_from_one() -> None:
         ("train", "batch"): 5,
         ("train", "optim"): 6,
         ("train", "optim", "lr"): 6,
+        ("precision",): 8,
         ("precision", "loss_scale"): 8,
         ("precision", "loss_scale", "window"): 9,
     }
@@ -89,6 +90,16 @@ def test_lists_over_several_lines_are_no_keys() -> None:
 def test_quotes_in_comments_and_strings_hide_no_keys(line: str) -> None:
     assert tomllib.loads(f"{line}\nsecond = 2\n")["second"] == 2
     assert key_lines(f"{line}\nsecond = 2\n")[("second",)] == 2
+
+
+def test_lines_may_end_as_on_windows() -> None:
+    text = 'first = """\r\na\r\n"""\r\n[table]\r\nkey = { a = 1 }\r\n'
+    assert key_lines(text) == {
+        ("first",): 1,
+        ("table",): 4,
+        ("table", "key"): 5,
+        ("table", "key", "a"): 5,
+    }
 
 
 @pytest.mark.parametrize("mark", ["\u2028", "\x85"])

@@ -52,13 +52,8 @@ def _processes_to_start(config: RunConfig, processes: int) -> str:
 
 def _settings_act(config: RunConfig) -> Iterator[Broken]:
     parallel = config.parallel
-    for name, axis in (
-        ("keep", "dp_shard"),
-        ("sequence", "tp"),
-        ("attention", "cp"),
-        ("schedule", "pp"),
-        ("stages", "pp"),
-    ):
+    needed = {"keep": "dp_shard", "sequence": "tp", "attention": "cp", "schedule": "pp"}
+    for name, axis in {**needed, "stages": "pp"}.items():
         if getattr(parallel, name) is not None and getattr(parallel, axis) == 1:
             what = f"has no effect without parallel.{axis}"
             remedy = f"remove it, or give parallel.{axis} a size above 1"

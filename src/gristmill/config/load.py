@@ -12,15 +12,13 @@ unknown name comes with the nearest known one.
 from __future__ import annotations
 
 import difflib
-import json
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, get_args
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
@@ -58,8 +56,7 @@ def load_text(text: str, overrides: Sequence[str] = (), *, place: str) -> RunCon
         file = _flatten(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"not valid TOML: {error}", where=place) from error
-    lines = key_lines(text)
-    written = _Places(place, {path: _line_of(path, lines, place) for path in file})
+    written = _Places(place, text, dict.fromkeys(file))
     words: Values = {}
     for word in overrides:
         values = _flatten(_parse_override(word))
@@ -68,7 +65,7 @@ def load_text(text: str, overrides: Sequence[str] = (), *, place: str) -> RunCon
     given = _lay_over(file, words)
 
     lower: Values = {}
-    places = _Places(place, {})
+    places = _Places(place, text, {})
     for path, read in _NAMED_LAYERS.items():
         name = given.get(path)
         if name is None or name == UNSET:
@@ -91,22 +88,20 @@ class _Places:
     """Where every setting was written."""
 
     file: str
-    of: dict[Path_, str]
+    text: str
+    of: dict[Path_, str | None]
+    """None for a setting in the file."""
 
     def where(self, path: Path_) -> str:
         """A setting with its place, or that of the nearest table around it."""
+        place: str | None = self.file
         for end in range(len(path), 0, -1):
-            inside = [place for known, place in self.of.items() if known[:end] == path[:end]]
+            inside = [known for known in self.of if known[:end] == path[:end]]
             if inside:
-                return f"{self.of.get(path[:end], inside[0])}: {'.'.join(path)}"
-        return f"{self.file}: {'.'.join(path)}"
-
-
-def _line_of(path: Path_, lines: Mapping[Path_, int], file: str) -> str:
-    """The file, with the line of a setting or of the table that it is in."""
-    known = (lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines)
-    line = next(known, None)
-    return f"{file}:{line}" if line else file
+                known = path[:end] if path[:end] in inside else inside[0]
+                place = self.of[known] or f"{self.file}:{key_lines(self.text)[known]}"
+                break
+        return f"{place}: {'.'.join(path)}"
 
 
 def dump_run(config: RunConfig) -> str:
@@ -273,11 +268,7 @@ def _problem(details: ErrorDetails, places: _Places) -> Problem:
     path, model = _locate(details)
     dotted = ".".join(path)
     where = places.where(path)
-    either = _alternatives(_field(model, path[-1]))
     match details["type"]:
-        case _ if either:
-            # Every alternative has a complaint of its own; all become this one.
-            message = f"must be {either}"
         case "extra_forbidden":
             return Problem("there is no such setting", where, _nearest(path, model))
         case "missing":
@@ -309,8 +300,6 @@ def _locate(details: ErrorDetails) -> tuple[Path_, type[BaseModel]]:
         if path and len(candidates) == 1:
             model = next(iter(candidates.values()))
         path.append(part)
-        if _alternatives(_field(model, part)):
-            break
     return tuple(path), model
 
 
@@ -319,25 +308,6 @@ def _field(model: type[BaseModel], key: str) -> Any:
         if key in (name, info.alias):
             return info
     return None
-
-
-def _alternatives(info: Any) -> str | None:
-    """What a setting may be that is a number or one of some words; None for any other setting."""
-    annotation = getattr(info, "annotation", None)
-    if get_origin(annotation) not in (Union, UnionType):
-        return None
-    words = [_kind_words(kind) for kind in get_args(annotation) if kind is not NoneType]
-    return " or ".join(map(str, words)) if len(words) > 1 and all(words) else None
-
-
-def _kind_words(kind: Any) -> str | None:
-    if get_origin(kind) is Literal:
-        return " or ".join(json.dumps(value) for value in get_args(kind))
-    number, *rules = get_args(kind) if get_origin(kind) is Annotated else (kind,)
-    bounds = [bound for rule in rules for bound in getattr(rule, "metadata", ())]
-    least = next((bound.ge for bound in bounds if hasattr(bound, "ge")), None)
-    words = {int: "a whole number", float: "a number"}.get(number)
-    return words if words is None or least is None else f"{words} from {least}"
 
 
 def _tables(model: type[BaseModel], key: str) -> dict[str, type[BaseModel]]:
