@@ -128,7 +128,7 @@ def refusal(*words: str, processes: int) -> UserError:
             ["cp 4 x tp 2 = 8 does not divide the heads 4", "cp could be 1, 2, or set"],
         ),
         (["parallel.cp=2", "data.sequence=31"], 2, ["data.sequence: a sequence of 31", "even"]),
-        (["parallel.cp=2", "model.dropout=0.1"], 2, ["model.dropout: attention over divided"]),
+        (["parallel.cp=2", "model.dropout=0.1"], 2, ["model.dropout: context-parallel attention"]),
         (["parallel.pp=3"], 3, ["3 does not divide the layers 4", "pp could be 1, 2, 4"]),
         (
             ["parallel.pp=2", 'parallel.schedule="interleaved"', "parallel.stages=3"],

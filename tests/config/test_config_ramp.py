@@ -165,7 +165,7 @@ MISTAKES = {
     ),
     "never meets the batch": (
         ["train.ramp.by=10"],
-        "train.ramp.by: growing by 10, a batch of 16 never becomes 48\n    by could be 4, 8, 16",
+        "train.ramp.by: growing by 10, a batch of 16 never reaches 48\n    by could be 4, 8, 16",
     ),
     "indivisible micro-batch": (
         ["train.micro_batch=12"],
@@ -190,7 +190,7 @@ MISTAKES = {
     "longer than the run in steps": (
         ["train.ramp.over=300 steps"],
         "train.ramp.over: the full batch comes after sample 7200, and the run ends at sample 7200\n"
-        "    shorten it, or prolong train.until",
+        "    shorten it, or raise train.until",
     ),
     "longer than the run in samples": (
         ["train.until=1000 samples", "train.ramp.over=2k samples"],

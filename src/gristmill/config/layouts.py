@@ -102,7 +102,7 @@ def _context_parallel(config: RunConfig, mesh: Mesh) -> Iterator[Broken]:
             remedy = f"cp could be {choices}, or {remedy}"
         yield ("parallel", "cp"), Problem(what, remedy=remedy)
     if model.dropout:
-        what = "attention over divided sequences has no dropout"
+        what = "context-parallel attention has no dropout"
         yield ("model", "dropout"), Problem(what, remedy="set it to 0, or parallel.cp = 1")
 
 
@@ -229,7 +229,7 @@ def ramp_problems(train: TrainConfig, parts: Portions) -> Iterator[Broken]:
         yield ("train", "ramp", "start"), Problem(what, remedy=remedy)
         return
     if (batch - ramp.start) % ramp.by:
-        what = f"growing by {ramp.by}, a batch of {ramp.start} never becomes {batch}"
+        what = f"growing by {ramp.by}, a batch of {ramp.start} never reaches {batch}"
         remedy = f"by could be {nearest(divisors(batch - ramp.start), ramp.by)}"
         yield ("train", "ramp", "by"), Problem(what, remedy=remedy)
         return

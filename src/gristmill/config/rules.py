@@ -69,7 +69,7 @@ def _model_fits(config: RunConfig) -> Iterator[Broken]:
         yield ("model", "head_std"), NoEffect(what, remedy=remedy)
     most = -(-model.layers // 2)
     if model.value_embeddings > most:
-        what = f"every other one of {model.layers} layers are {most}, not {model.value_embeddings}"
+        what = f"only every other layer can have them: {most} of {model.layers} layers"
         yield ("model", "value_embeddings"), Problem(what, remedy=f"give at most {most}")
 
 
@@ -90,7 +90,7 @@ def _batch_fits(config: RunConfig) -> Iterator[Broken]:
     grown, end = numbers.ramp.full_from, numbers.samples
     if grown >= end:
         what = f"the full batch comes after sample {grown}, and the run ends at sample {end}"
-        yield ("train", "ramp", "over"), Problem(what, remedy="shorten it, or prolong train.until")
+        yield ("train", "ramp", "over"), Problem(what, remedy="shorten it, or raise train.until")
 
 
 def _offload_acts(config: RunConfig) -> Iterator[Broken]:
@@ -119,7 +119,7 @@ def _data_fits(config: RunConfig) -> Iterator[Broken]:
     if data.blend is not None and (isinstance(data.paths, str) or len(data.paths) == 1):
         yield ("data", "blend"), NoEffect("has no effect on a single token set", remedy="remove it")
     elif data.blend == "exhaustive" and isinstance(data.paths, dict):
-        what = "every sample once leaves no room for the weights in data.paths"
+        what = "reads every sample once, so the weights in data.paths cannot apply"
         remedy = 'write the paths as a list, or set data.blend = "proportion"'
         yield ("data", "blend"), Problem(what, remedy=remedy)
     elif data.blend == "exhaustive" and data.order == "random":
@@ -138,7 +138,7 @@ def _order_fits(config: RunConfig) -> Iterator[Broken]:
         if data.seed is not None and data.seed >= 2**32:
             yield ("data", "seed"), Problem(what)
         elif data.seed is None and config.train.seed >= 2**32:
-            yield ("train", "seed"), Problem(what, remedy="give the order its own: data.seed")
+            yield ("train", "seed"), Problem(what, remedy="set data.seed for the order alone")
         return
     what = f"has no effect with order = {data.order!r}"
     for name in ("samples", "cache"):
@@ -166,7 +166,7 @@ def _precision_fits(config: RunConfig) -> Iterator[Broken]:
         what = f"needs an NVIDIA GPU, and runtime.device is {runtime.device!r}"
         yield ("precision", "fp8"), Problem(what, remedy="leave it out, or train on a GPU")
     elif not runtime.kernels:
-        what = "has only a kernel of its own, and runtime.kernels is false"
+        what = "needs a kernel, and runtime.kernels is false"
         yield ("precision", "fp8"), Problem(what, remedy="leave one of the two out")
     for name in ("width", "vocab_multiple"):
         size = getattr(config.model, name)
@@ -191,13 +191,13 @@ def _schedule_fits(config: RunConfig) -> Iterator[Broken]:
     if isinstance(schedule, WarmupStableDecaySchedule):
         if warmup + numbers.last_samples_of(schedule.decay) > numbers.samples:
             what = "warm-up and decay together are longer than the run"
-            yield ("schedule", "decay"), Problem(what, remedy="shorten one, or prolong train.until")
+            yield ("schedule", "decay"), Problem(what, remedy="shorten one, or raise train.until")
         return
     decay = getattr(schedule, "decay", None)
     end = numbers.samples if decay is None else numbers.samples_of(decay)
     if warmup and warmup >= end:
         what = f"the warm-up ends at sample {warmup}, after the decay's end at sample {end}"
-        yield ("schedule", "warmup"), Problem(what, remedy="shorten it, or prolong train.until")
+        yield ("schedule", "warmup"), Problem(what, remedy="shorten it, or raise train.until")
 
 
 def _muon_settings_act(config: RunConfig) -> Iterator[Broken]:

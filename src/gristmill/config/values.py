@@ -69,8 +69,8 @@ def _patience(value: Any) -> str:
     text = _seconds(value)
     if parse_seconds(text) < LEAST_PATIENCE:
         raise ValueError(
-            f'must be at least "{LEAST_PATIENCE}s": processes give a sign of life every second, '
-            "and a busy one is late with it"
+            f'must be at least "{LEAST_PATIENCE}s": processes send a heartbeat every second, '
+            "and a busy one may be late"
         )
     return text
 
@@ -92,7 +92,7 @@ def _paths(value: Any) -> str | tuple[str, ...] | dict[str, float]:
         raise ValueError("every path must be text")
     if not isinstance(value, dict):
         if len(set(value)) < len(value):
-            raise ValueError("a path stands here twice; to read a set more often, use weights")
+            raise ValueError("a path is listed twice; to read a set more often, use weights")
         return tuple(value)
     for path, weight in value.items():
         number = isinstance(weight, int | float) and not isinstance(weight, bool)
