@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tomli_w
 import torch
 from loss_results import Group, Result, Step, measured
 from loss_rows import Change, Recipe
@@ -40,7 +41,6 @@ from gristmill.base.units import format_count
 from gristmill.config.load import load_preset, load_text
 from gristmill.config.resolve import resolve
 from gristmill.config.schema import RunConfig
-from gristmill.config.toml import write_toml
 from gristmill.data.sampling import Stretch, spread_windows
 from gristmill.parallel.world import open_world
 from gristmill.plan.arithmetic import count_multiplied, count_parameters
@@ -116,7 +116,7 @@ def config_of(bench: Bench, job: Job) -> RunConfig:
         # The end is saved in any case, when the time no longer counts.
         "checkpoint": {"every": "1T tokens", "keep_best": False},
     }
-    return load_text(write_toml(tables), words, place=job.name)
+    return load_text(tomli_w.dumps(tables), words, place=job.name)
 
 
 def settings_of(bench: Bench, config: RunConfig, job: Job) -> dict[str, Any]:

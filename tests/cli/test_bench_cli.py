@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from gristmill.base.errors import Exit, UserError
+from gristmill.bench.measure import BenchResult, Speed, Subject
 from gristmill.cli.bench import _lines
 from gristmill.cli.main import app
 from gristmill.parallel.world import MatrixRate
-from gristmill.train.bench import Bench, Speed, Subject
 
 RUN = """
 name = "small"
@@ -64,7 +64,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_measuring(
     def never(*args: object, **options: object) -> None:
         raise AssertionError("measured")
 
-    monkeypatch.setattr("gristmill.train.bench.measure_run", never)
+    monkeypatch.setattr("gristmill.bench.measure.measure_run", never)
     error = bench("--random-tokens", "--json", place).exception
     assert isinstance(error, UserError)
     assert f"--json {place}: " in str(error) and len(error.problems) == 1
@@ -84,7 +84,8 @@ def test_what_is_compiled_is_said() -> None:
     ):
         subject = Subject("small", 1, 1, 1, 1, 300, "cpu", "fp32", compiled, True)
         speed = Speed(1, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, None, 1.0, 1.0, None, None)
-        found = Bench(subject, speed, (), (), (), (), MatrixRate(1.0, 8, "fp32"))
+        matrix = MatrixRate(1.0, 8, "fp32")
+        found = BenchResult(subject=subject, speed=speed, matrix=matrix)
         lines = list(_lines(found))
         assert f"device      {words}" in lines
         assert any(line.endswith(", compiling") for line in lines) is (compiled is not None)

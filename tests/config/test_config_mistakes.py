@@ -214,7 +214,7 @@ ADDED = {
     ),
     "no patience": (
         '[parallel]\ntimeout = "0s"',
-        'run.toml:11: parallel.timeout: must be at least "5s": processes give a sign of life ',
+        'run.toml:11: parallel.timeout: must be at least "5s": processes send a heartbeat ',
     ),
     "no patience at the start": (
         '[parallel]\nstart_timeout = "4.9s"',
@@ -252,6 +252,11 @@ ADDED = {
         "run.toml:11: model.rotary_base: has no effect with positions = 'learned'\n"
         '    remove it, or set model.positions = "rotary"',
     ),
+    "value embeddings in neighbouring layers": (
+        "[model]\nvalue_embeddings = 3",
+        "run.toml:11: model.value_embeddings: only every other layer can have them: 2 of 4 layers\n"
+        "    give at most 2",
+    ),
     "indivisible micro-batch": (
         "micro_batch = 5",
         "run.toml:9: train.batch: batch 12 is not a multiple of micro_batch 5\n"
@@ -284,7 +289,7 @@ ADDED = {
     ),
     "fp8 without kernels": (
         '[precision]\ncompute = "bf16"\nfp8 = ["head"]\n[runtime]\nkernels = false',
-        "run.toml:12: precision.fp8: has only a kernel of its own, and runtime.kernels is false\n"
+        "run.toml:12: precision.fp8: needs a kernel, and runtime.kernels is false\n"
         "    leave one of the two out",
     ),
     "fp8 in a part that has none": (
@@ -311,7 +316,7 @@ ADDED = {
     "warm-up longer than the run": (
         '[schedule]\ntype = "cosine"\nwarmup = "200 steps"',
         "run.toml:12: schedule.warmup: the warm-up ends at sample 2400, "
-        "after the decay's end at sample 1200\n    shorten it, or prolong train.until",
+        "after the decay's end at sample 1200\n    shorten it, or raise train.until",
     ),
     "warm-up longer than the decay": (
         '[schedule]\ntype = "linear"\nwarmup = 0.5\ndecay = "50 steps"',
@@ -321,7 +326,7 @@ ADDED = {
     "warm-up and final decay too long": (
         '[schedule]\ntype = "warmup-stable-decay"\nwarmup = 0.5\ndecay = 0.6',
         "run.toml:13: schedule.decay: warm-up and decay together are longer than the run\n"
-        "    shorten one, or prolong train.until",
+        "    shorten one, or raise train.until",
     ),
     "inverse-sqrt without warm-up": (
         '[schedule]\ntype = "inverse-sqrt"\nwarmup = 0.0',
@@ -438,7 +443,7 @@ REPLACED = {
     "a path twice": (
         'paths = "tokens/books"',
         'paths = ["a", "a"]',
-        "run.toml:5: data.paths: a path stands here twice; to read a set more often, use weights",
+        "run.toml:5: data.paths: a path is listed twice; to read a set more often, use weights",
     ),
     "a weight of nothing": (
         'paths = "tokens/books"',
@@ -463,7 +468,8 @@ REPLACED = {
     "weights where everything is read": (
         'paths = "tokens/books"',
         'paths = { a = 1, b = 2 }\nblend = "exhaustive"',
-        "run.toml:6: data.blend: every sample once leaves no room for the weights in data.paths\n"
+        "run.toml:6: data.blend: reads every sample once, so the weights in data.paths cannot "
+        "apply\n"
         '    write the paths as a list, or set data.blend = "proportion"',
     ),
     "all of what is random": (

@@ -59,11 +59,11 @@ def test_thirds_of_the_run() -> None:
 
 def test_a_fraction_is_one_of_the_horizon_in_its_own_unit() -> None:
     in_samples = numbers("train.until=9600 samples", "train.ramp.over=0.5")
-    assert in_samples.stages == numbers("train.ramp.over=4800 samples").stages
+    assert in_samples.ramp == numbers("train.ramp.over=4800 samples").ramp
     in_tokens = numbers("train.until=96k tokens", "train.ramp.over=0.5")
-    assert in_tokens.stages == numbers("train.ramp.over=48k tokens").stages == in_samples.stages
+    assert in_tokens.ramp == numbers("train.ramp.over=48k tokens").ramp == in_samples.ramp
     in_steps = numbers("train.ramp.over=0.5")
-    assert in_steps.stages == numbers("train.ramp.over=150 steps").stages != in_samples.stages
+    assert in_steps.ramp == numbers("train.ramp.over=150 steps").ramp != in_samples.ramp
 
 
 @pytest.mark.parametrize(
@@ -134,15 +134,17 @@ def test_megatrons_order_and_the_intervals_follow_the_growing_steps() -> None:
         (["train.accumulate=3", "train.micro_batch=16"], (16, 3)),
     ],
 )
-def test_the_micro_batch_divides_every_stage(words: list[str], portions: tuple[int, int]) -> None:
+def test_the_micro_batch_divides_every_batch_of_the_ramp(
+    words: list[str], portions: tuple[int, int]
+) -> None:
     found = numbers(*words)
     assert (found.micro_batch, found.accumulate) == portions
-    assert found.batch == found.stages.full == 48
-    assert all(stage.batch % found.micro_batch == 0 for stage in found.stages.stages)
+    assert found.batch == found.ramp.full == 48
+    assert all(step.batch % found.micro_batch == 0 for step in found.ramp.ramp_steps)
 
 
-def test_stages_do_not_depend_on_the_portions() -> None:
-    assert numbers().stages == numbers("train.micro_batch=2").stages
+def test_the_ramp_does_not_depend_on_the_micro_batch() -> None:
+    assert numbers().ramp == numbers("train.micro_batch=2").ramp
 
 
 @pytest.mark.parametrize("over", ["0.25", "20k tokens", "1 steps"])
@@ -163,7 +165,7 @@ MISTAKES = {
     ),
     "never meets the batch": (
         ["train.ramp.by=10"],
-        "train.ramp.by: growing by 10, a batch of 16 never becomes 48\n    by could be 4, 8, 16",
+        "train.ramp.by: growing by 10, a batch of 16 never reaches 48\n    by could be 4, 8, 16",
     ),
     "indivisible micro-batch": (
         ["train.micro_batch=12"],
@@ -188,7 +190,7 @@ MISTAKES = {
     "longer than the run in steps": (
         ["train.ramp.over=300 steps"],
         "train.ramp.over: the full batch comes after sample 7200, and the run ends at sample 7200\n"
-        "    shorten it, or prolong train.until",
+        "    shorten it, or raise train.until",
     ),
     "longer than the run in samples": (
         ["train.until=1000 samples", "train.ramp.over=2k samples"],
@@ -240,7 +242,7 @@ DIVIDED = {
         (*PIPELINE, "train.batch=8", "train.ramp.start=2", "train.ramp.by=2"),
         2,
         "train.ramp.start: 1f1b needs at least 2 micro-batches in a step, and in the ramp's batch "
-        "of 2 there is 1\n    start could be 4, 6, or train.micro_batch could be 1",
+        "of 2 there is 1\n    start could be 4, 6",
     ),
     "an odd batch in between": (
         (
@@ -252,7 +254,7 @@ DIVIDED = {
         ),
         2,
         "train.ramp.by: interleaved needs a multiple of 2 micro-batches in a step, and in the "
-        "ramp's batch of 10 there are 5\n    by could be 4, or train.micro_batch could be 1",
+        "ramp's batch of 10 there are 5\n    start and by could be multiples of 4",
     ),
     "odd batches from the beginning": (
         (
@@ -266,7 +268,7 @@ DIVIDED = {
         4,
         "train.ramp.start: interleaved needs a multiple of 2 micro-batches in a step, and in the "
         "ramp's batch of 12 there are 3\n"
-        "    set start = 8 and by = 8, or train.micro_batch could be 1, 3",
+        "    start and by could be multiples of 8",
     ),
     "start and by": (
         (
@@ -278,7 +280,7 @@ DIVIDED = {
             "train.ramp.by=1",
         ),
         2,
-        "ramp's batch of 1 there is 1\n    set start = 2 and by = 2",
+        "ramp's batch of 1 there is 1\n    start and by could be multiples of 2",
     ),
     "no room to grow": (
         ("parallel.pp=2", "train.batch=2", "train.ramp.start=1", "train.ramp.by=1"),
@@ -311,8 +313,18 @@ def test_every_batch_of_a_ramp_must_fit_the_processes(
     assert len(error.value.problems) == 1
 
 
-@pytest.mark.parametrize("words", [("train.ramp.by=4",), ("train.micro_batch=1",)])
-def test_what_is_advised_for_a_ramp_is_not_refused(words: tuple[str, ...]) -> None:
-    refused, processes, _ = DIVIDED["an odd batch in between"]
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("no micro-batch for the second stage", ("train.ramp.start=4",)),
+        ("no micro-batch for the second stage", ("train.ramp.start=6",)),
+        ("an odd batch in between", ("train.ramp.by=4",)),
+        ("odd batches from the beginning", ("train.ramp.start=8", "train.ramp.by=8")),
+        ("start and by", ("train.ramp.start=2", "train.ramp.by=2")),
+        ("each process's portions", ("train.micro_batch=4",)),
+    ],
+)
+def test_what_is_suggested_for_a_ramp_is_not_refused(name: str, words: tuple[str, ...]) -> None:
+    refused, processes, _ = DIVIDED[name]
     config = load_text(BASE + RAMP, (*refused, *words), place="run.toml")
-    assert check_mesh(config, processes=processes).pp == 2
+    assert check_mesh(config, processes=processes).processes == processes

@@ -1,4 +1,4 @@
-"""TOML written and read again, and the lines of keys."""
+"""The lines of keys in TOML text."""
 
 from __future__ import annotations
 
@@ -7,21 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gristmill.config.toml import key_lines, write_toml
+from gristmill.config.toml import key_lines
 
 BARE = st.from_regex(r"[A-Za-z0-9_-]+", fullmatch=True)
-QUOTED = st.text(st.characters(min_codepoint=32, max_codepoint=126))
-VALUES = st.one_of(
-    st.booleans(),
-    st.integers(-(2**63), 2**63 - 1),
-    st.floats(allow_nan=False),
-    st.text(),
-    st.lists(st.integers() | st.text(), max_size=3),
-)
-
 WORDS = st.one_of(
     st.integers(), st.booleans(), st.text('aZ9 =[]#.\n"\\\u00fc'), st.lists(st.text("a =\n"))
 )
@@ -44,33 +36,17 @@ def leaves(table: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[
             yield from leaves(value, (*path, key))
 
 
-@given(nested(BARE | QUOTED, VALUES))
-def test_what_is_written_is_read_again(tables: dict[str, Any]) -> None:
-    assert tomllib.loads(write_toml(tables)) == tables
-
-
-@pytest.mark.parametrize("key", ["\U0001f33e", "a\n"])
-def test_any_key_is_read_again(key: str) -> None:
-    assert tomllib.loads(write_toml({key: 1})) == {key: 1}
-
-
-@pytest.mark.parametrize("value", [1e-05, 6e-4, 1e16, 1e300, 2.0**32, 0.1 + 0.2])
-def test_numbers_keep_every_digit(value: float) -> None:
-    again = tomllib.loads(write_toml({"value": value}))["value"]
-    assert again == value and type(again) is float
-
-
 @given(nested(BARE, WORDS))
 def test_every_written_key_is_found_on_its_line(tables: dict[str, Any]) -> None:
-    text = write_toml(tables)
+    text = tomli_w.dumps(tables)
     lines, places = text.split("\n"), key_lines(text)
     for path in leaves(tables):
         value: Any = tables
         for part in path:
             value = value[part]
         if isinstance(value, dict):
-            header = f"[{'.'.join(path)}]"
-            assert path not in places or lines[places[path] - 1] == header
+            header = f"[{'.'.join(path)}"
+            assert lines[places[path] - 1].startswith((f"{header}]", f"{header}."))
         else:
             assert lines[places[path] - 1].startswith(f"{path[-1]} = ")
 
@@ -93,6 +69,7 @@ def test_lines_are_counted_from_one() -> None:
         ("train", "batch"): 5,
         ("train", "optim"): 6,
         ("train", "optim", "lr"): 6,
+        ("precision",): 8,
         ("precision", "loss_scale"): 8,
         ("precision", "loss_scale", "window"): 9,
     }
@@ -113,6 +90,16 @@ def test_lists_over_several_lines_are_no_keys() -> None:
 def test_quotes_in_comments_and_strings_hide_no_keys(line: str) -> None:
     assert tomllib.loads(f"{line}\nsecond = 2\n")["second"] == 2
     assert key_lines(f"{line}\nsecond = 2\n")[("second",)] == 2
+
+
+def test_lines_may_end_as_on_windows() -> None:
+    text = 'first = """\r\na\r\n"""\r\n[table]\r\nkey = { a = 1 }\r\n'
+    assert key_lines(text) == {
+        ("first",): 1,
+        ("table",): 4,
+        ("table", "key"): 5,
+        ("table", "key", "a"): 5,
+    }
 
 
 @pytest.mark.parametrize("mark", ["\u2028", "\x85"])

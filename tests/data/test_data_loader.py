@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gristmill.base.stages import Stage, Stages
 from gristmill.base.units import Progress
+from gristmill.config.ramp import BatchRamp, RampStep
 from gristmill.config.schema import DataConfig
 from gristmill.data.build import Wanted, build_stream
 from gristmill.data.dataset import Mixture, Part, RowPart
@@ -81,14 +81,14 @@ def make_loader(
     rank: int = 0,
     ranks: int = 1,
     sets: int = 1,
-    stages: Stages | None = None,
+    ramp: BatchRamp | None = None,
 ) -> Loader:
     reader = reader or Numbers()
     parts = tuple(make_part(reader, 100 * number, len(reader)) for number in range(1, sets + 1))
     paths = tuple(map(str, range(sets)))
     config = DataConfig.model_validate({"paths": paths, "order": order})
     stream = build_stream(config, Mixture(parts), Wanted(SEQUENCE, 7, 400, None))
-    return Loader(stream, micro_batch, accumulate, rank=rank, ranks=ranks, stages=stages)
+    return Loader(stream, micro_batch, accumulate, rank=rank, ranks=ranks, ramp=ramp)
 
 
 def rows(step: list[Batch]) -> list[list[int]]:
@@ -359,14 +359,14 @@ def test_validation_keeps_documents_apart_too() -> None:
 
 # ------------------------------------------------------------------ a batch that grows
 
-GROWING = Stages((Stage(0, 4), Stage(10, 8), Stage(20, 12)))
+GROWING = BatchRamp((RampStep(0, 4), RampStep(10, 8), RampStep(20, 12)))
 """Steps at samples 0, 4, 8, 12, 20, 32, ...; two edges lie inside a step or at its end."""
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
 def test_a_step_takes_the_batch_of_its_first_sample(micro_batch: int) -> None:
     accumulate = 12 // micro_batch
-    loader = make_loader(micro_batch=micro_batch, accumulate=accumulate, stages=GROWING)
+    loader = make_loader(micro_batch=micro_batch, accumulate=accumulate, ramp=GROWING)
     stream = loader.starting_at(Progress())
     steps = list(itertools.islice(stream, 6))
     stream.close()
@@ -378,7 +378,7 @@ def test_a_step_takes_the_batch_of_its_first_sample(micro_batch: int) -> None:
 
 @pytest.mark.parametrize(("steps", "samples"), [(2, 8), (3, 12), (4, 20), (5, 32)])
 def test_a_growing_stream_begins_anywhere(steps: int, samples: int) -> None:
-    loader = make_loader(micro_batch=4, accumulate=3, stages=GROWING)
+    loader = make_loader(micro_batch=4, accumulate=3, ramp=GROWING)
     whole = take(loader, 8)
     stream = loader.starting_at(Progress(steps, samples, samples * SEQUENCE))
     rest = [rows(step) for step in itertools.islice(stream, 8 - steps)]
@@ -388,9 +388,9 @@ def test_a_growing_stream_begins_anywhere(steps: int, samples: int) -> None:
 
 def test_ranks_divide_every_stage() -> None:
     for first in (0, 12, 20):
-        whole = rows(make_loader(micro_batch=4, accumulate=3, stages=GROWING).step_batches(first))
+        whole = rows(make_loader(micro_batch=4, accumulate=3, ramp=GROWING).step_batches(first))
         shares = [
-            make_loader(micro_batch=1, accumulate=3, rank=rank, ranks=4, stages=GROWING)
+            make_loader(micro_batch=1, accumulate=3, rank=rank, ranks=4, ramp=GROWING)
             .step_batches(first)
             for rank in range(4)
         ]  # fmt: skip
@@ -401,6 +401,6 @@ def test_ranks_divide_every_stage() -> None:
 
 def test_a_stage_that_cannot_be_divided_is_our_mistake() -> None:
     with pytest.raises(AssertionError):
-        make_loader(micro_batch=3, accumulate=4, stages=GROWING)
+        make_loader(micro_batch=3, accumulate=4, ramp=GROWING)
     with pytest.raises(AssertionError):
-        make_loader(micro_batch=4, accumulate=4, stages=GROWING)
+        make_loader(micro_batch=4, accumulate=4, ramp=GROWING)

@@ -1,1 +1,1 @@
-"""Floor 11: the command line."""
+"""Floor 12: the command line."""

@@ -12,7 +12,7 @@ from gristmill.base.errors import UserError
 from gristmill.cli.options import Overrides
 
 if TYPE_CHECKING:
-    from gristmill.train.bench import Bench, Row
+    from gristmill.bench.measure import BenchResult, TimeRow
 
 _NAME = 78
 _COMPILED = {None: "", "model": ", compiled as a whole", "blocks": ", compiled block by block"}
@@ -35,8 +35,8 @@ def bench(
 ) -> None:
     """Measure the speed of a run's training step and show where its time goes.
 
-    Runs the real step for a little while, then a few steps more under a profiler. No run folder is
-    made, and none is changed.
+    Runs the real step for a little while, then a few more steps under a profiler. Creates no run
+    folder and changes none.
     """
     import dataclasses
     import os
@@ -51,7 +51,7 @@ def bench(
     # The profiler's library would announce itself; it reads this when torch is imported.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     keep_freed_memory()
-    from gristmill.train.bench import measure_run
+    from gristmill.bench.measure import measure_run
 
     found = measure_run(config, steps=steps, warm_up=warm_up, random_tokens=random_tokens)
     for line in _lines(found):
@@ -61,7 +61,7 @@ def bench(
 
 
 def _require_place(file: Path) -> None:
-    """Refuse before anything is measured what could not be written afterwards."""
+    """Refuse a file that could not be written, before anything is measured."""
     import os
 
     if file.is_dir():
@@ -72,34 +72,41 @@ def _require_place(file: Path) -> None:
         raise UserError(f"cannot write in {file.parent}", where=f"--json {file}")
 
 
-def _lines(found: Bench) -> Iterator[str]:
+def _lines(found: BenchResult) -> Iterator[str]:
     yield from _header(found)
     if not found.stages:
         yield ""
         yield "the profiler does not see the work of this device: no tables"
         return
-    yield ""
-    yield f"{'stage':<48}{'ms':>10}{'share':>8}"
-    yield from (_line(row.stage, row) for row in found.stages)
-    whole = sum(row.milliseconds for row in found.stages)
-    yield f"{'step':<48}{whole:>10.3f}{1:>8.1%}"
+    yield from _table("stage", found.stages)
+    yield f"{'step':<48}{sum(row.milliseconds for row in found.stages):>10.3f}{1:>8.1%}"
     if found.host:
-        yield ""
-        yield f"{'meanwhile on the host, slowed by the profiler':<48}{'ms':>10}{'share':>8}"
-        yield from (_line(row.stage, row) for row in found.host)
-    yield ""
-    yield f"{'work by kind':<48}{'ms':>10}{'share':>8}"
-    yield from _parts(found.parts)
+        yield from _table("meanwhile on the host, slowed by the profiler", found.host)
+    yield from _table("work by kind", found.parts)
     yield ""
     yield f"{'the ten largest by name':<{_NAME}}  {'a step':>7}{'ms':>10}{'share':>8}  kind"
     for kernel in found.kernels:
+        name = kernel.name if len(kernel.name) <= _NAME else f"{kernel.name[: _NAME - 1]}…"
         yield (
-            f"{_short(kernel.name):<{_NAME}}  {kernel.count:>7.0f}{kernel.milliseconds:>10.3f}"
+            f"{name:<{_NAME}}  {kernel.count:>7.0f}{kernel.milliseconds:>10.3f}"
             f"{kernel.share:>8.1%}  {kernel.part}"
         )
 
 
-def _header(found: Bench) -> Iterator[str]:
+def _table(title: str, rows: Iterable[TimeRow]) -> Iterator[str]:
+    """Times of stages, or of the parts of each stage under its name."""
+    yield ""
+    yield f"{title:<48}{'ms':>10}{'share':>8}"
+    stage = None
+    for row in rows:
+        if row.part and row.stage != stage:
+            stage = row.stage
+            yield stage
+        name = f"  {row.part}" if row.part else row.stage
+        yield f"{name:<48}{row.milliseconds:>10.3f}{row.share:>8.1%}"
+
+
+def _header(found: BenchResult) -> Iterator[str]:
     from gristmill.base.units import format_bytes, format_count
 
     subject, speed, matrix = found.subject, found.speed, found.matrix
@@ -128,20 +135,3 @@ def _header(found: Bench) -> Iterator[str]:
 def _counting(tflops: float, mfu: float | None, matrix: float) -> str:
     peak = "" if mfu is None else f"{mfu:.1%} of the device's peak, "
     return f"{tflops:.4g} TFLOP/s, {peak}{1e12 * tflops / matrix:.1%} of the measured product"
-
-
-def _parts(rows: Iterable[Row]) -> Iterator[str]:
-    stage = None
-    for row in rows:
-        if row.stage != stage:
-            yield row.stage
-            stage = row.stage
-        yield _line(f"  {row.part}", row)
-
-
-def _line(name: str, row: Row) -> str:
-    return f"{name:<48}{row.milliseconds:>10.3f}{row.share:>8.1%}"
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= _NAME else f"{name[: _NAME - 1]}…"

@@ -104,11 +104,12 @@ def _derived(config: object) -> None:
 
 
 def _ramp_words(numbers: Resolved) -> dict[str, str]:
-    stages = numbers.stages
-    if len(stages.stages) == 1:
+    ramp = numbers.ramp
+    if ramp.first == ramp.full:
         return {}
-    grown = stages.steps_to(stages.stages[-1].begin)
-    words = f"from {stages.first} samples in {len(stages.stages) - 1} stages before the full batch"
+    grown = ramp.steps_to(ramp.full_from)
+    count = len(ramp.ramp_steps) - 1
+    words = f"from {ramp.first} samples in {count} stages before the full batch"
     return {"ramp": f"{words}, which begins after {grown:,} steps"}
 
 

@@ -2,8 +2,8 @@
 
     class defaults  <  sizes of model.start  <  preset  <  run file  <  a.b=c on the command line
 
-The value "unset" takes away what lower layers say. What comes from a preset and does nothing beside
-the user's own settings is left out; only what the user wrote is refused for it.
+The value "unset" removes what lower layers say. A setting from a preset that has no effect beside
+the user's own settings is dropped; one that the user wrote is refused.
 
 Every problem names its place: the file and line, the preset, or the word on the command line; an
 unknown name comes with the nearest known one.
@@ -12,17 +12,15 @@ unknown name comes with the nearest known one.
 from __future__ import annotations
 
 import difflib
-import json
 import tomllib
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, get_args
 
+import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
@@ -31,39 +29,10 @@ from gristmill.config.hf import model_settings
 from gristmill.config.rules import check
 from gristmill.config.schema import RunConfig
 from gristmill.config.settings import UNSET, NoEffect, Path_
-from gristmill.config.toml import key_lines, write_toml
+from gristmill.config.toml import key_lines
 
-
-@dataclass
-class _Layers:
-    """The merged tables, and for every key the place it came from."""
-
-    file: str
-    values: dict[str, Any] = field(default_factory=dict)
-    places: dict[Path_, str] = field(default_factory=dict)
-
-    def add(self, tables: Mapping[str, Any], *, place: str, lines: Mapping[Path_, int]) -> None:
-        """Lay tables over those that are there."""
-        self.note(tables, place=place, lines=lines)
-        _merge(self.values, tables)
-
-    def note(self, tables: Mapping[str, Any], *, place: str, lines: Mapping[Path_, int]) -> None:
-        """Remember where the keys of tables were written."""
-        for path in _leaves(tables):
-            line = next(
-                (lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), None
-            )
-            self.places[path] = f"{place}:{line}" if line else place
-
-    def place(self, path: Path_) -> str:
-        """Where a key, or the nearest table around it, was written."""
-        for end in range(len(path), 0, -1):
-            if path[:end] in self.places:
-                return self.places[path[:end]]
-            inside = [p for p in self.places if p[:end] == path[:end]]
-            if inside:
-                return self.places[inside[0]]
-        return self.file
+Values = dict[Path_, Any]
+"""Settings of one or more layers by their path, such as ("optim", "lr")."""
 
 
 def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -83,42 +52,56 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def load_text(text: str, overrides: Sequence[str] = (), *, place: str) -> RunConfig:
     """As `load_run`, from the text of a run file."""
-    tables = _parse(text, place=place)
-    words = _parse_overrides(overrides)
-    chosen: dict[str, Any] = {}
-    for table in words.values():
-        _merge(chosen, table, apart=False)
-    written = _Layers(place)
-    written.add(tables, place=place, lines=key_lines(text))
-    for word, table in words.items():
-        written.note(table, place=f"command line {word!r}", lines={})
-    _merge(written.values, chosen)
-
-    layers = _Layers(place)
-    start = _value_at(written.values, ("model", "start"))
-    if isinstance(start, str) and start != UNSET:
-        with _placed(written, ("model", "start")):
-            layers.add({"model": model_settings(start)}, place=f"model.start {start}", lines={})
-    preset = _value_at(written.values, ("preset",))
-    if preset not in (None, UNSET):
-        with _placed(written, ("preset",)):
-            layers.add(load_preset(preset), place=f"preset {preset}", lines={})
-    _merge(layers.values, written.values)
-    layers.places.update(written.places)
-    _take_away(layers.values)
-    return _validate(layers, written=written.places)
-
-
-@contextmanager
-def _placed(layers: _Layers, path: Path_) -> Iterator[None]:
-    """Say where a setting stands whose value cannot be used."""
     try:
-        yield
-    except UserError as error:
-        where = f"{layers.place(path)}: {'.'.join(path)}"
-        first, *rest = error.problems
-        inner = f"{first.where}: {first.what}" if first.where != ".".join(path) else first.what
-        raise UserError([Problem(inner, where, first.remedy), *rest], exit=error.exit) from error
+        file = _flatten(tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"not valid TOML: {error}", where=place) from error
+    written = _Places(place, text, dict.fromkeys(file))
+    words: Values = {}
+    for word in overrides:
+        values = _flatten(_parse_override(word))
+        words = _lay_over(words, values, within_layer=True)
+        written.of.update(dict.fromkeys(values, f"command line {word!r}"))
+    given = _lay_over(file, words)
+
+    lower: Values = {}
+    places = _Places(place, text, {})
+    for path, read in _NAMED_LAYERS.items():
+        name = given.get(path)
+        if name is None or name == UNSET:
+            continue
+        try:
+            values = _flatten(read(name))
+        except UserError as error:
+            first, *rest = error.problems
+            what = first.what if first.where == ".".join(path) else f"{first.where}: {first.what}"
+            problem = Problem(what, written.where(path), first.remedy)
+            raise UserError([problem, *rest], exit=error.exit) from error
+        lower = _lay_over(lower, values)
+        places.of.update(dict.fromkeys(values, f"{'.'.join(path)} {name}"))
+    places.of.update(written.of)
+    return _validate(_lay_over(lower, given), places, written=written.of)
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where every setting was written."""
+
+    file: str
+    text: str
+    of: dict[Path_, str | None]
+    """None for a setting in the file."""
+
+    def where(self, path: Path_) -> str:
+        """A setting with its place, or that of the nearest table around it."""
+        place: str | None = self.file
+        for end in range(len(path), 0, -1):
+            inside = [known for known in self.of if known[:end] == path[:end]]
+            if inside:
+                known = path[:end] if path[:end] in inside else inside[0]
+                place = self.of[known] or f"{self.file}:{key_lines(self.text)[known]}"
+                break
+        return f"{place}: {'.'.join(path)}"
 
 
 def dump_run(config: RunConfig) -> str:
@@ -126,14 +109,13 @@ def dump_run(config: RunConfig) -> str:
     values = config.model_dump(mode="json", by_alias=True, exclude_none=True)
     values.pop("preset", None)
     origin = f"# made from preset {config.preset}\n" if config.preset else ""
-    return origin + write_toml(values)
+    return origin + tomli_w.dumps(values)
 
 
 def changed_settings(file: Path, config: RunConfig) -> list[str]:
     """What differs between a written run file and settings, one line each."""
     before, now = (
-        {path: _value_at(tables, path) for path in _leaves(tables)}
-        for tables in (tomllib.loads(file.read_text()), tomllib.loads(dump_run(config)))
+        _flatten(tomllib.loads(text), whole=()) for text in (file.read_text(), dump_run(config))
     )
     return [
         f"{'.'.join(path)} from {before.get(path)!r} to {now.get(path)!r}"
@@ -153,156 +135,140 @@ def load_preset(name: Any) -> dict[str, Any]:
     """The tables of one preset."""
     file = resources.files("gristmill.config") / "presets" / f"{name}.toml"
     if not isinstance(name, str) or "/" in name or not file.is_file():
-        near = difflib.get_close_matches(str(name), preset_names(), n=3)
-        raise UserError(
-            f"there is no preset {name!r}",
-            where="preset",
-            remedy=f"did you mean {', '.join(near)}?"
-            if near
-            else "see `gristmill config --presets`",
-        )
+        near = ", ".join(difflib.get_close_matches(str(name), preset_names(), n=3))
+        remedy = f"did you mean {near}?" if near else "see `gristmill config --presets`"
+        raise UserError(f"there is no preset {name!r}", where="preset", remedy=remedy)
     return tomllib.loads(file.read_text())
 
 
-# ------------------------------------------------------------------ reading
+def _sizes_of_start(start: Any) -> dict[str, Any]:
+    return {"model": model_settings(start)} if isinstance(start, str) else {}
 
 
-def _parse(text: str, *, place: str) -> dict[str, Any]:
+_NAMED_LAYERS: dict[Path_, Callable[[Any], dict[str, Any]]] = {
+    ("model", "start"): _sizes_of_start,
+    ("preset",): load_preset,
+}
+"""Settings that name a layer below the file, the lowest first, and what reads it."""
+
+
+# ------------------------------------------------------------------ layers
+
+
+def _parse_override(word: str) -> dict[str, Any]:
+    """An `a.b=c` word as nested tables; a value that is not TOML is taken as a string."""
+    key, equals, value = word.partition("=")
+    if not equals or not key or not all(part.isidentifier() for part in key.split(".")):
+        raise UserError(
+            f"{word!r} is not a setting",
+            where="command line",
+            remedy="write TABLE.KEY=VALUE, for example optim.lr=3e-4",
+        )
     try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"not valid TOML: {error}", where=place) from error
+        parsed = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value
+    for part in reversed(key.split(".")):
+        parsed = {part: parsed}
+    return dict(parsed)
 
 
-def _parse_overrides(words: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """`a.b=c` words as nested tables; a value that is not TOML is taken as a string."""
-    result = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals or not key or not all(part.isidentifier() for part in key.split(".")):
-            raise UserError(
-                f"{word!r} is not a setting",
-                where="command line",
-                remedy="write TABLE.KEY=VALUE, for example optim.lr=3e-4",
-            )
-        try:
-            parsed = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:
-            parsed = value
-        for part in reversed(key.split(".")):
-            parsed = {part: parsed}
-        result[word] = parsed
-    return result
-
-
-def _value_at(tables: Mapping[str, Any], path: Path_) -> Any:
-    value: Any = tables
-    for part in path:
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
-
-
-def _leaves(tables: Mapping[str, Any], path: Path_ = ()) -> Iterator[Path_]:
+def _flatten(
+    tables: Mapping[str, Any], path: Path_ = (), *, whole: Collection[Path_] | None = None
+) -> Values:
+    """Nested tables by path. A table that is the value of a setting, such as the paths of a blend,
+    is kept whole, and so is an empty one."""
+    whole = setting_paths() if whole is None else whole
+    values: Values = {}
     for key, value in tables.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, (*path, key))
+        inner = (*path, key)
+        if isinstance(value, dict) and value and inner not in whole:
+            values.update(_flatten(value, inner, whole=whole))
         else:
-            yield (*path, key)
+            values[inner] = value
+    return values
 
 
-def _merge(
-    target: dict[str, Any], tables: Mapping[str, Any], path: Path_ = (), *, apart: bool = True
-) -> None:
-    """Lay tables over others. A table that names another `type` replaces the one below it, and so
-    does one that is the value of a setting, such as the paths of a blend. Tables that do not lie
-    apart, one below the other, are pieces of one, of which a single piece names the type."""
-    for key, value in tables.items():
-        below = target.get(key)
-        if not (isinstance(value, dict) and isinstance(below, dict)):
-            target[key] = dict(value) if isinstance(value, dict) else value
-        elif (*path, key) in _value_tables() or _changes_type((*path, key), below, value, apart):
-            target[key] = dict(value)
-        else:
-            _merge(below, value, (*path, key), apart=apart)
+def _nest(values: Values) -> dict[str, Any]:
+    tables: dict[str, Any] = {}
+    for path, value in values.items():
+        table = tables
+        for key in path[:-1]:
+            table = table.setdefault(key, {})
+        table[path[-1]] = value
+    return tables
 
 
-def _changes_type(
-    path: Path_, below: Mapping[str, Any], above: Mapping[str, Any], apart: bool
-) -> bool:
-    """Whether a table is of another type than the one below, which has the default if it names
-    none."""
-    field = RunConfig.model_fields.get(path[0]) if apart and len(path) == 1 else None
-    default = getattr(getattr(field, "default", None), "type", None)
-    before, now = (
-        default if kind == UNSET else kind
-        for kind in (below.get("type", default), above.get("type"))
-    )
-    return None not in (before, now) and bool(before != now)
+def _lay_over(below: Values, above: Values, *, within_layer: bool = False) -> Values:
+    """One layer over another. A table that names another `type` replaces the one below; within a
+    layer the type may be named in any of the pieces of a table."""
+    other_type = set()
+    for key, info in RunConfig.model_fields.items():
+        default = getattr(info.default, "type", None)
+        kinds = [layer.get((key, "type")) for layer in (below, above)]
+        before, now = (default if kind == UNSET else kind for kind in kinds)
+        if default is not None and now is not None and now != (before or default):
+            other_type.add(key)
+    if not within_layer:
+        below = {path: value for path, value in below.items() if path[0] not in other_type}
+    # An empty table leaves the settings of the table below it as they are.
+    filled = {p[:depth] for p in below for depth in range(1, len(p))}
+    above = {path: value for path, value in above.items() if value != {} or path not in filled}
+    kept = {p: value for p, value in below.items() if not any(_overlap(path, p) for path in above)}
+    return {**kept, **above}
 
 
-@cache
-def _value_tables() -> frozenset[Path_]:
-    return frozenset(setting_paths())
+def _overlap(path: Path_, other: Path_) -> bool:
+    """Whether two paths are the same, or one is of a table around the other."""
+    return all(one == two for one, two in zip(path, other, strict=False))
 
 
-def _take_away(values: dict[str, Any], model: type[BaseModel] = RunConfig) -> None:
-    """Drop every setting whose value is `unset`. What is no setting, and a table that there must
-    be, keep the word, which is no value for them, and are refused with their place."""
-    for key, value in list(values.items()):
-        info, tables = _field(model, key), _tables(model, key)
-        if value == UNSET and info is not None and (not tables or info.default is None):
-            del values[key]
-        elif isinstance(value, dict) and tables:
+def _remove_unset(tables: dict[str, Any], model: type[BaseModel] = RunConfig) -> None:
+    """Drop every setting whose value is `unset`. Unknown settings and required tables keep the
+    word. It is no value for them, so they are refused with their place."""
+    for key, value in list(tables.items()):
+        info, classes = _field(model, key), _tables(model, key)
+        if value == UNSET and info is not None and (not classes or info.default is None):
+            del tables[key]
+        elif isinstance(value, dict) and classes:
             kind = value.get("type", UNSET)
             if kind == UNSET:
                 kind = getattr(info.default, "type", None)
-            _take_away(value, tables.get(str(kind), next(iter(tables.values()))))
+            _remove_unset(value, classes.get(str(kind), next(iter(classes.values()))))
 
 
 # ------------------------------------------------------------------ checking
 
 
-def _validate(layers: _Layers, *, written: Collection[Path_]) -> RunConfig:
-    """The settings, without those of lower layers that do nothing beside what the user wrote."""
+def _validate(values: Values, places: _Places, *, written: Collection[Path_]) -> RunConfig:
+    """The settings, without those of lower layers that have no effect beside the user's own."""
+    tables = _nest(values)
+    _remove_unset(tables)
+    for key, info in RunConfig.model_fields.items():
+        if len(_tables(RunConfig, key)) > 1 and isinstance(tables.get(key), dict):
+            tables[key] = {"type": info.default.type, **tables[key]}
     try:
-        config = RunConfig.model_validate({**layers.values, **_default_types(layers.values)})
+        config = RunConfig.model_validate(tables)
     except ValidationError as error:
-        invalid = dict.fromkeys(_problem(details, layers) for details in error.errors())
+        invalid = dict.fromkeys(_problem(details, places) for details in error.errors())
         raise UserError(invalid) from None
     broken = check(config, written=written)
     idle = [path for path, problem in broken if isinstance(problem, NoEffect)]
     if lower := [path for path in idle if not any(p[: len(path)] == path for p in written)]:
-        for *table, key in lower:
-            del _value_at(layers.values, tuple(table))[key]
-        return _validate(layers, written=written)
+        left = {p: v for p, v in values.items() if not any(_overlap(path, p) for path in lower)}
+        return _validate(left, places, written=written)
     if broken:
         raise UserError(
-            Problem(problem.what, f"{layers.place(path)}: {'.'.join(path)}", problem.remedy)
-            for path, problem in broken
+            Problem(problem.what, places.where(path), problem.remedy) for path, problem in broken
         )
     return config
 
 
-def _default_types(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Tables that come in several types but name none, with the type that is the default."""
-    return {
-        key: {"type": info.default.type, **values[key]}
-        for key, info in RunConfig.model_fields.items()
-        if len(_tables(RunConfig, key)) > 1
-        and isinstance(values.get(key), dict)
-        and "type" not in values[key]
-    }
-
-
-def _problem(details: ErrorDetails, layers: _Layers) -> Problem:
+def _problem(details: ErrorDetails, places: _Places) -> Problem:
     path, model = _locate(details)
     dotted = ".".join(path)
-    where = f"{layers.place(path)}: {dotted}"
-    either = _alternatives(_field(model, path[-1]))
+    where = places.where(path)
     match details["type"]:
-        case _ if either:
-            # Every alternative has a complaint of its own; all become this one.
-            message = f"must be {either}"
         case "extra_forbidden":
             return Problem("there is no such setting", where, _nearest(path, model))
         case "missing":
@@ -334,8 +300,6 @@ def _locate(details: ErrorDetails) -> tuple[Path_, type[BaseModel]]:
         if path and len(candidates) == 1:
             model = next(iter(candidates.values()))
         path.append(part)
-        if _alternatives(_field(model, part)):
-            break
     return tuple(path), model
 
 
@@ -344,25 +308,6 @@ def _field(model: type[BaseModel], key: str) -> Any:
         if key in (name, info.alias):
             return info
     return None
-
-
-def _alternatives(info: Any) -> str | None:
-    """What a setting may be that is a number or one of some words; None for any other setting."""
-    annotation = getattr(info, "annotation", None)
-    if get_origin(annotation) not in (Union, UnionType):
-        return None
-    words = [_kind_words(kind) for kind in get_args(annotation) if kind is not NoneType]
-    return " or ".join(map(str, words)) if len(words) > 1 and all(words) else None
-
-
-def _kind_words(kind: Any) -> str | None:
-    if get_origin(kind) is Literal:
-        return " or ".join(json.dumps(value) for value in get_args(kind))
-    number, *rules = get_args(kind) if get_origin(kind) is Annotated else (kind,)
-    bounds = [bound for rule in rules for bound in getattr(rule, "metadata", ())]
-    least = next((bound.ge for bound in bounds if hasattr(bound, "ge")), None)
-    words = {int: "a whole number", float: "a number"}.get(number)
-    return words if words is None or least is None else f"{words} from {least}"
 
 
 def _tables(model: type[BaseModel], key: str) -> dict[str, type[BaseModel]]:
@@ -399,7 +344,8 @@ def _nearest(path: Path_, model: type[BaseModel]) -> str:
     return f"known here: {', '.join(known)}"
 
 
-def setting_paths(model: type[BaseModel] = RunConfig, path: Path_ = ()) -> list[Path_]:
+@cache
+def setting_paths(model: type[BaseModel] = RunConfig, path: Path_ = ()) -> tuple[Path_, ...]:
     """Every setting a user can write, as paths."""
     found: dict[Path_, None] = {}
     for name, info in model.model_fields.items():
@@ -409,4 +355,4 @@ def setting_paths(model: type[BaseModel] = RunConfig, path: Path_ = ()) -> list[
             found[(*path, key)] = None
         for table in tables.values():
             found.update(dict.fromkeys(setting_paths(table, (*path, key))))
-    return list(found)
+    return tuple(found)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from gristmill.config.roles import Ability
+from gristmill.config.roles import Ability, Role
 from gristmill.config.settings import Settings
 from gristmill.config.values import Count, Fraction
 
@@ -47,6 +47,19 @@ class ModelConfig(Settings):
             return values
         gone = cls.retired.items()
         return {key: value for key, value in values.items() if (key, value) not in gone}
+
+    @property
+    def roles(self) -> frozenset[Role]:
+        """Roles that parameters of a model with these settings have."""
+        return frozenset(Role)
+
+    def effective(self, name: str) -> Any:
+        """What a setting amounts to, where one that is not given follows from others."""
+        return getattr(self, name)
+
+    def tensor_parallel_sizes(self) -> dict[str, int]:
+        """Sizes that parallel.tp has to divide, by what messages call them."""
+        return {}
 
     def identity(self) -> dict[str, Any]:
         """Settings that a resumed run must share with the run that wrote the checkpoint."""
@@ -139,6 +152,26 @@ class GPTConfig(ModelConfig):
     start: str | None = None
     """Start from these weights instead of random ones: a run folder, a Hugging Face folder, or a
     name there such as "gpt2". Its sizes are taken over; sizes given here too must agree with it."""
+
+    @property
+    def roles(self) -> frozenset[Role]:
+        has = {
+            Role.EMBEDDING: True,
+            Role.MATRIX: True,
+            Role.TABLE: self.value_embeddings > 0,
+            Role.HEAD: not self.tie_head,
+            Role.VECTOR: self.bias or self.norm_gain or self.value_embeddings > 0,
+        }
+        return frozenset(role for role, yes in has.items() if yes)
+
+    def effective(self, name: str) -> Any:
+        return getattr(self, {"kv_heads": "groups", "mlp_width": "inner"}.get(name, name))
+
+    def tensor_parallel_sizes(self) -> dict[str, int]:
+        sizes = {f"the heads {self.heads}": self.heads}
+        if self.groups != self.heads:
+            sizes[f"the key and value heads {self.groups}"] = self.groups
+        return {**sizes, f"the inner width {self.inner}": self.inner}
 
     @property
     def head_width(self) -> int:

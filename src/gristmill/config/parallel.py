@@ -18,14 +18,12 @@ from typing import Literal
 
 from gristmill.base.errors import Problem
 from gristmill.config.settings import Settings
-from gristmill.config.values import Count, Patience
+from gristmill.config.values import Count, Patience, Size
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 ROW_AXES = ("dp_shard", "cp")
 """Axes over which FSDP shards rows. Parts of a sequence are parts of a batch to the weights."""
-
-Size = Count | Literal["auto"]
 
 SEVERAL = ("interleaved", "zero-bubble")
 """Schedules with several groups of layers on each device."""

@@ -1,62 +1,106 @@
-"""What can be wrong with a batch that grows: in itself, and with the portions of its batches.
+"""Samples per step over a run whose batch may grow.
 
-start, start + by, start + 2 by, … batch      each a multiple of what all processes together
-                                              take at once: processes x micro_batch
+    batch                                   a step takes the batch of the ramp step that its first
+      64 |                 ............     sample falls into; it is never cut at an edge, so the
+      48 |            .....                 smaller batch may last a little longer
+      32 |      ......
+      16 |......
+         +---------------------------->     samples before the step
+
+Everything is a function of the number of samples before a step, in exact integer arithmetic, so a
+run can be resumed anywhere. The edges do not depend on the micro-batch.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+import bisect
+import itertools
+from dataclasses import dataclass
 
-from gristmill.base.errors import Problem
-from gristmill.config.resolve import Portions, divisors, nearest
-from gristmill.config.schema import RampConfig, TrainConfig
-from gristmill.config.settings import Broken
+from gristmill.base.units import Duration, Unit
 
 
-def ramp_broken(train: TrainConfig, parts: Portions) -> Iterator[Broken]:
-    """What is wrong with a ramp in itself and with the portions of its batches."""
-    ramp, batch = train.ramp, parts.batch
-    if ramp is None:
-        return
-    if (ramp.over if isinstance(ramp.over, float) else ramp.over.amount) == 0:
-        yield ("train", "ramp", "over"), Problem("must be above 0", remedy="or leave the ramp out")
-    if ramp.start >= batch:
-        what = f"{ramp.start} is not below the full batch {batch}"
-        remedy = "the batch grows from train.ramp.start to train.batch"
-        yield ("train", "ramp", "start"), Problem(what, remedy=remedy)
-        return
-    growth = batch - ramp.start
-    if growth % ramp.by:
-        what = f"growing by {ramp.by}, a batch of {ramp.start} never becomes {batch}"
-        remedy = f"by could be {nearest(divisors(growth), ramp.by)}"
-        yield ("train", "ramp", "by"), Problem(what, remedy=remedy)
-        return
-    yield from _not_in_portions(train, ramp, parts)
+@dataclass(frozen=True)
+class RampStep:
+    """One level of the ramp: a range of samples over which the batch stays the same."""
+
+    begin: int
+    """Training steps that begin at this sample or later have this batch."""
+    batch: int
 
 
-def _not_in_portions(train: TrainConfig, ramp: RampConfig, parts: Portions) -> Iterator[Broken]:
-    common, micro = math.gcd(ramp.start, ramp.by), parts.micro_batch
-    ranks = parts.batch // (micro * parts.accumulate)
-    sizes = range(ramp.start, parts.batch, ramp.by)
-    if common % ranks:
-        odd = next(n for n in sizes if n % ranks)
-        what = f"the ramp's batch of {odd} cannot be divided among {ranks} data-parallel processes"
-        name = "start" if odd == ramp.start else "by"
-        remedy = f"start and by could be multiples of {ranks}"
-        yield ("train", "ramp", name), Problem(what, remedy=remedy)
-    elif common % (ranks * micro):
-        odd = next(n for n in sizes if n % (ranks * micro))
-        each, be = f"the ramp's batch of {odd}", "is"
-        if ranks > 1:
-            each, be = f"each process's {odd // ranks} samples of {each}", "are"
-        fitting = divisors(common // ranks)
-        if train.micro_batch is not None:
-            name, choices = "micro_batch", nearest(fitting, micro)
-        else:
-            name = "accumulate"
-            own = parts.batch // ranks
-            choices = nearest([own // size for size in fitting], parts.accumulate)
-        what = f"{each} {be} not a multiple of micro_batch {micro}"
-        yield ("train", name), Problem(what, remedy=f"{name} could be {choices}")
+@dataclass(frozen=True)
+class BatchRamp:
+    """The batch over a run. The first ramp step begins at sample 0; the last one has no end. A ramp
+    step that begins where the next one does is skipped."""
+
+    ramp_steps: tuple[RampStep, ...]
+
+    @classmethod
+    def constant(cls, batch: int) -> BatchRamp:
+        return cls((RampStep(0, batch),))
+
+    @classmethod
+    def growing(cls, *, start: int, by: int, full: int, over: Duration, sequence: int) -> BatchRamp:
+        """From `start` to `full` in equal increases. The ramp steps before the full batch are
+        equally long in the unit of `over`, and add up to it."""
+        increases, rest = divmod(full - start, by)
+        assert increases > 0 and rest == 0 and over.amount > 0
+        ramp_steps = [RampStep(0, start)]
+        for number in range(1, increases + 1):
+            before = ramp_steps[-1]
+            match over.unit:
+                case Unit.STEPS:
+                    earlier = ceil_divide((number - 1) * over.amount, increases)
+                    steps = ceil_divide(number * over.amount, increases) - earlier
+                    begin = before.begin + steps * before.batch
+                case Unit.SAMPLES:
+                    begin = ceil_divide(number * over.amount, increases)
+                case Unit.TOKENS:
+                    begin = ceil_divide(number * over.amount, increases * sequence)
+            ramp_steps.append(RampStep(begin, start + number * by))
+        return cls(tuple(ramp_steps))
+
+    @property
+    def first(self) -> int:
+        """Samples of the first step."""
+        return self.ramp_steps[0].batch
+
+    @property
+    def full(self) -> int:
+        """Samples of a step once the batch has stopped growing."""
+        return self.ramp_steps[-1].batch
+
+    @property
+    def full_from(self) -> int:
+        """The sample from which on every step is full."""
+        return self.ramp_steps[-1].begin
+
+    def batch_at(self, sample: int) -> int:
+        """Samples of the step that begins at a sample."""
+        number = bisect.bisect_right(self.ramp_steps, sample, key=lambda step: step.begin)
+        return self.ramp_steps[number - 1].batch
+
+    def samples_after(self, steps: int, *, start: int = 0) -> int:
+        """The number of samples done after `steps` steps, the first of which begins at `start`."""
+        assert steps >= 0
+        samples = start
+        for level, following in itertools.pairwise(self.ramp_steps):
+            count = min(steps, ceil_divide(max(0, following.begin - samples), level.batch))
+            samples += count * level.batch
+            steps -= count
+        return samples + steps * self.full
+
+    def steps_to(self, samples: int) -> int:
+        """The fewest steps from the start of a run that cover this many samples."""
+        steps = done = 0
+        for level, following in itertools.pairwise(self.ramp_steps):
+            count = ceil_divide(max(0, min(samples, following.begin) - done), level.batch)
+            done += count * level.batch
+            steps += count
+        return steps + ceil_divide(max(0, samples - done), self.full)
+
+
+def ceil_divide(amount: int, by: int) -> int:
+    """An integer quotient rounded up, exact at any size."""
+    return -(-amount // by)

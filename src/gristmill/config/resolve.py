@@ -1,7 +1,7 @@
 """The run in plain numbers: what follows from settings and from the mesh of processes.
 
 Portions of the batch, steps, the padded vocabulary, and spans in samples (a sample is `sequence`
-tokens, a step as many samples as its stage says: `batch` if the batch does not grow).
+tokens, a step as many samples as the batch ramp says: `batch` if the batch does not grow).
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import math
 from dataclasses import dataclass
 
 from gristmill.base.errors import Problem
-from gristmill.base.stages import Stages, ceil_divide
 from gristmill.base.units import Duration, Progress, Unit
 from gristmill.config.model import ModelConfig
 from gristmill.config.parallel import Mesh
+from gristmill.config.ramp import BatchRamp, ceil_divide
 from gristmill.config.schema import RunConfig, TrainConfig
 
 
@@ -29,7 +29,7 @@ class Resolved:
     """Samples that Megatron's order is made for."""
     batch: int
     """Samples per step, once the batch has its full size."""
-    stages: Stages
+    ramp: BatchRamp
     """Samples per step over the run."""
     micro_batch: int
     """Samples per forward pass."""
@@ -52,23 +52,23 @@ class Resolved:
     @property
     def samples(self) -> int:
         """Samples in the whole run."""
-        return self.stages.samples_after(self.steps)
+        return self.ramp.samples_after(self.steps)
 
     def progress_at(self, step: int) -> Progress:
-        samples = self.stages.samples_after(step)
+        samples = self.ramp.samples_after(step)
         return Progress(step, samples, samples * self.sequence)
 
     def samples_at_end(self, progress: Progress) -> int:
         """Samples done when the run, now at `progress`, has made its last step."""
         left = max(0, self.steps - progress.steps)
-        return self.stages.samples_after(left, start=progress.samples)
+        return self.ramp.samples_after(left, start=progress.samples)
 
     def samples_of(self, span: Duration | float) -> int:
         """A span from the start of the run in samples; a fraction is one of the whole run."""
         if isinstance(span, float):
             return round(span * self.samples)
         if span.unit is Unit.STEPS:
-            return self.stages.samples_after(span.amount)
+            return self.ramp.samples_after(span.amount)
         return _in_samples(span, sequence=self.sequence)
 
     def last_samples_of(self, span: Duration | float) -> int:
@@ -76,7 +76,7 @@ class Resolved:
         if isinstance(span, float) or span.unit is not Unit.STEPS:
             return self.samples_of(span)
         too_long = max(0, span.amount - self.steps)
-        before = self.stages.samples_after(self.steps + too_long - span.amount)
+        before = self.ramp.samples_after(self.steps + too_long - span.amount)
         return self.samples - before + too_long * self.batch
 
 
@@ -151,19 +151,19 @@ def resolve(config: RunConfig, *, vocab: int, mesh: Mesh | None = None) -> Resol
     sequence = config.data.sequence or config.model.context
     vocab = config.model.vocab or vocab
     until = config.train.until
-    stages = _stages(config.train, batch=parts.batch, sequence=sequence)
+    ramp = _ramp(config.train, batch=parts.batch, sequence=sequence)
     steps = (
         until.amount
         if until.unit is Unit.STEPS
-        else stages.steps_to(_in_samples(until, sequence=sequence))
+        else ramp.steps_to(_in_samples(until, sequence=sequence))
     )
     return Resolved(
         sequence=sequence,
         data_seed=config.train.seed if config.data.seed is None else config.data.seed,
         asked_samples=config.data.samples
-        or (until.amount if until.unit is Unit.SAMPLES else stages.samples_after(steps)),
+        or (until.amount if until.unit is Unit.SAMPLES else ramp.samples_after(steps)),
         batch=parts.batch,
-        stages=stages,
+        ramp=ramp,
         micro_batch=parts.micro_batch,
         accumulate=parts.accumulate,
         steps=steps,
@@ -180,15 +180,15 @@ def padded(vocab: int, model: ModelConfig, *, ranks: int = 1) -> int:
     return math.ceil(vocab / multiple) * multiple
 
 
-def _stages(train: TrainConfig, *, batch: int, sequence: int) -> Stages:
+def _ramp(train: TrainConfig, *, batch: int, sequence: int) -> BatchRamp:
     ramp = train.ramp
     if ramp is None:
-        return Stages.constant(batch)
+        return BatchRamp.constant(batch)
     over = ramp.over
     if isinstance(over, float):
         # Of the horizon as it is written: in samples, a horizon in steps would depend on the ramp.
         over = Duration(max(1, round(over * train.until.amount)), train.until.unit)
-    return Stages.growing(start=ramp.start, by=ramp.by, full=batch, over=over, sequence=sequence)
+    return BatchRamp.growing(start=ramp.start, by=ramp.by, full=batch, over=over, sequence=sequence)
 
 
 def _in_samples(duration: Duration, *, sequence: int) -> int:

@@ -1,8 +1,8 @@
-"""Rules that no single setting can check: small, named, all broken ones reported at once.
+"""Rules between settings, one function for each table; all broken ones are reported at once.
 
 `check` needs the settings, and which of them the user wrote. `check_mesh` is for what depends on
-the number of processes. What both say about the sizes of a layout is in `layouts.py`. `doubts` are
-about what is allowed and yet may be a mistake.
+the number of processes. The rules about the sizes of a layout are in `layouts.py`. `doubts` are
+about what is allowed but may be a mistake.
 """
 
 from __future__ import annotations
@@ -12,223 +12,194 @@ from collections.abc import Callable, Collection, Iterator
 from gristmill.base.errors import Problem, UserError
 from gristmill.base.units import Duration, Unit, parse_split
 from gristmill.config.hf import model_settings
-from gristmill.config.layouts import given_sizes_fit, mesh_fits
+from gristmill.config.layouts import layout_problems, ramp_problems
 from gristmill.config.model import GPTConfig
 from gristmill.config.optim import InverseSqrtSchedule, MuonConfig, WarmupStableDecaySchedule
 from gristmill.config.parallel import Mesh, build_mesh
-from gristmill.config.ramp import ramp_broken
 from gristmill.config.resolve import Resolved, divisors, nearest, portions, resolve
+from gristmill.config.roles import Ability, Role
 from gristmill.config.schema import RunConfig
-from gristmill.config.settings import Broken, NoEffect, Path_
+from gristmill.config.settings import Broken, NoEffect, Path_, Settings
+
+Written = Collection[Path_]
+"""Settings that the user wrote, as opposed to a preset's."""
 
 FP8_MULTIPLE = 16
 """Matrix products in fp8 are of sizes that are multiples of this."""
 
 
-def check(config: RunConfig, *, written: Collection[Path_]) -> list[Broken]:
-    """Everything wrong with settings that are each valid by themselves; `written` are those that
-    come from the user, not from a preset."""
-    broken = [broken for rule in _RULES for broken in rule(config)]
-    return [*broken, *_rate_fits_scale(config, written)]
+def check(config: RunConfig, *, written: Written) -> list[Broken]:
+    """Everything wrong with settings that are each valid by themselves."""
+    own = (*_OF_KIND.get(type(config.model), ()), *_OF_KIND.get(type(config.optim), ()))
+    return [broken for rule in (*_RULES, *own) for broken in rule(config, written)]
 
 
 def doubts(config: RunConfig, numbers: Resolved) -> list[str]:
     """What is no mistake in itself but seldom wanted, in words."""
-    optim = config.optim
-    if not isinstance(optim, MuonConfig) or optim.first_momentum == optim.momentum:
+    rise = config.optim.momentum_rise
+    if rise is None or rise.start == rise.end:
         return []
-    warmup = numbers.samples_of(optim.momentum_warmup)
+    warmup = numbers.samples_of(rise.over)
     if warmup <= numbers.samples:
         return []
-    reached = optim.first_momentum + numbers.samples / warmup * (
-        optim.momentum - optim.first_momentum
-    )
+    reached = rise.start + numbers.samples / warmup * (rise.end - rise.start)
     return [
-        f"optim.momentum_warmup, {optim.momentum_warmup}, is longer than the run: momentum ends at "
-        f"{reached:.3g} instead of {optim.momentum:g}"
+        f"optim.momentum_warmup, {rise.over}, is longer than the run: momentum ends at "
+        f"{reached:.3g} instead of {rise.end:g}"
     ]
 
 
-def _heads_divide(config: RunConfig) -> Iterator[Broken]:
+def _gpt_fits(config: RunConfig, written: Written) -> Iterator[Broken]:
     model = config.model
     if model.width % model.heads:
-        yield (
-            ("model", "heads"),
-            Problem(
-                f"{model.heads} heads do not divide the width {model.width}",
-                remedy=f"heads could be {nearest(divisors(model.width), model.heads)}",
-            ),
-        )
+        what = f"{model.heads} heads do not divide the width {model.width}"
+        remedy = f"heads could be {nearest(divisors(model.width), model.heads)}"
+        yield ("model", "heads"), Problem(what, remedy=remedy)
     elif model.positions == "rotary" and model.head_width % 2:
         what = f"rotary positions need an even head width, not {model.head_width}"
         yield ("model", "heads"), Problem(what)
     if model.heads % model.groups:
         what = f"{model.heads} heads cannot share {model.groups} key and value heads evenly"
-        remedy = f"kv_heads must divide {model.heads}"
-        yield ("model", "kv_heads"), Problem(what, remedy=remedy)
-
-
-def _rotary_base_acts(config: RunConfig) -> Iterator[Broken]:
-    if config.model.rotary_base is not None and config.model.positions != "rotary":
-        what = f"has no effect with positions = {config.model.positions!r}"
+        yield ("model", "kv_heads"), Problem(what, remedy=f"kv_heads must divide {model.heads}")
+    if model.rotary_base is not None and model.positions != "rotary":
+        what = f"has no effect with positions = {model.positions!r}"
         remedy = 'remove it, or set model.positions = "rotary"'
         yield ("model", "rotary_base"), NoEffect(what, remedy=remedy)
-
-
-def _model_settings_act(config: RunConfig) -> Iterator[Broken]:
-    model = config.model
     if model.head_std is not None and model.tie_head:
         what = "has no effect on a head that is tied to the embedding"
         remedy = "remove it, or set model.tie_head = false"
         yield ("model", "head_std"), NoEffect(what, remedy=remedy)
     most = -(-model.layers // 2)
     if model.value_embeddings > most:
-        what = f"every other one of {model.layers} layers are {most}, not {model.value_embeddings}"
+        what = f"only every other layer can have them: {most} of {model.layers} layers"
         yield ("model", "value_embeddings"), Problem(what, remedy=f"give at most {most}")
+    for name in ("width", "vocab_multiple") if config.precision.fp8 else ():
+        size = getattr(model, name)
+        if size % FP8_MULTIPLE:
+            what = f"{size} is not a multiple of {FP8_MULTIPLE}, which products in fp8 need"
+            yield ("model", name), Problem(what, remedy="change it, or leave precision.fp8 out")
 
 
-def _batch_divides(config: RunConfig) -> Iterator[Broken]:
-    parts = portions(config.train)
+def _model_is_able(config: RunConfig, written: Written) -> Iterator[Broken]:
+    """Settings outside of `[model]` that need something of the model; layouts ask in layouts.py."""
+    model, data = config.model, config.data
+    needed = {
+        ("precision", "fp8"): (Ability.FP8_HEAD, bool(config.precision.fp8)),
+        ("data", "documents"): (Ability.DOCUMENTS, data.documents == "masked"),
+        ("data", "reset_attention"): (Ability.DOCUMENTS, data.reset_attention),
+        ("data", "reset_positions"): (Ability.DOCUMENTS, data.reset_positions),
+    }
+    for path, (ability, asked) in needed.items():
+        if asked and ability not in model.abilities:
+            what = f"needs {ability}, which {model.kind} models do not have"
+            yield path, Problem(what, remedy="leave it out")
+
+
+def _batch_fits(config: RunConfig, written: Written) -> Iterator[Broken]:
+    train, parts = config.train, portions(config.train)
     if isinstance(parts, Problem):
         yield ("train", "batch"), parts
+    if train.recompute_every is not None and train.recompute == "none":
+        what = "has no effect with recompute = 'none'"
+        yield ("train", "recompute_every"), NoEffect(what, remedy="remove it, or set recompute")
+    if train.ramp is None or isinstance(parts, Problem):
+        return
+    broken = list(ramp_problems(train, parts))
+    yield from broken
+    if broken:
+        return
+    numbers = resolve(config, vocab=1)
+    grown, end = numbers.ramp.full_from, numbers.samples
+    if grown >= end:
+        what = f"the full batch comes after sample {grown}, and the run ends at sample {end}"
+        yield ("train", "ramp", "over"), Problem(what, remedy="shorten it, or raise train.until")
 
 
-def _offload_acts(config: RunConfig) -> Iterator[Broken]:
+def _offload_acts(config: RunConfig, written: Written) -> Iterator[Broken]:
     if config.runtime.offload is None:
         return
     if config.runtime.device in ("cpu", "mps"):
         what = f"has no effect on {config.runtime.device}, whose memory is the host's"
         yield ("runtime", "offload"), NoEffect(what, remedy="remove it")
-    if isinstance(config.optim, MuonConfig):
-        what = "Muon's matrix products would take far too long on the host"
+    if not config.optim.steps_on_host:
+        what = f"a step of {config.optim.type} would take far too long on the host"
         yield ("runtime", "offload"), Problem(what, remedy='remove it, or set optim.type = "adamw"')
 
 
-def _recompute_acts(config: RunConfig) -> Iterator[Broken]:
-    if config.train.recompute_every is not None and config.train.recompute == "none":
-        what = "has no effect with recompute = 'none'"
-        yield ("train", "recompute_every"), NoEffect(what, remedy="remove it, or set recompute")
-
-
-def _ramp_fits(config: RunConfig) -> Iterator[Broken]:
-    parts = portions(config.train)
-    if config.train.ramp is None or isinstance(parts, Problem):
-        return
-    broken = list(ramp_broken(config.train, parts))
-    yield from broken
-    if broken:
-        return
-    numbers = resolve(config, vocab=1)
-    grown = numbers.stages.stages[-1].begin
-    if grown >= numbers.samples:
-        what = (
-            f"the full batch comes after sample {grown}, and the run ends at sample "
-            f"{numbers.samples}"
-        )
-        yield ("train", "ramp", "over"), Problem(what, remedy="shorten it, or prolong train.until")
-
-
-def _sequence_fits(config: RunConfig) -> Iterator[Broken]:
-    if config.data.sequence and config.data.sequence > config.model.context:
-        what = f"{config.data.sequence} is longer than the model's context {config.model.context}"
+def _data_fits(config: RunConfig, written: Written) -> Iterator[Broken]:
+    data, context = config.data, config.model.context
+    if data.sequence and data.sequence > context:
+        what = f"{data.sequence} is longer than the model's context {context}"
         yield ("data", "sequence"), Problem(what, remedy="raise model.context or shorten it")
-
-
-def _split_reads(config: RunConfig) -> Iterator[Broken]:
-    split = config.data.split
-    if split is None:
-        return
-    if config.data.validation is not None:
+    if data.split is not None and data.validation is not None:
         what = "has no effect when data.validation is given"
         yield ("data", "split"), NoEffect(what, remedy="remove one of the two")
-    elif parse_split(split) is None:
-        what = f"{split!r} is not a split"
+    elif data.split is not None and parse_split(data.split) is None:
+        what = f"{data.split!r} is not a split"
         remedy = 'write two or three proportions such as "99,1" or "969,30,1", the first above 0'
         yield ("data", "split"), Problem(what, remedy=remedy)
-
-
-def _blend_acts(config: RunConfig) -> Iterator[Broken]:
-    data = config.data
-    if data.blend is None:
-        return
-    if isinstance(data.paths, str) or len(data.paths) == 1:
+    if data.blend is not None and (isinstance(data.paths, str) or len(data.paths) == 1):
         yield ("data", "blend"), NoEffect("has no effect on a single token set", remedy="remove it")
     elif data.blend == "exhaustive" and isinstance(data.paths, dict):
-        what = "every sample once leaves no room for the weights in data.paths"
+        what = "reads every sample once, so the weights in data.paths cannot apply"
         remedy = 'write the paths as a list, or set data.blend = "proportion"'
         yield ("data", "blend"), Problem(what, remedy=remedy)
     elif data.blend == "exhaustive" and data.order == "random":
         what = "windows that start at random places cannot all be visited once"
         yield ("data", "blend"), Problem(what, remedy="choose another data.order")
-
-
-def _order_settings_act(config: RunConfig) -> Iterator[Broken]:
-    data = config.data
-    if data.order == "megatron":
-        if data.seed is not None and data.seed >= 2**32:
-            yield ("data", "seed"), Problem("Megatron's seeds are below 4294967296")
-        elif data.seed is None and config.train.seed >= 2**32:
-            what = "Megatron's seeds are below 4294967296"
-            yield ("train", "seed"), Problem(what, remedy="give the order its own: data.seed")
-        return
-    for name in ("samples", "cache"):
-        if getattr(data, name) is not None:
-            what = f"has no effect with order = {data.order!r}"
-            yield ("data", name), NoEffect(what, remedy='remove it: it is for order = "megatron"')
-    if data.seed is not None and data.order == "sequential":
-        what = "has no effect with order = 'sequential'"
-        yield ("data", "seed"), NoEffect(what, remedy="remove it")
-
-
-def _documents_agree(config: RunConfig) -> Iterator[Broken]:
-    if config.data.documents == "joined":
-        return
     for name in ("reset_attention", "reset_positions"):
-        if getattr(config.data, name):
+        if data.documents == "masked" and getattr(data, name):
             what = 'has no effect with documents = "masked", which does both'
             yield ("data", name), NoEffect(what, remedy="remove one of the two")
 
 
-def _loss_scale_acts(config: RunConfig) -> Iterator[Broken]:
-    scale = config.precision.loss_scale
-    if scale is None:
+def _order_fits(config: RunConfig, written: Written) -> Iterator[Broken]:
+    data = config.data
+    if data.order == "megatron":
+        what = "Megatron's seeds are below 4294967296"
+        if data.seed is not None and data.seed >= 2**32:
+            yield ("data", "seed"), Problem(what)
+        elif data.seed is None and config.train.seed >= 2**32:
+            yield ("train", "seed"), Problem(what, remedy="set data.seed for the order alone")
         return
-    if config.precision.compute != "fp16":
-        what = f"has no effect with compute = {config.precision.compute!r}"
+    what = f"has no effect with order = {data.order!r}"
+    for name in ("samples", "cache"):
+        if getattr(data, name) is not None:
+            yield ("data", name), NoEffect(what, remedy='remove it: it is for order = "megatron"')
+    if data.seed is not None and data.order == "sequential":
+        yield ("data", "seed"), NoEffect(what, remedy="remove it")
+
+
+def _precision_fits(config: RunConfig, written: Written) -> Iterator[Broken]:
+    precision, runtime, scale = config.precision, config.runtime, config.precision.loss_scale
+    if scale is not None and precision.compute != "fp16":
+        what = f"has no effect with compute = {precision.compute!r}"
         yield ("precision", "loss_scale"), NoEffect(what, remedy='only "fp16" needs a loss scale')
-    if scale.minimum > scale.initial:
+    if scale is not None and scale.minimum > scale.initial:
         what = f"{scale.minimum} is above the initial scale {scale.initial}"
         yield ("precision", "loss_scale", "minimum"), Problem(what)
-
-
-def _fp8_fits(config: RunConfig) -> Iterator[Broken]:
-    precision, model = config.precision, config.model
     if not precision.fp8:
         return
     if precision.compute != "bf16":
         what = f"needs compute = 'bf16', not {precision.compute!r}"
         remedy = 'set precision.compute = "bf16", or leave fp8 out'
         yield ("precision", "fp8"), Problem(what, remedy=remedy)
-    if config.runtime.device in ("cpu", "mps"):
-        what = f"needs an NVIDIA GPU, and runtime.device is {config.runtime.device!r}"
+    if runtime.device in ("cpu", "mps"):
+        what = f"needs an NVIDIA GPU, and runtime.device is {runtime.device!r}"
         yield ("precision", "fp8"), Problem(what, remedy="leave it out, or train on a GPU")
-    elif not config.runtime.kernels:
-        what = "has only a kernel of its own, and runtime.kernels is false"
+    elif not runtime.kernels:
+        what = "needs a kernel, and runtime.kernels is false"
         yield ("precision", "fp8"), Problem(what, remedy="leave one of the two out")
-    for name, size in (("width", model.width), ("vocab_multiple", model.vocab_multiple)):
-        if size % FP8_MULTIPLE:
-            what = f"{size} is not a multiple of {FP8_MULTIPLE}, which products in fp8 need"
-            yield ("model", name), Problem(what, remedy="change it, or leave precision.fp8 out")
 
 
-def _schedule_fits(config: RunConfig) -> Iterator[Broken]:
+def _schedule_fits(config: RunConfig, written: Written) -> Iterator[Broken]:
     schedule = config.schedule
     min_lr = getattr(schedule, "min_lr", 0.0)
     if min_lr > config.optim.lr:
         what = f"{min_lr} is above the peak optim.lr = {config.optim.lr}"
         yield ("schedule", "min_lr"), Problem(what)
     parts = portions(config.train)
-    if isinstance(parts, Problem) or any(ramp_broken(config.train, parts)):
+    if isinstance(parts, Problem) or any(ramp_problems(config.train, parts)):
         return
     numbers = resolve(config, vocab=1)
     warmup = numbers.samples_of(schedule.warmup)
@@ -237,19 +208,18 @@ def _schedule_fits(config: RunConfig) -> Iterator[Broken]:
     if isinstance(schedule, WarmupStableDecaySchedule):
         if warmup + numbers.last_samples_of(schedule.decay) > numbers.samples:
             what = "warm-up and decay together are longer than the run"
-            yield ("schedule", "decay"), Problem(what, remedy="shorten one, or prolong train.until")
+            yield ("schedule", "decay"), Problem(what, remedy="shorten one, or raise train.until")
         return
     decay = getattr(schedule, "decay", None)
     end = numbers.samples if decay is None else numbers.samples_of(decay)
     if warmup and warmup >= end:
         what = f"the warm-up ends at sample {warmup}, after the decay's end at sample {end}"
-        yield ("schedule", "warmup"), Problem(what, remedy="shorten it, or prolong train.until")
+        yield ("schedule", "warmup"), Problem(what, remedy="shorten it, or raise train.until")
 
 
-def _muon_settings_act(config: RunConfig) -> Iterator[Broken]:
+def _muon_fits(config: RunConfig, written: Written) -> Iterator[Broken]:
     optim = config.optim
-    if not isinstance(optim, MuonConfig):
-        return
+    assert isinstance(optim, MuonConfig)
     if optim.momentum_start is not None and optim.momentum_warmup in (0.0, *_NOTHING):
         what = "has no effect when optim.momentum_warmup is zero"
         yield ("optim", "momentum_start"), NoEffect(what, remedy="remove one of the two")
@@ -264,31 +234,20 @@ def _muon_settings_act(config: RunConfig) -> Iterator[Broken]:
     if optim.cautious and optim.weight_decay == 0:
         what = "has no effect when optim.weight_decay is zero"
         yield ("optim", "cautious"), NoEffect(what, remedy="remove one of the two")
-    yield from _roles_have_rates(optim, config.model)
-
-
-def _roles_have_rates(optim: MuonConfig, model: GPTConfig) -> Iterator[Broken]:
-    if optim.table_lr is not None and not model.value_embeddings:
-        what = "has no effect: the model has no value embeddings"
-        yield ("optim", "table_lr"), NoEffect(what, remedy="remove it")
-    if optim.head_lr is not None and model.tie_head:
-        what = "has no effect on a tied head, which is the embedding"
-        remedy = "set optim.embedding_lr, or model.tie_head = false"
-        yield ("optim", "head_lr"), NoEffect(what, remedy=remedy)
-    vectors = model.bias or model.norm_gain or model.value_embeddings
-    if optim.vector_lr is not None and not vectors:
-        what = "has no effect: the model has no biases, gains or gates"
-        yield ("optim", "vector_lr"), NoEffect(what, remedy="remove it")
-
-
-def _rate_fits_scale(config: RunConfig, written: Collection[Path_]) -> Iterator[Broken]:
-    """A rate that was meant for another scale: the default, or a preset's beside the user's
-    scale."""
-    optim = config.optim
-    if not isinstance(optim, MuonConfig) or optim.scale != "rms":
-        return
+    absent = {
+        Role.TABLE: ("the model has no value embeddings", "remove it"),
+        Role.HEAD: (
+            "a tied head is the embedding",
+            "set optim.embedding_lr, or model.tie_head = false",
+        ),
+        Role.VECTOR: ("the model has no biases, gains or gates", "remove it"),
+    }
+    for role, (why, remedy) in absent.items():
+        if getattr(optim, f"{role}_lr") is not None and role not in config.model.roles:
+            yield ("optim", f"{role}_lr"), NoEffect(f"has no effect: {why}", remedy=remedy)
+    # A rate that was meant for another scale: the default, or a preset's beside the user's scale.
     for_it = ("optim", "lr") in written or ("optim", "scale") not in written
-    if "lr" not in optim.model_fields_set or not for_it:
+    if optim.scale == "rms" and ("lr" not in optim.model_fields_set or not for_it):
         what = f"{optim.lr}, which is for scale = 'shape', is far too high with scale = 'rms'"
         yield ("optim", "lr"), Problem(what, remedy="give a rate as for AdamW, such as 6e-4")
 
@@ -296,51 +255,48 @@ def _rate_fits_scale(config: RunConfig, written: Collection[Path_]) -> Iterator[
 _NOTHING = tuple(Duration(0, unit) for unit in Unit)
 
 
-def _start_agrees(config: RunConfig) -> Iterator[Broken]:
+def _start_agrees(config: RunConfig, written: Written) -> Iterator[Broken]:
     if config.model.start is None:
         return
     kind = type(config.model)
     weights = kind.model_validate(model_settings(config.model.start))
     for name in (name for name in kind.model_fields if name not in kind.not_of_weights):
-        field = {"kv_heads": "groups", "mlp_width": "inner"}.get(name, name)
-        got, value = getattr(config.model, field), getattr(weights, field)
+        got, value = config.model.effective(name), weights.effective(name)
         if got != value:
             what = f"is {got!r}, but the weights in {config.model.start!r} have {value!r}"
-            yield (
-                ("model", name),
-                Problem(what, remedy="leave it out: it is taken from the weights"),
-            )
+            remedy = "leave it out: it is taken from the weights"
+            yield ("model", name), Problem(what, remedy=remedy)
 
 
-_RULES: tuple[Callable[[RunConfig], Iterator[Broken]], ...] = (
-    _heads_divide,
-    _rotary_base_acts,
-    _model_settings_act,
-    _batch_divides,
-    _recompute_acts,
+def _layout_fits(config: RunConfig, written: Written) -> Iterator[Broken]:
+    return layout_problems(config)
+
+
+_RULES: tuple[Callable[[RunConfig, Written], Iterator[Broken]], ...] = (
+    _model_is_able,
+    _batch_fits,
     _offload_acts,
-    _ramp_fits,
-    _sequence_fits,
-    _split_reads,
-    _blend_acts,
-    _order_settings_act,
-    _documents_agree,
-    _loss_scale_acts,
-    _fp8_fits,
+    _data_fits,
+    _order_fits,
+    _precision_fits,
     _schedule_fits,
-    _muon_settings_act,
-    given_sizes_fit,
+    _layout_fits,
     _start_agrees,
 )
 
+_OF_KIND: dict[type[Settings], tuple[Callable[[RunConfig, Written], Iterator[Broken]], ...]] = {
+    GPTConfig: (_gpt_fits,),
+    MuonConfig: (_muon_fits,),
+}
+"""Rules about one kind of model or optimizer."""
+
 
 def check_mesh(config: RunConfig, *, processes: int) -> Mesh:
-    """The mesh of a run on so many processes; refuses one that the run does not fit."""
-    broken = list(mesh_fits(config, processes=processes))
-    if broken:
+    """The mesh of a run on a number of processes; refuses a run that does not fit it."""
+    if broken := list(layout_problems(config, processes=processes)):
         raise UserError(
-            [Problem(problem.what, ".".join(path), problem.remedy) for path, problem in broken]
+            Problem(problem.what, ".".join(path), problem.remedy) for path, problem in broken
         )
     mesh = build_mesh(config.parallel, processes)
-    assert isinstance(mesh, Mesh), "one that cannot be made is refused"
+    assert isinstance(mesh, Mesh), "sizes without a mesh are refused"
     return mesh

@@ -1,36 +1,45 @@
-"""Kinds of values that settings can have: each with its check, written form and JSON Schema.
+"""Types of settings, each with its check, written form and JSON Schema.
 
     Interval    "500 steps", "1M samples", "20B tokens", at least 1
     Span        the same, or a fraction of the run, at least 0 and below 1
     WholeSpan   the same, or 1 for the whole run
     WallTime    "90s", "30m", "3h30m", "1d"
     Patience    the same, at least 5 seconds
+    Size        a whole number from 1, or "auto"
     TokenPaths  "tokens/web", or a list of such, or a table { "tokens/web" = 0.9, … }
 
-What is wrong with a value is said by a `ValueError`, which `config/load.py` gives its place.
+A wrong value raises a `ValueError`, to which `config/load.py` adds the place.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, WithJsonSchema
 
 from gristmill.base.errors import UserError
 from gristmill.base.units import Duration, parse_seconds
 
+T = TypeVar("T")
+
 LEAST_PATIENCE = 5
-"""Seconds. Whoever waits less takes a process for lost that is only busy."""
+"""Seconds. With less, a process that is only busy would be taken for lost."""
 
 
 def _duration(value: Any) -> Duration:
     if isinstance(value, Duration):
         return value
+    return _parsed(value, Duration.parse, examples='"500 steps", "1M samples" or "20B tokens"')
+
+
+def _parsed(value: Any, parse: Callable[[str], T], *, examples: str) -> T:
     if not isinstance(value, str):
-        raise ValueError('needs a unit: write "500 steps", "1M samples" or "20B tokens"')
+        raise ValueError(f"needs a unit: write {examples}")
     try:
-        return Duration.parse(value)
+        return parse(value)
     except UserError as error:
         raise ValueError(str(error).replace("\n    ", "; ")) from error
 
@@ -42,15 +51,7 @@ def _positive_duration(value: Any) -> Duration:
     return duration
 
 
-def _span(value: Any) -> Duration | float:
-    return _part(value, whole=False)
-
-
-def _whole_span(value: Any) -> Duration | float:
-    return _part(value, whole=True)
-
-
-def _part(value: Any, *, whole: bool) -> Duration | float:
+def _span(value: Any, *, whole: bool = False) -> Duration | float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return _duration(value)
     if not (0 <= value < 1 or (whole and value == 1)):
@@ -60,23 +61,24 @@ def _part(value: Any, *, whole: bool) -> Duration | float:
 
 
 def _seconds(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError('needs a unit: write "90s", "30m", "3h30m" or "1d"')
-    try:
-        parse_seconds(value)
-    except UserError as error:
-        raise ValueError(str(error).replace("\n    ", "; ")) from error
-    return value
+    _parsed(value, parse_seconds, examples='"90s", "30m", "3h30m" or "1d"')
+    return str(value)
 
 
 def _patience(value: Any) -> str:
     text = _seconds(value)
     if parse_seconds(text) < LEAST_PATIENCE:
         raise ValueError(
-            f'must be at least "{LEAST_PATIENCE}s": processes give a sign of life every second, '
-            "and a busy one is late with it"
+            f'must be at least "{LEAST_PATIENCE}s": processes send a heartbeat every second, '
+            "and a busy one may be late"
         )
     return text
+
+
+def _size(value: Any) -> Any:
+    if value == "auto" or (type(value) is int and value >= 1):
+        return value
+    raise ValueError('must be a whole number from 1 or "auto"')
 
 
 def _paths(value: Any) -> str | tuple[str, ...] | dict[str, float]:
@@ -90,7 +92,7 @@ def _paths(value: Any) -> str | tuple[str, ...] | dict[str, float]:
         raise ValueError("every path must be text")
     if not isinstance(value, dict):
         if len(set(value)) < len(value):
-            raise ValueError("a path stands here twice; to read a set more often, use weights")
+            raise ValueError("a path is listed twice; to read a set more often, use weights")
         return tuple(value)
     for path, weight in value.items():
         number = isinstance(weight, int | float) and not isinstance(weight, bool)
@@ -127,7 +129,7 @@ Span = Annotated[
 
 WholeSpan = Annotated[
     Duration | float,
-    BeforeValidator(_whole_span),
+    BeforeValidator(partial(_span, whole=True)),
     _SPAN_SERIALIZER,
     WithJsonSchema({"anyOf": [_DURATION_SCHEMA, {"type": "number", "minimum": 0, "maximum": 1}]}),
 ]
@@ -160,4 +162,6 @@ TokenPaths = Annotated[
 """One token set, several, or several with weights."""
 
 Count = Annotated[int, Field(ge=1)]
+Size = Annotated[Count | Literal["auto"], BeforeValidator(_size)]
+"""The size of a mesh axis."""
 Fraction = Annotated[float, Field(ge=0, lt=1)]

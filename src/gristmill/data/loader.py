@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from gristmill.base.stages import Stages
 from gristmill.base.units import Progress
+from gristmill.config.ramp import BatchRamp
 from gristmill.data.dataset import Mixture, Part
 from gristmill.data.documents import (
     JOINED,
@@ -131,14 +131,14 @@ class Loader:
     rank: int = 0
     ranks: int = 1
     pin: bool = False
-    stages: Stages | None = None
+    ramp: BatchRamp | None = None
     """How the batch grows to its full size; all steps have that if not given."""
 
     def __post_init__(self) -> None:
-        if self.stages is not None:
-            assert self.stages.full == self.batch
+        if self.ramp is not None:
+            assert self.ramp.full == self.batch
             portion = self.micro_batch * self.ranks
-            assert all(stage.batch % portion == 0 for stage in self.stages.stages)
+            assert all(step.batch % portion == 0 for step in self.ramp.ramp_steps)
 
     @property
     def batch(self) -> int:
@@ -147,7 +147,7 @@ class Loader:
 
     def batch_at(self, first_sample: int) -> int:
         """Samples of the step that begins with a sample, over all ranks."""
-        return self.batch if self.stages is None else self.stages.batch_at(first_sample)
+        return self.batch if self.ramp is None else self.ramp.batch_at(first_sample)
 
     def step_batches(self, first_sample: int) -> list[Batch]:
         """This rank's micro-batches of the step that begins with a sample."""

@@ -20,7 +20,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gristmill.base.stages import Stages
 from gristmill.base.units import Progress
 from gristmill.config.optim import (
     ConstantSchedule,
@@ -31,6 +30,7 @@ from gristmill.config.optim import (
     PolynomialSchedule,
     WarmupStableDecaySchedule,
 )
+from gristmill.config.ramp import BatchRamp
 from gristmill.config.resolve import Resolved
 from gristmill.config.schema import RunConfig
 from gristmill.config.settings import Settings
@@ -62,7 +62,7 @@ class Schedule:
     peak: float
     floor: float
     warmup: int
-    stages: Stages
+    ramp: BatchRamp
     shape: Shape
     batch_power: float = 0.0
     """The power of the batch, as a part of the full one, that the rate is multiplied by."""
@@ -70,8 +70,8 @@ class Schedule:
 
     def rate(self, progress: Progress) -> float:
         """The learning rate of the step that starts at `progress`."""
-        batch = self.stages.batch_at(progress.samples)
-        part: float = (batch / self.stages.full) ** self.batch_power
+        batch = self.ramp.batch_at(progress.samples)
+        part: float = (batch / self.ramp.full) ** self.batch_power
         if progress.samples < self.warmup:
             return part * self.peak * min(1.0, (progress.samples + batch) / self.warmup)
         return part * (self.floor + (self.peak - self.floor) * self.shape(progress.samples))
@@ -94,7 +94,7 @@ def build_schedule(config: RunConfig, numbers: Resolved) -> Schedule:
         peak=config.optim.lr,
         floor=getattr(settings, "min_lr", 0.0),
         warmup=numbers.samples_of(settings.warmup),
-        stages=numbers.stages,
+        ramp=numbers.ramp,
         shape=_SHAPES[type(settings)](settings, numbers, config.optim.lr),
         batch_power=0.0 if config.train.ramp is None else config.train.ramp.lr_power,
         momentum=None

@@ -197,7 +197,7 @@ def build_loader(parts: Assembly) -> Loader:
         rank=parts.world.data_rank,
         ranks=parts.world.mesh.data,
         pin=parts.world.device.pins_memory,
-        stages=numbers.stages,
+        ramp=numbers.ramp,
     )
 
 

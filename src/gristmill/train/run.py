@@ -194,7 +194,7 @@ _AXIS_WORDS = {
 
 
 def _batch_words(numbers: Resolved) -> str:
-    first, sizes, times = numbers.stages.first, str(numbers.batch), str(numbers.accumulate)
+    first, sizes, times = numbers.ramp.first, str(numbers.batch), str(numbers.accumulate)
     if first < numbers.batch:
         sizes, times = f"{first} to {sizes}", f"{first // numbers.micro_batch} to {times}"
     words = f"{sizes} x {numbers.sequence} tokens"
@@ -227,7 +227,7 @@ def _run(parts: Assembly, tracker: Tracker, stop: StopRequest, monitor: Monitor)
         tracker=tracker,
         stop=stop,
         writer=writer,
-        batch_at=numbers.stages.batch_at,
+        batch_at=numbers.ramp.batch_at,
         monitor=monitor,
     )
     batches = build_loader(parts).starting_at(state.progress)

@@ -1,10 +1,10 @@
-"""Random ids in place of text, so that speed can be measured where there is none.
+"""Random token ids, to measure speed where there is no text.
 
     PREFIX.bin, PREFIX.json     documents of random ids
     PREFIX.tokenizer/           a tokenizer with that many made-up words
 
-The set is an ordinary one, read by the ordinary loader: how long a step takes does not depend on
-what the ids say. A loss does, so nothing else should be measured with it.
+It is an ordinary token set, read by the ordinary loader: the time of a step does not depend on the
+ids. The loss does, so measure nothing but speed with it.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ DOCUMENT = 1000
 
 
 def write_random_tokens(prefix: Path, *, vocabulary: int, tokens: int = 2_000_000) -> Path:
-    """Write a token set of random ids below `vocabulary`, with its tokenizer, and return its
-    prefix."""
+    """Write a token set of random ids below `vocabulary`, with its tokenizer; returns `prefix`."""
     if vocabulary < 2:
         what = f"random tokens need two ids or more, a word and the end of a text, not {vocabulary}"
         raise UserError(what, where="model.vocab", remedy="raise it, or leave it out")
     folder = Path(f"{prefix}.tokenizer")
     with storage_errors(folder):
         folder.mkdir(parents=True)
-        _made_up(vocabulary).save(str(folder / TOKENIZER_FILE))
+        words = {f"word{number}": number for number in range(vocabulary - 1)}
+        words[END_OF_TEXT] = vocabulary - 1
+        made_up = tokenizers.Tokenizer(models.WordLevel(words, unk_token="word0"))
+        made_up.save(str(folder / TOKENIZER_FILE))
     tokenizer = open_tokenizer(folder)
     end = tokenizer.end_of_text
     writer = create_tokens(
@@ -46,10 +48,3 @@ def write_random_tokens(prefix: Path, *, vocabulary: int, tokens: int = 2_000_00
     writer.append(ids, starts=np.arange(0, tokens, DOCUMENT))
     writer.finish()
     return prefix
-
-
-def _made_up(vocabulary: int) -> tokenizers.Tokenizer:
-    """A tokenizer of so many words, the last of which ends a document."""
-    words = {f"word{number}": number for number in range(vocabulary - 1)}
-    words[END_OF_TEXT] = vocabulary - 1
-    return tokenizers.Tokenizer(models.WordLevel(words, unk_token="word0"))

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from gristmill.base.errors import Exit, UserError
+from gristmill.bench.measure import IDLE, BenchResult, _compiled, measure_run, step_tables
+from gristmill.bench.random_tokens import write_random_tokens
+from gristmill.bench.trace import OpClass, OpTime, StepPhase, Trace
 from gristmill.config.load import load_text
 from gristmill.config.schema import RunConfig
-from gristmill.train.bench import IDLE, Bench, _compiled, fit_to_step, measure_run
-from gristmill.train.random_tokens import write_random_tokens
-from gristmill.train.trace import Part, Stage, Trace, Work
 
 RUN = """
 name = "small"
@@ -78,7 +78,7 @@ def test_a_real_step_is_measured_and_nothing_stays(tmp_path: Path, temporary: Pa
     assert (found.subject.batch, found.subject.micro_batch, found.subject.sequence) == (4, 2, 16)
 
 
-def check_agreement(found: Bench) -> None:
+def check_agreement(found: BenchResult) -> None:
     speed = found.speed
     assert speed.steps == 3
     assert 0 < speed.fastest <= speed.milliseconds <= speed.slowest
@@ -86,18 +86,18 @@ def check_agreement(found: Bench) -> None:
     assert speed.tokens_per_second == pytest.approx(1000 * tokens / speed.milliseconds)
     assert speed.tflops > speed.tflops_causal > 0
     stages = {row.stage: row for row in found.stages}
-    assert {Stage.DATA, Stage.FORWARD, Stage.BACKWARD, Stage.UPDATE, Stage.RECORDS} <= set(stages)
+    assert set(StepPhase) - {StepPhase.OTHER} <= set(stages)
     assert sum(row.milliseconds for row in found.stages) == pytest.approx(speed.milliseconds)
     assert sum(row.share for row in found.stages) == pytest.approx(1)
-    for stage in (Stage.FORWARD, Stage.BACKWARD, Stage.UPDATE):
+    for stage in (StepPhase.FORWARD, StepPhase.BACKWARD, StepPhase.UPDATE):
         inside = sum(row.milliseconds for row in found.parts if row.stage == stage)
         assert inside == pytest.approx(stages[stage].milliseconds, rel=1e-3)
     kinds = {(row.stage, row.part) for row in found.parts}
-    assert (Stage.FORWARD, Part.MATRIX) in kinds
-    assert (Stage.BACKWARD, Part.MATRIX) in kinds
-    assert (Stage.FORWARD, Part.ATTENTION) in kinds
-    assert (Stage.FORWARD, Part.HEAD) in kinds
-    assert (Stage.UPDATE, Part.OPTIMIZER) in kinds
+    assert (StepPhase.FORWARD, OpClass.MATRIX) in kinds
+    assert (StepPhase.BACKWARD, OpClass.MATRIX) in kinds
+    assert (StepPhase.FORWARD, OpClass.ATTENTION) in kinds
+    assert (StepPhase.FORWARD, OpClass.HEAD) in kinds
+    assert (StepPhase.UPDATE, OpClass.OPTIMIZER) in kinds
     assert len(found.kernels) == 10
 
 
@@ -129,11 +129,11 @@ def test_all_missing_token_files_are_named_with_the_way_out(tmp_path: Path) -> N
     assert all("--random-tokens" in (one.remedy or "") for one in caught.value.problems)
 
 
-WORK = (
-    Work("nvjet", Stage.FORWARD, Part.MATRIX, 0.010),
-    Work("nvjet", Stage.FORWARD, Part.HEAD, 0.004),
-    Work("nvjet", Stage.BACKWARD, Part.MATRIX, 0.020),
-    Work("multi_tensor_apply_kernel", Stage.UPDATE, Part.OPTIMIZER, 0.006),
+OPS = (
+    OpTime("nvjet", StepPhase.FORWARD, OpClass.MATRIX, 0.010),
+    OpTime("nvjet", StepPhase.FORWARD, OpClass.HEAD, 0.004),
+    OpTime("nvjet", StepPhase.BACKWARD, OpClass.MATRIX, 0.020),
+    OpTime("multi_tensor_apply_kernel", StepPhase.UPDATE, OpClass.OPTIMIZER, 0.006),
 )
 
 
@@ -143,25 +143,25 @@ def test_a_run_that_needs_several_processes_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_kernels_leave_of_a_gpus_step_is_idle_time() -> None:
-    trace = Trace(WORK, {Stage.FORWARD: 0.03, Stage.DATA: 0.001}, seconds=0.08)
-    tables = fit_to_step(trace, step=0.025, on_gpu=True, profiled=2)
+    trace = Trace(OPS, {StepPhase.FORWARD: 0.03, StepPhase.DATA: 0.001}, seconds=0.08)
+    tables = step_tables(trace, step=0.025, on_gpu=True, profiled=2)
     assert {row.stage: row.milliseconds for row in tables.stages} == pytest.approx(
-        {Stage.FORWARD: 7, Stage.BACKWARD: 10, Stage.UPDATE: 3, IDLE: 5}
+        {StepPhase.FORWARD: 7, StepPhase.BACKWARD: 10, StepPhase.UPDATE: 3, IDLE: 5}
     )
     assert sum(row.share for row in tables.stages) == pytest.approx(1)
     assert [(kernel.name, kernel.part) for kernel in tables.kernels] == [
-        ("nvjet", Part.MATRIX),
-        ("multi_tensor_apply_kernel", Part.OPTIMIZER),
-        ("nvjet", Part.HEAD),
+        ("nvjet", OpClass.MATRIX),
+        ("multi_tensor_apply_kernel", OpClass.OPTIMIZER),
+        ("nvjet", OpClass.HEAD),
     ]
     assert {row.stage: row.milliseconds for row in tables.host} == pytest.approx(
-        {Stage.FORWARD: 15, Stage.DATA: 0.5}
+        {StepPhase.FORWARD: 15, StepPhase.DATA: 0.5}
     )
 
 
 def test_kernels_that_fill_more_than_the_step_leave_no_idle_time() -> None:
-    trace = Trace(WORK, {Stage.FORWARD: 0.03}, seconds=0.08)
-    tables = fit_to_step(trace, step=0.019, on_gpu=True, profiled=2)
+    trace = Trace(OPS, {StepPhase.FORWARD: 0.03}, seconds=0.08)
+    tables = step_tables(trace, step=0.019, on_gpu=True, profiled=2)
     idle = next(row for row in tables.stages if row.stage == IDLE)
     assert idle.milliseconds == pytest.approx(0)
     assert sum(row.milliseconds for row in tables.stages) == pytest.approx(20)

@@ -1,0 +1,1 @@
+"""Floor 11: how long a training step takes, and where its time goes."""

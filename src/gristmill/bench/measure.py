@@ -1,0 +1,378 @@
+"""Where the time of a step goes: the real step of a run file, measured; nothing stays on disk.
+
+    warm-up        the first step compiles; none of these is counted
+    measured       timed by the meter, as in a run, without the profiler
+    profiled       a few more steps under torch.profiler, for the shares
+
+Everything is assembled as for training and runs in the same loop, without hooks, with the run
+folder in a temporary place. The profiler slows the host down, so its times are fitted to the
+measured step: on a GPU kernels take as long as ever, and what they leave of the step is idle time;
+on the CPU all times shrink in proportion. A batch that grows is measured at its full size.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from gristmill.base.errors import Problem, UserError
+from gristmill.base.units import Duration, Unit
+from gristmill.bench.random_tokens import GPT2_VOCABULARY, write_random_tokens
+from gristmill.bench.trace import OpClass, StepPhase, Trace, read_trace
+from gristmill.checkpoint.layout import CheckpointFolder
+from gristmill.checkpoint.writer import CheckpointWriter
+from gristmill.config.resolve import Portions, portions
+from gristmill.config.rules import check_mesh
+from gristmill.config.schema import RunConfig, RuntimeConfig, TrackConfig
+from gristmill.data.dataset import path_list
+from gristmill.data.loader import READ_AHEAD
+from gristmill.optim.schedule import build_schedule
+from gristmill.parallel.device import Device, MatrixRate, matrix_rate, memory_explained
+from gristmill.text.tokenizers.tokenizer import open_tokenizer
+from gristmill.tokens.store import open_tokens
+from gristmill.track.folder import RunFolder
+from gristmill.track.metrics import StepRecord, read_metrics
+from gristmill.track.sinks import JsonlSink
+from gristmill.train.assemble import Assembly, assemble, build_loader, build_meter
+from gristmill.train.hooks import Hooks
+from gristmill.train.loop import train
+from gristmill.train.meter import Meter
+from gristmill.train.moment import Moment
+from gristmill.train.stop import StopRequest
+from gristmill.train.tracker import Tracker
+
+PROFILED = 3
+"""Steps under the profiler."""
+_LARGEST = 10
+IDLE = "idle"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What was measured."""
+
+    name: str
+    parameters: int
+    batch: int
+    micro_batch: int
+    sequence: int
+    vocabulary: int
+    device: str
+    precision: str
+    compiled: Literal["model", "blocks"] | None
+    """The whole model as one graph, or one block for all; None if nothing is compiled."""
+    random_tokens: bool
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast steps were, without the profiler."""
+
+    steps: int
+    first_step: float
+    """Seconds of the first step, compilation included."""
+    milliseconds: float
+    """The median step."""
+    fastest: float
+    slowest: float
+    tokens_per_second: float
+    data_wait: float
+    """Milliseconds that the median step waited for its batch."""
+    memory: int | None
+    """The most bytes allocated, where that is known."""
+    tflops: float
+    """10^12 operations a second, as PaLM counts them."""
+    tflops_causal: float
+    mfu: float | None
+    """Share of the device's peak; None if that is not known."""
+    mfu_causal: float | None
+
+
+@dataclass(frozen=True)
+class TimeRow:
+    """A line of a table: some of a step's time."""
+
+    stage: str
+    part: str
+    milliseconds: float
+    share: float
+    """Of the whole step."""
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """All operations of one name in a step."""
+
+    name: str
+    part: str
+    count: float
+    milliseconds: float
+    share: float
+
+
+@dataclass(frozen=True)
+class StepTables:
+    """The time of an average step; empty where the profiler does not see the device's work."""
+
+    stages: tuple[TimeRow, ...] = ()
+    """By phase. They add up to the step; on a GPU one of them is the time the device was idle."""
+    parts: tuple[TimeRow, ...] = ()
+    """By phase and class of operation."""
+    host: tuple[TimeRow, ...] = ()
+    """On a GPU: what the host does meanwhile."""
+    kernels: tuple[KernelTime, ...] = ()
+    """The ten largest; on the CPU, operators."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchResult(StepTables):
+    """Everything found about the steps of a run; the fields are the keys of the JSON file."""
+
+    subject: Subject
+    speed: Speed
+    matrix: MatrixRate
+
+
+def measure_run(
+    config: RunConfig, *, steps: int = 30, warm_up: int = 10, random_tokens: bool = False
+) -> BenchResult:
+    """Run steps of a run file and find where their time goes; nothing stays on disk."""
+    total = warm_up + steps + PROFILED + 1
+    check_mesh(config, processes=1)
+    with tempfile.TemporaryDirectory(prefix="gristmill-bench-") as name:
+        folder = Path(name)
+        config = _prepared(config, total)
+        if random_tokens:
+            config = _with_random_tokens(config, folder / "random", steps=total)
+        else:
+            _require_tokens(config)
+        parts = assemble(config, RunFolder(folder / "run"))
+        with memory_explained('set train.micro_batch lower, or train.recompute = "full"'):
+            return _measure(parts, warm_up=warm_up, steps=steps, random_tokens=random_tokens)
+
+
+# ------------------------------------------------------------------ what is run
+
+
+def _prepared(config: RunConfig, steps: int) -> RunConfig:
+    """The same run with a record of every step, at its full batch, for at least `steps` steps."""
+    until = config.train.until
+    if until.unit is Unit.STEPS:
+        until = Duration(max(until.amount, steps), Unit.STEPS)
+    changes = {
+        "train": config.train.model_copy(update={"ramp": None, "until": until}),
+        "data": config.data.model_copy(update={"cache": None}),
+        "track": TrackConfig(),
+    }
+    return config.model_copy(update=changes)
+
+
+def _with_random_tokens(config: RunConfig, prefix: Path, *, steps: int) -> RunConfig:
+    data, given = config.data, config.data.tokenizer
+    vocabulary = config.model.vocab or (open_tokenizer(given).size if given else GPT2_VOCABULARY)
+    sequence = data.sequence or config.model.context
+    write_random_tokens(prefix, vocabulary=vocabulary, tokens=max(1_000_000, 64 * sequence))
+    divided = portions(config.train)
+    assert isinstance(divided, Portions), "the rules are checked when settings are loaded"
+    changes = {
+        "paths": str(prefix),
+        "split": "1,0",
+        **dict.fromkeys(("validation", "tokenizer", "blend"), None),
+        # The order of a whole run over so few tokens would be many thousands of epochs long.
+        "samples": (steps + READ_AHEAD) * divided.batch if data.order == "megatron" else None,
+    }
+    return config.model_copy(update={"data": data.model_copy(update=changes)})
+
+
+def _require_tokens(config: RunConfig) -> None:
+    problems: list[Problem] = []
+    for path in path_list(config.data.paths):
+        try:
+            open_tokens(path)
+        except UserError as error:
+            exit = error.exit
+            for one in error.problems:
+                remedy = one.remedy or "prepare them"
+                remedy = f"{remedy}; --random-tokens measures without data"
+                problems.append(replace(one, remedy=remedy))
+    if problems:
+        raise UserError(problems, exit=exit)
+
+
+# ------------------------------------------------------------------ measuring
+
+
+class _ProfiledHooks(Hooks):
+    """Shows the profiler how long records take."""
+
+    def after_step(self, moment: Moment) -> None:
+        with record_function("gristmill::records"):
+            super().after_step(moment)
+
+
+def _measure(parts: Assembly, *, warm_up: int, steps: int, random_tokens: bool) -> BenchResult:
+    numbers, folder = parts.numbers, parts.folder
+    folder.path.mkdir()
+    tracker = Tracker([JsonlSink(folder.metrics)], clock=lambda: parts.state.progress)
+    meter = build_meter(parts, tracker)
+    writer = CheckpointWriter(
+        CheckpointFolder(folder.checkpoints),
+        parts.config.checkpoint,
+        progress_at=numbers.progress_at,
+        say=tracker.say,
+    )
+    hooks = _ProfiledHooks(
+        [],
+        meter=meter,
+        tracker=tracker,
+        stop=StopRequest(),
+        writer=writer,
+        batch_at=numbers.ramp.batch_at,
+    )
+    schedule = build_schedule(parts.config, numbers)
+    batches = build_loader(parts).starting_at(parts.state.progress)
+    # An endless iterator that shows the profiler how long a step waits for its batch.
+    profiled_batches = iter(record_function("gristmill::data")(batches.__next__), None)
+
+    def run(count: int) -> None:
+        meter.restart_clock()
+        train(
+            parts.state,
+            batches=profiled_batches,
+            strategy=parts.strategy,
+            schedule=schedule,
+            hooks=hooks,
+            until=Duration(parts.state.progress.steps + count, Unit.STEPS),
+        )
+
+    try:
+        run(warm_up)
+        run(steps)
+        records = [one for one in read_metrics(folder.metrics) if isinstance(one, StepRecord)]
+        speed = _speed(records, meter, warm_up=warm_up, tokens=numbers.tokens_per_step)
+        tables = _profile(run, folder, parts.world.device, step=speed.milliseconds / 1000)
+    finally:
+        batches.close()
+        tracker.close()
+    subject = _subject(parts, random_tokens=random_tokens)
+    matrix = matrix_rate(parts.world.device)
+    return BenchResult(**vars(tables), subject=subject, speed=speed, matrix=matrix)
+
+
+def _speed(records: Sequence[StepRecord], meter: Meter, *, warm_up: int, tokens: int) -> Speed:
+    counted = records[warm_up:]
+    seconds = [record.step_seconds for record in counted]
+    middle = statistics.median(seconds)
+    rate = tokens / middle
+    palm, causal = rate * meter.cost.palm, rate * meter.cost.causal
+    return Speed(
+        steps=len(counted),
+        first_step=records[0].step_seconds,
+        milliseconds=1000 * middle,
+        fastest=1000 * min(seconds),
+        slowest=1000 * max(seconds),
+        tokens_per_second=rate,
+        data_wait=1000 * statistics.median(record.data_wait for record in counted),
+        memory=counted[-1].memory_bytes,
+        tflops=palm / 1e12,
+        tflops_causal=causal / 1e12,
+        mfu=palm / meter.peak if meter.peak else None,
+        mfu_causal=causal / meter.peak if meter.peak else None,
+    )
+
+
+def _subject(parts: Assembly, *, random_tokens: bool) -> Subject:
+    config, numbers = parts.config, parts.numbers
+    return Subject(
+        name=config.name,
+        parameters=sum(parameter.numel() for parameter in parts.outline.parameters()),
+        batch=numbers.batch,
+        micro_batch=numbers.micro_batch,
+        sequence=numbers.sequence,
+        vocabulary=numbers.vocab,
+        device=parts.world.device.name,
+        precision=config.precision.described,
+        compiled=_compiled(config.runtime, parts.world.device.kind),
+        random_tokens=random_tokens,
+    )
+
+
+def _compiled(runtime: RuntimeConfig, device: str) -> Literal["model", "blocks"] | None:
+    if not runtime.compiles(device):
+        return None
+    return "blocks" if runtime.compile == "blocks" else "model"
+
+
+# ------------------------------------------------------------------ profiling
+
+
+def _profile(
+    run: Callable[[int], None], folder: RunFolder, device: Device, *, step: float
+) -> StepTables:
+    if device.kind == "mps":
+        return StepTables()
+    on_gpu = device.kind == "cuda"
+    activities = [ProfilerActivity.CPU]
+    if on_gpu:
+        activities.append(ProfilerActivity.CUDA)
+        # The profiler sets itself up in the first step that it sees.
+        with profile(activities=activities, acc_events=True):
+            run(1)
+    with profile(activities=activities, acc_events=True) as profiler:
+        run(PROFILED)
+    file = folder.path / "trace.json"
+    profiler.export_chrome_trace(str(file))
+    trace = read_trace(json.loads(file.read_text())["traceEvents"], on_gpu=on_gpu)
+    return step_tables(trace, step=step, on_gpu=on_gpu)
+
+
+def step_tables(trace: Trace, *, step: float, on_gpu: bool, profiled: int = PROFILED) -> StepTables:
+    """Tables of one step that takes `step` seconds, from a trace of several under the profiler."""
+    by_phase: dict[StepPhase, float] = defaultdict(float)
+    by_class: dict[tuple[StepPhase, OpClass], float] = defaultdict(float)
+    by_name: dict[tuple[str, OpClass], float] = defaultdict(float)
+    counts = Counter((op.name, op.kind) for op in trace.ops)
+    for op in trace.ops:
+        by_phase[op.phase] += op.seconds
+        by_class[op.phase, op.kind] += op.seconds
+        by_name[op.name, op.kind] += op.seconds
+    if on_gpu:
+        scale = 1000 / profiled
+        # Kernels measured under the profiler may need a little more than the step without it.
+        whole = max(1000 * step, scale * trace.busy)
+    else:
+        scale, whole = 1000 * step / trace.seconds, 1000 * step
+
+    def row(stage: str, milliseconds: float, part: str = "") -> TimeRow:
+        return TimeRow(stage, part, milliseconds, milliseconds / whole)
+
+    inner = (StepPhase.FORWARD, StepPhase.BACKWARD, StepPhase.UPDATE)
+    times = by_phase if on_gpu else trace.host
+    stages = [
+        row(phase, scale * times.get(phase, 0.0))
+        for phase in StepPhase
+        if times.get(phase, 0.0) > 0 or phase in inner
+    ]
+    host = [row(phase, 1000 * seconds / profiled) for phase, seconds in trace.host.items()]
+    parts = [
+        row(phase, scale * by_class[phase, kind], kind)
+        for phase in inner
+        for kind in OpClass
+        if by_class[phase, kind] > 0
+    ]
+    largest = sorted(by_name, key=lambda key: -by_name[key])[:_LARGEST]
+    kernels = [
+        KernelTime(*key, counts[key] / profiled, scale * by_name[key], scale * by_name[key] / whole)
+        for key in largest
+    ]
+    if on_gpu:
+        stages.append(row(IDLE, whole - scale * trace.busy))
+    return StepTables(tuple(stages), tuple(parts), tuple(host) if on_gpu else (), tuple(kernels))
