@@ -12,7 +12,7 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.bench.measure import BenchResult, Speed, Subject
 from gristmill.cli.bench import _lines
 from gristmill.cli.main import app
-from gristmill.parallel.world import MatrixRate
+from gristmill.parallel.device import MatrixRate
 
 RUN = """
 name = "small"
