@@ -151,7 +151,7 @@ def report(config: RunConfig, found: Mapping[str, Measured], plan: Plan) -> None
     """A row for each system."""
     numbers = numbers_of(config)
     cost = token_cost(config.model, rows=numbers.padded_vocab, sequence=numbers.sequence)
-    rate = matrix_rate(torch.device(plan.device))
+    rate = matrix_rate(Device(torch.device(plan.device)))
     width = max(map(len, found)) + 2
     beside = found[BASE].speeds if BASE in found else []
     base = statistics.median(beside) if beside else None

@@ -30,8 +30,9 @@ FP8_MULTIPLE = 16
 
 def check(config: RunConfig, *, written: Written) -> list[Broken]:
     """Everything wrong with settings that are each valid by themselves."""
-    own = (*_OF_KIND.get(type(config.model), ()), *_OF_KIND.get(type(config.optim), ()))
-    return [broken for rule in (*_RULES, *own) for broken in rule(config, written)]
+    of_model, of_optim = (_OF_KIND.get(type(one), ()) for one in (config.model, config.optim))
+    rules = (*of_model, *_RULES, *of_optim)
+    return [broken for rule in rules for broken in rule(config, written)]
 
 
 def doubts(config: RunConfig, numbers: Resolved) -> list[str]:
