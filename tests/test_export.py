@@ -198,7 +198,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_a_name_that_is_nowhere(hub: Path) -> None:
     for name in ("no-such/model", "not a name"):
         with pytest.raises(
-            UserError, match="not a folder here, and not to be had from Hugging Fac"
+            UserError, match="is not here, and cannot be downloaded from Hugging Face"
         ):
             open_model(name, device=CPU)
 

@@ -230,20 +230,23 @@ def _closing_both(reader: Any, below: BinaryIO) -> BinaryIO:
     return cast(BinaryIO, reader)
 
 
-def share_file(path: Path) -> None:
-    """Give a file the permissions that new files have; some libraries make theirs private."""
-    mask = os.umask(0)
-    os.umask(mask)
-    path.chmod(0o666 & ~mask)
-
-
 class FolderLock:
-    """Holds a folder for one process; the kernel lets go when that process ends, however it
-    ends."""
+    """Lets one process at a time use a folder.
+
+    The kernel releases the lock when its process ends, however it ends. The package filelock does
+    not serve: where files cannot be locked it may fall back to a file that a killed process leaves
+    behind, and in some versions a process that is refused erases the name of the holder.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / ".lock"
         self._handle: int | None = None
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
 
     def acquire(self) -> None:
         handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from gristmill.base.downloads import model_folder
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import read_json
 from gristmill.checkpoint.layout import ALONE, MANIFEST, CheckpointFolder, step_of, verify
@@ -23,7 +24,7 @@ from gristmill.checkpoint.state import (
     vocabulary_tables,
 )
 from gristmill.checkpoint.stored import hf_tensors, stored_tensors
-from gristmill.config.hf import from_hf, model_folder
+from gristmill.config.hf import from_hf
 from gristmill.config.schema import ModelConfig
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
@@ -103,7 +104,7 @@ def fill_model(
 ) -> None:
     """Put the weights of a run folder, a Hugging Face folder or name into a freshly built model; of
     one that is divided, into what this process holds."""
-    path = model_folder(start, where="model.start")
+    path = model_folder(start)
     shares = list((held or held_whole(model)).values())
     tables = vocabulary_tables(one.name for one in shares)
     for one in shares:

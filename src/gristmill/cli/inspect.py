@@ -24,6 +24,7 @@ def config(
     presets: Annotated[bool, typer.Option("--presets", help="List the presets.")] = False,
 ) -> None:
     """Print the complete settings of a run and the numbers that follow from them."""
+    from gristmill.base.downloads import model_folder
     from gristmill.config.load import dump_run, load_run
     from gristmill.config.schema import RunConfig
     from gristmill.config.settings import FileSchema
@@ -36,7 +37,7 @@ def config(
     elif run is None:
         raise UserError("give a run file, --schema or --presets", where="config")
     else:
-        loaded = load_run(run, settings or ())
+        loaded = load_run(run, settings or (), find_model=model_folder)
         typer.echo(dump_run(loaded), nl=False)
         _derived(loaded)
 

@@ -2,8 +2,7 @@
 
     n_layer <-> layers    n_head <-> heads    n_embd <-> width    n_positions <-> context   ...
 
-A run folder is accepted in the place of a Hugging Face one: its `run.toml` holds the settings. So
-is a name on Hugging Face, which is looked for in the local cache first.
+A run folder serves as well: its `run.toml` holds the settings.
 """
 
 from __future__ import annotations
@@ -35,45 +34,20 @@ _DEFAULTS = {
     "initializer_range": 0.02,
     "scale_attn_weights": True,
 }
-_FETCHED = ["*.safetensors", "*.json", "merges.txt"]
 _UNSUPPORTED = ("scale_attn_by_inverse_layer_idx", "add_cross_attention")
 
 
-def model_settings(start: str) -> dict[str, Any]:
-    """The `[model]` table that fits the weights in a run folder, a Hugging Face folder or name."""
-    folder = model_folder(start, where="model.start")
+def model_settings(folder: Path) -> dict[str, Any]:
+    """The `[model]` table that fits the weights in a run folder or a Hugging Face folder."""
     if (folder / "run.toml").is_file():
         return _from_run(folder / "run.toml")
     if not (folder / "config.json").is_file():
         raise UserError(
-            f"{start!r} holds neither a run (run.toml) nor a Hugging Face model (config.json)",
+            f"'{folder}' holds neither a run (run.toml) nor a Hugging Face model (config.json)",
             where="model.start",
             exit=Exit.DATA,
         )
     return from_hf(read_json(folder / "config.json"), where=str(folder / "config.json"))
-
-
-def model_folder(name: str, *, where: str) -> Path:
-    """A folder as it is; a Hugging Face name from the local cache or the network.
-
-    Only weights in safetensors, settings and tokenizer files are fetched: nothing that could run.
-    """
-    if Path(name).exists():
-        return Path(name)
-    # Imported here: only a name needs it, and it is slow to import.
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=_FETCHED))
-    except (OSError, HFValidationError, ValueError) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"{name!r} is not a folder here, and not to be had from Hugging Face: {first}",
-            where=where,
-            remedy="give a run folder, a Hugging Face folder, or a name there such as gpt2",
-            exit=Exit.DATA,
-        ) from error
 
 
 def _from_run(file: Path) -> dict[str, Any]:

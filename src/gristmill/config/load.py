@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -32,6 +32,8 @@ from gristmill.config.rules import check
 from gristmill.config.schema import RunConfig
 from gristmill.config.settings import UNSET, NoEffect, Path_
 from gristmill.config.toml import key_lines, write_toml
+
+FindModel = Callable[[str], Path]
 
 
 @dataclass
@@ -66,8 +68,13 @@ class _Layers:
         return self.file
 
 
-def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run file, or the one in a run folder; raises one error with all problems."""
+def load_run(
+    path: Path, overrides: Sequence[str] = (), *, find_model: FindModel = Path
+) -> RunConfig:
+    """Read a run file, or the one in a run folder; raises one error with all problems.
+
+    `find_model` gives the local folder of `model.start`: nothing in here uses the network.
+    """
     if path.is_dir():
         path = path / "run.toml"
     try:
@@ -78,10 +85,12 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         ) from error
     except UnicodeDecodeError as error:
         raise UserError("the run file is not UTF-8 text", where=str(path)) from error
-    return load_text(text, overrides, place=str(path))
+    return load_text(text, overrides, place=str(path), find_model=find_model)
 
 
-def load_text(text: str, overrides: Sequence[str] = (), *, place: str) -> RunConfig:
+def load_text(
+    text: str, overrides: Sequence[str] = (), *, place: str, find_model: FindModel = Path
+) -> RunConfig:
     """As `load_run`, from the text of a run file."""
     tables = _parse(text, place=place)
     words = _parse_overrides(overrides)
@@ -94,11 +103,12 @@ def load_text(text: str, overrides: Sequence[str] = (), *, place: str) -> RunCon
         written.note(table, place=f"command line {word!r}", lines={})
     _merge(written.values, chosen)
 
-    layers = _Layers(place)
+    layers, weights = _Layers(place), None
     start = _value_at(written.values, ("model", "start"))
     if isinstance(start, str) and start != UNSET:
         with _placed(written, ("model", "start")):
-            layers.add({"model": model_settings(start)}, place=f"model.start {start}", lines={})
+            weights = model_settings(find_model(start))
+        layers.add({"model": weights}, place=f"model.start {start}", lines={})
     preset = _value_at(written.values, ("preset",))
     if preset not in (None, UNSET):
         with _placed(written, ("preset",)):
@@ -106,7 +116,7 @@ def load_text(text: str, overrides: Sequence[str] = (), *, place: str) -> RunCon
     _merge(layers.values, written.values)
     layers.places.update(written.places)
     _take_away(layers.values)
-    return _validate(layers, written=written.places)
+    return _validate(layers, written=written.places, weights=weights)
 
 
 @contextmanager
@@ -262,19 +272,21 @@ def _take_away(values: dict[str, Any], model: type[BaseModel] = RunConfig) -> No
 # ------------------------------------------------------------------ checking
 
 
-def _validate(layers: _Layers, *, written: Collection[Path_]) -> RunConfig:
+def _validate(
+    layers: _Layers, *, written: Collection[Path_], weights: Mapping[str, Any] | None
+) -> RunConfig:
     """The settings, without those of lower layers that do nothing beside what the user wrote."""
     try:
         config = RunConfig.model_validate({**layers.values, **_default_types(layers.values)})
     except ValidationError as error:
         invalid = dict.fromkeys(_problem(details, layers) for details in error.errors())
         raise UserError(invalid) from None
-    broken = check(config, written=written)
+    broken = check(config, written=written, weights=weights)
     idle = [path for path, problem in broken if isinstance(problem, NoEffect)]
     if lower := [path for path in idle if not any(p[: len(path)] == path for p in written)]:
         for *table, key in lower:
             del _value_at(layers.values, tuple(table))[key]
-        return _validate(layers, written=written)
+        return _validate(layers, written=written, weights=weights)
     if broken:
         raise UserError(
             Problem(problem.what, f"{layers.place(path)}: {'.'.join(path)}", problem.remedy)

@@ -7,11 +7,11 @@ about what is allowed and yet may be a mistake.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
 from gristmill.base.errors import Problem, UserError
 from gristmill.base.units import Duration, Unit, parse_split
-from gristmill.config.hf import model_settings
 from gristmill.config.layouts import given_sizes_fit, mesh_fits
 from gristmill.config.optim import InverseSqrtSchedule, MuonConfig, WarmupStableDecaySchedule
 from gristmill.config.parallel import Mesh, build_mesh
@@ -24,10 +24,14 @@ FP8_MULTIPLE = 16
 """Matrix products in fp8 are of sizes that are multiples of this."""
 
 
-def check(config: RunConfig, *, written: Collection[Path_]) -> list[Broken]:
+def check(
+    config: RunConfig, *, written: Collection[Path_], weights: Mapping[str, Any] | None = None
+) -> list[Broken]:
     """Everything wrong with settings that are each valid by themselves; `written` are those that
-    come from the user, not from a preset."""
+    come from the user, not from a preset, `weights` those of the model in `model.start`."""
     broken = [broken for rule in _RULES for broken in rule(config)]
+    if weights is not None:
+        broken += _start_agrees(config, weights)
     return [*broken, *_rate_fits_scale(config, written)]
 
 
@@ -295,10 +299,8 @@ def _rate_fits_scale(config: RunConfig, written: Collection[Path_]) -> Iterator[
 _NOTHING = tuple(Duration(0, unit) for unit in Unit)
 
 
-def _start_agrees(config: RunConfig) -> Iterator[Broken]:
-    if config.model.start is None:
-        return
-    weights = ModelConfig.model_validate(model_settings(config.model.start))
+def _start_agrees(config: RunConfig, settings: Mapping[str, Any]) -> Iterator[Broken]:
+    weights = ModelConfig.model_validate(settings)
     for name in (name for name in ModelConfig.model_fields if name not in SHAPE_FREE):
         field = {"kv_heads": "groups", "mlp_width": "inner"}.get(name, name)
         got, value = getattr(config.model, field), getattr(weights, field)
@@ -328,7 +330,6 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Broken]], ...] = (
     _schedule_fits,
     _muon_settings_act,
     given_sizes_fit,
-    _start_agrees,
 )
 
 

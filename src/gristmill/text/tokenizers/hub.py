@@ -1,22 +1,24 @@
-"""Tokenizer folders of Hugging Face: found by name, converted where need be, asked for their end.
+"""Tokenizers in the layout of Hugging Face: found by name, converted, and their end-of-text token.
 
     name    the local cache, then the network; tokenizer files only, never weights or code
     files   tokenizer.json as it is; spiece.model, tokenizer.model, vocab.txt through transformers
 
-The token that ends a document is stated in one of four files, looked at in this order:
-tokenizer_config.json, special_tokens_map.json, generation_config.json, config.json. The first two
-name it, the others give its id. Code that a repository brings along is never run.
+Four files may state the end-of-text token, read in this order: tokenizer_config.json and
+special_tokens_map.json name it, generation_config.json and config.json give its id. Code in a
+repository is never run.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+from gristmill.base.downloads import hub_folder
 from gristmill.base.errors import Exit, UserError, optional
 from gristmill.base.files import read_json
 from gristmill.text.tokenizers.library import CONFIG_FILE, TOKENIZER_FILE
@@ -25,7 +27,7 @@ SLOW_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "voc
 """Files of tokenizers that only `transformers` can read."""
 _NAMING = (CONFIG_FILE, "special_tokens_map.json")
 _NUMBERING = ("generation_config.json", "config.json")
-_FETCHED = [
+_FILES = (
     TOKENIZER_FILE,
     "vocab.json",
     "merges.txt",
@@ -33,7 +35,7 @@ _FETCHED = [
     *_NAMING,
     *_NUMBERING,
     *SLOW_FILES,
-]
+)
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
@@ -42,20 +44,27 @@ def is_hub_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None and not name.endswith(".json")
 
 
-def hub_folder(name: str) -> Path:
-    """The tokenizer files of a name on Hugging Face, from the local cache or the network."""
-    cached = _snapshot(name, local=True)
-    if isinstance(cached, Path) and holds_tokenizer(cached):
-        return cached
-    found = _snapshot(name, local=False)
-    if isinstance(found, Path):
-        return found
-    raise UserError(
-        f"{name!r} is not a file or folder here, and not to be had from Hugging Face: {found}",
+def tokenizer_folder(name: str) -> Path:
+    """The tokenizer files of a Hugging Face name, from the local cache or the network."""
+    return cached_tokenizer(name) or _snapshot(name, offline=False)
+
+
+def cached_tokenizer(name: str) -> Path | None:
+    """The tokenizer files of a Hugging Face name if the local cache has them."""
+    with suppress(UserError):
+        folder = _snapshot(name, offline=True)
+        return folder if holds_tokenizer(folder) else None
+    return None
+
+
+def _snapshot(name: str, *, offline: bool) -> Path:
+    return hub_folder(
+        name,
+        files=_FILES,
         where="the tokenizer",
         remedy='give "bytes", "gpt2", a tokenizer.json, a folder with tokenizer files, '
-        "or a name on Hugging Face",
-        exit=Exit.DATA,
+        "or a Hugging Face name",
+        offline=offline,
     )
 
 
@@ -107,15 +116,3 @@ def _values(path: Path, key: str) -> list[Any]:
     content = read_json(path) if path.is_file() else {}
     value = content.get(key) if isinstance(content, dict) else None
     return value if isinstance(value, list) else [value]
-
-
-def _snapshot(name: str, *, local: bool) -> Path | str:
-    """The folder of a repository's files, or why there is none."""
-    # Imported here: only a name needs it, and it is slow to import.
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=_FETCHED, local_files_only=local))
-    except (OSError, HFValidationError, ValueError) as error:
-        return (str(error).strip().splitlines() or [type(error).__name__])[0]

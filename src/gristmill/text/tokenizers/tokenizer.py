@@ -35,9 +35,9 @@ from gristmill.text.tokenizers.hub import (
     SLOW_FILES,
     convert,
     holds_tokenizer,
-    hub_folder,
     is_hub_name,
     stated_ends,
+    tokenizer_folder,
 )
 from gristmill.text.tokenizers.library import CONFIG_FILE, TOKENIZER_FILE
 from gristmill.text.tokenizers.rank_files import ENCODINGS, open_encoding
@@ -173,7 +173,7 @@ def open_tokenizer(spec: str | Path, *, end_of_text: str | None = None) -> Token
         return _finished(open_encoding(encoding), where=name, ends=(end_of_text or END_OF_TEXT,))
     if path.is_dir() or name.startswith(_TIKTOKEN) or not is_hub_name(name):
         raise _no_tokenizer(name)
-    return _open_folder(hub_folder(name), end_of_text=end_of_text)
+    return _open_folder(tokenizer_folder(name), end_of_text=end_of_text)
 
 
 def open_tokenizer_files(vocab: Path, merges: Path, *, end_of_text: str | None = None) -> Tokenizer:
