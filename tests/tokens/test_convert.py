@@ -16,7 +16,7 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.tokens import reader as reading
 from gristmill.tokens.convert import CopyProgress, Origin, convert_tokens
 from gristmill.tokens.foreign import Reading
-from gristmill.tokens.format import TokenReader
+from gristmill.tokens.reader import TokenReader
 from gristmill.tokens.store import FORMATS, create_tokens, open_tokens, verify_tokens
 
 SPEC = {"type": "test", "fingerprint": "f" * 64}

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from gristmill.text.tokenizers.tokenizer import Tokenizer
     from gristmill.tokens.convert import CopyProgress
     from gristmill.tokens.foreign import Reading
-    from gristmill.tokens.format import TokenReader, TokenSetInfo
+    from gristmill.tokens.format import TokenSetInfo
+    from gristmill.tokens.reader import TokenReader
 
 tokens = typer.Typer(help="Look into token files, convert and merge them.", no_args_is_help=True)
 

@@ -1,9 +1,9 @@
-"""From one or more token sets to a new one of any format, in order and in bounded memory.
+"""Copy one or more token sets into a new one of any format, in order and in bounded memory.
 
-The ids are copied in pieces of a few MiB; only the document starts of a source are taken whole, 8
-bytes each. The type of the ids is chosen anew for the vocabulary and the format. What a source does
-not say about itself (see `gristmill.tokens.foreign`) a person may say, and it is checked against
-every id; otherwise the vocabulary ends after the largest id, and the tokenizer stays unknown.
+Ids are copied a few MiB at a time; only the document starts of a source are held as a whole, 8
+bytes each. The type of the ids is chosen for the new format and the vocabulary. The user may state
+what a source does not (see `gristmill.tokens.foreign`), and every id is checked against it;
+otherwise the vocabulary ends after the largest id, and the tokenizer stays unknown.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import numpy as np
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.tokens.foreign import Reading
-from gristmill.tokens.format import Starts, TokenReader, TokenSetInfo, TokenWriter
-from gristmill.tokens.megatron import sequence_starts
-from gristmill.tokens.reader import id_range, pieces
+from gristmill.tokens.format import Starts, TokenSetInfo
+from gristmill.tokens.reader import TokenReader, id_range, pieces
 from gristmill.tokens.store import TokenSet, create_tokens, find_tokens, is_empty_part
+from gristmill.tokens.writer import TokenWriter
 
 _Sets: TypeAlias = Sequence[tuple[str, TokenSet]]
-"""Each set with the name it was given by."""
+"""Each set with the name the user gave."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,13 @@ def convert_tokens(
     full = [source for source in sources if not is_empty_part(source)] or sources
     sets = [(str(source), find_tokens(source, reading)) for source in full]
     infos = [one.reader.info for _, one in sets]
-    _refuse_itself(sets, Path(output))
+    if any(Path(name).resolve() == Path(output).resolve() for name, _ in sets):
+        raise UserError(
+            "the new set has the name of its source",
+            where=str(output),
+            remedy="give the new set another name",
+            exit=Exit.REFUSED,
+        )
     known = _origin(sets, origin)
     writer = create_tokens(
         output,
@@ -95,8 +101,7 @@ def _copy(
     began, total = time.perf_counter(), sum(len(reader) for reader in readers)
     tokens = documents = 0
     for reader in readers:
-        starts = reader.document_starts
-        sequences = sequence_starts(reader)
+        starts, sequences = reader.document_starts, reader.sequence_starts
         for begin, ids in pieces(reader):
             inside = _within(starts, begin, len(ids))
             writer.append(
@@ -112,17 +117,6 @@ def _copy(
 def _within(places: Starts, begin: int, count: int) -> Starts:
     low, high = np.searchsorted(places, [begin, begin + count])
     return places[low:high] - begin
-
-
-def _refuse_itself(sets: _Sets, output: Path) -> None:
-    for name, _ in sets:
-        if Path(name).resolve() == output.resolve():
-            raise UserError(
-                "the new set has the name of its source",
-                where=str(output),
-                remedy="give the new set another name",
-                exit=Exit.REFUSED,
-            )
 
 
 def _origin(sets: _Sets, given: Origin | None) -> Origin:

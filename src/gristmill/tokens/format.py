@@ -1,4 +1,4 @@
-"""What every token set on disk has in common: its facts, its manifest, and the reader and writer.
+"""What all token sets on disk have in common: their facts and their manifest.
 
 A set named PREFIX is a few files that start with PREFIX, one of them the manifest:
 
@@ -10,11 +10,10 @@ A set named PREFIX is a few files that start with PREFIX, one of them the manife
 
 The manifest is written last, so a set without one is unfinished, or another program made it: see
 `gristmill.tokens.foreign`. It names its files by what follows PREFIX, so that a set may be moved
-and renamed. "content" is the SHA-256 of the ids themselves, end to end in their stored type: it
-does not depend on how they are laid out in files. Documents are not empty and lie end to end:
-document i begins at `document_starts[i]` and ends where the next one begins. The checksums are not
-compared when a set is opened, only the sizes: a terabyte of tokens must open at once. That is left
-to `verify_tokens`.
+and renamed. "content" is the SHA-256 of the ids in their stored type, however they are divided into
+files. Documents are not empty and lie end to end: document i begins at `document_starts[i]` and
+ends where the next one begins. Opening a set compares the sizes of its files only, since a terabyte
+of tokens must open at once; `verify_tokens` compares the checksums.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import importlib.metadata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -33,11 +32,14 @@ from gristmill.base.files import read_json, write_json
 
 KIND = "gristmill token set"
 VERSION = 1
-
+COPY_AGAIN = "copy the set again from where it came, or prepare it again"
+_SAME_NAMES = (
+    "format", "dtype", "tokens", "documents", "vocab_size", "end_of_text", "text_bytes",
+)  # fmt: skip
+"""What the manifest calls as `TokenSetInfo` does."""
 DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "int64")
 """The types an id may be stored in; we write uint16, uint32 and int32 only."""
 
-Ids: TypeAlias = npt.NDArray[np.integer[Any]]
 Starts: TypeAlias = npt.NDArray[np.int64]
 
 
@@ -61,76 +63,6 @@ class TokenSetInfo:
     """SHA-256 of the ids; of a set without a manifest, of its sizes and pieces of its content."""
     text_bytes: int | None = None
     """UTF-8 bytes of the text that was encoded, if known."""
-
-
-class TokenReader(Protocol):
-    """A finished token set, open for reading."""
-
-    @property
-    def info(self) -> TokenSetInfo: ...
-
-    def __len__(self) -> int:
-        """The number of tokens."""
-        ...
-
-    def read(self, start: int, count: int) -> Ids:
-        """The ids at positions start to start + count, in their stored type."""
-        ...
-
-    @property
-    def document_starts(self) -> Starts:
-        """The positions at which documents begin."""
-        ...
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """The files that hold the ids."""
-        ...
-
-
-class TokenWriter(Protocol):
-    """A token set in the making; nothing of it is visible under its name before `finish`."""
-
-    def add(self, ids: npt.NDArray[Any] | Sequence[int]) -> None:
-        """Append one document; an id outside the vocabulary is refused."""
-        ...
-
-    def append(
-        self,
-        ids: npt.NDArray[Any],
-        *,
-        starts: npt.NDArray[np.int64],
-        sequences: npt.NDArray[np.int64] | None = None,
-    ) -> None:
-        """Append a stretch of tokens, in which documents begin at the positions `starts`.
-
-        What stands before the first of them goes on with the document begun last. Some formats cut
-        documents into sequences, which begin at `sequences`; the others do not keep them.
-        """
-        ...
-
-    def save(self) -> dict[str, Any]:
-        """Flush everything to the disk; what is returned, as JSON, lets another process go on.
-
-        Only for sets begun with a `state`; the others do not outlive their process.
-        """
-        ...
-
-    def close(self) -> None:
-        """Leave what was saved for another process, and let go of the files."""
-        ...
-
-    def finish(self, *, text_bytes: int | None = None, may_be_empty: bool = False) -> TokenSetInfo:
-        """Put the set in place, its manifest last.
-
-        A set without documents, which only a part of a larger one may be, is its manifest alone.
-        """
-        ...
-
-    def abandon(self) -> None:
-        """Remove everything that is not in place; sets begun with a `state` need it after `finish`
-        too, when nobody will go on with them."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -214,23 +146,13 @@ def checked_ids(
 
 def write_manifest(prefix: Path, manifest: Manifest) -> None:
     """Write PREFIX.json, which makes the set a finished one."""
-    info = manifest.info
     value = {
         "kind": KIND,
         "version": VERSION,
-        "format": info.format,
-        "dtype": info.dtype,
-        "tokens": info.tokens,
-        "documents": info.documents,
-        "vocab_size": info.vocab_size,
-        "end_of_text": info.end_of_text,
-        "text_bytes": info.text_bytes,
+        **{name: getattr(manifest.info, name) for name in _SAME_NAMES},
         "tokenizer": dict(manifest.tokenizer),
-        "content": info.fingerprint,
-        "files": {
-            suffix: {"bytes": facts.bytes, "sha256": facts.sha256}
-            for suffix, facts in manifest.files.items()
-        },
+        "content": manifest.info.fingerprint,
+        "files": {suffix: vars(facts) for suffix, facts in manifest.files.items()},
         "created_by": manifest.created_by,
     }
     write_json(file_of(prefix, ".json"), value)
@@ -264,7 +186,7 @@ def read_manifest(prefix: Path) -> Manifest:
         raise UserError(
             f"the manifest is damaged ({type(error).__name__}: {error})",
             where=str(path),
-            remedy="prepare the set again, or copy its files again from where they came",
+            remedy=COPY_AGAIN,
             exit=Exit.DATA,
         ) from error
 
@@ -303,24 +225,16 @@ def _parse_manifest(value: dict[str, Any]) -> Manifest:
 
 
 def size_problems(prefix: Path, manifest: Manifest) -> list[Problem]:
-    """What is missing, cut or longer than the manifest says."""
-    return [
-        problem
-        for suffix, facts in manifest.files.items()
-        if (problem := _size_problem(file_of(prefix, suffix), expected=facts.bytes))
-    ]
-
-
-def _size_problem(path: Path, *, expected: int) -> Problem | None:
-    remedy = "copy the file again from where it came, or prepare the set again"
-    if not path.is_file():
-        return Problem("this file of the token set is missing", where=str(path), remedy=remedy)
-    found = path.stat().st_size
-    if found == expected:
-        return None
-    how = "cut short" if found < expected else "too long"
-    return Problem(
-        f"the file is {how}: {found} bytes, and the manifest says {expected}",
-        where=str(path),
-        remedy=remedy,
-    )
+    """Files that are missing, or shorter or longer than the manifest says."""
+    problems = []
+    for suffix, facts in manifest.files.items():
+        path = file_of(prefix, suffix)
+        size = path.stat().st_size if path.is_file() else None
+        if size == facts.bytes:
+            continue
+        what = "this file of the token set is missing"
+        if size is not None:
+            how = "cut short" if size < facts.bytes else "too long"
+            what = f"the file is {how}: {size} bytes, and the manifest says {facts.bytes}"
+        problems.append(Problem(what, where=str(path), remedy=COPY_AGAIN))
+    return problems

@@ -1,9 +1,8 @@
-"""Ids in one file or many, memory-mapped and read as one row.
+"""Reading ids from one file or many, memory-mapped, as one array.
 
-A file holds a run of ids behind an optional header. A read inside one file is a view of it, a read
-across a border is a copy. Files are mapped when they are first read, and only a limited number of
-maps is kept, because each costs a file descriptor and a set may have thousands of files. A view
-keeps its map alive for as long as it is held.
+A file holds ids after an optional header. A read within one file is a view, a read across files is
+a copy. Files are mapped when they are first read, and only a limited number of maps is kept, since
+each costs a file descriptor and a set may have thousands of files. A view keeps its map alive.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ import numpy as np
 import numpy.typing as npt
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.tokens.format import Ids, Starts, TokenReader, TokenSetInfo, file_of, stored
+from gristmill.tokens.format import Starts, TokenSetInfo, file_of, stored
 
 PIECE = 1 << 21
-"""Tokens that are taken at a time when a whole set is read."""
+"""Tokens that are read at a time when a whole set is read."""
 
 _MAPS = 128
 
 
 @dataclass(frozen=True)
-class Shard:
-    """A run of ids in a file."""
+class TokenShard:
+    """The ids in one file."""
 
     path: Path
     offset: int
@@ -47,16 +46,17 @@ class IdRange:
     largest: int
 
 
-class MappedReader:
-    """A token set whose ids lie in files as they are."""
+class TokenReader:
+    """A finished token set, memory-mapped."""
 
-    def __init__(self, info: TokenSetInfo, *, shards: Sequence[Shard], starts: Starts) -> None:
+    def __init__(self, info: TokenSetInfo, *, shards: Sequence[TokenShard], starts: Starts) -> None:
         assert sum(shard.tokens for shard in shards) == info.tokens
         self.info = info
         self._dtype = stored(info.dtype)
         self._shards = [shard for shard in shards if shard.tokens]
         self._ends = list(accumulate(shard.tokens for shard in self._shards))
-        self._starts = starts
+        self.document_starts = starts
+        """The positions at which documents begin."""
         self._ids = functools.lru_cache(maxsize=_MAPS)(self._map)
 
     def _map(self, number: int) -> npt.NDArray[Any]:
@@ -66,28 +66,28 @@ class MappedReader:
     def __len__(self) -> int:
         return self.info.tokens
 
-    def read(self, start: int, count: int) -> Ids:
+    def read(self, start: int, count: int) -> npt.NDArray[Any]:
         """The ids at positions start to start + count, in their stored type."""
         assert start >= 0 and count >= 0 and start + count <= self.info.tokens, (
             f"tokens {start} to {start + count} of {self.info.tokens}"
         )
         if count == 0:
-            return cast(Ids, np.empty(0, dtype=self._dtype))
+            return np.empty(0, dtype=self._dtype)
         number = bisect_right(self._ends, start)
         inside = start - (self._ends[number - 1] if number else 0)
         if start + count <= self._ends[number]:
-            return cast(Ids, self._ids(number)[inside : inside + count])
+            return self._ids(number)[inside : inside + count]
         parts, wanted = list[npt.NDArray[Any]](), count
         while wanted:
             part = self._ids(number)[inside : inside + wanted]
             parts.append(part)
             wanted, number, inside = wanted - len(part), number + 1, 0
-        return cast(Ids, np.concatenate(parts))
+        return np.concatenate(parts)
 
     @property
-    def document_starts(self) -> Starts:
-        """The positions at which documents begin."""
-        return self._starts
+    def sequence_starts(self) -> Starts | None:
+        """The positions at which sequences begin, in formats that split documents into some."""
+        return None
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -110,9 +110,9 @@ def read_starts(prefix: Path) -> Starts:
 
 
 def check_manifest(
-    prefix: Path, info: TokenSetInfo, *, shards: Sequence[Shard], documents: int
+    prefix: Path, info: TokenSetInfo, *, shards: Sequence[TokenShard], documents: int
 ) -> None:
-    """Refuse files that hold something else than the manifest says."""
+    """Refuse files that do not hold what the manifest says."""
     tokens, dtype = sum(shard.tokens for shard in shards), shards[0].dtype
     if (tokens, documents, dtype) != (info.tokens, info.documents, info.dtype):
         raise UserError(

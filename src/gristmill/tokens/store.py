@@ -1,15 +1,15 @@
-"""Open, create, inspect and verify token sets without knowing their format.
+"""Open, create, inspect and verify token sets of any format.
 
-A format is one module with a reader and a writer, and one row of `FORMATS`. Reading finds the row
-by the manifest's "format"; a set without a manifest is recognised by its files. Inspection and
-verification go through the reader in pieces of a few MiB, so they need little memory however large
-the set is; only the document starts are taken whole.
+A format is a function that opens a set, a writer, and one row of `FORMATS`. The manifest names the
+format; a set without one is recognised by its files. Inspecting and verifying read a few MiB at a
+time, so they need little memory however large the set is, apart from the document starts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +19,22 @@ import numpy.typing as npt
 from gristmill.base.errors import Exit, Problem, UserError
 from gristmill.base.files import sha256_file
 from gristmill.tokens import flat, megatron, megatron_writer, shards
-from gristmill.tokens.foreign import Reading, find_foreign, open_foreign
+from gristmill.tokens.foreign import Reading, open_foreign
 from gristmill.tokens.format import (
+    COPY_AGAIN,
     Manifest,
     NewSet,
-    TokenReader,
     TokenSetInfo,
-    TokenWriter,
     file_of,
     is_manifest,
     read_manifest,
     size_problems,
 )
-from gristmill.tokens.reader import id_range, pieces
+from gristmill.tokens.reader import TokenReader, id_range, pieces
+from gristmill.tokens.writer import TokenWriter
 
 SHARD_SIZE = 10**8
 _QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
-_AGAIN = "copy the set again from where it came, or prepare it again"
 
 
 @dataclass(frozen=True)
@@ -49,10 +48,12 @@ class Format:
 
 
 FORMATS: Mapping[str, Format] = {
-    flat.FORMAT: Format(read=flat.open_set, write=flat.create_set),
-    megatron.FORMAT: Format(read=megatron.open_set, write=megatron_writer.create_set),
-    shards.LLMC: Format(read=shards.open_set, write=shards.create_llmc, sharded=True),
-    shards.NPY: Format(read=shards.open_set, write=shards.create_npy, sharded=True),
+    flat.FORMAT: Format(flat.open_set, flat.FlatWriter),
+    megatron.FORMAT: Format(megatron.open_set, megatron_writer.MegatronWriter),
+    **{
+        name: Format(shards.open_set, partial(shards.ShardWriter, format=name), sharded=True)
+        for name in shards.SHARD_FORMATS
+    },
 }
 
 
@@ -112,10 +113,10 @@ def find_tokens(prefix: Path | str, reading: Reading | None = None) -> TokenSet:
         _format(reading.format, where=path)
     manifest = _find_manifest(path)
     if manifest is None:
-        found = find_foreign(path, format=reading.format)
-        if found is None:
+        reader = open_foreign(path, reading)
+        if reader is None:
             raise _not_found(path, format=reading.format)
-        return TokenSet(open_foreign(found, where=path, reading=reading), None)
+        return TokenSet(reader, None)
     problems = size_problems(path, manifest)
     if problems:
         raise UserError(problems, exit=Exit.DATA)
@@ -155,11 +156,19 @@ def create_tokens(
     """Begin a token set; `tokenizer` is a spec whose "fingerprint" names the tokenizer.
 
     `shard_size` is the most tokens in one file, for formats of several files; 100M if not given.
-    With `state` the set can outlive its process: {} begins one, what the writer's `save` returned
-    goes on with it.
+    With `state` the set can outlive its process: {} begins one, and what the writer's `save`
+    returned resumes it.
     """
     path = Path(prefix)
-    _check_place(path)
+    if path.name in ("", ".."):
+        raise UserError(
+            "a token set needs a name",
+            where=str(path),
+            remedy="give a folder and a name, such as tokens/books",
+        )
+    nearest = next(folder for folder in path.absolute().parents if folder.exists())
+    if not nearest.is_dir():
+        raise UserError("this is a file, not a folder", where=str(nearest), exit=Exit.STORAGE)
     chosen = _format(format, where=path)
     if shard_size is not None and not chosen.sharded:
         several = ", ".join(name for name, row in FORMATS.items() if row.sharded)
@@ -227,18 +236,6 @@ def _format(name: str, *, where: Path) -> Format:
     return FORMATS[name]
 
 
-def _check_place(prefix: Path) -> None:
-    if prefix.name in ("", ".."):
-        raise UserError(
-            "a token set needs a name",
-            where=str(prefix),
-            remedy="give a folder and a name, such as tokens/books",
-        )
-    nearest = next(folder for folder in prefix.absolute().parents if folder.exists())
-    if not nearest.is_dir():
-        raise UserError("this is a file, not a folder", where=str(nearest), exit=Exit.STORAGE)
-
-
 def _find_manifest(prefix: Path) -> Manifest | None:
     if file_of(prefix, ".json").is_file():
         return read_manifest(prefix)
@@ -294,7 +291,7 @@ def _checksum_problems(prefix: Path, manifest: Manifest) -> list[Problem]:
         Problem(
             "the content changed since it was written: the checksum differs from the manifest's",
             where=str(file_of(prefix, suffix)),
-            remedy=_AGAIN,
+            remedy=COPY_AGAIN,
         )
         for suffix, facts in manifest.files.items()
         if sha256_file(file_of(prefix, suffix)) != facts.sha256
@@ -310,7 +307,7 @@ def _id_problems(prefix: Path, reader: TokenReader) -> list[Problem]:
             first = int(outside[0])
             of = "any vocabulary" if vocab_size is None else f"the vocabulary of {vocab_size}"
             what = f"the id {int(ids[first])} at position {start + first} is outside {of}"
-            return [Problem(what, where=str(prefix), remedy=_AGAIN)]
+            return [Problem(what, where=str(prefix), remedy=COPY_AGAIN)]
     return []
 
 
@@ -324,4 +321,4 @@ def _start_problems(prefix: Path, reader: TokenReader) -> list[Problem]:
         what = f"document {document} does not end after it begins, at {int(starts[document])}"
     else:
         return []
-    return [Problem(what, where=str(prefix), remedy=_AGAIN)]
+    return [Problem(what, where=str(prefix), remedy=COPY_AGAIN)]
