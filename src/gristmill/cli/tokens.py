@@ -1,10 +1,11 @@
-"""`tokens`: look into token files, check, convert and merge them."""
+"""`tokens`: inspect, verify, convert and merge token files."""
 
 from __future__ import annotations
 
 import enum
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,13 +17,10 @@ from gristmill.cli.options import Output, Overwrite, ShardSize, TokenFormat
 from gristmill.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
-    from gristmill.text.tokenizers.tokenizer import Tokenizer
     from gristmill.tokens.convert import CopyProgress
     from gristmill.tokens.foreign import Reading
-    from gristmill.tokens.format import TokenSetInfo
-    from gristmill.tokens.reader import TokenReader
 
-tokens = typer.Typer(help="Look into token files, convert and merge them.", no_args_is_help=True)
+tokens = typer.Typer(help="Inspect, verify, convert and merge token files.", no_args_is_help=True)
 
 
 _DOCUMENTS_SHOWN = 3
@@ -40,7 +38,7 @@ class IdType(enum.StrEnum):
 Prefix = Annotated[Path, typer.Argument(help="Prefix of token files.")]
 From = Annotated[
     TokenFormat | None,
-    typer.Option("--from", help="Format of files of other programs, if it is not found out."),
+    typer.Option("--from", help="Format of files of other programs, if it is not recognised."),
 ]
 Dtype = Annotated[
     IdType | None,
@@ -48,12 +46,14 @@ Dtype = Annotated[
 ]
 EndOfText = Annotated[
     int | None,
-    typer.Option(help="The id between documents, in files that do not say where those begin."),
+    typer.Option(
+        help="The id between documents, in files that do not state where documents begin."
+    ),
 ]
 MadeBy = Annotated[
     str | None,
     typer.Option(
-        "--tokenizer", "-t", help="What made the ids, in files that do not say: folder or file."
+        "--tokenizer", "-t", help="The tokenizer of files that do not state theirs: folder or file."
     ),
 ]
 
@@ -84,19 +84,13 @@ def inspect_set(
         bar = "#" * round(40 * bin.documents / widest)
         typer.echo(f"  {bin.low:>9,} to {bin.high:>9,}  {bin.documents:>9,}  {bar}")
     folder = Path(f"{prefix}.tokenizer")
-    if folder.is_dir():
-        _show_first(find_tokens(prefix, reading).reader, open_tokenizer(folder))
-
-
-def _show_first(reader: TokenReader, tokenizer: Tokenizer) -> None:
-    """The beginnings of the first documents, decoded."""
-    starts = reader.document_starts[: _DOCUMENTS_SHOWN + 1].tolist()
-    for number, (begin, end) in enumerate(zip(starts, [*starts[1:], len(reader)], strict=True)):
-        if number == _DOCUMENTS_SHOWN:
-            break
-        count = min(end - begin, _TOKENS_SHOWN)
-        text = tokenizer.decode(reader.read(begin, count).tolist())
-        more = " …" if count < end - begin else ""
+    if not folder.is_dir():
+        return
+    tokenizer, reader = open_tokenizer(folder), find_tokens(prefix, reading).reader
+    bounds = [*reader.document_starts[: _DOCUMENTS_SHOWN + 1].tolist(), len(reader)]
+    for number, (begin, end) in enumerate(pairwise(bounds[: _DOCUMENTS_SHOWN + 1])):
+        text = tokenizer.decode(reader.read(begin, min(end - begin, _TOKENS_SHOWN)).tolist())
+        more = " …" if end - begin > _TOKENS_SHOWN else ""
         typer.echo(f"document {number:<2} {text!r}{more}")
 
 
@@ -104,7 +98,7 @@ def _show_first(reader: TokenReader, tokenizer: Tokenizer) -> None:
 def verify_set(
     prefix: Prefix, source: From = None, dtype: Dtype = None, end_of_text: EndOfText = None
 ) -> None:
-    """Check sizes, checksums and ids; name everything that is broken."""
+    """Check sizes, checksums and ids; report everything that is broken."""
     from gristmill.tokens.store import find_tokens, verify_tokens
 
     reading = _reading(source, dtype, end_of_text)
@@ -112,7 +106,7 @@ def verify_set(
     if problems:
         raise UserError(problems, exit=Exit.DATA)
     if find_tokens(prefix, reading).manifest is None:
-        typer.echo(f"{prefix}: readable throughout; without a manifest there are no checksums")
+        typer.echo(f"{prefix}: readable; without a manifest there are no checksums to compare")
     else:
         typer.echo(f"{prefix}: intact")
 
@@ -131,7 +125,7 @@ def convert_set(
     tokenizer: MadeBy = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write token files anew in another format."""
+    """Convert token files to another format."""
     _copy(
         [prefix],
         output,
@@ -149,7 +143,7 @@ def merge_sets(
         list[Path],
         typer.Argument(
             metavar="SOURCE…",
-            help="Prefixes of token files, in the order wanted, or globs of them in quotes.",
+            help="Prefixes of token files, in the order wanted, or quoted globs.",
         ),
     ],
     output: Output,
@@ -161,9 +155,9 @@ def merge_sets(
     tokenizer: MadeBy = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write the documents of several token sets, one set after the other, as one.
+    """Merge several token sets into one, in the order given.
 
-    The parts that `prepare --part` made give the very files that one preparation would have made:
+    Parts made by `prepare --part` give the same files as one preparation of everything:
     gristmill tokens merge "tokens/books.part-*" -o tokens/books
     """
     from gristmill.text.prepare.merging import find_sets, merge_ledgers
@@ -201,14 +195,23 @@ def _copy(
     tokenizer: str | None,
     overwrite: bool,
 ) -> None:
-    """Copy token sets into a new one, and the tokenizer beside them along with it."""
+    """Copy token sets into a new one, with their tokenizer."""
     from gristmill.text.prepare.outputs import save_tokenizer
+    from gristmill.text.tokenizers.tokenizer import open_tokenizer
     from gristmill.tokens.convert import Origin, convert_tokens
 
-    made_by = _tokenizer_of(sources, tokenizer)
+    beside = [folder for source in sources if (folder := Path(f"{source}.tokenizer")).is_dir()]
+    chosen = tokenizer or (beside[0] if beside else None)
+    made_by = open_tokenizer(chosen) if chosen else None
     origin = None
     if tokenizer is not None and made_by is not None:
         origin = Origin(made_by.size, made_by.end_of_text, made_by.spec)
+
+    def show(state: CopyProgress) -> None:
+        rate = format_count(state.tokens / max(state.seconds, 1e-9))
+        words = f"{format_count(state.documents)} documents, {format_count(state.tokens)} tokens"
+        line.update(state.tokens, state.tokens_total, f"{words}, {rate} tokens/s")
+
     with ProgressLine("copying") as line:
         info = convert_tokens(
             sources,
@@ -218,7 +221,7 @@ def _copy(
             reading=reading,
             origin=origin,
             overwrite=overwrite,
-            progress=_show_copy(line),
+            progress=show,
         )
     folder = Path(f"{output}.tokenizer")
     if made_by is not None:
@@ -226,32 +229,9 @@ def _copy(
     elif folder.is_dir():
         # It belongs to the set that was replaced.
         shutil.rmtree(folder)
-    _report_copied(info, output)
-
-
-def _tokenizer_of(sources: Sequence[Path], given: str | None) -> Tokenizer | None:
-    """The tokenizer that is named, or else the first that lies beside a source."""
-    from gristmill.text.tokenizers.tokenizer import open_tokenizer
-
-    beside = [folder for source in sources if (folder := Path(f"{source}.tokenizer")).is_dir()]
-    if given is not None:
-        return open_tokenizer(given)
-    return open_tokenizer(beside[0]) if beside else None
-
-
-def _show_copy(line: ProgressLine) -> Callable[[CopyProgress], None]:
-    def show(state: CopyProgress) -> None:
-        rate = format_count(state.tokens / max(state.seconds, 1e-9))
-        words = f"{format_count(state.documents)} documents, {format_count(state.tokens)} tokens"
-        line.update(state.tokens, state.tokens_total, f"{words}, {rate} tokens/s")
-
-    return show
-
-
-def _report_copied(info: TokenSetInfo, output: Path) -> None:
     typer.echo(
         f"{output}: {info.tokens:,} tokens in {info.documents:,} documents, {info.format}, "
         f"{info.dtype}"
     )
     if info.tokenizer is None:
-        typer.echo("  the tokenizer is not known: name it in data.tokenizer to train")
+        typer.echo("  the tokenizer is unknown: name it in data.tokenizer to train")

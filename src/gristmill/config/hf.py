@@ -1,4 +1,4 @@
-"""Sizes of a Hugging Face GPT-2 folder as model settings, and back: one table read both ways.
+"""Model settings from the config.json of a Hugging Face GPT-2, and back.
 
     n_layer <-> layers    n_head <-> heads    n_embd <-> width    n_positions <-> context   ...
 
@@ -39,8 +39,15 @@ _UNSUPPORTED = ("scale_attn_by_inverse_layer_idx", "add_cross_attention")
 
 def model_settings(folder: Path) -> dict[str, Any]:
     """The `[model]` table that fits the weights in a run folder or a Hugging Face folder."""
-    if (folder / "run.toml").is_file():
-        return _from_run(folder / "run.toml")
+    run = folder / "run.toml"
+    if run.is_file():
+        try:
+            model = tomllib.loads(run.read_text())["model"]
+        except (tomllib.TOMLDecodeError, KeyError) as error:
+            raise UserError(
+                f"this is not the run file of a run: {error}", where=str(run), exit=Exit.DATA
+            ) from error
+        return {name: value for name, value in model.items() if name != "start"}
     if not (folder / "config.json").is_file():
         raise UserError(
             f"'{folder}' holds neither a run (run.toml) nor a Hugging Face model (config.json)",
@@ -48,16 +55,6 @@ def model_settings(folder: Path) -> dict[str, Any]:
             exit=Exit.DATA,
         )
     return from_hf(read_json(folder / "config.json"), where=str(folder / "config.json"))
-
-
-def _from_run(file: Path) -> dict[str, Any]:
-    try:
-        model = tomllib.loads(file.read_text())["model"]
-    except (tomllib.TOMLDecodeError, KeyError) as error:
-        raise UserError(
-            f"this is not the run file of a run: {error}", where=str(file), exit=Exit.DATA
-        ) from error
-    return {name: value for name, value in model.items() if name != "start"}
 
 
 def from_hf(values: Any, *, where: str) -> dict[str, Any]:
@@ -83,7 +80,7 @@ def from_hf(values: Any, *, where: str) -> dict[str, Any]:
 
 
 def to_hf(model: ModelConfig, *, vocab: int, end_of_text: int) -> dict[str, Any]:
-    """The `config.json` of `GPT2LMHeadModel`; raises where GPT-2 cannot express a setting."""
+    """The `config.json` of `GPT2LMHeadModel`; refuses settings that GPT-2 does not have."""
     unlike = {
         "positions": ("learned", model.positions),
         "norm": ("layernorm", model.norm),
@@ -100,11 +97,10 @@ def to_hf(model: ModelConfig, *, vocab: int, end_of_text: int) -> dict[str, Any]
         wrong.append(f"activation = {model.activation!r}")
     if wrong:
         raise UserError(
-            f"GPT-2 in Hugging Face's form has no {', '.join(wrong)}",
+            f"Hugging Face's GPT-2 has no {', '.join(wrong)}",
             where="export",
             remedy="such a model can be used with `gristmill generate` and `evaluate`",
         )
-    names = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
     values = model.model_dump()
     return {
         "architectures": ["GPT2LMHeadModel"],
@@ -112,7 +108,7 @@ def to_hf(model: ModelConfig, *, vocab: int, end_of_text: int) -> dict[str, Any]
         **{theirs: values[ours] for theirs, ours in _SAME.items()},
         "n_inner": model.inner,
         "vocab_size": vocab,
-        "activation_function": {"gelu_tanh": "gelu_new", "gelu": names["gelu"]}[model.activation],
+        "activation_function": "gelu_new" if model.activation == "gelu_tanh" else "gelu",
         "attn_pdrop": model.dropout,
         "embd_pdrop": model.dropout,
         "resid_pdrop": model.dropout,
