@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import unicodedata
@@ -135,7 +134,7 @@ def test_the_library_is_opened_anew_when_it_remembers_too_much(
     monkeypatch.setattr(module, "_resident", resident)
     monkeypatch.setattr(module, "_TEXT_BETWEEN_OPENINGS", 30)
     monkeypatch.setattr(module, "_MEMORY", 250)
-    monkeypatch.setattr(fast, "_resident", resident())
+    monkeypatch.setattr(fast, "_memory", resident())
     before = fast.encode(["some words of text"]).ids.tolist()
     backends = {id(fast._backend) for _ in range(9) if fast.encode(["some words of text"])}
     assert len(backends) > 1
@@ -173,7 +172,7 @@ def test_bytes(tmp_path: Path) -> None:
 
 
 def test_without_the_fast_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
     assert choose_encoder(learnt()).name == "tokenizers"
 
 

@@ -21,10 +21,19 @@ import tokenizers
 from gristmill.base.downloads import hub_folder
 from gristmill.base.errors import Exit, UserError, optional
 from gristmill.base.files import read_json
-from gristmill.text.tokenizers.library import CONFIG_FILE, TOKENIZER_FILE
+from gristmill.text.tokenizers.library import BYTES_FILE, CONFIG_FILE, TOKENIZER_FILE
 
 SLOW_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt")
 """Files of tokenizers that only `transformers` can read."""
+PAIRS = (
+    ("vocab.json", "merges.txt"),
+    ("encoder.json", "vocab.bpe"),
+    ("gpt2-vocab.json", "gpt2-merges.txt"),
+    ("gpt2_vocab.json", "gpt2_merges.txt"),
+    ("6c7ea1a7e38e3a7f062df639a5b80947f075ffe6", "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"),
+)
+"""Names of the two files of a byte-level BPE; the last are those in tiktoken's cache, the SHA-1 of
+the URLs of OpenAI's encoder.json and vocab.bpe."""
 _NAMING = (CONFIG_FILE, "special_tokens_map.json")
 _NUMBERING = ("generation_config.json", "config.json")
 _FILES = (
@@ -69,10 +78,17 @@ def _snapshot(name: str, *, offline: bool) -> Path:
 
 
 def holds_tokenizer(folder: Path) -> bool:
-    """Whether a Hugging Face folder holds a tokenizer in any form."""
-    whole = [TOKENIZER_FILE, *SLOW_FILES]
-    pair = all((folder / name).is_file() for name in ("vocab.json", "merges.txt"))
-    return pair or any((folder / name).is_file() for name in whole)
+    """Whether a folder holds a tokenizer in any form."""
+    names = (BYTES_FILE, TOKENIZER_FILE, *SLOW_FILES)
+    return find_pair(folder) is not None or any((folder / name).is_file() for name in names)
+
+
+def find_pair(folder: Path) -> tuple[Path, Path] | None:
+    """The vocabulary and the merges in a folder, under any of the names of `PAIRS`."""
+    for vocab, merges in PAIRS:
+        if (folder / vocab).is_file() and (folder / merges).is_file():
+            return folder / vocab, folder / merges
+    return None
 
 
 def stated_ends(folder: Path, inner: tokenizers.Tokenizer) -> Iterator[str]:

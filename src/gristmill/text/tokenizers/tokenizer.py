@@ -8,10 +8,10 @@
     a folder with encoder.json, vocab.bpe   the same by OpenAI's names
     "google-t5/t5-small"                    a tokenizer on Hugging Face
 
-What exists as a file or a folder with a tokenizer goes before a name. Text that looks like a
+A file, or a folder that holds a tokenizer, takes precedence over a name. Text that looks like a
 control token ("<|endoftext|>" in a web page) is encoded as plain text: only the program ends a
-document. The fingerprint covers what decides ids and leaves out what does not, so the same
-tokenizer from other files has the same one.
+document. The fingerprint covers exactly what decides ids, so the same tokenizer from other files
+has the same fingerprint.
 """
 
 from __future__ import annotations
@@ -25,33 +25,23 @@ from tokenizers import models
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import read_json, sha256_text, storage_errors, write_json
-from gristmill.text.tokenizers.byte_level import (
-    BYTE_OF,
-    BpeTokenizer,
-    byte_level,
-    is_byte_level_bpe,
-)
+from gristmill.text.tokenizers.byte_level import BYTE_OF, BpeTokenizer, byte_level, works_on_bytes
 from gristmill.text.tokenizers.hub import (
+    PAIRS,
     SLOW_FILES,
     convert,
+    find_pair,
     holds_tokenizer,
     is_hub_name,
     stated_ends,
     tokenizer_folder,
 )
-from gristmill.text.tokenizers.library import CONFIG_FILE, TOKENIZER_FILE
+from gristmill.text.tokenizers.library import BYTES_FILE, CONFIG_FILE, TOKENIZER_FILE
 from gristmill.text.tokenizers.rank_files import ENCODINGS, open_encoding
 from gristmill.text.tokenizers.subword import SubwordTokenizer
-from gristmill.text.tokenizers.vocabularies import (
-    PAIRS,
-    Vocabulary,
-    find_pair,
-    gpt2_vocabulary,
-    read_vocabulary,
-)
+from gristmill.text.tokenizers.vocabularies import Vocabulary, gpt2_vocabulary, read_vocabulary
 
 END_OF_TEXT = "<|endoftext|>"
-BYTES_FILE = "gristmill_tokenizer.json"
 TOKENIZER_FILES = (BYTES_FILE, TOKENIZER_FILE, CONFIG_FILE)
 """Every file that a tokenizer's `save` may write."""
 _TIKTOKEN = "tiktoken:"
@@ -156,7 +146,7 @@ class ByteTokenizer:
 def open_tokenizer(spec: str | Path, *, end_of_text: str | None = None) -> Tokenizer:
     """Open a tokenizer by one of the names above, or from its file or folder.
 
-    `end_of_text` names the token that ends a document, where it cannot be found out.
+    `end_of_text` names the token that ends a document, if the files do not state it.
     """
     name, path = str(spec), Path(spec)
     encoding = name.removeprefix(_TIKTOKEN)
@@ -164,7 +154,7 @@ def open_tokenizer(spec: str | Path, *, end_of_text: str | None = None) -> Token
         return ByteTokenizer()
     if path.is_file():
         return _open_file(path, end_of_text=end_of_text)
-    if path.is_dir() and _holds_tokenizer(path):
+    if path.is_dir() and holds_tokenizer(path):
         return _open_folder(path, end_of_text=end_of_text)
     if encoding == "gpt2":
         ends = (end_of_text or END_OF_TEXT,)
@@ -181,11 +171,6 @@ def open_tokenizer_files(vocab: Path, merges: Path, *, end_of_text: str | None =
     found = read_vocabulary(vocab, merges=merges)
     ends = (end_of_text,) if end_of_text else _ENDS
     return _from_vocabulary(found, where=str(vocab), ends=ends)
-
-
-def _holds_tokenizer(folder: Path) -> bool:
-    known = (folder / BYTES_FILE).is_file() or holds_tokenizer(folder)
-    return known or find_pair(folder) is not None
 
 
 def _no_tokenizer(name: str) -> UserError:
@@ -206,27 +191,19 @@ def _no_tokenizer(name: str) -> UserError:
 
 
 def _open_folder(folder: Path, *, end_of_text: str | None) -> Tokenizer:
-    if (folder / BYTES_FILE).is_file():
-        return _open_bytes(folder / BYTES_FILE)
+    if (file := folder / BYTES_FILE).is_file():
+        tokenizer = ByteTokenizer()
+        if read_json(file) == tokenizer.spec:
+            return tokenizer
+        what = "this describes a tokenizer that the program does not know"
+        raise UserError(what, where=str(file), exit=Exit.DATA)
     if (folder / TOKENIZER_FILE).is_file():
         return _open_file(folder / TOKENIZER_FILE, end_of_text=end_of_text)
-    pair = find_pair(folder)
-    if pair:
+    if pair := find_pair(folder):
         return open_tokenizer_files(*pair, end_of_text=end_of_text)
     if not holds_tokenizer(folder):
         raise _no_tokenizer(str(folder))
     return _from_library(convert(folder), folder=folder, where=folder, end_of_text=end_of_text)
-
-
-def _open_bytes(path: Path) -> Tokenizer:
-    tokenizer = ByteTokenizer()
-    if read_json(path) != tokenizer.spec:
-        raise UserError(
-            "this describes a tokenizer that the program does not know",
-            where=str(path),
-            exit=Exit.DATA,
-        )
-    return tokenizer
 
 
 def _open_file(path: Path, *, end_of_text: str | None) -> Tokenizer:
@@ -253,7 +230,7 @@ def _from_vocabulary(found: Vocabulary, *, where: str, ends: Sequence[str]) -> T
     missing = sum(character not in found.ids for character in BYTE_OF)
     if missing:
         raise UserError(
-            f"the vocabulary lacks {missing} of the 256 bytes, so it is not one of GPT-2's kind",
+            f"the vocabulary lacks {missing} of the 256 bytes, so it is not a byte-level BPE",
             where=where,
             exit=Exit.DATA,
         )
@@ -262,10 +239,10 @@ def _from_vocabulary(found: Vocabulary, *, where: str, ends: Sequence[str]) -> T
 
 
 def _finished(inner: tokenizers.Tokenizer, *, where: str, ends: Sequence[str]) -> Tokenizer:
-    """The tokenizer, if it has a token to end a document."""
+    """The tokenizer, if it has an end-of-text token."""
     for end in ends:
         if inner.token_to_id(end) is not None:
-            is_bpe = is_byte_level_bpe(inner)
+            is_bpe = isinstance(inner.model, models.BPE) and works_on_bytes(inner)
             return (BpeTokenizer if is_bpe else SubwordTokenizer)(inner, end_of_text=end)
     added = inner.get_added_tokens_decoder().values()
     special = ", ".join(token.content for token in added if token.special) or "none"

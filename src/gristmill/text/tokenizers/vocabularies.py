@@ -1,6 +1,6 @@
 """GPT-2's vocabulary: where it is looked for, and the proof that it is the right one.
 
-Each place may hold two files of `PAIRS` or a tokenizer.json. In this order:
+Each place may hold the two files of a BPE or a tokenizer.json. In this order:
 
     the folder in $GRISTMILL_GPT2
     our cache, ~/.cache/gristmill/gpt2
@@ -30,19 +30,10 @@ from pathlib import Path
 from gristmill.base.downloads import cache_folder
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import read_json
-from gristmill.text.tokenizers.hub import cached_tokenizer, tokenizer_folder
+from gristmill.text.tokenizers.hub import cached_tokenizer, find_pair, tokenizer_folder
 from gristmill.text.tokenizers.library import TOKENIZER_FILE
 
 GPT2_VARIABLE = "GRISTMILL_GPT2"
-PAIRS = (
-    ("vocab.json", "merges.txt"),
-    ("encoder.json", "vocab.bpe"),
-    ("gpt2-vocab.json", "gpt2-merges.txt"),
-    ("gpt2_vocab.json", "gpt2_merges.txt"),
-    ("6c7ea1a7e38e3a7f062df639a5b80947f075ffe6", "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"),
-)
-"""Names of the two files of a byte-level BPE; the last are those in tiktoken's cache, the SHA-1 of
-the URLs of OpenAI's encoder.json and vocab.bpe."""
 _GPT2_DIGEST = "d87e6c52eb5ed462a6b806fdea23a777afd8e5ccef882a07bf7d4cb2dff5c1cf"
 _HUB_NAMES = ("openai-community/gpt2", "gpt2")
 
@@ -90,14 +81,6 @@ def read_vocabulary(vocab: Path, *, merges: Path) -> Vocabulary:
             )
         pairs.append((first, second))
     return Vocabulary(ids, pairs)
-
-
-def find_pair(folder: Path) -> tuple[Path, Path] | None:
-    """The vocabulary and the merges that a folder holds under names in use, if it does."""
-    for vocab, merges in PAIRS:
-        if (folder / vocab).is_file() and (folder / merges).is_file():
-            return folder / vocab, folder / merges
-    return None
 
 
 def gpt2_vocabulary() -> Vocabulary:
