@@ -16,7 +16,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from gristmill.base.errors import Exit, UserError
+from gristmill.base.errors import DataError
 from gristmill.base.files import FolderLock, sha256_file, storage_errors, sync_file, sync_folder
 from gristmill.base.units import format_bytes
 
@@ -60,11 +60,10 @@ def hub_folder(
         folder = snapshot_download(name, allow_patterns=list(files), local_files_only=offline)
     except Exception as error:  # the library's errors and those of its HTTP client share no class
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(
+        raise DataError(
             f"{name!r} is not here, and cannot be downloaded from Hugging Face: {line}",
             where=where,
             remedy=f"{remedy}; without network, run `hf download {name}` elsewhere and copy it",
-            exit=Exit.DATA,
         ) from error
     return Path(folder)
 
@@ -81,7 +80,7 @@ def download(
     if to.is_file():
         return to
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes", "on"}:
-        raise UserError("the network is switched off by HF_HUB_OFFLINE", where=url, exit=Exit.DATA)
+        raise DataError("the network is switched off by HF_HUB_OFFLINE", where=url)
     with storage_errors(to.parent):
         to.parent.mkdir(parents=True, exist_ok=True)
     with FolderLock(to.parent), storage_errors(to):
@@ -120,11 +119,10 @@ def _receive(url: str, to: Path, progress: OnDownload | None) -> tuple[Path, Pat
             elif status < 500 or attempt == _ATTEMPTS:
                 size = part.stat().st_size if tag.is_file() else 0
                 kept = f"; {format_bytes(size)} are kept" if size else ""
-                raise UserError(
+                raise DataError(
                     f"cannot download this file: {error}{kept}",
                     where=url,
                     remedy="check the network, then run the same command again: it resumes",
-                    exit=Exit.DATA,
                 ) from error
     return part, tag
 
@@ -163,9 +161,8 @@ def _check(part: Path, *, url: str, sha256: str | None, size: int | None) -> Non
         wrong = f"its SHA-256 is {digest}, not {sha256}"
     else:
         return
-    raise UserError(
+    raise DataError(
         f"the downloaded file is not the expected one: {wrong}",
         where=url,
         remedy="try again; if the message stays, the file was changed at its source",
-        exit=Exit.DATA,
     )

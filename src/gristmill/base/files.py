@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from gristmill.base.errors import Exit, UserError, optional
+from gristmill.base.errors import DataError, Exit, UserError, optional
 from gristmill.base.units import format_bytes
 
 _ZSTD_BUFFER = 1 << 18
@@ -72,9 +72,9 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError as error:
-        raise UserError("no such file", where=str(path), exit=Exit.DATA) from error
+        raise DataError("no such file", where=path) from error
     except ValueError as error:
-        raise UserError(f"not valid JSON: {error}", where=str(path), exit=Exit.DATA) from error
+        raise DataError(f"not valid JSON: {error}", where=path) from error
 
 
 def sha256_file(path: Path) -> str:
@@ -196,9 +196,7 @@ def open_bytes(path: Path) -> BinaryIO:
     try:
         file = path.open("rb")
     except OSError as error:
-        raise UserError(
-            f"cannot read: {error.strerror}", where=str(path), exit=Exit.DATA
-        ) from error
+        raise DataError(f"cannot read: {error.strerror}", where=path) from error
     start = file.peek(6)[:6]
     for magic, opener in _MAGIC:
         if start.startswith(magic):

@@ -11,7 +11,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from gristmill.base.errors import Exit, UserError
+from gristmill.base.errors import DataError, UserError
 from gristmill.base.files import read_json
 from gristmill.config.schema import ModelConfig
 
@@ -44,15 +44,12 @@ def model_settings(folder: Path) -> dict[str, Any]:
         try:
             model = tomllib.loads(run.read_text())["model"]
         except (tomllib.TOMLDecodeError, KeyError) as error:
-            raise UserError(
-                f"this is not the run file of a run: {error}", where=str(run), exit=Exit.DATA
-            ) from error
+            raise DataError(f"this is not the run file of a run: {error}", where=run) from error
         return {name: value for name, value in model.items() if name != "start"}
     if not (folder / "config.json").is_file():
-        raise UserError(
+        raise DataError(
             f"'{folder}' holds neither a run (run.toml) nor a Hugging Face model (config.json)",
             where="model.start",
-            exit=Exit.DATA,
         )
     return from_hf(read_json(folder / "config.json"), where=str(folder / "config.json"))
 
@@ -61,9 +58,7 @@ def from_hf(values: Any, *, where: str) -> dict[str, Any]:
     """Model settings from the content of a Hugging Face `config.json`."""
     if not isinstance(values, dict) or values.get("model_type") != "gpt2":
         kind = values.get("model_type") if isinstance(values, dict) else None
-        raise UserError(
-            f"the model is of type {kind!r}; only GPT-2 can be read", where=where, exit=Exit.DATA
-        )
+        raise DataError(f"the model is of type {kind!r}; only GPT-2 can be read", where=where)
     values = {**_DEFAULTS, **values}
     activation = _ACTIVATIONS.get(values["activation_function"])
     wrong = [f"{name} = true" for name in _UNSUPPORTED if values.get(name)]
@@ -72,7 +67,7 @@ def from_hf(values: Any, *, where: str) -> dict[str, Any]:
     if activation is None:
         wrong.append(f"activation_function = {values['activation_function']!r}")
     if wrong:
-        raise UserError(f"{', '.join(wrong)}: not supported", where=where, exit=Exit.DATA)
+        raise DataError(f"{', '.join(wrong)}: not supported", where=where)
     settings = {
         ours: values[theirs] for theirs, ours in _SAME.items() if values.get(theirs) is not None
     }

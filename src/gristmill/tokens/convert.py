@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from gristmill.base.errors import Exit, UserError
+from gristmill.base.errors import DataError, Exit, UserError
 from gristmill.tokens.foreign import Reading
 from gristmill.tokens.format import Starts, TokenSetInfo
 from gristmill.tokens.reader import TokenReader, id_range, pieces
@@ -125,14 +125,15 @@ def _origin(sets: _Sets, given: Origin | None) -> Origin:
         for name, one in sets:
             made_by = one.reader.info.tokenizer
             if made_by not in (None, given.spec["fingerprint"]):
-                raise UserError(
+                raise DataError(
                     f"these token files were made with tokenizer {str(made_by)[:12]}, and the one "
                     f"given is {str(given.spec['fingerprint'])[:12]}",
                     where=name,
-                    exit=Exit.DATA,
                 )
         return given
-    _refuse_different(sets)
+    first_name, first = sets[0][0], sets[0][1].reader.info
+    for name, one in sets:
+        _refuse_different(one.reader.info, name, first=first, first_name=first_name)
     readers = [one.reader for _, one in sets]
     sizes = [reader.info.vocab_size or id_range(reader).largest + 1 for reader in readers]
     ends = {reader.info.end_of_text for reader in readers}
@@ -144,32 +145,29 @@ def _origin(sets: _Sets, given: Origin | None) -> Origin:
     )
 
 
-def _refuse_different(sets: _Sets) -> None:
-    """Sets go together if one tokenizer made all, or if all are silent and store ids alike."""
-    first_name, first = sets[0][0], sets[0][1].reader.info
-    for name, one in sets:
-        info = one.reader.info
-        if info.tokenizer != first.tokenizer and None in (info.tokenizer, first.tokenizer):
-            silent = name if info.tokenizer is None else first_name
-            raise UserError(
-                "these token files do not say which tokenizer made them, and the others do",
-                where=silent,
-                remedy="name the tokenizer of all: --tokenizer",
-                exit=Exit.DATA,
-            )
-        if info.tokenizer != first.tokenizer:
-            raise UserError(
-                f"these token files were made with another tokenizer than {first_name} "
-                f"({str(info.tokenizer)[:12]} and {str(first.tokenizer)[:12]})",
-                where=name,
-                remedy="prepare both with the same tokenizer",
-                exit=Exit.DATA,
-            )
+def _refuse_different(
+    info: TokenSetInfo, name: str, *, first: TokenSetInfo, first_name: str
+) -> None:
+    """Sets can be merged if one tokenizer made them, or if none is stated and the types agree."""
+    remedy = "name the tokenizer of all: --tokenizer"
+    if info.tokenizer == first.tokenizer:
         if info.tokenizer is None and info.dtype != first.dtype:
-            raise UserError(
+            raise DataError(
                 f"the ids are {info.dtype} and those of {first_name} are {first.dtype}, so they "
-                "are hardly of one tokenizer",
+                "hardly come from the same tokenizer",
                 where=name,
-                remedy="name the tokenizer of all: --tokenizer",
-                exit=Exit.DATA,
+                remedy=remedy,
             )
+    elif None in (info.tokenizer, first.tokenizer):
+        raise DataError(
+            "these token files do not state which tokenizer made them, and the others do",
+            where=name if info.tokenizer is None else first_name,
+            remedy=remedy,
+        )
+    else:
+        raise DataError(
+            f"these token files were made with another tokenizer than {first_name} "
+            f"({str(info.tokenizer)[:12]} and {str(first.tokenizer)[:12]})",
+            where=name,
+            remedy="prepare both with the same tokenizer",
+        )

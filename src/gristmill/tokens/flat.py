@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gristmill.base.errors import Exit, UserError
+from gristmill.base.errors import DataError
 from gristmill.tokens.format import FileFacts, Manifest, NewSet, dtype_for, file_of, stored
 from gristmill.tokens.reader import TokenReader, TokenShard, check_manifest, file_size, read_starts
 from gristmill.tokens.writer import TokenChunk, TokenWriter
@@ -33,11 +33,10 @@ def plain_shard(path: Path, *, dtype: str) -> TokenShard:
     """A file that is nothing but ids."""
     size, width = file_size(path), stored(dtype).itemsize
     if size % width:
-        raise UserError(
+        raise DataError(
             f"{size} bytes are no whole number of {dtype} ids",
-            where=str(path),
+            where=path,
             remedy="name the type its ids are stored in, or copy the file again",
-            exit=Exit.DATA,
         )
     return TokenShard(path, offset=0, tokens=size // width, dtype=dtype)
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gristmill.base.errors import Exit, UserError
+from gristmill.base.errors import DataError, UserError
 from gristmill.tokens import flat, megatron, shards
 from gristmill.tokens.format import DTYPES, Starts, TokenSetInfo, file_of, is_manifest
 from gristmill.tokens.reader import TokenReader, TokenShard, file_size, pieces
@@ -74,7 +74,7 @@ def open_foreign(path: Path, reading: Reading) -> TokenReader | None:
     else:
         parts = shards.parse_shards(format, files)
     if not any(part.tokens for part in parts):
-        raise UserError("this set holds no tokens", where=str(path), exit=Exit.DATA)
+        raise DataError("this set holds no tokens", where=path)
     info = _info(format, files, parts, documents=1)
     reader = TokenReader(info, shards=parts, starts=np.zeros(1, dtype=np.int64))
     if reading.end_of_text is None:

@@ -27,7 +27,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from gristmill.base.errors import Exit, Problem, UserError
+from gristmill.base.errors import DataError, Problem, UserError
 from gristmill.base.files import read_json, write_json
 
 KIND = "gristmill token set"
@@ -135,11 +135,10 @@ def checked_ids(
     smallest, largest = int(array.min()), int(array.max())
     if smallest < 0 or largest >= vocab_size:
         outside = smallest if smallest < 0 else largest
-        raise UserError(
+        raise DataError(
             f"the id {outside} is outside the vocabulary of {vocab_size}",
             where=where,
             remedy="state the vocabulary size of the tokenizer that made these ids",
-            exit=Exit.DATA,
         )
     return array
 
@@ -172,22 +171,20 @@ def read_manifest(prefix: Path) -> Manifest:
     path = file_of(prefix, ".json")
     value = read_json(path)
     if not isinstance(value, dict) or value.get("kind") != KIND:
-        raise UserError("this is not the manifest of a token set", where=str(path), exit=Exit.DATA)
+        raise DataError("this is not the manifest of a token set", where=path)
     if value.get("version") != VERSION:
-        raise UserError(
+        raise DataError(
             f"this token set has version {value.get('version')}; this program reads {VERSION}",
-            where=str(path),
+            where=path,
             remedy=f"read it with the program that wrote it: {value.get('created_by')}",
-            exit=Exit.DATA,
         )
     try:
         return _parse_manifest(value)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(
+        raise DataError(
             f"the manifest is damaged ({type(error).__name__}: {error})",
-            where=str(path),
+            where=path,
             remedy=COPY_AGAIN,
-            exit=Exit.DATA,
         ) from error
 
 

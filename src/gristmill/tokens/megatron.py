@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gristmill.base.errors import Exit, UserError
+from gristmill.base.errors import DataError
 from gristmill.tokens.format import Manifest, Starts, TokenSetInfo, file_of, stored
 from gristmill.tokens.reader import TokenReader, TokenShard, check_manifest, file_size, map_array
 
@@ -113,7 +113,7 @@ def open_files(
     _check_documents(file_of(prefix, ".idx"), index)
     _check_sequences(prefix, index, size=size)
     if index.tokens == 0:
-        raise UserError("this set holds no tokens", where=str(prefix), exit=Exit.DATA)
+        raise DataError("this set holds no tokens", where=prefix)
     bounds = index.positions(index.documents)
     starts = bounds[:-1][np.diff(bounds) > 0]
     shard = TokenShard(ids, offset=0, tokens=index.tokens, dtype=index.dtype)
@@ -158,9 +158,7 @@ def _read_index(path: Path, begin: bytes, *, size: int) -> MegatronIndex:
         documents=map_array(path, "<i8", offset=begins + 8 * sequences, count=entries),
     )
     if size > expected and map_array(path, "i1", offset=expected, count=sequences).any():
-        raise UserError(
-            "some sequences of this set are not text but images", where=str(path), exit=Exit.DATA
-        )
+        raise DataError("some sequences of this set are not text but images", where=path)
     return index
 
 
@@ -189,7 +187,7 @@ def _check_header(path: Path, *, version: int, code: int) -> str:
     if version != VERSION:
         raise _damaged(path, f"the index has version {version}; this program reads {VERSION}")
     if code in _FLOATS:
-        raise UserError("the set holds fractions, not token ids", where=str(path), exit=Exit.DATA)
+        raise DataError("the set holds fractions, not token ids", where=path)
     if code not in CODES:
         known = ", ".join(f"{number} {name}" for number, name in CODES.items())
         raise _damaged(path, f"the type code {code} is not known; known are {known}")
@@ -246,14 +244,13 @@ def _check_sequences(prefix: Path, index: MegatronIndex, *, size: int) -> None:
         tokens = int(ends[-1])
     if tokens * width != size:
         how = "cut short" if size < tokens * width else "too long"
-        raise UserError(
+        raise DataError(
             f"the file is {how}: {size} bytes, and the lengths in the index add up to "
             f"{tokens * width}",
-            where=str(file_of(prefix, ".bin")),
+            where=file_of(prefix, ".bin"),
             remedy=_AGAIN,
-            exit=Exit.DATA,
         )
 
 
-def _damaged(path: Path, what: str) -> UserError:
-    return UserError(what, where=str(path), remedy=_AGAIN, exit=Exit.DATA)
+def _damaged(path: Path, what: str) -> DataError:
+    return DataError(what, where=path, remedy=_AGAIN)

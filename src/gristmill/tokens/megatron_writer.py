@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gristmill.base.errors import Exit, UserError
+from gristmill.base.errors import DataError, UserError
 from gristmill.tokens.format import FileFacts, NewSet
 from gristmill.tokens.megatron import CODES, FORMAT, HEADER, LONGEST, MAGIC, VERSION
 from gristmill.tokens.writer import TokenChunk, TokenWriter
@@ -64,12 +64,11 @@ class MegatronWriter(TokenWriter):
         bounds = np.concatenate([[-self._current], begins, [len(chunk.ids)]])
         lengths = np.diff(bounds)[0 if before else 1 :]
         if (longest := int(lengths.max())) > LONGEST:
-            raise UserError(
+            raise DataError(
                 f"a document has {longest:,} tokens or more, and the index of the format megatron "
                 f"counts to {LONGEST:,}",
-                where=str(self._new.prefix),
+                where=self._new.prefix,
                 remedy="give the id that ends a document (--end-of-text), or choose another format",
-                exit=Exit.DATA,
             )
         self._extend("lengths", lengths[:-1])
         self._current = int(lengths[-1])

@@ -18,7 +18,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from gristmill.base.errors import Exit, UserError
+from gristmill.base.errors import DataError
 from gristmill.tokens.format import Starts, TokenSetInfo, file_of, stored
 
 PIECE = 1 << 21
@@ -115,12 +115,11 @@ def check_manifest(
     """Refuse files that do not hold what the manifest says."""
     tokens, dtype = sum(shard.tokens for shard in shards), shards[0].dtype
     if (tokens, documents, dtype) != (info.tokens, info.documents, info.dtype):
-        raise UserError(
+        raise DataError(
             f"the files hold {tokens} tokens in {documents} documents as {dtype}, and the manifest "
             f"says {info.tokens} in {info.documents} as {info.dtype}",
-            where=str(prefix),
+            where=prefix,
             remedy="prepare the set again",
-            exit=Exit.DATA,
         )
 
 
@@ -129,9 +128,7 @@ def file_size(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError as error:
-        raise UserError(
-            f"cannot read: {error.strerror}", where=str(path), exit=Exit.DATA
-        ) from error
+        raise DataError(f"cannot read: {error.strerror}", where=path) from error
 
 
 def pieces(reader: TokenReader) -> Iterator[tuple[int, npt.NDArray[Any]]]:

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from gristmill.base.errors import Exit, UserError
+from gristmill.base.errors import DataError, UserError
 from gristmill.tokens.format import (
     DTYPES,
     FileFacts,
@@ -78,11 +78,10 @@ def _parse_llmc(path: Path) -> TokenShard:
         raise _damaged(path, f"the header is cut short: {len(begin)} of {_LLMC_BYTES} bytes")
     magic, version, tokens = (int(number) for number in np.frombuffer(begin, "<i4", count=3))
     if magic not in {known for known, _ in _LLMC_KINDS}:
-        raise UserError(
+        raise DataError(
             f"this is not a token file of llm.c: it begins with {magic} instead of 20240520",
-            where=str(path),
+            where=path,
             remedy="plain ids without a header are read as the format flat",
-            exit=Exit.DATA,
         )
     if (magic, version) not in _LLMC_KINDS:
         raise _damaged(path, f"version {version} of this format is not known")
@@ -132,7 +131,7 @@ def _fitting(shard: TokenShard, *, size: int) -> TokenShard:
 
 
 def _damaged(path: Path, what: str) -> UserError:
-    return UserError(what, where=str(path), remedy=_AGAIN, exit=Exit.DATA)
+    return DataError(what, where=path, remedy=_AGAIN)
 
 
 SHARD_FORMATS: Mapping[str, ShardFormat] = {
@@ -147,9 +146,7 @@ def parse_shards(format: str, paths: Sequence[Path]) -> list[TokenShard]:
     for shard in shards:
         if shard.dtype != shards[0].dtype:
             what = f"its ids are {shard.dtype}, and those of {shards[0].path} are {shards[0].dtype}"
-            raise UserError(
-                what, where=str(shard.path), remedy="keep the two sets apart", exit=Exit.DATA
-            )
+            raise DataError(what, where=shard.path, remedy="keep the two sets apart")
     return shards
 
 

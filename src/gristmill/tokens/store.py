@@ -7,7 +7,7 @@ time, so they need little memory however large the set is, apart from the docume
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gristmill.base.errors import Exit, Problem, UserError
+from gristmill.base.errors import DataError, Exit, Problem, UserError
 from gristmill.base.files import sha256_file
 from gristmill.tokens import flat, megatron, megatron_writer, shards
 from gristmill.tokens.foreign import Reading, open_foreign
@@ -71,7 +71,6 @@ class TokenSetSummary:
     """What a person wants to know about a token set."""
 
     info: TokenSetInfo
-    tokenizer: Mapping[str, Any]
     smallest_id: int
     largest_id: int
     mean_length: float
@@ -119,13 +118,12 @@ def find_tokens(prefix: Path | str, reading: Reading | None = None) -> TokenSet:
         return TokenSet(reader, None)
     problems = size_problems(path, manifest)
     if problems:
-        raise UserError(problems, exit=Exit.DATA)
+        raise DataError(problems)
     if manifest.info.documents == 0:
-        raise UserError(
+        raise DataError(
             "this part of a token set holds no documents",
-            where=str(path),
+            where=path,
             remedy="merge it with the other parts: gristmill tokens merge",
-            exit=Exit.DATA,
         )
     if reading not in (Reading(), Reading(format=manifest.info.format)):
         raise UserError(
@@ -192,14 +190,12 @@ def create_tokens(
 
 def inspect_tokens(prefix: Path | str, reading: Reading | None = None) -> TokenSetSummary:
     """Count and measure a token set; reads every token once."""
-    opened = find_tokens(prefix, reading)
-    reader = opened.reader
+    reader = find_tokens(prefix, reading).reader
     extremes = id_range(reader)
     lengths = np.diff(reader.document_starts, append=len(reader))
     quantiles = np.quantile(lengths, _QUANTILES, method="lower")
     return TokenSetSummary(
         info=reader.info,
-        tokenizer=opened.manifest.tokenizer if opened.manifest else {"fingerprint": None},
         smallest_id=extremes.smallest,
         largest_id=extremes.largest,
         mean_length=len(reader) / len(lengths),
@@ -217,21 +213,26 @@ def verify_tokens(prefix: Path | str, reading: Reading | None = None) -> list[Pr
     try:
         manifest = _find_manifest(path)
         if manifest is not None and not (problems := size_problems(path, manifest)):
-            problems = _checksum_problems(path, manifest)
+            changed = "the content changed since it was written: its checksum differs"
+            problems = [
+                Problem(changed, str(file_of(path, suffix)), COPY_AGAIN)
+                for suffix, facts in manifest.files.items()
+                if sha256_file(file_of(path, suffix)) != facts.sha256
+            ]
         if is_empty_part(path):
             return problems
         reader = find_tokens(path, reading).reader
     except UserError as error:
         return [*problems, *(problem for problem in error.problems if problem not in problems)]
-    return [*problems, *_id_problems(path, reader), *_start_problems(path, reader)]
+    found = [Problem(what, str(path), COPY_AGAIN) for what in _content_problems(reader)]
+    return [*problems, *found]
 
 
 def _format(name: str, *, where: Path) -> Format:
     if name not in FORMATS:
-        raise UserError(
+        raise DataError(
             f"the token format {name!r} is not known; known are {', '.join(sorted(FORMATS))}",
-            where=str(where),
-            exit=Exit.DATA,
+            where=where,
         )
     return FORMATS[name]
 
@@ -247,19 +248,15 @@ def _find_manifest(prefix: Path) -> Manifest | None:
 def _not_found(prefix: Path, *, format: str | None) -> UserError:
     manifest = file_of(prefix, ".json")
     if any(file_of(prefix, suffix).exists() for suffix in (".bin", ".starts")):
-        return UserError(
+        return DataError(
             f"the token set is unfinished: it has no manifest {manifest.name}",
-            where=str(prefix),
+            where=prefix,
             remedy="prepare it again; plain ids of nanoGPT can be read after: gristmill tokens "
             f"convert {prefix} --from flat -o NEW",
-            exit=Exit.DATA,
         )
     kind = f"token set of the format {format}" if format else "token set"
-    return UserError(
-        f"there is no {kind} here: looked for {manifest}",
-        where=str(prefix),
-        remedy=_suggestion(prefix),
-        exit=Exit.DATA,
+    return DataError(
+        f"there is no {kind} here: looked for {manifest}", where=prefix, remedy=_suggestion(prefix)
     )
 
 
@@ -286,39 +283,20 @@ def _histogram(lengths: npt.NDArray[np.int64]) -> tuple[LengthBin, ...]:
     )
 
 
-def _checksum_problems(prefix: Path, manifest: Manifest) -> list[Problem]:
-    return [
-        Problem(
-            "the content changed since it was written: the checksum differs from the manifest's",
-            where=str(file_of(prefix, suffix)),
-            remedy=COPY_AGAIN,
-        )
-        for suffix, facts in manifest.files.items()
-        if sha256_file(file_of(prefix, suffix)) != facts.sha256
-    ]
-
-
-def _id_problems(prefix: Path, reader: TokenReader) -> list[Problem]:
+def _content_problems(reader: TokenReader) -> Iterator[str]:
+    """What is wrong with the ids and with the document starts, the first of each."""
     vocab_size = reader.info.vocab_size
     for start, ids in pieces(reader):
-        wrong = ids < 0 if vocab_size is None else (ids < 0) | (ids >= vocab_size)
-        outside = np.flatnonzero(wrong)
+        outside = np.flatnonzero(ids < 0 if vocab_size is None else (ids < 0) | (ids >= vocab_size))
         if len(outside):
             first = int(outside[0])
             of = "any vocabulary" if vocab_size is None else f"the vocabulary of {vocab_size}"
-            what = f"the id {int(ids[first])} at position {start + first} is outside {of}"
-            return [Problem(what, where=str(prefix), remedy=COPY_AGAIN)]
-    return []
-
-
-def _start_problems(prefix: Path, reader: TokenReader) -> list[Problem]:
+            yield f"the id {int(ids[first])} at position {start + first} is outside {of}"
+            break
     starts = reader.document_starts
     gaps = np.diff(starts, append=len(reader))
     if int(starts[0]) != 0:
-        what = f"the first document begins at position {int(starts[0])} instead of 0"
+        yield f"the first document begins at position {int(starts[0])} instead of 0"
     elif (gaps <= 0).any():
         document = int(np.flatnonzero(gaps <= 0)[0])
-        what = f"document {document} does not end after it begins, at {int(starts[document])}"
-    else:
-        return []
-    return [Problem(what, where=str(prefix), remedy=COPY_AGAIN)]
+        yield f"document {document} does not end after it begins, at {int(starts[document])}"

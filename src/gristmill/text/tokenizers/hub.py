@@ -19,7 +19,7 @@ from typing import Any
 import tokenizers
 
 from gristmill.base.downloads import hub_folder
-from gristmill.base.errors import Exit, UserError, optional
+from gristmill.base.errors import DataError, UserError, optional
 from gristmill.base.files import read_json
 from gristmill.text.tokenizers.library import BYTES_FILE, CONFIG_FILE, TOKENIZER_FILE
 
@@ -118,12 +118,11 @@ def convert(folder: Path) -> tokenizers.Tokenizer:
         inner: tokenizers.Tokenizer = opened.backend_tokenizer
     except Exception as error:  # the library raises nothing more precise
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(
+        raise DataError(
             f"transformers cannot convert this tokenizer: {first}",
-            where=str(folder),
+            where=folder,
             remedy="it may need the packages sentencepiece and protobuf; or use a model "
             f"that comes with {TOKENIZER_FILE}",
-            exit=Exit.DATA,
         ) from error
     return inner
 

