@@ -165,7 +165,7 @@ def test_without_a_tokenizer_the_new_set_says_so(corn: Path) -> None:
     output = run(
         "tokens", "convert", foreign(corn, "llmc"), "-o", corn.with_name("new"), "--format", "npy"
     )
-    assert "the tokenizer is not known" in output
+    assert "the tokenizer is unknown" in output
     assert "vocabulary  257" in run("tokens", "inspect", corn.with_name("new"))
 
 

@@ -12,7 +12,7 @@ from gristmill.base.errors import UserError
 from gristmill.cli.options import Overrides
 
 if TYPE_CHECKING:
-    from gristmill.config.resolve import Resolved
+    from gristmill.config.schema import RunConfig
 
 
 def config(
@@ -62,15 +62,13 @@ def _list_presets() -> None:
     typer.echo("parameters with GPT-2's vocabulary of 50257 (gpt3: padded to 51200)")
 
 
-def _derived(config: object) -> None:
+def _derived(config: RunConfig) -> None:
     from gristmill.base.units import format_bytes, format_count
     from gristmill.config.resolve import resolve
     from gristmill.config.rules import doubts
-    from gristmill.config.schema import RunConfig
     from gristmill.plan.arithmetic import checkpoint_bytes, count_parameters, token_cost
     from gristmill.tokens.store import open_tokens
 
-    assert isinstance(config, RunConfig)
     vocab, source = config.model.vocab, "model.vocab"
     if vocab is None:
         try:
@@ -85,13 +83,20 @@ def _derived(config: object) -> None:
     size = count_parameters(config.model, rows=numbers.padded_vocab)
     cost = token_cost(config.model, rows=numbers.padded_vocab, sequence=numbers.sequence)
     total = numbers.samples * numbers.sequence
+    *growing, full = numbers.stages.stages
+    ramp = {}
+    if growing:
+        ramp["ramp"] = (
+            f"from {numbers.stages.first} samples in {len(growing)} stages before the full batch, "
+            f"which begins after {numbers.stages.steps_to(full.begin):,} steps"
+        )
     typer.echo("\n# which means")
     rows = {
         "parameters": f"{size:,}",
         "vocabulary": f"{numbers.vocab:,}, padded to {numbers.padded_vocab:,} ({source})",
         "batch": f"{numbers.batch} samples of {numbers.sequence} tokens = {numbers.micro_batch} "
         f"x {numbers.accumulate} accumulated = {numbers.tokens_per_step:,} tokens",
-        **_ramp_words(numbers),
+        **ramp,
         "run": f"{numbers.steps:,} steps, {format_count(total)} tokens",
         "compute": f"{cost.palm * total:.3g} floating-point operations "
         f"({format_count(cost.palm)} a token; {format_count(cost.causal)} counting attention as "
@@ -102,15 +107,6 @@ def _derived(config: object) -> None:
     }
     for name, text in (*rows.items(), *(("warning", doubt) for doubt in doubts(config, numbers))):
         typer.echo(f"# {name:<11} {text}")
-
-
-def _ramp_words(numbers: Resolved) -> dict[str, str]:
-    stages = numbers.stages
-    if len(stages.stages) == 1:
-        return {}
-    grown = stages.steps_to(stages.stages[-1].begin)
-    words = f"from {stages.first} samples in {len(stages.stages) - 1} stages before the full batch"
-    return {"ramp": f"{words}, which begins after {grown:,} steps"}
 
 
 def report(

@@ -64,9 +64,10 @@ def inspect_set(
 ) -> None:
     """Show counts, document lengths and the range of ids."""
     from gristmill.text.tokenizers.tokenizer import open_tokenizer
+    from gristmill.tokens.foreign import Reading
     from gristmill.tokens.store import find_tokens, inspect_tokens
 
-    reading = _reading(source, dtype, end_of_text)
+    reading = Reading(source, dtype, end_of_text)
     summary = inspect_tokens(prefix, reading)
     info = summary.info
     vocabulary = "unknown" if info.vocab_size is None else f"{info.vocab_size:,}"
@@ -79,10 +80,10 @@ def inspect_set(
     typer.echo(f"content     {info.fingerprint[:16]}")
     quantiles = ", ".join(f"{100 * q:g}%: {n}" for q, n in summary.length_quantiles.items())
     typer.echo(f"lengths     mean {summary.mean_length:.1f}; {quantiles}")
-    widest = max((bin.documents for bin in summary.length_histogram), default=1)
-    for bin in summary.length_histogram:
-        bar = "#" * round(40 * bin.documents / widest)
-        typer.echo(f"  {bin.low:>9,} to {bin.high:>9,}  {bin.documents:>9,}  {bar}")
+    widest = max(summary.length_histogram.values())
+    for low, documents in summary.length_histogram.items():
+        bar = "#" * round(40 * documents / widest)
+        typer.echo(f"  {low:>9,} to {2 * low:>9,}  {documents:>9,}  {bar}")
     folder = Path(f"{prefix}.tokenizer")
     if not folder.is_dir():
         return
@@ -99,9 +100,10 @@ def verify_set(
     prefix: Prefix, source: From = None, dtype: Dtype = None, end_of_text: EndOfText = None
 ) -> None:
     """Check sizes, checksums and ids; report everything that is broken."""
+    from gristmill.tokens.foreign import Reading
     from gristmill.tokens.store import find_tokens, verify_tokens
 
-    reading = _reading(source, dtype, end_of_text)
+    reading = Reading(source, dtype, end_of_text)
     problems = verify_tokens(prefix, reading)
     if problems:
         raise UserError(problems, exit=Exit.DATA)
@@ -126,12 +128,14 @@ def convert_set(
     overwrite: Overwrite = False,
 ) -> None:
     """Convert token files to another format."""
+    from gristmill.tokens.foreign import Reading
+
     _copy(
         [prefix],
         output,
         format=format,
         shard_size=shard_size,
-        reading=_reading(source, dtype, end_of_text),
+        reading=Reading(source, dtype, end_of_text),
         tokenizer=tokenizer,
         overwrite=overwrite,
     )
@@ -168,21 +172,10 @@ def merge_sets(
         output,
         format=format,
         shard_size=shard_size,
-        reading=None,
         tokenizer=tokenizer,
         overwrite=overwrite,
     )
     merge_ledgers(sources, output)
-
-
-def _reading(source: TokenFormat | None, dtype: IdType | None, end_of_text: int | None) -> Reading:
-    from gristmill.tokens.foreign import Reading
-
-    return Reading(
-        format=source.value if source else None,
-        dtype=dtype.value if dtype else None,
-        end_of_text=end_of_text,
-    )
 
 
 def _copy(
@@ -191,9 +184,9 @@ def _copy(
     *,
     format: TokenFormat | None,
     shard_size: int | None,
-    reading: Reading | None,
     tokenizer: str | None,
     overwrite: bool,
+    reading: Reading | None = None,
 ) -> None:
     """Copy token sets into a new one, with their tokenizer."""
     from gristmill.text.prepare.outputs import save_tokenizer
@@ -216,7 +209,7 @@ def _copy(
         info = convert_tokens(
             sources,
             output,
-            format=format.value if format else None,
+            format=format,
             shard_size=shard_size,
             reading=reading,
             origin=origin,

@@ -15,7 +15,7 @@ from typing import Any
 
 from gristmill.base.errors import DataError
 from gristmill.tokens.format import FileFacts, Manifest, NewSet, dtype_for, file_of, stored
-from gristmill.tokens.reader import TokenReader, TokenShard, check_manifest, file_size, read_starts
+from gristmill.tokens.reader import TokenReader, TokenShard, file_size, open_shards
 from gristmill.tokens.writer import TokenChunk, TokenWriter
 
 FORMAT = "flat"
@@ -24,9 +24,7 @@ FORMAT = "flat"
 def open_set(prefix: Path, manifest: Manifest) -> TokenReader:
     """Open a flat set, memory-mapped."""
     shard = plain_shard(file_of(prefix, ".bin"), dtype=manifest.info.dtype)
-    starts = read_starts(prefix)
-    check_manifest(prefix, manifest.info, shards=[shard], documents=len(starts))
-    return TokenReader(manifest.info, shards=[shard], starts=starts)
+    return open_shards(prefix, manifest.info, [shard])
 
 
 def plain_shard(path: Path, *, dtype: str) -> TokenShard:

@@ -82,7 +82,6 @@ class Manifest:
     """The tokenizer's spec; its "fingerprint" says which tokenizer it was."""
     files: Mapping[str, FileFacts]
     """The files of the set, by what follows PREFIX in their names."""
-    created_by: str
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,7 @@ def write_manifest(prefix: Path, manifest: Manifest) -> None:
         "tokenizer": dict(manifest.tokenizer),
         "content": manifest.info.fingerprint,
         "files": {suffix: vars(facts) for suffix, facts in manifest.files.items()},
-        "created_by": manifest.created_by,
+        "created_by": program_version(),
     }
     write_json(file_of(prefix, ".json"), value)
 
@@ -213,12 +212,7 @@ def _parse_manifest(value: dict[str, Any]) -> Manifest:
         fingerprint=str(content),
         text_bytes=None if value["text_bytes"] is None else int(value["text_bytes"]),
     )
-    return Manifest(
-        info=info,
-        tokenizer=value["tokenizer"],
-        files=files,
-        created_by=str(value["created_by"]),
-    )
+    return Manifest(info=info, tokenizer=value["tokenizer"], files=files)
 
 
 def size_problems(prefix: Path, manifest: Manifest) -> list[Problem]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -38,8 +38,7 @@ class TokenShard:
     dtype: str
 
 
-@dataclass(frozen=True)
-class IdRange:
+class IdRange(NamedTuple):
     """The smallest and the largest id of a set."""
 
     smallest: int
@@ -103,10 +102,12 @@ def map_array(path: Path, dtype: npt.DTypeLike, *, offset: int = 0, count: int) 
     return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,)).view(np.ndarray)
 
 
-def read_starts(prefix: Path) -> Starts:
-    """The content of PREFIX.starts, memory-mapped."""
+def open_shards(prefix: Path, info: TokenSetInfo, shards: Sequence[TokenShard]) -> TokenReader:
+    """Open a set whose documents begin at the positions in PREFIX.starts."""
     path = file_of(prefix, ".starts")
-    return cast(Starts, map_array(path, "<i8", count=file_size(path) // 8))
+    starts = cast(Starts, map_array(path, "<i8", count=file_size(path) // 8))
+    check_manifest(prefix, info, shards=shards, documents=len(starts))
+    return TokenReader(info, shards=shards, starts=starts)
 
 
 def check_manifest(
@@ -139,7 +140,5 @@ def pieces(reader: TokenReader) -> Iterator[tuple[int, npt.NDArray[Any]]]:
 
 def id_range(reader: TokenReader) -> IdRange:
     """The smallest and the largest id; reads every token once."""
-    extremes = [(int(ids.min()), int(ids.max())) for _, ids in pieces(reader)]
-    return IdRange(
-        smallest=min(low for low, _ in extremes), largest=max(high for _, high in extremes)
-    )
+    smallest, largest = zip(*((ids.min(), ids.max()) for _, ids in pieces(reader)), strict=True)
+    return IdRange(int(min(smallest)), int(max(largest)))

@@ -36,7 +36,7 @@ from gristmill.tokens.format import (
     file_of,
     stored,
 )
-from gristmill.tokens.reader import TokenReader, TokenShard, check_manifest, file_size, read_starts
+from gristmill.tokens.reader import TokenReader, TokenShard, file_size, open_shards
 from gristmill.tokens.writer import SHARD_ENDINGS, TokenChunk, TokenWriter
 
 LLMC = "llmc"
@@ -157,10 +157,7 @@ def open_set(prefix: Path, manifest: Manifest) -> TokenReader:
     paths = [file_of(prefix, suffix) for suffix in manifest.files if suffix.endswith(ending)]
     if not paths:
         raise _damaged(file_of(prefix, ".json"), f"the manifest names no {ending} files")
-    shards = parse_shards(info.format, paths)
-    starts = read_starts(prefix)
-    check_manifest(prefix, info, shards=shards, documents=len(starts))
-    return TokenReader(info, shards=shards, starts=starts)
+    return open_shards(prefix, info, parse_shards(info.format, paths))
 
 
 class ShardWriter(TokenWriter):

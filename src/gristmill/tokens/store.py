@@ -58,15 +58,6 @@ FORMATS: Mapping[str, Format] = {
 
 
 @dataclass(frozen=True)
-class LengthBin:
-    """How many documents have at least `low` and fewer than `high` tokens."""
-
-    low: int
-    high: int
-    documents: int
-
-
-@dataclass(frozen=True)
 class TokenSetSummary:
     """What a person wants to know about a token set."""
 
@@ -76,8 +67,8 @@ class TokenSetSummary:
     mean_length: float
     length_quantiles: Mapping[float, int]
     """Tokens per document at the quantiles 0, 0.05, 0.25, 0.5, 0.75, 0.95 and 1."""
-    length_histogram: tuple[LengthBin, ...]
-    """Documents by length, in powers of two from the shortest to the longest."""
+    length_histogram: Mapping[int, int]
+    """Documents with at least 1, 2, 4, … tokens and fewer than twice as many."""
 
 
 @dataclass(frozen=True)
@@ -254,33 +245,27 @@ def _not_found(prefix: Path, *, format: str | None) -> UserError:
             remedy="prepare it again; plain ids of nanoGPT can be read after: gristmill tokens "
             f"convert {prefix} --from flat -o NEW",
         )
-    kind = f"token set of the format {format}" if format else "token set"
-    return DataError(
-        f"there is no {kind} here: looked for {manifest}", where=prefix, remedy=_suggestion(prefix)
-    )
-
-
-def _suggestion(prefix: Path) -> str:
-    if prefix.suffix and is_manifest(file_of(prefix.with_suffix(""), ".json")):
-        return f"leave out the ending: {prefix.with_suffix('')}"
     folder = prefix if prefix.is_dir() else prefix.parent
-    if not folder.is_dir():
-        return f"the folder {folder} does not exist"
     present = sorted(path.stem for path in folder.glob("*.json") if is_manifest(path))
-    if not present:
-        return f"the folder {folder} holds no token sets; make one with: gristmill prepare"
-    return f"the folder {folder} holds these token sets: {', '.join(present)}"
+    if prefix.suffix and is_manifest(file_of(prefix.with_suffix(""), ".json")):
+        remedy = f"leave out the ending: {prefix.with_suffix('')}"
+    elif not folder.is_dir():
+        remedy = f"the folder {folder} does not exist"
+    elif present:
+        remedy = f"the folder {folder} holds these token sets: {', '.join(present)}"
+    else:
+        remedy = f"the folder {folder} holds no token sets; make one with: gristmill prepare"
+    kind = f"token set of the format {format}" if format else "token set"
+    what = f"there is no {kind} here: looked for {manifest}"
+    return DataError(what, where=prefix, remedy=remedy)
 
 
-def _histogram(lengths: npt.NDArray[np.int64]) -> tuple[LengthBin, ...]:
+def _histogram(lengths: npt.NDArray[np.int64]) -> dict[int, int]:
     # frexp gives the exponent e with 2^(e-1) <= length < 2^e, exactly for lengths below 2^53.
     exponents = np.frexp(lengths.astype(np.float64))[1]
     counts = np.bincount(exponents)
-    first = int(exponents.min())
-    return tuple(
-        LengthBin(low=2 ** (exponent - 1), high=2**exponent, documents=int(counts[exponent]))
-        for exponent in range(first, len(counts))
-    )
+    found = range(int(exponents.min()), len(counts))
+    return {2 ** (exponent - 1): int(counts[exponent]) for exponent in found}
 
 
 def _content_problems(reader: TokenReader) -> Iterator[str]:

@@ -42,7 +42,6 @@ from gristmill.tokens.format import (
     checked_ids,
     file_of,
     is_manifest,
-    program_version,
     read_manifest,
     stored,
     write_manifest,
@@ -192,7 +191,7 @@ class TokenWriter(abc.ABC):
             fingerprint=self._content.hexdigest(),
             text_bytes=text_bytes,
         )
-        write_manifest(new.prefix, Manifest(info, new.tokenizer, files, program_version()))
+        write_manifest(new.prefix, Manifest(info, new.tokenizer, files))
         if new.state is None:
             self.abandon()
         return info

@@ -45,12 +45,8 @@ _FILES = (
     *_NUMBERING,
     *SLOW_FILES,
 )
-_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
-
-
-def is_hub_name(name: str) -> bool:
-    """Whether this can be the name of a repository on Hugging Face."""
-    return _NAME.fullmatch(name) is not None and not name.endswith(".json")
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(?<!\.json)")
+"""What can be the name of a repository on Hugging Face."""
 
 
 def tokenizer_folder(name: str) -> Path:

@@ -27,12 +27,12 @@ from gristmill.base.errors import DataError, UserError
 from gristmill.base.files import read_json, sha256_text, storage_errors, write_json
 from gristmill.text.tokenizers.byte_level import BYTE_OF, BpeTokenizer, byte_level, works_on_bytes
 from gristmill.text.tokenizers.hub import (
+    HUB_NAME,
     PAIRS,
     SLOW_FILES,
     convert,
     find_pair,
     holds_tokenizer,
-    is_hub_name,
     stated_ends,
     tokenizer_folder,
 )
@@ -51,25 +51,14 @@ _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 class Tokenizer(Protocol):
     """Text to ids and back."""
 
-    @property
-    def size(self) -> int:
-        """Ids go from 0 to size - 1."""
-        ...
-
-    @property
-    def end_of_text(self) -> int:
-        """The id of the control token that ends a document."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 over all that decides which ids a text gets."""
-        ...
-
-    @property
-    def lossless(self) -> bool:
-        """Whether decode(encode(text)) is the text, for every text."""
-        ...
+    size: int
+    """Ids go from 0 to size - 1."""
+    end_of_text: int
+    """The id of the control token that ends a document."""
+    fingerprint: str
+    """SHA-256 over all that decides which ids a text gets."""
+    lossless: bool
+    """Whether decode(encode(text)) is the text, for every text."""
 
     @property
     def definition(self) -> str | None:
@@ -157,11 +146,10 @@ def open_tokenizer(spec: str | Path, *, end_of_text: str | None = None) -> Token
     if path.is_dir() and holds_tokenizer(path):
         return _open_folder(path, end_of_text=end_of_text)
     if encoding == "gpt2":
-        ends = (end_of_text or END_OF_TEXT,)
-        return _from_vocabulary(gpt2_vocabulary(), where=name, ends=ends)
+        return _from_vocabulary(gpt2_vocabulary(), where=name, end_of_text=end_of_text)
     if encoding in ENCODINGS:
-        return _finished(open_encoding(encoding), where=name, ends=(end_of_text or END_OF_TEXT,))
-    if path.is_dir() or name.startswith(_TIKTOKEN) or not is_hub_name(name):
+        return _finished(open_encoding(encoding), where=name, end_of_text=end_of_text)
+    if path.is_dir() or name.startswith(_TIKTOKEN) or not HUB_NAME.fullmatch(name):
         raise _no_tokenizer(name)
     return _open_folder(tokenizer_folder(name), end_of_text=end_of_text)
 
@@ -169,8 +157,7 @@ def open_tokenizer(spec: str | Path, *, end_of_text: str | None = None) -> Token
 def open_tokenizer_files(vocab: Path, merges: Path, *, end_of_text: str | None = None) -> Tokenizer:
     """Open GPT-2's two files, whatever their names."""
     found = read_vocabulary(vocab, merges=merges)
-    ends = (end_of_text,) if end_of_text else _ENDS
-    return _from_vocabulary(found, where=str(vocab), ends=ends)
+    return _from_vocabulary(found, where=str(vocab), end_of_text=end_of_text)
 
 
 def _no_tokenizer(name: str) -> UserError:
@@ -200,7 +187,7 @@ def _open_folder(folder: Path, *, end_of_text: str | None) -> Tokenizer:
         return open_tokenizer_files(*pair, end_of_text=end_of_text)
     if not holds_tokenizer(folder):
         raise _no_tokenizer(str(folder))
-    return _from_library(convert(folder), folder=folder, where=folder, end_of_text=end_of_text)
+    return _finished(convert(folder), where=str(folder), end_of_text=end_of_text, folder=folder)
 
 
 def _open_file(path: Path, *, end_of_text: str | None) -> Tokenizer:
@@ -212,17 +199,10 @@ def _open_file(path: Path, *, end_of_text: str | None) -> Tokenizer:
             where=path,
             remedy="for GPT-2's two files, give the folder that holds them",
         ) from error
-    return _from_library(inner, folder=path.parent, where=path, end_of_text=end_of_text)
+    return _finished(inner, where=str(path), end_of_text=end_of_text, folder=path.parent)
 
 
-def _from_library(
-    inner: tokenizers.Tokenizer, *, folder: Path, where: Path, end_of_text: str | None
-) -> Tokenizer:
-    ends = (end_of_text,) if end_of_text else (*stated_ends(folder, inner), *_ENDS)
-    return _finished(inner, where=str(where), ends=ends)
-
-
-def _from_vocabulary(found: Vocabulary, *, where: str, ends: Sequence[str]) -> Tokenizer:
+def _from_vocabulary(found: Vocabulary, *, where: str, end_of_text: str | None) -> Tokenizer:
     missing = sum(character not in found.ids for character in BYTE_OF)
     if missing:
         raise DataError(
@@ -230,11 +210,20 @@ def _from_vocabulary(found: Vocabulary, *, where: str, ends: Sequence[str]) -> T
             where=where,
         )
     inner = byte_level(models.BPE(dict(found.ids), list(found.merges)))
-    return _finished(inner, where=where, ends=ends)
+    return _finished(inner, where=where, end_of_text=end_of_text)
 
 
-def _finished(inner: tokenizers.Tokenizer, *, where: str, ends: Sequence[str]) -> Tokenizer:
-    """The tokenizer, if it has an end-of-text token."""
+def _finished(
+    inner: tokenizers.Tokenizer,
+    *,
+    where: str,
+    end_of_text: str | None,
+    folder: Path | None = None,
+) -> Tokenizer:
+    """The tokenizer with its end-of-text token: the given, the one stated in the folder, or a
+    common one."""
+    stated = stated_ends(folder, inner) if folder else ()
+    ends = [end_of_text] if end_of_text else [*stated, *_ENDS]
     for end in ends:
         if inner.token_to_id(end) is not None:
             is_bpe = isinstance(inner.model, models.BPE) and works_on_bytes(inner)

@@ -72,10 +72,12 @@ def train_tokenizer(
             "a smallest count has no meaning for unigram, which drops pieces by their likelihood",
             remedy="leave it out, or train a bpe or wordpiece",
         )
-    inner = byte_level(_MODELS[kind](), pattern=_PATTERNS[pattern])
+    model, trainer = _model_and_trainer(
+        kind, vocab_size=vocab_size - 1, min_count=min_count or _MIN_COUNT
+    )
+    inner = byte_level(model, pattern=_PATTERNS[pattern])
     if kind is TokenizerKind.WORDPIECE:
         inner.pre_tokenizer = pre_tokenizers.Sequence([inner.pre_tokenizer, SHORT_WORDS])
-    trainer = _trainer(kind, vocab_size=vocab_size - 1, min_count=min_count or _MIN_COUNT)
     inner.train_from_iterator(_watched(texts, limit, progress), trainer=trainer)
     reached = inner.get_vocab_size() + 1
     if reached < vocab_size:
@@ -90,16 +92,9 @@ def train_tokenizer(
     return SubwordTokenizer(ordered, end_of_text=END_OF_TEXT)
 
 
-_MODELS: Mapping[TokenizerKind, Callable[[], models.Model]] = {
-    TokenizerKind.BPE: models.BPE,
-    TokenizerKind.UNIGRAM: models.Unigram,
-    TokenizerKind.WORDPIECE: lambda: models.WordPiece(
-        continuing_subword_prefix="", max_input_chars_per_word=LONGEST_WORD
-    ),
-}
-
-
-def _trainer(kind: TokenizerKind, *, vocab_size: int, min_count: int) -> trainers.Trainer:
+def _model_and_trainer(
+    kind: TokenizerKind, *, vocab_size: int, min_count: int
+) -> tuple[models.Model, trainers.Trainer]:
     common: dict[str, Any] = {
         "vocab_size": vocab_size,
         "initial_alphabet": pre_tokenizers.ByteLevel.alphabet(),
@@ -107,13 +102,13 @@ def _trainer(kind: TokenizerKind, *, vocab_size: int, min_count: int) -> trainer
     }
     match kind:
         case TokenizerKind.BPE:
-            return trainers.BpeTrainer(min_frequency=min_count, **common)
-        case TokenizerKind.WORDPIECE:
-            return trainers.WordPieceTrainer(
-                min_frequency=min_count, continuing_subword_prefix="", **common
-            )
+            return models.BPE(), trainers.BpeTrainer(min_frequency=min_count, **common)
         case TokenizerKind.UNIGRAM:
-            return trainers.UnigramTrainer(**common)
+            return models.Unigram(), trainers.UnigramTrainer(**common)
+        case TokenizerKind.WORDPIECE:
+            prefix: dict[str, Any] = {"continuing_subword_prefix": ""}
+            model = models.WordPiece(max_input_chars_per_word=LONGEST_WORD, **prefix)
+            return model, trainers.WordPieceTrainer(min_frequency=min_count, **prefix, **common)
 
 
 def _ordered(inner: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
