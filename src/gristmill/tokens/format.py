@@ -97,7 +97,7 @@ class NewSet:
     shard_size: int
     """The most tokens in one file, for formats that write several."""
     state: Mapping[str, Any] | None = None
-    """What `TokenWriter.save` returned, to go on from there; {} for a new set that can be saved."""
+    """What `TokenWriter.save` returned, to resume; {} for a new set that can be saved."""
 
 
 def dtype_for(vocab_size: int) -> str:
@@ -107,7 +107,7 @@ def dtype_for(vocab_size: int) -> str:
 
 
 def stored(dtype: str) -> np.dtype[Any]:
-    """The type as it lies in files, little-endian on every machine."""
+    """The type as it is stored in files, little-endian on every machine."""
     return np.dtype(dtype).newbyteorder("<")
 
 
@@ -117,7 +117,7 @@ def file_of(prefix: Path, suffix: str) -> Path:
 
 
 def program_version() -> str:
-    """The name and version of this program, for the record of who wrote a set."""
+    """The name and version of this program, for manifests."""
     try:
         return f"gristmill {importlib.metadata.version('gristmill')}"
     except importlib.metadata.PackageNotFoundError:

@@ -143,10 +143,7 @@ def read_index(path: Path) -> MegatronIndex:
 
 
 def _read_index(path: Path, begin: bytes, *, size: int) -> MegatronIndex:
-    if size < HEADER.size:
-        raise _damaged(path, f"the index is cut short: {size} bytes, and its header is 34")
-    _, version, code, sequences, entries = HEADER.unpack_from(begin)
-    dtype = _check_header(path, version=version, code=code)
+    dtype, (sequences, entries) = _unpack(path, HEADER, begin)
     expected = HEADER.size + 12 * sequences + 8 * entries
     _check_size(path, size=size, expected=expected, modes=sequences)
     begins = HEADER.size + 4 * sequences
@@ -163,10 +160,7 @@ def _read_index(path: Path, begin: bytes, *, size: int) -> MegatronIndex:
 
 
 def _read_old_index(path: Path, begin: bytes, *, size: int) -> MegatronIndex:
-    if size < _OLD_HEADER.size:
-        raise _damaged(path, f"the index is cut short: {size} bytes, and its header is 56")
-    _, version, code, width, items, sizes, entries = _OLD_HEADER.unpack_from(begin)
-    dtype = _check_header(path, version=version, code=code)
+    dtype, (width, items, sizes, entries) = _unpack(path, _OLD_HEADER, begin)
     if width != stored(dtype).itemsize:
         raise _damaged(path, f"it says that {dtype} has {width} bytes")
     if sizes != items:
@@ -182,8 +176,12 @@ def _read_old_index(path: Path, begin: bytes, *, size: int) -> MegatronIndex:
     )
 
 
-def _check_header(path: Path, *, version: int, code: int) -> str:
-    """The type of the ids, by its code."""
+def _unpack(path: Path, header: struct.Struct, begin: bytes) -> tuple[str, list[int]]:
+    """The type of the ids and the other numbers in a header."""
+    if len(begin) < header.size:
+        what = f"the index is cut short: {len(begin)} bytes, and its header is {header.size}"
+        raise _damaged(path, what)
+    _, version, code, *numbers = header.unpack_from(begin)
     if version != VERSION:
         raise _damaged(path, f"the index has version {version}; this program reads {VERSION}")
     if code in _FLOATS:
@@ -191,7 +189,7 @@ def _check_header(path: Path, *, version: int, code: int) -> str:
     if code not in CODES:
         known = ", ".join(f"{number} {name}" for number, name in CODES.items())
         raise _damaged(path, f"the type code {code} is not known; known are {known}")
-    return CODES[code]
+    return CODES[code], numbers
 
 
 def _check_size(path: Path, *, size: int, expected: int, modes: int) -> None:

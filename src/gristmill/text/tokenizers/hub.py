@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,17 @@ _FILES = (
 )
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(?<!\.json)")
 """What can be the name of a repository on Hugging Face."""
+_snapshot = partial(
+    hub_folder,
+    files=_FILES,
+    where="the tokenizer",
+    remedy='give "bytes", "gpt2", a file or folder of a tokenizer, or a Hugging Face name',
+)
 
 
 def tokenizer_folder(name: str) -> Path:
     """The tokenizer files of a Hugging Face name, from the local cache or the network."""
-    return cached_tokenizer(name) or _snapshot(name, offline=False)
+    return cached_tokenizer(name) or _snapshot(name)
 
 
 def cached_tokenizer(name: str) -> Path | None:
@@ -60,17 +67,6 @@ def cached_tokenizer(name: str) -> Path | None:
         folder = _snapshot(name, offline=True)
         return folder if holds_tokenizer(folder) else None
     return None
-
-
-def _snapshot(name: str, *, offline: bool) -> Path:
-    return hub_folder(
-        name,
-        files=_FILES,
-        where="the tokenizer",
-        remedy='give "bytes", "gpt2", a tokenizer.json, a folder with tokenizer files, '
-        "or a Hugging Face name",
-        offline=offline,
-    )
 
 
 def holds_tokenizer(folder: Path) -> bool:

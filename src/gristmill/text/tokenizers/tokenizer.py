@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import tokenizers
 from tokenizers import models
 
-from gristmill.base.errors import DataError, UserError
+from gristmill.base.errors import DataError
 from gristmill.base.files import read_json, sha256_text, storage_errors, write_json
 from gristmill.text.tokenizers.byte_level import BYTE_OF, BpeTokenizer, byte_level, works_on_bytes
 from gristmill.text.tokenizers.hub import (
@@ -160,17 +160,16 @@ def open_tokenizer_files(vocab: Path, merges: Path, *, end_of_text: str | None =
     return _from_vocabulary(found, where=str(vocab), end_of_text=end_of_text)
 
 
-def _no_tokenizer(name: str) -> UserError:
+def _no_tokenizer(name: str) -> DataError:
     if Path(name).is_dir():
         names = [TOKENIZER_FILE, *(" with ".join(pair) for pair in PAIRS[:2]), *SLOW_FILES]
-        return DataError(
-            f"this folder holds no tokenizer: looked for {', '.join(names)}", where=name
-        )
+        what = f"this folder holds no tokenizer: looked for {', '.join(names)}"
+        return DataError(what, where=name)
     return DataError(
         "there is no such tokenizer",
         where=name,
         remedy=f'give "bytes", "gpt2", {", ".join(ENCODINGS)}, a tokenizer.json, '
-        "a folder with tokenizer files, or a name on Hugging Face",
+        "a folder with tokenizer files, or a Hugging Face name",
     )
 
 
@@ -179,8 +178,7 @@ def _open_folder(folder: Path, *, end_of_text: str | None) -> Tokenizer:
         tokenizer = ByteTokenizer()
         if read_json(file) == tokenizer.spec:
             return tokenizer
-        what = "this describes a tokenizer that the program does not know"
-        raise DataError(what, where=file)
+        raise DataError("this program does not know the tokenizer described here", where=file)
     if (folder / TOKENIZER_FILE).is_file():
         return _open_file(folder / TOKENIZER_FILE, end_of_text=end_of_text)
     if pair := find_pair(folder):
@@ -203,12 +201,9 @@ def _open_file(path: Path, *, end_of_text: str | None) -> Tokenizer:
 
 
 def _from_vocabulary(found: Vocabulary, *, where: str, end_of_text: str | None) -> Tokenizer:
-    missing = sum(character not in found.ids for character in BYTE_OF)
-    if missing:
-        raise DataError(
-            f"the vocabulary lacks {missing} of the 256 bytes, so it is not a byte-level BPE",
-            where=where,
-        )
+    if missing := len(BYTE_OF.keys() - found.ids.keys()):
+        what = f"the vocabulary lacks {missing} of the 256 bytes, so it is not a byte-level BPE"
+        raise DataError(what, where=where)
     inner = byte_level(models.BPE(dict(found.ids), list(found.merges)))
     return _finished(inner, where=where, end_of_text=end_of_text)
 

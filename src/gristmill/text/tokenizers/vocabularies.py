@@ -58,12 +58,11 @@ def read_vocabulary(vocab: Path, *, merges: Path) -> Vocabulary:
     if not isinstance(ids, dict) or not all(type(id) is int for id in ids.values()):
         raise DataError("this is not a vocabulary, an object of tokens and their ids", where=vocab)
     try:
-        lines = merges.read_bytes().decode().split("\n")
+        lines = merges.read_bytes().decode().replace("\r\n", "\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read: {error}", where=merges) from error
     pairs = []
     for number, line in enumerate(lines, 1):
-        line = line.removesuffix("\r")
         if not line or line.startswith("#version"):
             continue
         first, space, second = line.partition(" ")
