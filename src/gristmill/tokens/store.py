@@ -89,11 +89,10 @@ def open_tokens(
 ) -> TokenReader:
     """Open a finished token set.
 
-    The options are for files of other programs: their format where it cannot be found out, the type
-    of the ids in plain files, and the id that stands between documents.
+    The options are for files of other programs: their format if it is not recognised, the type of
+    the ids in plain files, and the id between documents.
     """
-    reading = Reading(format=format, dtype=dtype, end_of_text=end_of_text)
-    return find_tokens(prefix, reading).reader
+    return find_tokens(prefix, Reading(format, dtype, end_of_text)).reader
 
 
 def find_tokens(prefix: Path | str, reading: Reading | None = None) -> TokenSet:

@@ -281,7 +281,11 @@ class HashedFile:
         self._temporary = final.with_name(f".{final.name}.{ending}")
         self.bytes = int(saved["bytes"]) if saved is not None else 0
         if saved is not None:
-            self._take_back()
+            # It may be in its final place already.
+            if not self._temporary.is_file() and final.is_file():
+                os.replace(final, self._temporary)
+            if not self._temporary.is_file() or self._temporary.stat().st_size < self.bytes:
+                raise _changed(self._temporary)
         raw = io.FileIO(os.open(self._temporary, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
         if lasting:
             _lock(raw, where=final)
@@ -296,13 +300,6 @@ class HashedFile:
         for piece in self.content():
             self.hash.update(piece)
         if self.hash.hexdigest() != saved.get("sha256", self.hash.hexdigest()):
-            raise _changed(self._temporary)
-
-    def _take_back(self) -> None:
-        """Rename the file back if it is in its final place already."""
-        if not self._temporary.is_file() and self._final.is_file():
-            os.replace(self._final, self._temporary)
-        if not self._temporary.is_file() or self._temporary.stat().st_size < self.bytes:
             raise _changed(self._temporary)
 
     def content(self, begin: int = 0) -> Iterator[bytes]:

@@ -78,7 +78,7 @@ def train_tokenizer(
     inner = byte_level(model, pattern=_PATTERNS[pattern])
     if kind is TokenizerKind.WORDPIECE:
         inner.pre_tokenizer = pre_tokenizers.Sequence([inner.pre_tokenizer, SHORT_WORDS])
-    inner.train_from_iterator(_watched(texts, limit, progress), trainer=trainer)
+    inner.train_from_iterator(_counted(texts, limit, progress), trainer=trainer)
     reached = inner.get_vocab_size() + 1
     if reached < vocab_size:
         raise UserError(
@@ -124,7 +124,7 @@ def _ordered(inner: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_str(json.dumps(value))
 
 
-def _watched(
+def _counted(
     texts: Iterator[str], limit: int | None, progress: Callable[[int], None] | None
 ) -> Iterator[str]:
     done = 0
