@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from gristmill.base.downloads import model_folder
 from gristmill.base.errors import Exit, UserError
 from gristmill.checkpoint.model import StoredModel, open_model
+from gristmill.cli.inspect import config as show_config
 from gristmill.config.load import load_text
 from gristmill.config.model import GPTConfig
 from gristmill.config.schema import RunConfig
@@ -199,13 +201,13 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_a_name_that_is_nowhere(hub: Path) -> None:
     for name in ("no-such/model", "not a name"):
         with pytest.raises(
-            UserError, match="not a folder here, and not to be had from Hugging Fac"
+            UserError, match="is not here, and cannot be downloaded from Hugging Face"
         ):
             open_model(name, device=CPU)
 
 
 def test_a_name_is_found_in_the_cache(
-    hub: Path, tokenizer: Tokenizer, make_run: Callable[..., RunConfig], tmp_path: Path
+    hub: Path, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = small(tokenizer)
     export(kept(source, tokenizer), hub / "models--mill--tiny" / "snapshots" / "abc")
@@ -216,12 +218,14 @@ def test_a_name_is_found_in_the_cache(
     ids = torch.randint(0, tokenizer.size, (1, 20))
     assert torch.allclose(opened.model(ids), source(ids), atol=1e-6)
     text = 'name = "x"\n[model]\nstart = "mill/tiny"\n[data]\npaths = "x"\n[train]\n'
-    config = load_text(text + 'until = "2 steps"\nbatch = 2\n', place="run.toml")
+    text += 'until = "2 steps"\nbatch = 2\n'
+    config = load_text(text, place="run.toml", find_model=model_folder)
     assert config.model.width == 16
-    with pytest.raises(
-        UserError, match=r"run\.toml:3: model\.start: 'mill/gone' is not a folder here"
-    ):
-        load_text(text.replace("tiny", "gone"), place="run.toml")
+    (tmp_path / "run.toml").write_text(text)
+    show_config(tmp_path / "run.toml")
+    assert "width = 16" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"run\.toml:3: model\.start: 'mill/gone' is not here, and"):
+        load_text(text.replace("tiny", "gone"), place="run.toml", find_model=model_folder)
 
 
 def test_a_start_folder_that_holds_no_model(tmp_path: Path) -> None:

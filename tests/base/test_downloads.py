@@ -1,4 +1,4 @@
-"""A download is whole or absent, goes on where it broke off, and never trusts what it was sent."""
+"""A download is complete or absent, resumes where it broke off, and is checked when it arrives."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from gristmill.base import downloads
-from gristmill.base.downloads import cache_folder, download
-from gristmill.base.errors import UserError
+from gristmill.base.downloads import cache_folder, download, model_folder
+from gristmill.base.errors import Exit, UserError
 
 URL = "https://example.invalid/file.bin"
 CONTENT = bytes(range(256)) * 40
@@ -34,7 +34,10 @@ class Reply:
     def read(self, amount: int) -> bytes:
         return self._body.read(min(amount, 1000))
 
-    def close(self) -> None:
+    def __enter__(self) -> Reply:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         self._body.close()
 
 
@@ -79,7 +82,7 @@ def test_a_file_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     server = serve(monkeypatch, Server(breaks=[]))
     seen: list[tuple[int, int | None]] = []
     to = tmp_path / "deep" / "file.bin"
-    download(URL, to=to, sha256=SHA256, size=len(CONTENT), watch=lambda *at: seen.append(at))
+    download(URL, to=to, sha256=SHA256, size=len(CONTENT), progress=lambda *at: seen.append(at))
     assert to.read_bytes() == CONTENT
     assert names(to.parent) == ["file.bin"]
     assert seen[0] == (1000, len(CONTENT)) and seen[-1] == (len(CONTENT), len(CONTENT))
@@ -95,8 +98,8 @@ def test_it_goes_on_where_it_broke_off(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_later_command_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = serve(monkeypatch, Server(breaks=[3000, 0, 0, 0]))
-    with pytest.raises(UserError, match=r"cannot fetch this.*2\.93 KiB are kept"):
+    server = serve(monkeypatch, Server(breaks=[3000, 0, 0, 0, 0]))
+    with pytest.raises(UserError, match=r"cannot download this file.*2\.93 KiB are kept"):
         download(URL, to=tmp_path / "file.bin", sha256=SHA256)
     assert names(tmp_path) == ["file.bin.part", "file.bin.part.tag"]
     download(URL, to=tmp_path / "file.bin", sha256=SHA256)
@@ -119,8 +122,8 @@ def test_a_part_that_is_whole_but_was_never_named(
 def test_another_version_begins_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag: str | None
 ) -> None:
-    server = serve(monkeypatch, Server(breaks=[3000, 0, 0, 0], tag=tag))
-    with pytest.raises(UserError, match="cannot fetch"):
+    server = serve(monkeypatch, Server(breaks=[3000, 0, 0, 0, 0], tag=tag))
+    with pytest.raises(UserError, match="cannot download"):
         download(URL, to=tmp_path / "file.bin")
     server.content, server.tag = CONTENT[::-1], '"three"'
     download(URL, to=tmp_path / "file.bin")
@@ -170,3 +173,37 @@ def test_the_cache_is_where_the_field_has_it(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/someone")
     assert cache_folder() == Path("/home/someone/.cache/gristmill")
+
+
+def test_a_model_folder_is_local_or_comes_from_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, dict[str, object]]] = []
+
+    def snapshot(name: str, **options: object) -> str:
+        asked.append((name, options))
+        return str(tmp_path / "snapshot")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    assert model_folder(str(tmp_path)) == tmp_path and not asked
+    assert model_folder("someone/something") == tmp_path / "snapshot"
+    files = ["*.safetensors", "*.json", "merges.txt"]
+    assert asked == [("someone/something", {"allow_patterns": files, "local_files_only": False})]
+
+
+@pytest.mark.parametrize("error", [OSError("no route\nmore"), RuntimeError("no route")])
+def test_a_name_that_is_neither_here_nor_on_the_hub(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(*args: object, **options: object) -> str:
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(UserError) as caught:
+        model_folder("someone/something", where="MODEL")
+    assert caught.value.exit is Exit.DATA
+    assert str(caught.value) == (
+        "MODEL: 'someone/something' is not here, and cannot be downloaded from Hugging Face: "
+        "no route\n    give a run folder, a Hugging Face folder, or a Hugging Face name such as "
+        "gpt2; without network, run `hf download someone/something` elsewhere and copy it"
+    )

@@ -242,7 +242,7 @@ BAD_INPUT: dict[str, tuple[list[str], str]] = {
     "no text": (["prepare", "none.txt", "-o", "e", "-t", "bytes"], "none.txt"),
     "tokenizer too large": (
         ["tokenizer", "train", "text.txt", "-o", "big", "-n", "60000"],
-        "too short to learn 60000 tokens",
+        "too short for 60000 tokens",
     ),
     "evaluate on other tokens": (["evaluate", "run", "--data", "bytes"], "made with tokenizer"),
     "config without file": (["config"], "give a run file"),

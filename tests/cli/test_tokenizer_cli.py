@@ -37,7 +37,7 @@ def test_train_and_show(kind: str, text: Path, tmp_path: Path) -> None:
     assert f"type         byte-level-{kind}" in shown
     assert "end of text  261  <|endoftext|>" in shown
     assert "lossless     yes" in shown
-    assert "comes back" not in shown
+    assert "decodes to" not in shown
     with pytest.raises(UserError, match="not empty") as caught:
         run("train", text, "-o", tmp_path / "made", "-n", 262)
     assert caught.value.exit is Exit.REFUSED
@@ -65,4 +65,4 @@ def test_show_says_what_is_lost(tmp_path: Path) -> None:
         run("show", tmp_path)
     shown = run("show", tmp_path, "mills", "--end-of-text", "end")
     assert "lossless     no" in shown
-    assert "comes back as '?'" in shown
+    assert "decodes to '?'" in shown

@@ -522,7 +522,7 @@ REPLACED = {
     "start nowhere": (
         'preset = "gpt2-nano"',
         'model.start = "nowhere"',
-        "model.start: 'nowhere' is not a folder here, and not to be had from Hugging Face",
+        "model.start: 'nowhere' holds neither a run (run.toml) nor a Hugging Face model",
     ),
     "unclosed table": (
         "[train]",
@@ -721,6 +721,19 @@ def test_sizes_come_from_the_weights(weights: Path) -> None:
     model = load_text(SIZELESS, (f"model.start={weights}",), place="run.toml").model
     assert (model.layers, model.heads, model.width, model.context) == (2, 2, 32, 64)
     assert (model.vocab, model.activation) == (300, "gelu_tanh")
+
+
+def test_the_folder_of_the_weights_is_found_by_the_caller(weights: Path) -> None:
+    asked: list[str] = []
+
+    def find(name: str) -> Path:
+        asked.append(name)
+        return weights
+
+    words = ("model.start=someone/something",)
+    model = load_text(SIZELESS, words, place="run.toml", find_model=find).model
+    assert (model.start, model.layers) == ("someone/something", 2)
+    assert asked == ["someone/something"]
 
 
 def test_sizes_that_disagree_with_the_weights_are_told(weights: Path) -> None:

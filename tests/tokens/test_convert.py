@@ -16,7 +16,7 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.tokens import reader as reading
 from gristmill.tokens.convert import CopyProgress, Origin, convert_tokens
 from gristmill.tokens.foreign import Reading
-from gristmill.tokens.format import TokenReader
+from gristmill.tokens.reader import TokenReader
 from gristmill.tokens.store import FORMATS, create_tokens, open_tokens, verify_tokens
 
 SPEC = {"type": "test", "fingerprint": "f" * 64}
@@ -161,7 +161,9 @@ def test_sets_that_say_nothing_merge_if_they_store_ids_alike(tmp_path: Path) -> 
         convert_tokens([one, wide], tmp_path / "c")
     ours = write(tmp_path / "ours", DOCUMENTS)
     for pair in ([one, ours], [ours, one]):
-        with pytest.raises(UserError, match=r"one: .*do not say which tokenizer(.|\n)*--tokenizer"):
+        with pytest.raises(
+            UserError, match=r"one: .*do not state which tokenizer(.|\n)*--tokenizer"
+        ):
             convert_tokens(pair, tmp_path / "c")
 
 

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.tokens.format import TokenReader, TokenSetInfo, dtype_for
+from gristmill.tokens.format import TokenSetInfo, dtype_for
+from gristmill.tokens.reader import TokenReader
 from gristmill.tokens.store import create_tokens, open_tokens
 
 SPEC = {"type": "test", "fingerprint": "f" * 64}

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from gristmill.base.errors import UserError
 from gristmill.tokens import reader as reading
 from gristmill.tokens.foreign import Reading, document_starts
-from gristmill.tokens.format import TokenReader, TokenSetInfo
-from gristmill.tokens.reader import MappedReader, Shard
+from gristmill.tokens.format import TokenSetInfo
+from gristmill.tokens.reader import TokenReader, TokenShard
 from gristmill.tokens.store import create_tokens, inspect_tokens, open_tokens, verify_tokens
 
 
@@ -86,7 +86,7 @@ def test_a_plain_file_with_half_an_id_is_refused(tmp_path: Path) -> None:
         ("none", "npy", None, "there is no token set of the format npy here"),
         ("plain", "cake", None, "'cake' is not known; known are flat, llmc, megatron, npy"),
         ("plain", "flat", "float32", "one of uint8, int8"),
-        ("shard", None, "uint16", "say themselves how their ids are stored"),
+        ("shard", None, "uint16", "the format npy state how their ids are stored"),
         ("empty", "flat", None, "holds no tokens"),
         ("nothing", None, None, "holds no tokens"),
         ("ours", "npy", None, "already says how to read it: it is flat"),
@@ -142,12 +142,12 @@ def test_documents_are_cut_at_an_id(
 
 @given(st.lists(st.integers(0, 3), min_size=1))
 def test_every_id_is_in_one_document(ids: list[int]) -> None:
-    class Row(MappedReader):
+    class Row(TokenReader):
         def read(self, start: int, count: int) -> np.ndarray:
             return np.array(ids[start : start + count])
 
     info = TokenSetInfo("flat", "int64", len(ids), 1, None, None, None, "")
-    shard = Shard(Path("none"), 0, len(ids), "int64")
+    shard = TokenShard(Path("none"), 0, len(ids), "int64")
     starts = document_starts(Row(info, shards=[shard], starts=np.zeros(1, np.int64)), between=0)
     assert starts[0] == 0
     assert (np.diff(starts, append=len(ids)) > 0).all()

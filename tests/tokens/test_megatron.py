@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.tokens import megatron, megatron_writer
-from gristmill.tokens.format import TokenReader
 from gristmill.tokens.megatron import MegatronReader
+from gristmill.tokens.reader import TokenReader
 from gristmill.tokens.store import create_tokens, inspect_tokens, open_tokens, verify_tokens
 
 SPEC = {"type": "test", "fingerprint": "f" * 64}

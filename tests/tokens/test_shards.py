@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.tokens import reader as reading
-from gristmill.tokens.format import TokenReader, TokenSetInfo
+from gristmill.tokens.format import TokenSetInfo
+from gristmill.tokens.reader import TokenReader
 from gristmill.tokens.store import create_tokens, open_tokens, verify_tokens
 
 SPEC = {"type": "test", "fingerprint": "f" * 64}

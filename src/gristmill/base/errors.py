@@ -12,6 +12,7 @@ import enum
 import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 
 
@@ -85,6 +86,20 @@ class UserError(Exception):
         assert self.problems, "a UserError needs at least one problem"
         self.exit = exit
         super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class DataError(UserError):
+    """Input data (text, token files, a tokenizer) is missing or damaged."""
+
+    def __init__(
+        self,
+        what: str | Iterable[Problem],
+        *,
+        where: Path | str | None = None,
+        remedy: str | None = None,
+    ) -> None:
+        place = None if where is None else str(where)
+        super().__init__(what, where=place, remedy=remedy, exit=Exit.DATA)
 
 
 def optional(module: str, *, extra: str, purpose: str) -> ModuleType:

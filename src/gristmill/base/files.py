@@ -1,8 +1,7 @@
-"""Files that survive a crash: atomic writes, fingerprints, locks, and reading through compression.
+"""Files that survive a crash: atomic writes, checksums, locks, and reading compressed files.
 
 A file is replaced by writing a temporary one beside it, flushing it to the disk, renaming it over
-the old one and flushing the folder. After a crash either the old or the new content is there,
-never a mix.
+the old one and flushing the folder. After a crash the file has either its old or its new content.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
-from gristmill.base.errors import Exit, UserError, optional
+from gristmill.base.errors import DataError, Exit, UserError, optional
 from gristmill.base.units import format_bytes
 
-_ZSTD_BUFFER = 1 << 18
+_DECOMPRESSED_BUFFER = 1 << 18
 # Small, since 4 bytes of zstd can stand for 128 KiB.
 _ZSTD_PIECE = 1 << 13
 
@@ -72,9 +71,9 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError as error:
-        raise UserError("no such file", where=str(path), exit=Exit.DATA) from error
+        raise DataError("no such file", where=path) from error
     except ValueError as error:
-        raise UserError(f"not valid JSON: {error}", where=str(path), exit=Exit.DATA) from error
+        raise DataError(f"not valid JSON: {error}", where=path) from error
 
 
 def sha256_file(path: Path) -> str:
@@ -95,7 +94,7 @@ def free_space(path: Path) -> int:
 
 
 def require_room(path: Path, *, needed: int, purpose: str, remedy: str) -> None:
-    """Refuse what a disk cannot hold before any of it is written; `remedy` is what helps besides
+    """Refuse what a disk cannot hold before any of it is written; `remedy` is the alternative to
     making room."""
     free = free_space(path)
     if free < needed:
@@ -109,7 +108,7 @@ def require_room(path: Path, *, needed: int, purpose: str, remedy: str) -> None:
 
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Turn what the disk refuses into a message that names the path and the free space."""
+    """Turn a full or read-only disk into an error that names the path and the free space."""
     try:
         yield
     except OSError as error:
@@ -127,12 +126,11 @@ def storage_errors(path: Path) -> Iterator[None]:
         raise
 
 
-class _ZstdFile(io.BufferedReader):
-    """A file of zstd frames, decompressed."""
+class _Decompressed(io.BufferedReader):
+    """Closes the compressed file too, which the decompressors of the standard library do not."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        super().__init__(_ZstdFrames(file), _ZSTD_BUFFER)
-        # The attribute under which the readers of the standard library keep their file, too.
+    def __init__(self, decompressor: Any, file: BinaryIO) -> None:
+        super().__init__(decompressor, _DECOMPRESSED_BUFFER)
         self.fileobj = file
 
     def close(self) -> None:
@@ -141,10 +139,10 @@ class _ZstdFile(io.BufferedReader):
 
 
 class _ZstdFrames(io.RawIOBase):
-    """Decompresses frames one after the other.
+    """Decompresses zstd frames one after the other.
 
-    The reader of the package itself ends without a word where a file was cut, and raises an error
-    of its own where one is garbled; this raises what the readers of the standard library do.
+    The reader of the package ends silently where a file is cut short, and has its own error for
+    damaged data; this raises what the readers of the standard library raise.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -167,7 +165,7 @@ class _ZstdFrames(io.RawIOBase):
         return count
 
     def _decompress(self) -> bool:
-        """Go on by one piece, if there is one."""
+        """Decompress the next piece, if there is one."""
         piece = self._compressed or self._file.read(_ZSTD_PIECE)
         if not piece:
             if self._frame:
@@ -187,7 +185,7 @@ _MAGIC: tuple[tuple[bytes, Callable[[BinaryIO], Any]], ...] = (
     (b"\x1f\x8b", lambda file: gzip.GzipFile(fileobj=file)),
     (b"BZh", bz2.BZ2File),
     (b"\xfd7zXZ\x00", lzma.LZMAFile),
-    (b"\x28\xb5\x2f\xfd", _ZstdFile),
+    (b"\x28\xb5\x2f\xfd", _ZstdFrames),
 )
 
 
@@ -196,14 +194,12 @@ def open_bytes(path: Path) -> BinaryIO:
     try:
         file = path.open("rb")
     except OSError as error:
-        raise UserError(
-            f"cannot read: {error.strerror}", where=str(path), exit=Exit.DATA
-        ) from error
+        raise DataError(f"cannot read: {error.strerror}", where=path) from error
     start = file.peek(6)[:6]
     for magic, opener in _MAGIC:
         if start.startswith(magic):
             try:
-                return _closing_both(opener(file), file)
+                return _Decompressed(opener(file), file)
             except BaseException:
                 file.close()
                 raise
@@ -217,33 +213,23 @@ def is_compressed(path: Path) -> bool:
     return any(start.startswith(magic) for magic, _ in _MAGIC)
 
 
-def _closing_both(reader: Any, below: BinaryIO) -> BinaryIO:
-    """Make closing a decompressor close its file too; those of the standard library do not."""
-    if isinstance(reader, gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile):
-        close = reader.close
-
-        def close_both() -> None:
-            close()
-            below.close()
-
-        vars(reader)["close"] = close_both
-    return cast(BinaryIO, reader)
-
-
-def share_file(path: Path) -> None:
-    """Give a file the permissions that new files have; some libraries make theirs private."""
-    mask = os.umask(0)
-    os.umask(mask)
-    path.chmod(0o666 & ~mask)
-
-
 class FolderLock:
-    """Holds a folder for one process; the kernel lets go when that process ends, however it
-    ends."""
+    """Lets one process at a time use a folder.
+
+    The kernel releases the lock when its process ends, however it ends. The package filelock does
+    not serve: where files cannot be locked it may fall back to a file that a killed process leaves
+    behind, and in some versions a process that is refused erases the name of the holder.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / ".lock"
         self._handle: int | None = None
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
 
     def acquire(self) -> None:
         handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)

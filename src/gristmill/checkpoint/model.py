@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from gristmill.base.downloads import model_folder
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import read_json
 from gristmill.checkpoint.layout import ALONE, MANIFEST, CheckpointFolder, step_of, verify
@@ -21,7 +22,7 @@ from gristmill.checkpoint.state import (
     read_state,
 )
 from gristmill.checkpoint.tensor_reader import open_hf_tensors, open_tensors
-from gristmill.config.hf import from_hf, model_folder
+from gristmill.config.hf import from_hf
 from gristmill.config.model import ModelConfig
 from gristmill.config.schema import parse_model
 from gristmill.models.build import build_model, outline_model
@@ -96,7 +97,7 @@ def load_start_weights(
 ) -> None:
     """Put the weights of a run folder, a Hugging Face folder or name into what this process holds
     of a freshly built model."""
-    path = model_folder(start, where="model.start")
+    path = model_folder(start)
     tables = model.vocabulary_parameters()
     for one in parameters.values():
         if one.name in tables:

@@ -12,7 +12,7 @@ from gristmill.base.errors import UserError
 from gristmill.cli.options import Overrides
 
 if TYPE_CHECKING:
-    from gristmill.config.resolve import Resolved
+    from gristmill.config.schema import RunConfig
 
 
 def config(
@@ -24,6 +24,7 @@ def config(
     presets: Annotated[bool, typer.Option("--presets", help="List the presets.")] = False,
 ) -> None:
     """Print the complete settings of a run and the numbers that follow from them."""
+    from gristmill.base.downloads import model_folder
     from gristmill.config.load import dump_run, load_run
     from gristmill.config.schema import RunConfig
     from gristmill.config.settings import FileSchema
@@ -36,7 +37,7 @@ def config(
     elif run is None:
         raise UserError("give a run file, --schema or --presets", where="config")
     else:
-        loaded = load_run(run, settings or ())
+        loaded = load_run(run, settings or (), find_model=model_folder)
         typer.echo(dump_run(loaded), nl=False)
         _derived(loaded)
 
@@ -61,15 +62,13 @@ def _list_presets() -> None:
     typer.echo("parameters with GPT-2's vocabulary of 50257 (gpt3: padded to 51200)")
 
 
-def _derived(config: object) -> None:
+def _derived(config: RunConfig) -> None:
     from gristmill.base.units import format_bytes, format_count
     from gristmill.config.resolve import resolve
     from gristmill.config.rules import doubts
-    from gristmill.config.schema import RunConfig
     from gristmill.plan.arithmetic import checkpoint_bytes, count_parameters, token_cost
     from gristmill.tokens.store import open_tokens
 
-    assert isinstance(config, RunConfig)
     vocab, source = config.model.vocab, "model.vocab"
     if vocab is None:
         try:
@@ -84,13 +83,20 @@ def _derived(config: object) -> None:
     size = count_parameters(config.model, rows=numbers.padded_vocab)
     cost = token_cost(config.model, rows=numbers.padded_vocab, sequence=numbers.sequence)
     total = numbers.samples * numbers.sequence
+    *growing, full = numbers.ramp.ramp_steps
+    ramp = {}
+    if growing:
+        ramp["ramp"] = (
+            f"from {numbers.ramp.first} samples in {len(growing)} stages before the full batch, "
+            f"which begins after {numbers.ramp.steps_to(full.begin):,} steps"
+        )
     typer.echo("\n# which means")
     rows = {
         "parameters": f"{size:,}",
         "vocabulary": f"{numbers.vocab:,}, padded to {numbers.padded_vocab:,} ({source})",
         "batch": f"{numbers.batch} samples of {numbers.sequence} tokens = {numbers.micro_batch} "
         f"x {numbers.accumulate} accumulated = {numbers.tokens_per_step:,} tokens",
-        **_ramp_words(numbers),
+        **ramp,
         "run": f"{numbers.steps:,} steps, {format_count(total)} tokens",
         "compute": f"{cost.palm * total:.3g} floating-point operations "
         f"({format_count(cost.palm)} a token; {format_count(cost.causal)} counting attention as "
@@ -101,16 +107,6 @@ def _derived(config: object) -> None:
     }
     for name, text in (*rows.items(), *(("warning", doubt) for doubt in doubts(config, numbers))):
         typer.echo(f"# {name:<11} {text}")
-
-
-def _ramp_words(numbers: Resolved) -> dict[str, str]:
-    ramp = numbers.ramp
-    if ramp.first == ramp.full:
-        return {}
-    grown = ramp.steps_to(ramp.full_from)
-    count = len(ramp.ramp_steps) - 1
-    words = f"from {ramp.first} samples in {count} stages before the full batch"
-    return {"ramp": f"{words}, which begins after {grown:,} steps"}
 
 
 def report(

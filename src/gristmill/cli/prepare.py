@@ -226,7 +226,7 @@ def _prepare_corpus(
     check_disk(corpus, output=output)
     with ProgressLine("fetching") as line:
         source = fetch_corpus(
-            corpus, watch=lambda done, total: line.update(done, total, format_bytes(done))
+            corpus, progress=lambda done, total: line.update(done, total, format_bytes(done))
         )
     if split is None and corpus.validation:
         # The corpus brings a validation set of its own.

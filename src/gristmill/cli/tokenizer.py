@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -14,10 +14,6 @@ from gristmill.cli.options import Documents, JsonKey, Sources
 from gristmill.cli.progress import ProgressLine
 from gristmill.text.sources.source import DocumentSplit
 from gristmill.text.tokenizers.kinds import TokenizerKind, WordPattern
-
-if TYPE_CHECKING:
-    from gristmill.text.sources.reading import SourceReader
-    from gristmill.text.tokenizers.tokenizer import Tokenizer
 
 tokenizer = typer.Typer(help="Train and try tokenizers.", no_args_is_help=True)
 
@@ -31,30 +27,36 @@ def train_tokenizer(
         TokenizerKind, typer.Option("--type", help="Kind of tokenizer; all work on bytes.")
     ] = TokenizerKind.BPE,
     pattern: Annotated[
-        WordPattern, typer.Option(help="Whose way of cutting text into words.")
+        WordPattern, typer.Option(help="Pattern that splits text into words.")
     ] = WordPattern.GPT2,
     min_count: Annotated[
         int | None,
         typer.Option(
-            min=1, help="How often a pair must occur to be joined, with bpe and wordpiece.  [2]"
+            min=1, help="How often a pair must occur to be merged, with bpe and wordpiece.  [2]"
         ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Bytes of text to learn from; all if not given.")
+        int | None, typer.Option(min=1, help="Bytes of text to train on; all if not given.")
     ] = None,
     json_key: JsonKey = "text",
     documents: Documents = DocumentSplit.FILE,
 ) -> None:
-    """Learn a tokenizer from text. It works on bytes, so it gives every text back."""
+    """Train a tokenizer on text. It works on bytes, so it is lossless."""
     from gristmill.text.sources.reading import open_sources
+    from gristmill.text.sources.source import Document
     from gristmill.text.tokenizers.training import train_tokenizer as learn
 
     if output.exists() and any(output.iterdir()):
         raise UserError("this folder is not empty", where=str(output), exit=Exit.REFUSED)
     reader = open_sources(sources, json_key=json_key, split=documents)
+
+    def texts() -> Iterator[str]:
+        yield from (item.text for item in reader if isinstance(item, Document))
+        line.update(reader.bytes_done, None, "all text read, learning tokens")
+
     with ProgressLine("learning") as line:
         learned = learn(
-            _texts(reader, line),
+            texts(),
             vocab_size=vocab_size,
             kind=kind,
             pattern=pattern,
@@ -68,46 +70,36 @@ def train_tokenizer(
     typer.echo(f"{output}: {learned.size:,} ids, fingerprint {learned.fingerprint[:16]}")
 
 
-def _texts(reader: SourceReader, line: ProgressLine) -> Iterator[str]:
-    from gristmill.text.sources.source import Document
-
-    for item in reader:
-        if isinstance(item, Document):
-            yield item.text
-    line.update(reader.bytes_done, None, "all read, joining pairs or dropping pieces")
-
-
 @tokenizer.command("show")
 def show_tokenizer(
     spec: Annotated[
         str,
         typer.Argument(
             help="A folder or file, bytes, gpt2, an encoding of tiktoken such as cl100k_base, "
-            "or a name on Hugging Face."
+            "or a Hugging Face name."
         ),
     ],
-    text: Annotated[str | None, typer.Argument(help="Text to cut into tokens.")] = None,
+    text: Annotated[str | None, typer.Argument(help="Text to split into tokens.")] = None,
     end_of_text: Annotated[
-        str | None, typer.Option(help="The token that ends a document, if it is not stated.")
+        str | None,
+        typer.Option(help="The token that ends a document, if the files do not state it."),
     ] = None,
 ) -> None:
-    """Show a tokenizer's facts, and how it cuts a text."""
+    """Show the facts about a tokenizer, and how it splits a text."""
     from gristmill.text.tokenizers.tokenizer import open_tokenizer
 
     opened = open_tokenizer(spec, end_of_text=end_of_text)
     typer.echo(f"type         {opened.spec['type']}")
     typer.echo(f"ids          {opened.size:,}")
     typer.echo(f"end of text  {opened.end_of_text}  {opened.decode([opened.end_of_text])}")
-    typer.echo(f"lossless     {'yes' if opened.lossless else 'no: some texts do not come back'}")
+    typer.echo(
+        f"lossless     {'yes' if opened.lossless else 'no: decoding may not give the same text'}"
+    )
     typer.echo(f"fingerprint  {opened.fingerprint}")
-    if text is not None:
-        _show_cut(opened, text)
-
-
-def _show_cut(opened: Tokenizer, text: str) -> None:
+    if text is None:
+        return
     ids = opened.encode(text)
     for id in ids:
         typer.echo(f"{id:>8}  {opened.token_bytes(id)!r}")
-    back = opened.decode(ids)
-    if back != text:
-        typer.echo(f"comes back as {back!r}")
+    if (decoded := opened.decode(ids)) != text:
+        typer.echo(f"decodes to {decoded!r}")

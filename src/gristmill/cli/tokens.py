@@ -1,10 +1,11 @@
-"""`tokens`: look into token files, check, convert and merge them."""
+"""`tokens`: inspect, verify, convert and merge token files."""
 
 from __future__ import annotations
 
 import enum
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,12 +17,10 @@ from gristmill.cli.options import Output, Overwrite, ShardSize, TokenFormat
 from gristmill.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
-    from gristmill.text.tokenizers.tokenizer import Tokenizer
     from gristmill.tokens.convert import CopyProgress
     from gristmill.tokens.foreign import Reading
-    from gristmill.tokens.format import TokenReader, TokenSetInfo
 
-tokens = typer.Typer(help="Look into token files, convert and merge them.", no_args_is_help=True)
+tokens = typer.Typer(help="Inspect, verify, convert and merge token files.", no_args_is_help=True)
 
 
 _DOCUMENTS_SHOWN = 3
@@ -39,7 +38,7 @@ class IdType(enum.StrEnum):
 Prefix = Annotated[Path, typer.Argument(help="Prefix of token files.")]
 From = Annotated[
     TokenFormat | None,
-    typer.Option("--from", help="Format of files of other programs, if it is not found out."),
+    typer.Option("--from", help="Format of files of other programs, if it is not recognised."),
 ]
 Dtype = Annotated[
     IdType | None,
@@ -47,12 +46,14 @@ Dtype = Annotated[
 ]
 EndOfText = Annotated[
     int | None,
-    typer.Option(help="The id between documents, in files that do not say where those begin."),
+    typer.Option(
+        help="The id between documents, in files that do not state where documents begin."
+    ),
 ]
 MadeBy = Annotated[
     str | None,
     typer.Option(
-        "--tokenizer", "-t", help="What made the ids, in files that do not say: folder or file."
+        "--tokenizer", "-t", help="The tokenizer of files that do not state theirs: folder or file."
     ),
 ]
 
@@ -63,9 +64,10 @@ def inspect_set(
 ) -> None:
     """Show counts, document lengths and the range of ids."""
     from gristmill.text.tokenizers.tokenizer import open_tokenizer
+    from gristmill.tokens.foreign import Reading
     from gristmill.tokens.store import find_tokens, inspect_tokens
 
-    reading = _reading(source, dtype, end_of_text)
+    reading = Reading(source, dtype, end_of_text)
     summary = inspect_tokens(prefix, reading)
     info = summary.info
     vocabulary = "unknown" if info.vocab_size is None else f"{info.vocab_size:,}"
@@ -78,24 +80,18 @@ def inspect_set(
     typer.echo(f"content     {info.fingerprint[:16]}")
     quantiles = ", ".join(f"{100 * q:g}%: {n}" for q, n in summary.length_quantiles.items())
     typer.echo(f"lengths     mean {summary.mean_length:.1f}; {quantiles}")
-    widest = max((bin.documents for bin in summary.length_histogram), default=1)
-    for bin in summary.length_histogram:
-        bar = "#" * round(40 * bin.documents / widest)
-        typer.echo(f"  {bin.low:>9,} to {bin.high:>9,}  {bin.documents:>9,}  {bar}")
+    widest = max(summary.length_histogram.values())
+    for low, documents in summary.length_histogram.items():
+        bar = "#" * round(40 * documents / widest)
+        typer.echo(f"  {low:>9,} to {2 * low:>9,}  {documents:>9,}  {bar}")
     folder = Path(f"{prefix}.tokenizer")
-    if folder.is_dir():
-        _show_first(find_tokens(prefix, reading).reader, open_tokenizer(folder))
-
-
-def _show_first(reader: TokenReader, tokenizer: Tokenizer) -> None:
-    """The beginnings of the first documents, decoded."""
-    starts = reader.document_starts[: _DOCUMENTS_SHOWN + 1].tolist()
-    for number, (begin, end) in enumerate(zip(starts, [*starts[1:], len(reader)], strict=True)):
-        if number == _DOCUMENTS_SHOWN:
-            break
-        count = min(end - begin, _TOKENS_SHOWN)
-        text = tokenizer.decode(reader.read(begin, count).tolist())
-        more = " …" if count < end - begin else ""
+    if not folder.is_dir():
+        return
+    tokenizer, reader = open_tokenizer(folder), find_tokens(prefix, reading).reader
+    bounds = [*reader.document_starts[: _DOCUMENTS_SHOWN + 1].tolist(), len(reader)]
+    for number, (begin, end) in enumerate(pairwise(bounds[: _DOCUMENTS_SHOWN + 1])):
+        text = tokenizer.decode(reader.read(begin, min(end - begin, _TOKENS_SHOWN)).tolist())
+        more = " …" if end - begin > _TOKENS_SHOWN else ""
         typer.echo(f"document {number:<2} {text!r}{more}")
 
 
@@ -103,15 +99,16 @@ def _show_first(reader: TokenReader, tokenizer: Tokenizer) -> None:
 def verify_set(
     prefix: Prefix, source: From = None, dtype: Dtype = None, end_of_text: EndOfText = None
 ) -> None:
-    """Check sizes, checksums and ids; name everything that is broken."""
+    """Check sizes, checksums and ids; report everything that is broken."""
+    from gristmill.tokens.foreign import Reading
     from gristmill.tokens.store import find_tokens, verify_tokens
 
-    reading = _reading(source, dtype, end_of_text)
+    reading = Reading(source, dtype, end_of_text)
     problems = verify_tokens(prefix, reading)
     if problems:
         raise UserError(problems, exit=Exit.DATA)
     if find_tokens(prefix, reading).manifest is None:
-        typer.echo(f"{prefix}: readable throughout; without a manifest there are no checksums")
+        typer.echo(f"{prefix}: readable; without a manifest there are no checksums to compare")
     else:
         typer.echo(f"{prefix}: intact")
 
@@ -130,13 +127,15 @@ def convert_set(
     tokenizer: MadeBy = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write token files anew in another format."""
+    """Convert token files to another format."""
+    from gristmill.tokens.foreign import Reading
+
     _copy(
         [prefix],
         output,
         format=format,
         shard_size=shard_size,
-        reading=_reading(source, dtype, end_of_text),
+        reading=Reading(source, dtype, end_of_text),
         tokenizer=tokenizer,
         overwrite=overwrite,
     )
@@ -148,7 +147,7 @@ def merge_sets(
         list[Path],
         typer.Argument(
             metavar="SOURCE…",
-            help="Prefixes of token files, in the order wanted, or globs of them in quotes.",
+            help="Prefixes of token files, in the order wanted, or quoted globs.",
         ),
     ],
     output: Output,
@@ -160,9 +159,9 @@ def merge_sets(
     tokenizer: MadeBy = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write the documents of several token sets, one set after the other, as one.
+    """Merge several token sets into one, in the order given.
 
-    The parts that `prepare --part` made give the very files that one preparation would have made:
+    Parts made by `prepare --part` give the same files as one preparation of everything:
     gristmill tokens merge "tokens/books.part-*" -o tokens/books
     """
     from gristmill.text.prepare.merging import find_sets, merge_ledgers
@@ -173,21 +172,10 @@ def merge_sets(
         output,
         format=format,
         shard_size=shard_size,
-        reading=None,
         tokenizer=tokenizer,
         overwrite=overwrite,
     )
     merge_ledgers(sources, output)
-
-
-def _reading(source: TokenFormat | None, dtype: IdType | None, end_of_text: int | None) -> Reading:
-    from gristmill.tokens.foreign import Reading
-
-    return Reading(
-        format=source.value if source else None,
-        dtype=dtype.value if dtype else None,
-        end_of_text=end_of_text,
-    )
 
 
 def _copy(
@@ -196,28 +184,37 @@ def _copy(
     *,
     format: TokenFormat | None,
     shard_size: int | None,
-    reading: Reading | None,
     tokenizer: str | None,
     overwrite: bool,
+    reading: Reading | None = None,
 ) -> None:
-    """Copy token sets into a new one, and the tokenizer beside them along with it."""
+    """Copy token sets into a new one, with their tokenizer."""
     from gristmill.text.prepare.outputs import save_tokenizer
+    from gristmill.text.tokenizers.tokenizer import open_tokenizer
     from gristmill.tokens.convert import Origin, convert_tokens
 
-    made_by = _tokenizer_of(sources, tokenizer)
+    beside = [folder for source in sources if (folder := Path(f"{source}.tokenizer")).is_dir()]
+    chosen = tokenizer or (beside[0] if beside else None)
+    made_by = open_tokenizer(chosen) if chosen else None
     origin = None
     if tokenizer is not None and made_by is not None:
         origin = Origin(made_by.size, made_by.end_of_text, made_by.spec)
+
+    def show(state: CopyProgress) -> None:
+        rate = format_count(state.tokens / max(state.seconds, 1e-9))
+        words = f"{format_count(state.documents)} documents, {format_count(state.tokens)} tokens"
+        line.update(state.tokens, state.tokens_total, f"{words}, {rate} tokens/s")
+
     with ProgressLine("copying") as line:
         info = convert_tokens(
             sources,
             output,
-            format=format.value if format else None,
+            format=format,
             shard_size=shard_size,
             reading=reading,
             origin=origin,
             overwrite=overwrite,
-            progress=_show_copy(line),
+            progress=show,
         )
     folder = Path(f"{output}.tokenizer")
     if made_by is not None:
@@ -225,32 +222,9 @@ def _copy(
     elif folder.is_dir():
         # It belongs to the set that was replaced.
         shutil.rmtree(folder)
-    _report_copied(info, output)
-
-
-def _tokenizer_of(sources: Sequence[Path], given: str | None) -> Tokenizer | None:
-    """The tokenizer that is named, or else the first that lies beside a source."""
-    from gristmill.text.tokenizers.tokenizer import open_tokenizer
-
-    beside = [folder for source in sources if (folder := Path(f"{source}.tokenizer")).is_dir()]
-    if given is not None:
-        return open_tokenizer(given)
-    return open_tokenizer(beside[0]) if beside else None
-
-
-def _show_copy(line: ProgressLine) -> Callable[[CopyProgress], None]:
-    def show(state: CopyProgress) -> None:
-        rate = format_count(state.tokens / max(state.seconds, 1e-9))
-        words = f"{format_count(state.documents)} documents, {format_count(state.tokens)} tokens"
-        line.update(state.tokens, state.tokens_total, f"{words}, {rate} tokens/s")
-
-    return show
-
-
-def _report_copied(info: TokenSetInfo, output: Path) -> None:
     typer.echo(
         f"{output}: {info.tokens:,} tokens in {info.documents:,} documents, {info.format}, "
         f"{info.dtype}"
     )
     if info.tokenizer is None:
-        typer.echo("  the tokenizer is not known: name it in data.tokenizer to train")
+        typer.echo("  the tokenizer is unknown: name it in data.tokenizer to train")

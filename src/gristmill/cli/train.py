@@ -51,9 +51,10 @@ def train(
     from gristmill.launch.lifeline import follow_supervisor
 
     supervised = follow_supervisor()
+    from gristmill.base.downloads import model_folder
     from gristmill.config.load import load_run
 
-    config = load_run(run, settings or ())
+    config = load_run(run, settings or (), find_model=model_folder)
     if (processes > 1 or restarts > 0) and not supervised:
         # As typed, for the run folder keeps it; a process that is supervised starts no others.
         options = (f"--processes={processes}", *([f"--restarts={restarts}"] if restarts else ()))

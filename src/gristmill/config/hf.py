@@ -1,9 +1,8 @@
-"""Sizes of a Hugging Face GPT-2 folder as model settings, and back: one table read both ways.
+"""Model settings from the config.json of a Hugging Face GPT-2, and back.
 
     n_layer <-> layers    n_head <-> heads    n_embd <-> width    n_positions <-> context   ...
 
-A run folder is accepted in the place of a Hugging Face one: its `run.toml` holds the settings. So
-is a name on Hugging Face, which is looked for in the local cache first.
+A run folder serves as well: its `run.toml` holds the settings.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from gristmill.base.errors import Exit, UserError
+from gristmill.base.errors import DataError, UserError
 from gristmill.base.files import read_json
 from gristmill.config.model import GPTConfig
 
@@ -35,64 +34,31 @@ _DEFAULTS = {
     "initializer_range": 0.02,
     "scale_attn_weights": True,
 }
-_FETCHED = ["*.safetensors", "*.json", "merges.txt"]
 _UNSUPPORTED = ("scale_attn_by_inverse_layer_idx", "add_cross_attention")
 
 
-def model_settings(start: str) -> dict[str, Any]:
-    """The `[model]` table that fits the weights in a run folder, a Hugging Face folder or name."""
-    folder = model_folder(start, where="model.start")
-    if (folder / "run.toml").is_file():
-        return _from_run(folder / "run.toml")
+def model_settings(folder: Path) -> dict[str, Any]:
+    """The `[model]` table that fits the weights in a run folder or a Hugging Face folder."""
+    run = folder / "run.toml"
+    if run.is_file():
+        try:
+            model = tomllib.loads(run.read_text())["model"]
+        except (tomllib.TOMLDecodeError, KeyError) as error:
+            raise DataError(f"this is not the run file of a run: {error}", where=run) from error
+        return {name: value for name, value in model.items() if name != "start"}
     if not (folder / "config.json").is_file():
-        raise UserError(
-            f"{start!r} holds neither a run (run.toml) nor a Hugging Face model (config.json)",
+        raise DataError(
+            f"'{folder}' holds neither a run (run.toml) nor a Hugging Face model (config.json)",
             where="model.start",
-            exit=Exit.DATA,
         )
     return from_hf(read_json(folder / "config.json"), where=str(folder / "config.json"))
-
-
-def model_folder(name: str, *, where: str) -> Path:
-    """A folder as it is; a Hugging Face name from the local cache or the network.
-
-    Only weights in safetensors, settings and tokenizer files are fetched: nothing that could run.
-    """
-    if Path(name).exists():
-        return Path(name)
-    # Imported here: only a name needs it, and it is slow to import.
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=_FETCHED))
-    except (OSError, HFValidationError, ValueError) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"{name!r} is not a folder here, and not to be had from Hugging Face: {first}",
-            where=where,
-            remedy="give a run folder, a Hugging Face folder, or a name there such as gpt2",
-            exit=Exit.DATA,
-        ) from error
-
-
-def _from_run(file: Path) -> dict[str, Any]:
-    try:
-        model = tomllib.loads(file.read_text())["model"]
-    except (tomllib.TOMLDecodeError, KeyError) as error:
-        raise UserError(
-            f"this is not the run file of a run: {error}", where=str(file), exit=Exit.DATA
-        ) from error
-    return {name: value for name, value in model.items() if name != "start"}
 
 
 def from_hf(values: Any, *, where: str) -> dict[str, Any]:
     """Model settings from the content of a Hugging Face `config.json`."""
     if not isinstance(values, dict) or values.get("model_type") != "gpt2":
         kind = values.get("model_type") if isinstance(values, dict) else None
-        raise UserError(
-            f"the model is of type {kind!r}; only GPT-2 can be read", where=where, exit=Exit.DATA
-        )
+        raise DataError(f"the model is of type {kind!r}; only GPT-2 can be read", where=where)
     values = {**_DEFAULTS, **values}
     activation = _ACTIVATIONS.get(values["activation_function"])
     wrong = [f"{name} = true" for name in _UNSUPPORTED if values.get(name)]
@@ -101,7 +67,7 @@ def from_hf(values: Any, *, where: str) -> dict[str, Any]:
     if activation is None:
         wrong.append(f"activation_function = {values['activation_function']!r}")
     if wrong:
-        raise UserError(f"{', '.join(wrong)}: not supported", where=where, exit=Exit.DATA)
+        raise DataError(f"{', '.join(wrong)}: not supported", where=where)
     settings = {
         ours: values[theirs] for theirs, ours in _SAME.items() if values.get(theirs) is not None
     }
@@ -109,7 +75,7 @@ def from_hf(values: Any, *, where: str) -> dict[str, Any]:
 
 
 def to_hf(model: GPTConfig, *, vocab: int, end_of_text: int) -> dict[str, Any]:
-    """The `config.json` of `GPT2LMHeadModel`; raises where GPT-2 cannot express a setting."""
+    """The `config.json` of `GPT2LMHeadModel`; refuses settings that GPT-2 does not have."""
     unlike = {
         "positions": ("learned", model.positions),
         "norm": ("layernorm", model.norm),
@@ -126,11 +92,10 @@ def to_hf(model: GPTConfig, *, vocab: int, end_of_text: int) -> dict[str, Any]:
         wrong.append(f"activation = {model.activation!r}")
     if wrong:
         raise UserError(
-            f"GPT-2 in Hugging Face's form has no {', '.join(wrong)}",
+            f"Hugging Face's GPT-2 has no {', '.join(wrong)}",
             where="export",
             remedy="such a model can be used with `gristmill generate` and `evaluate`",
         )
-    names = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
     values = model.model_dump()
     return {
         "architectures": ["GPT2LMHeadModel"],
@@ -138,7 +103,7 @@ def to_hf(model: GPTConfig, *, vocab: int, end_of_text: int) -> dict[str, Any]:
         **{theirs: values[ours] for theirs, ours in _SAME.items()},
         "n_inner": model.inner,
         "vocab_size": vocab,
-        "activation_function": {"gelu_tanh": "gelu_new", "gelu": names["gelu"]}[model.activation],
+        "activation_function": "gelu_new" if model.activation == "gelu_tanh" else "gelu",
         "attn_pdrop": model.dropout,
         "embd_pdrop": model.dropout,
         "resid_pdrop": model.dropout,

@@ -34,9 +34,17 @@ from gristmill.config.toml import key_lines
 Values = dict[Path_, Any]
 """Settings of one or more layers by their path, such as ("optim", "lr")."""
 
+FindModel = Callable[[str], Path]
+"""Finds the local folder of a model by its name."""
 
-def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run file, or the one in a run folder; raises one error with all problems."""
+
+def load_run(
+    path: Path, overrides: Sequence[str] = (), *, find_model: FindModel = Path
+) -> RunConfig:
+    """Read a run file, or the one in a run folder; raises one error with all problems.
+
+    `find_model` gives the local folder of `model.start`: nothing in here uses the network.
+    """
     if path.is_dir():
         path = path / "run.toml"
     try:
@@ -47,10 +55,12 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         ) from error
     except UnicodeDecodeError as error:
         raise UserError("the run file is not UTF-8 text", where=str(path)) from error
-    return load_text(text, overrides, place=str(path))
+    return load_text(text, overrides, place=str(path), find_model=find_model)
 
 
-def load_text(text: str, overrides: Sequence[str] = (), *, place: str) -> RunConfig:
+def load_text(
+    text: str, overrides: Sequence[str] = (), *, place: str, find_model: FindModel = Path
+) -> RunConfig:
     """As `load_run`, from the text of a run file."""
     try:
         file = _flatten(tomllib.loads(text))
@@ -66,12 +76,19 @@ def load_text(text: str, overrides: Sequence[str] = (), *, place: str) -> RunCon
 
     lower: Values = {}
     places = _Places(place, text, {})
-    for path, read in _NAMED_LAYERS.items():
+    weights: dict[str, Any] | None = None
+    for path in (("model", "start"), ("preset",)):
         name = given.get(path)
         if name is None or name == UNSET:
             continue
         try:
-            values = _flatten(read(name))
+            if path == ("preset",):
+                values = _flatten(load_preset(name))
+            elif isinstance(name, str):
+                weights = model_settings(find_model(name))
+                values = _flatten({"model": weights})
+            else:
+                continue
         except UserError as error:
             first, *rest = error.problems
             what = first.what if first.where == ".".join(path) else f"{first.where}: {first.what}"
@@ -80,7 +97,7 @@ def load_text(text: str, overrides: Sequence[str] = (), *, place: str) -> RunCon
         lower = _lay_over(lower, values)
         places.of.update(dict.fromkeys(values, f"{'.'.join(path)} {name}"))
     places.of.update(written.of)
-    return _validate(_lay_over(lower, given), places, written=written.of)
+    return _validate(_lay_over(lower, given), places, written=written.of, weights=weights)
 
 
 @dataclass(frozen=True)
@@ -139,17 +156,6 @@ def load_preset(name: Any) -> dict[str, Any]:
         remedy = f"did you mean {near}?" if near else "see `gristmill config --presets`"
         raise UserError(f"there is no preset {name!r}", where="preset", remedy=remedy)
     return tomllib.loads(file.read_text())
-
-
-def _sizes_of_start(start: Any) -> dict[str, Any]:
-    return {"model": model_settings(start)} if isinstance(start, str) else {}
-
-
-_NAMED_LAYERS: dict[Path_, Callable[[Any], dict[str, Any]]] = {
-    ("model", "start"): _sizes_of_start,
-    ("preset",): load_preset,
-}
-"""Settings that name a layer below the file, the lowest first, and what reads it."""
 
 
 # ------------------------------------------------------------------ layers
@@ -240,7 +246,13 @@ def _remove_unset(tables: dict[str, Any], model: type[BaseModel] = RunConfig) ->
 # ------------------------------------------------------------------ checking
 
 
-def _validate(values: Values, places: _Places, *, written: Collection[Path_]) -> RunConfig:
+def _validate(
+    values: Values,
+    places: _Places,
+    *,
+    written: Collection[Path_],
+    weights: Mapping[str, Any] | None,
+) -> RunConfig:
     """The settings, without those of lower layers that have no effect beside the user's own."""
     tables = _nest(values)
     _remove_unset(tables)
@@ -252,11 +264,11 @@ def _validate(values: Values, places: _Places, *, written: Collection[Path_]) ->
     except ValidationError as error:
         invalid = dict.fromkeys(_problem(details, places) for details in error.errors())
         raise UserError(invalid) from None
-    broken = check(config, written=written)
+    broken = check(config, written=written, weights=weights)
     idle = [path for path, problem in broken if isinstance(problem, NoEffect)]
     if lower := [path for path in idle if not any(p[: len(path)] == path for p in written)]:
         left = {p: v for p, v in values.items() if not any(_overlap(path, p) for path in lower)}
-        return _validate(left, places, written=written)
+        return _validate(left, places, written=written, weights=weights)
     if broken:
         raise UserError(
             Problem(problem.what, places.where(path), problem.remedy) for path, problem in broken

@@ -7,11 +7,11 @@ about what is allowed but may be a mistake.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
 from gristmill.base.errors import Problem, UserError
 from gristmill.base.units import Duration, Unit, parse_split
-from gristmill.config.hf import model_settings
 from gristmill.config.layouts import layout_problems, ramp_problems
 from gristmill.config.model import GPTConfig
 from gristmill.config.optim import InverseSqrtSchedule, MuonConfig, WarmupStableDecaySchedule
@@ -28,11 +28,15 @@ FP8_MULTIPLE = 16
 """Matrix products in fp8 are of sizes that are multiples of this."""
 
 
-def check(config: RunConfig, *, written: Written) -> list[Broken]:
-    """Everything wrong with settings that are each valid by themselves."""
+def check(
+    config: RunConfig, *, written: Written, weights: Mapping[str, Any] | None = None
+) -> list[Broken]:
+    """Everything wrong with settings that are each valid by themselves; `weights` are the settings
+    of the model in `model.start`."""
     of_model, of_optim = (_OF_KIND.get(type(one), ()) for one in (config.model, config.optim))
     rules = (*of_model, *_RULES, *of_optim)
-    return [broken for rule in rules for broken in rule(config, written)]
+    broken = [broken for rule in rules for broken in rule(config, written)]
+    return broken if weights is None else [*broken, *_start_agrees(config, weights)]
 
 
 def doubts(config: RunConfig, numbers: Resolved) -> list[str]:
@@ -256,11 +260,9 @@ def _muon_fits(config: RunConfig, written: Written) -> Iterator[Broken]:
 _NOTHING = tuple(Duration(0, unit) for unit in Unit)
 
 
-def _start_agrees(config: RunConfig, written: Written) -> Iterator[Broken]:
-    if config.model.start is None:
-        return
+def _start_agrees(config: RunConfig, settings: Mapping[str, Any]) -> Iterator[Broken]:
     kind = type(config.model)
-    weights = kind.model_validate(model_settings(config.model.start))
+    weights = kind.model_validate(settings)
     for name in (name for name in kind.model_fields if name not in kind.not_of_weights):
         got, value = config.model.effective(name), weights.effective(name)
         if got != value:
@@ -282,7 +284,6 @@ _RULES: tuple[Callable[[RunConfig, Written], Iterator[Broken]], ...] = (
     _precision_fits,
     _schedule_fits,
     _layout_fits,
-    _start_agrees,
 )
 
 _OF_KIND: dict[type[Settings], tuple[Callable[[RunConfig, Written], Iterator[Broken]], ...]] = {

@@ -25,8 +25,7 @@ from gristmill.data.sampling import Stretch
 from gristmill.data.stream import TokenText
 from gristmill.data.watch import watch_files
 from gristmill.text.tokenizers.tokenizer import Tokenizer
-from gristmill.tokens.format import TokenReader
-from gristmill.tokens.reader import id_range
+from gristmill.tokens.reader import TokenReader, id_range
 from gristmill.tokens.store import open_tokens
 
 DEFAULT_SPLIT = "99,1"

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from gristmill.data.sampling import Pieces, Stretch
-from gristmill.tokens.format import TokenReader
 from gristmill.tokens.megatron import MegatronReader
+from gristmill.tokens.reader import TokenReader
 
 APART = 0.80
 """A last epoch of which a smaller share is needed is kept apart."""

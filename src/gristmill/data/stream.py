@@ -18,7 +18,7 @@ from gristmill.data.blend import Blend, choose
 from gristmill.data.documents import marks_in_pieces
 from gristmill.data.sampling import Pieces, SampleIndex
 from gristmill.data.watch import Watch
-from gristmill.tokens.format import TokenReader
+from gristmill.tokens.reader import TokenReader
 
 _SHORT = 128
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from gristmill.base.downloads import model_folder
 from gristmill.base.errors import UserError
 from gristmill.checkpoint.model import LoadedModel
 from gristmill.config.load import load_run
@@ -43,7 +44,7 @@ def _rules(loaded: LoadedModel) -> DocumentRules:
     """Those of the run that the model came from, except that every token counts."""
     if loaded.run is None or not (loaded.run / "run.toml").is_file():
         return JOINED
-    config = load_run(loaded.run / "run.toml")
+    config = load_run(loaded.run / "run.toml", find_model=model_folder)
     rules = build_rules(config.data, end_of_text=loaded.tokenizer.end_of_text)
     return replace(rules, unweighted=False)
 
@@ -79,7 +80,7 @@ def _encode(loaded: LoadedModel, paths: Sequence[str]) -> EvaluationText:
 
 def _own_validation(loaded: LoadedModel) -> EvaluationText:
     assert loaded.run is not None
-    config = load_run(loaded.run / "run.toml")
+    config = load_run(loaded.run / "run.toml", find_model=model_folder)
     sequence = config.data.sequence or config.model.context
     held = open_parts(config.data, sequence=sequence).validation
     if held is None:

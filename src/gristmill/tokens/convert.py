@@ -1,9 +1,9 @@
-"""From one or more token sets to a new one of any format, in order and in bounded memory.
+"""Copy one or more token sets into a new one of any format, in order and in bounded memory.
 
-The ids are copied in pieces of a few MiB; only the document starts of a source are taken whole, 8
-bytes each. The type of the ids is chosen anew for the vocabulary and the format. What a source does
-not say about itself (see `gristmill.tokens.foreign`) a person may say, and it is checked against
-every id; otherwise the vocabulary ends after the largest id, and the tokenizer stays unknown.
+Ids are copied a few MiB at a time; only the document starts of a source are held as a whole, 8
+bytes each. The type of the ids is chosen for the new format and the vocabulary. The user may state
+what a source does not (see `gristmill.tokens.foreign`), and every id is checked against it;
+otherwise the vocabulary ends after the largest id, and the tokenizer stays unknown.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from gristmill.base.errors import Exit, UserError
+from gristmill.base.errors import DataError, Exit, UserError
 from gristmill.tokens.foreign import Reading
-from gristmill.tokens.format import Starts, TokenReader, TokenSetInfo, TokenWriter
-from gristmill.tokens.megatron import sequence_starts
-from gristmill.tokens.reader import id_range, pieces
+from gristmill.tokens.format import Starts, TokenSetInfo
+from gristmill.tokens.reader import TokenReader, id_range, pieces
 from gristmill.tokens.store import TokenSet, create_tokens, find_tokens, is_empty_part
+from gristmill.tokens.writer import TokenWriter
 
 _Sets: TypeAlias = Sequence[tuple[str, TokenSet]]
-"""Each set with the name it was given by."""
+"""Each set with the name the user gave."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,13 @@ def convert_tokens(
     full = [source for source in sources if not is_empty_part(source)] or sources
     sets = [(str(source), find_tokens(source, reading)) for source in full]
     infos = [one.reader.info for _, one in sets]
-    _refuse_itself(sets, Path(output))
+    if any(Path(name).resolve() == Path(output).resolve() for name, _ in sets):
+        raise UserError(
+            "the new set has the name of its source",
+            where=str(output),
+            remedy="give the new set another name",
+            exit=Exit.REFUSED,
+        )
     known = _origin(sets, origin)
     writer = create_tokens(
         output,
@@ -95,8 +101,7 @@ def _copy(
     began, total = time.perf_counter(), sum(len(reader) for reader in readers)
     tokens = documents = 0
     for reader in readers:
-        starts = reader.document_starts
-        sequences = sequence_starts(reader)
+        starts, sequences = reader.document_starts, reader.sequence_starts
         for begin, ids in pieces(reader):
             inside = _within(starts, begin, len(ids))
             writer.append(
@@ -114,31 +119,21 @@ def _within(places: Starts, begin: int, count: int) -> Starts:
     return places[low:high] - begin
 
 
-def _refuse_itself(sets: _Sets, output: Path) -> None:
-    for name, _ in sets:
-        if Path(name).resolve() == output.resolve():
-            raise UserError(
-                "the new set has the name of its source",
-                where=str(output),
-                remedy="give the new set another name",
-                exit=Exit.REFUSED,
-            )
-
-
 def _origin(sets: _Sets, given: Origin | None) -> Origin:
     """The tokenizer of all sets: the one given unless a set contradicts, or what the sets say."""
     if given is not None:
         for name, one in sets:
             made_by = one.reader.info.tokenizer
             if made_by not in (None, given.spec["fingerprint"]):
-                raise UserError(
+                raise DataError(
                     f"these token files were made with tokenizer {str(made_by)[:12]}, and the one "
                     f"given is {str(given.spec['fingerprint'])[:12]}",
                     where=name,
-                    exit=Exit.DATA,
                 )
         return given
-    _refuse_different(sets)
+    first_name, first = sets[0][0], sets[0][1].reader.info
+    for name, one in sets:
+        _refuse_different(one.reader.info, name, first=first, first_name=first_name)
     readers = [one.reader for _, one in sets]
     sizes = [reader.info.vocab_size or id_range(reader).largest + 1 for reader in readers]
     ends = {reader.info.end_of_text for reader in readers}
@@ -150,32 +145,29 @@ def _origin(sets: _Sets, given: Origin | None) -> Origin:
     )
 
 
-def _refuse_different(sets: _Sets) -> None:
-    """Sets go together if one tokenizer made all, or if all are silent and store ids alike."""
-    first_name, first = sets[0][0], sets[0][1].reader.info
-    for name, one in sets:
-        info = one.reader.info
-        if info.tokenizer != first.tokenizer and None in (info.tokenizer, first.tokenizer):
-            silent = name if info.tokenizer is None else first_name
-            raise UserError(
-                "these token files do not say which tokenizer made them, and the others do",
-                where=silent,
-                remedy="name the tokenizer of all: --tokenizer",
-                exit=Exit.DATA,
-            )
-        if info.tokenizer != first.tokenizer:
-            raise UserError(
-                f"these token files were made with another tokenizer than {first_name} "
-                f"({str(info.tokenizer)[:12]} and {str(first.tokenizer)[:12]})",
-                where=name,
-                remedy="prepare both with the same tokenizer",
-                exit=Exit.DATA,
-            )
+def _refuse_different(
+    info: TokenSetInfo, name: str, *, first: TokenSetInfo, first_name: str
+) -> None:
+    """Sets can be merged if one tokenizer made them, or if none is stated and the types agree."""
+    remedy = "name the tokenizer of all: --tokenizer"
+    if info.tokenizer == first.tokenizer:
         if info.tokenizer is None and info.dtype != first.dtype:
-            raise UserError(
+            raise DataError(
                 f"the ids are {info.dtype} and those of {first_name} are {first.dtype}, so they "
-                "are hardly of one tokenizer",
+                "hardly come from the same tokenizer",
                 where=name,
-                remedy="name the tokenizer of all: --tokenizer",
-                exit=Exit.DATA,
+                remedy=remedy,
             )
+    elif None in (info.tokenizer, first.tokenizer):
+        raise DataError(
+            "these token files do not state which tokenizer made them, and the others do",
+            where=name if info.tokenizer is None else first_name,
+            remedy=remedy,
+        )
+    else:
+        raise DataError(
+            f"these token files were made with another tokenizer than {first_name} "
+            f"({str(info.tokenizer)[:12]} and {str(first.tokenizer)[:12]})",
+            where=name,
+            remedy="prepare both with the same tokenizer",
+        )

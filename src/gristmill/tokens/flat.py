@@ -13,10 +13,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gristmill.base.errors import Exit, UserError
-from gristmill.tokens.format import Manifest, NewSet, TokenReader, dtype_for, file_of, stored
-from gristmill.tokens.reader import MappedReader, Shard, check_manifest, file_size, read_starts
-from gristmill.tokens.writer import HashedFile, SetWriter, StartsFile, Stretch, Written
+from gristmill.base.errors import DataError
+from gristmill.tokens.format import FileFacts, Manifest, NewSet, dtype_for, file_of, stored
+from gristmill.tokens.reader import TokenReader, TokenShard, file_size, open_shards
+from gristmill.tokens.writer import TokenChunk, TokenWriter
 
 FORMAT = "flat"
 
@@ -24,61 +24,39 @@ FORMAT = "flat"
 def open_set(prefix: Path, manifest: Manifest) -> TokenReader:
     """Open a flat set, memory-mapped."""
     shard = plain_shard(file_of(prefix, ".bin"), dtype=manifest.info.dtype)
-    starts = read_starts(prefix)
-    check_manifest(prefix, manifest.info, shards=[shard], documents=len(starts))
-    return MappedReader(manifest.info, shards=[shard], starts=starts)
+    return open_shards(prefix, manifest.info, [shard])
 
 
-def plain_shard(path: Path, *, dtype: str) -> Shard:
+def plain_shard(path: Path, *, dtype: str) -> TokenShard:
     """A file that is nothing but ids."""
     size, width = file_size(path), stored(dtype).itemsize
     if size % width:
-        raise UserError(
+        raise DataError(
             f"{size} bytes are no whole number of {dtype} ids",
-            where=str(path),
+            where=path,
             remedy="name the type its ids are stored in, or copy the file again",
-            exit=Exit.DATA,
         )
-    return Shard(path, offset=0, tokens=size // width, dtype=dtype)
+    return TokenShard(path, offset=0, tokens=size // width, dtype=dtype)
 
 
-def create_set(new: NewSet) -> SetWriter:
-    """Begin a flat set."""
-    return SetWriter(
-        new,
-        format=FORMAT,
-        dtype=dtype_for(new.vocab_size),
-        open_body=lambda: _FlatBody(new),
-    )
+class FlatWriter(TokenWriter):
+    """Writes a flat set."""
 
-
-class _FlatBody:
     def __init__(self, new: NewSet) -> None:
-        lasting = new.state is not None
-        saved = new.state["body"] if new.state else {}
-        bin = file_of(new.prefix, ".bin")
-        self._bin = HashedFile(bin, lasting=lasting, saved=saved.get(".bin"))
-        self._starts = StartsFile(new.prefix, lasting=lasting, saved=saved.get(".starts"))
+        super().__init__(new, format=FORMAT, dtype=dtype_for(new.vocab_size))
 
-    def write(self, stretch: Stretch) -> None:
-        self._starts.note(stretch)
-        self._bin.write(stretch.ids.tobytes())
+    def _open_files(self) -> None:
+        self._bin = self._hidden(".bin", saved=self._saved.get(".bin"))
+        self._starts = self._hidden(".starts", saved=self._saved.get(".starts"))
+        self._files = [self._starts, self._bin]
+        self._content = self._bin.hash
 
-    def save(self) -> dict[str, Any]:
+    def _write(self, chunk: TokenChunk) -> None:
+        self._starts.write(chunk.start_bytes)
+        self._bin.write(chunk.ids.tobytes())
+
+    def _save(self) -> dict[str, Any]:
         return {".bin": self._bin.save(), ".starts": self._starts.save()}
 
-    def release(self) -> None:
-        self._bin.release()
-        self._starts.release()
-
-    def close(self) -> Written:
-        files = {".bin": self._bin.close(), ".starts": self._starts.close()}
-        return Written(files, content=files[".bin"].sha256)
-
-    def publish(self) -> None:
-        self._starts.publish()
-        self._bin.publish()
-
-    def discard(self) -> None:
-        self._bin.discard()
-        self._starts.discard()
+    def _close(self) -> dict[str, FileFacts]:
+        return {".bin": self._bin.close(), ".starts": self._starts.close()}

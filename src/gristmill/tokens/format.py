@@ -1,4 +1,4 @@
-"""What every token set on disk has in common: its facts, its manifest, and the reader and writer.
+"""What all token sets on disk have in common: their facts and their manifest.
 
 A set named PREFIX is a few files that start with PREFIX, one of them the manifest:
 
@@ -10,11 +10,10 @@ A set named PREFIX is a few files that start with PREFIX, one of them the manife
 
 The manifest is written last, so a set without one is unfinished, or another program made it: see
 `gristmill.tokens.foreign`. It names its files by what follows PREFIX, so that a set may be moved
-and renamed. "content" is the SHA-256 of the ids themselves, end to end in their stored type: it
-does not depend on how they are laid out in files. Documents are not empty and lie end to end:
-document i begins at `document_starts[i]` and ends where the next one begins. The checksums are not
-compared when a set is opened, only the sizes: a terabyte of tokens must open at once. That is left
-to `verify_tokens`.
+and renamed. "content" is the SHA-256 of the ids in their stored type, however they are divided into
+files. Documents are not empty and lie end to end: document i begins at `document_starts[i]` and
+ends where the next one begins. Opening a set compares the sizes of its files only, since a terabyte
+of tokens must open at once; `verify_tokens` compares the checksums.
 """
 
 from __future__ import annotations
@@ -23,21 +22,24 @@ import importlib.metadata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from gristmill.base.errors import Exit, Problem, UserError
+from gristmill.base.errors import DataError, Problem, UserError
 from gristmill.base.files import read_json, write_json
 
 KIND = "gristmill token set"
 VERSION = 1
-
+COPY_AGAIN = "copy the set again from where it came, or prepare it again"
+_SAME_NAMES = (
+    "format", "dtype", "tokens", "documents", "vocab_size", "end_of_text", "text_bytes",
+)  # fmt: skip
+"""What the manifest calls as `TokenSetInfo` does."""
 DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "int64")
 """The types an id may be stored in; we write uint16, uint32 and int32 only."""
 
-Ids: TypeAlias = npt.NDArray[np.integer[Any]]
 Starts: TypeAlias = npt.NDArray[np.int64]
 
 
@@ -63,76 +65,6 @@ class TokenSetInfo:
     """UTF-8 bytes of the text that was encoded, if known."""
 
 
-class TokenReader(Protocol):
-    """A finished token set, open for reading."""
-
-    @property
-    def info(self) -> TokenSetInfo: ...
-
-    def __len__(self) -> int:
-        """The number of tokens."""
-        ...
-
-    def read(self, start: int, count: int) -> Ids:
-        """The ids at positions start to start + count, in their stored type."""
-        ...
-
-    @property
-    def document_starts(self) -> Starts:
-        """The positions at which documents begin."""
-        ...
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """The files that hold the ids."""
-        ...
-
-
-class TokenWriter(Protocol):
-    """A token set in the making; nothing of it is visible under its name before `finish`."""
-
-    def add(self, ids: npt.NDArray[Any] | Sequence[int]) -> None:
-        """Append one document; an id outside the vocabulary is refused."""
-        ...
-
-    def append(
-        self,
-        ids: npt.NDArray[Any],
-        *,
-        starts: npt.NDArray[np.int64],
-        sequences: npt.NDArray[np.int64] | None = None,
-    ) -> None:
-        """Append a stretch of tokens, in which documents begin at the positions `starts`.
-
-        What stands before the first of them goes on with the document begun last. Some formats cut
-        documents into sequences, which begin at `sequences`; the others do not keep them.
-        """
-        ...
-
-    def save(self) -> dict[str, Any]:
-        """Flush everything to the disk; what is returned, as JSON, lets another process go on.
-
-        Only for sets begun with a `state`; the others do not outlive their process.
-        """
-        ...
-
-    def close(self) -> None:
-        """Leave what was saved for another process, and let go of the files."""
-        ...
-
-    def finish(self, *, text_bytes: int | None = None, may_be_empty: bool = False) -> TokenSetInfo:
-        """Put the set in place, its manifest last.
-
-        A set without documents, which only a part of a larger one may be, is its manifest alone.
-        """
-        ...
-
-    def abandon(self) -> None:
-        """Remove everything that is not in place; sets begun with a `state` need it after `finish`
-        too, when nobody will go on with them."""
-        ...
-
-
 @dataclass(frozen=True)
 class FileFacts:
     """Size and checksum of one file of a set."""
@@ -150,7 +82,6 @@ class Manifest:
     """The tokenizer's spec; its "fingerprint" says which tokenizer it was."""
     files: Mapping[str, FileFacts]
     """The files of the set, by what follows PREFIX in their names."""
-    created_by: str
 
 
 @dataclass(frozen=True)
@@ -166,7 +97,7 @@ class NewSet:
     shard_size: int
     """The most tokens in one file, for formats that write several."""
     state: Mapping[str, Any] | None = None
-    """What `TokenWriter.save` returned, to go on from there; {} for a new set that can be saved."""
+    """What `TokenWriter.save` returned, to resume; {} for a new set that can be saved."""
 
 
 def dtype_for(vocab_size: int) -> str:
@@ -176,7 +107,7 @@ def dtype_for(vocab_size: int) -> str:
 
 
 def stored(dtype: str) -> np.dtype[Any]:
-    """The type as it lies in files, little-endian on every machine."""
+    """The type as it is stored in files, little-endian on every machine."""
     return np.dtype(dtype).newbyteorder("<")
 
 
@@ -186,7 +117,7 @@ def file_of(prefix: Path, suffix: str) -> Path:
 
 
 def program_version() -> str:
-    """The name and version of this program, for the record of who wrote a set."""
+    """The name and version of this program, for manifests."""
     try:
         return f"gristmill {importlib.metadata.version('gristmill')}"
     except importlib.metadata.PackageNotFoundError:
@@ -203,35 +134,24 @@ def checked_ids(
     smallest, largest = int(array.min()), int(array.max())
     if smallest < 0 or largest >= vocab_size:
         outside = smallest if smallest < 0 else largest
-        raise UserError(
+        raise DataError(
             f"the id {outside} is outside the vocabulary of {vocab_size}",
             where=where,
             remedy="state the vocabulary size of the tokenizer that made these ids",
-            exit=Exit.DATA,
         )
     return array
 
 
 def write_manifest(prefix: Path, manifest: Manifest) -> None:
     """Write PREFIX.json, which makes the set a finished one."""
-    info = manifest.info
     value = {
         "kind": KIND,
         "version": VERSION,
-        "format": info.format,
-        "dtype": info.dtype,
-        "tokens": info.tokens,
-        "documents": info.documents,
-        "vocab_size": info.vocab_size,
-        "end_of_text": info.end_of_text,
-        "text_bytes": info.text_bytes,
+        **{name: getattr(manifest.info, name) for name in _SAME_NAMES},
         "tokenizer": dict(manifest.tokenizer),
-        "content": info.fingerprint,
-        "files": {
-            suffix: {"bytes": facts.bytes, "sha256": facts.sha256}
-            for suffix, facts in manifest.files.items()
-        },
-        "created_by": manifest.created_by,
+        "content": manifest.info.fingerprint,
+        "files": {suffix: vars(facts) for suffix, facts in manifest.files.items()},
+        "created_by": program_version(),
     }
     write_json(file_of(prefix, ".json"), value)
 
@@ -250,22 +170,20 @@ def read_manifest(prefix: Path) -> Manifest:
     path = file_of(prefix, ".json")
     value = read_json(path)
     if not isinstance(value, dict) or value.get("kind") != KIND:
-        raise UserError("this is not the manifest of a token set", where=str(path), exit=Exit.DATA)
+        raise DataError("this is not the manifest of a token set", where=path)
     if value.get("version") != VERSION:
-        raise UserError(
+        raise DataError(
             f"this token set has version {value.get('version')}; this program reads {VERSION}",
-            where=str(path),
+            where=path,
             remedy=f"read it with the program that wrote it: {value.get('created_by')}",
-            exit=Exit.DATA,
         )
     try:
         return _parse_manifest(value)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(
+        raise DataError(
             f"the manifest is damaged ({type(error).__name__}: {error})",
-            where=str(path),
-            remedy="prepare the set again, or copy its files again from where they came",
-            exit=Exit.DATA,
+            where=path,
+            remedy=COPY_AGAIN,
         ) from error
 
 
@@ -294,33 +212,20 @@ def _parse_manifest(value: dict[str, Any]) -> Manifest:
         fingerprint=str(content),
         text_bytes=None if value["text_bytes"] is None else int(value["text_bytes"]),
     )
-    return Manifest(
-        info=info,
-        tokenizer=value["tokenizer"],
-        files=files,
-        created_by=str(value["created_by"]),
-    )
+    return Manifest(info=info, tokenizer=value["tokenizer"], files=files)
 
 
 def size_problems(prefix: Path, manifest: Manifest) -> list[Problem]:
-    """What is missing, cut or longer than the manifest says."""
-    return [
-        problem
-        for suffix, facts in manifest.files.items()
-        if (problem := _size_problem(file_of(prefix, suffix), expected=facts.bytes))
-    ]
-
-
-def _size_problem(path: Path, *, expected: int) -> Problem | None:
-    remedy = "copy the file again from where it came, or prepare the set again"
-    if not path.is_file():
-        return Problem("this file of the token set is missing", where=str(path), remedy=remedy)
-    found = path.stat().st_size
-    if found == expected:
-        return None
-    how = "cut short" if found < expected else "too long"
-    return Problem(
-        f"the file is {how}: {found} bytes, and the manifest says {expected}",
-        where=str(path),
-        remedy=remedy,
-    )
+    """Files that are missing, or shorter or longer than the manifest says."""
+    problems = []
+    for suffix, facts in manifest.files.items():
+        path = file_of(prefix, suffix)
+        size = path.stat().st_size if path.is_file() else None
+        if size == facts.bytes:
+            continue
+        what = "this file of the token set is missing"
+        if size is not None:
+            how = "cut short" if size < facts.bytes else "too long"
+            what = f"the file is {how}: {size} bytes, and the manifest says {facts.bytes}"
+        problems.append(Problem(what, where=str(path), remedy=COPY_AGAIN))
+    return problems

@@ -14,10 +14,10 @@
     PREFIX.json   the manifest; Megatron neither writes nor reads it
 
 A document is one sequence or several. Ids are uint16 if the vocabulary has fewer than 65,500,
-otherwise int32, as Megatron chooses, and then both files are the same byte for byte. Megatron
-compares hardly anything when it opens a set; this reader checks the whole index and the size of the
-ids against each other. Documents without tokens, which Megatron can store, are left out when read.
-The older index of Megatron-DeepSpeed ("TNTIDX", for its `lazy` and `cached` files) is read too:
+otherwise int32, as Megatron chooses, so both files are the same byte for byte. Megatron checks very
+little when it opens a set; this reader checks the whole index against the size of the ids.
+Documents without tokens, which Megatron can store, are left out when read. The older index of
+Megatron-DeepSpeed ("TNTIDX", for its `lazy` and `cached` files) is read too:
 
     0  8  "TNTIDX", two zeros        56   8 (N + 1)   first dimension of each item: 0, 1, 2, …
     8  8  version 1                  …    8 (N + 1)   where each item begins, in ids
@@ -29,6 +29,7 @@ The older index of Megatron-DeepSpeed ("TNTIDX", for its `lazy` and `cached` fil
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gristmill.base.errors import Exit, UserError
-from gristmill.tokens.format import Manifest, NewSet, Starts, TokenSetInfo, file_of, stored
-from gristmill.tokens.reader import MappedReader, Shard, check_manifest, file_size, map_array
+from gristmill.base.errors import DataError
+from gristmill.tokens.format import Manifest, Starts, TokenSetInfo, file_of, stored
+from gristmill.tokens.reader import TokenReader, TokenShard, check_manifest, file_size, map_array
 
 FORMAT = "megatron"
 MAGIC = b"MMIDIDX\x00\x00"
@@ -54,8 +55,8 @@ _AGAIN = "copy both files of the set again from where they came"
 
 
 @dataclass(frozen=True)
-class Index:
-    """What an index file says, checked for itself and against the size of the ids."""
+class MegatronIndex:
+    """The content of an index file."""
 
     dtype: str
     lengths: npt.NDArray[Any]
@@ -64,72 +65,73 @@ class Index:
     """Where each sequence begins, in units of `unit` bytes."""
     unit: int
     documents: npt.NDArray[Any]
-    """Number of each document's first sequence, and of sequences in all."""
+    """The first sequence of each document, and at the end the number of sequences."""
 
-    def positions(self, sequences: npt.NDArray[Any], *, tokens: int) -> Starts:
+    @property
+    def units_per_token(self) -> int:
+        return stored(self.dtype).itemsize // self.unit
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens, if the sequences lie end to end."""
+        if not len(self.lengths):
+            return 0
+        return int(self.begins[-1]) // self.units_per_token + int(self.lengths[-1])
+
+    def positions(self, sequences: npt.NDArray[Any]) -> Starts:
         """Where sequences begin, in tokens; one past the last begins at the end."""
-        per_token = stored(self.dtype).itemsize // self.unit
-        result = np.full(len(sequences), tokens, dtype=np.int64)
+        result = np.full(len(sequences), self.tokens, dtype=np.int64)
         inside = sequences < len(self.lengths)
-        result[inside] = self.begins[sequences[inside]] // per_token
+        result[inside] = self.begins[sequences[inside]] // self.units_per_token
         return result
 
 
-class MegatronReader(MappedReader):
-    """A set of Megatron's, memory-mapped; it knows sequences too."""
+class MegatronReader(TokenReader):
+    """A set in Megatron's format; it knows its sequences too."""
 
-    def __init__(self, info: TokenSetInfo, *, shard: Shard, starts: Starts, index: Index) -> None:
+    def __init__(
+        self, info: TokenSetInfo, *, shard: TokenShard, starts: Starts, index: MegatronIndex
+    ) -> None:
         super().__init__(info, shards=[shard], starts=starts)
-        self._index = index
-
-    @property
-    def sequence_lengths(self) -> npt.NDArray[Any]:
+        self.sequence_lengths = index.lengths
         """Tokens of each sequence, empty ones included."""
-        return self._index.lengths
+        self._index = index
 
     @property
     def sequence_starts(self) -> Starts:
         """The positions at which sequences begin, empty ones left out."""
-        numbers = np.flatnonzero(self._index.lengths)
-        return self._index.positions(numbers, tokens=len(self))
+        return self._index.positions(np.flatnonzero(self._index.lengths))
 
 
-@dataclass(frozen=True)
-class Pair:
-    """The two files of a set and what they hold."""
-
-    shard: Shard
-    starts: Starts
-    index: Index
-
-    def reader(self, info: TokenSetInfo) -> MegatronReader:
-        return MegatronReader(info, shard=self.shard, starts=self.starts, index=self.index)
-
-
-def open_pair(prefix: Path) -> Pair:
-    """Open PREFIX.bin and PREFIX.idx, or say what does not fit."""
+def open_files(
+    prefix: Path, describe: Callable[[TokenShard, Starts], TokenSetInfo]
+) -> MegatronReader:
+    """Open PREFIX.bin and PREFIX.idx, or say what does not fit; `describe` gives the facts."""
     ids = file_of(prefix, ".bin")
     size = file_size(ids)
     index = read_index(file_of(prefix, ".idx"))
     _check_documents(file_of(prefix, ".idx"), index)
-    tokens = _check_sequences(prefix, index, size=size)
-    if tokens == 0:
-        raise UserError("this set holds no tokens", where=str(prefix), exit=Exit.DATA)
-    bounds = index.positions(index.documents, tokens=tokens)
+    _check_sequences(prefix, index, size=size)
+    if index.tokens == 0:
+        raise DataError("this set holds no tokens", where=prefix)
+    bounds = index.positions(index.documents)
     starts = bounds[:-1][np.diff(bounds) > 0]
-    shard = Shard(ids, offset=0, tokens=tokens, dtype=index.dtype)
-    return Pair(shard=shard, starts=starts, index=index)
+    shard = TokenShard(ids, offset=0, tokens=index.tokens, dtype=index.dtype)
+    return MegatronReader(describe(shard, starts), shard=shard, starts=starts, index=index)
 
 
 def open_set(prefix: Path, manifest: Manifest) -> MegatronReader:
-    """Open a set that has a manifest beside the pair."""
-    pair = open_pair(prefix)
-    check_manifest(prefix, manifest.info, shards=[pair.shard], documents=len(pair.starts))
-    return pair.reader(manifest.info)
+    """Open a set with a manifest."""
+
+    def checked(shard: TokenShard, starts: Starts) -> TokenSetInfo:
+        check_manifest(prefix, manifest.info, shards=[shard], documents=len(starts))
+        return manifest.info
+
+    return open_files(prefix, checked)
 
 
-def read_index(path: Path) -> Index:
-    """Read an index of either kind; the arrays are checked by `open_pair`."""
+def read_index(path: Path) -> MegatronIndex:
+    """Read an index of either kind; the arrays are checked by `open_files`."""
     size = file_size(path)
     with path.open("rb") as file:
         begin = file.read(max(HEADER.size, _OLD_HEADER.size))
@@ -140,16 +142,12 @@ def read_index(path: Path) -> Index:
     raise _damaged(path, f"this is not an index of Megatron: it begins with {begin[:9]!r}")
 
 
-def _read_index(path: Path, begin: bytes, *, size: int) -> Index:
-    if size < HEADER.size:
-        raise _damaged(path, f"the index is cut short: {size} bytes, and its header is 34")
-    _, version, code, sequences, entries = HEADER.unpack_from(begin)
-    _check_version(path, version)
-    dtype = _dtype(path, code)
+def _read_index(path: Path, begin: bytes, *, size: int) -> MegatronIndex:
+    dtype, (sequences, entries) = _unpack(path, HEADER, begin)
     expected = HEADER.size + 12 * sequences + 8 * entries
     _check_size(path, size=size, expected=expected, modes=sequences)
     begins = HEADER.size + 4 * sequences
-    index = Index(
+    index = MegatronIndex(
         dtype=dtype,
         lengths=map_array(path, "<i4", offset=HEADER.size, count=sequences),
         begins=map_array(path, "<i8", offset=begins, count=sequences),
@@ -157,25 +155,19 @@ def _read_index(path: Path, begin: bytes, *, size: int) -> Index:
         documents=map_array(path, "<i8", offset=begins + 8 * sequences, count=entries),
     )
     if size > expected and map_array(path, "i1", offset=expected, count=sequences).any():
-        raise UserError(
-            "some sequences of this set are not text but images", where=str(path), exit=Exit.DATA
-        )
+        raise DataError("some sequences of this set are not text but images", where=path)
     return index
 
 
-def _read_old_index(path: Path, begin: bytes, *, size: int) -> Index:
-    if size < _OLD_HEADER.size:
-        raise _damaged(path, f"the index is cut short: {size} bytes, and its header is 56")
-    _, version, code, width, items, sizes, entries = _OLD_HEADER.unpack_from(begin)
-    _check_version(path, version)
-    dtype = _dtype(path, code)
+def _read_old_index(path: Path, begin: bytes, *, size: int) -> MegatronIndex:
+    dtype, (width, items, sizes, entries) = _unpack(path, _OLD_HEADER, begin)
     if width != stored(dtype).itemsize:
         raise _damaged(path, f"it says that {dtype} has {width} bytes")
     if sizes != items:
         raise _damaged(path, f"{items} items have {sizes} dimensions: they are no rows of ids")
     offset = _OLD_HEADER.size + 8 * (items + 1)
     _check_size(path, size=size, expected=offset + 8 * (2 * items + 1 + entries), modes=0)
-    return Index(
+    return MegatronIndex(
         dtype=dtype,
         lengths=map_array(path, "<i8", offset=offset + 8 * (items + 1), count=items),
         begins=map_array(path, "<i8", offset=offset, count=items),
@@ -184,18 +176,20 @@ def _read_old_index(path: Path, begin: bytes, *, size: int) -> Index:
     )
 
 
-def _check_version(path: Path, version: int) -> None:
+def _unpack(path: Path, header: struct.Struct, begin: bytes) -> tuple[str, list[int]]:
+    """The type of the ids and the other numbers in a header."""
+    if len(begin) < header.size:
+        what = f"the index is cut short: {len(begin)} bytes, and its header is {header.size}"
+        raise _damaged(path, what)
+    _, version, code, *numbers = header.unpack_from(begin)
     if version != VERSION:
         raise _damaged(path, f"the index has version {version}; this program reads {VERSION}")
-
-
-def _dtype(path: Path, code: int) -> str:
     if code in _FLOATS:
-        raise UserError("the set holds fractions, not token ids", where=str(path), exit=Exit.DATA)
+        raise DataError("the set holds fractions, not token ids", where=path)
     if code not in CODES:
         known = ", ".join(f"{number} {name}" for number, name in CODES.items())
         raise _damaged(path, f"the type code {code} is not known; known are {known}")
-    return CODES[code]
+    return CODES[code], numbers
 
 
 def _check_size(path: Path, *, size: int, expected: int, modes: int) -> None:
@@ -206,7 +200,7 @@ def _check_size(path: Path, *, size: int, expected: int, modes: int) -> None:
         )
 
 
-def _check_documents(path: Path, index: Index) -> None:
+def _check_documents(path: Path, index: MegatronIndex) -> None:
     documents, sequences = index.documents, len(index.lengths)
     if not len(documents):
         raise _damaged(path, "the document index is empty")
@@ -223,10 +217,9 @@ def _check_documents(path: Path, index: Index) -> None:
             raise _damaged(path, f"document {number} ends before it begins")
 
 
-def _check_sequences(prefix: Path, index: Index, *, size: int) -> int:
-    """That the sequences lie end to end and fill the ids; the number of tokens."""
+def _check_sequences(prefix: Path, index: MegatronIndex, *, size: int) -> None:
+    """Check that the sequences lie end to end and fill the file of ids."""
     path, width = file_of(prefix, ".idx"), stored(index.dtype).itemsize
-    per_token = width // index.unit
     tokens = 0
     for begin in range(0, len(index.lengths), _PIECE):
         lengths = index.lengths[begin : begin + _PIECE].astype(np.int64)
@@ -235,55 +228,27 @@ def _check_sequences(prefix: Path, index: Index, *, size: int) -> int:
             what = f"sequence {begin + number} has the length {lengths[number]}"
             raise _damaged(path, what)
         ends = tokens + np.cumsum(lengths)
-        wanted = np.concatenate([[tokens], ends[:-1]]) * per_token
+        wanted = np.concatenate([[tokens], ends[:-1]]) * index.units_per_token
         found = index.begins[begin : begin + _PIECE]
         wrong = np.flatnonzero(found != wanted)
         if len(wrong):
             number = int(wrong[0])
-            raise _misplaced(
-                path,
-                begin + number,
-                found=int(found[number]) * index.unit,
-                wanted=int(wanted[number]) * index.unit,
-                size=size,
-            )
+            start, end = (int(places[number]) * index.unit for places in (found, wanted))
+            other = f"the one before it ends at {end}"
+            if not 0 <= start <= size:
+                other = f"the ids have {size} bytes"
+            what = f"sequence {begin + number} begins at byte {start}, and {other}"
+            raise _damaged(path, what)
         tokens = int(ends[-1])
     if tokens * width != size:
         how = "cut short" if size < tokens * width else "too long"
-        raise UserError(
+        raise DataError(
             f"the file is {how}: {size} bytes, and the lengths in the index add up to "
             f"{tokens * width}",
-            where=str(file_of(prefix, ".bin")),
+            where=file_of(prefix, ".bin"),
             remedy=_AGAIN,
-            exit=Exit.DATA,
         )
-    return tokens
 
 
-def _misplaced(path: Path, number: int, *, found: int, wanted: int, size: int) -> UserError:
-    if not 0 <= found <= size:
-        what = f"sequence {number} begins at byte {found}, and the ids have {size} bytes"
-    else:
-        what = f"sequence {number} begins at byte {found}, and the one before it ends at {wanted}"
-    return _damaged(path, what)
-
-
-def _damaged(path: Path, what: str) -> UserError:
-    return UserError(what, where=str(path), remedy=_AGAIN, exit=Exit.DATA)
-
-
-def dtype_by_vocabulary(new: NewSet) -> str:
-    """The type that Megatron's preprocessing chooses."""
-    if new.vocab_size > 2**31:
-        raise UserError(
-            f"the format megatron holds ids below 2,147,483,648, and the vocabulary has "
-            f"{new.vocab_size:,}",
-            where=str(new.prefix),
-            remedy="choose the format flat",
-        )
-    return "uint16" if new.vocab_size < 65500 else "int32"
-
-
-def sequence_starts(reader: object) -> Starts | None:
-    """Where sequences begin, of a reader that knows."""
-    return reader.sequence_starts if isinstance(reader, MegatronReader) else None
+def _damaged(path: Path, what: str) -> DataError:
+    return DataError(what, where=path, remedy=_AGAIN)

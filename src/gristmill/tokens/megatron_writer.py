@@ -1,138 +1,97 @@
 """Writing Megatron's format; see `gristmill.tokens.megatron` for the bytes.
 
-The three arrays of the index grow side by side while their places in the file depend on each
-other's final lengths. They are kept in hidden files until the end, so that memory does not grow
-with the number of documents, and are then copied behind one another.
+The three arrays of the index grow together, and the place of each in the file depends on the final
+lengths of the others. They are written to hidden files first, so that memory does not grow with the
+number of documents, and copied one after the other at the end.
 """
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from gristmill.base.errors import Exit, UserError
-from gristmill.tokens.format import NewSet, file_of, stored
-from gristmill.tokens.megatron import (
-    CODES,
-    FORMAT,
-    HEADER,
-    LONGEST,
-    MAGIC,
-    VERSION,
-    dtype_by_vocabulary,
-)
-from gristmill.tokens.writer import HashedFile, HiddenFile, SetWriter, Stretch, Written
-
-_BUFFER = 1 << 20
-
-
-def create_set(new: NewSet) -> SetWriter:
-    """Begin a set of Megatron's format."""
-    dtype = dtype_by_vocabulary(new)
-    return SetWriter(new, format=FORMAT, dtype=dtype, open_body=lambda: _MegatronBody(new, dtype))
-
-
-class _MegatronBody:
-    def __init__(self, new: NewSet, dtype: str) -> None:
-        prefix, lasting = new.prefix, new.state is not None
-        saved = new.state["body"] if new.state else {}
-        self._prefix = prefix
-        self._dtype = dtype
-        self._bin = HashedFile(file_of(prefix, ".bin"), lasting=lasting, saved=saved.get(".bin"))
-        self._spools = {
-            name: _Spool(file_of(prefix, ending), kind, lasting=lasting, saved=saved.get(name))
-            for name, ending, kind in _SPOOLS
-        }
-        # Written at the end, from the spools; one that a process left in its final place is stale.
-        self._idx = HashedFile(file_of(prefix, ".idx"), lasting=lasting)
-        self._current = int(saved.get("current", 0))
-        """Tokens so far of the sequence begun last."""
-
-    def write(self, stretch: Stretch) -> None:
-        begins, end = stretch.sequences, len(stretch.ids)
-        before = self._spools["begins"].count
-        self._spools["documents"].write_values(before + np.searchsorted(begins, stretch.starts))
-        self._spools["begins"].write_values(
-            (stretch.position + begins) * stored(self._dtype).itemsize
-        )
-        bounds = np.empty(len(begins) + 2, dtype=np.int64)
-        bounds[0], bounds[1:-1], bounds[-1] = -self._current, begins, end
-        # The first length ends the sequence begun before; at the very beginning there is none.
-        lengths = (bounds[1:] - bounds[:-1])[0 if before else 1 :]
-        self._check(lengths)
-        self._spools["lengths"].write_values(lengths[:-1])
-        self._current = int(lengths[-1])
-        self._bin.write(stretch.ids.tobytes())
-
-    def _check(self, lengths: npt.NDArray[np.int64]) -> None:
-        longest = int(lengths.max())
-        if longest > LONGEST:
-            raise UserError(
-                f"a document has {longest:,} tokens or more, and the index of the format megatron "
-                f"counts to {LONGEST:,}",
-                where=str(self._prefix),
-                remedy="say which id ends a document (--end-of-text), or choose another format",
-                exit=Exit.DATA,
-            )
-
-    def save(self) -> dict[str, Any]:
-        spools = {name: spool.save() for name, spool in self._spools.items()}
-        return {".bin": self._bin.save(), **spools, "current": self._current}
-
-    def release(self) -> None:
-        for file in (self._bin, self._idx, *self._spools.values()):
-            file.release()
-
-    def close(self) -> Written:
-        lengths, begins, documents = self._spools.values()
-        lengths.write_values(np.array([self._current]))
-        documents.write_values(np.array([begins.count]))
-        code = next(code for code, name in CODES.items() if name == self._dtype)
-        self._idx.write(HEADER.pack(MAGIC, VERSION, code, begins.count, documents.count))
-        for spool in self._spools.values():
-            spool.copy_to(self._idx)
-        files = {".bin": self._bin.close(), ".idx": self._idx.close()}
-        return Written(files, content=files[".bin"].sha256)
-
-    def publish(self) -> None:
-        # Without a manifest the pair is believed if the index is there; so it comes last.
-        self._bin.publish()
-        self._idx.publish()
-
-    def discard(self) -> None:
-        for file in (self._bin, self._idx, *self._spools.values()):
-            file.discard()
-
-
-class _Spool(HiddenFile):
-    """An array that grows in a hidden file."""
-
-    def __init__(
-        self, path: Path, dtype: str, *, lasting: bool, saved: Mapping[str, Any] | None
-    ) -> None:
-        super().__init__(path, lasting=lasting, saved=saved)
-        self._dtype = np.dtype(dtype)
-
-    @property
-    def count(self) -> int:
-        return self._bytes // self._dtype.itemsize
-
-    def write_values(self, values: npt.NDArray[np.int64]) -> None:
-        self.write(values.astype(self._dtype).tobytes())
-
-    def copy_to(self, target: HashedFile) -> None:
-        self._file.seek(0)
-        shutil.copyfileobj(self._file, target, _BUFFER)
-
+from gristmill.base.errors import DataError, UserError
+from gristmill.tokens.format import FileFacts, NewSet
+from gristmill.tokens.megatron import CODES, FORMAT, HEADER, LONGEST, MAGIC, VERSION
+from gristmill.tokens.writer import TokenChunk, TokenWriter
 
 # In the order in which the index holds them.
-_SPOOLS = (
-    ("lengths", ".idx.lengths", "<i4"),
-    ("begins", ".idx.begins", "<i8"),
-    ("documents", ".idx.documents", "<i8"),
-)
+_ARRAYS: Mapping[str, np.dtype[Any]] = {
+    "lengths": np.dtype("<i4"),
+    "begins": np.dtype("<i8"),
+    "documents": np.dtype("<i8"),
+}
+
+
+class MegatronWriter(TokenWriter):
+    """Writes a set in Megatron's format."""
+
+    def __init__(self, new: NewSet) -> None:
+        if new.vocab_size > 2**31:
+            raise UserError(
+                f"the format megatron holds ids below 2,147,483,648, and the vocabulary has "
+                f"{new.vocab_size:,}",
+                where=str(new.prefix),
+                remedy="choose the format flat",
+            )
+        # As Megatron's preprocessing chooses.
+        dtype = "uint16" if new.vocab_size < 65500 else "int32"
+        super().__init__(new, format=FORMAT, dtype=dtype)
+
+    def _open_files(self) -> None:
+        saved = self._saved
+        self._bin = self._hidden(".bin", saved=saved.get(".bin"))
+        self._arrays = {
+            name: self._hidden(f".idx.{name}", saved=saved.get(name)) for name in _ARRAYS
+        }
+        # Written at the end, from the arrays; one that a process left in its final place is stale.
+        self._idx = self._hidden(".idx")
+        # Without a manifest the set is read if the index is there, so the index comes last.
+        self._files = [self._bin, self._idx]
+        self._scratch = list(self._arrays.values())
+        self._content = self._bin.hash
+        self._current = int(saved.get("current", 0))
+        """Tokens so far in the last sequence."""
+
+    def _write(self, chunk: TokenChunk) -> None:
+        begins, before = chunk.sequences, self._count("begins")
+        self._extend("documents", before + np.searchsorted(begins, chunk.starts))
+        self._extend("begins", (chunk.position + begins) * self._stored.itemsize)
+        # The first length completes the last sequence; at the very beginning there is none.
+        bounds = np.concatenate([[-self._current], begins, [len(chunk.ids)]])
+        lengths = np.diff(bounds)[0 if before else 1 :]
+        if (longest := int(lengths.max())) > LONGEST:
+            raise DataError(
+                f"a document has {longest:,} tokens or more, and the index of the format megatron "
+                f"counts to {LONGEST:,}",
+                where=self._new.prefix,
+                remedy="give the id that ends a document (--end-of-text), or choose another format",
+            )
+        self._extend("lengths", lengths[:-1])
+        self._current = int(lengths[-1])
+        self._bin.write(chunk.ids.tobytes())
+
+    def _count(self, name: str) -> int:
+        return self._arrays[name].bytes // _ARRAYS[name].itemsize
+
+    def _extend(self, name: str, values: npt.NDArray[np.int64]) -> None:
+        self._arrays[name].write(values.astype(_ARRAYS[name]).tobytes())
+
+    def _save(self) -> dict[str, Any]:
+        arrays = {name: file.save() for name, file in self._arrays.items()}
+        return {".bin": self._bin.save(), **arrays, "current": self._current}
+
+    def _close(self) -> dict[str, FileFacts]:
+        sequences = self._count("begins")
+        self._extend("lengths", np.array([self._current]))
+        self._extend("documents", np.array([sequences]))
+        code = next(code for code, name in CODES.items() if name == self._dtype)
+        header = HEADER.pack(MAGIC, VERSION, code, sequences, self._count("documents"))
+        self._idx.write(header)
+        for file in self._arrays.values():
+            for piece in file.content():
+                self._idx.write(piece)
+        return {".bin": self._bin.close(), ".idx": self._idx.close()}

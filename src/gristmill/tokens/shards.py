@@ -17,7 +17,6 @@ file is written for a full shard; the last one's is corrected, and its checksum 
 
 from __future__ import annotations
 
-import hashlib
 import io
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -27,26 +26,18 @@ from typing import Any
 
 import numpy as np
 
-from gristmill.base.errors import Exit, UserError
+from gristmill.base.errors import DataError, UserError
 from gristmill.tokens.format import (
     DTYPES,
     FileFacts,
     Manifest,
     NewSet,
-    TokenReader,
     dtype_for,
     file_of,
     stored,
 )
-from gristmill.tokens.reader import MappedReader, Shard, check_manifest, file_size, read_starts
-from gristmill.tokens.writer import (
-    SHARD_ENDINGS,
-    HashedFile,
-    SetWriter,
-    StartsFile,
-    Stretch,
-    Written,
-)
+from gristmill.tokens.reader import TokenReader, TokenShard, file_size, open_shards
+from gristmill.tokens.writer import SHARD_ENDINGS, TokenChunk, TokenWriter
 
 LLMC = "llmc"
 NPY = "npy"
@@ -66,7 +57,7 @@ class ShardFormat:
 
     header: Callable[[str, int], bytes]
     """The first bytes of a file, by type and number of tokens; their length does not vary."""
-    parse: Callable[[Path], Shard]
+    parse: Callable[[Path], TokenShard]
     """Find the ids in a file, or say what is wrong with it."""
     largest: int
     """The most tokens in one file."""
@@ -79,7 +70,7 @@ def _llmc_header(dtype: str, tokens: int) -> bytes:
     return header.tobytes()
 
 
-def _parse_llmc(path: Path) -> Shard:
+def _parse_llmc(path: Path) -> TokenShard:
     size = file_size(path)
     with path.open("rb") as file:
         begin = file.read(_LLMC_BYTES)
@@ -87,16 +78,15 @@ def _parse_llmc(path: Path) -> Shard:
         raise _damaged(path, f"the header is cut short: {len(begin)} of {_LLMC_BYTES} bytes")
     magic, version, tokens = (int(number) for number in np.frombuffer(begin, "<i4", count=3))
     if magic not in {known for known, _ in _LLMC_KINDS}:
-        raise UserError(
+        raise DataError(
             f"this is not a token file of llm.c: it begins with {magic} instead of 20240520",
-            where=str(path),
+            where=path,
             remedy="plain ids without a header are read as the format flat",
-            exit=Exit.DATA,
         )
     if (magic, version) not in _LLMC_KINDS:
         raise _damaged(path, f"version {version} of this format is not known")
     dtype = _LLMC_KINDS[magic, version]
-    return _fitting(Shard(path, offset=_LLMC_BYTES, tokens=tokens, dtype=dtype), size=size)
+    return _fitting(TokenShard(path, offset=_LLMC_BYTES, tokens=tokens, dtype=dtype), size=size)
 
 
 def _npy_header(dtype: str, tokens: int) -> bytes:
@@ -106,7 +96,7 @@ def _npy_header(dtype: str, tokens: int) -> bytes:
     return buffer.getvalue()
 
 
-def _parse_npy(path: Path) -> Shard:
+def _parse_npy(path: Path) -> TokenShard:
     size = file_size(path)
     with path.open("rb") as file:
         if file.read(len(_NPY_MAGIC)) != _NPY_MAGIC:
@@ -126,10 +116,10 @@ def _parse_npy(path: Path) -> Shard:
         raise _damaged(
             path, f"an array {shape} of {dtype.str} is no row of ids: those are whole numbers"
         )
-    return _fitting(Shard(path, offset=offset, tokens=shape[0], dtype=dtype.name), size=size)
+    return _fitting(TokenShard(path, offset=offset, tokens=shape[0], dtype=dtype.name), size=size)
 
 
-def _fitting(shard: Shard, *, size: int) -> Shard:
+def _fitting(shard: TokenShard, *, size: int) -> TokenShard:
     expected = shard.offset + shard.tokens * stored(shard.dtype).itemsize
     if shard.tokens < 0:
         raise _damaged(shard.path, f"the header promises {shard.tokens} tokens")
@@ -141,7 +131,7 @@ def _fitting(shard: Shard, *, size: int) -> Shard:
 
 
 def _damaged(path: Path, what: str) -> UserError:
-    return UserError(what, where=str(path), remedy=_AGAIN, exit=Exit.DATA)
+    return DataError(what, where=path, remedy=_AGAIN)
 
 
 SHARD_FORMATS: Mapping[str, ShardFormat] = {
@@ -150,15 +140,13 @@ SHARD_FORMATS: Mapping[str, ShardFormat] = {
 }
 
 
-def parse_shards(format: str, paths: Sequence[Path]) -> list[Shard]:
+def parse_shards(format: str, paths: Sequence[Path]) -> list[TokenShard]:
     """Find the ids in files that together are one set."""
     shards = [SHARD_FORMATS[format].parse(path) for path in paths]
     for shard in shards:
         if shard.dtype != shards[0].dtype:
             what = f"its ids are {shard.dtype}, and those of {shards[0].path} are {shards[0].dtype}"
-            raise UserError(
-                what, where=str(shard.path), remedy="keep the two sets apart", exit=Exit.DATA
-            )
+            raise DataError(what, where=shard.path, remedy="keep the two sets apart")
     return shards
 
 
@@ -169,109 +157,74 @@ def open_set(prefix: Path, manifest: Manifest) -> TokenReader:
     paths = [file_of(prefix, suffix) for suffix in manifest.files if suffix.endswith(ending)]
     if not paths:
         raise _damaged(file_of(prefix, ".json"), f"the manifest names no {ending} files")
-    shards = parse_shards(info.format, paths)
-    starts = read_starts(prefix)
-    check_manifest(prefix, info, shards=shards, documents=len(starts))
-    return MappedReader(info, shards=shards, starts=starts)
+    return open_shards(prefix, info, parse_shards(info.format, paths))
 
 
-def create_llmc(new: NewSet) -> SetWriter:
-    """Begin a set of llm.c files."""
-    return _create(new, LLMC)
-
-
-def create_npy(new: NewSet) -> SetWriter:
-    """Begin a set of NumPy files."""
-    return _create(new, NPY)
-
-
-def _create(new: NewSet, format: str) -> SetWriter:
-    most = SHARD_FORMATS[format].largest
-    if not 0 < new.shard_size <= most:
-        raise UserError(
-            f"a file of the format {format} holds 1 to {most:,} tokens, not {new.shard_size:,}",
-            where="--shard-size",
-        )
-    dtype = dtype_for(new.vocab_size)
-    return SetWriter(
-        new, format=format, dtype=dtype, open_body=lambda: _ShardBody(new, format, dtype)
-    )
-
-
-class _ShardBody:
+class ShardWriter(TokenWriter):
     """Fills one file after the other."""
 
-    def __init__(self, new: NewSet, format: str, dtype: str) -> None:
-        self._new = new
-        self._dtype = dtype
-        self._header = SHARD_FORMATS[format].header
-        self._ending = SHARD_ENDINGS[format]
-        self._lasting = new.state is not None
-        saved = new.state["body"] if new.state else {}
-        self._files: list[HashedFile] = []
-        self._facts: dict[str, FileFacts] = {}
-        self._filled = new.shard_size
-        self._content = hashlib.sha256()
-        self._starts = StartsFile(new.prefix, lasting=self._lasting, saved=saved.get(".starts"))
-        for facts in saved.get("shards", ()):
-            self._close_shard()
-            self._open_shard(facts)
-            self._filled = int(saved["filled"]) if facts is saved["shards"][-1] else new.shard_size
+    def __init__(self, new: NewSet, *, format: str) -> None:
+        most = SHARD_FORMATS[format].largest
+        if not 0 < new.shard_size <= most:
+            raise UserError(
+                f"a file of the format {format} holds 1 to {most:,} tokens, not {new.shard_size:,}",
+                where="--shard-size",
+            )
+        super().__init__(new, format=format, dtype=dtype_for(new.vocab_size))
 
-    def write(self, stretch: Stretch) -> None:
-        self._starts.note(stretch)
-        self._content.update(stretch.ids.tobytes())
-        rest = stretch.ids
+    def _open_files(self) -> None:
+        saved, size = self._saved, self._new.shard_size
+        self._starts = self._hidden(".starts", saved=saved.get(".starts"))
+        # With .starts in place and no manifest, the shards are known to be unfinished.
+        self._files = [self._starts]
+        self._facts: dict[str, FileFacts] = {}
+        self._filled = size
+        """Tokens in the last shard; a full one is followed by the next."""
+        for facts in saved.get("shards", ()):
+            self._next_shard(facts)
+            self._filled = int(saved["filled"]) if facts is saved["shards"][-1] else size
+
+    def _write(self, chunk: TokenChunk) -> None:
+        self._starts.write(chunk.start_bytes)
+        self._content.update(chunk.ids.tobytes())
+        rest = chunk.ids
         while len(rest):
             if self._filled == self._new.shard_size:
-                self._close_shard()
-                self._open_shard()
+                self._next_shard()
             part = rest[: self._new.shard_size - self._filled]
             self._files[-1].write(part.tobytes())
             self._filled += len(part)
             rest = rest[len(part) :]
 
-    def _suffix(self) -> str:
-        return f"_{len(self._files):06d}{self._ending}"
+    def _suffix(self, number: int) -> str:
+        return f"_{number:06d}{SHARD_ENDINGS[self._format]}"
 
-    def _open_shard(self, saved: Mapping[str, Any] | None = None) -> None:
-        final = file_of(self._new.prefix, f"_{len(self._files) + 1:06d}{self._ending}")
-        header = self._header(self._dtype, self._new.shard_size)
-        file = HashedFile(final, lasting=self._lasting, saved=saved, beginning=header)
+    def _header(self, tokens: int) -> bytes:
+        return SHARD_FORMATS[self._format].header(self._dtype, tokens)
+
+    def _next_shard(self, saved: Mapping[str, Any] | None = None) -> None:
+        self._close_shard()
+        header = self._header(self._new.shard_size)
+        file = self._hidden(self._suffix(len(self._files)), saved=saved, header=header)
         self._files.append(file)
         self._filled = 0
         for piece in file.content(len(header)) if saved else ():
             self._content.update(piece)
 
     def _close_shard(self) -> None:
-        if not self._files:
-            return
-        last = self._files[-1]
-        if self._filled == self._new.shard_size:
-            self._facts[self._suffix()] = last.close()
-        else:
-            self._facts[self._suffix()] = last.close_with(self._header(self._dtype, self._filled))
+        number = len(self._files) - 1
+        if number and self._filled == self._new.shard_size:
+            self._facts[self._suffix(number)] = self._files[-1].close()
+        elif number:
+            self._facts[self._suffix(number)] = self._files[-1].close_with(
+                self._header(self._filled)
+            )
 
-    def save(self) -> dict[str, Any]:
+    def _save(self) -> dict[str, Any]:
         whole = [vars(facts) for facts in self._facts.values()]
-        last = [self._files[-1].save()] if self._files else []
+        last = [self._files[-1].save()] if len(self._files) > 1 else []
         return {"shards": [*whole, *last], "filled": self._filled, ".starts": self._starts.save()}
 
-    def release(self) -> None:
-        for file in [*self._files, self._starts]:
-            file.release()
-
-    def close(self) -> Written:
+    def _close(self) -> dict[str, FileFacts]:
         self._close_shard()
-        self._facts[".starts"] = self._starts.close()
-        return Written(self._facts, content=self._content.hexdigest())
-
-    def publish(self) -> None:
-        # With the starts there and no manifest yet, the shards are known to be unfinished.
-        self._starts.publish()
-        for file in self._files:
-            file.publish()
-
-    def discard(self) -> None:
-        for file in [*self._files, self._starts]:
-            file.discard()
+        return self._facts | {".starts": self._starts.close()}

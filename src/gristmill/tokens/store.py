@@ -1,41 +1,40 @@
-"""Open, create, inspect and verify token sets without knowing their format.
+"""Open, create, inspect and verify token sets of any format.
 
-A format is one module with a reader and a writer, and one row of `FORMATS`. Reading finds the row
-by the manifest's "format"; a set without a manifest is recognised by its files. Inspection and
-verification go through the reader in pieces of a few MiB, so they need little memory however large
-the set is; only the document starts are taken whole.
+A format is a function that opens a set, a writer, and one row of `FORMATS`. The manifest names the
+format; a set without one is recognised by its files. Inspecting and verifying read a few MiB at a
+time, so they need little memory however large the set is, apart from the document starts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from gristmill.base.errors import Exit, Problem, UserError
+from gristmill.base.errors import DataError, Exit, Problem, UserError
 from gristmill.base.files import sha256_file
 from gristmill.tokens import flat, megatron, megatron_writer, shards
-from gristmill.tokens.foreign import Reading, find_foreign, open_foreign
+from gristmill.tokens.foreign import Reading, open_foreign
 from gristmill.tokens.format import (
+    COPY_AGAIN,
     Manifest,
     NewSet,
-    TokenReader,
     TokenSetInfo,
-    TokenWriter,
     file_of,
     is_manifest,
     read_manifest,
     size_problems,
 )
-from gristmill.tokens.reader import id_range, pieces
+from gristmill.tokens.reader import TokenReader, id_range, pieces
+from gristmill.tokens.writer import TokenWriter
 
 SHARD_SIZE = 10**8
 _QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
-_AGAIN = "copy the set again from where it came, or prepare it again"
 
 
 @dataclass(frozen=True)
@@ -49,20 +48,13 @@ class Format:
 
 
 FORMATS: Mapping[str, Format] = {
-    flat.FORMAT: Format(read=flat.open_set, write=flat.create_set),
-    megatron.FORMAT: Format(read=megatron.open_set, write=megatron_writer.create_set),
-    shards.LLMC: Format(read=shards.open_set, write=shards.create_llmc, sharded=True),
-    shards.NPY: Format(read=shards.open_set, write=shards.create_npy, sharded=True),
+    flat.FORMAT: Format(flat.open_set, flat.FlatWriter),
+    megatron.FORMAT: Format(megatron.open_set, megatron_writer.MegatronWriter),
+    **{
+        name: Format(shards.open_set, partial(shards.ShardWriter, format=name), sharded=True)
+        for name in shards.SHARD_FORMATS
+    },
 }
-
-
-@dataclass(frozen=True)
-class LengthBin:
-    """How many documents have at least `low` and fewer than `high` tokens."""
-
-    low: int
-    high: int
-    documents: int
 
 
 @dataclass(frozen=True)
@@ -70,14 +62,13 @@ class TokenSetSummary:
     """What a person wants to know about a token set."""
 
     info: TokenSetInfo
-    tokenizer: Mapping[str, Any]
     smallest_id: int
     largest_id: int
     mean_length: float
     length_quantiles: Mapping[float, int]
     """Tokens per document at the quantiles 0, 0.05, 0.25, 0.5, 0.75, 0.95 and 1."""
-    length_histogram: tuple[LengthBin, ...]
-    """Documents by length, in powers of two from the shortest to the longest."""
+    length_histogram: Mapping[int, int]
+    """Documents with at least 1, 2, 4, … tokens and fewer than twice as many."""
 
 
 @dataclass(frozen=True)
@@ -98,11 +89,10 @@ def open_tokens(
 ) -> TokenReader:
     """Open a finished token set.
 
-    The options are for files of other programs: their format where it cannot be found out, the type
-    of the ids in plain files, and the id that stands between documents.
+    The options are for files of other programs: their format if it is not recognised, the type of
+    the ids in plain files, and the id between documents.
     """
-    reading = Reading(format=format, dtype=dtype, end_of_text=end_of_text)
-    return find_tokens(prefix, reading).reader
+    return find_tokens(prefix, Reading(format, dtype, end_of_text)).reader
 
 
 def find_tokens(prefix: Path | str, reading: Reading | None = None) -> TokenSet:
@@ -112,19 +102,18 @@ def find_tokens(prefix: Path | str, reading: Reading | None = None) -> TokenSet:
         _format(reading.format, where=path)
     manifest = _find_manifest(path)
     if manifest is None:
-        found = find_foreign(path, format=reading.format)
-        if found is None:
+        reader = open_foreign(path, reading)
+        if reader is None:
             raise _not_found(path, format=reading.format)
-        return TokenSet(open_foreign(found, where=path, reading=reading), None)
+        return TokenSet(reader, None)
     problems = size_problems(path, manifest)
     if problems:
-        raise UserError(problems, exit=Exit.DATA)
+        raise DataError(problems)
     if manifest.info.documents == 0:
-        raise UserError(
+        raise DataError(
             "this part of a token set holds no documents",
-            where=str(path),
+            where=path,
             remedy="merge it with the other parts: gristmill tokens merge",
-            exit=Exit.DATA,
         )
     if reading not in (Reading(), Reading(format=manifest.info.format)):
         raise UserError(
@@ -155,11 +144,19 @@ def create_tokens(
     """Begin a token set; `tokenizer` is a spec whose "fingerprint" names the tokenizer.
 
     `shard_size` is the most tokens in one file, for formats of several files; 100M if not given.
-    With `state` the set can outlive its process: {} begins one, what the writer's `save` returned
-    goes on with it.
+    With `state` the set can outlive its process: {} begins one, and what the writer's `save`
+    returned resumes it.
     """
     path = Path(prefix)
-    _check_place(path)
+    if path.name in ("", ".."):
+        raise UserError(
+            "a token set needs a name",
+            where=str(path),
+            remedy="give a folder and a name, such as tokens/books",
+        )
+    nearest = next(folder for folder in path.absolute().parents if folder.exists())
+    if not nearest.is_dir():
+        raise UserError("this is a file, not a folder", where=str(nearest), exit=Exit.STORAGE)
     chosen = _format(format, where=path)
     if shard_size is not None and not chosen.sharded:
         several = ", ".join(name for name, row in FORMATS.items() if row.sharded)
@@ -183,14 +180,12 @@ def create_tokens(
 
 def inspect_tokens(prefix: Path | str, reading: Reading | None = None) -> TokenSetSummary:
     """Count and measure a token set; reads every token once."""
-    opened = find_tokens(prefix, reading)
-    reader = opened.reader
+    reader = find_tokens(prefix, reading).reader
     extremes = id_range(reader)
     lengths = np.diff(reader.document_starts, append=len(reader))
     quantiles = np.quantile(lengths, _QUANTILES, method="lower")
     return TokenSetSummary(
         info=reader.info,
-        tokenizer=opened.manifest.tokenizer if opened.manifest else {"fingerprint": None},
         smallest_id=extremes.smallest,
         largest_id=extremes.largest,
         mean_length=len(reader) / len(lengths),
@@ -208,35 +203,28 @@ def verify_tokens(prefix: Path | str, reading: Reading | None = None) -> list[Pr
     try:
         manifest = _find_manifest(path)
         if manifest is not None and not (problems := size_problems(path, manifest)):
-            problems = _checksum_problems(path, manifest)
+            changed = "the content changed since it was written: its checksum differs"
+            problems = [
+                Problem(changed, str(file_of(path, suffix)), COPY_AGAIN)
+                for suffix, facts in manifest.files.items()
+                if sha256_file(file_of(path, suffix)) != facts.sha256
+            ]
         if is_empty_part(path):
             return problems
         reader = find_tokens(path, reading).reader
     except UserError as error:
         return [*problems, *(problem for problem in error.problems if problem not in problems)]
-    return [*problems, *_id_problems(path, reader), *_start_problems(path, reader)]
+    found = [Problem(what, str(path), COPY_AGAIN) for what in _content_problems(reader)]
+    return [*problems, *found]
 
 
 def _format(name: str, *, where: Path) -> Format:
     if name not in FORMATS:
-        raise UserError(
+        raise DataError(
             f"the token format {name!r} is not known; known are {', '.join(sorted(FORMATS))}",
-            where=str(where),
-            exit=Exit.DATA,
+            where=where,
         )
     return FORMATS[name]
-
-
-def _check_place(prefix: Path) -> None:
-    if prefix.name in ("", ".."):
-        raise UserError(
-            "a token set needs a name",
-            where=str(prefix),
-            remedy="give a folder and a name, such as tokens/books",
-        )
-    nearest = next(folder for folder in prefix.absolute().parents if folder.exists())
-    if not nearest.is_dir():
-        raise UserError("this is a file, not a folder", where=str(nearest), exit=Exit.STORAGE)
 
 
 def _find_manifest(prefix: Path) -> Manifest | None:
@@ -250,78 +238,49 @@ def _find_manifest(prefix: Path) -> Manifest | None:
 def _not_found(prefix: Path, *, format: str | None) -> UserError:
     manifest = file_of(prefix, ".json")
     if any(file_of(prefix, suffix).exists() for suffix in (".bin", ".starts")):
-        return UserError(
+        return DataError(
             f"the token set is unfinished: it has no manifest {manifest.name}",
-            where=str(prefix),
+            where=prefix,
             remedy="prepare it again; plain ids of nanoGPT can be read after: gristmill tokens "
             f"convert {prefix} --from flat -o NEW",
-            exit=Exit.DATA,
         )
-    kind = f"token set of the format {format}" if format else "token set"
-    return UserError(
-        f"there is no {kind} here: looked for {manifest}",
-        where=str(prefix),
-        remedy=_suggestion(prefix),
-        exit=Exit.DATA,
-    )
-
-
-def _suggestion(prefix: Path) -> str:
-    if prefix.suffix and is_manifest(file_of(prefix.with_suffix(""), ".json")):
-        return f"leave out the ending: {prefix.with_suffix('')}"
     folder = prefix if prefix.is_dir() else prefix.parent
-    if not folder.is_dir():
-        return f"the folder {folder} does not exist"
     present = sorted(path.stem for path in folder.glob("*.json") if is_manifest(path))
-    if not present:
-        return f"the folder {folder} holds no token sets; make one with: gristmill prepare"
-    return f"the folder {folder} holds these token sets: {', '.join(present)}"
+    if prefix.suffix and is_manifest(file_of(prefix.with_suffix(""), ".json")):
+        remedy = f"leave out the ending: {prefix.with_suffix('')}"
+    elif not folder.is_dir():
+        remedy = f"the folder {folder} does not exist"
+    elif present:
+        remedy = f"the folder {folder} holds these token sets: {', '.join(present)}"
+    else:
+        remedy = f"the folder {folder} holds no token sets; make one with: gristmill prepare"
+    kind = f"token set of the format {format}" if format else "token set"
+    what = f"there is no {kind} here: looked for {manifest}"
+    return DataError(what, where=prefix, remedy=remedy)
 
 
-def _histogram(lengths: npt.NDArray[np.int64]) -> tuple[LengthBin, ...]:
+def _histogram(lengths: npt.NDArray[np.int64]) -> dict[int, int]:
     # frexp gives the exponent e with 2^(e-1) <= length < 2^e, exactly for lengths below 2^53.
     exponents = np.frexp(lengths.astype(np.float64))[1]
     counts = np.bincount(exponents)
-    first = int(exponents.min())
-    return tuple(
-        LengthBin(low=2 ** (exponent - 1), high=2**exponent, documents=int(counts[exponent]))
-        for exponent in range(first, len(counts))
-    )
+    found = range(int(exponents.min()), len(counts))
+    return {2 ** (exponent - 1): int(counts[exponent]) for exponent in found}
 
 
-def _checksum_problems(prefix: Path, manifest: Manifest) -> list[Problem]:
-    return [
-        Problem(
-            "the content changed since it was written: the checksum differs from the manifest's",
-            where=str(file_of(prefix, suffix)),
-            remedy=_AGAIN,
-        )
-        for suffix, facts in manifest.files.items()
-        if sha256_file(file_of(prefix, suffix)) != facts.sha256
-    ]
-
-
-def _id_problems(prefix: Path, reader: TokenReader) -> list[Problem]:
+def _content_problems(reader: TokenReader) -> Iterator[str]:
+    """What is wrong with the ids and with the document starts, the first of each."""
     vocab_size = reader.info.vocab_size
     for start, ids in pieces(reader):
-        wrong = ids < 0 if vocab_size is None else (ids < 0) | (ids >= vocab_size)
-        outside = np.flatnonzero(wrong)
+        outside = np.flatnonzero(ids < 0 if vocab_size is None else (ids < 0) | (ids >= vocab_size))
         if len(outside):
             first = int(outside[0])
             of = "any vocabulary" if vocab_size is None else f"the vocabulary of {vocab_size}"
-            what = f"the id {int(ids[first])} at position {start + first} is outside {of}"
-            return [Problem(what, where=str(prefix), remedy=_AGAIN)]
-    return []
-
-
-def _start_problems(prefix: Path, reader: TokenReader) -> list[Problem]:
+            yield f"the id {int(ids[first])} at position {start + first} is outside {of}"
+            break
     starts = reader.document_starts
     gaps = np.diff(starts, append=len(reader))
     if int(starts[0]) != 0:
-        what = f"the first document begins at position {int(starts[0])} instead of 0"
+        yield f"the first document begins at position {int(starts[0])} instead of 0"
     elif (gaps <= 0).any():
         document = int(np.flatnonzero(gaps <= 0)[0])
-        what = f"document {document} does not end after it begins, at {int(starts[document])}"
-    else:
-        return []
-    return [Problem(what, where=str(prefix), remedy=_AGAIN)]
+        yield f"document {document} does not end after it begins, at {int(starts[document])}"

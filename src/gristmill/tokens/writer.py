@@ -1,32 +1,33 @@
-"""What writing a token set is in every format: check the ids, count, and put the files in place.
+"""Writing a token set in any format: check the ids, count them, and put the files in place.
 
-A format brings a `Body`, which fills hidden files beside the set. Nothing is visible under the
-set's name before `finish`; then, with everything on the disk,
+A format is a subclass of `TokenWriter` that fills hidden files beside the set. Nothing is visible
+under the set's name before `finish`; then, with everything on the disk,
 
-    the old manifest is removed -> files of an old set that have no successor are removed
+    the old manifest is removed -> files of an old set that are not replaced are removed
     -> the new files are renamed into place -> the new manifest is written
 
-so that at no moment a manifest describes files of another set, or files of two sets can be taken
-for one (see `gristmill.tokens.foreign` for what is believed without a manifest).
+so a manifest never describes files of another set, and files of two sets never look like one (see
+`gristmill.tokens.foreign` for what is read without a manifest).
 
-A set can be made to outlive its process: then its hidden files have names that do not depend on the
-process, and `save` returns how long each was at that moment, and its checksum. Whoever goes on cuts
-them back to that length and compares the checksum on the way. A process that ends while files are
-being renamed leaves some of them in place; going on first takes these back.
+A set can outlive its process. Its hidden files then have names that another process finds again,
+and `save` returns the length and checksum of each. The process that resumes cuts them back to that
+length and compares the checksums. If the process was killed while renaming, files that were already
+in place are first renamed back.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import fcntl
 import hashlib
 import io
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +42,6 @@ from gristmill.tokens.format import (
     checked_ids,
     file_of,
     is_manifest,
-    program_version,
     read_manifest,
     stored,
     write_manifest,
@@ -53,99 +53,90 @@ _FIRST = np.zeros(1, dtype=np.int64)
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """The next ids of a set, with all that formats write down about them."""
+class TokenChunk:
+    """The next ids of a set, and where documents and sequences begin in them."""
 
     ids: npt.NDArray[Any]
     """In the stored type."""
     position: int
     """Tokens of the set that came before."""
     starts: npt.NDArray[np.int64]
-    """Where documents begin in the stretch."""
     sequences: npt.NDArray[np.int64]
-    """Where sequences begin in the stretch: at least where documents do."""
+    """Every document begins a sequence."""
+
+    @property
+    def start_bytes(self) -> bytes:
+        """The document starts as they are stored in PREFIX.starts."""
+        return (self.starts + self.position).astype("<u8").tobytes()
 
 
-@dataclass(frozen=True)
-class Written:
-    """Files that are complete and on the disk, still under hidden names."""
+class TokenWriter(abc.ABC):
+    """A token set that is being written; formats say which files it has and how they are filled."""
 
-    files: Mapping[str, FileFacts]
-    content: str
-    """SHA-256 of the ids, end to end."""
-
-
-_NOTHING = Written({}, content=hashlib.sha256().hexdigest())
-
-
-class Body(Protocol):
-    """The files of one format, being filled."""
-
-    def write(self, stretch: Stretch) -> None: ...
-
-    def save(self) -> dict[str, Any]:
-        """Flush to the disk; the result lets another process go on from here."""
-        ...
-
-    def release(self) -> None:
-        """Close the files and leave them."""
-        ...
-
-    def close(self) -> Written:
-        """Complete the files and flush them to the disk."""
-        ...
-
-    def publish(self) -> None:
-        """Rename the files into place."""
-        ...
-
-    def discard(self) -> None:
-        """Remove the hidden files."""
-        ...
-
-
-class SetWriter:
-    """Writes a token set, document by document or in long stretches."""
-
-    def __init__(
-        self, new: NewSet, *, format: str, dtype: str, open_body: Callable[[], Body]
-    ) -> None:
+    def __init__(self, new: NewSet, *, format: str, dtype: str) -> None:
         if not new.state:
             _refuse_existing(new, format=format)
+        state = new.state or {}
         self._new = new
         self._format = format
         self._dtype = dtype
         self._stored = stored(dtype)
-        self._tokens = int(new.state["tokens"]) if new.state else 0
-        self._documents = int(new.state["documents"]) if new.state else 0
+        self._tokens = int(state.get("tokens", 0))
+        self._documents = int(state.get("documents", 0))
+        self._saved: Mapping[str, Any] = state.get("body", {})
+        self._files: list[HashedFile] = []
+        """In the order in which they are renamed into place."""
+        self._scratch: list[HashedFile] = []
+        """Files that are only needed while the set is written."""
+        self._content = hashlib.sha256()
+        """Of the ids."""
         with storage_errors(new.prefix):
             new.prefix.parent.mkdir(parents=True, exist_ok=True)
-            self._body = open_body()
+            self._open_files()
+
+    @abc.abstractmethod
+    def _open_files(self) -> None:
+        """Begin the files, or resume those that `self._saved` describes."""
+
+    @abc.abstractmethod
+    def _write(self, chunk: TokenChunk) -> None: ...
+
+    @abc.abstractmethod
+    def _save(self) -> dict[str, Any]:
+        """Flush the files, and describe them for `_open_files`."""
+
+    @abc.abstractmethod
+    def _close(self) -> dict[str, FileFacts]:
+        """Complete the files and flush them, still under hidden names."""
+
+    def _hidden(
+        self, suffix: str, *, saved: Mapping[str, Any] | None = None, header: bytes = b""
+    ) -> HashedFile:
+        lasting = self._new.state is not None
+        return HashedFile(
+            file_of(self._new.prefix, suffix), lasting=lasting, saved=saved, header=header
+        )
 
     def add(self, ids: npt.NDArray[Any] | Sequence[int]) -> None:
         """Append one document; an id outside the vocabulary is refused."""
-        self._append(ids, starts=_FIRST, sequences=_FIRST)
+        self.append(ids, starts=_FIRST)
 
     def append(
-        self,
-        ids: npt.NDArray[Any],
-        *,
-        starts: npt.NDArray[np.int64],
-        sequences: npt.NDArray[np.int64] | None = None,
-    ) -> None:
-        """Append a stretch of tokens, in which documents begin at the positions `starts`."""
-        self._append(ids, starts=starts, sequences=starts if sequences is None else sequences)
-
-    def _append(
         self,
         ids: npt.NDArray[Any] | Sequence[int],
         *,
         starts: npt.NDArray[np.int64],
-        sequences: npt.NDArray[np.int64],
+        sequences: npt.NDArray[np.int64] | None = None,
     ) -> None:
+        """Append tokens in which documents begin at the positions `starts`.
+
+        Tokens before the first of them belong to the last document of the call before. Some formats
+        split documents into sequences, which begin at `sequences`; the others do not store them.
+        """
         new = self._new
         where = f"document {self._documents} of {new.prefix}"
         array = checked_ids(ids, vocab_size=new.vocab_size, where=where)
+        sequences = starts if sequences is None else sequences
         if starts is not _FIRST:
             assert self._documents or (len(starts) and starts[0] == 0), "a set begins a document"
             for places in (starts, sequences):
@@ -153,37 +144,40 @@ class SetWriter:
                 assert (np.diff(places) > 0).all(), "documents and sequences are not empty"
             assert np.isin(starts, sequences).all(), "a document begins with a sequence"
         with storage_errors(new.prefix):
-            self._body.write(
-                Stretch(array.astype(self._stored, copy=False), self._tokens, starts, sequences)
-            )
+            array = array.astype(self._stored, copy=False)
+            self._write(TokenChunk(array, self._tokens, starts, sequences))
         self._documents += len(starts)
         self._tokens += len(array)
 
     def save(self) -> dict[str, Any]:
-        """Flush everything to the disk; what is returned, as JSON, lets another process go on."""
+        """Flush everything to the disk; the result, as JSON, lets another process resume.
+
+        Only for sets that were begun with a `state`.
+        """
         assert self._new.state is not None, "this set was not begun as one that can be saved"
         with storage_errors(self._new.prefix):
-            body = self._body.save()
+            body = self._save()
         return {"tokens": self._tokens, "documents": self._documents, "body": body}
 
     def close(self) -> None:
-        """Leave what was saved for another process, and let go of the files."""
-        self._body.release()
+        """Close the files, and leave what was saved for another process."""
+        for file in (*self._files, *self._scratch):
+            file.release()
 
     def finish(self, *, text_bytes: int | None = None, may_be_empty: bool = False) -> TokenSetInfo:
-        """Put the set in place, its manifest last."""
+        """Put the set in place, its manifest last.
+
+        Only a part of a larger set may have no documents; it is its manifest alone.
+        """
         assert self._documents > 0 or may_be_empty, "a token set has at least one document"
         new = self._new
         with storage_errors(new.prefix):
-            written = self._body.close() if self._documents else _NOTHING
-            old = (
-                _without_successor(new.prefix, self._format, written.files) if new.overwrite else []
-            )
-            file_of(new.prefix, ".json").unlink(missing_ok=True)
-            for path in old:
+            files = self._close() if self._documents else {}
+            old = _not_replaced(new.prefix, self._format, files) if new.overwrite else []
+            for path in (file_of(new.prefix, ".json"), *old):
                 path.unlink(missing_ok=True)
-            if self._documents:
-                self._body.publish()
+            for file in self._files if self._documents else ():
+                file.publish()
             sync_folder(new.prefix.parent)
         fingerprint = new.tokenizer["fingerprint"]
         info = TokenSetInfo(
@@ -194,26 +188,22 @@ class SetWriter:
             vocab_size=new.vocab_size,
             end_of_text=new.end_of_text,
             tokenizer=None if fingerprint is None else str(fingerprint),
-            fingerprint=written.content,
+            fingerprint=self._content.hexdigest(),
             text_bytes=text_bytes,
         )
-        manifest = Manifest(
-            info=info,
-            tokenizer=new.tokenizer,
-            files=written.files,
-            created_by=program_version(),
-        )
-        write_manifest(new.prefix, manifest)
+        write_manifest(new.prefix, Manifest(info, new.tokenizer, files))
         if new.state is None:
-            self._body.discard()
+            self.abandon()
         return info
 
     def abandon(self) -> None:
         """Remove everything that is not in place.
 
-        After `finish` that is what a set that can be saved kept in case it was not the end.
+        Sets that were begun with a `state` need this after `finish` too, once nobody will resume
+        them.
         """
-        self._body.discard()
+        for file in (*self._files, *self._scratch):
+            file.discard()
 
 
 def shard_suffixes(prefix: Path, ending: str) -> list[str]:
@@ -241,11 +231,11 @@ def _existing(prefix: Path, format: str) -> list[str]:
     return [suffix for suffix in suffixes if file_of(prefix, suffix).is_file()]
 
 
-def _without_successor(prefix: Path, format: str, new: Mapping[str, FileFacts]) -> list[Path]:
+def _not_replaced(prefix: Path, format: str, new: Mapping[str, FileFacts]) -> list[Path]:
     """Files of an old set that the new one does not replace; `.starts` last.
 
-    An old index goes too although a new one follows: it would fit the new ids badly or, worse,
-    well. An old `.starts` marks shards without a manifest as unfinished for as long as it can.
+    An old index is removed although a new one follows: it must not be read with the new ids. An old
+    `.starts` marks shards without a manifest as unfinished for as long as possible.
     """
     old = [name for name in _existing(prefix, format) if name == ".idx" or name not in new]
     return [file_of(prefix, name) for name in sorted(old, key=lambda name: name == ".starts")]
@@ -271,101 +261,87 @@ def _refuse_existing(new: NewSet, *, format: str) -> None:
         )
 
 
-class HiddenFile:
-    """A file in the making beside its final place, under a hidden name."""
+class HashedFile:
+    """A file that is written under a hidden name beside its final place, with its checksum."""
 
-    def __init__(self, final: Path, *, lasting: bool, saved: Mapping[str, Any] | None) -> None:
-        """Begin the file, or go on with what `save` described.
+    def __init__(
+        self,
+        final: Path,
+        *,
+        lasting: bool,
+        saved: Mapping[str, Any] | None = None,
+        header: bytes = b"",
+    ) -> None:
+        """Begin the file with a header, or resume what `save` described.
 
         A `lasting` file has a name that another process finds again.
         """
         ending = "part" if lasting else f"{os.getpid()}.tmp"
         self._final = final
         self._temporary = final.with_name(f".{final.name}.{ending}")
+        self.bytes = int(saved["bytes"]) if saved is not None else 0
         if saved is not None:
-            _take_back(self._temporary, final=final, size=int(saved["bytes"]))
-        self._bytes = int(saved["bytes"]) if saved is not None else 0
+            # It may be in its final place already.
+            if not self._temporary.is_file() and final.is_file():
+                os.replace(final, self._temporary)
+            if not self._temporary.is_file() or self._temporary.stat().st_size < self.bytes:
+                raise _changed(self._temporary)
         raw = io.FileIO(os.open(self._temporary, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
         if lasting:
             _lock(raw, where=final)
-        raw.truncate(self._bytes)
+        raw.truncate(self.bytes)
         self._file = io.BufferedRandom(raw, _BUFFER)
-        self._file.seek(self._bytes)
-
-    def write(self, data: bytes) -> None:
-        self._file.write(data)
-        self._bytes += len(data)
-
-    def save(self) -> dict[str, Any]:
-        """Flush the content to the disk and say how long it is."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        return {"bytes": self._bytes}
-
-    def release(self) -> None:
-        """Close the file; what is buffered is not wanted."""
-        raw = self._file.raw
-        if not raw.closed:
-            raw.close()
-
-    def discard(self) -> None:
-        # Closing flushes what is buffered; on a full disk that fails, and it is not wanted anyway.
-        self.release()
-        self._temporary.unlink(missing_ok=True)
-
-
-class HashedFile(HiddenFile):
-    """A hidden file that will be part of the set, its checksum kept on the way."""
-
-    def __init__(
-        self,
-        final: Path,
-        *,
-        lasting: bool = False,
-        saved: Mapping[str, Any] | None = None,
-        beginning: bytes = b"",
-    ) -> None:
-        super().__init__(final, lasting=lasting, saved=saved)
-        self._hash = hashlib.sha256()
+        self.hash = hashlib.sha256()
         if saved is None:
-            self.write(beginning)
+            self.write(header)
             return
-        # `close_with` may have replaced it.
-        self._file.seek(0)
-        self._file.write(beginning)
+        # `close_with` may have replaced the header.
+        self._file.write(header)
         for piece in self.content():
-            self._hash.update(piece)
-        if self._hash.hexdigest() != saved["sha256"]:
+            self.hash.update(piece)
+        if self.hash.hexdigest() != saved.get("sha256", self.hash.hexdigest()):
             raise _changed(self._temporary)
 
     def content(self, begin: int = 0) -> Iterator[bytes]:
-        """What was written so far, in pieces."""
+        """What was written so far, piece by piece."""
         self._file.seek(begin)
         while piece := self._file.read(_BUFFER):
             yield piece
 
     def write(self, data: bytes) -> None:
-        super().write(data)
-        self._hash.update(data)
+        self._file.write(data)
+        self.bytes += len(data)
+        self.hash.update(data)
 
     def save(self) -> dict[str, Any]:
-        return super().save() | {"sha256": self._hash.hexdigest()}
+        """Flush the content to the disk; its length and checksum."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return {"bytes": self.bytes, "sha256": self.hash.hexdigest()}
 
     def close(self) -> FileFacts:
-        """Flush the content to the disk."""
-        self.save()
+        facts = FileFacts(**self.save())
         self._file.close()
-        return FileFacts(bytes=self._bytes, sha256=self._hash.hexdigest())
+        return facts
 
-    def close_with(self, beginning: bytes) -> FileFacts:
-        """Replace the first bytes and flush; costs reading the file once more."""
+    def close_with(self, header: bytes) -> FileFacts:
+        """Replace the header and close; reads the file once more for its checksum."""
         self._file.seek(0)
-        self._file.write(beginning)
+        self._file.write(header)
         self.close()
-        return FileFacts(bytes=self._bytes, sha256=sha256_file(self._temporary))
+        return FileFacts(bytes=self.bytes, sha256=sha256_file(self._temporary))
 
     def publish(self) -> None:
         os.replace(self._temporary, self._final)
+
+    def release(self) -> None:
+        """Close the file without flushing it: nobody needs the rest, and the disk may be full."""
+        if not self._file.raw.closed:
+            self._file.raw.close()
+
+    def discard(self) -> None:
+        self.release()
+        self._temporary.unlink(missing_ok=True)
 
 
 def _lock(file: io.FileIO, *, where: Path) -> None:
@@ -381,35 +357,14 @@ def _lock(file: io.FileIO, *, where: Path) -> None:
             exit=Exit.REFUSED,
         ) from error
     except OSError:
-        # Some network file systems have no locks; then nobody can be kept away.
+        # Some network file systems have no locks.
         return
-
-
-def _take_back(temporary: Path, *, final: Path, size: int) -> None:
-    """Find the hidden file again, or take it back from its final place."""
-    if not temporary.is_file() and final.is_file():
-        os.replace(final, temporary)
-    if not temporary.is_file() or temporary.stat().st_size < size:
-        raise _changed(temporary)
 
 
 def _changed(path: Path) -> UserError:
     return UserError(
         "this file of the unfinished set is not what was saved",
         where=str(path),
-        remedy="ask to overwrite, which begins the set anew",
+        remedy="overwrite the set, which starts it again",
         exit=Exit.STORAGE,
     )
-
-
-_START = np.dtype("<u8")
-
-
-class StartsFile(HashedFile):
-    """PREFIX.starts: the position where each document begins, uint64, little-endian."""
-
-    def __init__(self, prefix: Path, *, lasting: bool, saved: Mapping[str, Any] | None) -> None:
-        super().__init__(file_of(prefix, ".starts"), lasting=lasting, saved=saved)
-
-    def note(self, stretch: Stretch) -> None:
-        self.write((stretch.starts + stretch.position).astype(_START).tobytes())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import unicodedata
@@ -102,7 +101,7 @@ def test_where_the_tables_of_unicode_differ(fast: GigatokenEncoder, tokenizer: T
 
 
 def test_the_table_of_unassigned_code_points() -> None:
-    table = module._unassigned().codes
+    table = module._unassigned()[0]
     here = np.array([unicodedata.category(chr(code)) == "Cn" for code in range(0x110000)])
     assert not (here & ~table).any(), "what a newer Unicode leaves unassigned, an older one did too"
     if unicodedata.unidata_version == "14.0.0":
@@ -117,7 +116,7 @@ def test_doubtful_texts_are_those_with_unassigned_code_points(texts: list[str]) 
     expected = [
         number
         for number, text in enumerate(texts)
-        if any(module._unassigned().codes[ord(character)] for character in text)
+        if any(module._unassigned()[0][ord(character)] for character in text)
     ]
     assert module._doubtful(content, sizes) == expected
 
@@ -133,9 +132,9 @@ def test_the_library_is_opened_anew_when_it_remembers_too_much(
     fast: GigatokenEncoder, monkeypatch: pytest.MonkeyPatch, resident: Any
 ) -> None:
     monkeypatch.setattr(module, "_resident", resident)
-    monkeypatch.setattr(module, "_TEXT_UNSEEN", 30)
+    monkeypatch.setattr(module, "_TEXT_BETWEEN_OPENINGS", 30)
     monkeypatch.setattr(module, "_MEMORY", 250)
-    monkeypatch.setattr(fast, "_resident", resident())
+    monkeypatch.setattr(fast, "_memory", resident())
     before = fast.encode(["some words of text"]).ids.tolist()
     backends = {id(fast._backend) for _ in range(9) if fast.encode(["some words of text"])}
     assert len(backends) > 1
@@ -173,7 +172,7 @@ def test_bytes(tmp_path: Path) -> None:
 
 
 def test_without_the_fast_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
     assert choose_encoder(learnt()).name == "tokenizers"
 
 

@@ -216,7 +216,7 @@ def test_what_is_no_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"not a tokenizer\.json"):
         open_tokenizer(tmp_path)
     (tmp_path / "gristmill_tokenizer.json").write_text('{"type": "runes"}')
-    with pytest.raises(UserError, match="does not know"):
+    with pytest.raises(UserError, match="does not know the tokenizer"):
         open_tokenizer(tmp_path)
     gpt2_files(tmp_path, names=("vocab.json", "merges.txt"))
     (tmp_path / "merges.txt").write_text("#version: 0.2\nx unknown\n")
@@ -256,7 +256,7 @@ def test_a_folder_without_a_tokenizer_does_not_hide_a_name(
         asked.append(name)
         return tmp_path / "fetched"
 
-    monkeypatch.setattr("gristmill.text.tokenizers.tokenizer.hub_folder", folder_of)
+    monkeypatch.setattr("gristmill.text.tokenizers.tokenizer.tokenizer_folder", folder_of)
     TRAINED.save(tmp_path / "fetched")
     (tmp_path / "runs").mkdir()
     assert open_tokenizer("someone/runs").spec == TRAINED.spec

@@ -6,7 +6,7 @@ import base64
 import hashlib
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from gristmill.text.tokenizers.byte_level import BpeTokenizer
 from gristmill.text.tokenizers.rank_files import ENCODINGS, from_ranks, read_ranks
 from gristmill.text.tokenizers.tokenizer import END_OF_TEXT, open_tokenizer
 from gristmill.text.tokenizers.training import train_tokenizer
-from gristmill.text.tokenizers.vocabularies import PublicFile
 
 TEXT = (
     "the mill grinds grain, 12345 678 times; it's HE'LL don't\n\n  and the wheel\r\n turns  /// "
@@ -41,9 +40,9 @@ RANKS = small_ranks()
 
 
 def opened(
-    ranks: Mapping[bytes, int], *, pattern: str | None = None, control: Mapping[str, int]
+    ranks: Mapping[bytes, int], *, pattern: str | None = None, special: Mapping[str, int]
 ) -> BpeTokenizer:
-    inner = from_ranks(ranks, pattern=pattern, control=control)
+    inner = from_ranks(ranks, pattern=pattern, special=special)
     return BpeTokenizer(inner, end_of_text=END_OF_TEXT)
 
 
@@ -70,23 +69,24 @@ def tiktoken_tables() -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_the_table_is_tiktoken_s(name: str, tiktoken_tables: dict[str, Any]) -> None:
     ours, theirs = ENCODINGS[name], tiktoken_tables[name]
-    assert dict(ours.control) == theirs["special_tokens"]
-    assert theirs["mergeable_ranks"] == {"url": ours.file.url, "sha256": ours.file.sha256}
+    assert dict(ours.special) == theirs["special_tokens"]
+    url, sha256 = f"{rank_files.URL}{ours.ranks}.tiktoken", rank_files.SHA256[ours.ranks]
+    assert theirs["mergeable_ranks"] == {"url": url, "sha256": sha256}
 
 
 @pytest.fixture(scope="module")
 def both(tiktoken_tables: dict[str, Any]) -> dict[str, tuple[BpeTokenizer, Any]]:
     """Our tokenizer and tiktoken's for each encoding, with small ranks."""
     tiktoken = pytest.importorskip("tiktoken")
-    control = {END_OF_TEXT: 425}
+    special = {END_OF_TEXT: 425}
     return {
         name: (
-            opened(RANKS, pattern=encoding.pattern, control=control),
+            opened(RANKS, pattern=encoding.pattern, special=special),
             tiktoken.Encoding(
                 name,
                 pat_str=tiktoken_tables[name]["pat_str"],
                 mergeable_ranks=RANKS,
-                special_tokens=control,
+                special_tokens=special,
             ),
         )
         for name, encoding in ENCODINGS.items()
@@ -116,7 +116,7 @@ def test_ids_control_tokens_and_holes(both: dict[str, tuple[BpeTokenizer, Any]])
 def test_a_token_that_no_merge_makes_is_found_as_a_whole_word() -> None:
     tiktoken = pytest.importorskip("tiktoken")
     ranks = {bytes([byte]): byte for byte in range(256)} | {b"bc": 256, b"abcd": 257, b"xy": 258}
-    ours = opened(ranks, pattern=ENCODINGS["cl100k_base"].pattern, control={END_OF_TEXT: 259})
+    ours = opened(ranks, pattern=ENCODINGS["cl100k_base"].pattern, special={END_OF_TEXT: 259})
     theirs = tiktoken.Encoding(
         "odd", pat_str=r"[^\r\n\p{L}\p{N}]?\p{L}+|\s", mergeable_ranks=ranks, special_tokens={}
     )
@@ -128,7 +128,7 @@ def test_a_token_that_no_merge_makes_is_found_as_a_whole_word() -> None:
 def test_the_merges_are_those_that_were_learnt() -> None:
     learnt = train_tokenizer(iter([TEXT] * 5), vocab_size=380)
     ranks = {learnt.token_bytes(id): id for id in range(379)}
-    ours = opened(ranks, control={END_OF_TEXT: 379})
+    ours = opened(ranks, special={END_OF_TEXT: 379})
     merges = [json.loads(str(each.definition))["model"]["merges"] for each in (ours, learnt)]
     assert merges[0] == merges[1] and len(merges[0]) == 379 - 256
     assert ours.encode(TEXT) == learnt.encode(TEXT)
@@ -147,27 +147,24 @@ def test_rank_files_are_read_with_care(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def places(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[], tuple[PublicFile, Path, Path]]:
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """An encoding `small`, and the places where its file may be: our cache and tiktoken's."""
     write(tmp_path / "small.tiktoken", RANKS)
     digest = hashlib.sha256((tmp_path / "small.tiktoken").read_bytes()).hexdigest()
-    file = PublicFile("https://example.invalid/small.tiktoken", digest)
-    table = {"small": rank_files.Encoding(file, None, {END_OF_TEXT: 425})}
+    table = {"small": rank_files.Encoding("small", None, {END_OF_TEXT: 425})}
+    monkeypatch.setitem(rank_files.SHA256, "small", digest)
     monkeypatch.setattr(rank_files, "ENCODINGS", table)
     monkeypatch.setattr("gristmill.text.tokenizers.tokenizer.ENCODINGS", table)
     monkeypatch.setattr(rank_files, "package_folder", lambda *names: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "tiktoken"))
     own = tmp_path / "cache" / "gristmill" / "tiktoken" / "small.tiktoken"
-    return lambda: (file, own, tmp_path / "tiktoken" / file.tiktoken_name)
+    sha1 = hashlib.sha1(f"{rank_files.URL}small.tiktoken".encode()).hexdigest()
+    return own, tmp_path / "tiktoken" / sha1
 
 
-def test_encodings_are_opened_by_name(
-    places: Callable[[], tuple[PublicFile, Path, Path]], tmp_path: Path
-) -> None:
-    _, own, theirs = places()
+def test_encodings_are_opened_by_name(places: tuple[Path, Path], tmp_path: Path) -> None:
+    own, theirs = places
     with pytest.raises(UserError, match="not on this machine") as caught:
         open_tokenizer("small")
     assert str(own) in str(caught.value)

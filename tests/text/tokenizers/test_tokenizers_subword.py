@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from gristmill.base.errors import UserError
-from gristmill.text.tokenizers import hub
 from gristmill.text.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from gristmill.text.tokenizers.training import train_tokenizer
 
@@ -186,11 +185,11 @@ def test_names_are_looked_for_in_the_cache_first(
 ) -> None:
     asked: list[bool] = []
 
-    def snapshot(name: str, *, local: bool) -> Path | str:
-        asked.append(local)
-        return tmp_path / ("cached" if local else "fetched")
+    def snapshot(name: str, *, local_files_only: bool, **options: object) -> str:
+        asked.append(local_files_only)
+        return str(tmp_path / ("cached" if local_files_only else "fetched"))
 
-    monkeypatch.setattr(hub, "_snapshot", snapshot)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     learnt = train_tokenizer(iter(["abab"]), vocab_size=258)
     learnt.save(tmp_path / "fetched")
     assert open_tokenizer("someone/something").spec == learnt.spec
@@ -205,7 +204,7 @@ def test_a_name_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError("no route to host\nwith more lines")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
-    with pytest.raises(UserError, match="not to be had from Hugging Face: no route to host"):
+    with pytest.raises(UserError, match="cannot be downloaded from Hugging Face: no route to host"):
         open_tokenizer("someone/something")
     with pytest.raises(UserError, match="no such tokenizer"):
         open_tokenizer("two/many/parts")

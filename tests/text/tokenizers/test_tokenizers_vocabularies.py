@@ -30,14 +30,9 @@ def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "tiktoken"))
     monkeypatch.delenv("GRISTMILL_GPT2", raising=False)
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(vocabularies, "package_folder", lambda *names: None)
-    monkeypatch.setattr("gristmill.base.downloads.open_url", _refuse)
-
-
-def _refuse(url: str, *, headers: dict[str, str]) -> None:
-    raise OSError("there is no network in a test")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
 @pytest.fixture
@@ -70,13 +65,16 @@ def test_the_digest_is_of_what_the_files_say(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("small_is_gpt2")
 def test_every_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("encoder.json", "vocab.bpe")
-    hub = tmp_path / "hub" / "models--openai-community--gpt2"
+    hub, legacy = (
+        tmp_path / "hub" / f"models--{name}" for name in ("openai-community--gpt2", "gpt2")
+    )
     places = {
         "variable": tmp_path / "given",
         "cache": tmp_path / "cache" / "gristmill" / "gpt2",
         "package": tmp_path / "package",
         "tiktoken": tmp_path / "tiktoken",
         "hub": hub / "snapshots" / "abc",
+        "hub, by its old name": legacy / "snapshots" / "abc",
     }
     for place, folder in places.items():
         with pytest.raises(UserError, match="not on this machine"):
@@ -85,9 +83,10 @@ def test_every_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             here.setenv("GRISTMILL_GPT2", str(tmp_path / "given"))
             if place == "package":
                 here.setattr(vocabularies, "package_folder", lambda *names: tmp_path / "package")
-            if place == "hub":
-                (hub / "refs").mkdir(parents=True)
-                (hub / "refs" / "main").write_text("abc")
+            if place.startswith("hub"):
+                refs = folder.parent.parent / "refs"
+                refs.mkdir(parents=True)
+                (refs / "main").write_text("abc")
                 names = ("vocab.json", "merges.txt")
             if place == "tiktoken":
                 write(folder, (sha1("encoder.json"), sha1("vocab.bpe")))
@@ -95,6 +94,23 @@ def test_every_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 write(folder, names)
             assert gpt2_vocabulary().digest == SMALL.digest
         shutil.rmtree(folder)
+
+
+@pytest.mark.usefixtures("small_is_gpt2")
+def test_the_last_place_is_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, bool]] = []
+
+    def snapshot(name: str, *, local_files_only: bool, **options: object) -> str:
+        asked.append((name, local_files_only))
+        if local_files_only:
+            raise OSError("not in the cache")
+        return str(tmp_path / "fetched")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    write(tmp_path / "fetched", ("vocab.json", "merges.txt"))
+    assert gpt2_vocabulary().digest == SMALL.digest
+    name = "openai-community/gpt2"
+    assert asked == [(name, True), ("gpt2", True), (name, True), (name, False)]
 
 
 @pytest.mark.usefixtures("small_is_gpt2")
@@ -117,14 +133,15 @@ def test_what_is_not_gpt2_is_passed_over_and_named(
         open_tokenizer("gpt2")
     message = str(caught.value)
     assert caught.value.exit is Exit.DATA
-    assert "gristmill[gpt2]" in message and "no network in a test" in message
+    assert "gristmill[gpt2]" in message
+    assert "'openai-community/gpt2' is not here, and cannot be downloaded" in message
     assert str(tmp_path / "cache" / "gristmill" / "gpt2") in message
 
 
 @pytest.fixture(scope="module")
 def gpt2() -> Tokenizer:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gristmill.base.downloads.open_url", _refuse)
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         try:
             return open_tokenizer("gpt2")
         except UserError:

@@ -30,9 +30,10 @@ from gristmill.text.prepare.ledger import HopelessError, Ledger, ledger_from_jso
 from gristmill.text.prepare.parts import WHOLE, PartNumber
 from gristmill.text.sources.source import Dropped
 from gristmill.text.tokenizers.tokenizer import TOKENIZER_FILES, Tokenizer
-from gristmill.tokens.format import TokenSetInfo, TokenWriter, file_of
+from gristmill.tokens.format import TokenSetInfo, file_of
 from gristmill.tokens.megatron import FORMAT as MEGATRON
 from gristmill.tokens.store import create_tokens
+from gristmill.tokens.writer import TokenWriter
 
 SPLIT = "{split}"
 _ALL = "all"

@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from urllib.parse import urlencode
 
-from gristmill.base.downloads import LARGER_CACHE, Watch, cache_folder, download
+from gristmill.base.downloads import LARGER_CACHE, OnDownload, cache_folder, download
 from gristmill.base.files import require_room
 from gristmill.base.units import format_bytes
 
@@ -130,7 +130,7 @@ def check_disk(corpus: Corpus, *, output: Path) -> None:
     )
 
 
-def fetch_corpus(corpus: Corpus, *, watch: Watch | None = None) -> str:
+def fetch_corpus(corpus: Corpus, *, progress: OnDownload | None = None) -> str:
     """Bring the file of a corpus here if it has one; what `prepare` reads is the answer."""
     if corpus.url:
         download(
@@ -139,7 +139,7 @@ def fetch_corpus(corpus: Corpus, *, watch: Watch | None = None) -> str:
             sha256=corpus.file_sha256,
             # Without a checksum the length that the server states is what is known.
             size=corpus.download_bytes if corpus.file_sha256 else None,
-            watch=watch,
+            progress=progress,
         )
     return corpus.source()
 

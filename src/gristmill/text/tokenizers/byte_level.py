@@ -1,13 +1,12 @@
-"""Byte-level BPE: ids for bytes and for runs of bytes that occur often, so that no text is lost.
+"""Byte-level BPE: ids for bytes and for frequent sequences of bytes, so that no text is lost.
 
-    text  -> pieces, by a pattern      "don't stop"  ->  "don"  "'t"  " stop"
-    piece -> bytes, one character each " stop"       ->  "Ġstop"
+    text  -> words, by a pattern       "don't stop"  ->  "don"  "'t"  " stop"
+    word  -> bytes, one character each " stop"       ->  "Ġstop"
     bytes -> merged pairs              "Ġ s t o p"   ->  "Ġs t o p"  ->  "Ġst o p"  ->  ...
 
-Each of the 256 bytes is written as one printable character (`BYTE_OF`). With all of them in the
-vocabulary no text is out of reach, and decode(encode(x)) == x, unless the tokenizer changes the
-text before it cuts it: by a normalizer, by a space put in front, by throwing blanks away.
-`lossless` says whether any of that is so.
+Each of the 256 bytes is written as one printable character (`BYTE_OF`). If all of them are in the
+vocabulary, every text can be encoded and decode(encode(x)) == x, unless the tokenizer changes the
+text first: with a normalizer, a space added in front, or spaces removed. `lossless` says so.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from gristmill.text.tokenizers.library import LibraryTokenizer
 def _byte_characters() -> dict[str, int]:
     """The character that byte-level tokenizers write for each byte, with that byte.
 
-    Visible Latin-1 characters stand for themselves, all other bytes for the characters from U+0100.
+    Visible Latin-1 characters stand for themselves, the other bytes are written as U+0100 and up.
     """
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in visible]
@@ -38,7 +37,7 @@ BYTE_OF = _byte_characters()
 CHARACTER_OF = {byte: character for character, byte in BYTE_OF.items()}
 LONGEST_WORD = 100
 SHORT_WORDS = pre_tokenizers.Split(tokenizers.Regex(f".{{1,{LONGEST_WORD}}}"), behavior="isolated")
-"""Cuts words written as bytes to a length that a WordPiece does not give up on."""
+"""Splits words to a length that WordPiece can encode."""
 
 
 class BpeTokenizer(LibraryTokenizer):
@@ -49,7 +48,14 @@ class BpeTokenizer(LibraryTokenizer):
     def __init__(self, inner: tokenizers.Tokenizer, *, end_of_text: str) -> None:
         super().__init__(inner, end_of_text=end_of_text)
         value = json.loads(inner.to_str())
-        self.fingerprint = sha256_text(_deciding(value))
+        merges = value["model"]["merges"]
+        self.fingerprint = fingerprint(
+            value,
+            vocab=value["model"]["vocab"],
+            # Pairs or strings, depending on the version of the library that wrote them.
+            merges=[pair if isinstance(pair, str) else " ".join(pair) for pair in merges],
+            ignore_merges=value["model"].get("ignore_merges", False),
+        )
         self.lossless = gives_text_back(value)
         self._as_gpt2 = self.lossless and _is_as_gpt2(value)
 
@@ -65,16 +71,24 @@ class BpeTokenizer(LibraryTokenizer):
 
     @cached_property
     def _table(self) -> list[bytes]:
-        return _token_table(self._inner)
+        """The bytes of every id; none for special tokens and for ids that nothing uses."""
+        table = [b""] * self.size
+        added = self._inner.get_added_tokens_decoder()
+        for token, id in self._inner.get_vocab(with_added_tokens=True).items():
+            if id not in added:
+                # A token with other characters is one that no text can produce.
+                table[id] = bytes(BYTE_OF[character] for character in token if character in BYTE_OF)
+            elif not added[id].special:
+                table[id] = token.encode()
+        return table
 
     @property
     def _named(self) -> dict[str, str]:
-        names = ("bos_token", "eos_token", "unk_token")
-        return dict.fromkeys(names, self._end_text)
+        return dict.fromkeys(("bos_token", "eos_token", "unk_token"), self._end_text)
 
 
 def byte_level(model: models.Model, *, pattern: str | None = None) -> tokenizers.Tokenizer:
-    """A tokenizer of the library that works on bytes, and cuts words by GPT-2's pattern or one."""
+    """A tokenizer of the library that works on bytes; the pattern is GPT-2's if not given."""
     inner = tokenizers.Tokenizer(model)
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if pattern is not None:
@@ -85,22 +99,15 @@ def byte_level(model: models.Model, *, pattern: str | None = None) -> tokenizers
     return inner
 
 
-def is_byte_level_bpe(inner: tokenizers.Tokenizer) -> bool:
-    """Whether a tokenizer of the library is a BPE that works on bytes."""
+def works_on_bytes(inner: tokenizers.Tokenizer) -> bool:
+    """Whether a tokenizer writes bytes as characters before it splits, and undoes that after."""
     parts = (inner.pre_tokenizer, inner.decoder)
-    # What a part writes for pickling is its piece of the tokenizer.json.
-    on_bytes = all(part is not None and b'"ByteLevel"' in part.__getstate__() for part in parts)
-    return on_bytes and isinstance(inner.model, models.BPE)
-
-
-def works_on_bytes(value: dict[str, Any]) -> bool:
-    """Whether a tokenizer writes each byte as a character before it cuts, and undoes it after."""
-    parts = (value.get("pre_tokenizer"), value.get("decoder"))
-    return all('"ByteLevel"' in json.dumps(part) for part in parts)
+    # The state of a part is its piece of the tokenizer.json.
+    return all(part is not None and b'"ByteLevel"' in part.__getstate__() for part in parts)
 
 
 def gives_text_back(value: dict[str, Any]) -> bool:
-    """Whether a tokenizer that works on bytes has them all, and changes nothing before it cuts."""
+    """Whether a tokenizer that works on bytes has all 256 and changes nothing before it splits."""
     vocabulary = value["model"]["vocab"]
     # A Unigram holds a list of tokens with their scores.
     known = {entry[0] for entry in vocabulary} if isinstance(vocabulary, list) else vocabulary
@@ -125,7 +132,7 @@ def _is_as_gpt2(value: dict[str, Any]) -> bool:
 
 
 def _can_write(model: dict[str, Any], steps: list[dict[str, Any]]) -> bool:
-    """Whether a model with all 256 bytes can write every word of them, wherever it is cut."""
+    """Whether a model with all 256 bytes can encode every word of them."""
     if model["type"] == "WordPiece":
         short = {"Regex": f".{{1,{LONGEST_WORD}}}"} in [step.get("pattern") for step in steps]
         whole = model["max_input_chars_per_word"] >= LONGEST_WORD
@@ -148,45 +155,23 @@ def _only_cuts(step: dict[str, Any]) -> bool:
             return bool(other == "Digits")
 
 
-def _token_table(inner: tokenizers.Tokenizer) -> list[bytes]:
-    """The bytes of every id; control tokens and ids that nothing uses have none."""
-    vocabulary = inner.get_vocab(with_added_tokens=True)
-    table = [b""] * (max(vocabulary.values()) + 1)
-    added = inner.get_added_tokens_decoder()
-    for token, id in vocabulary.items():
-        if id not in added:
-            # A token with other characters is one that no text can produce.
-            table[id] = bytes(BYTE_OF[character] for character in token if character in BYTE_OF)
-        elif not added[id].special:
-            table[id] = token.encode()
-    return table
-
-
-def _deciding(value: dict[str, Any]) -> str:
-    """The parts of a tokenizer.json that decide ids, in one order, whatever version wrote them."""
-    model = value["model"]
-    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+def fingerprint(value: dict[str, Any], **model: Any) -> str:
+    """SHA-256 of the parts of a tokenizer.json that decide ids; `model` are those of its model."""
     parts = {
-        "vocab": model["vocab"],
-        "merges": merges,
-        "ignore_merges": model.get("ignore_merges", False),
+        **model,
         "normalizer": value["normalizer"],
-        "pre_tokenizer": without_offsets(value["pre_tokenizer"]),
-        "added_tokens": deciding_tokens(value),
+        "pre_tokenizer": _without_offsets(value["pre_tokenizer"]),
+        # Special tokens are never looked for in text.
+        "added_tokens": [
+            [token["id"], token["content"]] if token["special"] else token
+            for token in value["added_tokens"]
+        ],
     }
-    return json.dumps(parts, sort_keys=True)
+    return sha256_text(json.dumps(parts, sort_keys=True))
 
 
-def deciding_tokens(value: dict[str, Any]) -> list[Any]:
-    """Added tokens as far as they decide ids: control tokens are never looked for in text."""
-    return [
-        [token["id"], token["content"]] if token["special"] else token
-        for token in value["added_tokens"]
-    ]
-
-
-def without_offsets(value: Any) -> Any:
-    """Drop what only moves the offsets that a tokenizer reports."""
+def _without_offsets(value: Any) -> Any:
+    """Drop the setting that only changes the offsets a tokenizer reports."""
     if isinstance(value, dict):
-        return {key: without_offsets(v) for key, v in value.items() if key != "trim_offsets"}
-    return [without_offsets(item) for item in value] if isinstance(value, list) else value
+        return {key: _without_offsets(v) for key, v in value.items() if key != "trim_offsets"}
+    return [_without_offsets(item) for item in value] if isinstance(value, list) else value

@@ -1,28 +1,26 @@
-"""Encoding text in bulk: the fastest way to the same ids that a tokenizer gives.
+"""Encoding text in bulk: the fastest library that gives the same ids as the tokenizer.
 
-    gigatoken    byte-level BPE cut into words by GPT-2's pattern
-    tokenizers   everything else, and whatever the fast way may not do
+    gigatoken    byte-level BPE with GPT-2's pattern
+    tokenizers   everything else, and every text on which gigatoken might differ
 
-The ids are the same by construction, not by luck. The two libraries differ in one thing that we
-know of: the tables of Unicode they were built with, which decide what is a letter. They can
-disagree only on code points that the older table leaves unassigned, so a text that holds a code
-point which Unicode 14 leaves unassigned (`unassigned.txt`, of 2021) takes the slow way.
-Control tokens are not known to the fast way at all, so that a text which spells one is encoded as
-plain text. And before it is used, in every process, the fast way must agree with the slow one on a
-few thousand words of all kinds.
+The two libraries were built with different Unicode tables, which decide what is a letter. They can
+only disagree on code points that the older table leaves unassigned, so a text with a code point
+that Unicode 14 (of 2021) leaves unassigned, see `unassigned.txt`, is encoded by `tokenizers`.
+gigatoken does not know control tokens, so a text that spells one is encoded as plain text. Before
+it is used, in every process, it must agree with `tokenizers` on a few thousand words of all kinds.
 
 A batch gives one array of ids and the length of each text, never a Python number for each token. A
-worker opens the fast way from a folder, and the tokenizer itself, which takes longer than all the
+worker opens gigatoken from a folder, and the tokenizer itself, which takes longer than all the
 rest, only when a text needs it.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -39,8 +37,8 @@ _FAST_FILE = "fast.json"
 _EXPECTED_FILE = "expected.npy"
 _BYTES_FILE = "bytes"
 _MEMORY = 512 << 20
-_TEXT_UNSEEN = 128 << 20
-"""How much text is encoded between openings where memory cannot be asked for."""
+_TEXT_BETWEEN_OPENINGS = 128 << 20
+"""Bytes of text, on systems that do not report how much memory a process holds."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +47,9 @@ class Encoded:
 
     ids: npt.NDArray[Any]
     lengths: npt.NDArray[np.int64]
-    """How many ids each text has."""
+    """Ids of each text."""
     text_bytes: npt.NDArray[np.int64]
-    """How many bytes of UTF-8 each text has."""
+    """Bytes of UTF-8 of each text."""
 
 
 class Encoder(Protocol):
@@ -68,10 +66,10 @@ def choose_encoder(tokenizer: Tokenizer) -> Encoder:
     if tokenizer.spec["type"] == "bytes":
         return BytesEncoder()
     exact = ExactEncoder(tokenizer)
-    if tokenizer.definition is None or not _fast_is_installed():
+    if tokenizer.definition is None or not find_spec("gigatoken"):
         return exact
     fast = GigatokenEncoder(tokenizer.definition, lambda: exact)
-    return fast if _agrees(fast, _expected(exact)) else exact
+    return fast if np.array_equal(_probe(fast), _probe(exact)) else exact
 
 
 def save_encoder(tokenizer: Tokenizer, folder: Path) -> None:
@@ -80,35 +78,31 @@ def save_encoder(tokenizer: Tokenizer, folder: Path) -> None:
         write_atomic(folder / _BYTES_FILE, b"")
         return
     tokenizer.save(folder)
-    if tokenizer.definition is not None and _fast_is_installed():
+    if tokenizer.definition is not None and find_spec("gigatoken"):
         write_atomic(folder / _FAST_FILE, tokenizer.definition)
-        np.save(folder / _EXPECTED_FILE, _expected(ExactEncoder(tokenizer)), allow_pickle=False)
+        np.save(folder / _EXPECTED_FILE, _probe(ExactEncoder(tokenizer)), allow_pickle=False)
 
 
 def open_encoder(folder: Path) -> Encoder:
     """What `choose_encoder` would choose, in a process that has only the folder."""
     if (folder / _BYTES_FILE).exists():
         return BytesEncoder()
-    exact = functools.cache(lambda: _open_exact(folder))
+
+    def exact() -> ExactEncoder:
+        from gristmill.text.tokenizers.tokenizer import open_tokenizer
+
+        return ExactEncoder(open_tokenizer(folder))
+
     if (folder / _FAST_FILE).exists():
         fast = GigatokenEncoder((folder / _FAST_FILE).read_text("utf-8"), exact)
-        if _agrees(fast, np.load(folder / _EXPECTED_FILE, allow_pickle=False)):
+        expected = np.load(folder / _EXPECTED_FILE, allow_pickle=False)
+        if np.array_equal(_probe(fast), expected):
             return fast
     return exact()
 
 
-def _fast_is_installed() -> bool:
-    return importlib.util.find_spec("gigatoken") is not None
-
-
-def _open_exact(folder: Path) -> ExactEncoder:
-    from gristmill.text.tokenizers.tokenizer import open_tokenizer
-
-    return ExactEncoder(open_tokenizer(folder))
-
-
 class ExactEncoder:
-    """The tokenizer's own way."""
+    """Encodes with the tokenizer itself."""
 
     name = "tokenizers"
 
@@ -124,7 +118,7 @@ class ExactEncoder:
 
 
 class BytesEncoder:
-    """The bytes of a text are its ids."""
+    """Takes the bytes of a text as its ids."""
 
     name = "bytes"
 
@@ -135,16 +129,16 @@ class BytesEncoder:
 
 
 class GigatokenEncoder:
-    """Byte-level BPE by gigatoken, except for texts on which it might disagree.
+    """Encodes with gigatoken, except for texts on which it might differ.
 
-    The library remembers every word it has seen, which is why it is fast, and never forgets one. So
-    it is opened anew when that has taken too much memory; on ordinary text that is hardly ever.
+    The library is fast because it caches every word, and it never drops one. It is reopened when
+    the cache has taken too much memory, which ordinary text hardly ever causes.
     """
 
     name = "gigatoken"
 
     def __init__(self, definition: str, exact: Callable[[], ExactEncoder]) -> None:
-        """Open a tokenizer.json without control tokens; `exact` opens the slow way."""
+        """Open a tokenizer.json without control tokens; `exact` opens the tokenizer itself."""
         self._definition = definition
         self._exact = functools.cache(exact)
         self._open()
@@ -153,19 +147,13 @@ class GigatokenEncoder:
         import gigatoken
 
         self._backend = gigatoken.Tokenizer.from_json(self._definition).backend
-        self._resident = _resident()
+        self._memory = _resident()
         self._encoded = 0
-
-    def _is_full(self) -> bool:
-        resident = _resident()
-        if resident is None or self._resident is None:
-            return self._encoded > _TEXT_UNSEEN
-        return resident - self._resident > _MEMORY
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         contents = [text.encode() for text in texts]
         sizes = np.fromiter(map(len, contents), np.int64, count=len(contents))
-        # One by one is as fast as all at once, which would bring another library of arrays.
+        # One by one is as fast as all at once, which would need another array library.
         rows = [self._backend.encode(content) for content in contents]
         doubtful = _doubtful(b"".join(contents), sizes)
         if doubtful:
@@ -174,14 +162,19 @@ class GigatokenEncoder:
             for number, row in zip(doubtful, np.split(exact.ids, ends), strict=True):
                 rows[number] = row
         self._encoded += int(sizes.sum())
-        if self._is_full():
+        memory = _resident()
+        if memory is None or self._memory is None:
+            full = self._encoded > _TEXT_BETWEEN_OPENINGS
+        else:
+            full = memory - self._memory > _MEMORY
+        if full:
             self._open()
         lengths = np.fromiter(map(len, rows), np.int64, count=len(rows))
         return Encoded(np.concatenate(rows) if rows else np.empty(0, np.uint32), lengths, sizes)
 
 
 def _resident() -> int | None:
-    """Bytes of memory that this process holds; not known on every system."""
+    """Bytes of memory that this process holds, on systems that report it."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
@@ -189,22 +182,17 @@ def _resident() -> int | None:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-# ------------------------------------------------------------------ when the fast way may be used
+# ------------------------------------------------------------------ when gigatoken may be used
 
 
-def _expected(exact: ExactEncoder) -> npt.NDArray[np.int64]:
-    """What the fast way must give for the probes: lengths, then ids."""
-    encoded = exact.encode(list(_probes()))
+def _probe(encoder: Encoder) -> npt.NDArray[np.int64]:
+    """What an encoder gives for the probes: lengths, then ids."""
+    encoded = encoder.encode(list(_probes()))
     return np.concatenate([encoded.lengths, encoded.ids.astype(np.int64)])
 
 
-def _agrees(fast: Encoder, expected: npt.NDArray[np.int64]) -> bool:
-    encoded = fast.encode(list(_probes()))
-    return np.array_equal(np.concatenate([encoded.lengths, encoded.ids]), expected)
-
-
 def _probes() -> Iterator[str]:
-    """Short texts in which every rule of the pattern and every byte of UTF-8 has its turn."""
+    """Short texts that use every rule of the pattern and every byte of UTF-8."""
     ascii = ("a", "Ab", "7", "42", " ", "  ", "\t", "\n", "\r\n", ".", "'s", "'ll", "'", "_", "\0")
     beyond = ("\u00e9", "\u4e2d", "\u65e5\u672c", "\u0627", "\u0967", "\u00b2", "\u00a0", "\u2009",
               "\u2014", "\U0001f642", "\U0001f469\u200d\U0001f52c", "\U00010348")  # fmt: skip
@@ -221,20 +209,18 @@ def _probes() -> Iterator[str]:
 
 
 def _doubtful(content: bytes, sizes: npt.NDArray[np.int64]) -> list[int]:
-    """The numbers of texts, which lie end to end in `content`, that hold an unassigned code point.
+    """The numbers of the texts, end to end in `content`, with an unassigned code point.
 
-    Nearly all text is passed by two looks: at the bytes that begin a character beyond ASCII, and at
-    the byte that follows each. Only where these two may begin an unassigned code point is the
-    character decoded.
+    The first two bytes of each character beyond ASCII settle nearly all text. Only where these may
+    begin an unassigned code point is the character decoded.
     """
     data = np.frombuffer(content, np.uint8)
     leads = np.flatnonzero(data >= 0xC2)
     if not len(leads):
         return []
-    free = _unassigned()
-    pairs = data[leads].astype(np.intp) << 8 | data[leads + 1]
-    suspects = leads[free.pairs[pairs]]
-    found = suspects[free.codes[_decoded(data, suspects)]]
+    unassigned, beginnings = _unassigned()
+    suspects = leads[beginnings[data[leads].astype(np.intp) << 8 | data[leads + 1]]]
+    found = suspects[unassigned[_decoded(data, suspects)]]
     numbers = np.searchsorted(np.cumsum(sizes), found, side="right")
     return [int(number) for number in np.unique(numbers)]
 
@@ -251,18 +237,9 @@ def _decoded(data: npt.NDArray[np.uint8], leads: npt.NDArray[np.intp]) -> npt.ND
     return codes
 
 
-@dataclass(frozen=True)
-class _Unassigned:
-    """What Unicode 14 leaves unassigned."""
-
-    codes: npt.NDArray[np.bool_]
-    """For each code point, whether it is."""
-    pairs: npt.NDArray[np.bool_]
-    """For each two bytes, as one number, whether they may begin such a code point."""
-
-
 @functools.cache
-def _unassigned() -> _Unassigned:
+def _unassigned() -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Which code points Unicode 14 leaves unassigned, and which two bytes may begin one of them."""
     codes = np.zeros(0x110000, np.bool_)
     for line in _UNASSIGNED.read_text("ascii").split():
         first, last = line.split("-")
@@ -274,4 +251,4 @@ def _unassigned() -> _Unassigned:
     for code in [*free[free < 0x800].tolist(), *groups.tolist()]:
         lead, second = chr(code).encode("utf-8", "surrogatepass")[:2]
         pairs[lead << 8 | second] = True
-    return _Unassigned(codes, pairs)
+    return codes, pairs

@@ -1,31 +1,43 @@
-"""Tokenizer folders of Hugging Face: found by name, converted where need be, asked for their end.
+"""Tokenizers in the layout of Hugging Face: found by name, converted, and their end-of-text token.
 
     name    the local cache, then the network; tokenizer files only, never weights or code
     files   tokenizer.json as it is; spiece.model, tokenizer.model, vocab.txt through transformers
 
-The token that ends a document is stated in one of four files, looked at in this order:
-tokenizer_config.json, special_tokens_map.json, generation_config.json, config.json. The first two
-name it, the others give its id. Code that a repository brings along is never run.
+Four files may state the end-of-text token, read in this order: tokenizer_config.json and
+special_tokens_map.json name it, generation_config.json and config.json give its id. Code in a
+repository is never run.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from gristmill.base.errors import Exit, UserError, optional
+from gristmill.base.downloads import hub_folder
+from gristmill.base.errors import DataError, UserError, optional
 from gristmill.base.files import read_json
-from gristmill.text.tokenizers.library import CONFIG_FILE, TOKENIZER_FILE
+from gristmill.text.tokenizers.library import BYTES_FILE, CONFIG_FILE, TOKENIZER_FILE
 
 SLOW_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt")
 """Files of tokenizers that only `transformers` can read."""
+PAIRS = (
+    ("vocab.json", "merges.txt"),
+    ("encoder.json", "vocab.bpe"),
+    ("gpt2-vocab.json", "gpt2-merges.txt"),
+    ("gpt2_vocab.json", "gpt2_merges.txt"),
+    ("6c7ea1a7e38e3a7f062df639a5b80947f075ffe6", "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"),
+)
+"""Names of the two files of a byte-level BPE; the last are those in tiktoken's cache, the SHA-1 of
+the URLs of OpenAI's encoder.json and vocab.bpe."""
 _NAMING = (CONFIG_FILE, "special_tokens_map.json")
 _NUMBERING = ("generation_config.json", "config.json")
-_FETCHED = [
+_FILES = (
     TOKENIZER_FILE,
     "vocab.json",
     "merges.txt",
@@ -33,37 +45,42 @@ _FETCHED = [
     *_NAMING,
     *_NUMBERING,
     *SLOW_FILES,
-]
-_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+)
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(?<!\.json)")
+"""What can be the name of a repository on Hugging Face."""
+_snapshot = partial(
+    hub_folder,
+    files=_FILES,
+    where="the tokenizer",
+    remedy='give "bytes", "gpt2", a file or folder of a tokenizer, or a Hugging Face name',
+)
 
 
-def is_hub_name(name: str) -> bool:
-    """Whether this can be the name of a repository on Hugging Face."""
-    return _NAME.fullmatch(name) is not None and not name.endswith(".json")
+def tokenizer_folder(name: str) -> Path:
+    """The tokenizer files of a Hugging Face name, from the local cache or the network."""
+    return cached_tokenizer(name) or _snapshot(name)
 
 
-def hub_folder(name: str) -> Path:
-    """The tokenizer files of a name on Hugging Face, from the local cache or the network."""
-    cached = _snapshot(name, local=True)
-    if isinstance(cached, Path) and holds_tokenizer(cached):
-        return cached
-    found = _snapshot(name, local=False)
-    if isinstance(found, Path):
-        return found
-    raise UserError(
-        f"{name!r} is not a file or folder here, and not to be had from Hugging Face: {found}",
-        where="the tokenizer",
-        remedy='give "bytes", "gpt2", a tokenizer.json, a folder with tokenizer files, '
-        "or a name on Hugging Face",
-        exit=Exit.DATA,
-    )
+def cached_tokenizer(name: str) -> Path | None:
+    """The tokenizer files of a Hugging Face name if the local cache has them."""
+    with suppress(UserError):
+        folder = _snapshot(name, offline=True)
+        return folder if holds_tokenizer(folder) else None
+    return None
 
 
 def holds_tokenizer(folder: Path) -> bool:
-    """Whether a Hugging Face folder holds a tokenizer in any form."""
-    whole = [TOKENIZER_FILE, *SLOW_FILES]
-    pair = all((folder / name).is_file() for name in ("vocab.json", "merges.txt"))
-    return pair or any((folder / name).is_file() for name in whole)
+    """Whether a folder holds a tokenizer in any form."""
+    names = (BYTES_FILE, TOKENIZER_FILE, *SLOW_FILES)
+    return find_pair(folder) is not None or any((folder / name).is_file() for name in names)
+
+
+def find_pair(folder: Path) -> tuple[Path, Path] | None:
+    """The vocabulary and the merges in a folder, under any of the names of `PAIRS`."""
+    for vocab, merges in PAIRS:
+        if (folder / vocab).is_file() and (folder / merges).is_file():
+            return folder / vocab, folder / merges
+    return None
 
 
 def stated_ends(folder: Path, inner: tokenizers.Tokenizer) -> Iterator[str]:
@@ -93,12 +110,11 @@ def convert(folder: Path) -> tokenizers.Tokenizer:
         inner: tokenizers.Tokenizer = opened.backend_tokenizer
     except Exception as error:  # the library raises nothing more precise
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(
+        raise DataError(
             f"transformers cannot convert this tokenizer: {first}",
-            where=str(folder),
+            where=folder,
             remedy="it may need the packages sentencepiece and protobuf; or use a model "
             f"that comes with {TOKENIZER_FILE}",
-            exit=Exit.DATA,
         ) from error
     return inner
 
@@ -107,15 +123,3 @@ def _values(path: Path, key: str) -> list[Any]:
     content = read_json(path) if path.is_file() else {}
     value = content.get(key) if isinstance(content, dict) else None
     return value if isinstance(value, list) else [value]
-
-
-def _snapshot(name: str, *, local: bool) -> Path | str:
-    """The folder of a repository's files, or why there is none."""
-    # Imported here: only a name needs it, and it is slow to import.
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=_FETCHED, local_files_only=local))
-    except (OSError, HFValidationError, ValueError) as error:
-        return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,7 +1,7 @@
 """What all tokenizers of the `tokenizers` library have in common.
 
 Text that looks like a control token is encoded as text, nothing is added around it, and the token
-that ends a document is one of the control tokens, whatever the files say of it.
+that ends a document is a control token even if the files define it as an ordinary one.
 """
 
 from __future__ import annotations
@@ -19,18 +19,23 @@ from gristmill.base.files import storage_errors, write_atomic, write_json
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
+BYTES_FILE = "gristmill_tokenizer.json"
 
 
 class LibraryTokenizer(abc.ABC):
-    """A tokenizer of the library; each kind says what decides its ids and what they stand for."""
+    """A tokenizer of the library; each kind has its own fingerprint and bytes of tokens."""
 
     kind: str
     fingerprint: str
     lossless: bool
 
     def __init__(self, inner: tokenizers.Tokenizer, *, end_of_text: str) -> None:
-        forget_last_use(inner)
-        # Some files hold the end-of-text token as a word like any other.
+        # These are left from the last use, and would truncate, pad or vary what is encoded.
+        inner.no_truncation()
+        inner.no_padding()
+        if isinstance(inner.model, models.BPE):
+            inner.model.dropout = None
+        # Some files hold the end-of-text token as an ordinary one.
         inner.add_special_tokens(
             [tokenizers.AddedToken(end_of_text, special=True, normalized=False)]
         )
@@ -94,11 +99,3 @@ class LibraryTokenizer(abc.ABC):
         }
         write_json(folder / CONFIG_FILE, settings)
         write_atomic(folder / TOKENIZER_FILE, self._file)
-
-
-def forget_last_use(inner: tokenizers.Tokenizer) -> None:
-    """Put aside settings of a tokenizer's last use that would cut, pad or vary what is encoded."""
-    inner.no_truncation()
-    inner.no_padding()
-    if isinstance(inner.model, models.BPE):
-        inner.model.dropout = None

@@ -3,36 +3,37 @@
     rank file, a line per token             "IHRoZQ== 262"     " the" has the rank and id 262
     merges, worked out from the ranks       "Ġt he"            the last pair merged within " the"
 
-tiktoken joins the neighbours whose union has the lowest rank, again and again; a BPE joins those
-that stand first in its list of merges. Both do the same if the list holds, in the order of ranks,
-for each token the pair that is left when its own bytes are joined as far as they go without it.
-A token that leaves more than a pair can only come from a piece that is just this token, which
-tiktoken looks for first and a BPE does with `ignore_merges`.
+tiktoken repeatedly merges the adjacent pair whose union has the lowest rank; a BPE merges the pair
+that comes first in its list of merges. Both give the same ids if the list holds, in the order of
+ranks, the pair that is left when the bytes of each token are merged as far as possible without the
+token itself. A token that leaves more than a pair can only come from a word that equals it, which
+tiktoken looks up first; a BPE does so with `ignore_merges`.
 
-The patterns are tiktoken's, without the possessive marks that only save time and that the library
-`tokenizers` reads otherwise; its `$` is written `\\z`, the end of the text. The ids are exact as
-far as both know the same Unicode; a character that is newer than one of them may be cut otherwise.
+The patterns are tiktoken's, without the possessive quantifiers that only save time and that the
+library `tokenizers` reads differently; its `$` is written `\\z`, the end of the text. The ids are
+exact as far as both libraries know the same Unicode: a newer character may be split differently.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import tokenizers
 from tokenizers import models
 
 from gristmill.base.downloads import cache_folder, download
-from gristmill.base.errors import Exit, UserError
+from gristmill.base.errors import DataError, UserError
 from gristmill.base.files import sha256_file
 from gristmill.text.tokenizers.byte_level import CHARACTER_OF, byte_level
-from gristmill.text.tokenizers.vocabularies import PublicFile, package_folder, tiktoken_cache
+from gristmill.text.tokenizers.vocabularies import package_folder, tiktoken_cache
 
-_URL = "https://openaipublic.blob.core.windows.net/encodings/"
+URL = "https://openaipublic.blob.core.windows.net/encodings/"
 _END = "<|endoftext|>"
 _FILL = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
 _SUFFIX = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -63,50 +64,45 @@ O200K_PATTERN = "|".join(
 )
 
 
+SHA256 = {
+    "r50k_base": "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
+    "p50k_base": "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069",
+    "cl100k_base": "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
+    "o200k_base": "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
+}
+"""The rank files that OpenAI publishes."""
+
+
 @dataclass(frozen=True)
 class Encoding:
-    """A named encoding: its ranks, how text is cut, and its control tokens."""
+    """An encoding of tiktoken: its ranks, the pattern that splits text, and its special tokens."""
 
-    file: PublicFile
+    ranks: str
+    """One of `SHA256`."""
     pattern: str | None
     """None is GPT-2's pattern."""
-    control: Mapping[str, int] = field(default_factory=dict)
+    special: Mapping[str, int]
 
 
-_P50K = PublicFile(
-    f"{_URL}p50k_base.tiktoken",
-    "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069",
-)
-_CL100K = PublicFile(
-    f"{_URL}cl100k_base.tiktoken",
-    "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
-)
-_O200K = PublicFile(
-    f"{_URL}o200k_base.tiktoken",
-    "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
-)
-_R50K = PublicFile(
-    f"{_URL}r50k_base.tiktoken",
-    "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
-)
-_AFTER_CL100K = {_END: 100257, **{token: 100258 + i for i, token in enumerate(_FILL)}}
+_FILL_CL100K = {token: 100258 + i for i, token in enumerate(_FILL)}
+_FILL_P50K = {token: 50281 + i for i, token in enumerate(_FILL)}
 ENCODINGS: Mapping[str, Encoding] = {
-    "r50k_base": Encoding(_R50K, None, {_END: 50256}),
-    "p50k_base": Encoding(_P50K, None, {_END: 50256}),
-    "p50k_edit": Encoding(
-        _P50K, None, {_END: 50256, **{token: 50281 + i for i, token in enumerate(_FILL)}}
+    "r50k_base": Encoding("r50k_base", None, {_END: 50256}),
+    "p50k_base": Encoding("p50k_base", None, {_END: 50256}),
+    "p50k_edit": Encoding("p50k_base", None, {_END: 50256, **_FILL_P50K}),
+    "cl100k_base": Encoding(
+        "cl100k_base", CL100K_PATTERN, {_END: 100257, **_FILL_CL100K, "<|endofprompt|>": 100276}
     ),
-    "cl100k_base": Encoding(_CL100K, CL100K_PATTERN, {**_AFTER_CL100K, "<|endofprompt|>": 100276}),
-    "o200k_base": Encoding(_O200K, O200K_PATTERN, {_END: 199999, "<|endofprompt|>": 200018}),
+    "o200k_base": Encoding("o200k_base", O200K_PATTERN, {_END: 199999, "<|endofprompt|>": 200018}),
 }
-"""tiktoken's encodings by their names; `gpt2` is that of `vocabularies`, equal to r50k_base."""
+"""tiktoken's encodings by name; `gpt2` is that of `vocabularies`, equal to r50k_base."""
 
 
 def open_encoding(name: str) -> tokenizers.Tokenizer:
     """The tokenizer of the library that gives the ids of one of `ENCODINGS`."""
     encoding = ENCODINGS[name]
-    ranks = read_ranks(_find(encoding.file))
-    return from_ranks(ranks, pattern=encoding.pattern, control=encoding.control)
+    ranks = read_ranks(_find(encoding.ranks))
+    return from_ranks(ranks, pattern=encoding.pattern, special=encoding.special)
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
@@ -117,61 +113,54 @@ def read_ranks(path: Path) -> dict[bytes, int]:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error) as error:
-            raise UserError(
+            raise DataError(
                 "this is not a line of a rank file: a token in base 64, and its rank",
                 where=f"{path}:{number}",
-                exit=Exit.DATA,
             ) from error
     missing = sum(bytes([byte]) not in ranks for byte in range(256))
     if missing:
-        raise UserError(
-            f"the rank file lacks {missing} of the 256 bytes", where=str(path), exit=Exit.DATA
-        )
+        raise DataError(f"the rank file lacks {missing} of the 256 bytes", where=path)
     return ranks
 
 
 def from_ranks(
-    ranks: Mapping[bytes, int], *, pattern: str | None, control: Mapping[str, int]
+    ranks: Mapping[bytes, int], *, pattern: str | None, special: Mapping[str, int]
 ) -> tokenizers.Tokenizer:
-    """A byte-level BPE that gives each token its rank as id, and control tokens theirs."""
+    """A byte-level BPE that gives each token its rank as id, and special tokens theirs."""
     merges, leftover = _merges(ranks)
-    ids = {_written(token): rank for token, rank in ranks.items()} | dict(control)
+    ids = {_written(token): rank for token, rank in ranks.items()} | dict(special)
     # The library wants every id to have a token. No text gives these: no merge makes them.
     for id in sorted(set(range(max(ids.values()) + 1)) - set(ids.values())):
         ids[f"<|unused_{id}|>"] = id
     model = models.BPE(ids, list(merges), ignore_merges=bool(leftover))
     inner = byte_level(model, pattern=pattern)
     inner.add_special_tokens(
-        [tokenizers.AddedToken(token, special=True, normalized=False) for token in control]
+        [tokenizers.AddedToken(token, special=True, normalized=False) for token in special]
     )
     return inner
 
 
-def _find(file: PublicFile) -> Path:
-    """A rank file from our cache, tiktoken's, a package that carries it, or the network."""
-    own = cache_folder() / "tiktoken" / file.name
-    carrier = package_folder("litellm", "litellm_core_utils", "tokenizers")
-    places = [own, tiktoken_cache() / file.tiktoken_name]
-    places += [carrier / file.tiktoken_name] if carrier else []
-    wrong = []
-    for place in places:
-        if place.is_file():
-            if sha256_file(place) == file.sha256:
-                return place
-            wrong.append(place)
-    if own in wrong:
-        raise UserError(
-            "this is not the file that OpenAI publishes, by its SHA-256",
-            where=str(own),
+def _find(ranks: str) -> Path:
+    """A rank file from our cache, tiktoken's, the package litellm, or the network."""
+    name, url, sha256 = f"{ranks}.tiktoken", f"{URL}{ranks}.tiktoken", SHA256[ranks]
+    own = cache_folder() / "tiktoken" / name
+    if own.is_file() and sha256_file(own) != sha256:
+        raise DataError(
+            "this is not the file that OpenAI publishes: its SHA-256 differs",
+            where=own,
             remedy="delete it and start again",
-            exit=Exit.DATA,
         )
+    theirs = hashlib.sha1(url.encode(), usedforsecurity=False).hexdigest()
+    folders = (tiktoken_cache(), package_folder("litellm", "litellm_core_utils", "tokenizers"))
+    for place in (own, *(folder / theirs for folder in folders if folder)):
+        if place.is_file() and sha256_file(place) == sha256:
+            return place
     try:
-        return download(file.url, to=own, sha256=file.sha256)
+        return download(url, to=own, sha256=sha256)
     except UserError as error:
         raise UserError(
-            f"the ranks {file.name} are not on this machine: {error.problems[0].what}",
-            where=file.url,
+            f"the rank file {name} is not on this machine: {error.problems[0].what}",
+            where=url,
             remedy=f"run once with network, or copy the file to {own}",
             exit=error.exit,
         ) from error

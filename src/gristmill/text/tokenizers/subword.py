@@ -4,13 +4,13 @@
     WordPiece   the longest piece, then on       "the" "mill" "##s"
     BPE         with single bytes for the rest   "▁mill" "<0xE2>" "<0x86>" "<0x92>"
 
-Most of these change text before they cut it: they drop line ends, fold letters, write a token for
-"unknown". `lossless` says so. What an id stands for is then what `decode` adds for it in the middle
-of a text, and nothing for an unknown, so bits per byte counted with it are at worst too high.
+Most of these change text before they split it: they drop line ends, fold case, or write a token for
+"unknown"; they are not `lossless`. The bytes of an id are then what `decode` adds for it in the
+middle of a text, and none for an unknown, so bits per byte are at worst too high.
 
-The vocabularies of these kinds hold their control tokens as pieces like any other, so that a page
-with "</s>" in it would end the document. A cut after the first character of every such word keeps
-text from becoming a control token. It is added when a tokenizer is opened, and never saved.
+Their vocabularies hold control tokens as ordinary pieces, so a page with "</s>" in it would end the
+document. Splitting every such word after its first character keeps text from becoming a control
+token. The split is added when a tokenizer is opened, and never saved.
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ from typing import Any
 import tokenizers
 from tokenizers import pre_tokenizers
 
-from gristmill.base.files import sha256_text
 from gristmill.text.tokenizers.byte_level import (
     BYTE_OF,
-    deciding_tokens,
+    fingerprint,
     gives_text_back,
-    without_offsets,
     works_on_bytes,
 )
 from gristmill.text.tokenizers.library import LibraryTokenizer
@@ -42,14 +40,15 @@ class SubwordTokenizer(LibraryTokenizer):
 
     def __init__(self, inner: tokenizers.Tokenizer, *, end_of_text: str) -> None:
         super().__init__(inner, end_of_text=end_of_text)
-        # What is done to the tokenizer below is not saved.
+        # What is changed below is not saved.
         self._text = inner.to_str(pretty=True)
         value = json.loads(self._text)
         model = value["model"]
-        self._on_bytes = works_on_bytes(value)
+        self._on_bytes = works_on_bytes(inner)
         name = str(model["type"]).lower()
         self.kind = f"byte-level-{name}" if self._on_bytes else name
-        self.fingerprint = sha256_text(_deciding(value))
+        deciding = {key: part for key, part in model.items() if key != "dropout"}
+        self.fingerprint = fingerprint(value, model=deciding)
         self.lossless = self._on_bytes and gives_text_back(value)
         self._unknown = _unknown(model)
         added = inner.get_added_tokens_decoder()
@@ -58,13 +57,11 @@ class SubwordTokenizer(LibraryTokenizer):
         _keep_apart(inner, special.values())
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self._plain(ids) for ids in super().encode_batch(texts)]
-
-    def _plain(self, ids: list[int]) -> list[int]:
-        # A control token of one character cannot be cut apart: it is left out instead.
-        if self._control.isdisjoint(ids):
-            return ids
-        return [id for id in ids if id not in self._control]
+        # A control token of one character cannot be split: it is left out instead.
+        return [
+            ids if self._control.isdisjoint(ids) else [id for id in ids if id not in self._control]
+            for ids in super().encode_batch(texts)
+        ]
 
     @cached_property
     def _table(self) -> list[bytes]:
@@ -102,7 +99,7 @@ def _unknown(model: dict[str, Any]) -> str | None:
 
 
 def _keep_apart(inner: tokenizers.Tokenizer, words: Any) -> None:
-    """Cut words that are control tokens in two, before the model can see them whole."""
+    """Split words that are control tokens in two before the model sees them."""
     pieces = inner.get_vocab(with_added_tokens=False)
     whole = [word for word in words if word in pieces and len(word) > 1]
     if not whole:
@@ -111,14 +108,3 @@ def _keep_apart(inner: tokenizers.Tokenizer, words: Any) -> None:
     cut = pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")
     before = [inner.pre_tokenizer] if inner.pre_tokenizer is not None else []
     inner.pre_tokenizer = pre_tokenizers.Sequence([*before, cut])
-
-
-def _deciding(value: dict[str, Any]) -> str:
-    """The parts of a tokenizer.json that decide ids."""
-    parts = {
-        "model": {key: part for key, part in value["model"].items() if key != "dropout"},
-        "normalizer": value["normalizer"],
-        "pre_tokenizer": without_offsets(value["pre_tokenizer"]),
-        "added_tokens": deciding_tokens(value),
-    }
-    return json.dumps(parts, sort_keys=True)

@@ -8,10 +8,10 @@
     a folder with encoder.json, vocab.bpe   the same by OpenAI's names
     "google-t5/t5-small"                    a tokenizer on Hugging Face
 
-What exists as a file or a folder with a tokenizer goes before a name. Text that looks like a
+A file, or a folder that holds a tokenizer, takes precedence over a name. Text that looks like a
 control token ("<|endoftext|>" in a web page) is encoded as plain text: only the program ends a
-document. The fingerprint covers what decides ids and leaves out what does not, so the same
-tokenizer from other files has the same one.
+document. The fingerprint covers exactly what decides ids, so the same tokenizer from other files
+has the same fingerprint.
 """
 
 from __future__ import annotations
@@ -23,35 +23,25 @@ from typing import Any, Protocol
 import tokenizers
 from tokenizers import models
 
-from gristmill.base.errors import Exit, UserError
+from gristmill.base.errors import DataError
 from gristmill.base.files import read_json, sha256_text, storage_errors, write_json
-from gristmill.text.tokenizers.byte_level import (
-    BYTE_OF,
-    BpeTokenizer,
-    byte_level,
-    is_byte_level_bpe,
-)
+from gristmill.text.tokenizers.byte_level import BYTE_OF, BpeTokenizer, byte_level, works_on_bytes
 from gristmill.text.tokenizers.hub import (
+    HUB_NAME,
+    PAIRS,
     SLOW_FILES,
     convert,
+    find_pair,
     holds_tokenizer,
-    hub_folder,
-    is_hub_name,
     stated_ends,
+    tokenizer_folder,
 )
-from gristmill.text.tokenizers.library import CONFIG_FILE, TOKENIZER_FILE
+from gristmill.text.tokenizers.library import BYTES_FILE, CONFIG_FILE, TOKENIZER_FILE
 from gristmill.text.tokenizers.rank_files import ENCODINGS, open_encoding
 from gristmill.text.tokenizers.subword import SubwordTokenizer
-from gristmill.text.tokenizers.vocabularies import (
-    PAIRS,
-    Vocabulary,
-    find_pair,
-    gpt2_vocabulary,
-    read_vocabulary,
-)
+from gristmill.text.tokenizers.vocabularies import Vocabulary, gpt2_vocabulary, read_vocabulary
 
 END_OF_TEXT = "<|endoftext|>"
-BYTES_FILE = "gristmill_tokenizer.json"
 TOKENIZER_FILES = (BYTES_FILE, TOKENIZER_FILE, CONFIG_FILE)
 """Every file that a tokenizer's `save` may write."""
 _TIKTOKEN = "tiktoken:"
@@ -61,25 +51,14 @@ _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 class Tokenizer(Protocol):
     """Text to ids and back."""
 
-    @property
-    def size(self) -> int:
-        """Ids go from 0 to size - 1."""
-        ...
-
-    @property
-    def end_of_text(self) -> int:
-        """The id of the control token that ends a document."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 over all that decides which ids a text gets."""
-        ...
-
-    @property
-    def lossless(self) -> bool:
-        """Whether decode(encode(text)) is the text, for every text."""
-        ...
+    size: int
+    """Ids go from 0 to size - 1."""
+    end_of_text: int
+    """The id of the control token that ends a document."""
+    fingerprint: str
+    """SHA-256 over all that decides which ids a text gets."""
+    lossless: bool
+    """Whether decode(encode(text)) is the text, for every text."""
 
     @property
     def definition(self) -> str | None:
@@ -156,7 +135,7 @@ class ByteTokenizer:
 def open_tokenizer(spec: str | Path, *, end_of_text: str | None = None) -> Tokenizer:
     """Open a tokenizer by one of the names above, or from its file or folder.
 
-    `end_of_text` names the token that ends a document, where it cannot be found out.
+    `end_of_text` names the token that ends a document, if the files do not state it.
     """
     name, path = str(spec), Path(spec)
     encoding = name.removeprefix(_TIKTOKEN)
@@ -164,115 +143,91 @@ def open_tokenizer(spec: str | Path, *, end_of_text: str | None = None) -> Token
         return ByteTokenizer()
     if path.is_file():
         return _open_file(path, end_of_text=end_of_text)
-    if path.is_dir() and _holds_tokenizer(path):
+    if path.is_dir() and holds_tokenizer(path):
         return _open_folder(path, end_of_text=end_of_text)
     if encoding == "gpt2":
-        ends = (end_of_text or END_OF_TEXT,)
-        return _from_vocabulary(gpt2_vocabulary(), where=name, ends=ends)
+        return _from_vocabulary(gpt2_vocabulary(), where=name, end_of_text=end_of_text)
     if encoding in ENCODINGS:
-        return _finished(open_encoding(encoding), where=name, ends=(end_of_text or END_OF_TEXT,))
-    if path.is_dir() or name.startswith(_TIKTOKEN) or not is_hub_name(name):
+        return _finished(open_encoding(encoding), where=name, end_of_text=end_of_text)
+    if path.is_dir() or name.startswith(_TIKTOKEN) or not HUB_NAME.fullmatch(name):
         raise _no_tokenizer(name)
-    return _open_folder(hub_folder(name), end_of_text=end_of_text)
+    return _open_folder(tokenizer_folder(name), end_of_text=end_of_text)
 
 
 def open_tokenizer_files(vocab: Path, merges: Path, *, end_of_text: str | None = None) -> Tokenizer:
     """Open GPT-2's two files, whatever their names."""
     found = read_vocabulary(vocab, merges=merges)
-    ends = (end_of_text,) if end_of_text else _ENDS
-    return _from_vocabulary(found, where=str(vocab), ends=ends)
+    return _from_vocabulary(found, where=str(vocab), end_of_text=end_of_text)
 
 
-def _holds_tokenizer(folder: Path) -> bool:
-    known = (folder / BYTES_FILE).is_file() or holds_tokenizer(folder)
-    return known or find_pair(folder) is not None
-
-
-def _no_tokenizer(name: str) -> UserError:
+def _no_tokenizer(name: str) -> DataError:
     if Path(name).is_dir():
         names = [TOKENIZER_FILE, *(" with ".join(pair) for pair in PAIRS[:2]), *SLOW_FILES]
-        return UserError(
-            f"this folder holds no tokenizer: looked for {', '.join(names)}",
-            where=name,
-            exit=Exit.DATA,
-        )
-    return UserError(
+        what = f"this folder holds no tokenizer: looked for {', '.join(names)}"
+        return DataError(what, where=name)
+    return DataError(
         "there is no such tokenizer",
         where=name,
         remedy=f'give "bytes", "gpt2", {", ".join(ENCODINGS)}, a tokenizer.json, '
-        "a folder with tokenizer files, or a name on Hugging Face",
-        exit=Exit.DATA,
+        "a folder with tokenizer files, or a Hugging Face name",
     )
 
 
 def _open_folder(folder: Path, *, end_of_text: str | None) -> Tokenizer:
-    if (folder / BYTES_FILE).is_file():
-        return _open_bytes(folder / BYTES_FILE)
+    if (file := folder / BYTES_FILE).is_file():
+        tokenizer = ByteTokenizer()
+        if read_json(file) == tokenizer.spec:
+            return tokenizer
+        raise DataError("this program does not know the tokenizer described here", where=file)
     if (folder / TOKENIZER_FILE).is_file():
         return _open_file(folder / TOKENIZER_FILE, end_of_text=end_of_text)
-    pair = find_pair(folder)
-    if pair:
+    if pair := find_pair(folder):
         return open_tokenizer_files(*pair, end_of_text=end_of_text)
     if not holds_tokenizer(folder):
         raise _no_tokenizer(str(folder))
-    return _from_library(convert(folder), folder=folder, where=folder, end_of_text=end_of_text)
-
-
-def _open_bytes(path: Path) -> Tokenizer:
-    tokenizer = ByteTokenizer()
-    if read_json(path) != tokenizer.spec:
-        raise UserError(
-            "this describes a tokenizer that the program does not know",
-            where=str(path),
-            exit=Exit.DATA,
-        )
-    return tokenizer
+    return _finished(convert(folder), where=str(folder), end_of_text=end_of_text, folder=folder)
 
 
 def _open_file(path: Path, *, end_of_text: str | None) -> Tokenizer:
     try:
         inner = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more precise
-        raise UserError(
+        raise DataError(
             f"this is not a tokenizer.json: {error}",
-            where=str(path),
+            where=path,
             remedy="for GPT-2's two files, give the folder that holds them",
-            exit=Exit.DATA,
         ) from error
-    return _from_library(inner, folder=path.parent, where=path, end_of_text=end_of_text)
+    return _finished(inner, where=str(path), end_of_text=end_of_text, folder=path.parent)
 
 
-def _from_library(
-    inner: tokenizers.Tokenizer, *, folder: Path, where: Path, end_of_text: str | None
-) -> Tokenizer:
-    ends = (end_of_text,) if end_of_text else (*stated_ends(folder, inner), *_ENDS)
-    return _finished(inner, where=str(where), ends=ends)
-
-
-def _from_vocabulary(found: Vocabulary, *, where: str, ends: Sequence[str]) -> Tokenizer:
-    missing = sum(character not in found.ids for character in BYTE_OF)
-    if missing:
-        raise UserError(
-            f"the vocabulary lacks {missing} of the 256 bytes, so it is not one of GPT-2's kind",
-            where=where,
-            exit=Exit.DATA,
-        )
+def _from_vocabulary(found: Vocabulary, *, where: str, end_of_text: str | None) -> Tokenizer:
+    if missing := len(BYTE_OF.keys() - found.ids.keys()):
+        what = f"the vocabulary lacks {missing} of the 256 bytes, so it is not a byte-level BPE"
+        raise DataError(what, where=where)
     inner = byte_level(models.BPE(dict(found.ids), list(found.merges)))
-    return _finished(inner, where=where, ends=ends)
+    return _finished(inner, where=where, end_of_text=end_of_text)
 
 
-def _finished(inner: tokenizers.Tokenizer, *, where: str, ends: Sequence[str]) -> Tokenizer:
-    """The tokenizer, if it has a token to end a document."""
+def _finished(
+    inner: tokenizers.Tokenizer,
+    *,
+    where: str,
+    end_of_text: str | None,
+    folder: Path | None = None,
+) -> Tokenizer:
+    """The tokenizer with its end-of-text token: the given, the one stated in the folder, or a
+    common one."""
+    stated = stated_ends(folder, inner) if folder else ()
+    ends = [end_of_text] if end_of_text else [*stated, *_ENDS]
     for end in ends:
         if inner.token_to_id(end) is not None:
-            is_bpe = is_byte_level_bpe(inner)
+            is_bpe = isinstance(inner.model, models.BPE) and works_on_bytes(inner)
             return (BpeTokenizer if is_bpe else SubwordTokenizer)(inner, end_of_text=end)
     added = inner.get_added_tokens_decoder().values()
     special = ", ".join(token.content for token in added if token.special) or "none"
-    raise UserError(
+    raise DataError(
         f"no end-of-text token: looked for {', '.join(dict.fromkeys(ends))}; "
         f"the special tokens are: {special}",
         where=where,
         remedy="name the token that ends a document",
-        exit=Exit.DATA,
     )

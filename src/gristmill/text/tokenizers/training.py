@@ -1,23 +1,24 @@
-"""Learning a tokenizer from text; whatever its kind, it works on bytes and loses nothing.
+"""Training a tokenizer on text; every kind works on bytes and is lossless.
 
-    bpe         joins the pair of neighbours that occurs most, again and again
-    wordpiece   learns as BPE does, and cuts a word into the longest tokens from its beginning
-    unigram     begins with many pieces and drops those that the text misses least
+    bpe         repeatedly merges the most frequent adjacent pair
+    wordpiece   trains as BPE does, and splits a word into the longest tokens from its beginning
+    unigram     starts with many pieces and drops those that matter least for the likelihood
 
-Words are cut by a pattern first: GPT-2's, or one of those that came after it. The 256 bytes are
-always in the vocabulary, and the end-of-text token has the last id.
+A pattern splits text into words first: GPT-2's, or a later one. The 256 bytes are always in the
+vocabulary, and the end-of-text token has the last id.
 
-A WordPiece as BERT has it marks pieces inside a word with "##" and gives up on long words. Here it
-has no mark, since a space is a byte of the word that follows it, and long words are cut at 100
-bytes. BPE and WordPiece give the same tokenizer for the same text. The library's Unigram adds up
-its numbers in an order that changes from run to run: scores are rounded and ordered, so that only
-pieces of equal worth at the edge of the vocabulary can still differ.
+BERT's WordPiece marks pieces inside a word with "##" and fails on long words. Here there is no
+mark, since a space belongs to the word after it, and words are split at 100 bytes. BPE and
+WordPiece give the same tokenizer for the same text. The library's Unigram sums in an order that
+changes from run to run: scores are rounded and sorted, so that only equally likely pieces at the
+edge of the vocabulary can differ.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
@@ -56,21 +57,32 @@ def train_tokenizer(
     limit: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Tokenizer:
-    """Learn a tokenizer of `vocab_size` ids, the last of them end-of-text.
+    """Train a tokenizer of `vocab_size` ids, the last of them end-of-text.
 
-    `min_count` is how often a pair must occur to be joined, 2 if not given. No further text is read
-    once `limit` bytes are reached. `progress` is called with the bytes of text read so far.
+    `min_count` is how often a pair must occur to be merged, 2 if not given. Reading stops after
+    `limit` bytes of text. `progress` is called with the bytes of text read so far.
     """
-    _check(vocab_size=vocab_size, kind=kind, min_count=min_count)
-    inner = byte_level(_MODELS[kind](), pattern=_PATTERNS[pattern])
+    if vocab_size < 257:
+        raise UserError(
+            f"a vocabulary of {vocab_size} is too small",
+            remedy="ask for 257 or more: the 256 bytes and the end-of-text token",
+        )
+    if min_count is not None and kind is TokenizerKind.UNIGRAM:
+        raise UserError(
+            "a smallest count has no meaning for unigram, which drops pieces by their likelihood",
+            remedy="leave it out, or train a bpe or wordpiece",
+        )
+    model, trainer = _model_and_trainer(
+        kind, vocab_size=vocab_size - 1, min_count=min_count or _MIN_COUNT
+    )
+    inner = byte_level(model, pattern=_PATTERNS[pattern])
     if kind is TokenizerKind.WORDPIECE:
         inner.pre_tokenizer = pre_tokenizers.Sequence([inner.pre_tokenizer, SHORT_WORDS])
-    trainer = _trainer(kind, vocab_size=vocab_size - 1, min_count=min_count or _MIN_COUNT)
-    inner.train_from_iterator(_watched(texts, limit, progress), trainer=trainer)
+    inner.train_from_iterator(_counted(texts, limit, progress), trainer=trainer)
     reached = inner.get_vocab_size() + 1
     if reached < vocab_size:
         raise UserError(
-            f"the text is too short to learn {vocab_size} tokens: it gives {reached}",
+            f"the text is too short for {vocab_size} tokens: it gives {reached}",
             remedy=f"ask for at most {reached} tokens, or give more text",
             exit=Exit.DATA,
         )
@@ -80,50 +92,23 @@ def train_tokenizer(
     return SubwordTokenizer(ordered, end_of_text=END_OF_TEXT)
 
 
-def _check(*, vocab_size: int, kind: TokenizerKind, min_count: int | None) -> None:
-    if vocab_size < 257:
-        raise UserError(
-            f"a vocabulary of {vocab_size} is too small",
-            remedy="ask for 257 or more: the 256 bytes and the end-of-text token",
-        )
-    if min_count is not None and kind is TokenizerKind.UNIGRAM:
-        raise UserError(
-            "a smallest count has no meaning for unigram, which drops pieces by their worth",
-            remedy="leave it out, or learn a bpe or wordpiece",
-        )
-
-
-_MODELS: Mapping[TokenizerKind, Callable[[], models.Model]] = {
-    TokenizerKind.BPE: models.BPE,
-    TokenizerKind.UNIGRAM: models.Unigram,
-    TokenizerKind.WORDPIECE: lambda: models.WordPiece(
-        continuing_subword_prefix="", max_input_chars_per_word=LONGEST_WORD
-    ),
-}
-
-
-def _trainer(kind: TokenizerKind, *, vocab_size: int, min_count: int) -> trainers.Trainer:
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
+def _model_and_trainer(
+    kind: TokenizerKind, *, vocab_size: int, min_count: int
+) -> tuple[models.Model, trainers.Trainer]:
+    common: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "initial_alphabet": pre_tokenizers.ByteLevel.alphabet(),
+        "show_progress": False,
+    }
     match kind:
         case TokenizerKind.BPE:
-            return trainers.BpeTrainer(
-                vocab_size=vocab_size,
-                min_frequency=min_count,
-                initial_alphabet=alphabet,
-                show_progress=False,
-            )
-        case TokenizerKind.WORDPIECE:
-            return trainers.WordPieceTrainer(
-                vocab_size=vocab_size,
-                min_frequency=min_count,
-                initial_alphabet=alphabet,
-                continuing_subword_prefix="",
-                show_progress=False,
-            )
+            return models.BPE(), trainers.BpeTrainer(min_frequency=min_count, **common)
         case TokenizerKind.UNIGRAM:
-            return trainers.UnigramTrainer(
-                vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False
-            )
+            return models.Unigram(), trainers.UnigramTrainer(**common)
+        case TokenizerKind.WORDPIECE:
+            prefix: dict[str, Any] = {"continuing_subword_prefix": ""}
+            model = models.WordPiece(max_input_chars_per_word=LONGEST_WORD, **prefix)
+            return model, trainers.WordPieceTrainer(min_frequency=min_count, **prefix, **common)
 
 
 def _ordered(inner: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
@@ -139,7 +124,7 @@ def _ordered(inner: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_str(json.dumps(value))
 
 
-def _watched(
+def _counted(
     texts: Iterator[str], limit: int | None, progress: Callable[[int], None] | None
 ) -> Iterator[str]:
     done = 0

