@@ -165,7 +165,7 @@ def merge_sets(
     The parts that `prepare --part` made give the very files that one preparation would have made:
     gristmill tokens merge "tokens/books.part-*" -o tokens/books
     """
-    from gristmill.text.prepare.merging import find_sets, merge_ledgers
+    from gristmill.text.prepare.parts import find_sets, merge_ledgers
 
     sources = find_sets(prefixes)
     _copy(
