@@ -138,6 +138,9 @@ def test_zstd(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes(zstandard.compress(b'{"text": "x"}\n{"text": "y"}\n'))
     assert texts(path) == ["x", "y"]
+    whole = tmp_path / "a.txt.zst"
+    whole.write_bytes(zstandard.compress(b"plain"))
+    assert texts(whole) == ["plain"]
 
 
 @pytest.mark.parametrize(

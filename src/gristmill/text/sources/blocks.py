@@ -18,6 +18,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from gristmill.base.files import open_bytes
 from gristmill.base.units import format_bytes
 from gristmill.text.sources.source import ReadOptions, Reason, Source
 
@@ -141,9 +142,10 @@ def content_of(source: Source, block: TextBlock, options: ReadOptions) -> bytes:
     content = block.content
     if content is None:
         assert source.path is not None
-        with source.path.open("rb") as file:
+        with source.path.open("rb") if source.can_seek else open_bytes(source.path) as file:
             first = max(block.begin - 1, 0)
-            file.seek(first)
+            if first:
+                file.seek(first)
             content = file.read(block.end - first)
             if block.begin:
                 # Anything before the first newline belongs to a line that began earlier.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote_plus
@@ -72,14 +72,23 @@ def parse_dataset(text: str) -> DatasetSpec:
     return DatasetSpec(name, **found)
 
 
-class DatasetText:
-    """The texts of one split of a dataset."""
+class DatasetSource(Source):
+    """One split of a dataset; its lines are its rows."""
 
-    def __init__(self, source: str, *, column: str | None = None) -> None:
-        """Open a dataset; `column` is read if the source does not name one."""
-        spec = parse_dataset(source)
-        self.spec = replace(spec, column=spec.column or column)
-        self.name = source
+    extension = PREFIX
+    can_seek = False
+    repeatable = True
+
+    def __init__(self, name: str, options: ReadOptions) -> None:
+        if len(options.keys) > 1:
+            raise UserError(
+                f"only one column of a dataset can be read, not {len(options.keys)}",
+                where=name,
+                remedy="prepare one set for each column: hf:NAME?column=…",
+            )
+        self.path = self.size = None
+        self.name = name
+        spec = parse_dataset(name)
         datasets = optional("datasets", extra="hub", purpose="reading Hugging Face datasets")
         # The library's own progress bars would break the line of ours.
         datasets.disable_progress_bars()
@@ -87,13 +96,22 @@ class DatasetText:
         if folder.is_dir():
             opened = _open_folder(datasets, spec, folder)
         elif spec.name.startswith(_PATH_STARTS):
-            raise UserError("there is no such folder", where=source, exit=Exit.DATA)
+            raise UserError("there is no such folder", where=name, exit=Exit.DATA)
         else:
             opened = open_hub(datasets, spec)
         self._rows = opened.rows
-        self.column = self._find_column()
-        identity = [spec.name, spec.config, spec.split, self.column, opened.version]
-        self.fingerprint = sha256_text(json.dumps(identity))
+        asked = options.keys[0] if options.keys != ReadOptions().keys else None
+        self.column = self._find_column(spec.column or asked)
+        facts = [spec.name, spec.config, spec.split, self.column, opened.version]
+        self.fingerprint = sha256_text(json.dumps(facts))
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        return self.name, self.fingerprint
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Blocks carry the rows, so workers need not open the dataset.
+        return vars(self) | {"_rows": None}
 
     def documents_from(self, start: int) -> Iterator[Value]:
         """The text of each row from number `start` on, or why the row has none."""
@@ -119,7 +137,7 @@ class DatasetText:
                 for value in column.to_pylist():
                     yield text_or_reason(value, check_surrogates=False)
 
-    def _find_column(self) -> str:
+    def _find_column(self, asked: str | None) -> str:
         features = self._rows.features
         if features is not None:
             schema = features.arrow_schema
@@ -130,7 +148,7 @@ class DatasetText:
             schema = first.schema
         types = {field.name: str(field.type) for field in schema}
         texts = [name for name, type in types.items() if type in _TEXT_TYPES]
-        chosen = self.spec.column or ("text" if "text" in texts else next(iter(texts), None))
+        chosen = asked or ("text" if "text" in texts else next(iter(texts), None))
         if chosen is None or chosen not in texts:
             have = ", ".join(f"{name} ({type})" for name, type in types.items())
             what = f"the column {chosen!r} holds no text" if chosen in types else "no such column"
@@ -143,40 +161,11 @@ class DatasetText:
         return chosen
 
 
-class DatasetSource(Source):
-    """A dataset as a source of text; its lines are its rows."""
-
-    extension = PREFIX
-    can_seek = False
-    repeatable = True
-
-    def __init__(self, name: str, options: ReadOptions) -> None:
-        if len(options.keys) > 1:
-            raise UserError(
-                f"only one column of a dataset can be read, not {len(options.keys)}",
-                where=name,
-                remedy="prepare one set for each column: hf:NAME?column=…",
-            )
-        self.path = self.size = None
-        self.name = name
-        column = options.keys[0] if options.keys != ReadOptions().keys else None
-        self.text: DatasetText | None = DatasetText(name, column=column)
-
-    @property
-    def identity(self) -> tuple[object, ...]:
-        assert self.text is not None
-        return self.name, self.text.fingerprint
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Blocks carry the rows, so workers need not open the dataset.
-        return vars(self) | {"text": None}
-
-
 def _cut(source: Source, options: ReadOptions, begin: int) -> Iterator[TextBlock]:
-    assert isinstance(source, DatasetSource) and source.text is not None
+    assert isinstance(source, DatasetSource)
     values: list[Value] = []
     characters = 0
-    for value in source.text.documents_from(begin):
+    for value in source.documents_from(begin):
         values.append(value)
         characters += len(value) if isinstance(value, str) else 0
         if characters >= options.block_bytes or len(values) == _BATCH_ROWS:

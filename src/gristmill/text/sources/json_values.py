@@ -48,6 +48,7 @@ _FIRST_READ = 1 << 10
 _LONGEST_TOKEN = 12
 """An error this close to the end of the text may be due to a number, word or escape cut there."""
 _BLANKS = re.compile(r"[ \t\r\n]*")
+_BLANKS_AND_COMMAS = re.compile(r"[ \t\r\n,]*")
 _WORD = re.compile(r'[^ \t\r\n,"\[\]{}]*')
 _DECODER = json.JSONDecoder()
 _REMEDY = "fix the file; if each line holds an object, name it .jsonl: then bad lines are dropped"
@@ -89,86 +90,64 @@ def _shape(name: str, identity: Sequence[object], limit: int) -> JsonShape:
     return JsonShape.LINES if whole else JsonShape.CONCATENATED
 
 
-class _Expect(enum.Enum):
-    """What may come next between values."""
-
-    OPENING = "expected the beginning of an array here"
-    FIRST = "expected a value or the end of the array here"
-    NEXT = "expected a value here"
-    COMMA = "expected a comma or the end of the array here"
-    NOTHING = "there is more text after the end of the array"
-    ANY = "expected the beginning of a value here"
-
-
-_AFTER_SIGN: Mapping[tuple[_Expect, str], _Expect] = {
-    (_Expect.OPENING, "["): _Expect.FIRST,
-    (_Expect.FIRST, "]"): _Expect.NOTHING,
-    (_Expect.COMMA, "]"): _Expect.NOTHING,
-    (_Expect.COMMA, ","): _Expect.NEXT,
-    (_Expect.ANY, ","): _Expect.ANY,
-}
-_AFTER_VALUE: Mapping[_Expect, _Expect] = {
-    _Expect.FIRST: _Expect.COMMA,
-    _Expect.NEXT: _Expect.COMMA,
-    _Expect.ANY: _Expect.ANY,
-}
-
-
-def _cut(
-    source: Source, options: ReadOptions, begin: int, *, first: _Expect, later: _Expect
-) -> Iterator[TextBlock]:
+def _cut(source: Source, options: ReadOptions, begin: int, *, array: bool) -> Iterator[TextBlock]:
     # Invalid UTF-8 becomes lone surrogates, so that it spoils one row only.
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
-    expect, position = later if begin else first, begin
-    text, at_end = "", False
+    position, text, at_end = begin, "", False
     with closing(source.open(begin)) as stream:
         while not at_end:
             # Growing reads, so that a long value is not parsed again for each piece of it.
             piece = stream.read(max(options.block_bytes, len(text)))
             at_end = not piece
             text += decoder.decode(piece, final=at_end)
-            rows, end = _parse(text, expect, options, at_start=position == 0, at_end=at_end)
+            rows, end = _parse(text, options, array=array, at_start=position == 0, at_end=at_end)
             size = _size(text[:end])
             if end or rows.failure or at_end:
                 yield TextBlock(position, position + size, stream.disk, rows)
             if rows.failure:
                 return
-            if end:
-                text, position, expect = text[end:], position + size, later
+            text, position = text[end:], position + size
 
 
 def _parse(
-    text: str, expect: _Expect, options: ReadOptions, *, at_start: bool, at_end: bool
+    text: str, options: ReadOptions, *, array: bool, at_start: bool, at_end: bool
 ) -> tuple[TextRows, int]:
     """The rows of all whole values, and where the last of them ends."""
     columns: list[list[Value]] = [[] for _ in options.keys]
     places: list[int] = []
+    blanks = _BLANKS if array else _BLANKS_AND_COMMAS
     line = counted = end = 0
     place = int(at_start and text.startswith("\ufeff"))
+    if array and at_start:
+        # After the bracket that made this an array.
+        place = _end_of(blanks, text, place) + 1
+    needs_comma, after_comma, closed = array and not at_start, False, False
     try:
-        while (place := _end_of(_BLANKS, text, place)) < len(text):
+        while (place := _end_of(blanks, text, place)) < len(text):
             sign = text[place]
-            if follows := _AFTER_SIGN.get((expect, sign)):
-                expect, place = follows, place + 1
+            if closed:
+                raise ReadError("there is more text after the end of the array", _REMEDY)
+            if array and sign == "]" and not after_comma:
+                place, closed = place + 1, True
                 continue
-            if expect not in _AFTER_VALUE or sign in ",]}":
-                raise ReadError(expect.value, _REMEDY)
+            if needs_comma:
+                if sign != ",":
+                    raise ReadError("expected a comma or the end of the array here", _REMEDY)
+                place, needs_comma, after_comma = place + 1, False, True
+                continue
+            if sign in ",]}":
+                raise ReadError("expected a value here", _REMEDY)
             line += text.count("\n", counted, place)
             counted = place
-            try:
-                value, end_of_value = _decode(text, place, at_end=at_end)
-            except EOFError:
-                if _is_over(options.line_limit, text, place, len(text)):
-                    raise too_long(options) from None
+            value, end_of_value = _decode(text, place, options, at_end=at_end)
+            if end_of_value is None:
                 break
-            if _is_over(options.line_limit, text, place, end_of_value):
-                raise too_long(options)
             places.append(line)
             for column, found in zip(columns, _values(value, options.keys), strict=True):
                 column.append(found)
             place = end = end_of_value
-            expect = _AFTER_VALUE[expect]
-        if at_end and expect not in (_Expect.ANY, _Expect.NOTHING):
+            needs_comma, after_comma = array, False
+        if at_end and array and not closed:
             raise ReadError("the file ends before its array does", "the file is incomplete")
     except json.JSONDecodeError as error:
         # The column is counted from the beginning of the value if both are on the same line.
@@ -181,27 +160,29 @@ def _parse(
     return TextRows(columns, places, text.count("\n", 0, end)), end
 
 
-def _decode(text: str, begin: int, *, at_end: bool) -> tuple[Any, int]:
-    """The value that begins at a place, and its end; EOFError if it may go on after the text."""
+def _decode(text: str, begin: int, options: ReadOptions, *, at_end: bool) -> tuple[Any, int | None]:
+    """The value that begins at a place, and its end; None if it may continue after the text."""
+    value, end = None, None
     end_of_word = _end_of(_WORD, text, begin)
-    if end_of_word == len(text) and not at_end:
-        raise EOFError
     try:
-        value, end = _DECODER.raw_decode(text, begin)
-        if end < end_of_word:
-            raise json.JSONDecodeError("Extra data", text, end)
-        return value, end
+        if end_of_word < len(text) or at_end:
+            value, end = _DECODER.raw_decode(text, begin)
+            if end < end_of_word:
+                raise json.JSONDecodeError("Extra data", text, end)
     except json.JSONDecodeError as error:
         unterminated = error.msg.startswith("Unterminated string") or error.pos >= len(text)
-        if not at_end and (unterminated or error.pos > len(text) - _LONGEST_TOKEN):
-            raise EOFError from error
-        if unterminated:
-            raise ReadError(
-                "the value that begins here has no end", "the file is damaged or incomplete"
-            ) from error
-        raise
+        if at_end and unterminated:
+            remedy = "the file is damaged or incomplete"
+            raise ReadError("the value that begins here has no end", remedy) from error
+        if at_end or not (unterminated or error.pos > len(text) - _LONGEST_TOKEN):
+            raise
+        end = None
     except (ValueError, RecursionError) as error:
         raise ReadError(f"invalid JSON: {error}", _REMEDY) from error
+    length = (end or len(text)) - begin
+    if 4 * length > options.line_limit and _size(text[begin : begin + length]) > options.line_limit:
+        raise too_long(options)
+    return value, end
 
 
 def _values(value: Any, keys: Sequence[str]) -> Sequence[Value]:
@@ -220,16 +201,8 @@ def _size(text: str) -> int:
     return len(text.encode("utf-8", "surrogateescape"))
 
 
-def _is_over(limit: int, text: str, begin: int, end: int) -> bool:
-    return 4 * (end - begin) > limit and _size(text[begin:end]) > limit
-
-
 JSON_BY_SHAPE: Mapping[JsonShape, SourceFormat] = {
     JsonShape.LINES: JSON_LINES,
-    JsonShape.ARRAY: SourceFormat(
-        functools.partial(_cut, first=_Expect.OPENING, later=_Expect.COMMA)
-    ),
-    JsonShape.CONCATENATED: SourceFormat(
-        functools.partial(_cut, first=_Expect.ANY, later=_Expect.ANY)
-    ),
+    JsonShape.ARRAY: SourceFormat(functools.partial(_cut, array=True)),
+    JsonShape.CONCATENATED: SourceFormat(functools.partial(_cut, array=False)),
 }

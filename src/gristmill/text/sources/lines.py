@@ -13,14 +13,11 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import Any
 
-from gristmill.base.files import open_bytes
 from gristmill.text.sources.blocks import (
-    BOM,
-    ReadError,
     SourceFormat,
     TextBlock,
     TextRows,
@@ -42,29 +39,28 @@ else:
 _BLANK_LINE = re.compile(rb"\n[ \t\r\f\v]*\n")
 
 
-def _lines_of(
-    source: Source, block: TextBlock, options: ReadOptions
-) -> tuple[list[bytes], ReadError | None]:
-    """The lines of a block without their ends, up to the first that is too long."""
-    lines = content_of(source, block, options).split(b"\n")
-    if not lines[-1]:
-        lines.pop()
-    if lines and len(max(lines, key=len)) > options.line_limit:
-        long = next(n for n, line in enumerate(lines) if len(line) > options.line_limit)
-        return lines[:long], too_long(options)
-    return lines, None
-
-
-# ------------------------------------------------------------------ JSON lines
-
-
-def _read_json(source: Source, block: TextBlock, options: ReadOptions) -> TextRows:
-    lines, failure = _lines_of(source, block, options)
+def _read(
+    source: Source,
+    block: TextBlock,
+    options: ReadOptions,
+    *,
+    split: Callable[[bytes, ReadOptions], Iterable[tuple[int, bytes]]],
+    parse: Callable[[bytes, Sequence[str]], Sequence[Value]],
+) -> TextRows:
+    """Split a block into documents, each with the line where it begins, and parse them."""
+    content = content_of(source, block, options)
     columns: list[list[Value]] = [[] for _ in options.keys]
-    for line in lines:
-        for column, value in zip(columns, parse_object(line, options.keys), strict=True):
+    places: list[int] = []
+    for place, document in split(content, options):
+        if len(document) > options.line_limit:
+            return TextRows(columns, places, place, too_long(options))
+        places.append(place)
+        for column, value in zip(columns, parse(document, options.keys), strict=True):
             column.append(value)
-    return TextRows(columns, range(len(lines)), len(lines), failure)
+    return TextRows(columns, places, content.count(b"\n"))
+
+
+# ------------------------------------------------------------------ values
 
 
 def parse_object(line: bytes, keys: Sequence[str]) -> Sequence[Value]:
@@ -112,12 +108,6 @@ def text_or_reason(value: object, check_surrogates: bool) -> Value:
     return value or Reason.EMPTY_TEXT
 
 
-JSON_LINES = SourceFormat(cut_lines, _read_json, divisible=True)
-
-
-# ------------------------------------------------------------------ plain text
-
-
 def decoded(content: bytes) -> Value:
     """Bytes as text, or why they are none."""
     try:
@@ -126,10 +116,19 @@ def decoded(content: bytes) -> Value:
         return Reason.INVALID_UTF8
 
 
-def _read_lines(source: Source, block: TextBlock, options: ReadOptions) -> TextRows:
-    lines, failure = _lines_of(source, block, options)
-    values = [decoded(line.removesuffix(b"\r")) for line in lines]
-    return TextRows([values] * len(options.keys), range(len(lines)), len(lines), failure)
+def _parse_text(document: bytes, keys: Sequence[str]) -> Sequence[Value]:
+    return [decoded(document)] * len(keys)
+
+
+# ------------------------------------------------------------------ splits
+
+
+def _lines(content: bytes, options: ReadOptions) -> Iterator[tuple[int, bytes]]:
+    lines = content.split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    for place, line in enumerate(lines):
+        yield place, line.removesuffix(b"\r")
 
 
 def _after_last_blank(content: bytes) -> int:
@@ -139,82 +138,63 @@ def _after_last_blank(content: bytes) -> int:
     return max((match.end() for match in _BLANK_LINE.finditer(content)), default=0)
 
 
-def _read_paragraphs(source: Source, block: TextBlock, options: ReadOptions) -> TextRows:
-    lines, failure = _lines_of(source, block, options)
-    values: list[Value] = []
-    places: list[int] = []
-    columns = [values] * len(options.keys)
-    first = size = 0
+def _paragraphs(content: bytes, options: ReadOptions) -> Iterator[tuple[int, bytes]]:
+    lines = [line for _, line in _lines(content, options)]
+    first = 0
     for number, line in enumerate([*lines, b""]):
-        if line.strip():
-            size += len(line) + 1
-            if size > options.line_limit:
-                return TextRows(columns, places, first, too_long(options))
-            continue
-        if size:
-            paragraph = b"\n".join(line.removesuffix(b"\r") for line in lines[first:number])
-            values.append(decoded(paragraph))
-            places.append(first)
-        first, size = number + 1, 0
-    return TextRows(columns, places, len(lines), failure)
+        if not line.strip():
+            if first < number:
+                yield first, b"\n".join(lines[first:number])
+            first = number + 1
+
+
+def _after_last_separator(content: bytes, *, separator: bytes) -> int:
+    return content.rfind(separator) + len(separator) if separator in content else 0
 
 
 def _cut_separated(source: Source, options: ReadOptions, begin: int) -> Iterator[TextBlock]:
     assert options.separator
-    mark = options.separator.encode()
-
-    def after_last(content: bytes) -> int:
-        return (content.rfind(mark) + len(mark)) if mark in content else 0
-
-    return cut_stream(source, options, begin, last_cut=after_last)
+    last_cut = functools.partial(_after_last_separator, separator=options.separator.encode())
+    return cut_stream(source, options, begin, last_cut=last_cut)
 
 
-def _read_separated(source: Source, block: TextBlock, options: ReadOptions) -> TextRows:
+def _separated(content: bytes, options: ReadOptions) -> Iterator[tuple[int, bytes]]:
     """Documents between separators, without the newline on either side of one."""
     assert options.separator
-    values: list[Value] = []
-    places: list[int] = []
-    columns = [values] * len(options.keys)
-    content = content_of(source, block, options).replace(b"\r\n", b"\n")
-    parts = content.split(options.separator.encode())
-    line, last = 0, len(parts) - 1
-    for number, part in enumerate(parts):
-        if len(part) > options.line_limit:
-            return TextRows(columns, places, line, too_long(options))
-        inside = part.removeprefix(b"\n")
-        # Nothing but whitespace after the last separator is no document.
-        if number < last or inside.strip():
-            values.append(decoded(inside.removesuffix(b"\n")))
-            places.append(line + len(part) - len(inside))
-        line += part.count(b"\n")
-    return TextRows(columns, places, line)
+    *documents, rest = content.replace(b"\r\n", b"\n").split(options.separator.encode())
+    # Nothing but whitespace after the last separator is no document.
+    line = 0
+    for document in [*documents, rest] if rest.strip() else documents:
+        inside = document.removeprefix(b"\n")
+        yield line + len(document) - len(inside), inside.removesuffix(b"\n")
+        line += document.count(b"\n")
 
 
 def _cut_whole(source: Source, options: ReadOptions, begin: int) -> Iterator[TextBlock]:
+    limit = options.line_limit + 1
     if source.size is None:
         with closing(source.open()) as stream:
-            yield TextBlock(0, 1, disk=0, content=stream.read(options.line_limit + 1))
+            yield TextBlock(0, limit, disk=0, content=stream.read(limit))
     elif begin == 0:
-        yield TextBlock(0, 1, disk=source.size)
+        yield TextBlock(0, limit, disk=source.size)
 
 
-def _read_whole(source: Source, block: TextBlock, options: ReadOptions) -> TextRows:
-    content = block.content
-    if content is None:
-        assert source.path is not None
-        with open_bytes(source.path) as file:
-            content = file.read(options.line_limit + 1)
-    if len(content) > options.line_limit:
-        raise too_long(options)
-    value = decoded(content.removeprefix(BOM).replace(b"\r\n", b"\n"))
-    return TextRows([[value]] * len(options.keys), (0,), 1)
+def _whole(content: bytes, options: ReadOptions) -> Iterator[tuple[int, bytes]]:
+    yield 0, content.replace(b"\r\n", b"\n")
 
 
+_read_text = functools.partial(_read, parse=_parse_text)
+JSON_LINES = SourceFormat(
+    cut_lines, functools.partial(_read, split=_lines, parse=parse_object), divisible=True
+)
 TEXT_BY_SPLIT = {
-    DocumentSplit.FILE: SourceFormat(_cut_whole, _read_whole),
-    DocumentSplit.LINE: SourceFormat(cut_lines, _read_lines, divisible=True),
+    DocumentSplit.FILE: SourceFormat(_cut_whole, functools.partial(_read_text, split=_whole)),
+    DocumentSplit.LINE: SourceFormat(
+        cut_lines, functools.partial(_read_text, split=_lines), divisible=True
+    ),
     DocumentSplit.BLANK: SourceFormat(
-        functools.partial(cut_stream, last_cut=_after_last_blank), _read_paragraphs
+        functools.partial(cut_stream, last_cut=_after_last_blank),
+        functools.partial(_read_text, split=_paragraphs),
     ),
 }
-SEPARATED_TEXT = SourceFormat(_cut_separated, _read_separated)
+SEPARATED_TEXT = SourceFormat(_cut_separated, functools.partial(_read_text, split=_separated))

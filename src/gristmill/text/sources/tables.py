@@ -144,7 +144,7 @@ def _parse_header(
     if found is None:
         return None
     try:
-        columns = next(_csv_reader(found[0].decode(errors="replace"), delimiter, options))
+        columns = next(_csv_reader([found[0].decode(errors="replace")], delimiter, options))
     except csv.Error:
         raise ReadError(
             "there is a carriage return inside the first line",
@@ -160,51 +160,38 @@ def _parse_header(
 def _read(source: Source, block: TextBlock, options: ReadOptions) -> TextRows:
     header, data = block.content
     data += b"" if data.endswith(b"\n") else b"\n"
-    failure = None
-    limited = _within_limit(data, options, header.delimiter)
-    if limited < len(data):
-        data, failure = data[:limited], too_long(options)
     try:
         text, valid = data.decode(), True
     except UnicodeDecodeError:
         text, valid = data.decode(errors="surrogateescape"), False
-    reader = _csv_reader(text, header.delimiter, options)
+    lines = list(io.StringIO(text, newline="\n"))
+    reader = _csv_reader(lines, header.delimiter, options)
     indices = [header.columns.index(key) for key in options.keys]
     columns: list[list[Value]] = [[] for _ in indices]
     places: list[int] = []
-    total = text.count("\n")
-    while reader.line_num < total:
+    while reader.line_num < len(lines):
         place = reader.line_num
         try:
             record = next(reader)
             values = [_value(record, index, valid) for index in indices]
         except csv.Error:
             values = [Reason.INVALID_CSV] * len(indices)
-        if reader.line_num > total:
-            return TextRows(columns, places, place, failure or _unclosed())
+        if len(data) > options.line_limit:
+            written = "".join(lines[place : reader.line_num]).encode(errors="surrogateescape")
+            if len(written) - 1 > options.line_limit:
+                return TextRows(columns, places, place, too_long(options))
+        if reader.line_num > len(lines):
+            return TextRows(columns, places, place, _unclosed())
         places.append(place)
         for column, value in zip(columns, values, strict=True):
             column.append(value)
-    return TextRows(columns, places, total, failure)
+    return TextRows(columns, places, len(lines))
 
 
-def _within_limit(data: bytes, options: ReadOptions, delimiter: str) -> int:
-    """Where the first record begins that is too long; the end if there is none."""
-    limit, begin = options.line_limit, 0
-    if len(data) <= limit:
-        return len(data)
-    while found := _record(delimiter).match(data, begin):
-        if found.end() - begin - 1 > limit:
-            return begin
-        begin = found.end()
-    return begin if len(data) - begin > limit else len(data)
-
-
-def _csv_reader(text: str, delimiter: str, options: ReadOptions) -> Any:
-    """Iterates over the records of a text and one empty line more, reached by an open quote."""
-    csv.field_size_limit(max(csv.field_size_limit(), options.line_limit))
-    lines = itertools.chain(io.StringIO(text, newline="\n"), ("\n",))
-    return csv.reader(lines, delimiter=delimiter)
+def _csv_reader(lines: Sequence[str], delimiter: str, options: ReadOptions) -> Any:
+    """Iterates over records; an open quote makes it read one line more than there are."""
+    csv.field_size_limit(max(csv.field_size_limit(), 2 * options.line_limit))
+    return csv.reader(itertools.chain(lines, ("\n",)), delimiter=delimiter)
 
 
 def _value(record: Sequence[str], index: int, valid: bool) -> Value:
