@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from gristmill.text.sources.blocks import ReadError, TextBlock, Value
-from gristmill.text.sources.reading import cut_source, read_block
-from gristmill.text.sources.source import ReadOptions, Source
+from gristmill.text.sources.reading import cut_source, find_sources, read_block
+from gristmill.text.sources.source import ReadOptions
 
 
 class BlockReading:
@@ -19,7 +19,8 @@ class BlockReading:
 
     def __init__(self, path: Path, *, begin: int = 0, line: int = 1, **options: Any) -> None:
         """Read from a position on, at which the given line is."""
-        source, read = Source(path), ReadOptions(**options)
+        read = ReadOptions(**options)
+        (source,) = find_sources([str(path)], read)
         self.blocks: list[TextBlock] = []
         self.rows: list[tuple[int, Sequence[Value]]] = []
         """Each with its line."""

@@ -11,21 +11,13 @@ import typer
 
 from gristmill.base.errors import UserError
 from gristmill.base.units import format_bytes, format_count, format_seconds
-from gristmill.cli.options import (
-    Documents,
-    JsonKeys,
-    Output,
-    Overwrite,
-    ShardSize,
-    TokenFormat,
-)
+from gristmill.cli.options import Documents, JsonKeys, Output, Overwrite, ShardSize, TokenFormat
 from gristmill.cli.progress import ProgressLine
 from gristmill.text.sources.source import DocumentSplit, ReadOptions
 
 if TYPE_CHECKING:
-    from gristmill.text.prepare.holdout import Holdout
     from gristmill.text.prepare.prepare import PrepareResult
-    from gristmill.text.prepare.request import PrepareRequest
+    from gristmill.text.prepare.request import Holdout, PrepareRequest
     from gristmill.text.sources.corpora import Corpus
     from gristmill.text.tokenizers.tokenizer import Tokenizer
 
@@ -35,11 +27,9 @@ _SEED = 1234
 def _list_corpora(wanted: bool) -> None:
     if not wanted:
         return
-    from gristmill.text.sources.corpora import corpus_names, describe, find_corpus
+    from gristmill.text.sources.corpora import describe, known_corpora
 
-    for name in corpus_names():
-        corpus = find_corpus(name)
-        assert corpus is not None
+    for corpus in known_corpora().values():
         typer.echo(describe(corpus) + "\n")
     raise typer.Exit()
 
@@ -152,7 +142,7 @@ def prepare(
 
 def _holdout(corpus: Corpus | None, split: str | None, seed: int | None) -> Holdout | None:
     """What is held out: as requested, or by the corpus unless it has a validation set."""
-    from gristmill.text.prepare.holdout import Holdout, parse_holdout
+    from gristmill.text.prepare.request import Holdout, parse_holdout
 
     if split is not None:
         return parse_holdout(split, seed=_SEED if seed is None else seed)
@@ -196,17 +186,21 @@ def _prepare(request: PrepareRequest, *, expected: int | None = None) -> None:
     from gristmill.text.prepare.prepare import PrepareProgress
     from gristmill.text.prepare.prepare import prepare as prepare_tokens
 
+    first: PrepareProgress | None = None
     with ProgressLine("preparing") as line:
 
         def show(state: PrepareProgress) -> None:
-            seconds = max(state.seconds, 1e-9)
-            done = state.bytes_done - state.bytes_before
-            rates = (
+            nonlocal first
+            # Rates are those of this process, since what an earlier one did took no time here.
+            first = first or state
+            seconds = max(state.seconds - first.seconds, 1e-9)
+            line.update(
+                state.bytes_done,
+                state.bytes_total or expected,
                 f"{format_count(state.documents)} documents, {format_count(state.tokens)} tokens, "
-                f"{format_bytes(done / seconds)}/s, "
-                f"{format_count((state.documents - state.documents_before) / seconds)} documents/s"
+                f"{format_bytes((state.bytes_done - first.bytes_done) / seconds)}/s, "
+                f"{format_count((state.documents - first.documents) / seconds)} documents/s",
             )
-            line.update(state.bytes_done, state.bytes_total or expected, rates)
 
         try:
             result = prepare_tokens(request, progress=show, note=line.say)

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.text.prepare import prepare as module
-from gristmill.text.prepare.holdout import parse_holdout
 from gristmill.text.prepare.ledger import Ledger
 from gristmill.text.prepare.outputs import PreparedSet
 from gristmill.text.prepare.prepare import (
@@ -24,7 +23,7 @@ from gristmill.text.prepare.prepare import (
     prepare,
     prepare_documents,
 )
-from gristmill.text.prepare.request import PrepareRequest
+from gristmill.text.prepare.request import PrepareRequest, parse_holdout
 from gristmill.text.sources.source import Document, DocumentSplit, Dropped, ReadOptions, Reason
 from gristmill.text.tokenizers.tokenizer import ByteTokenizer, open_tokenizer
 from gristmill.text.tokenizers.training import train_tokenizer

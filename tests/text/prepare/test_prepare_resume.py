@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.text.prepare.holdout import parse_holdout
 from gristmill.text.prepare.prepare import prepare
-from gristmill.text.prepare.request import PrepareRequest
+from gristmill.text.prepare.request import PrepareRequest, parse_holdout
 from gristmill.text.sources.source import ReadOptions
 from gristmill.text.tokenizers.tokenizer import ByteTokenizer
 from gristmill.tokens.store import verify_tokens
@@ -144,7 +143,7 @@ COMMAND = """
 import sys
 from pathlib import Path
 from gristmill.text.prepare.prepare import prepare
-from gristmill.text.prepare.request import PrepareRequest
+from gristmill.text.prepare.request import PrepareRequest, parse_holdout
 from gristmill.text.sources.source import ReadOptions
 from gristmill.text.tokenizers.tokenizer import ByteTokenizer
 if __name__ == "__main__":

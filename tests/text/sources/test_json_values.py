@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 from gristmill.text.prepare.prepare import prepare
 from gristmill.text.prepare.request import PrepareRequest
 from gristmill.text.sources.blocks import Value
-from gristmill.text.sources.json_values import JSON_BY_SHAPE, JsonShape, shape_of
-from gristmill.text.sources.reading import format_of
-from gristmill.text.sources.source import ReadOptions, Reason, Source
+from gristmill.text.sources.reading import find_sources
+from gristmill.text.sources.source import ReadOptions, Reason
 from gristmill.text.tokenizers.tokenizer import ByteTokenizer
 
 ReadBlocks = Callable[..., Any]
@@ -39,38 +38,29 @@ def written(folder: Path, content: str | bytes, name: str = "a.json") -> Path:
 @pytest.mark.parametrize(
     ("content", "shape"),
     [
-        ("", JsonShape.LINES),
-        (" \n\n", JsonShape.LINES),
-        ('{"text": "a"}', JsonShape.LINES),
-        ('\ufeff\n {"text": "a"} \nnonsense', JsonShape.LINES),
-        ('{"text": "' + "long " * 1000 + '"}\n{"text": "b"}\n', JsonShape.LINES),
-        (b'{"text": "\xff"}\n', JsonShape.LINES),
-        ("[]", JsonShape.ARRAY),
-        ('\ufeff \r\n\t[{"text": "a"}]', JsonShape.ARRAY),
-        (" " * 5000 + "[1]", JsonShape.ARRAY),
-        ('{\n"text": "a"\n}', JsonShape.CONCATENATED),
-        ('{"text": "a"}, \n{"text": "b"}', JsonShape.CONCATENATED),
-        ('{"text": "a"} {"text": "b"}', JsonShape.CONCATENATED),
-        ('"a"\n"b"', JsonShape.CONCATENATED),
-        ('{"text": "' + "x" * 100_000 + '",\n"n": 1}', JsonShape.CONCATENATED),
+        ("", ".jsonl"),
+        (" \n\n", ".jsonl"),
+        ('{"text": "a"}', ".jsonl"),
+        ('\ufeff\n {"text": "a"} \nnonsense', ".jsonl"),
+        ('{"text": "' + "long " * 1000 + '"}\n{"text": "b"}\n', ".jsonl"),
+        (b'{"text": "\xff"}\n', ".jsonl"),
+        ("[]", ".json-array"),
+        ('\ufeff \r\n\t[{"text": "a"}]', ".json-array"),
+        (" " * 5000 + "[1]", ".json-array"),
+        ('{\n"text": "a"\n}', ".json-values"),
+        ('{"text": "a"}, \n{"text": "b"}', ".json-values"),
+        ('{"text": "a"} {"text": "b"}', ".json-values"),
+        ('"a"\n"b"', ".json-values"),
+        ('{"text": "' + "x" * 100_000 + '",\n"n": 1}', ".json-values"),
     ],
 )
 def test_the_beginning_tells_what_a_file_is(
-    tmp_path: Path, content: str | bytes, shape: JsonShape
+    tmp_path: Path, content: str | bytes, shape: str
 ) -> None:
-    options = ReadOptions()
-    for source in (
-        Source(written(tmp_path, content)),
-        Source(
-            written(
-                tmp_path,
-                gzip.compress(content.encode() if isinstance(content, str) else content),
-                "b.json.gz",
-            )
-        ),
-    ):
-        assert shape_of(source, options) is shape
-        assert format_of(source, options) is JSON_BY_SHAPE[shape]
+    packed = gzip.compress(content.encode() if isinstance(content, str) else content)
+    for path in (written(tmp_path, content), written(tmp_path, packed, "b.json.gz")):
+        (source,) = find_sources([str(path)], ReadOptions())
+        assert source.extension == shape
 
 
 def test_a_file_that_was_replaced_is_looked_at_again(
@@ -141,9 +131,9 @@ VALUE = st.recursive(
 ROW = st.fixed_dictionaries({}, optional={"text": TEXT, "b": VALUE, "c": VALUE}) | VALUE
 
 
-def spelled(values: list[Any], shape: JsonShape, indent: int | None, ascii_only: bool) -> str:
+def spelled(values: list[Any], shape: str, indent: int | None, ascii_only: bool) -> str:
     words = [json.dumps(value, indent=indent, ensure_ascii=ascii_only) for value in values]
-    if shape is JsonShape.ARRAY:
+    if shape == ".json-array":
         return "[\n" + "\n,\n".join(words) + "]\n"
     # The first line decides what the file is.
     return "\n1 " + "\n".join(words)
@@ -160,17 +150,17 @@ def expected(value: Any, key: str) -> Value:
 @settings(deadline=None, max_examples=60)
 @given(
     st.lists(ROW, max_size=8),
-    st.sampled_from([JsonShape.ARRAY, JsonShape.CONCATENATED]),
+    st.sampled_from([".json-array", ".json-values"]),
     st.sampled_from([None, 1]),
     st.booleans(),
     st.integers(1, 64) | st.integers(64, 2000),
 )
-@example([{"text": '\\"'}, '\\\\"]'], JsonShape.ARRAY, 1, True, 1)
+@example([{"text": '\\"'}, '\\\\"]'], ".json-array", 1, True, 1)
 def test_where_blocks_are_cut_decides_nothing(
     tmp_path_factory: pytest.TempPathFactory,
     read_blocks: ReadBlocks,
     values: list[Any],
-    shape: JsonShape,
+    shape: str,
     indent: int | None,
     ascii_only: bool,
     size: int,
@@ -179,7 +169,7 @@ def test_where_blocks_are_cut_decides_nothing(
     path = written(tmp_path_factory.mktemp("in"), content)
     keys = ("text", "b")
     whole = read_blocks(path, keys=keys)
-    given = values if shape is JsonShape.ARRAY else [1, *values]
+    given = values if shape == ".json-array" else [1, *values]
     assert [row for _, row in whole.rows] == [tuple(expected(v, k) for k in keys) for v in given]
     assert whole.failure is None
     small = read_blocks(path, keys=keys, block_bytes=size)

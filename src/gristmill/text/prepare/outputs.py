@@ -207,17 +207,17 @@ class Outputs:
                         remedy="hold out a larger share (--split), or choose another --seed",
                         exit=Exit.DATA,
                     )
-        return tuple(self._finish(key) for key in self._keys)
-
-    def _finish(self, key: _OpenKey) -> PreparedKey:
-        ledger_file = file_of(self._request.prefix(key.key, None), LEDGER_FILE)
-        write_json(ledger_file, key.ledger.as_json())
-        made = []
-        for one in key.sets:
-            save_tokenizer(self._tokenizer, file_of(one.prefix, ".tokenizer"))
-            info = one.writer.finish(text_bytes=one.text_bytes, may_be_empty=not one.documents)
-            made.append(PreparedSet(one.prefix, info))
-        return PreparedKey(key.key, key.ledger, ledger_file, tuple(made))
+        prepared = []
+        for key in self._keys:
+            ledger_file = file_of(self._request.prefix(key.key, None), LEDGER_FILE)
+            write_json(ledger_file, key.ledger.as_json())
+            made = []
+            for one in key.sets:
+                save_tokenizer(self._tokenizer, file_of(one.prefix, ".tokenizer"))
+                info = one.writer.finish(text_bytes=one.text_bytes, may_be_empty=not one.documents)
+                made.append(PreparedSet(one.prefix, info))
+            prepared.append(PreparedKey(key.key, key.ledger, ledger_file, tuple(made)))
+        return tuple(prepared)
 
     def release(self) -> None:
         """Leave what was saved for another process."""

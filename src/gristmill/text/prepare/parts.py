@@ -84,11 +84,6 @@ class SourceSpan:
     """Bytes on disk, for progress."""
 
 
-def is_divisible(source: Source, options: ReadOptions) -> bool:
-    """Whether the source can be divided at any byte."""
-    return source.can_seek and format_of(source, options).divisible
-
-
 def spans_of(sources: Sequence[Source], options: ReadOptions, part: PartNumber) -> list[SourceSpan]:
     """What a part takes of each source, in order."""
     if part == WHOLE:
@@ -106,7 +101,7 @@ def spans_of(sources: Sequence[Source], options: ReadOptions, part: PartNumber) 
     low, high = total * (part.number - 1) // part.of, total * part.number // part.of
     spans, offset = [], 0
     for number, (source, size) in enumerate(zip(sources, sizes, strict=True)):
-        if is_divisible(source, options):
+        if source.can_seek and format_of(source, options).divisible:
             begin, end = max(low - offset, 0), min(high - offset, size)
             if begin < end:
                 spans.append(SourceSpan(number, begin, end, disk=end - begin))

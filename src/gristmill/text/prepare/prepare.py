@@ -29,7 +29,7 @@ from gristmill.base.errors import UserError
 from gristmill.text.prepare.journal import Cursor, Journal
 from gristmill.text.prepare.ledger import HopelessError
 from gristmill.text.prepare.outputs import Outputs, PreparedKey
-from gristmill.text.prepare.parts import is_divisible, spans_of
+from gristmill.text.prepare.parts import spans_of
 from gristmill.text.prepare.request import PrepareRequest
 from gristmill.text.prepare.workers import (
     BlockBatch,
@@ -57,14 +57,10 @@ class PrepareProgress:
     """How far a preparation is."""
 
     documents: int
-    documents_before: int
-    """What an earlier process had done of `documents`."""
-    bytes_done: int
-    bytes_before: int
-    """What an earlier process had done of `bytes_done`."""
-    bytes_total: int | None
-    """Known if all sources are files; then all bytes are bytes on disk, else bytes of text."""
     tokens: int
+    bytes_done: int
+    bytes_total: int | None
+    """Known if all sources are files; then both are bytes on disk, else bytes of text."""
     seconds: float
 
 
@@ -224,22 +220,16 @@ class _WorkPlan:
         cursor: Cursor,
     ) -> Iterator[tuple[PrepareProgress, Cursor]]:
         """Write encoded blocks; after each batch, the progress and what comes next."""
-        total = self.bytes_total
-        bytes_before = self._bytes_before(cursor) if total else outputs.text_bytes
-        documents_before = outputs.kept
         for batch, blocks in encoded:
             for one, block in zip(batch, blocks, strict=True):
                 cursor = self._write_block(one, block, outputs, cursor)
+            done = outputs.text_bytes
+            if self.bytes_total is not None:
+                span = self.spans[cursor.span]
+                done = self._ends[cursor.span] - span.disk + batch[-1].block.disk - span.begin
+            seconds = time.perf_counter() - self.began
             yield (
-                PrepareProgress(
-                    documents=outputs.kept,
-                    documents_before=documents_before,
-                    bytes_done=outputs.text_bytes if total is None else self._bytes_done(batch[-1]),
-                    bytes_before=bytes_before,
-                    bytes_total=total,
-                    tokens=outputs.tokens,
-                    seconds=time.perf_counter() - self.began,
-                ),
+                PrepareProgress(outputs.kept, outputs.tokens, done, self.bytes_total, seconds),
                 cursor,
             )
 
@@ -256,18 +246,3 @@ class _WorkPlan:
         if block.failure:
             raise failed(block.failure, source=source, line=line + block.lines)
         return Cursor(span, text.end, line + block.lines)
-
-    def _bytes_done(self, last: BlockInSource) -> int:
-        number = self._span_of[last.number]
-        span = self.spans[number]
-        return self._ends[number] - span.disk + last.block.disk - span.begin
-
-    def _bytes_before(self, cursor: Cursor) -> int:
-        """About how many bytes an earlier process had read."""
-        earlier = self._ends[cursor.span - 1] if cursor.span else 0
-        if cursor.position is None:
-            return earlier
-        span = self.spans[cursor.span]
-        # Only in divisible files a position is a byte on disk.
-        divisible = is_divisible(self._sources[span.source], self._options)
-        return earlier + cursor.position - span.begin if divisible else earlier

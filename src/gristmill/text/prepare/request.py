@@ -1,4 +1,7 @@
-"""What a preparation is asked for, and the names of the token sets it makes.
+"""What a preparation is asked for: sources, documents held out, names of the token sets.
+
+A document goes to the split into whose share hash(seed, source, line) falls. So the choice depends
+on the seed and the document's place alone: not on workers, parts, or what is dropped around it.
 
 OUTPUT                  one key, nothing held out
 OUTPUT_train            with documents held out; "{split}" in OUTPUT is replaced instead
@@ -9,13 +12,20 @@ OUTPUT_text_document    Megatron's format, as its users expect it
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from gristmill.base.errors import UserError
 from gristmill.base.files import sha256_text
-from gristmill.text.prepare.holdout import Holdout
+from gristmill.base.hashing import mix
+from gristmill.base.units import parse_split
 from gristmill.text.prepare.parts import WHOLE, PartNumber
 from gristmill.text.sources.source import ReadOptions, Source
 from gristmill.text.tokenizers.tokenizer import Tokenizer
@@ -24,8 +34,54 @@ from gristmill.tokens.format import program_version
 from gristmill.tokens.megatron import FORMAT as MEGATRON
 
 SAVE_EVERY = 5.0
+_SPLITS = ("train", "val", "test")
 _SPLIT = "{split}"
 _ALL = "all"
+
+
+@dataclass(frozen=True)
+class Holdout:
+    """How many documents each split gets, and the seed that chooses them."""
+
+    shares: tuple[float, ...]
+    """Fractions for training, validation and optionally testing; their sum is one."""
+    seed: int
+    rows: int | None = None
+    """If given, choose documents as the `datasets` library does from this many rows: those that
+    come first in a random permutation. So the validation set of a corpus is the one that others
+    have published results on."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The splits that get documents."""
+        return tuple(name for name, share in zip(_SPLITS, self.shares, strict=False) if share)
+
+    def sets_of(self, lines: npt.NDArray[np.int64], *, source: int) -> npt.NDArray[np.intp]:
+        """For each line of a source, counted from 1, the number of its split in `names`."""
+        if self.rows is not None:
+            return np.isin(lines - 1, self._first).astype(np.intp)
+        key = mix(mix(np.array([self.seed], np.uint64)) + np.uint64(source))
+        chances = mix(lines.astype(np.uint64) + key).astype(np.float64) / 2.0**64
+        bounds = np.cumsum([share for share in self.shares if share])
+        return np.minimum(np.searchsorted(bounds, chances, side="right"), len(bounds) - 1)
+
+    @functools.cached_property
+    def _first(self) -> npt.NDArray[np.int64]:
+        assert self.rows is not None and len(self.shares) == 2
+        permutation = np.random.default_rng(self.seed).permutation(self.rows)
+        return np.sort(permutation[: math.ceil(self.shares[1] * self.rows)])
+
+
+def parse_holdout(split: str, *, seed: int) -> Holdout:
+    """The holdout for proportions such as "999,1" or "0.9995,0.0005"."""
+    shares = parse_split(split)
+    if shares is None or shares[0] <= 0 or sum(share > 0 for share in shares) < 2:
+        raise UserError(
+            f"{split!r} does not divide documents into two or three splits",
+            where="--split",
+            remedy='give proportions for train, val and optionally test, such as "999,1"',
+        )
+    return Holdout(tuple(shares), seed)
 
 
 @dataclass(frozen=True)

@@ -96,9 +96,10 @@ def damaged(error: Exception) -> ReadError:
     )
 
 
-def failed_rows(options: ReadOptions, failure: ReadError, *, lines: int = 0) -> TextRows:
-    """No rows: reading fails after some lines."""
-    return TextRows([[] for _ in options.keys], (), lines, failure)
+def failed_rows(options: ReadOptions, error: Exception) -> TextRows:
+    """No rows, but the reason for that."""
+    failure = error if isinstance(error, ReadError) else damaged(error)
+    return TextRows([[] for _ in options.keys], (), 0, failure)
 
 
 def cut_stream(

@@ -17,7 +17,7 @@ text, and neither are bytes, even if they look like it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -195,7 +195,7 @@ def _blocks_of_group(
         # The size is that of all columns; that of the requested ones is known once they are read.
         batch_size=max(_rows_per_block(rows, group.size, options), _MIN_ROWS),
         row_groups=[group.number],
-        columns=_names(options),
+        columns=list(set(options.keys)),
         use_threads=False,
     )
     position = group.begin
@@ -208,12 +208,8 @@ def _read_parquet(source: Source, block: TextBlock, options: ReadOptions) -> Tex
     with _opening(source), _open_parquet(source) as file:
         groups = _row_groups(file)
         number = next(one.number for one in groups if one.begin == block.begin < one.end)
-        table = file.read_row_group(number, columns=_names(options), use_threads=False)
+        table = file.read_row_group(number, columns=list(set(options.keys)), use_threads=False)
         return _rows(table, options)
-
-
-def _names(options: ReadOptions) -> Sequence[str]:
-    return list(dict.fromkeys(options.keys))
 
 
 # ------------------------------------------------------------------ Arrow
@@ -239,7 +235,7 @@ def _record_batches(source: Source, handle: Any, options: ReadOptions) -> Iterat
     handle.seek(0)
     schema = open_either(handle).schema
     _check_columns(schema, options)
-    fields = sorted(schema.get_field_index(name) for name in _names(options))
+    fields = sorted({schema.get_field_index(key) for key in options.keys})
     handle.seek(0)
     reader = open_either(
         handle, options=ipc.IpcReadOptions(included_fields=fields, use_threads=False)

@@ -15,17 +15,16 @@ carry their rows. A position is a byte of the decompressed content, right after 
 holds a block and the longest value.
 
 Invalid JSON ends the reading with its place: without line ends, nothing says where the next value
-begins. `shape_of` looks at the beginning of a .json file to tell these from JSON lines.
+begins.
 """
 
 from __future__ import annotations
 
 import codecs
-import enum
 import functools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -41,8 +40,8 @@ from gristmill.text.sources.blocks import (
     Value,
     too_long,
 )
-from gristmill.text.sources.lines import JSON_LINES, parse_object, text_or_reason, values_of
-from gristmill.text.sources.source import ReadOptions, Reason, Source
+from gristmill.text.sources.lines import parse_object, text_or_reason, values_of
+from gristmill.text.sources.source import LINE_LIMIT, ReadOptions, Reason, Source
 
 _FIRST_READ = 1 << 10
 _LONGEST_TOKEN = 12
@@ -54,40 +53,26 @@ _DECODER = json.JSONDecoder()
 _REMEDY = "fix the file; if each line holds an object, name it .jsonl: then bad lines are dropped"
 
 
-class JsonShape(enum.Enum):
-    """How values are arranged in a JSON file."""
-
-    LINES = "lines"
-    ARRAY = "array"
-    CONCATENATED = "concatenated"
-
-
-def shape_of(source: Source, options: ReadOptions) -> JsonShape:
-    """How a regular file is arranged: a whole object on its first line means JSON lines."""
+def json_format(path: Path) -> str:
+    """The extension that suits a .json file: .jsonl if its first line holds a whole object."""
     try:
-        return _shape(source.name, source.identity, options.line_limit)
+        with open_bytes(path) as file:
+            start = file.readline(_FIRST_READ).removeprefix(BOM)
+            while start and not start.strip():
+                start = file.readline(_FIRST_READ)
+            start = start.lstrip()
+            if start[:1] == b"[":
+                return ".json-array"
+            if start and start[:1] != b"{":
+                return ".json-values"
+            line = start if start.endswith(b"\n") else start + file.readline(LINE_LIMIT)
     except DAMAGE:
         # Reading the file raises the same, with its place.
-        return JsonShape.LINES
-
-
-@functools.lru_cache(maxsize=1024)
-def _shape(name: str, identity: Sequence[object], limit: int) -> JsonShape:
-    """Cached by name and identity, since files may be replaced."""
-    with open_bytes(Path(name)) as file:
-        start = file.readline(_FIRST_READ).removeprefix(BOM)
-        while start and not start.strip():
-            start = file.readline(_FIRST_READ)
-        start = start.lstrip()
-        if start[:1] == b"[":
-            return JsonShape.ARRAY
-        if start and start[:1] != b"{":
-            return JsonShape.CONCATENATED
-        line = start if start.endswith(b"\n") else start + file.readline(limit)
+        return ".jsonl"
     # Invalid UTF-8 concerns that line alone.
     readable = line.decode(errors="replace").encode()
     whole = not line or parse_object(readable, ("",)) != [Reason.INVALID_JSON]
-    return JsonShape.LINES if whole else JsonShape.CONCATENATED
+    return ".jsonl" if whole else ".json-values"
 
 
 def _cut(source: Source, options: ReadOptions, begin: int, *, array: bool) -> Iterator[TextBlock]:
@@ -201,8 +186,5 @@ def _size(text: str) -> int:
     return len(text.encode("utf-8", "surrogateescape"))
 
 
-JSON_BY_SHAPE: Mapping[JsonShape, SourceFormat] = {
-    JsonShape.LINES: JSON_LINES,
-    JsonShape.ARRAY: SourceFormat(functools.partial(_cut, array=True)),
-    JsonShape.CONCATENATED: SourceFormat(functools.partial(_cut, array=False)),
-}
+ARRAY = SourceFormat(functools.partial(_cut, array=True))
+CONCATENATED = SourceFormat(functools.partial(_cut, array=False))

@@ -13,9 +13,8 @@
                                           between separators
 
 A missing source is an error before any work begins. Folders are searched recursively, without
-hidden files. The beginning of a .json file tells its format, so every process finds the same. The
-name of standard input or a pipe says nothing, so the first byte decides: "{" begins JSON lines, "["
-an array, anything else is plain text. Standard input is not decompressed; use `zcat`.
+hidden files. The name of standard input or a pipe says nothing, so the first byte decides: "{"
+begins JSON lines, "[" an array, anything else is plain text. Standard input is not decompressed.
 """
 
 from __future__ import annotations
@@ -31,15 +30,13 @@ from gristmill.text.sources.blocks import (
     SourceFormat,
     TextBlock,
     TextRows,
-    damaged,
     failed_rows,
 )
 from gristmill.text.sources.columnar import ARROW, PARQUET
 from gristmill.text.sources.datasets import DATASET, PREFIX, DatasetSource
-from gristmill.text.sources.json_values import JSON_BY_SHAPE, JsonShape, shape_of
+from gristmill.text.sources.json_values import ARRAY, CONCATENATED, json_format
 from gristmill.text.sources.lines import JSON_LINES, SEPARATED_TEXT, TEXT_BY_SPLIT
 from gristmill.text.sources.source import (
-    PIPED_ARRAY,
     Document,
     DocumentSplit,
     Dropped,
@@ -54,15 +51,16 @@ STDIN = "-"
 FORMATS: Mapping[str, SourceFormat] = {
     ".jsonl": JSON_LINES,
     ".ndjson": JSON_LINES,
+    ".json-array": ARRAY,
+    ".json-values": CONCATENATED,
     ".csv": CSV,
     ".tsv": TSV,
     ".parquet": PARQUET,
     ".arrow": ARROW,
     ".feather": ARROW,
-    PIPED_ARRAY: JSON_BY_SHAPE[JsonShape.ARRAY],
     PREFIX: DATASET,
 }
-"""By file name extension; any other is plain text, except .json."""
+"""By extension; any other is plain text."""
 
 
 def find_sources(names: Sequence[str], options: ReadOptions) -> list[Source]:
@@ -80,14 +78,21 @@ def _find(name: str, options: ReadOptions) -> Sequence[Source]:
         files = [file for file in place.rglob("*") if not _is_hidden(file, below=place)]
         missing = "this folder holds no files"
     elif place.exists():
-        return [Source(place)]
+        return [_file(place)]
     else:
         files = [Path(match) for match in glob.glob(name, recursive=True)]
         missing = "no file matches" if glob.has_magic(name) else "no such file or folder"
     found = sorted(file for file in files if file.is_file())
     if not found:
         raise UserError(missing, where=name, exit=Exit.DATA)
-    return [Source(file) for file in found]
+    return [_file(file) for file in found]
+
+
+def _file(path: Path) -> Source:
+    source = Source(path)
+    if source.extension == ".json":
+        source.extension = json_format(path)
+    return source
 
 
 def _is_hidden(file: Path, *, below: Path) -> bool:
@@ -96,8 +101,6 @@ def _is_hidden(file: Path, *, below: Path) -> bool:
 
 def format_of(source: Source, options: ReadOptions) -> SourceFormat:
     """How a source is cut and read."""
-    if source.extension == ".json":
-        return JSON_BY_SHAPE[shape_of(source, options)]
     text = SEPARATED_TEXT if options.separator else TEXT_BY_SPLIT[options.split]
     return FORMATS.get(source.extension, text)
 
@@ -109,10 +112,8 @@ def cut_source(source: Source, options: ReadOptions, begin: int) -> Iterator[Tex
         for block in format_of(source, options).cut(source, options, begin):
             yield block
             position, disk = block.end, block.disk
-    except ReadError as failure:
-        yield TextBlock(position, position, disk, failed_rows(options, failure))
-    except DAMAGE as error:
-        yield TextBlock(position, position, disk, failed_rows(options, damaged(error)))
+    except (ReadError, *DAMAGE) as error:
+        yield TextBlock(position, position, disk, failed_rows(options, error))
 
 
 def read_block(source: Source, block: TextBlock, options: ReadOptions) -> TextRows:
@@ -123,10 +124,8 @@ def read_block(source: Source, block: TextBlock, options: ReadOptions) -> TextRo
     assert read is not None
     try:
         return read(source, block, options)
-    except ReadError as failure:
-        return failed_rows(options, failure)
-    except DAMAGE as error:
-        return failed_rows(options, damaged(error))
+    except (ReadError, *DAMAGE) as error:
+        return failed_rows(options, error)
 
 
 class SourceReader:

@@ -19,9 +19,7 @@ LINE_LIMIT = 256 << 20
 BLOCK_BYTES = 2 << 20
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _BUFFER = 1 << 18
-PIPED_ARRAY = "["
-"""Used as the file name extension of a pipe that holds a JSON array."""
-_BY_FIRST_BYTE = {b"{": ".jsonl", b"[": PIPED_ARRAY}
+_BY_FIRST_BYTE = {b"{": ".jsonl", b"[": ".json-array"}
 
 
 class Reason(enum.Enum):
@@ -88,7 +86,7 @@ class Source:
         """Bytes on disk; None if this is not a regular file, such as a pipe."""
         self._stream: Stream | None = None
         self.extension = ".txt"
-        """The file name extension, without that of the compression."""
+        """The file name extension without that of the compression, or what replaces it."""
         self.can_seek = False
         """Whether any part of the content can be read without what comes before."""
         if path is None or self.size is None:

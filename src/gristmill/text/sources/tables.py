@@ -7,19 +7,12 @@
 
 The delimiter of .tsv is the tab; of .csv it is the comma, semicolon or tab, whichever occurs most
 often in the first line. Lines end with LF or CRLF. An empty line is an empty row; a record with too
-few cells lacks the last columns.
+few cells lacks the last columns. The header is a block without rows.
 
-Where a record ends depends on every quote before it, so one process finds the ends, with the
-pattern below. It matches what the `csv` module reads, which then parses the records:
-
-    record    cell (delimiter cell)* [CR, and anything that follows it] LF
-    cell      " (anything but a quote | "")* " other*    or    other*
-
-pyarrow's CSV reader is no substitute: it does not tell at which byte and line a record begins, so
-work could not be resumed or lines be named, and one invalid byte fails a whole batch.
-
-The header is a block without rows; each of the others carries its columns. A file without one of
-the requested columns is an error.
+Where a record ends depends on every quote before it, so one process finds the ends with a pattern;
+workers parse the records with the `csv` module. pyarrow's CSV reader is no substitute: it does not
+tell at which byte and line a record begins, so work could not be resumed or lines be named, and one
+invalid byte fails a whole batch.
 """
 
 from __future__ import annotations
@@ -48,7 +41,7 @@ from gristmill.text.sources.blocks import (
 from gristmill.text.sources.lines import text_or_reason
 from gristmill.text.sources.source import ReadOptions, Reason, Source
 
-_FIRST_READ = 1 << 16
+_HEADER_LIMIT = 1 << 20
 _QUOTED = re.compile(rb'"[^"]*"?')
 _MAX_NAMES = 20
 _MAX_NAME_LENGTH = 40
@@ -74,7 +67,11 @@ def _unclosed() -> ReadError:
 
 @functools.cache
 def _record(delimiter: str, repeat: str = "") -> re.Pattern[bytes]:
-    """Matches one whole record, or as many as there are."""
+    """Matches one whole record, or as many as there are.
+
+    record    cell (delimiter cell)* [CR, and anything that follows it] LF
+    cell      " (anything but a quote | "")* " other*    or    other*
+    """
     sign = re.escape(delimiter.encode())
     other = b"[^" + sign + b"\r\n]*+"
     cell = b'(?:"(?:[^"]++|"")*+"' + other + b'|(?!")' + other + b")"
@@ -117,32 +114,16 @@ def _cut(
 
 def _header_of(source: Source, options: ReadOptions, delimiters: Sequence[str]) -> _Header | None:
     """The header; None for an empty file."""
-    data, at_end = b"", False
     with closing(source.open()) as stream:
-        while not at_end:
-            piece = stream.read(max(_FIRST_READ, len(data)))
-            data, at_end = data + piece, not piece
-            if not data:
-                return None
-            header = _parse_header(data + b"\n" if at_end else data, options, delimiters)
-            if header:
-                return replace(header, size=min(header.size, len(data)))
-            if len(data) > options.line_limit:
-                raise too_long(options)
-    raise _unclosed()
-
-
-def _parse_header(
-    content: bytes, options: ReadOptions, delimiters: Sequence[str]
-) -> _Header | None:
-    """The header, if the first record is whole."""
-    data = content.removeprefix(BOM)
-    line, end, _ = data.partition(b"\n")
-    unquoted = _QUOTED.sub(b"", line)
-    delimiter = max(delimiters, key=lambda one: unquoted.count(one.encode()))
-    found = _record(delimiter).match(data) if end else None
-    if found is None:
+        content = stream.read(_HEADER_LIMIT)
+    if not content:
         return None
+    data = content.removeprefix(BOM)
+    first_line = _QUOTED.sub(b"", data.partition(b"\n")[0])
+    delimiter = max(delimiters, key=lambda one: first_line.count(one.encode()))
+    found = _record(delimiter).match(data if len(content) == _HEADER_LIMIT else data + b"\n")
+    if found is None:
+        raise _unclosed()
     try:
         columns = next(_csv_reader([found[0].decode(errors="replace")], delimiter, options))
     except csv.Error:
@@ -153,7 +134,7 @@ def _parse_header(
     for key in options.keys:
         if key not in columns:
             raise missing_column(key, columns)
-    size = len(content) - len(data) + found.end()
+    size = min(len(content) - len(data) + found.end(), len(content))
     return _Header(columns, delimiter, size, found[0].count(b"\n"))
 
 
