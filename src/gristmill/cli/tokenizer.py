@@ -47,11 +47,12 @@ def train_tokenizer(
 ) -> None:
     """Learn a tokenizer from text. It works on bytes, so it gives every text back."""
     from gristmill.text.sources.reading import open_sources
+    from gristmill.text.sources.source import ReadOptions
     from gristmill.text.tokenizers.training import train_tokenizer as learn
 
     if output.exists() and any(output.iterdir()):
         raise UserError("this folder is not empty", where=str(output), exit=Exit.REFUSED)
-    reader = open_sources(sources, json_key=json_key, split=documents)
+    reader = open_sources(sources, ReadOptions((json_key,), documents))
     with ProgressLine("learning") as line:
         learned = learn(
             _texts(reader, line),

@@ -204,10 +204,9 @@ def test_a_record_over_the_limit(tmp_path: Path, read_blocks: ReadBlocks, size: 
 def test_an_unclosed_quote_does_not_take_all_memory(
     tmp_path: Path, read_blocks: ReadBlocks, begin: str
 ) -> None:
-    path = written(tmp_path, begin + '"no end' + "\n" * 500_000)
+    path = written(tmp_path, begin + '"no end' + "\n" * 2_000_000)
     reading = read_blocks(path, block_bytes=100, line_limit=1000)
-    assert reading.failure is not None
-    assert ("longer than" if begin else "has no end") in reading.failure.what
+    assert reading.failure is not None and "longer than" in reading.failure.what
     assert reading.lines[-1] == (3 if begin else 1)
     assert reading.blocks[-1].disk < 2000
 

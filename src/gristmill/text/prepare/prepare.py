@@ -7,15 +7,15 @@
     PREFIX.ledger.json                     what became of every line
 
 Lines read = documents kept + lines dropped by reason; this is checked before anything is put in
-place. A line is whatever a source offers as one document: a line, a paragraph, a row or a file. The
-end-of-text token follows each document. Memory is bounded by the blocks under way and the longest
-document. A killed preparation resumes when the same is requested again (see `journal`), and its
-files are the same byte for byte. Only text from a pipe cannot be read twice, so such a preparation
-starts over.
+place. A line is whatever a source offers as one document: a line, a paragraph, a row or a file.
+Memory is bounded by the blocks under way and the longest document. A killed preparation resumes
+when the same is requested again (see `journal`), and gives the same files byte for byte. A pipe
+cannot be read twice, so such a preparation starts over.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import tempfile
@@ -187,6 +187,10 @@ def _open_outputs(
     return Outputs(request, tokenizer, resumable=journal is not None), Cursor()
 
 
+def _origin(name: str, line: int, place: int) -> str:
+    return f"{name}:{line + place}"
+
+
 class _WorkPlan:
     """The spans of all sources that belong to a preparation, in order."""
 
@@ -221,28 +225,22 @@ class _WorkPlan:
     ) -> Iterator[tuple[PrepareProgress, Cursor]]:
         """Write encoded blocks; after each batch, the progress and what comes next."""
         for batch, blocks in encoded:
-            for one, block in zip(batch, blocks, strict=True):
-                cursor = self._write_block(one, block, outputs, cursor)
+            for (number, source, text), block in zip(batch, blocks, strict=True):
+                span, line = self._span_of[number], cursor.line
+                if span != cursor.span or cursor.position is None:
+                    line = 1 + lines_before(source, self.spans[span].begin)
+                origin = functools.partial(_origin, source.name, line)
+                outputs.append(block, source=number, line=line, origin=origin)
+                line += block.lines
+                if block.failure:
+                    raise failed(block.failure, source=source, line=line)
+                cursor = Cursor(span, text.end, line)
             done = outputs.text_bytes
             if self.bytes_total is not None:
-                span = self.spans[cursor.span]
-                done = self._ends[cursor.span] - span.disk + batch[-1].block.disk - span.begin
+                last = self.spans[cursor.span]
+                done = self._ends[cursor.span] - last.disk + batch[-1].block.disk - last.begin
             seconds = time.perf_counter() - self.began
             yield (
                 PrepareProgress(outputs.kept, outputs.tokens, done, self.bytes_total, seconds),
                 cursor,
             )
-
-    def _write_block(
-        self, one: BlockInSource, block: EncodedBlock, outputs: Outputs, cursor: Cursor
-    ) -> Cursor:
-        number, source, text = one
-        span, line = self._span_of[number], cursor.line
-        if span != cursor.span or cursor.position is None:
-            line = 1 + lines_before(source, self.spans[span].begin)
-        outputs.append(
-            block, source=number, line=line, origin=lambda place: f"{source.name}:{line + place}"
-        )
-        if block.failure:
-            raise failed(block.failure, source=source, line=line + block.lines)
-        return Cursor(span, text.end, line + block.lines)

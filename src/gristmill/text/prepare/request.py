@@ -3,11 +3,11 @@
 A document goes to the split into whose share hash(seed, source, line) falls. So the choice depends
 on the seed and the document's place alone: not on workers, parts, or what is dropped around it.
 
-OUTPUT                  one key, nothing held out
-OUTPUT_train            with documents held out; "{split}" in OUTPUT is replaced instead
-OUTPUT_title            several keys
-OUTPUT_text_document    Megatron's format, as its users expect it
-….part-2-of-8           a part
+    OUTPUT                  one key, nothing held out
+    OUTPUT_train            with documents held out; "{split}" in OUTPUT is replaced instead
+    OUTPUT_title            several keys
+    OUTPUT_text_document    Megatron's format, as its users expect it
+    ….part-2-of-8           a part
 """
 
 from __future__ import annotations

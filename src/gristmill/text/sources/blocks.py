@@ -3,10 +3,9 @@
     cut(source, from a position)  ->  TextBlock ...   cheap, in one process, in order
     read(block)                   ->  TextRows        parsing and decoding, in any process
 
-A block says where it lies in its source. It carries its content if the source cannot seek
-(compressed files, pipes), or its rows if finding where it ends means parsing it. The rows of all
-blocks in order are the rows of the source, wherever the cuts fall. So the result does not depend on
-the number of workers, and interrupted work resumes at the end of any block.
+A block carries its content if the source cannot seek (compressed files, pipes), or its rows if
+finding its end means parsing it. The rows of the source do not depend on where it is cut, so the
+result does not depend on the number of workers, and work can resume at the end of any block.
 """
 
 from __future__ import annotations

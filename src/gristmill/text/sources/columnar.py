@@ -4,15 +4,10 @@
     .arrow .feather      record batches: a file with a footer, or a stream
 
 Rows take the place of lines: a position is the number of rows before it. Only the requested columns
-are read.
-
-    small row group                 one block, read by a worker
-    large row group, record batch   sliced into blocks by the process that cuts, since reading
-                                    cannot begin in the middle
-
-So memory holds a few small row groups, or one record batch, whatever the size of the file. All
-offsets are validated before use, since pyarrow would follow a damaged one anywhere. A null is not
-text, and neither are bytes, even if they look like it.
+are read. A small row group is one block, read by a worker. Reading cannot begin in the middle of a
+large row group or a record batch, so the process that cuts slices it into blocks, and memory is
+bounded whatever the size of the file. All offsets are validated before use, since pyarrow would
+follow a damaged one anywhere. Nulls and bytes are not text.
 """
 
 from __future__ import annotations
@@ -99,7 +94,11 @@ def _bytes_by_text() -> Mapping[str, Any]:
 
 def _rows(table: Any, options: ReadOptions) -> TextRows:
     """The rows of a table or record batch, up to the first text that is too long."""
-    found = [_bytes_of(table.column(key)) for key in options.keys]
+    found: list[list[bytes | None]] = []
+    for key in options.keys:
+        column = table.column(key)
+        chunks = column.chunks if hasattr(column, "chunks") else [column]
+        found.append([text for chunk in chunks for text in _as_bytes(chunk).to_pylist()])
     sizes = [max(len(text or b"") for text in row) for row in zip(*found, strict=True)]
     count = next((n for n, size in enumerate(sizes) if size > options.line_limit), len(sizes))
     columns = [
@@ -107,11 +106,6 @@ def _rows(table: Any, options: ReadOptions) -> TextRows:
         for column in found
     ]
     return TextRows(columns, range(count), count, too_long(options) if count < len(sizes) else None)
-
-
-def _bytes_of(column: Any) -> list[bytes | None]:
-    chunks = column.chunks if hasattr(column, "chunks") else [column]
-    return [text for chunk in chunks for text in _as_bytes(chunk).to_pylist()]
 
 
 def _as_bytes(array: Any) -> Any:

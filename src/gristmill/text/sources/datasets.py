@@ -4,11 +4,9 @@
     hf:./folder                              a folder of Parquet, JSON or CSV files, or one that
                                              the `datasets` library has saved
 
-The column is the requested one, else `text`, else the first that holds text; only that column is
-read. Rows are numbered from 0 in the order of the dataset's files; resuming skips whole batches of
-rows without decoding them. A dataset from the Hub is pinned to the commit it has when it is opened,
-which is part of its fingerprint; for a folder it is names, sizes and times of its files. Datasets
-that are programs are not read: the library no longer runs them. Only `open_hub` uses the network.
+Only one column is read: the requested one, else `text`, else the first that holds text. Resuming
+skips whole batches of rows without decoding them. The fingerprint contains the commit of a dataset
+from the Hub, or names, sizes and times of the files in a folder. Only `open_hub` uses the network.
 """
 
 from __future__ import annotations

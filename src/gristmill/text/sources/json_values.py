@@ -7,15 +7,10 @@
     }
     {"text": "two"}                  with or without commas between them
 
-A row is an object with documents under its keys, or a string, which is the document itself. An
-object that holds an array is still one row: nothing guesses which of its parts were meant.
-
-Where a value ends is known only after parsing it, so the process that cuts also parses, and blocks
-carry their rows. A position is a byte of the decompressed content, right after a value. Memory
-holds a block and the longest value.
-
-Invalid JSON ends the reading with its place: without line ends, nothing says where the next value
-begins.
+A row is an object with documents under its keys, or a string, which is the document itself. Where a
+value ends is known only after parsing it, so the process that cuts also parses, and blocks carry
+their rows. A position is a byte of the decompressed content, right after a value. Invalid JSON ends
+the reading: without line ends, nothing says where the next value begins.
 """
 
 from __future__ import annotations
@@ -24,7 +19,7 @@ import codecs
 import functools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -40,7 +35,7 @@ from gristmill.text.sources.blocks import (
     Value,
     too_long,
 )
-from gristmill.text.sources.lines import parse_object, text_or_reason, values_of
+from gristmill.text.sources.lines import parse_object, values_of
 from gristmill.text.sources.source import LINE_LIMIT, ReadOptions, Reason, Source
 
 _FIRST_READ = 1 << 10
@@ -128,7 +123,11 @@ def _parse(
             if end_of_value is None:
                 break
             places.append(line)
-            for column, found in zip(columns, _values(value, options.keys), strict=True):
+            if isinstance(value, str):
+                # A string is the document itself.
+                value = dict.fromkeys(options.keys, value)
+            values = values_of(value, options.keys, check_surrogates=True)
+            for column, found in zip(columns, values, strict=True):
                 column.append(found)
             place = end = end_of_value
             needs_comma, after_comma = array, False
@@ -168,12 +167,6 @@ def _decode(text: str, begin: int, options: ReadOptions, *, at_end: bool) -> tup
     if 4 * length > options.line_limit and _size(text[begin : begin + length]) > options.line_limit:
         raise too_long(options)
     return value, end
-
-
-def _values(value: Any, keys: Sequence[str]) -> Sequence[Value]:
-    if isinstance(value, str):
-        return [text_or_reason(value, check_surrogates=True)] * len(keys)
-    return values_of(value, keys, check_surrogates=True)
 
 
 def _end_of(pattern: re.Pattern[str], text: str, begin: int) -> int:

@@ -148,13 +148,13 @@ def _paragraphs(content: bytes, options: ReadOptions) -> Iterator[tuple[int, byt
             first = number + 1
 
 
-def _after_last_separator(content: bytes, *, separator: bytes) -> int:
-    return content.rfind(separator) + len(separator) if separator in content else 0
-
-
 def _cut_separated(source: Source, options: ReadOptions, begin: int) -> Iterator[TextBlock]:
     assert options.separator
-    last_cut = functools.partial(_after_last_separator, separator=options.separator.encode())
+    mark = options.separator.encode()
+
+    def last_cut(content: bytes) -> int:
+        return content.rfind(mark) + len(mark) if mark in content else 0
+
     return cut_stream(source, options, begin, last_cut=last_cut)
 
 

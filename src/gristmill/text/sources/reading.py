@@ -38,7 +38,6 @@ from gristmill.text.sources.json_values import ARRAY, CONCATENATED, json_format
 from gristmill.text.sources.lines import JSON_LINES, SEPARATED_TEXT, TEXT_BY_SPLIT
 from gristmill.text.sources.source import (
     Document,
-    DocumentSplit,
     Dropped,
     Item,
     ReadOptions,
@@ -75,7 +74,11 @@ def _find(name: str, options: ReadOptions) -> Sequence[Source]:
         return [DatasetSource(name, options)]
     place = Path(name)
     if place.is_dir():
-        files = [file for file in place.rglob("*") if not _is_hidden(file, below=place)]
+        files = [
+            file
+            for file in place.rglob("*")
+            if not any(part.startswith(".") for part in file.relative_to(place).parts)
+        ]
         missing = "this folder holds no files"
     elif place.exists():
         return [_file(place)]
@@ -93,10 +96,6 @@ def _file(path: Path) -> Source:
     if source.extension == ".json":
         source.extension = json_format(path)
     return source
-
-
-def _is_hidden(file: Path, *, below: Path) -> bool:
-    return any(part.startswith(".") for part in file.relative_to(below).parts)
 
 
 def format_of(source: Source, options: ReadOptions) -> SourceFormat:
@@ -161,16 +160,10 @@ class SourceReader:
             finished += source.size or 0
 
 
-def open_sources(
-    paths: Sequence[str],
-    *,
-    json_key: str = "text",
-    split: DocumentSplit = DocumentSplit.FILE,
-    options: ReadOptions | None = None,
-) -> SourceReader:
+def open_sources(names: Sequence[str], options: ReadOptions | None = None) -> SourceReader:
     """Find all files now; read them as the result is iterated over."""
-    options = options or ReadOptions(keys=(json_key,), split=split)
-    return SourceReader(find_sources(paths, options), options)
+    options = options or ReadOptions()
+    return SourceReader(find_sources(names, options), options)
 
 
 def failed(failure: ReadError, *, source: Source, line: int) -> UserError:

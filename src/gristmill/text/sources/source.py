@@ -92,7 +92,7 @@ class Source:
         if path is None or self.size is None:
             # The name of a pipe says nothing, so the first byte decides.
             self._stream = Stream(path, regular=False)
-            self.extension = _BY_FIRST_BYTE.get(self._stream.peek()[:1], ".txt")
+            self.extension = _BY_FIRST_BYTE.get(self._stream.peek(1)[:1], ".txt")
             return
         name = path.name.lower()
         for suffix in _COMPRESSED:
@@ -139,13 +139,8 @@ class Stream:
         # Decompressors are slow at small reads, and some cannot peek.
         buffered = isinstance(raw, io.BufferedReader)
         self._reader: io.BufferedReader = raw if buffered else io.BufferedReader(raw, _BUFFER)
-
-    def read(self, count: int) -> bytes:
-        return self._reader.read(count)
-
-    def peek(self) -> bytes:
-        """Some of the next bytes; none at the end."""
-        return self._reader.peek(1)
+        self.read = self._reader.read
+        self.peek = self._reader.peek
 
     @property
     def disk(self) -> int:

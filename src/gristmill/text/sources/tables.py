@@ -27,6 +27,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gristmill.base.units import format_bytes
 from gristmill.text.sources.blocks import (
     BOM,
     ReadError,
@@ -122,6 +123,11 @@ def _header_of(source: Source, options: ReadOptions, delimiters: Sequence[str]) 
     first_line = _QUOTED.sub(b"", data.partition(b"\n")[0])
     delimiter = max(delimiters, key=lambda one: first_line.count(one.encode()))
     found = _record(delimiter).match(data if len(content) == _HEADER_LIMIT else data + b"\n")
+    if found is None and len(content) == _HEADER_LIMIT:
+        raise ReadError(
+            f"the first record is longer than {format_bytes(_HEADER_LIMIT)}",
+            remedy="check that this is a table whose first record names the columns",
+        )
     if found is None:
         raise _unclosed()
     try:
@@ -154,7 +160,11 @@ def _read(source: Source, block: TextBlock, options: ReadOptions) -> TextRows:
         place = reader.line_num
         try:
             record = next(reader)
-            values = [_value(record, index, valid) for index in indices]
+            absent = Reason.MISSING_KEY if record else Reason.EMPTY_TEXT
+            values = [
+                text_or_reason(record[n], check_surrogates=not valid) if n < len(record) else absent
+                for n in indices
+            ]
         except csv.Error:
             values = [Reason.INVALID_CSV] * len(indices)
         if len(data) > options.line_limit:
@@ -173,12 +183,6 @@ def _csv_reader(lines: Sequence[str], delimiter: str, options: ReadOptions) -> A
     """Iterates over records; an open quote makes it read one line more than there are."""
     csv.field_size_limit(max(csv.field_size_limit(), 2 * options.line_limit))
     return csv.reader(itertools.chain(lines, ("\n",)), delimiter=delimiter)
-
-
-def _value(record: Sequence[str], index: int, valid: bool) -> Value:
-    if index < len(record):
-        return text_or_reason(record[index], check_surrogates=not valid)
-    return Reason.MISSING_KEY if record else Reason.EMPTY_TEXT
 
 
 CSV = SourceFormat(functools.partial(_cut, delimiters=(",", ";", "\t")), _read)
