@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from gristmill.text.sources.blocks import Block, Failure, Value
-from gristmill.text.sources.reading import kind_of
-from gristmill.text.sources.source import ReadOptions, Source
+from gristmill.text.sources.blocks import ReadError, TextBlock, Value
+from gristmill.text.sources.reading import cut_source, find_sources, read_block
+from gristmill.text.sources.source import ReadOptions
 
 
 class BlockReading:
@@ -19,19 +19,20 @@ class BlockReading:
 
     def __init__(self, path: Path, *, begin: int = 0, line: int = 1, **options: Any) -> None:
         """Read from a position on, at which the given line is."""
-        source, read = Source(path), ReadOptions(**options)
-        self.blocks: list[Block] = []
+        read = ReadOptions(**options)
+        (source,) = find_sources([str(path)], read)
+        self.blocks: list[TextBlock] = []
         self.rows: list[tuple[int, Sequence[Value]]] = []
         """Each with its line."""
         self.lines: list[int] = []
         """After each block the number of the next line."""
         self.counts: list[int] = []
         """After each block the number of rows so far."""
-        self.failure: Failure | None = None
-        for block in kind_of(source, read).cut(source, read, begin):
+        self.failure: ReadError | None = None
+        for block in cut_source(source, read, begin):
             # Blocks travel to other processes.
             there, travelled = pickle.loads(pickle.dumps((source, block)))
-            rows = kind_of(there, read).read(there, travelled, read)
+            rows = read_block(there, travelled, read)
             for place, values in zip(rows.places, zip(*rows.columns, strict=True), strict=True):
                 self.rows.append((line + place, values))
             line += rows.lines

@@ -1,29 +1,23 @@
-"""`prepare`: from text to token files."""
+"""`prepare`: turn text into token files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gristmill.base.errors import UserError
 from gristmill.base.units import format_bytes, format_count, format_seconds
-from gristmill.cli.options import (
-    Documents,
-    JsonKeys,
-    Output,
-    Overwrite,
-    ShardSize,
-    TokenFormat,
-)
+from gristmill.cli.options import Documents, JsonKeys, Output, Overwrite, ShardSize, TokenFormat
 from gristmill.cli.progress import ProgressLine
-from gristmill.text.sources.source import DocumentSplit
+from gristmill.text.sources.source import DocumentSplit, ReadOptions
 
 if TYPE_CHECKING:
-    from gristmill.text.prepare.outputs import PreparedKey
-    from gristmill.text.prepare.prepare import PrepareProgress, PrepareResult
+    from gristmill.text.prepare.prepare import PrepareResult
+    from gristmill.text.prepare.request import Holdout, PrepareRequest
     from gristmill.text.sources.corpora import Corpus
     from gristmill.text.tokenizers.tokenizer import Tokenizer
 
@@ -33,11 +27,9 @@ _SEED = 1234
 def _list_corpora(wanted: bool) -> None:
     if not wanted:
         return
-    from gristmill.text.sources.corpora import corpus_names, describe, find_corpus
+    from gristmill.text.sources.corpora import describe, known_corpora
 
-    for name in corpus_names():
-        corpus = find_corpus(name)
-        assert corpus is not None
+    for corpus in known_corpora().values():
         typer.echo(describe(corpus) + "\n")
     raise typer.Exit()
 
@@ -67,18 +59,20 @@ def prepare(
         Path | None, typer.Option(help="Merges of a BPE, with --vocab-file.")
     ] = None,
     end_of_text: Annotated[
-        str | None, typer.Option(help="The token that ends a document, if it is not found out.")
+        str | None, typer.Option(help="The token that ends a document, if it cannot be detected.")
     ] = None,
     json_key: JsonKeys = None,
     documents: Documents = DocumentSplit.FILE,
     separator: Annotated[
         str | None,
-        typer.Option(help="What stands between documents in plain text, as <|endoftext|>."),
+        typer.Option(help="The text between documents in plain text, such as <|endoftext|>."),
     ] = None,
     append_eod: Annotated[
         bool, typer.Option(help="End every document with the end-of-text token.")
     ] = True,
-    strict: Annotated[bool, typer.Option(help="Stop at the first line that is dropped.")] = False,
+    strict: Annotated[
+        bool, typer.Option(help="Stop at the first line that would be dropped.")
+    ] = False,
     format: Annotated[TokenFormat, typer.Option(help="Format of the token files.")] = (
         TokenFormat.FLAT
     ),
@@ -86,18 +80,19 @@ def prepare(
     split: Annotated[
         str | None,
         typer.Option(
-            help="Hold documents out: proportions for train, val and perhaps test, as 999,1."
+            help="Hold documents out: proportions for train, val and test, such as 999,1."
         ),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help=f"Chooses the documents held out; {_SEED} if not given.")
+        int | None,
+        typer.Option(help=f"Seed that chooses the documents held out; {_SEED} if not given."),
     ] = None,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes; one for each core if not given.")
     ] = None,
     part: Annotated[
         str | None,
-        typer.Option(help='Do one part of the work, as 2/8, or "slurm" for a job array\'s task.'),
+        typer.Option(help='Do one part of the work, such as 2/8, or "slurm" in a job array.'),
     ] = None,
     overwrite: Overwrite = False,
     corpora: Annotated[
@@ -106,54 +101,62 @@ def prepare(
             "--corpora",
             callback=_list_corpora,
             is_eager=True,
-            help="Show the corpora known by name, and do nothing else.",
+            help="List the corpora known by name and exit.",
         ),
     ] = False,
 ) -> None:
     """Turn text into token files that `train` reads.
 
-    Killed or interrupted, the same command goes on where it was. With --split the sets are named
-    OUTPUT_train and OUTPUT_val, or as OUTPUT says where it contains {split}.
+    After a kill or an interruption, the same command resumes. With --split the sets are named
+    OUTPUT_train and OUTPUT_val, or by replacing {split} in OUTPUT.
     """
-    from gristmill.text.prepare.holdout import parse_holdout
     from gristmill.text.prepare.parts import WHOLE, parse_part
+    from gristmill.text.prepare.request import PrepareRequest
 
-    settings: dict[str, Any] = {
-        "tokenizer": lambda: _open_tokenizer(tokenizer, vocab_file, merge_file, end_of_text),
-        "keys": tuple(json_key or ("text",)),
-        "split": documents,
-        "separator": separator,
-        "append_end_of_text": append_eod,
-        "strict": strict,
-        "format": format.value,
-        "shard_size": shard_size,
-        "part": parse_part(part) if part else WHOLE,
-        "workers": workers,
-        "overwrite": overwrite,
-    }
     if separator is not None and (not separator or documents is not DocumentSplit.FILE):
         raise UserError(
-            "documents are divided in one way: by --documents, or by a separator that is not empty",
+            "documents are split in one way: by --documents, or by a separator that is not empty",
             where="--separator",
             remedy="leave one of the two out",
         )
-    corpus = _corpus(sources)
+    corpus = _find_corpus(sources)
+    request = PrepareRequest(
+        sources,
+        output,
+        lambda: _open_tokenizer(tokenizer, vocab_file, merge_file, end_of_text),
+        options=ReadOptions(tuple(json_key or ("text",)), documents, separator),
+        append_end_of_text=append_eod,
+        strict=strict,
+        format=format.value,
+        shard_size=shard_size,
+        holdout=_holdout(corpus, split, seed),
+        part=parse_part(part) if part else WHOLE,
+        workers=workers,
+        overwrite=overwrite,
+    )
     if corpus:
-        _prepare_corpus(corpus, output, settings, split=split, seed=seed)
-        return
-    if split is None:
-        _refuse_idle(seed)
-    holdout = parse_holdout(split, seed=_SEED if seed is None else seed) if split else None
-    report_prepared(_prepare(sources, output, settings | {"holdout": holdout}))
+        _prepare_corpus(corpus, request)
+    else:
+        _prepare(request)
 
 
-def _refuse_idle(seed: int | None) -> None:
+def _holdout(corpus: Corpus | None, split: str | None, seed: int | None) -> Holdout | None:
+    """What is held out: as requested, or by the corpus unless it has a validation set."""
+    from gristmill.text.prepare.request import Holdout, parse_holdout
+
+    if split is not None:
+        return parse_holdout(split, seed=_SEED if seed is None else seed)
+    if corpus and corpus.held_out is not None:
+        chosen = seed if seed is not None else corpus.seed
+        shares = (1 - corpus.held_out, corpus.held_out)
+        return Holdout(shares, _SEED if chosen is None else chosen, corpus.permuted_rows)
     if seed is not None:
         raise UserError(
-            "a seed chooses the documents held out, and none are",
+            "a seed chooses the documents held out, but none are",
             where="--seed",
             remedy="hold some out with --split, or leave it out",
         )
+    return None
 
 
 def _open_tokenizer(
@@ -172,97 +175,75 @@ def _open_tokenizer(
     else:
         opened = open_tokenizer(name, end_of_text=end_of_text)
     if not opened.lossless:
-        typer.echo("note: this tokenizer changes some texts: decoding them gives something else")
+        typer.echo(
+            "note: this tokenizer is not lossless: decoding may not give the original text back"
+        )
     return opened
 
 
-def _prepare(
-    sources: Sequence[str],
-    output: Path,
-    settings: dict[str, Any],
-    *,
-    expected: int | None = None,
-) -> PrepareResult:
+def _prepare(request: PrepareRequest, *, expected: int | None = None) -> None:
+    """Prepare and report; `expected` bytes of text are the total if the sources do not tell."""
+    from gristmill.text.prepare.prepare import PrepareProgress
     from gristmill.text.prepare.prepare import prepare as prepare_tokens
 
+    first: PrepareProgress | None = None
     with ProgressLine("preparing") as line:
-        try:
-            return prepare_tokens(
-                sources, output=output, progress=_show(line, expected), note=line.say, **settings
+
+        def show(state: PrepareProgress) -> None:
+            nonlocal first
+            # Rates are those of this process, since what an earlier one did took no time here.
+            first = first or state
+            seconds = max(state.seconds - first.seconds, 1e-9)
+            line.update(
+                state.bytes_done,
+                state.bytes_total or expected,
+                f"{format_count(state.documents)} documents, {format_count(state.tokens)} tokens, "
+                f"{format_bytes((state.bytes_done - first.bytes_done) / seconds)}/s, "
+                f"{format_count((state.documents - first.documents) / seconds)} documents/s",
             )
+
+        try:
+            result = prepare_tokens(request, progress=show, note=line.say)
         except KeyboardInterrupt:
-            line.say("interrupted: the same command goes on from what was saved")
+            line.say("interrupted: run the same command again to resume from what was saved")
             raise
+    report_prepared(result)
 
 
-# ------------------------------------------------------------------ corpora by name
-
-
-def _corpus(sources: Sequence[str]) -> Corpus | None:
+def _find_corpus(sources: Sequence[str]) -> Corpus | None:
     from gristmill.text.sources.corpora import find_corpus
 
     named = [name for name in sources if not Path(name).exists() and find_corpus(name)]
-    if not named:
-        return None
-    if len(sources) > 1:
+    if named and len(sources) > 1:
         raise UserError(
-            "a corpus known by name is prepared by itself",
+            "a corpus known by name is prepared on its own",
             where=named[0],
             remedy="prepare each on its own, then: gristmill tokens merge",
         )
-    return find_corpus(named[0])
+    return find_corpus(named[0]) if named else None
 
 
-def _prepare_corpus(
-    corpus: Corpus, output: Path, settings: dict[str, Any], *, split: str | None, seed: int | None
-) -> None:
-    from gristmill.text.prepare.holdout import Holdout, parse_holdout
-    from gristmill.text.prepare.outputs import split_name
+def _prepare_corpus(corpus: Corpus, request: PrepareRequest) -> None:
+    from gristmill.text.prepare.request import split_name
     from gristmill.text.sources.corpora import check_disk, describe, fetch_corpus
 
-    if split is None and corpus.held_out is None:
-        _refuse_idle(seed)
     typer.echo(describe(corpus))
-    check_disk(corpus, output=output)
-    with ProgressLine("fetching") as line:
+    check_disk(corpus, output=request.output)
+    with ProgressLine("downloading") as line:
         source = fetch_corpus(
             corpus, progress=lambda done, total: line.update(done, total, format_bytes(done))
         )
-    if split is None and corpus.validation:
-        # The corpus brings a validation set of its own.
-        for name, own in (("train", source), ("val", corpus.source(corpus.validation))):
-            report_prepared(_prepare([own], Path(split_name(str(output), name)), settings))
+    if request.holdout or not corpus.validation:
+        _prepare(replace(request, sources=[source]), expected=corpus.text_bytes)
         return
-    holdout = None
-    if split is not None:
-        holdout = parse_holdout(split, seed=_SEED if seed is None else seed)
-    elif corpus.held_out is not None:
-        chosen = seed if seed is not None else corpus.seed
-        shares = (1 - corpus.held_out, corpus.held_out)
-        holdout = Holdout(shares, _SEED if chosen is None else chosen, corpus.permuted_rows)
-    settings = settings | {"holdout": holdout}
-    report_prepared(_prepare([source], output, settings, expected=corpus.text_bytes))
-
-
-# ------------------------------------------------------------------ words
-
-
-def _show(line: ProgressLine, expected: int | None) -> Callable[[PrepareProgress], None]:
-    def show(state: PrepareProgress) -> None:
-        seconds = max(state.seconds, 1e-9)
-        done = state.bytes_done - state.bytes_before
-        words = (
-            f"{format_count(state.documents)} documents, {format_count(state.tokens)} tokens, "
-            f"{format_bytes(done / seconds)}/s, "
-            f"{format_count((state.documents - state.documents_before) / seconds)} documents/s"
-        )
-        line.update(state.bytes_done, state.bytes_total or expected, words)
-
-    return show
+    # The corpus has a validation set of its own.
+    for name, own in (("train", source), ("val", corpus.source(corpus.validation))):
+        output = Path(split_name(str(request.output), name))
+        _prepare(replace(request, sources=[own], output=output))
 
 
 def report_prepared(result: PrepareResult) -> None:
-    """Say what was made and what was dropped."""
+    """Print what was made and what was dropped."""
     for key in result.keys:
         for made in key.sets:
             info = made.info
@@ -270,19 +251,15 @@ def report_prepared(result: PrepareResult) -> None:
                 f"{made.prefix}: {info.tokens:,} tokens in {info.documents:,} documents from "
                 f"{format_bytes(info.text_bytes or 0)} of text, {info.format}, {info.dtype}"
             )
-        _report_ledger(key)
-    rate = format_bytes(result.ground_bytes / max(result.seconds, 1e-9))
+        ledger = key.ledger
+        dropped = sum(ledger.dropped.values())
+        typer.echo(f"{ledger.lines:,} read = {ledger.kept:,} kept + {dropped:,} dropped")
+        for reason, count in ledger.dropped.items():
+            typer.echo(f"  dropped {count:,}: {reason.value}")
+        for place in ledger.places[:5]:
+            typer.echo(f"    {place.origin}: {place.reason.value}")
+        if dropped > 5:
+            typer.echo(f"    more places: {key.ledger_file}")
+    rate = format_bytes(result.new_text_bytes / max(result.seconds, 1e-9))
     by = f", encoded by {result.encoder}" if result.encoder else ""
     typer.echo(f"{format_seconds(result.seconds)}, {rate}/s{by}")
-
-
-def _report_ledger(key: PreparedKey) -> None:
-    ledger = key.ledger
-    dropped = sum(ledger.dropped.values())
-    typer.echo(f"{ledger.lines:,} read = {ledger.kept:,} kept + {dropped:,} dropped")
-    for reason, count in ledger.dropped.items():
-        typer.echo(f"  dropped {count:,}: {reason.value}")
-    for place in ledger.places[:5]:
-        typer.echo(f"    {place.origin}: {place.reason.value}")
-    if dropped > 5:
-        typer.echo(f"    more places: {key.ledger_file}")

@@ -164,7 +164,7 @@ def merge_sets(
     Parts made by `prepare --part` give the same files as one preparation of everything:
     gristmill tokens merge "tokens/books.part-*" -o tokens/books
     """
-    from gristmill.text.prepare.merging import find_sets, merge_ledgers
+    from gristmill.text.prepare.parts import find_sets, merge_ledgers
 
     sources = find_sets(prefixes)
     _copy(

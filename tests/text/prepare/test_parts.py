@@ -15,9 +15,11 @@ from typer.testing import CliRunner
 
 from gristmill.base.errors import UserError
 from gristmill.cli.main import app
-from gristmill.text.prepare.parts import PartNumber, first_line, parse_part, spans_of
+from gristmill.text.prepare.parts import PartNumber, parse_part, spans_of
 from gristmill.text.prepare.prepare import prepare
-from gristmill.text.sources.finding import find_sources
+from gristmill.text.prepare.request import PrepareRequest
+from gristmill.text.sources.blocks import lines_before
+from gristmill.text.sources.reading import find_sources
 from gristmill.text.sources.source import DocumentSplit, ReadOptions
 from gristmill.text.tokenizers.tokenizer import ByteTokenizer
 from gristmill.tokens.store import verify_tokens
@@ -32,7 +34,7 @@ def test_numbers() -> None:
     slurm = {"SLURM_ARRAY_TASK_ID": "6", "SLURM_ARRAY_TASK_COUNT": "4", "SLURM_ARRAY_TASK_MIN": "4"}
     assert parse_part("slurm", slurm) == PartNumber(3, 4)
     for wrong in ("0/3", "4/3", "1", "a/b", "-1/2", "1/0"):
-        with pytest.raises(UserError, match="no part of a whole"):
+        with pytest.raises(UserError, match="not a part of a whole"):
             parse_part(wrong)
     with pytest.raises(UserError, match="job array"):
         parse_part("slurm", {})
@@ -61,8 +63,8 @@ def test_parts_are_disjoint_and_complete(
     options = ReadOptions(split=split, block_bytes=100)
 
     def run(part: PartNumber, output: Path) -> Any:
-        key = prepare(paths, tokenizer=BYTES, output=output, part=part, options=options, workers=1)
-        return key.keys[0].ledger
+        request = PrepareRequest(paths, output, BYTES, part=part, options=options, workers=1)
+        return prepare(request).keys[0].ledger
 
     whole = run(PartNumber(1, 1), folder / "whole")
     parts = [run(PartNumber(number, of), folder / "part") for number in range(1, of + 1)]
@@ -115,7 +117,7 @@ def test_merged_parts_are_the_files_of_one_preparation(tmp_path: Path, format: s
 def test_a_missing_part_is_named(tmp_path: Path) -> None:
     sources = write(tmp_path / "in", 7)
     for number in (1, 3):
-        prepare(sources, tokenizer=BYTES, output=tmp_path / "set", part=PartNumber(number, 3))
+        prepare(PrepareRequest(sources, tmp_path / "set", BYTES, part=PartNumber(number, 3)))
     for sets in ([tmp_path / "set.part-*"], [tmp_path / "set.part-1-of-3"]):
         words = [str(word) for word in ("tokens", "merge", *sets, "-o", tmp_path / "all")]
         error = CliRunner().invoke(app, words).exception
@@ -138,9 +140,9 @@ def test_spans_and_lines(tmp_path: Path) -> None:
     spans = [spans_of(sources, options, PartNumber(n, 3)) for n in (1, 2, 3)]
     assert [(span.begin, span.end) for (span,) in spans] == [(0, 4), (4, 8), (8, 12)]
     # Line 2 begins at byte 5 and line 3 at byte 10.
-    assert [first_line(span, sources[0], options) for (span,) in spans] == [1, 2, 3]
+    assert [1 + lines_before(sources[0], span.begin) for (span,) in spans] == [1, 2, 3]
 
 
 def test_a_pipe_has_no_parts() -> None:
     with pytest.raises(UserError, match="cannot be divided"):
-        prepare(["/dev/null"], tokenizer=BYTES, output=Path("x"), part=PartNumber(1, 2))
+        prepare(PrepareRequest(["/dev/null"], Path("x"), BYTES, part=PartNumber(1, 2)))

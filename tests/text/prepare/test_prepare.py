@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.text.prepare import prepare as module
-from gristmill.text.prepare.holdout import parse_holdout
 from gristmill.text.prepare.ledger import Ledger
 from gristmill.text.prepare.outputs import PreparedSet
 from gristmill.text.prepare.prepare import (
@@ -24,6 +23,7 @@ from gristmill.text.prepare.prepare import (
     prepare,
     prepare_documents,
 )
+from gristmill.text.prepare.request import PrepareRequest, parse_holdout
 from gristmill.text.sources.source import Document, DocumentSplit, Dropped, ReadOptions, Reason
 from gristmill.text.tokenizers.tokenizer import ByteTokenizer, open_tokenizer
 from gristmill.text.tokenizers.training import train_tokenizer
@@ -32,8 +32,10 @@ from gristmill.tokens.store import open_tokens, verify_tokens
 BYTES = ByteTokenizer()
 
 
-def run(sources: list[Path], output: Path, **options: Any) -> PrepareResult:
-    return prepare([str(path) for path in sources], tokenizer=BYTES, output=output, **options)
+def run(sources: list[Path], output: Path, **settings: Any) -> PrepareResult:
+    heard = {name: settings.pop(name) for name in ("progress", "note") if name in settings}
+    settings.setdefault("tokenizer", BYTES)
+    return prepare(PrepareRequest([str(path) for path in sources], output, **settings), **heard)
 
 
 def ledger_of(result: PrepareResult) -> Ledger:
@@ -88,14 +90,15 @@ def test_without_end_of_text(lines: Path, tmp_path: Path) -> None:
 
 
 def test_key_and_split(lines: Path, tmp_path: Path) -> None:
-    assert ledger_of(run([lines], tmp_path / "a", keys=("body",))).kept == 1
+    assert ledger_of(run([lines], tmp_path / "a", options=ReadOptions(keys=("body",)))).kept == 1
     text = tmp_path / "in.txt"
     text.write_text("a\nb\n\nc\n")
-    assert set_of(run([text], tmp_path / "b", split=DocumentSplit.BLANK)).info.documents == 2
+    options = ReadOptions(split=DocumentSplit.BLANK)
+    assert set_of(run([text], tmp_path / "b", options=options)).info.documents == 2
 
 
 def test_several_keys_make_several_sets(lines: Path, tmp_path: Path) -> None:
-    result = run([lines], tmp_path / "set", keys=("text", "body"))
+    result = run([lines], tmp_path / "set", options=ReadOptions(keys=("text", "body")))
     text, body = result.keys
     assert (text.ledger.kept, body.ledger.kept) == (3, 1)
     assert (text.ledger.lines, body.ledger.lines) == (5, 5)
@@ -123,7 +126,7 @@ def test_strict_stops_at_the_first_drop_and_leaves_nothing(lines: Path, tmp_path
 
 def test_no_document_is_an_error_and_leaves_nothing(lines: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"in 5 lines .*4 missing key"):
-        run([lines], tmp_path / "out" / "set", keys=("content",))
+        run([lines], tmp_path / "out" / "set", options=ReadOptions(keys=("content",)))
     assert os.listdir(tmp_path / "out") == []
 
 
@@ -137,7 +140,7 @@ def test_an_existing_set_is_kept_unless_overwritten(lines: Path, tmp_path: Path)
     assert (tmp_path / "set.bin").read_bytes() == before
     assert verify_tokens(tmp_path / "set") == []
     learnt = train_tokenizer(iter(["abab"]), vocab_size=258)
-    prepare([str(lines)], tokenizer=learnt, output=tmp_path / "set", overwrite=True)
+    run([lines], tmp_path / "set", tokenizer=learnt, overwrite=True)
     assert open_tokens(tmp_path / "set").info.tokenizer == learnt.fingerprint
     assert open_tokenizer(tmp_path / "set.tokenizer").fingerprint == learnt.fingerprint
 
@@ -236,7 +239,7 @@ def test_three_sets_and_an_empty_one(thousand: Path, tmp_path: Path) -> None:
     made = run([thousand], tmp_path / "set", holdout=parse_holdout("8,1,1", seed=1)).keys[0]
     assert [one.prefix.name for one in made.sets] == ["set_train", "set_val", "set_test"]
     assert sum(one.info.documents for one in made.sets) == 1000
-    with pytest.raises(UserError, match="none of 1000 documents fell to this set") as caught:
+    with pytest.raises(UserError, match="none of 1000 documents fell into this set") as caught:
         run([thousand], tmp_path / "x", holdout=parse_holdout("1e9,1", seed=1))
     assert caught.value.problems[0].where == str(tmp_path / "x_val")
     assert list(tmp_path.glob("*x*")) == []
@@ -270,10 +273,10 @@ def test_the_output_is_the_same_for_any_number_of_workers(tmp_path: Path, format
     for workers, block in ((1, 1 << 20), (2, 3000), (3, 70_000)):
         folder = tmp_path / f"{workers}"
         options: dict[str, Any] = {"shard_size": 5000} if format in ("llmc", "npy") else {}
-        prepare(
-            [str(source), str(tmp_path / "more")],
+        run(
+            [source, tmp_path / "more"],
+            folder / "set",
             tokenizer=learnt,
-            output=folder / "set",
             format=format,
             workers=workers,
             options=ReadOptions(block_bytes=block),
@@ -303,6 +306,6 @@ def test_a_worker_that_ends_is_an_error_and_the_work_can_go_on(
     assert not (tmp_path / "out" / "set.json").exists()
     notes: list[str] = []
     run([thousand], tmp_path / "out" / "set", workers=1, note=notes.append)
-    assert "going on" in notes[0]
+    assert "resuming" in notes[0]
     run([thousand], tmp_path / "whole" / "set")
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.text.prepare.holdout import parse_holdout
 from gristmill.text.prepare.prepare import prepare
+from gristmill.text.prepare.request import PrepareRequest, parse_holdout
 from gristmill.text.sources.source import ReadOptions
 from gristmill.text.tokenizers.tokenizer import ByteTokenizer
 from gristmill.tokens.store import verify_tokens
@@ -61,8 +61,10 @@ def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(source: Path, folder: Path, **options: Any) -> list[str]:
     notes: list[str] = []
+    heard = {"progress": options.pop("progress")} if "progress" in options else {}
     settings: dict[str, Any] = {"workers": 1, "save_every": 0, "options": SMALL} | options
-    prepare([str(source)], tokenizer=BYTES, output=folder / "set", note=notes.append, **settings)
+    request = PrepareRequest([str(source)], folder / "set", BYTES, **settings)
+    prepare(request, note=notes.append, **heard)
     return notes
 
 
@@ -141,14 +143,16 @@ COMMAND = """
 import sys
 from pathlib import Path
 from gristmill.text.prepare.prepare import prepare
+from gristmill.text.prepare.request import PrepareRequest, parse_holdout
 from gristmill.text.sources.source import ReadOptions
 from gristmill.text.tokenizers.tokenizer import ByteTokenizer
 if __name__ == "__main__":
-    prepare(
-        sys.argv[2:], tokenizer=ByteTokenizer(), output=Path(sys.argv[1]), workers=2,
-        save_every=0, options=ReadOptions(block_bytes=2000), note=print,
-        progress=lambda state: print(state.documents, flush=True),
+    request = PrepareRequest(
+        sys.argv[2:], Path(sys.argv[1]), ByteTokenizer(), workers=2,
+        save_every=0, options=ReadOptions(block_bytes=2000),
     )
+    progress = lambda state: print(state.documents, flush=True)
+    prepare(request, note=print, progress=progress)
 """
 
 
@@ -165,7 +169,7 @@ def test_killed_with_its_workers_at_random_moments(tmp_path: Path) -> None:
         assert process.stdout is not None
         for _ in range(chance.randrange(5, 100)):
             line = process.stdout.readline()
-            notes += "going on" in line
+            notes += "resuming" in line
         process.send_signal(signal.SIGKILL)
         process.stdout.close()
         if process.wait() == 0:
@@ -173,7 +177,7 @@ def test_killed_with_its_workers_at_random_moments(tmp_path: Path) -> None:
         kills += 1
     assert kills > 2
     assert notes > 1
-    prepare([str(source), str(more)], tokenizer=BYTES, output=tmp_path / "whole" / "set")
+    prepare(PrepareRequest([str(source), str(more)], tmp_path / "whole" / "set", BYTES))
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
@@ -215,9 +219,10 @@ def test_a_full_disk_is_a_clear_error_and_the_work_goes_on(tmp_path: Path) -> No
     assert "the disk is full" in ended.stderr
     assert not (tmp_path / "out" / "set.json").exists()
     notes: list[str] = []
-    prepare([str(source)], tokenizer=BYTES, output=tmp_path / "out" / "set", note=notes.append)
-    assert "going on" in notes[0]
-    prepare([str(source)], tokenizer=BYTES, output=tmp_path / "whole" / "set")
+    request = PrepareRequest([str(source)], tmp_path / "out" / "set", BYTES)
+    prepare(request, note=notes.append)
+    assert "resuming" in notes[0]
+    prepare(PrepareRequest([str(source)], tmp_path / "whole" / "set", BYTES))
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
@@ -300,7 +305,7 @@ def test_control_c_says_how_to_go_on(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)
     _, said = process.communicate()
     assert process.returncode == 130
-    assert said == "interrupted: the same command goes on from what was saved\n"
+    assert said == "interrupted: run the same command again to resume from what was saved\n"
 
 
 def test_a_pipe_begins_anew(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.text.prepare.prepare import prepare
+from gristmill.text.prepare.request import PrepareRequest
 from gristmill.text.sources.reading import open_sources
-from gristmill.text.sources.source import Reason
+from gristmill.text.sources.source import ReadOptions, Reason
 from gristmill.text.tokenizers.tokenizer import ByteTokenizer
 
 arrow = pytest.importorskip("pyarrow")
@@ -204,7 +205,7 @@ def test_feather_of_old(tmp_path: Path, read_blocks: ReadBlocks) -> None:
     path = tmp_path / "a.feather"
     path.write_bytes(b"FEA1" + bytes(100) + b"FEA1")
     failure = read_blocks(path).failure
-    assert failure is not None and "first version" in failure.what
+    assert failure is not None and "version 1" in failure.what
 
 
 @each_kind
@@ -263,13 +264,14 @@ def test_prepared_by_one_process_or_two(tmp_path: Path, name: str) -> None:
     path = written(tmp_path, name, arrow.table({"text": texts, "title": texts[::-1]}))
     made = []
     for workers in (1, 2):
-        result = prepare(
+        request = PrepareRequest(
             [str(path)],
-            tokenizer=ByteTokenizer(),
-            output=tmp_path / f"set-{workers}",
-            keys=("text", "title"),
+            tmp_path / f"set-{workers}",
+            ByteTokenizer(),
+            options=ReadOptions(keys=("text", "title")),
             workers=workers,
         )
+        result = prepare(request)
         assert [key.ledger.kept for key in result.keys] == [15, 15]
         files = [tmp_path / f"set-{workers}_{key}.bin" for key in ("text", "title")]
         made.append([file.read_bytes() for file in files])

@@ -12,8 +12,8 @@ import pytest
 
 from gristmill.base.errors import UserError
 from gristmill.text.sources import datasets as ours
-from gristmill.text.sources.datasets import DatasetSpec, DatasetText, is_dataset, parse_dataset
-from gristmill.text.sources.source import Reason
+from gristmill.text.sources.datasets import DatasetSource, DatasetSpec, parse_dataset
+from gristmill.text.sources.source import ReadOptions, Reason
 
 ROWS = [{"number": i, "text": f"text {i}"} for i in range(2500)]
 ROWS[3]["text"] = None
@@ -37,7 +37,6 @@ EXPECTED: list[str | Reason] = [
     ],
 )
 def test_specs_are_read(text: str, spec: DatasetSpec) -> None:
-    assert is_dataset(text)
     assert parse_dataset(text) == spec
 
 
@@ -55,13 +54,12 @@ def test_all_mistakes_are_told_at_once(text: str, messages: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         parse_dataset(text)
     assert [problem.what for problem in caught.value.problems] == messages
-    assert not is_dataset(text.removeprefix("hf:"))
 
 
 def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(UserError, match=r"gristmill\[hub\]"):
-        DatasetText("hf:anything")
+        DatasetSource("hf:anything", ReadOptions())
 
 
 @pytest.fixture
@@ -90,44 +88,43 @@ def source(request: pytest.FixtureRequest, library: Any, tmp_path: Path) -> str:
 
 
 def test_rows_come_from_any_number_on(source: str) -> None:
-    text = DatasetText(source)
+    text = DatasetSource(source, ReadOptions())
     assert list(text.documents_from(0)) == EXPECTED
     for start in (1, 3, 999, 1000, 1001, 1200, 2499, 2500, 9999):
         assert list(text.documents_from(start)) == EXPECTED[start:]
-    assert text.count in (len(ROWS), None)
     assert (text.name, text.column) == (source, "text")
 
 
 def test_the_fingerprint_is_of_what_is_read(source: str) -> None:
-    first = DatasetText(source)
-    assert DatasetText(source).fingerprint == first.fingerprint
-    assert DatasetText(f"{source}?column=text").fingerprint == first.fingerprint
+    first = DatasetSource(source, ReadOptions())
+    assert DatasetSource(source, ReadOptions()).fingerprint == first.fingerprint
+    assert DatasetSource(f"{source}?column=text", ReadOptions()).fingerprint == first.fingerprint
     file = next(path for path in Path(source.removeprefix("hf:")).rglob("*") if path.is_file())
     os.utime(file, ns=(0, 0))
-    assert DatasetText(source).fingerprint != first.fingerprint
+    assert DatasetSource(source, ReadOptions()).fingerprint != first.fingerprint
 
 
 def test_mistakes_are_named(library: Any, tmp_path: Path) -> None:
     rows = library.Dataset.from_list([{"number": 1, "title": "a", "body": "b"}])
     library.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "data")
     source = f"hf:{tmp_path}/data"
-    assert DatasetText(source).column == "title"
-    assert list(DatasetText(f"{source}?column=body").documents_from(0)) == ["b"]
+    assert DatasetSource(source, ReadOptions()).column == "title"
+    assert list(DatasetSource(f"{source}?column=body", ReadOptions()).documents_from(0)) == ["b"]
     for query, message in {
         "column=number": "the column 'number' holds no text",
         "column=text": r"no such column: the columns are number \(int64\), title",
         "split=dev": "no split 'dev': the splits are train, test",
     }.items():
         with pytest.raises(UserError, match=message):
-            DatasetText(f"{source}?{query}")
+            DatasetSource(f"{source}?{query}", ReadOptions())
     with pytest.raises(UserError, match="no such folder"):
-        DatasetText(f"hf:{tmp_path}/nothing")
+        DatasetSource(f"hf:{tmp_path}/nothing", ReadOptions())
     library.Dataset.from_list([{"number": 1}]).save_to_disk(tmp_path / "numbers")
     with pytest.raises(UserError, match="no column holds text: number"):
-        DatasetText(f"hf:{tmp_path}/numbers")
+        DatasetSource(f"hf:{tmp_path}/numbers", ReadOptions())
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="cannot be opened"):
-        DatasetText(f"hf:{tmp_path}/empty")
+        DatasetSource(f"hf:{tmp_path}/empty", ReadOptions())
 
 
 def test_a_name_is_pinned_to_its_commit(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,11 +140,14 @@ def test_a_name_is_pinned_to_its_commit(library: Any, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", info)
     monkeypatch.setattr(library, "load_dataset", load)
-    text = DatasetText("hf:someone/some?config=c&split=s")
+    text = DatasetSource("hf:someone/some?config=c&split=s", ReadOptions())
     assert asked == [(("someone/some", "c"), {"split": "s", "revision": "abc", "streaming": True})]
     assert list(text.documents_from(2400)) == EXPECTED[2400:]
     commit = "abd"
-    assert DatasetText("hf:someone/some?config=c&split=s").fingerprint != text.fingerprint
+    assert (
+        DatasetSource("hf:someone/some?config=c&split=s", ReadOptions()).fingerprint
+        != text.fingerprint
+    )
 
 
 def test_the_network_can_fail_at_any_row(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,8 +156,8 @@ def test_the_network_can_fail_at_any_row(library: Any, monkeypatch: pytest.Monke
         raise ConnectionError("the line is dead\nand more")
 
     broken = library.IterableDataset.from_generator(rows)
-    monkeypatch.setattr(ours, "open_hub", lambda datasets, spec: ours.Opened(broken, "abc"))
-    text = DatasetText("hf:someone/some")
+    monkeypatch.setattr(ours, "open_hub", lambda datasets, spec: ours.OpenedDataset(broken, "abc"))
+    text = DatasetSource("hf:someone/some", ReadOptions())
     with pytest.raises(UserError, match=r"after row [12],000: the line is dead\n") as caught:
         list(text.documents_from(0))
     assert "someone/some" in str(caught.value)
@@ -168,4 +168,4 @@ def test_the_network_can_fail_at_any_row(library: Any, monkeypatch: pytest.Monke
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", refuse)
     with pytest.raises(UserError, match="cannot be opened: no route to host"):
-        DatasetText("hf:someone/some")
+        DatasetSource("hf:someone/some", ReadOptions())

@@ -1,4 +1,4 @@
-"""JSON that is not one value to a line: arrays and loose values, whole and broken."""
+"""JSON that is not one value to a line: arrays and concatenated values, whole and broken."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gristmill.text.prepare.prepare import prepare
+from gristmill.text.prepare.request import PrepareRequest
 from gristmill.text.sources.blocks import Value
-from gristmill.text.sources.json_values import JSON_BY_SHAPE, Shape, shape_of
-from gristmill.text.sources.reading import kind_of
-from gristmill.text.sources.source import ReadOptions, Reason, Source
+from gristmill.text.sources.reading import find_sources
+from gristmill.text.sources.source import ReadOptions, Reason
 from gristmill.text.tokenizers.tokenizer import ByteTokenizer
 
 ReadBlocks = Callable[..., Any]
@@ -38,38 +38,29 @@ def written(folder: Path, content: str | bytes, name: str = "a.json") -> Path:
 @pytest.mark.parametrize(
     ("content", "shape"),
     [
-        ("", Shape.LINES),
-        (" \n\n", Shape.LINES),
-        ('{"text": "a"}', Shape.LINES),
-        ('\ufeff\n {"text": "a"} \nnonsense', Shape.LINES),
-        ('{"text": "' + "long " * 1000 + '"}\n{"text": "b"}\n', Shape.LINES),
-        (b'{"text": "\xff"}\n', Shape.LINES),
-        ("[]", Shape.ARRAY),
-        ('\ufeff \r\n\t[{"text": "a"}]', Shape.ARRAY),
-        (" " * 5000 + "[1]", Shape.ARRAY),
-        ('{\n"text": "a"\n}', Shape.LOOSE),
-        ('{"text": "a"}, \n{"text": "b"}', Shape.LOOSE),
-        ('{"text": "a"} {"text": "b"}', Shape.LOOSE),
-        ('"a"\n"b"', Shape.LOOSE),
-        ('{"text": "' + "x" * 100_000 + '",\n"n": 1}', Shape.LOOSE),
+        ("", ".jsonl"),
+        (" \n\n", ".jsonl"),
+        ('{"text": "a"}', ".jsonl"),
+        ('\ufeff\n {"text": "a"} \nnonsense', ".jsonl"),
+        ('{"text": "' + "long " * 1000 + '"}\n{"text": "b"}\n', ".jsonl"),
+        (b'{"text": "\xff"}\n', ".jsonl"),
+        ("[]", ".json-array"),
+        ('\ufeff \r\n\t[{"text": "a"}]', ".json-array"),
+        (" " * 5000 + "[1]", ".json-array"),
+        ('{\n"text": "a"\n}', ".json-values"),
+        ('{"text": "a"}, \n{"text": "b"}', ".json-values"),
+        ('{"text": "a"} {"text": "b"}', ".json-values"),
+        ('"a"\n"b"', ".json-values"),
+        ('{"text": "' + "x" * 100_000 + '",\n"n": 1}', ".json-values"),
     ],
 )
 def test_the_beginning_tells_what_a_file_is(
-    tmp_path: Path, content: str | bytes, shape: Shape
+    tmp_path: Path, content: str | bytes, shape: str
 ) -> None:
-    options = ReadOptions()
-    for source in (
-        Source(written(tmp_path, content)),
-        Source(
-            written(
-                tmp_path,
-                gzip.compress(content.encode() if isinstance(content, str) else content),
-                "b.json.gz",
-            )
-        ),
-    ):
-        assert shape_of(source, options) is shape
-        assert kind_of(source, options) is JSON_BY_SHAPE[shape]
+    packed = gzip.compress(content.encode() if isinstance(content, str) else content)
+    for path in (written(tmp_path, content), written(tmp_path, packed, "b.json.gz")):
+        (source,) = find_sources([str(path)], ReadOptions())
+        assert source.extension == shape
 
 
 def test_a_file_that_was_replaced_is_looked_at_again(
@@ -104,7 +95,7 @@ def test_an_array_of_objects_and_texts(tmp_path: Path, read_blocks: ReadBlocks) 
     ]
 
 
-def test_loose_values(tmp_path: Path, read_blocks: ReadBlocks) -> None:
+def test_concatenated_values(tmp_path: Path, read_blocks: ReadBlocks) -> None:
     path = written(
         tmp_path, '\ufeff{\n "text": "one"\n}\n{"text": "two"}"three"4\n,5 {"text":"six"}'
     )
@@ -140,9 +131,9 @@ VALUE = st.recursive(
 ROW = st.fixed_dictionaries({}, optional={"text": TEXT, "b": VALUE, "c": VALUE}) | VALUE
 
 
-def spelled(values: list[Any], shape: Shape, indent: int | None, ascii_only: bool) -> str:
+def spelled(values: list[Any], shape: str, indent: int | None, ascii_only: bool) -> str:
     words = [json.dumps(value, indent=indent, ensure_ascii=ascii_only) for value in values]
-    if shape is Shape.ARRAY:
+    if shape == ".json-array":
         return "[\n" + "\n,\n".join(words) + "]\n"
     # The first line decides what the file is.
     return "\n1 " + "\n".join(words)
@@ -159,17 +150,17 @@ def expected(value: Any, key: str) -> Value:
 @settings(deadline=None, max_examples=60)
 @given(
     st.lists(ROW, max_size=8),
-    st.sampled_from([Shape.ARRAY, Shape.LOOSE]),
+    st.sampled_from([".json-array", ".json-values"]),
     st.sampled_from([None, 1]),
     st.booleans(),
     st.integers(1, 64) | st.integers(64, 2000),
 )
-@example([{"text": '\\"'}, '\\\\"]'], Shape.ARRAY, 1, True, 1)
+@example([{"text": '\\"'}, '\\\\"]'], ".json-array", 1, True, 1)
 def test_where_blocks_are_cut_decides_nothing(
     tmp_path_factory: pytest.TempPathFactory,
     read_blocks: ReadBlocks,
     values: list[Any],
-    shape: Shape,
+    shape: str,
     indent: int | None,
     ascii_only: bool,
     size: int,
@@ -178,7 +169,7 @@ def test_where_blocks_are_cut_decides_nothing(
     path = written(tmp_path_factory.mktemp("in"), content)
     keys = ("text", "b")
     whole = read_blocks(path, keys=keys)
-    given = values if shape is Shape.ARRAY else [1, *values]
+    given = values if shape == ".json-array" else [1, *values]
     assert [row for _, row in whole.rows] == [tuple(expected(v, k) for k in keys) for v in given]
     assert whole.failure is None
     small = read_blocks(path, keys=keys, block_bytes=size)
@@ -199,18 +190,23 @@ def test_where_blocks_are_cut_decides_nothing(
         ('["a",\n', 1, 2, "the file ends before its array does"),
         ("[", 0, 1, "the file ends before its array does"),
         ('["a",\n{"text":\n "b', 1, 2, "the value that begins here has no end"),
-        ('["a"\n"b"]', 1, 2, "a comma or the end of the array is expected"),
-        ('["a",\n]', 1, 2, "a value is expected"),
-        ("[,]", 0, 1, "a value or the end of the array is expected"),
-        ('["a"]\n["b"]', 1, 2, "more after the end of the array"),
+        ('["a"\n"b"]', 1, 2, "expected a comma or the end of the array"),
+        ('["a",\n]', 1, 2, "expected a value here"),
+        ("[,]", 0, 1, "expected a value here"),
+        ('["a"]\n["b"]', 1, 2, "more text after the end of the array"),
         ('["a",\n\n{"text": \n"b" "c"}, "d"]', 1, 4, "invalid JSON: Expecting ',' delimiter"),
         ('["a",\ntru, "b"]', 1, 2, "invalid JSON: Expecting value"),
         ('["a",\n{"text": "b"], "c"]', 1, 2, "invalid JSON"),
         ('["a",\n"b\nc"]', 1, 2, "invalid JSON: Invalid control character"),
         ('["a",\n' + "[" * 100_000 + "]" * 100_000 + "]", 1, 2, "invalid JSON"),
-        ('"a"\n}', 1, 2, "the beginning of a value is expected"),
+        ('"a"\n}', 1, 2, "expected a value here"),
         ('{\n"text": "a"\n}\n{"text": "cut', 1, 4, "the value that begins here has no end"),
-        ('{"text": "cut\n{"text": "b"}', 0, 1, "has no end"),
+        ('{"text": "cut\n{"text": "b"}', 0, 1, "Invalid control character"),
+        ('{"text": "cut {"text": "b"}', 0, 1, "invalid JSON: Expecting ',' delimiter"),
+        ('["a",\n{"text": tru', 1, 2, "invalid JSON"),
+        ('["a",\n{"text": 1', 1, 2, "the value that begins here has no end"),
+        ('["a",\n"b", truex]', 2, 2, "invalid JSON: Extra data"),
+        ('["a",\n"b", ' + "9" * 5000 + "]", 2, 2, "invalid JSON: Exceeds the limit"),
     ],
 )
 @pytest.mark.parametrize("size", [1, TINY, 1 << 20])
@@ -297,7 +293,7 @@ def test_prepared_by_one_process_or_two(tmp_path: Path, content: str) -> None:
     made = []
     for workers in (1, 2):
         output = tmp_path / f"set-{workers}"
-        result = prepare([str(path)], tokenizer=ByteTokenizer(), output=output, workers=workers)
+        result = prepare(PrepareRequest([str(path)], output, ByteTokenizer(), workers=workers))
         assert result.keys[0].ledger.kept == 2
         made.append((tmp_path / f"set-{workers}.bin").read_bytes())
     assert made[0] == made[1]

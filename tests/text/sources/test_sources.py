@@ -86,7 +86,7 @@ def test_byte_order_mark_and_carriage_returns(tmp_path: Path) -> None:
 def test_blocks_know_where_they_begin(tmp_path: Path) -> None:
     path = tmp_path / "a.md"
     path.write_text("\n\none\ntwo\n \t\n\n\nthree")
-    found = list(open_sources([str(path)], split=DocumentSplit.BLANK))
+    found = list(open_sources([str(path)], ReadOptions(split=DocumentSplit.BLANK)))
     assert found == [Document("one\ntwo", f"{path}:3"), Document("three", f"{path}:8")]
 
 
@@ -138,6 +138,9 @@ def test_zstd(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes(zstandard.compress(b'{"text": "x"}\n{"text": "y"}\n'))
     assert texts(path) == ["x", "y"]
+    whole = tmp_path / "a.txt.zst"
+    whole.write_bytes(zstandard.compress(b"plain"))
+    assert texts(whole) == ["plain"]
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,14 @@
-"""The token sets of one preparation, all advancing together.
+"""The token sets of one preparation, written together.
 
-    key 1 -> Ledger, and the sets train, val, test or the only one
+    key 1 -> its ledger, and the sets train, val, test or a single one
     key 2 -> …
 
-    OUTPUT                  one key, nothing held out
-    OUTPUT_train            with documents held out; "{split}" in OUTPUT is put in place instead
-    OUTPUT_title            several keys
-    OUTPUT_text_document    Megatron's format, as its users expect it
-    ….part-2-of-8           a part
-
-Beside each set lies its tokenizer, PREFIX.tokenizer; beside all of a key, its ledger.
+Beside each set lies its tokenizer, PREFIX.tokenizer; beside all sets of a key, its ledger.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,67 +18,20 @@ import numpy.typing as npt
 
 from gristmill.base.errors import Exit
 from gristmill.base.files import storage_errors, write_json
-from gristmill.text.prepare.grind import Column, Ground
-from gristmill.text.prepare.holdout import Holdout
-from gristmill.text.prepare.ledger import HopelessError, Ledger, ledger_from_json
-from gristmill.text.prepare.parts import WHOLE, PartNumber
+from gristmill.text.prepare.ledger import LEDGER_FILE, HopelessError, Ledger
+from gristmill.text.prepare.parts import WHOLE
+from gristmill.text.prepare.request import PrepareRequest
+from gristmill.text.prepare.workers import EncodedBlock, EncodedColumn
 from gristmill.text.sources.source import Dropped
 from gristmill.text.tokenizers.tokenizer import TOKENIZER_FILES, Tokenizer
 from gristmill.tokens.format import TokenSetInfo, file_of
-from gristmill.tokens.megatron import FORMAT as MEGATRON
 from gristmill.tokens.store import create_tokens
 from gristmill.tokens.writer import TokenWriter
-
-SPLIT = "{split}"
-_ALL = "all"
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What sets are made and how they are named."""
-
-    output: Path
-    format: str
-    shard_size: int | None = None
-    keys: tuple[str, ...] = ("text",)
-    holdout: Holdout | None = None
-    part: PartNumber = WHOLE
-
-    def prefix(self, key: str, split: str | None) -> Path:
-        """The name of one set; of `split` None, what all sets of a key have in common."""
-        name = str(self.output)
-        if self.holdout is not None:
-            name = split_name(name, split)
-        if self.format == MEGATRON:
-            name += f"_{key}_document"
-        elif len(self.keys) > 1:
-            name += f"_{key}"
-        return Path(name + (self.part.suffix if self.part != WHOLE else ""))
-
-    @property
-    def whole(self) -> Path:
-        """A name for the preparation as such."""
-        name = split_name(str(self.output), None)
-        return Path(name + (self.part.suffix if self.part != WHOLE else ""))
-
-    @property
-    def splits(self) -> Sequence[str | None]:
-        return (None,) if self.holdout is None else self.holdout.names
-
-
-def split_name(output: str, split: str | None) -> str:
-    """The name of one of the sets that documents are divided into; of None, of all together."""
-    if split is not None:
-        return output.replace(SPLIT, split) if SPLIT in output else f"{output}_{split}"
-    path = Path(output)
-    # What belongs to all sets lies above folders that are named for one.
-    folders = [part for part in path.parent.parts if SPLIT not in part]
-    return str(Path(*folders, path.name.replace(SPLIT, _ALL)))
 
 
 @dataclass(frozen=True)
 class PreparedSet:
-    """A token set that was made."""
+    """A finished token set."""
 
     prefix: Path
     info: TokenSetInfo
@@ -100,35 +47,72 @@ class PreparedKey:
     sets: tuple[PreparedSet, ...]
 
 
+@dataclass
+class _OpenSet:
+    """A token set being written."""
+
+    prefix: Path
+    writer: TokenWriter
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+
+    def append(
+        self,
+        ids: npt.NDArray[Any],
+        lengths: npt.NDArray[np.int64],
+        text_bytes: npt.NDArray[np.int64],
+    ) -> None:
+        self.writer.append(ids, starts=np.cumsum(lengths) - lengths)
+        self.documents += len(lengths)
+        self.tokens += len(ids)
+        self.text_bytes += int(text_bytes.sum())
+
+    def save(self) -> dict[str, Any]:
+        counts = {
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "text_bytes": self.text_bytes,
+        }
+        return {"writer": self.writer.save(), "counts": counts}
+
+
+@dataclass
+class _OpenKey:
+    """The ledger and the sets of one key."""
+
+    key: str
+    ledger: Ledger
+    sets: list[_OpenSet]
+
+
 class Outputs:
     """The sets of a preparation, being written."""
 
     def __init__(
         self,
-        layout: Layout,
+        request: PrepareRequest,
         tokenizer: Tokenizer,
         *,
-        overwrite: bool,
-        strict: bool = False,
-        lasting: bool = False,
+        resumable: bool = False,
         states: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """Begin the sets, or go on with what `states` described.
+        """Begin the sets, or continue those that `states` describe.
 
-        `lasting` sets outlive their process; `strict` stops at the first line without a document.
+        `resumable` sets outlive their process.
         """
         self.encoder = ""
-        """The library that encoded what was taken last."""
-        self._keys: list[_KeyOutput] = []
-        self._strict = strict
-        self._may_be_empty = layout.part != WHOLE
-        with storage_errors(layout.whole.parent):
-            layout.whole.parent.mkdir(parents=True, exist_ok=True)
+        """The library that encoded the last block."""
+        self._request = request
+        self._tokenizer = tokenizer
+        self._resumable = resumable
+        self._keys: list[_OpenKey] = []
+        folder = request.name.parent
+        with storage_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         try:
-            for number, key in enumerate(layout.keys):
-                state = states[number] if states else None
-                self._keys.append(_KeyOutput(layout, key, tokenizer, state))
-                self._keys[-1].open(overwrite=overwrite, lasting=lasting)
+            for number, key in enumerate(request.options.keys):
+                self._open(key, states[number] if states else None)
         except BaseException:
             if states:
                 self.release()
@@ -136,173 +120,120 @@ class Outputs:
                 self.abandon()
             raise
 
-    @property
-    def kept(self) -> int:
-        return sum(output.ledger.kept for output in self._keys)
-
-    @property
-    def tokens(self) -> int:
-        return sum(one.tokens for output in self._keys for one in output.sets)
-
-    @property
-    def text_bytes(self) -> int:
-        return sum(one.text_bytes for output in self._keys for one in output.sets)
-
-    def take(self, ground: Ground, *, source: int, line: int, origin: Callable[[int], str]) -> None:
-        """Write what became of a block whose first line is number `line` of a source.
-
-        `origin` names a place in the block.
-        """
-        self.encoder = ground.encoder
-        for output, column in zip(self._keys, ground.columns, strict=True):
-            output.ledger.lines += ground.rows
-            for place, reason in column.dropped:
-                self._drop(output.ledger, Dropped(reason, origin(place)))
-            output.take(column, source=source, line=line)
-
-    def _drop(self, ledger: Ledger, item: Dropped) -> None:
-        if self._strict:
-            raise HopelessError(
-                f"this line gives no document: {item.reason.value}",
-                where=item.origin,
-                remedy="mend it, or prepare without strict to leave such lines out",
-                exit=Exit.DATA,
-            )
-        ledger.drop(item)
-
-    def save(self) -> list[dict[str, Any]]:
-        """Flush everything; what is returned lets another process go on."""
-        return [output.save() for output in self._keys]
-
-    def finish(self) -> tuple[PreparedKey, ...]:
-        """Put all sets in place."""
-        for output in self._keys:
-            output.ledger.check()
-            if not self._may_be_empty:
-                output.ledger.refuse_nothing()
-                output.refuse_empty()
-        return tuple(output.finish() for output in self._keys)
-
-    def release(self) -> None:
-        """Leave what was saved for another process."""
-        for output in self._keys:
-            for one in output.sets:
-                one.writer.close()
-
-    def abandon(self) -> None:
-        """Remove everything that is not in place yet."""
-        for output in self._keys:
-            for one in output.sets:
-                one.writer.abandon()
-
-
-@dataclass
-class _SetOutput:
-    prefix: Path
-    writer: TokenWriter
-    documents: int = 0
-    tokens: int = 0
-    text_bytes: int = 0
-
-
-class _KeyOutput:
-    """The ledger and the sets of one key."""
-
-    def __init__(
-        self, layout: Layout, key: str, tokenizer: Tokenizer, state: Mapping[str, Any] | None
-    ) -> None:
-        self.ledger = ledger_from_json(state["ledger"]) if state else Ledger()
-        self.sets: list[_SetOutput] = []
-        self._layout = layout
-        self._key = key
-        self._tokenizer = tokenizer
-        self._state = state
-
-    def open(self, *, overwrite: bool, lasting: bool) -> None:
-        """Begin the sets, or go on with them."""
-        for number, split in enumerate(self._layout.splits):
-            saved = self._state["sets"][number] if self._state else None
-            prefix = self._layout.prefix(self._key, split)
+    def _open(self, key: str, state: Mapping[str, Any] | None) -> None:
+        ledger = Ledger.from_json(state["ledger"]) if state else Ledger()
+        self._keys.append(_OpenKey(key, ledger, []))
+        for number, split in enumerate(self._request.splits):
+            saved = state["sets"][number] if state else {"writer": {}, "counts": {}}
+            prefix = self._request.prefix(key, split)
             writer = create_tokens(
                 prefix,
                 vocab_size=self._tokenizer.size,
                 end_of_text=self._tokenizer.end_of_text,
                 tokenizer=self._tokenizer.spec,
-                format=self._layout.format,
-                shard_size=self._layout.shard_size,
-                overwrite=overwrite,
-                state=(saved["writer"] if saved else {}) if lasting else None,
+                format=self._request.format,
+                shard_size=self._request.shard_size,
+                overwrite=self._request.overwrite,
+                state=saved["writer"] if self._resumable else None,
             )
-            counts = saved["counts"] if saved else {}
-            self.sets.append(_SetOutput(prefix, writer, **counts))
+            self._keys[-1].sets.append(_OpenSet(prefix, writer, **saved["counts"]))
 
-    def take(self, column: Column, *, source: int, line: int) -> None:
-        self.ledger.kept += len(column.lengths)
-        if not len(column.lengths):
-            return
-        holdout = self._layout.holdout
+    @property
+    def _sets(self) -> Iterator[_OpenSet]:
+        return (one for key in self._keys for one in key.sets)
+
+    @property
+    def kept(self) -> int:
+        return sum(key.ledger.kept for key in self._keys)
+
+    @property
+    def tokens(self) -> int:
+        return sum(one.tokens for one in self._sets)
+
+    @property
+    def text_bytes(self) -> int:
+        return sum(one.text_bytes for one in self._sets)
+
+    def append(
+        self, block: EncodedBlock, *, source: int, line: int, origin: Callable[[int], str]
+    ) -> None:
+        """Write a block whose first line is number `line` of a source; `origin` names a place."""
+        self.encoder = block.encoder
+        for key, column in zip(self._keys, block.columns, strict=True):
+            key.ledger.lines += block.rows
+            for place, reason in column.dropped:
+                if self._request.strict:
+                    raise HopelessError(
+                        f"this line gives no document: {reason.value}",
+                        where=origin(place),
+                        remedy="fix it, or leave out --strict to drop such lines",
+                        exit=Exit.DATA,
+                    )
+                key.ledger.drop(Dropped(reason, origin(place)))
+            key.ledger.kept += len(column.lengths)
+            if len(column.lengths):
+                self._append(key.sets, column, source=source, line=line)
+
+    def _append(
+        self, sets: Sequence[_OpenSet], column: EncodedColumn, *, source: int, line: int
+    ) -> None:
+        holdout = self._request.holdout
         if holdout is None:
-            _append(self.sets[0], column.ids, column.lengths, column.text_bytes)
+            sets[0].append(column.ids, column.lengths, column.text_bytes)
             return
         chosen = holdout.sets_of(column.places + line, source=source)
-        for number, one in enumerate(self.sets):
+        for number, one in enumerate(sets):
             mine = chosen == number
             if mine.any():
                 ids = column.ids[np.repeat(mine, column.lengths)]
-                _append(one, ids, column.lengths[mine], column.text_bytes[mine])
+                one.append(ids, column.lengths[mine], column.text_bytes[mine])
 
-    def save(self) -> dict[str, Any]:
-        return {
-            "ledger": self.ledger.as_json(),
-            "sets": [
-                {
-                    "writer": one.writer.save(),
-                    "counts": {
-                        "documents": one.documents,
-                        "tokens": one.tokens,
-                        "text_bytes": one.text_bytes,
-                    },
-                }
-                for one in self.sets
-            ],
-        }
+    def save(self) -> list[dict[str, Any]]:
+        """Flush everything; the result lets another process continue."""
+        return [
+            {"ledger": key.ledger.as_json(), "sets": [one.save() for one in key.sets]}
+            for key in self._keys
+        ]
 
-    def refuse_empty(self) -> None:
-        for one in self.sets:
-            if not one.documents:
-                raise HopelessError(
-                    f"none of {self.ledger.kept} documents fell to this set",
-                    where=str(one.prefix),
-                    remedy="hold out a larger share (--split), or choose another --seed",
-                    exit=Exit.DATA,
-                )
+    def finish(self) -> tuple[PreparedKey, ...]:
+        """Put all sets in place."""
+        may_be_empty = self._request.part != WHOLE
+        for key in self._keys:
+            key.ledger.check(may_be_empty=may_be_empty)
+            for one in key.sets:
+                if not one.documents and not may_be_empty:
+                    raise HopelessError(
+                        f"none of {key.ledger.kept} documents fell into this set",
+                        where=str(one.prefix),
+                        remedy="hold out a larger share (--split), or choose another --seed",
+                        exit=Exit.DATA,
+                    )
+        prepared = []
+        for key in self._keys:
+            ledger_file = file_of(self._request.prefix(key.key, None), LEDGER_FILE)
+            write_json(ledger_file, key.ledger.as_json())
+            made = []
+            for one in key.sets:
+                save_tokenizer(self._tokenizer, file_of(one.prefix, ".tokenizer"))
+                info = one.writer.finish(text_bytes=one.text_bytes, may_be_empty=not one.documents)
+                made.append(PreparedSet(one.prefix, info))
+            prepared.append(PreparedKey(key.key, key.ledger, ledger_file, tuple(made)))
+        return tuple(prepared)
 
-    def finish(self) -> PreparedKey:
-        ledger_file = file_of(self._layout.prefix(self._key, None), ".ledger.json")
-        write_json(ledger_file, self.ledger.as_json())
-        made = []
-        for one in self.sets:
-            save_tokenizer(self._tokenizer, file_of(one.prefix, ".tokenizer"))
-            info = one.writer.finish(text_bytes=one.text_bytes, may_be_empty=not one.documents)
-            made.append(PreparedSet(one.prefix, info))
-        return PreparedKey(self._key, self.ledger, ledger_file, tuple(made))
+    def release(self) -> None:
+        """Leave what was saved for another process."""
+        for one in self._sets:
+            one.writer.close()
 
-
-def _append(
-    one: _SetOutput,
-    ids: npt.NDArray[Any],
-    lengths: npt.NDArray[np.int64],
-    text_bytes: npt.NDArray[np.int64],
-) -> None:
-    one.writer.append(ids, starts=np.cumsum(lengths) - lengths)
-    one.documents += len(lengths)
-    one.tokens += len(ids)
-    one.text_bytes += int(text_bytes.sum())
+    def abandon(self) -> None:
+        """Remove everything that is not in place yet."""
+        for one in self._sets:
+            one.writer.abandon()
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Save a tokenizer beside a token set, in place of any other."""
-    # A file of another tokenizer that stood here before would be opened in this one's place.
+    """Save a tokenizer beside a token set, replacing any other."""
+    # Files left from another tokenizer might be opened instead of this one's.
     for name in TOKENIZER_FILES:
         (folder / name).unlink(missing_ok=True)
     tokenizer.save(folder)

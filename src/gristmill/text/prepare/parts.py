@@ -1,9 +1,9 @@
-"""One preparation divided among several machines: `--part 2/8`.
+"""One preparation divided among several machines (`--part 2/8`), and merging the parts.
 
-All sources, laid end to end by their size on the disk, are cut into equal stretches. A line belongs
-to the part in whose stretch it begins; a source that cannot be sought (compressed, or one document
-in itself) belongs whole to the part in which it begins. Parts follow one another, so merging them
-in order gives what one preparation would have given.
+All sources, laid end to end by their size on disk, are divided into equal stretches. A line belongs
+to the part in whose stretch it begins. A source that cannot seek (compressed, or one document as a
+whole) belongs to the part in which it begins. Parts follow one another, so merging them in order
+gives what one preparation would have given.
 
     part 2/3:        [-- a.jsonl ----------][-- b.jsonl --------][- c.gz -]
                                    |>>>>>>>>>>>>>>>>|
@@ -11,15 +11,19 @@ in order gives what one preparation would have given.
 
 from __future__ import annotations
 
+import glob
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from gristmill.base.errors import UserError
-from gristmill.text.sources.blocks import Block
-from gristmill.text.sources.reading import kind_of
+from gristmill.base.errors import Exit, UserError
+from gristmill.base.files import read_json, write_json
+from gristmill.text.prepare.ledger import LEDGER_FILE, Ledger
+from gristmill.text.sources.reading import format_of
 from gristmill.text.sources.source import ReadOptions, Source
+from gristmill.tokens.format import file_of, is_manifest
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class PartNumber:
 
     @property
     def suffix(self) -> str:
-        """What follows the name of the whole set in that of the part."""
+        """Appended to the name of the whole set to name the part."""
         return f".part-{self.number:0{len(str(self.of))}d}-of-{self.of}"
 
 
@@ -43,11 +47,12 @@ WHOLE = PartNumber(1, 1)
 
 def parse_part(part: str, environment: Mapping[str, str] = os.environ) -> PartNumber:
     """The part that "2/8" names, or "slurm": the task of a job array."""
+    number = of = 0
     if part == "slurm":
         try:
             first = int(environment.get("SLURM_ARRAY_TASK_MIN", "0"))
             number = int(environment["SLURM_ARRAY_TASK_ID"]) - first + 1
-            return _checked(number, int(environment["SLURM_ARRAY_TASK_COUNT"]), part)
+            of = int(environment["SLURM_ARRAY_TASK_COUNT"])
         except (KeyError, ValueError) as error:
             raise UserError(
                 "this is not a task of a Slurm job array: SLURM_ARRAY_TASK_ID and "
@@ -55,72 +60,106 @@ def parse_part(part: str, environment: Mapping[str, str] = os.environ) -> PartNu
                 where="--part slurm",
                 remedy="submit with sbatch --array=1-8, or give the part: --part 2/8",
             ) from error
-    match = re.fullmatch(r"(\d+)/(\d+)", part)
-    return _checked(int(match[1]), int(match[2]), part) if match else _checked(0, 0, part)
-
-
-def _checked(number: int, of: int, part: str) -> PartNumber:
+    elif match := re.fullmatch(r"(\d+)/(\d+)", part):
+        number, of = int(match[1]), int(match[2])
     if 1 <= number <= of:
         return PartNumber(number, of)
     raise UserError(
-        f"{part!r} is no part of a whole",
+        f"{part!r} is not a part of a whole",
         where="--part",
-        remedy="give the number of the part and of all parts, such as 2/8; the first is 1/8",
+        remedy="give its number and the number of parts, such as 2/8; the first is 1/8",
     )
 
 
 @dataclass(frozen=True)
-class Span:
-    """What a part takes of a source."""
+class SourceSpan:
+    """The range of a source that belongs to a part."""
 
     source: int
+    """The number of the source."""
     begin: int = 0
     end: int | None = None
-    """The position after the last; None for all there is."""
+    """None: up to the end of the source."""
     disk: int = 0
-    """Bytes on the disk, for progress."""
+    """Bytes on disk, for progress."""
 
 
-def spans_of(sources: Sequence[Source], options: ReadOptions, part: PartNumber) -> list[Span]:
+def spans_of(sources: Sequence[Source], options: ReadOptions, part: PartNumber) -> list[SourceSpan]:
     """What a part takes of each source, in order."""
     if part == WHOLE:
-        return [Span(n, disk=source.size or 0) for n, source in enumerate(sources)]
-    total = sum(_size(source) for source in sources)
+        return [SourceSpan(n, disk=source.size or 0) for n, source in enumerate(sources)]
+    sizes = []
+    for source in sources:
+        if source.size is None:
+            raise UserError(
+                "this source cannot be divided into parts, since its size is not known",
+                where=source.name,
+                remedy="give files, or leave out --part",
+            )
+        sizes.append(source.size)
+    total = sum(sizes)
     low, high = total * (part.number - 1) // part.of, total * part.number // part.of
     spans, offset = [], 0
-    for number, source in enumerate(sources):
-        size = _size(source)
-        if source.can_seek and kind_of(source, options).lines_before:
+    for number, (source, size) in enumerate(zip(sources, sizes, strict=True)):
+        if source.can_seek and format_of(source, options).divisible:
             begin, end = max(low - offset, 0), min(high - offset, size)
             if begin < end:
-                spans.append(Span(number, begin, end, disk=end - begin))
+                spans.append(SourceSpan(number, begin, end, disk=end - begin))
         elif low <= offset < high or (offset >= high == total):
-            spans.append(Span(number, disk=size))
+            spans.append(SourceSpan(number, disk=size))
         offset += size
     return spans
 
 
-def _size(source: Source) -> int:
-    if source.size is None:
+# ------------------------------------------------------------------ merging
+
+
+def find_sets(names: Sequence[Path]) -> list[Path]:
+    """The prefixes of the token sets that names and globs stand for; no part may be missing."""
+    found = [prefix for name in names for prefix in _expand(name)]
+    groups: dict[tuple[str, int], list[int]] = {}
+    for prefix in found:
+        if match := re.fullmatch(r"(.*)\.part-(\d+)-of-(\d+)", str(prefix)):
+            groups.setdefault((match[1], int(match[3])), []).append(int(match[2]))
+    for (whole, of), numbers in groups.items():
+        if numbers == list(range(1, of + 1)):
+            continue
+        missing = [number for number in range(1, of + 1) if number not in numbers]
+        what = "the parts are out of order, or one is given twice"
+        if missing:
+            names_of_missing = ", ".join(PartNumber(number, of).suffix for number in missing[:5])
+            what = f"{len(missing)} of {of} parts are not given: {names_of_missing}"
         raise UserError(
-            "this source cannot be divided into parts, since its size is not known",
-            where=source.name,
-            remedy="give files, or leave out --part",
+            what,
+            where=whole,
+            remedy=f'prepare what is missing, and give all parts: "{whole}.part-*-of-{of}"',
+            exit=Exit.DATA,
         )
-    return source.size
+    return found
 
 
-def blocks_of(span: Span, source: Source, options: ReadOptions, begin: int) -> Iterator[Block]:
-    """The blocks of a span from a position on."""
-    for block in kind_of(source, options).cut(source, options, begin):
-        if span.end is not None and block.begin >= span.end:
-            return
-        if span.end is not None and block.end > span.end:
-            block = replace(block, end=span.end, disk=span.end)
-        yield block
+def _expand(name: Path) -> list[Path]:
+    """The sets that match a glob, numbers sorted by value."""
+    if not glob.has_magic(str(name)) or file_of(name, ".json").is_file():
+        return [name]
+    prefixes = [
+        path[: -len(".json")] for path in glob.glob(f"{name}.json") if is_manifest(Path(path))
+    ]
+    if not prefixes:
+        raise UserError("no token set matches", where=str(name), exit=Exit.DATA)
+
+    def by_number(text: str) -> list[tuple[int, str]]:
+        pieces = re.split(r"(\d+)", text)
+        return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in pieces]
+
+    return [Path(prefix) for prefix in sorted(prefixes, key=by_number)]
 
 
-def first_line(span: Span, source: Source, options: ReadOptions) -> int:
-    """The number of the first line of a span, counted from 1."""
-    counting = kind_of(source, options).lines_before
-    return 1 + (counting(source, span.begin) if counting and span.begin else 0)
+def merge_ledgers(prefixes: Sequence[Path], output: Path) -> None:
+    """Write the ledger of all sets beside the merged one, if each has one."""
+    files = [file_of(prefix, LEDGER_FILE) for prefix in prefixes]
+    if all(file.is_file() for file in files):
+        whole = Ledger()
+        for file in files:
+            whole.add(Ledger.from_json(read_json(file)))
+        write_json(file_of(output, LEDGER_FILE), whole.as_json())

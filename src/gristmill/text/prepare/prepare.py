@@ -1,72 +1,66 @@
-"""From raw text to token sets: cut, grind, write, and account for every line.
+"""From raw text to token sets: cut, encode, write, and account for every line.
 
     sources -> spans -> blocks -> workers: rows -> ids -> in order: token writers and ledgers
 
-    PREFIX.bin PREFIX.starts PREFIX.json   the token set, here of the format `flat`
+    PREFIX.bin PREFIX.starts PREFIX.json   the token set, here in the format `flat`
     PREFIX.tokenizer/                      the tokenizer that made it
     PREFIX.ledger.json                     what became of every line
 
 Lines read = documents kept + lines dropped by reason; this is checked before anything is put in
-place. A line is whatever a source offers as one document: a line, a block, a row or a whole file.
-The end-of-text token stands after each document. Memory is bounded by the blocks under way and the
-longest document. A preparation that was killed goes on where it was when the same is asked for
-again (see `journal`), and its files are the same byte for byte. Only text from a pipe cannot be
-read twice, so such a preparation begins anew.
+place. A line is whatever a source offers as one document: a line, a paragraph, a row or a file.
+Memory is bounded by the blocks under way and the longest document. A killed preparation resumes
+when the same is requested again (see `journal`), and gives the same files byte for byte. A pipe
+cannot be read twice, so such a preparation starts over.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gristmill.base.errors import UserError
-from gristmill.text.prepare.grind import Grinder, Ground, Recipe
-from gristmill.text.prepare.holdout import Holdout
-from gristmill.text.prepare.journal import Cursor, Journal, State, request_of
+from gristmill.text.prepare.journal import Cursor, Journal
 from gristmill.text.prepare.ledger import HopelessError
-from gristmill.text.prepare.outputs import Layout, Outputs, PreparedKey
-from gristmill.text.prepare.parts import WHOLE, PartNumber, Span, blocks_of, first_line, spans_of
-from gristmill.text.prepare.workers import Task, Work, Workers, gathered, grind_here
-from gristmill.text.sources.blocks import Rows, Value
-from gristmill.text.sources.finding import find_sources
-from gristmill.text.sources.reading import failed, kind_of
-from gristmill.text.sources.source import (
-    Document,
-    DocumentSplit,
-    Item,
-    ReadOptions,
-    Source,
+from gristmill.text.prepare.outputs import Outputs, PreparedKey
+from gristmill.text.prepare.parts import spans_of
+from gristmill.text.prepare.request import PrepareRequest
+from gristmill.text.prepare.workers import (
+    BlockBatch,
+    BlockInSource,
+    EncodedBlock,
+    EncodeSettings,
+    Workers,
+    batched,
+    encode_batch,
+    encode_rows,
 )
+from gristmill.text.sources.blocks import TextRows, lines_before
+from gristmill.text.sources.reading import cut_source, failed, find_sources
+from gristmill.text.sources.source import Document, Item, Source
 from gristmill.text.tokenizers.encoders import choose_encoder, save_encoder
 from gristmill.text.tokenizers.tokenizer import Tokenizer
-from gristmill.tokens.flat import FORMAT
 from gristmill.tokens.format import dtype_for
 
-SAVE_EVERY = 5.0
-"""Seconds of work that a kill may cost."""
-_WORTH_A_WORKER = 16 << 20
+_BYTES_PER_WORKER = 16 << 20
 _BATCH = 1024
 
 
 @dataclass(frozen=True)
 class PrepareProgress:
-    """How far a preparation has come."""
+    """How far a preparation is."""
 
     documents: int
+    tokens: int
     bytes_done: int
     bytes_total: int | None
-    """Known when all sources are files; then both are bytes on the disk, else bytes of text."""
-    bytes_before: int
-    """What an earlier process had done of `bytes_done`,"""
-    documents_before: int
-    """and of `documents`."""
-    tokens: int
+    """Known if all sources are files; then both are bytes on disk, else bytes of text."""
     seconds: float
 
 
@@ -76,99 +70,87 @@ class PrepareResult:
 
     keys: tuple[PreparedKey, ...]
     text_bytes: int
-    ground_bytes: int
-    """How much of the text this process worked on, if it went on with the work of another."""
+    new_text_bytes: int
+    """Without those that an interrupted process had done before."""
     seconds: float
     encoder: str
     """The library that encoded the text; "" if nothing was left to do."""
 
 
 def prepare(
-    sources: Sequence[str],
+    request: PrepareRequest,
     *,
-    tokenizer: Tokenizer | Callable[[], Tokenizer],
-    output: Path,
-    keys: Sequence[str] = ("text",),
-    split: DocumentSplit = DocumentSplit.FILE,
-    separator: str | None = None,
-    append_end_of_text: bool = True,
-    strict: bool = False,
-    format: str = FORMAT,
-    shard_size: int | None = None,
-    holdout: Holdout | None = None,
-    part: PartNumber = WHOLE,
-    workers: int | None = None,
-    overwrite: bool = False,
-    save_every: float = SAVE_EVERY,
-    progress: Callable[[PrepareProgress], None] | None = None,
-    note: Callable[[str], None] = lambda words: None,
-    options: ReadOptions | None = None,
+    progress: Callable[[PrepareProgress], None] = lambda state: None,
+    note: Callable[[str], None] = lambda message: None,
 ) -> PrepareResult:
-    """Turn files, globs, folders or standard input ("-") into token sets named for `output`.
-
-    `tokenizer` may be what opens it: then the worker processes start meanwhile. Each of `keys`
-    gives a set of its own. `strict` stops at the first line that would be dropped. `workers` are
-    processes, one for each core if not given. `note` hears what a person should know.
-    """
-    options = options or ReadOptions(tuple(keys), split, separator)
-    found = find_sources(sources, options)
-    layout = Layout(output, format, shard_size, options.keys, holdout, part)
-    with _Job(found, options, spans_of(found, options, part), workers) as job:
-        opened = tokenizer() if callable(tokenizer) else tokenizer
-        settings = {
-            "tokenizer": opened.fingerprint,
-            "keys": list(options.keys),
-            "documents": options.separator or options.split.value,
-            "append_eod": append_end_of_text,
-            "format": format,
-            "shard_size": shard_size,
-            "split": [*holdout.shares, holdout.seed, holdout.rows] if holdout else None,
-            "part": str(part),
-        }
-        journal = Journal(layout.whole, request_of(found, settings)) if job.lasting else None
-        outputs, cursor = _open(layout, opened, journal, overwrite=overwrite, strict=strict)
+    """Turn sources into token sets; `note` receives messages for the user."""
+    sources = find_sources(request.sources, request.options)
+    plan = _WorkPlan(sources, request)
+    with ExitStack() as stack:
+        count = request.workers or _worker_count(plan.bytes_total)
+        workers = Workers(count) if count > 1 else None
+        if workers:
+            stack.callback(workers.close)
+        tokenizer = request.tokenizer() if callable(request.tokenizer) else request.tokenizer
+        journal = None
+        if all(source.repeatable for source in sources):
+            journal = Journal(request.name, request.as_json(sources, tokenizer))
+        outputs, cursor = _open_outputs(request, tokenizer, journal)
         before = outputs.text_bytes
         if cursor != Cursor():
-            note(f"going on with an interrupted preparation: {outputs.kept:,} documents were done")
+            note(f"resuming an interrupted preparation: {outputs.kept:,} documents were done")
         try:
-            job.begin(opened, cursor, append_end_of_text=append_end_of_text)
-            job.run(outputs, cursor, journal, save_every=save_every, progress=progress)
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            settings = _encode_settings(request, tokenizer, folder)
+            batches = batched(plan.blocks(cursor), block_bytes=request.options.block_bytes)
+            if workers:
+                save_encoder(tokenizer, folder)
+                encoded = workers.encode(batches, settings)
+            else:
+                encoder = choose_encoder(tokenizer)
+                encoded = ((batch, encode_batch(batch, settings, encoder)) for batch in batches)
+            saved = time.monotonic()
+            for state, following in plan.write(encoded, outputs, cursor):
+                progress(state)
+                if journal and time.monotonic() - saved >= request.save_every:
+                    journal.save(following, outputs.save())
+                    saved = time.monotonic()
+            if journal:
+                # For a process that is killed while the files are renamed.
+                journal.save(Cursor(len(plan.spans)), outputs.save())
             made = outputs.finish()
         except BaseException as error:
-            _end(outputs, journal, error)
+            if journal and journal.path.exists() and not isinstance(error, HopelessError):
+                outputs.release()
+            else:
+                outputs.abandon()
+                if journal:
+                    journal.remove()
             raise
     if journal:
         journal.remove()
         outputs.abandon()
-    done = outputs.text_bytes
-    return PrepareResult(made, done, done - before, job.seconds, outputs.encoder)
+    done, seconds = outputs.text_bytes, time.perf_counter() - plan.began
+    return PrepareResult(made, done, done - before, seconds, outputs.encoder)
 
 
 def prepare_documents(
-    items: Iterable[Item],
-    *,
-    tokenizer: Tokenizer,
-    output: Path,
-    append_end_of_text: bool = True,
-    strict: bool = False,
-    format: str = FORMAT,
-    overwrite: bool = False,
+    items: Iterable[Item], *, tokenizer: Tokenizer, output: Path, overwrite: bool = False
 ) -> PrepareResult:
     """Turn documents that are at hand into the token set `output`."""
     began = time.perf_counter()
+    request = PrepareRequest((), output, tokenizer, overwrite=overwrite)
     encoder = choose_encoder(tokenizer)
-    end = tokenizer.end_of_text if append_end_of_text else None
-    recipe = Recipe(ReadOptions(), Path(), end, dtype_for(tokenizer.size))
-    grinder = Grinder(recipe, encoder)
-    outputs = Outputs(Layout(output, format), tokenizer, overwrite=overwrite, strict=strict)
+    settings = _encode_settings(request, tokenizer, Path())
+    outputs = Outputs(request, tokenizer)
+    remaining = iter(items)
     try:
-        for batch in _batches(items):
-            values: list[Value] = [
-                item.text if isinstance(item, Document) else item.reason for item in batch
-            ]
-            ground = grinder.encode(Rows([values], range(len(batch)), len(batch)))
+        while batch := list(itertools.islice(remaining, _BATCH)):
+            values = [item.text if isinstance(item, Document) else item.reason for item in batch]
+            rows = TextRows([values], range(len(batch)), len(batch))
             origins = [item.origin for item in batch]
-            outputs.take(ground, source=0, line=0, origin=origins.__getitem__)
+            block = encode_rows(rows, settings, encoder)
+            outputs.append(block, source=0, line=0, origin=origins.__getitem__)
         made = outputs.finish()
     except BaseException:
         outputs.abandon()
@@ -177,185 +159,88 @@ def prepare_documents(
     return PrepareResult(made, done, done, seconds, outputs.encoder)
 
 
-def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
-    batch: list[Item] = []
-    for item in items:
-        batch.append(item)
-        if len(batch) == _BATCH:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
+def _encode_settings(request: PrepareRequest, tokenizer: Tokenizer, folder: Path) -> EncodeSettings:
+    end = tokenizer.end_of_text if request.append_end_of_text else None
+    return EncodeSettings(request.options, folder, end, dtype_for(tokenizer.size))
 
 
-def _open(
-    layout: Layout, tokenizer: Tokenizer, journal: Journal | None, *, overwrite: bool, strict: bool
+def _worker_count(total: int | None) -> int:
+    """One process for each core, but no more than the bytes to read are worth."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(cores or 1, 1 + total // _BYTES_PER_WORKER) if total is not None else cores or 1
+
+
+def _open_outputs(
+    request: PrepareRequest, tokenizer: Tokenizer, journal: Journal | None
 ) -> tuple[Outputs, Cursor]:
-    """The outputs and where to go on, from the journal if there is one for the same request."""
-    lasting = journal is not None
-    state = journal.load(overwrite=overwrite) if journal else None
-    if state is not None:
-        try:
-            outputs = Outputs(
-                layout,
-                tokenizer,
-                overwrite=overwrite,
-                strict=strict,
-                lasting=True,
-                states=state.columns,
-            )
-            return outputs, state.cursor
-        except UserError:
-            if not overwrite:
-                raise
+    """The outputs and where to begin, from the journal if there is one for the same request."""
+    try:
+        saved = journal.load() if journal else None
+        if saved:
+            cursor, states = saved
+            return Outputs(request, tokenizer, resumable=True, states=states), cursor
+    except UserError:
+        if not request.overwrite:
+            raise
     if journal:
         journal.remove()
-    new = Outputs(layout, tokenizer, overwrite=overwrite, strict=strict, lasting=lasting)
-    return new, Cursor()
+    return Outputs(request, tokenizer, resumable=journal is not None), Cursor()
 
 
-def _end(outputs: Outputs, journal: Journal | None, error: BaseException) -> None:
-    """Keep what was saved for the next process; where nothing was, or it is no use, remove all."""
-    if journal and journal.path.exists() and not isinstance(error, HopelessError):
-        outputs.release()
-        return
-    outputs.abandon()
-    if journal:
-        journal.remove()
+def _origin(name: str, line: int, place: int) -> str:
+    return f"{name}:{line + place}"
 
 
-class _Job:
-    """Grinds the spans of a preparation in order, here or in worker processes of its own."""
+class _WorkPlan:
+    """The spans of all sources that belong to a preparation, in order."""
 
-    def __init__(
-        self,
-        sources: Sequence[Source],
-        options: ReadOptions,
-        spans: Sequence[Span],
-        workers: int | None,
-    ) -> None:
+    def __init__(self, sources: Sequence[Source], request: PrepareRequest) -> None:
+        self.began = time.perf_counter()
+        self.spans = spans_of(sources, request.options, request.part)
         self._sources = sources
-        self._options = options
-        self._spans = spans
-        self._span_of = {span.source: number for number, span in enumerate(spans)}
-        self._ends = list(itertools.accumulate(span.disk for span in spans))
-        self._began = time.perf_counter()
-        self._results: Iterator[tuple[Task, list[Ground]]] = iter(())
-        self._closing = ExitStack()
-        count = self._count(workers)
-        self._workers = Workers(count) if count > 1 else None
-        if self._workers:
-            self._closing.callback(self._workers.close)
+        self._options = request.options
+        self._span_of = {span.source: number for number, span in enumerate(self.spans)}
+        self._ends = list(itertools.accumulate(span.disk for span in self.spans))
+        sized = all(source.size is not None for source in sources)
+        self.bytes_total = self._ends[-1] if sized and self._ends else None
 
-    def __enter__(self) -> _Job:
-        return self
+    def blocks(self, cursor: Cursor) -> Iterator[BlockInSource]:
+        """The blocks from a cursor on."""
+        for span in self.spans[cursor.span :]:
+            begin = span.begin if cursor.position is None else cursor.position
+            cursor = Cursor()
+            source = self._sources[span.source]
+            for block in cut_source(source, self._options, begin):
+                if span.end is not None and block.begin >= span.end:
+                    break
+                if span.end is not None and block.end > span.end:
+                    block = replace(block, end=span.end, disk=span.end)
+                yield BlockInSource(span.source, source, block)
 
-    def __exit__(self, *error: object) -> None:
-        self._closing.close()
-
-    def begin(self, tokenizer: Tokenizer, cursor: Cursor, *, append_end_of_text: bool) -> None:
-        """Begin to grind from the cursor on."""
-        folder = Path(self._closing.enter_context(tempfile.TemporaryDirectory()))
-        end = tokenizer.end_of_text if append_end_of_text else None
-        recipe = Recipe(self._options, folder, end, dtype_for(tokenizer.size))
-        tasks = gathered(self._blocks(cursor), block_bytes=self._options.block_bytes)
-        if self._workers is None:
-            self._results = grind_here(tasks, Grinder(recipe, choose_encoder(tokenizer)))
-        else:
-            save_encoder(tokenizer, folder)
-            self._results = self._workers.grind(tasks, recipe)
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self._began
-
-    @property
-    def lasting(self) -> bool:
-        """Whether the sources can be read again, and so the work be gone on with."""
-        return all(source.repeatable for source in self._sources)
-
-    @property
-    def bytes_total(self) -> int | None:
-        sized = all(source.size is not None for source in self._sources)
-        return self._ends[-1] if sized and self._ends else None
-
-    def run(
+    def write(
         self,
+        encoded: Iterable[tuple[BlockBatch, list[EncodedBlock]]],
         outputs: Outputs,
         cursor: Cursor,
-        journal: Journal | None,
-        *,
-        save_every: float,
-        progress: Callable[[PrepareProgress], None] | None,
-    ) -> None:
-        """Take all that is ground, from the cursor on."""
-        total = self.bytes_total
-        saved, before = time.monotonic(), self._before(cursor) if total else outputs.text_bytes
-        kept = outputs.kept
-        for task, grounds in self._results:
-            for work, ground in zip(task, grounds, strict=True):
-                cursor = self._take(outputs, cursor, work, ground)
-            done = self._done(task[-1]) if total is not None else outputs.text_bytes
-            if progress:
-                progress(self._progress(outputs, done, before=before, kept=kept))
-            if journal and time.monotonic() - saved >= save_every:
-                journal.save(State(cursor, outputs.save()))
-                saved = time.monotonic()
-        if journal:
-            # The files are about to be renamed; a process killed meanwhile left this.
-            journal.save(State(Cursor(len(self._spans)), outputs.save()))
-
-    def _count(self, asked: int | None) -> int:
-        if asked is not None:
-            return asked
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        total = self.bytes_total
-        worth = cores if total is None else 1 + total // _WORTH_A_WORKER
-        return max(1, min(cores or 1, worth or 1))
-
-    def _blocks(self, cursor: Cursor) -> Iterator[Work]:
-        for number, span in enumerate(self._spans[cursor.span :], start=cursor.span):
-            begin = span.begin
-            if number == cursor.span and cursor.position is not None:
-                begin = cursor.position
-            source = self._sources[span.source]
-            for block in blocks_of(span, source, self._options, begin):
-                yield Work(span.source, source, block)
-
-    def _take(self, outputs: Outputs, cursor: Cursor, work: Work, ground: Ground) -> Cursor:
-        number, source, block = work
-        span, line = self._span_of[number], cursor.line
-        if span != cursor.span or cursor.position is None:
-            line = first_line(self._spans[span], source, self._options)
-        outputs.take(
-            ground, source=number, line=line, origin=lambda place: f"{source.name}:{line + place}"
-        )
-        if ground.failure:
-            raise failed(ground.failure, source=source, line=line + ground.lines)
-        return Cursor(span, block.end, line + ground.lines)
-
-    def _done(self, last: Work) -> int:
-        number = self._span_of[last.number]
-        span = self._spans[number]
-        return self._ends[number] - span.disk + last.block.disk - span.begin
-
-    def _before(self, cursor: Cursor) -> int:
-        """About how many bytes an earlier process had read."""
-        earlier = self._ends[cursor.span - 1] if cursor.span else 0
-        if cursor.position is None:
-            return earlier
-        span = self._spans[cursor.span]
-        source = self._sources[span.source]
-        by_bytes = source.can_seek and kind_of(source, self._options).lines_before is not None
-        return earlier + cursor.position - span.begin if by_bytes else earlier
-
-    def _progress(self, outputs: Outputs, done: int, *, before: int, kept: int) -> PrepareProgress:
-        return PrepareProgress(
-            documents=outputs.kept,
-            bytes_done=done,
-            bytes_total=self.bytes_total,
-            bytes_before=before,
-            documents_before=kept,
-            tokens=outputs.tokens,
-            seconds=self.seconds,
-        )
+    ) -> Iterator[tuple[PrepareProgress, Cursor]]:
+        """Write encoded blocks; after each batch, the progress and what comes next."""
+        for batch, blocks in encoded:
+            for (number, source, text), block in zip(batch, blocks, strict=True):
+                span, line = self._span_of[number], cursor.line
+                if span != cursor.span or cursor.position is None:
+                    line = 1 + lines_before(source, self.spans[span].begin)
+                origin = functools.partial(_origin, source.name, line)
+                outputs.append(block, source=number, line=line, origin=origin)
+                line += block.lines
+                if block.failure:
+                    raise failed(block.failure, source=source, line=line)
+                cursor = Cursor(span, text.end, line)
+            done = outputs.text_bytes
+            if self.bytes_total is not None:
+                last = self.spans[cursor.span]
+                done = self._ends[cursor.span] - last.disk + batch[-1].block.disk - last.begin
+            seconds = time.perf_counter() - self.began
+            yield (
+                PrepareProgress(outputs.kept, outputs.tokens, done, self.bytes_total, seconds),
+                cursor,
+            )

@@ -1,9 +1,9 @@
-"""Blocks ground by several processes, the results in the order of the blocks.
+"""From blocks of text to token ids, in this process or in several.
 
-    tasks  ->  at most a few per worker are under way  ->  results, first in first out
+    batches of blocks  ->  at most a few per worker under way  ->  results in the same order
 
 The order, and so the output, does not depend on the number of workers. Small blocks travel
-together, so that a folder of many small files costs no message each.
+together, so that a folder of many small files does not cost a message for each.
 """
 
 from __future__ import annotations
@@ -19,55 +19,135 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.text.prepare.grind import Grinder, Ground, Recipe
-from gristmill.text.sources.blocks import Block
-from gristmill.text.sources.source import Source
-from gristmill.text.tokenizers.encoders import open_encoder
+from gristmill.text.sources.blocks import ReadError, TextBlock, TextRows, Value
+from gristmill.text.sources.reading import read_block
+from gristmill.text.sources.source import ReadOptions, Reason, Source
+from gristmill.text.tokenizers.encoders import Encoder, open_encoder
 
-_AHEAD = 3
-_TOGETHER = 256
+_BATCHES_PER_WORKER = 3
+_MAX_BLOCKS = 256
 
 
-class Work(NamedTuple):
-    """A block, its source, and the number of that."""
+@dataclass(frozen=True)
+class EncodeSettings:
+    """Everything that decides how blocks are encoded."""
+
+    options: ReadOptions
+    encoder: Path
+    """A folder that `save_encoder` wrote."""
+    end_of_text: int | None
+    """The id that follows each document."""
+    dtype: str
+    """The type of the ids."""
+
+
+@dataclass(frozen=True)
+class EncodedColumn:
+    """The documents under one key of a block."""
+
+    ids: npt.NDArray[Any]
+    """All documents end to end, each with its end of text."""
+    lengths: npt.NDArray[np.int64]
+    """How many ids each document has."""
+    text_bytes: npt.NDArray[np.int64]
+    """How many bytes of text each document had."""
+    places: npt.NDArray[np.int64]
+    """The line where each document began, counted from the beginning of the block."""
+    dropped: Sequence[tuple[int, Reason]]
+    """The lines that gave no document."""
+
+
+@dataclass(frozen=True)
+class EncodedBlock:
+    """A block after encoding."""
+
+    rows: int
+    lines: int
+    columns: Sequence[EncodedColumn]
+    failure: ReadError | None
+    encoder: str
+    """The library that encoded it."""
+
+
+class BlockInSource(NamedTuple):
+    """A block, its source, and the number of the source."""
 
     number: int
     source: Source
-    block: Block
+    block: TextBlock
 
 
-Task: TypeAlias = Sequence[Work]
+BlockBatch: TypeAlias = Sequence[BlockInSource]
 """Blocks that travel together."""
 
 
-def gathered(blocks: Iterable[Work], *, block_bytes: int) -> Iterator[Task]:
+def encode_rows(rows: TextRows, settings: EncodeSettings, encoder: Encoder) -> EncodedBlock:
+    """Encode the texts of a block, each followed by the end of text."""
+    columns = [_encode_column(values, rows.places, settings, encoder) for values in rows.columns]
+    return EncodedBlock(len(rows.places), rows.lines, columns, rows.failure, encoder.name)
+
+
+def _encode_column(
+    values: Sequence[Value], places: Sequence[int], settings: EncodeSettings, encoder: Encoder
+) -> EncodedColumn:
+    kept = np.asarray(places, np.int64)
+    texts = [value for value in values if isinstance(value, str)]
+    dropped: list[tuple[int, Reason]] = []
+    if len(texts) < len(values):
+        kept = kept[[isinstance(value, str) for value in values]]
+        rows = zip(places, values, strict=True)
+        dropped = [(place, value) for place, value in rows if isinstance(value, Reason)]
+    encoded = encoder.encode(texts)
+    ids, lengths, sizes = encoded.ids, encoded.lengths, encoded.text_bytes
+    empty = lengths == 0
+    if empty.any():
+        # Some tokenizers give no ids for some texts.
+        dropped += [(int(place), Reason.EMPTY_TEXT) for place in kept[empty]]
+        dropped.sort(key=lambda one: one[0])
+        kept, lengths, sizes = kept[~empty], lengths[~empty], sizes[~empty]
+    ids = ids.astype(settings.dtype, copy=False)
+    if settings.end_of_text is not None:
+        ids = np.insert(ids, np.cumsum(lengths), settings.end_of_text)
+        lengths = lengths + 1
+    return EncodedColumn(ids, lengths, sizes, kept, dropped)
+
+
+def encode_batch(
+    batch: BlockBatch, settings: EncodeSettings, encoder: Encoder
+) -> list[EncodedBlock]:
+    """Read and encode blocks."""
+    return [
+        encode_rows(read_block(source, block, settings.options), settings, encoder)
+        for _, source, block in batch
+    ]
+
+
+def batched(blocks: Iterable[BlockInSource], *, block_bytes: int) -> Iterator[BlockBatch]:
     """Put blocks together until they are about as large as one."""
-    task: list[Work] = []
+    batch: list[BlockInSource] = []
     size, last = 0, (-1, 0)
-    for work in blocks:
-        block = work.block
-        before = last[1] if work.number == last[0] else 0
-        last = (work.number, block.disk)
-        task.append(work)
-        size += block_bytes if block.content is not None else block.disk - before
-        if size >= block_bytes or len(task) >= _TOGETHER:
-            yield task
-            task, size = [], 0
-    if task:
-        yield task
-
-
-def grind_here(tasks: Iterable[Task], grinder: Grinder) -> Iterator[tuple[Task, list[Ground]]]:
-    """Grind in this process."""
-    for task in tasks:
-        yield task, [grinder.grind(work.source, work.block) for work in task]
+    for one in blocks:
+        before = last[1] if one.number == last[0] else 0
+        last = (one.number, one.block.disk)
+        batch.append(one)
+        size += block_bytes if one.block.content is not None else one.block.disk - before
+        if size >= block_bytes or len(batch) >= _MAX_BLOCKS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 class Workers:
-    """Processes that grind; they start at once, before anything is known about the work."""
+    """Processes that encode; they start at once, before anything is known about the work."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -75,24 +155,26 @@ class Workers:
             count,
             # A fork would copy locks that threads of the libraries hold.
             mp_context=multiprocessing.get_context("spawn"),
-            initializer=_begin,
+            initializer=_initialize,
             initargs=(os.getpid(),),
         )
-        with _born_deaf():
+        with _ignoring_interrupts():
             for _ in range(count):
-                self._pool.submit(_nothing)
+                # A task that only makes a process start.
+                self._pool.submit(int)
 
-    def grind(self, tasks: Iterable[Task], recipe: Recipe) -> Iterator[tuple[Task, list[Ground]]]:
-        """Grind tasks by a recipe; the results come in the order of the tasks."""
-        waiting: deque[tuple[Task, concurrent.futures.Future[list[Ground]]]] = deque()
+    def encode(
+        self, batches: Iterable[BlockBatch], settings: EncodeSettings
+    ) -> Iterator[tuple[BlockBatch, list[EncodedBlock]]]:
+        """Encode batches; the results come in the same order."""
+        waiting: deque[tuple[BlockBatch, concurrent.futures.Future[list[EncodedBlock]]]] = deque()
         try:
-            for task in tasks:
-                waiting.append((task, self._pool.submit(_work, recipe, task)))
-                if len(waiting) >= _AHEAD * self._count:
+            for batch in batches:
+                waiting.append((batch, self._pool.submit(_encode_here, batch, settings)))
+                if len(waiting) >= _BATCHES_PER_WORKER * self._count:
                     first, future = waiting.popleft()
                     yield first, future.result()
-            while waiting:
-                first, future = waiting.popleft()
+            for first, future in waiting:
                 yield first, future.result()
         except BrokenProcessPool as error:
             raise UserError(
@@ -102,14 +184,13 @@ class Workers:
             ) from error
 
     def close(self) -> None:
-        """Let the processes end; what they were given and nobody waits for is not begun."""
+        """Let the processes end; batches that are still waiting are not begun."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 @contextlib.contextmanager
-def _born_deaf() -> Iterator[None]:
-    """Let processes that are started ignore control-C, which reaches all of a terminal; the parent
-    decides what it means."""
+def _ignoring_interrupts() -> Iterator[None]:
+    """New processes ignore control-C, which a terminal sends to all: the parent handles it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -120,29 +201,22 @@ def _born_deaf() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _begin(parent: int) -> None:
+def _initialize(parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # There is a process for each core already.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
 
 
-def _end_with(parent: int) -> None:
+def _exit_with(parent: int) -> None:
     """End this process soon after its parent, even if that was killed."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(Exit.INTERNAL)
 
 
-def _nothing() -> None:
-    """A task that only makes a process start."""
+_encoder = functools.lru_cache(maxsize=1)(open_encoder)
 
 
-def _work(recipe: Recipe, task: Task) -> list[Ground]:
-    grinder = _grinder(recipe)
-    return [grinder.grind(work.source, work.block) for work in task]
-
-
-@functools.lru_cache(maxsize=1)
-def _grinder(recipe: Recipe) -> Grinder:
-    return Grinder(recipe, open_encoder(recipe.encoder))
+def _encode_here(batch: BlockBatch, settings: EncodeSettings) -> list[EncodedBlock]:
+    return encode_batch(batch, settings, _encoder(settings.encoder))

@@ -1,8 +1,8 @@
-"""Corpora by name: what they are, how large, under which licence, and where their text comes from.
+"""Corpora known by name: what they are, how large, under which licence, and where to get them.
 
-The table is `corpora.toml`. A corpus is a dataset on Hugging Face, read as a stream so that nothing
-but the token files is kept, or one file that is fetched into our cache. Before anything travels,
-`describe` says what it will cost; what nobody has counted is said to be unknown.
+The table is `corpora.toml`. A corpus is a Hugging Face dataset, streamed so that only the token
+files are kept, or one file that is downloaded into our cache. `describe` tells the cost before
+anything is downloaded; numbers that nobody has counted are unknown.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gristmill.base.files import require_room
 from gristmill.base.units import format_bytes
 
 _BYTES_PER_TOKEN = 4
-"""English gives 4 to 5 bytes of text for a token of GPT-2, which takes 2 bytes on the disk."""
+"""English gives 4 to 5 bytes of text per GPT-2 token, which takes 2 bytes on disk."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Corpus:
     homepage: str
     licence: str
     dataset: str | None = None
-    """The name on Hugging Face; or else there is a `url`."""
+    """The name on Hugging Face; if None, there is a `url`."""
     config: str | None = None
     split: str | None = None
     column: str | None = None
@@ -41,7 +41,7 @@ class Corpus:
     text_bytes: int | None = None
     download_bytes: int | None = None
     validation: str | None = None
-    """The corpus's own split for validation."""
+    """The corpus's own validation split."""
     held_out: float | None = None
     """Or the share of documents to hold out,"""
     seed: int | None = None
@@ -51,7 +51,7 @@ class Corpus:
     note: str | None = None
 
     def source(self, split: str | None = None) -> str:
-        """What `prepare` reads: a dataset in the spelling of `datasets`, or the file's path."""
+        """What `prepare` reads: hf:NAME?… for a dataset, or the path of the file."""
         if self.dataset is None:
             return str(self.file)
         parts = {"config": self.config, "split": split or self.split, "column": self.column}
@@ -60,7 +60,7 @@ class Corpus:
 
     @property
     def permuted_rows(self) -> int | None:
-        """From how many rows documents are held out in the way of the `datasets` library."""
+        """The number of rows to choose from in the way of the `datasets` library."""
         return self.documents if self.split_as_published else None
 
     @property
@@ -70,38 +70,47 @@ class Corpus:
         return cache_folder() / "corpora" / self.name / self.url.rpartition("/")[2]
 
     @property
-    def disk_bytes(self) -> int | None:
-        """What the disk must hold, about: the file if one is kept, and GPT-2's token ids."""
-        if self.text_bytes is None:
-            return None
-        kept = (self.download_bytes or self.text_bytes) if self.url else 0
-        return kept + 2 * self.text_bytes // _BYTES_PER_TOKEN
+    def file_bytes(self) -> int:
+        """The size of the file that is kept, about."""
+        return (self.download_bytes or self.text_bytes or 0) if self.url else 0
+
+    @property
+    def token_bytes(self) -> int | None:
+        """The size of GPT-2's token ids, about."""
+        return 2 * self.text_bytes // _BYTES_PER_TOKEN if self.text_bytes is not None else None
 
 
-def corpus_names() -> list[str]:
-    """All names, in the order of the table."""
-    return list(_table())
+@cache
+def known_corpora() -> dict[str, Corpus]:
+    """All corpora by name, in the order of the table."""
+    text = (resources.files("gristmill.text.sources") / "corpora.toml").read_text(encoding="utf-8")
+    return {name: Corpus(name=name, **row) for name, row in tomllib.loads(text).items()}
 
 
 def find_corpus(name: str) -> Corpus | None:
     """The corpus of that name, if there is one."""
-    return _table().get(name)
+    return known_corpora().get(name)
 
 
 def describe(corpus: Corpus) -> str:
-    """What a person should know before anything is fetched."""
-    documents = f"{corpus.documents:,}" if corpus.documents else "unknown"
-    place = (
-        f"one file, kept as {corpus.file}"
-        if corpus.url
-        else "read as a stream, only token files are kept"
-    )
+    """What a person should know before anything is downloaded."""
+
+    def about(amount: int | None) -> str:
+        return f"about {format_bytes(amount)}" if amount else "unknown"
+
+    place = f"one file, kept as {corpus.file}" if corpus.url else "streamed; only tokens are kept"
+    held_out = "nothing"
+    if corpus.validation:
+        held_out = f"its own split {corpus.validation!r}"
+    elif corpus.held_out is not None:
+        held_out = f"{corpus.held_out:.2%} of the documents, chosen by seed {corpus.seed}"
+    disk = corpus.token_bytes and corpus.file_bytes + corpus.token_bytes
     rows = {
-        "documents": documents,
-        "text": _about(corpus.text_bytes),
-        "download": f"{_about(corpus.download_bytes)}; {place}",
-        "disk": f"{_about(corpus.disk_bytes)}, with the token ids of GPT-2",
-        "held out": _held_out(corpus),
+        "documents": f"{corpus.documents:,}" if corpus.documents else "unknown",
+        "text": about(corpus.text_bytes),
+        "download": f"{about(corpus.download_bytes)}; {place}",
+        "disk": f"{about(disk)}, including the token ids of GPT-2",
+        "held out": held_out,
         "licence": corpus.licence,
         "homepage": corpus.homepage,
         "note": corpus.note,
@@ -112,51 +121,23 @@ def describe(corpus: Corpus) -> str:
 
 def check_disk(corpus: Corpus, *, output: Path) -> None:
     """Refuse a corpus that the disks of the cache and of the token files cannot hold."""
-    if corpus.disk_bytes is None:
+    if corpus.token_bytes is None:
         return
-    kept = corpus.disk_bytes - 2 * (corpus.text_bytes or 0) // _BYTES_PER_TOKEN
     if corpus.url and not corpus.file.is_file():
-        require_room(
-            corpus.file.parent,
-            needed=kept,
-            purpose=f"the file of {corpus.name}",
-            remedy=LARGER_CACHE,
-        )
-    require_room(
-        output,
-        needed=corpus.disk_bytes - kept,
-        purpose=f"a token set of {corpus.name}",
-        remedy="give an output on a larger disk",
-    )
+        purpose = f"the file of {corpus.name}"
+        folder, needed = corpus.file.parent, corpus.file_bytes
+        require_room(folder, needed=needed, purpose=purpose, remedy=LARGER_CACHE)
+    purpose = f"a token set of {corpus.name}"
+    remedy = "choose an output on a larger disk"
+    require_room(output, needed=corpus.token_bytes, purpose=purpose, remedy=remedy)
 
 
 def fetch_corpus(corpus: Corpus, *, progress: OnDownload | None = None) -> str:
-    """Bring the file of a corpus here if it has one; what `prepare` reads is the answer."""
+    """Download the file of a corpus if it has one; return what `prepare` reads."""
     if corpus.url:
+        # Without a checksum, the length that the server states is all that is known.
+        size = corpus.download_bytes if corpus.file_sha256 else None
         download(
-            corpus.url,
-            to=corpus.file,
-            sha256=corpus.file_sha256,
-            # Without a checksum the length that the server states is what is known.
-            size=corpus.download_bytes if corpus.file_sha256 else None,
-            progress=progress,
+            corpus.url, to=corpus.file, sha256=corpus.file_sha256, size=size, progress=progress
         )
     return corpus.source()
-
-
-@cache
-def _table() -> dict[str, Corpus]:
-    text = (resources.files("gristmill.text.sources") / "corpora.toml").read_text(encoding="utf-8")
-    return {name: Corpus(name=name, **row) for name, row in tomllib.loads(text).items()}
-
-
-def _about(amount: int | None) -> str:
-    return f"about {format_bytes(amount)}" if amount else "unknown"
-
-
-def _held_out(corpus: Corpus) -> str:
-    if corpus.validation:
-        return f"its own split {corpus.validation!r}"
-    if corpus.held_out is None:
-        return "nothing"
-    return f"{corpus.held_out:.2%} of the documents, chosen by seed {corpus.seed}"

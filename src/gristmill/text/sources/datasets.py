@@ -1,34 +1,32 @@
-"""Text from datasets of Hugging Face: by name as a stream, or from a folder without network.
+"""Text from Hugging Face datasets: streamed by name, or read from a local folder.
 
     hf:NAME[?config=…&split=…&column=…]      split is "train" if not given
-    hf:./folder                              a folder of parquet, JSON or CSV files, or one that
+    hf:./folder                              a folder of Parquet, JSON or CSV files, or one that
                                              the `datasets` library has saved
 
-The column is the one asked for, else `text`, else the first that holds text. Only that column is
-read. Rows are numbered from 0 in the order of the dataset's files; to go on in the middle, whole
-blocks of rows are passed over without being turned into text. A dataset from the network is pinned
-to the commit it has when it is opened, which is part of its fingerprint; of a folder it is names,
-sizes and times of its files. Datasets that come as a program are not read: the library no longer
-runs them. `open_hub` is the only function that touches the network.
+Only one column is read: the requested one, else `text`, else the first that holds text. Resuming
+skips whole batches of rows without decoding them. The fingerprint contains the commit of a dataset
+from the Hub, or names, sizes and times of the files in a folder. Only `open_hub` uses the network.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote_plus
 
 from gristmill.base.errors import Exit, Problem, UserError, optional
 from gristmill.base.files import sha256_text
-from gristmill.text.sources.blocks import Block, Kind, Rows
-from gristmill.text.sources.source import ReadOptions, Reason, Source
+from gristmill.text.sources.blocks import SourceFormat, TextBlock, TextRows, Value
+from gristmill.text.sources.lines import text_or_reason
+from gristmill.text.sources.source import ReadOptions, Source
 
 PREFIX = "hf:"
 _KEYS = ("config", "split", "column")
-_ROWS = 1000
+_BATCH_ROWS = 1000
 _TEXT_TYPES = ("string", "large_string", "string_view")
 _PATH_STARTS = ("/", ".", "~")
 _SAVED = ("dataset_dict.json", "state.json")
@@ -43,27 +41,16 @@ class DatasetSpec:
     split: str = "train"
     column: str | None = None
 
-    @property
-    def folder(self) -> Path | None:
-        """The folder of that name, if there is one."""
-        return Path(self.name) if Path(self.name).is_dir() else None
 
-
-@dataclass(frozen=True)
-class Opened:
-    """A dataset of the library, and what says that it is still the same one."""
+class OpenedDataset(NamedTuple):
+    """A dataset of the library, and what changes with its content."""
 
     rows: Any
     version: str
 
 
-def is_dataset(source: str) -> bool:
-    """Whether a source is spelt as a dataset."""
-    return source.startswith(PREFIX)
-
-
 def parse_dataset(text: str) -> DatasetSpec:
-    """Read `hf:NAME?config=…&split=…&column=…`."""
+    """Parse `hf:NAME?config=…&split=…&column=…`."""
     name, _, query = text.removeprefix(PREFIX).partition("?")
     wrong = [] if name else ["the name is missing"]
     found: dict[str, str] = {}
@@ -78,80 +65,88 @@ def parse_dataset(text: str) -> DatasetSpec:
         else:
             found[key] = unquote_plus(value)
     if wrong:
-        remedy = "write hf:NAME?config=…&split=…&column=…, all but the name as needed"
+        remedy = "write hf:NAME?config=…&split=…&column=…; everything but the name is optional"
         raise UserError([Problem(what, text, remedy) for what in wrong], exit=Exit.DATA)
     return DatasetSpec(name, **found)
 
 
-class DatasetText:
-    """The texts of one split of a dataset."""
+class DatasetSource(Source):
+    """One split of a dataset; its lines are its rows."""
 
-    def __init__(self, source: str, *, column: str | None = None) -> None:
-        """Open a dataset; `column` is read if the source does not name one."""
-        spec = parse_dataset(source)
-        self.spec = replace(spec, column=spec.column or column)
-        self.name = source
-        self._datasets = optional(
-            "datasets", extra="hub", purpose="reading datasets of Hugging Face"
-        )
-        # Progress is shown by whoever reads; the library's own bars would break its line.
-        self._datasets.disable_progress_bars()
-        folder = self.spec.folder
-        if folder is None and self.spec.name.startswith(_PATH_STARTS):
-            raise UserError("there is no such folder", where=source, exit=Exit.DATA)
-        opened = (
-            _open_folder(self._datasets, self.spec, folder)
-            if folder
-            else open_hub(self._datasets, self.spec)
-        )
+    extension = PREFIX
+    can_seek = False
+    repeatable = True
+
+    def __init__(self, name: str, options: ReadOptions) -> None:
+        if len(options.keys) > 1:
+            raise UserError(
+                f"only one column of a dataset can be read, not {len(options.keys)}",
+                where=name,
+                remedy="prepare one set for each column: hf:NAME?column=…",
+            )
+        self.path = self.size = None
+        self.name = name
+        spec = parse_dataset(name)
+        datasets = optional("datasets", extra="hub", purpose="reading Hugging Face datasets")
+        # The library's own progress bars would break the line of ours.
+        datasets.disable_progress_bars()
+        folder = Path(spec.name)
+        if folder.is_dir():
+            opened = _open_folder(datasets, spec, folder)
+        elif spec.name.startswith(_PATH_STARTS):
+            raise UserError("there is no such folder", where=name, exit=Exit.DATA)
+        else:
+            opened = open_hub(datasets, spec)
         self._rows = opened.rows
-        self.column = self._find_column()
-        identity = [self.spec.name, self.spec.config, self.spec.split, self.column, opened.version]
-        self.fingerprint = sha256_text(json.dumps(identity))
+        asked = options.keys[0] if options.keys != ReadOptions().keys else None
+        self.column = self._find_column(spec.column or asked)
+        facts = [spec.name, spec.config, spec.split, self.column, opened.version]
+        self.fingerprint = sha256_text(json.dumps(facts))
 
     @property
-    def count(self) -> int | None:
-        """The number of rows, if it is known without reading them."""
-        if hasattr(self._rows, "num_rows"):
-            return int(self._rows.num_rows)
-        splits = self._rows.info.splits or {}
-        known = splits.get(self.spec.split)
-        return int(known.num_examples) if known is not None and known.num_examples else None
+    def identity(self) -> tuple[object, ...]:
+        return self.name, self.fingerprint
 
-    def documents_from(self, start: int) -> Iterator[str | Reason]:
+    def __getstate__(self) -> dict[str, Any]:
+        # Blocks carry the rows, so workers need not open the dataset.
+        return vars(self) | {"_rows": None}
+
+    def documents_from(self, start: int) -> Iterator[Value]:
         """The text of each row from number `start` on, or why the row has none."""
-        row = 0
-        for column in self._blocks():
-            begin, row = row, row + len(column)
-            if row <= start:
-                continue
-            for value in column.slice(max(0, start - begin)).to_pylist():
-                yield _text_or_reason(value)
-
-    def _blocks(self) -> Iterator[Any]:
-        """The column in blocks of the Arrow library, which cost little until they are read."""
+        # Arrow batches cost little until they are converted.
         rows = self._rows.select_columns([self.column]).with_format("arrow")
-        blocks = rows.iter(batch_size=_ROWS)
+        batches = rows.iter(batch_size=_BATCH_ROWS)
         done = 0
         while True:
             try:
-                table = next(blocks, None)
+                table = next(batches, None)
             except Exception as error:  # the library raises nothing more precise
                 raise UserError(
-                    f"cannot read on after row {done:,}: {_first_line(error)}",
+                    f"cannot read any further after row {done:,}: {_first_line(error)}",
                     where=self.name,
                     remedy="check the network or the files, then start the same command again",
                     exit=Exit.DATA,
                 ) from error
             if table is None:
                 return
-            done += table.num_rows
-            yield table.column(self.column)
+            begin, done = done, done + table.num_rows
+            if done > start:
+                column = table.column(self.column).slice(max(0, start - begin))
+                for value in column.to_pylist():
+                    yield text_or_reason(value, check_surrogates=False)
 
-    def _find_column(self) -> str:
-        types = {field.name: str(field.type) for field in self._schema()}
+    def _find_column(self, asked: str | None) -> str:
+        features = self._rows.features
+        if features is not None:
+            schema = features.arrow_schema
+        else:
+            first = next(self._rows.with_format("arrow").iter(batch_size=1), None)
+            if first is None:
+                raise UserError("the dataset has no rows", where=self.name, exit=Exit.DATA)
+            schema = first.schema
+        types = {field.name: str(field.type) for field in schema}
         texts = [name for name, type in types.items() if type in _TEXT_TYPES]
-        chosen = self.spec.column or ("text" if "text" in texts else next(iter(texts), None))
+        chosen = asked or ("text" if "text" in texts else next(iter(texts), None))
         if chosen is None or chosen not in texts:
             have = ", ".join(f"{name} ({type})" for name, type in types.items())
             what = f"the column {chosen!r} holds no text" if chosen in types else "no such column"
@@ -163,69 +158,31 @@ class DatasetText:
             )
         return chosen
 
-    def _schema(self) -> Any:
-        features = self._rows.features
-        if features is not None:
-            return features.arrow_schema
-        first = next(self._rows.with_format("arrow").iter(batch_size=1), None)
-        if first is None:
-            raise UserError("the dataset has no rows", where=self.name, exit=Exit.DATA)
-        return first.schema
 
-
-class DatasetSource(Source):
-    """A dataset as a source of text; its lines are its rows."""
-
-    ending = PREFIX
-    can_seek = False
-    repeatable = True
-
-    def __init__(self, name: str, options: ReadOptions) -> None:
-        if len(options.keys) > 1:
-            raise UserError(
-                f"a dataset is read by one column, not by {len(options.keys)}",
-                where=name,
-                remedy="prepare one set for each column: hf:NAME?column=…",
-            )
-        self.path = self.size = None
-        self.name = name
-        column = options.keys[0] if options.keys != ReadOptions().keys else None
-        self.text: DatasetText | None = DatasetText(name, column=column)
-
-    @property
-    def identity(self) -> tuple[object, ...]:
-        assert self.text is not None
-        return self.name, self.text.fingerprint
-
-    def __getstate__(self) -> dict[str, Any]:
-        # The rows travel in the blocks, so nobody else has to open the dataset.
-        return vars(self) | {"text": None}
-
-
-def _cut(source: Source, options: ReadOptions, begin: int) -> Iterator[Block]:
-    assert isinstance(source, DatasetSource) and source.text is not None
-    values: list[str | Reason] = []
+def _cut(source: Source, options: ReadOptions, begin: int) -> Iterator[TextBlock]:
+    assert isinstance(source, DatasetSource)
+    values: list[Value] = []
     characters = 0
-    for value in source.text.documents_from(begin):
+    for value in source.documents_from(begin):
         values.append(value)
         characters += len(value) if isinstance(value, str) else 0
-        if characters >= options.block_bytes or len(values) == _ROWS:
-            yield Block(begin, begin + len(values), disk=0, content=values)
+        if characters >= options.block_bytes or len(values) == _BATCH_ROWS:
+            yield _block(begin, values)
             begin, values, characters = begin + len(values), [], 0
     if values:
-        yield Block(begin, begin + len(values), disk=0, content=values)
+        yield _block(begin, values)
 
 
-def _read(source: Source, block: Block, options: ReadOptions) -> Rows:
-    count = block.end - block.begin
-    return Rows([block.content], range(count), count)
+def _block(begin: int, values: list[Value]) -> TextBlock:
+    rows = TextRows([values], range(len(values)), len(values))
+    return TextBlock(begin, begin + len(values), disk=0, content=rows)
 
 
-DATASET = Kind(cut=_cut, read=_read)
+DATASET = SourceFormat(_cut)
 
 
-def open_hub(datasets: Any, spec: DatasetSpec) -> Opened:
-    """Open a dataset on Hugging Face as a stream, at the commit it has now."""
+def open_hub(datasets: Any, spec: DatasetSpec) -> OpenedDataset:
+    """Stream a dataset from the Hugging Face Hub, at its current commit."""
     from huggingface_hub import HfApi
 
     try:
@@ -233,64 +190,45 @@ def open_hub(datasets: Any, spec: DatasetSpec) -> Opened:
         rows = datasets.load_dataset(
             spec.name, spec.config, split=spec.split, revision=commit, streaming=True
         )
-    except Exception as error:  # either library raises nothing more precise
-        raise _unopened(spec, error) from error
-    return Opened(rows, commit)
+    except Exception as error:  # neither library raises anything more precise
+        raise _cannot_open(spec, error) from error
+    return OpenedDataset(rows, commit)
 
 
-def _open_folder(datasets: Any, spec: DatasetSpec, folder: Path) -> Opened:
+def _open_folder(datasets: Any, spec: DatasetSpec, folder: Path) -> OpenedDataset:
     try:
         if any((folder / name).is_file() for name in _SAVED):
-            rows = _saved(datasets, spec, folder)
+            rows = datasets.load_from_disk(str(folder))
         else:
             rows = datasets.load_dataset(str(folder), spec.config, split=spec.split, streaming=True)
-    except UserError:
-        raise
     except Exception as error:  # the library raises nothing more precise
-        raise _unopened(spec, error) from error
-    return Opened(rows, _files_version(folder))
-
-
-def _saved(datasets: Any, spec: DatasetSpec, folder: Path) -> Any:
-    """A folder that the library saved: one split, or several by their names."""
-    opened = datasets.load_from_disk(str(folder))
-    if not isinstance(opened, dict):
-        return opened
-    if spec.split not in opened:
-        raise UserError(
-            f"there is no split {spec.split!r}: the splits are {', '.join(opened)}",
-            where=f"{PREFIX}{spec.name}",
-            remedy="name one of them: hf:NAME?split=…",
-            exit=Exit.DATA,
-        )
-    return opened[spec.split]
-
-
-def _files_version(folder: Path) -> str:
-    """Names, sizes and times of all files below a folder."""
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
-    facts = [
+        raise _cannot_open(spec, error) from error
+    if isinstance(rows, dict):
+        if spec.split not in rows:
+            raise UserError(
+                f"there is no split {spec.split!r}: the splits are {', '.join(rows)}",
+                where=f"{PREFIX}{spec.name}",
+                remedy="name one of them: hf:NAME?split=…",
+                exit=Exit.DATA,
+            )
+        rows = rows[spec.split]
+    files = [
         [str(file.relative_to(folder)), file.stat().st_size, file.stat().st_mtime_ns]
-        for file in files
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
     ]
-    return sha256_text(json.dumps(facts))
-
-
-def _text_or_reason(value: Any) -> str | Reason:
-    if not isinstance(value, str):
-        return Reason.WRONG_TYPE
-    return value or Reason.EMPTY_TEXT
+    return OpenedDataset(rows, sha256_text(json.dumps(files)))
 
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _unopened(spec: DatasetSpec, error: BaseException) -> UserError:
+def _cannot_open(spec: DatasetSpec, error: BaseException) -> UserError:
     return UserError(
         f"the dataset cannot be opened: {_first_line(error)}",
         where=f"{PREFIX}{spec.name}",
         remedy="check the name, its config and split, and the network; "
-        "a dataset on this machine is given as hf:./folder",
+        "a local dataset is given as hf:./folder",
         exit=Exit.DATA,
     )

@@ -1,11 +1,11 @@
-"""Text in lines: JSON lines and plain text.
+"""JSON lines and plain text.
 
     .jsonl .ndjson              an object on each line, documents under its keys
-    .txt .md and all others     a document is a file, a line, a block between blank lines, or what
-                                stands between two separators such as <|endoftext|>
+    .txt .md and all others     a document is a file, a line, a paragraph between blank lines, or
+                                the text between two separators such as <|endoftext|>
 
-Lines end at the byte 0x0A and nowhere else: U+2028 and its kin are text. A byte order mark is
-skipped and CRLF reads as LF. Only "" is empty: a text of blanks is for a filter to judge.
+Only the byte 0x0A ends a line: U+2028 and the like are text. A byte order mark is skipped and CRLF
+reads as LF. Only "" counts as empty: whitespace is left for a filter to judge.
 """
 
 from __future__ import annotations
@@ -13,25 +13,18 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
-from gristmill.base.files import open_bytes
 from gristmill.text.sources.blocks import (
-    BOM,
-    DAMAGE,
-    Block,
-    Failure,
-    Kind,
-    Rows,
+    SourceFormat,
+    TextBlock,
+    TextRows,
     Value,
-    after_last_line,
     content_of,
-    cut_sought,
-    cut_streamed,
-    damaged,
-    lines_before,
-    single,
+    cut_lines,
+    cut_stream,
     too_long,
 )
 from gristmill.text.sources.source import DocumentSplit, ReadOptions, Reason, Source
@@ -46,211 +39,162 @@ else:
 _BLANK_LINE = re.compile(rb"\n[ \t\r\f\v]*\n")
 
 
-def _cut_lines(source: Source, options: ReadOptions, begin: int) -> Iterator[Block]:
-    if source.can_seek:
-        return cut_sought(source, options, begin)
-    return cut_streamed(source, options, begin, last_cut=after_last_line)
-
-
-# ------------------------------------------------------------------ JSON lines
-
-
-def _read_json(source: Source, block: Block, options: ReadOptions) -> Rows:
-    lines, failure = _split(*content_of(source, block, options), options)
-    keys = options.keys
-    columns: list[list[Value]] = [[] for _ in keys]
-    for line in lines:
-        for column, value in zip(columns, parse_object(line, keys), strict=True):
+def _read(
+    source: Source,
+    block: TextBlock,
+    options: ReadOptions,
+    *,
+    split: Callable[[bytes, ReadOptions], Iterable[tuple[int, bytes]]],
+    parse: Callable[[bytes, Sequence[str]], Sequence[Value]],
+) -> TextRows:
+    """Split a block into documents, each with the line where it begins, and parse them."""
+    content = content_of(source, block, options)
+    columns: list[list[Value]] = [[] for _ in options.keys]
+    places: list[int] = []
+    for place, document in split(content, options):
+        if len(document) > options.line_limit:
+            return TextRows(columns, places, place, too_long(options))
+        places.append(place)
+        for column, value in zip(columns, parse(document, options.keys), strict=True):
             column.append(value)
-    return Rows(columns, range(len(lines)), len(lines), failure)
+    return TextRows(columns, places, content.count(b"\n"))
+
+
+# ------------------------------------------------------------------ values
 
 
 def parse_object(line: bytes, keys: Sequence[str]) -> Sequence[Value]:
     """The text under each key of a JSON object."""
     if _parse_fast:
         try:
-            return values_of(_parse_fast(line), keys, may_be_half=False)
+            return values_of(_parse_fast(line), keys, check_surrogates=False)
         except ValueError:
-            # It refuses more than the standard library does; so that both installations read the
-            # same, the latter has the last word.
+            # orjson refuses more than the standard library does. The latter decides, so that
+            # installations with and without orjson read the same.
             pass
-    found = _parse_slowly(line)
-    if isinstance(found, Reason):
-        return [found] * len(keys)
-    return values_of(found, keys, may_be_half=b"\\u" in line)
+    if not line.strip():
+        return [Reason.EMPTY_TEXT] * len(keys)
+    try:
+        return values_of(json.loads(line.decode()), keys, check_surrogates=b"\\u" in line)
+    except UnicodeDecodeError:
+        return [Reason.INVALID_UTF8] * len(keys)
+    except (ValueError, RecursionError):
+        return [Reason.INVALID_JSON] * len(keys)
 
 
-def values_of(found: Any, keys: Sequence[str], *, may_be_half: bool = True) -> Sequence[Value]:
-    """The text under each key of a value that JSON gave.
-
-    `may_be_half` says that half a surrogate pair may stand alone, which JSON can write but UTF-8
-    cannot.
-    """
+def values_of(found: Any, keys: Sequence[str], *, check_surrogates: bool) -> Sequence[Value]:
+    """The text under each key of a parsed JSON value."""
     if not isinstance(found, dict):
         return [Reason.WRONG_TYPE] * len(keys)
-    return [_value(found, key, may_be_half) for key in keys]
+    return [
+        text_or_reason(found[key], check_surrogates) if key in found else Reason.MISSING_KEY
+        for key in keys
+    ]
 
 
-def _value(found: dict[str, Any], key: str, may_be_half: bool) -> Value:
-    try:
-        text = found[key]
-    except KeyError:
-        return Reason.MISSING_KEY
-    return checked(text, may_be_half=may_be_half)
+def text_or_reason(value: object, check_surrogates: bool) -> Value:
+    """The value if it is usable text, or why it is not.
 
-
-def checked(text: object, *, may_be_half: bool = True) -> Value:
-    """A value that must be a text, or why it is none."""
-    if not isinstance(text, str):
+    JSON can spell a lone surrogate, and bytes that are not UTF-8 are decoded to some. UTF-8 has no
+    form for them.
+    """
+    if not isinstance(value, str):
         return Reason.WRONG_TYPE
-    if may_be_half:
+    if check_surrogates:
         try:
-            text.encode()
+            value.encode()
         except UnicodeEncodeError:
             return Reason.INVALID_UTF8
-    return text or Reason.EMPTY_TEXT
+    return value or Reason.EMPTY_TEXT
 
 
-def _parse_slowly(line: bytes) -> Any:
-    if not line.strip():
-        return Reason.EMPTY_TEXT
-    try:
-        return json.loads(line.decode())
-    except UnicodeDecodeError:
-        return Reason.INVALID_UTF8
-    except (ValueError, RecursionError):
-        return Reason.INVALID_JSON
-
-
-def _split(
-    data: bytes, failure: Failure | None, options: ReadOptions
-) -> tuple[list[bytes], Failure | None]:
-    """The lines of a block without their ends, up to the first that is too long."""
-    lines = data.split(b"\n")
-    if not lines[-1]:
-        lines.pop()
-    if lines and len(max(lines, key=len)) > options.line_limit:
-        long = next(n for n, line in enumerate(lines) if len(line) > options.line_limit)
-        return lines[:long], too_long(options)
-    return lines, failure
-
-
-JSON_LINES = Kind(cut=_cut_lines, read=_read_json, lines_before=lines_before)
-
-
-# ------------------------------------------------------------------ plain text
-
-
-def _decoded(content: bytes) -> Value:
+def decoded(content: bytes) -> Value:
+    """Bytes as text, or why they are none."""
     try:
         return content.decode() or Reason.EMPTY_TEXT
     except UnicodeDecodeError:
         return Reason.INVALID_UTF8
 
 
-def _read_lines(source: Source, block: Block, options: ReadOptions) -> Rows:
-    lines, failure = _split(*content_of(source, block, options), options)
-    values = [_decoded(line.removesuffix(b"\r")) for line in lines]
-    return Rows(single(values, options), range(len(lines)), len(lines), failure)
+def _parse_text(document: bytes, keys: Sequence[str]) -> Sequence[Value]:
+    return [decoded(document)] * len(keys)
+
+
+# ------------------------------------------------------------------ splits
+
+
+def _lines(content: bytes, options: ReadOptions) -> Iterator[tuple[int, bytes]]:
+    lines = content.split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    for place, line in enumerate(lines):
+        yield place, line.removesuffix(b"\r")
 
 
 def _after_last_blank(content: bytes) -> int:
-    """A piece may be cut after each line that is blank and follows another."""
     cut = content.rfind(b"\n\n") + 2
     if cut > 1:
         return cut
-    found = [match.end() for match in _BLANK_LINE.finditer(content)]
-    return found[-1] if found else 0
+    return max((match.end() for match in _BLANK_LINE.finditer(content)), default=0)
 
 
-def _read_blocks(source: Source, block: Block, options: ReadOptions) -> Rows:
-    lines, failure = _split(*content_of(source, block, options), options)
-    values: list[Value] = []
-    places: list[int] = []
-    first = size = 0
+def _paragraphs(content: bytes, options: ReadOptions) -> Iterator[tuple[int, bytes]]:
+    lines = [line for _, line in _lines(content, options)]
+    first = 0
     for number, line in enumerate([*lines, b""]):
-        if line.strip():
-            size += len(line) + 1
-            if size > options.line_limit:
-                return Rows(single(values, options), places, first, too_long(options))
-            continue
-        if size:
-            paragraph = b"\n".join(line.removesuffix(b"\r") for line in lines[first:number])
-            values.append(_decoded(paragraph))
-            places.append(first)
-        first, size = number + 1, 0
-    return Rows(single(values, options), places, len(lines), failure)
+        if not line.strip():
+            if first < number:
+                yield first, b"\n".join(lines[first:number])
+            first = number + 1
 
 
-def _cut_separated(source: Source, options: ReadOptions, begin: int) -> Iterator[Block]:
+def _cut_separated(source: Source, options: ReadOptions, begin: int) -> Iterator[TextBlock]:
     assert options.separator
     mark = options.separator.encode()
 
-    def after_last(content: bytes) -> int:
-        return (content.rfind(mark) + len(mark)) if mark in content else 0
+    def last_cut(content: bytes) -> int:
+        return content.rfind(mark) + len(mark) if mark in content else 0
 
-    return cut_streamed(source, options, begin, last_cut=after_last)
+    return cut_stream(source, options, begin, last_cut=last_cut)
 
 
-def _read_separated(source: Source, block: Block, options: ReadOptions) -> Rows:
-    """Documents between separators, without the line end on either side of one."""
+def _separated(content: bytes, options: ReadOptions) -> Iterator[tuple[int, bytes]]:
+    """Documents between separators, without the newline on either side of one."""
     assert options.separator
-    data, failure = content_of(source, block, options)
-    values: list[Value] = []
-    places: list[int] = []
-    parts = data.replace(b"\r\n", b"\n").split(options.separator.encode())
-    line, last = 0, len(parts) - 1
-    for number, part in enumerate(parts):
-        if len(part) > options.line_limit:
-            return Rows(single(values, options), places, line, too_long(options))
-        inside = part.removeprefix(b"\n")
-        # What follows the last separator is a document only if there is something.
-        if number < last or inside.strip():
-            values.append(_decoded(inside.removesuffix(b"\n")))
-            places.append(line + len(part) - len(inside))
-        line += part.count(b"\n")
-    return Rows(single(values, options), places, line, failure)
+    *documents, rest = content.replace(b"\r\n", b"\n").split(options.separator.encode())
+    # Nothing but whitespace after the last separator is no document.
+    line = 0
+    for document in [*documents, rest] if rest.strip() else documents:
+        inside = document.removeprefix(b"\n")
+        yield line + len(document) - len(inside), inside.removesuffix(b"\n")
+        line += document.count(b"\n")
 
 
-def _cut_whole(source: Source, options: ReadOptions, begin: int) -> Iterator[Block]:
-    if source.size is not None:
-        if begin == 0:
-            yield Block(0, 1, disk=source.size)
-        return
-    stream = source.open()
-    try:
-        content = stream.read(options.line_limit + 1)
-        yield Block(0, 1, disk=0, content=content)
-    except DAMAGE as error:
-        yield Block(0, 1, disk=0, content=damaged(error))
-    finally:
-        stream.close()
+def _cut_whole(source: Source, options: ReadOptions, begin: int) -> Iterator[TextBlock]:
+    limit = options.line_limit + 1
+    if source.size is None:
+        with closing(source.open()) as stream:
+            yield TextBlock(0, limit, disk=0, content=stream.read(limit))
+    elif begin == 0:
+        yield TextBlock(0, limit, disk=source.size)
 
 
-def _read_whole(source: Source, block: Block, options: ReadOptions) -> Rows:
-    content = block.content if block.content is not None else _whole(source, options)
-    if not isinstance(content, Failure) and len(content) > options.line_limit:
-        content = too_long(options)
-    if isinstance(content, Failure):
-        return Rows([[]] * len(options.keys), (), 0, content)
-    text = content.removeprefix(BOM).replace(b"\r\n", b"\n")
-    return Rows(single([_decoded(text)], options), (0,), 1)
+def _whole(content: bytes, options: ReadOptions) -> Iterator[tuple[int, bytes]]:
+    yield 0, content.replace(b"\r\n", b"\n")
 
 
-def _whole(source: Source, options: ReadOptions) -> bytes | Failure:
-    assert source.path is not None
-    try:
-        with open_bytes(source.path) as file:
-            return file.read(options.line_limit + 1)
-    except DAMAGE as error:
-        return damaged(error)
-
-
+_read_text = functools.partial(_read, parse=_parse_text)
+JSON_LINES = SourceFormat(
+    cut_lines, functools.partial(_read, split=_lines, parse=parse_object), divisible=True
+)
 TEXT_BY_SPLIT = {
-    DocumentSplit.FILE: Kind(cut=_cut_whole, read=_read_whole),
-    DocumentSplit.LINE: Kind(cut=_cut_lines, read=_read_lines, lines_before=lines_before),
-    DocumentSplit.BLANK: Kind(
-        cut=functools.partial(cut_streamed, last_cut=_after_last_blank), read=_read_blocks
+    DocumentSplit.FILE: SourceFormat(_cut_whole, functools.partial(_read_text, split=_whole)),
+    DocumentSplit.LINE: SourceFormat(
+        cut_lines, functools.partial(_read_text, split=_lines), divisible=True
+    ),
+    DocumentSplit.BLANK: SourceFormat(
+        functools.partial(cut_stream, last_cut=_after_last_blank),
+        functools.partial(_read_text, split=_paragraphs),
     ),
 }
-SEPARATED_TEXT = Kind(cut=_cut_separated, read=_read_separated)
+SEPARATED_TEXT = SourceFormat(_cut_separated, functools.partial(_read_text, split=_separated))

@@ -1,13 +1,12 @@
-"""English that every Python carries: a corpus for the demo that needs no network.
+"""English text that every Python carries: a corpus for the demo that needs no network.
 
     pydoc_data.topics          the chapters of the language reference that `help()` shows
     the standard library       the docstrings of every module, class and function, module by module
     with source code           and the sources of those modules
 
-About two megabytes of plain technical English. The files are parsed, never imported, so nothing of
-them runs. The order is fixed: sorted, then shuffled with a fixed seed; the text differs between
-Python versions, as their documentation does. A docstring found twice is taken once. Tests are left
-out, since their docstrings are few and their sources many.
+About two megabytes of technical English, different in each Python version. Files are parsed, never
+imported. They are sorted, then shuffled with a fixed seed. Repeated docstrings are taken once, and
+tests are left out.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ _SEED = 1337
 def python_documents(*, source_code: bool = False) -> Iterator[Document]:
     """The documentation of this Python, then, if asked for, its sources."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = [path for path in sorted(root.rglob("*.py")) if not _is_skipped(path, root=root)]
+    found = sorted(root.rglob("*.py"))
+    files = [path for path in found if _SKIPPED.isdisjoint(path.relative_to(root).parts)]
     seen: set[str] = set()
     documents = [*_topics(seen), *_docstrings(files, root=root, seen=seen)]
     random.Random(_SEED).shuffle(documents)
     yield from documents
     if source_code:
         random.Random(_SEED).shuffle(files)
-        yield from _sources(files, root=root)
-
-
-def _is_skipped(path: Path, *, root: Path) -> bool:
-    return not _SKIPPED.isdisjoint(path.relative_to(root).parts)
+        for path in files:
+            text = importlib.util.decode_source(path.read_bytes())
+            if text.strip():
+                yield Document(text, origin=_origin(path, root=root))
 
 
 def _topics(seen: set[str]) -> Iterator[Document]:
@@ -55,7 +54,7 @@ def _topics(seen: set[str]) -> Iterator[Document]:
 def _docstrings(files: list[Path], *, root: Path, seen: set[str]) -> Iterator[Document]:
     for path in files:
         with warnings.catch_warnings():
-            # Old sources hold escapes that newer Pythons warn of; nobody can mend them here.
+            # Old sources hold escapes that newer Pythons warn about.
             warnings.simplefilter("ignore")
             module = ast.parse(path.read_bytes(), filename=str(path))
         texts = []
@@ -78,13 +77,6 @@ def _definitions(
         # Expressions hold no definitions, and are most of the tree.
         if isinstance(child, ast.stmt | ast.excepthandler):
             yield from _definitions(child)
-
-
-def _sources(files: list[Path], *, root: Path) -> Iterator[Document]:
-    for path in files:
-        text = importlib.util.decode_source(path.read_bytes())
-        if text.strip():
-            yield Document(text, origin=_origin(path, root=root))
 
 
 def _origin(path: Path, *, root: Path) -> str:

@@ -1,34 +1,43 @@
-"""From sources to documents: the table of kinds, and all items of some sources one by one.
+"""From source names to documents: finding the sources, and the format of each.
 
-    name without .gz .bz2 .xz .zst        kind
+    a file, a folder, a glob      files; those of a folder or glob in sorted order
+    -                             standard input
+    hf:NAME, hf:./folder          a Hugging Face dataset
+
+    name without .gz .bz2 .xz .zst        format
     .jsonl .ndjson                        JSON lines
     .json                                 JSON lines, an array of values, or one value after another
-    .csv .tsv                             tables, the first row naming the columns
-    .parquet .arrow .feather              tables; compressed in themselves, not by .gz and the like
-    .txt .md and all others               plain text: a document per file, line, block, or between
-                                          separators
+    .csv .tsv                             tables whose first row names the columns
+    .parquet .arrow .feather              tables; compressed internally, not by .gz and the like
+    .txt .md and all others               plain text: a document per file, line, paragraph, or
+                                          between separators
 
-A kind of file is a `Kind` and one row of `KINDS`. What a .json file is, its beginning tells, and so
-every process finds the same. The name of standard input or of a pipe says nothing, so the first
-byte decides: "{" begins JSON lines, "[" an array, anything else is plain text. Standard input is
-not decompressed, since `zcat` is at hand.
+A missing source is an error before any work begins. Folders are searched recursively, without
+hidden files. The name of standard input or a pipe says nothing, so the first byte decides: "{"
+begins JSON lines, "[" an array, anything else is plain text. Standard input is not decompressed.
 """
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.text.sources.blocks import Failure, Kind
+from gristmill.text.sources.blocks import (
+    DAMAGE,
+    ReadError,
+    SourceFormat,
+    TextBlock,
+    TextRows,
+    failed_rows,
+)
 from gristmill.text.sources.columnar import ARROW, PARQUET
-from gristmill.text.sources.datasets import DATASET, PREFIX
-from gristmill.text.sources.finding import find_sources
-from gristmill.text.sources.json_values import JSON_BY_SHAPE, Shape, shape_of
+from gristmill.text.sources.datasets import DATASET, PREFIX, DatasetSource
+from gristmill.text.sources.json_values import ARRAY, CONCATENATED, json_format
 from gristmill.text.sources.lines import JSON_LINES, SEPARATED_TEXT, TEXT_BY_SPLIT
 from gristmill.text.sources.source import (
-    PIPED_ARRAY,
     Document,
-    DocumentSplit,
     Dropped,
     Item,
     ReadOptions,
@@ -37,52 +46,107 @@ from gristmill.text.sources.source import (
 )
 from gristmill.text.sources.tables import CSV, TSV
 
-KINDS: Mapping[str, Kind] = {
+STDIN = "-"
+FORMATS: Mapping[str, SourceFormat] = {
     ".jsonl": JSON_LINES,
     ".ndjson": JSON_LINES,
+    ".json-array": ARRAY,
+    ".json-values": CONCATENATED,
     ".csv": CSV,
     ".tsv": TSV,
     ".parquet": PARQUET,
     ".arrow": ARROW,
     ".feather": ARROW,
-    PIPED_ARRAY: JSON_BY_SHAPE[Shape.ARRAY],
     PREFIX: DATASET,
 }
-"""By the ending of the name; what is not here is plain text, but for .json."""
+"""By extension; any other is plain text."""
 
 
-def kind_of(source: Source, options: ReadOptions) -> Kind:
+def find_sources(names: Sequence[str], options: ReadOptions) -> list[Source]:
+    """The sources that names stand for, in order."""
+    return [source for name in names for source in _find(name, options)]
+
+
+def _find(name: str, options: ReadOptions) -> Sequence[Source]:
+    if name == STDIN:
+        return [Source(None)]
+    if name.startswith(PREFIX):
+        return [DatasetSource(name, options)]
+    place = Path(name)
+    if place.is_dir():
+        files = [
+            file
+            for file in place.rglob("*")
+            if not any(part.startswith(".") for part in file.relative_to(place).parts)
+        ]
+        missing = "this folder holds no files"
+    elif place.exists():
+        return [_file(place)]
+    else:
+        files = [Path(match) for match in glob.glob(name, recursive=True)]
+        missing = "no file matches" if glob.has_magic(name) else "no such file or folder"
+    found = sorted(file for file in files if file.is_file())
+    if not found:
+        raise UserError(missing, where=name, exit=Exit.DATA)
+    return [_file(file) for file in found]
+
+
+def _file(path: Path) -> Source:
+    source = Source(path)
+    if source.extension == ".json":
+        source.extension = json_format(path)
+    return source
+
+
+def format_of(source: Source, options: ReadOptions) -> SourceFormat:
     """How a source is cut and read."""
-    if source.ending == ".json":
-        return JSON_BY_SHAPE[shape_of(source, options)]
     text = SEPARATED_TEXT if options.separator else TEXT_BY_SPLIT[options.split]
-    return KINDS.get(source.ending, text)
+    return FORMATS.get(source.extension, text)
+
+
+def cut_source(source: Source, options: ReadOptions, begin: int) -> Iterator[TextBlock]:
+    """The blocks of a source from a position on; a failure is the last of them."""
+    position, disk = begin, 0
+    try:
+        for block in format_of(source, options).cut(source, options, begin):
+            yield block
+            position, disk = block.end, block.disk
+    except (ReadError, *DAMAGE) as error:
+        yield TextBlock(position, position, disk, failed_rows(options, error))
+
+
+def read_block(source: Source, block: TextBlock, options: ReadOptions) -> TextRows:
+    """The rows of a block, up to a failure."""
+    if isinstance(block.content, TextRows):
+        return block.content
+    read = format_of(source, options).read
+    assert read is not None
+    try:
+        return read(source, block, options)
+    except (ReadError, *DAMAGE) as error:
+        return failed_rows(options, error)
 
 
 class SourceReader:
-    """Iterates over all items of some sources, once, and knows how far it has come."""
+    """Iterates over all documents of some sources once, and tells how far it is."""
 
     def __init__(self, sources: Sequence[Source], options: ReadOptions) -> None:
-        self.sources = tuple(sources)
         self.bytes_done = 0
         """How much of `bytes_total` has been read."""
-        self._options = options
-        self._items = self._read()
+        sizes = [source.size for source in sources if source.size is not None]
+        self.bytes_total = sum(sizes) if len(sizes) == len(sources) else None
+        """The size of all files on disk; None with standard input."""
+        self._items = self._read(sources, options)
 
     def __iter__(self) -> Iterator[Item]:
         return self._items
 
-    @property
-    def bytes_total(self) -> int | None:
-        """The size of all files on the disk; not known with standard input."""
-        return total_size(self.sources)
-
-    def _read(self) -> Iterator[Item]:
+    def _read(self, sources: Sequence[Source], options: ReadOptions) -> Iterator[Item]:
         finished = 0
-        for source in self.sources:
-            kind, first = kind_of(source, self._options), 1
-            for block in kind.cut(source, self._options, 0):
-                rows = kind.read(source, block, self._options)
+        for source in sources:
+            first = 1
+            for block in cut_source(source, options, 0):
+                rows = read_block(source, block, options)
                 self.bytes_done = finished + block.disk
                 for place, value in zip(rows.places, rows.columns[0], strict=True):
                     origin = f"{source.name}:{first + place}"
@@ -96,26 +160,14 @@ class SourceReader:
             finished += source.size or 0
 
 
-def open_sources(
-    paths: Sequence[str],
-    *,
-    json_key: str = "text",
-    split: DocumentSplit = DocumentSplit.FILE,
-    options: ReadOptions | None = None,
-) -> SourceReader:
+def open_sources(names: Sequence[str], options: ReadOptions | None = None) -> SourceReader:
     """Find all files now; read them as the result is iterated over."""
-    options = options or ReadOptions(keys=(json_key,), split=split)
-    return SourceReader(find_sources(paths, options), options)
+    options = options or ReadOptions()
+    return SourceReader(find_sources(names, options), options)
 
 
-def total_size(sources: Sequence[Source]) -> int | None:
-    """The size of all sources on the disk, if all are files."""
-    sizes = [source.size for source in sources if source.size is not None]
-    return sum(sizes) if len(sizes) == len(sources) else None
-
-
-def failed(failure: Failure, *, source: Source, line: int) -> UserError:
-    """The error for a source that cannot be read on at a line."""
+def failed(failure: ReadError, *, source: Source, line: int) -> UserError:
+    """The error for a source that cannot be read beyond a line."""
     return UserError(
         failure.what, where=f"{source.name}:{line}", remedy=failure.remedy, exit=Exit.DATA
     )

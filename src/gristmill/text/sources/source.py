@@ -1,7 +1,6 @@
-"""What text is read from: a file, a pipe, a dataset; and the words for what is found there.
+"""Where text comes from (a file, a pipe, a dataset), and the types that all file formats share.
 
-How the content of a source becomes documents is decided by its kind, see `reading`. Here are the
-names that all kinds share.
+`reading` decides which format a source has and turns its content into documents.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import io
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias, cast
+from typing import Any, TypeAlias
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import is_compressed, open_bytes
@@ -20,9 +19,7 @@ LINE_LIMIT = 256 << 20
 BLOCK_BYTES = 2 << 20
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _BUFFER = 1 << 18
-PIPED_ARRAY = "["
-"""Stands for the ending of a name where a pipe brings a JSON array."""
-_BY_FIRST_BYTE = {b"{": ".jsonl", b"[": PIPED_ARRAY}
+_BY_FIRST_BYTE = {b"{": ".jsonl", b"[": ".json-array"}
 
 
 class Reason(enum.Enum):
@@ -37,7 +34,7 @@ class Reason(enum.Enum):
 
 
 class DocumentSplit(enum.Enum):
-    """What one document is in a plain text file."""
+    """How a plain text file is split into documents."""
 
     FILE = "file"
     LINE = "line"
@@ -46,16 +43,16 @@ class DocumentSplit(enum.Enum):
 
 @dataclass(frozen=True)
 class Document:
-    """One raw text, and the place it came from."""
+    """One raw text and where it came from."""
 
     text: str
     origin: str
-    """The file and the line where it begins, as file:line, lines counted from 1."""
+    """The file and the line where it begins, as file:line; the first line is 1."""
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """A line, block or file that gave no document."""
+    """A line, paragraph or file that gave no document."""
 
     reason: Reason
     origin: str
@@ -72,11 +69,11 @@ class ReadOptions:
     """The keys or columns that hold text; each gives documents of its own."""
     split: DocumentSplit = DocumentSplit.FILE
     separator: str | None = None
-    """What stands between documents in plain text, instead of `split`."""
+    """The text between documents in plain text files; replaces `split`."""
     line_limit: int = LINE_LIMIT
-    """The most bytes of one document."""
+    """The maximum size of one document in bytes."""
     block_bytes: int = BLOCK_BYTES
-    """About how much text is worked on at a time."""
+    """The approximate size of a block."""
 
 
 class Source:
@@ -86,21 +83,27 @@ class Source:
         self.path = path
         self.name = "<stdin>" if path is None else str(path)
         self.size = path.stat().st_size if path and path.is_file() else None
-        """Bytes on the disk; None for what is not a regular file, such as a pipe."""
-        self._stream = Stream(self) if self.size is None else None
-        self.ending = self._ending()
-        """The ending of the name, without that of a compression."""
-        self.can_seek = self.size is not None and not _is_compressed(cast(Path, path))
+        """Bytes on disk; None if this is not a regular file, such as a pipe."""
+        self._stream: Stream | None = None
+        self.extension = ".txt"
+        """The file name extension without that of the compression, or what replaces it."""
+        self.can_seek = False
         """Whether any part of the content can be read without what comes before."""
-
-    def _ending(self) -> str:
-        if self._stream:
+        if path is None or self.size is None:
             # The name of a pipe says nothing, so the first byte decides.
-            return _BY_FIRST_BYTE.get(self._stream.peek()[:1], ".txt")
-        name = cast(Path, self.path).name.lower()
+            self._stream = Stream(path, regular=False)
+            self.extension = _BY_FIRST_BYTE.get(self._stream.peek(1)[:1], ".txt")
+            return
+        name = path.name.lower()
         for suffix in _COMPRESSED:
             name = name.removesuffix(suffix)
-        return Path(name).suffix
+        self.extension = Path(name).suffix
+        try:
+            self.can_seek = not is_compressed(path)
+        except OSError as error:
+            raise UserError(
+                f"cannot read: {error.strerror}", where=self.name, exit=Exit.DATA
+            ) from error
 
     @property
     def repeatable(self) -> bool:
@@ -109,62 +112,41 @@ class Source:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """What changes with the content: name, size and time of the last change."""
+        """Changes with the content: name, size and modification time."""
         changed = self.path.stat().st_mtime_ns if self.path and self.size is not None else None
         return self.name, self.size, changed
 
-    def open(self) -> Stream:
-        """The content, decompressed, from its beginning; of a pipe, once."""
-        return self._stream or Stream(self)
+    def open(self, begin: int = 0) -> Stream:
+        """The decompressed content from a byte on; a pipe can be opened only once."""
+        stream = self._stream or Stream(self.path, regular=True)
+        while begin and (skipped := stream.read(min(begin, 1 << 20))):
+            begin -= len(skipped)
+        return stream
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_stream": None}
 
 
-def _is_compressed(path: Path) -> bool:
-    try:
-        return is_compressed(path)
-    except OSError as error:
-        raise UserError(
-            f"cannot read: {error.strerror}", where=str(path), exit=Exit.DATA
-        ) from error
-
-
 class Stream:
-    """The content of a source, read from its beginning to its end."""
+    """The decompressed content of a source, read from beginning to end."""
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self._raw: BinaryIO = open_bytes(source.path) if source.path else sys.stdin.buffer
-        # The decompressors' own reading is slow in small pieces, and some cannot peek.
-        plain = isinstance(self._raw, io.BufferedReader)
-        self._buffered = cast(
-            io.BufferedReader,
-            self._raw if plain else io.BufferedReader(cast(Any, self._raw), _BUFFER),
-        )
-
-    def read(self, count: int) -> bytes:
-        return self._buffered.read(count)
-
-    def peek(self) -> bytes:
-        """Some of the next bytes; none at the end."""
-        return self._buffered.peek(1)
+    def __init__(self, path: Path | None, *, regular: bool) -> None:
+        self._path = path
+        raw: Any = open_bytes(path) if path else sys.stdin.buffer
+        # The decompressors of the standard library keep the file they read in these attributes.
+        file = getattr(raw, "fileobj", None) or getattr(raw, "_fp", None) or raw
+        self._file = file if regular and isinstance(file, io.BufferedReader) else None
+        # Decompressors are slow at small reads, and some cannot peek.
+        buffered = isinstance(raw, io.BufferedReader)
+        self._reader: io.BufferedReader = raw if buffered else io.BufferedReader(raw, _BUFFER)
+        self.read = self._reader.read
+        self.peek = self._reader.peek
 
     @property
     def disk(self) -> int:
-        """How many bytes of a regular file have been read, compressed as they are."""
-        file = self._file()
-        known = self._source.size is not None and isinstance(file, io.BufferedReader)
-        return file.tell() if file and known else 0
-
-    def _file(self) -> BinaryIO | None:
-        """The open file below the decompressor, where that can be told."""
-        # The decompressors of the standard library keep the file they read in these attributes.
-        raw = self._raw
-        return getattr(raw, "fileobj", None) or getattr(raw, "_fp", None) or raw
+        """Bytes read from a regular file on disk, before decompression."""
+        return self._file.tell() if self._file else 0
 
     def close(self) -> None:
-        file = self._file()
-        if self._source.path and file:
-            self._buffered.close()
-            file.close()
+        if self._path:
+            self._reader.close()

@@ -1,23 +1,18 @@
-"""Tables as text: .csv and .tsv, a row on each record, documents in the columns that are named.
+"""Tables as text: .csv and .tsv, documents in the named columns of each record.
 
     title,text                    the first record names the columns
     One,"A text, quoted.          a quoted cell may hold delimiters and line ends,
-    It says ""yes""."             and a quote that is written twice
-    Two,5" of rain                elsewhere a quote is a letter like any other
+    It says ""yes""."             and a quote written twice
+    Two,5" of rain                elsewhere a quote is an ordinary character
 
-The delimiter of .tsv is the tab; of .csv it is the comma, the semicolon or the tab, whichever
-stands most often in the first line. Lines end with LF or CRLF. A line without anything is an empty
-row; a record with too few cells lacks the last columns.
+The delimiter of .tsv is the tab; of .csv it is the comma, semicolon or tab, whichever occurs most
+often in the first line. Lines end with LF or CRLF. An empty line is an empty row; a record with too
+few cells lacks the last columns. The header is a block without rows.
 
-Where a record ends depends on every quote before it, so one process finds that, by the pattern
-below, which walks through a table as the `csv` module of the standard library does:
-
-    record    cell (delimiter cell)* [CR, and what follows it in vain] LF
-    cell      " (anything but a quote | "")* " letters*    or    letters*
-
-The header is a block of its own, without rows, and its names travel with each of the others. A file
-without one of the columns that are asked for is an error: none of its rows could ever give a
-document.
+Where a record ends depends on every quote before it, so one process finds the ends with a pattern;
+workers parse the records with the `csv` module. pyarrow's CSV reader is no substitute: it does not
+tell at which byte and line a record begins, so work could not be resumed or lines be named, and one
+invalid byte fails a whole batch.
 """
 
 from __future__ import annotations
@@ -28,73 +23,69 @@ import io
 import itertools
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any
 
+from gristmill.base.units import format_bytes
 from gristmill.text.sources.blocks import (
     BOM,
-    DAMAGE,
-    Block,
-    Failure,
-    Kind,
-    Rows,
+    ReadError,
+    SourceFormat,
+    TextBlock,
+    TextRows,
     Value,
     after_last_line,
-    cut_streamed,
-    damaged,
+    cut_stream,
     too_long,
 )
-from gristmill.text.sources.lines import checked
+from gristmill.text.sources.lines import text_or_reason
 from gristmill.text.sources.source import ReadOptions, Reason, Source
 
-_PIECE = 1 << 16
+_HEADER_LIMIT = 1 << 20
 _QUOTED = re.compile(rb'"[^"]*"?')
-_MOST_NAMES = 20
-_LONGEST_NAME = 40
+_MAX_NAMES = 20
+_MAX_NAME_LENGTH = 40
 
 
-def missing_column(key: str, columns: Sequence[str]) -> Failure:
-    """The failure of a table without a column that was asked for."""
-    shown = [name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}…" for name in columns]
-    more = f" and {len(shown) - _MOST_NAMES} more" if len(shown) > _MOST_NAMES else ""
-    return Failure(
-        f"there is no column {key!r}; the columns are: {', '.join(shown[:_MOST_NAMES])}{more}",
+def missing_column(key: str, columns: Sequence[str]) -> ReadError:
+    """The failure of a table without a requested column."""
+    length = _MAX_NAME_LENGTH
+    shown = [name if len(name) <= length else f"{name[:length]}…" for name in columns[:_MAX_NAMES]]
+    more = f" and {len(columns) - _MAX_NAMES} more" if len(columns) > _MAX_NAMES else ""
+    return ReadError(
+        f"there is no column {key!r}; the columns are: {', '.join(shown)}{more}",
         remedy="name the column that holds the text: --json-key",
     )
 
 
-# ------------------------------------------------------------------ records
+def _unclosed() -> ReadError:
+    return ReadError(
+        "a quoted cell of the record that begins here has no end",
+        remedy="close the quote, or write quotes inside a cell twice",
+    )
 
 
 @functools.cache
-def _record(delimiter: str) -> re.Pattern[bytes]:
-    """One whole record."""
-    return re.compile(_record_pattern(delimiter))
+def _record(delimiter: str, repeat: str = "") -> re.Pattern[bytes]:
+    """Matches one whole record, or as many as there are.
 
-
-@functools.cache
-def _records(delimiter: str) -> re.Pattern[bytes]:
-    """As many whole records as there are."""
-    return re.compile(b"(?:" + _record_pattern(delimiter) + b")*+")
-
-
-def _record_pattern(delimiter: str) -> bytes:
+    record    cell (delimiter cell)* [CR, and anything that follows it] LF
+    cell      " (anything but a quote | "")* " other*    or    other*
+    """
     sign = re.escape(delimiter.encode())
-    letters = b"[^" + sign + b"\r\n]*+"
-    cell = b'(?:"(?:[^"]++|"")*+"' + letters + b'|(?!")' + letters + b")"
-    return cell + b"(?:" + sign + cell + b")*+" + b"(?:\r[^\n]*+)?+\n"
+    other = b"[^" + sign + b"\r\n]*+"
+    cell = b'(?:"(?:[^"]++|"")*+"' + other + b'|(?!")' + other + b")"
+    record = cell + b"(?:" + sign + cell + b")*+" + b"(?:\r[^\n]*+)?+\n"
+    return re.compile(b"(?:" + record + b")" + repeat.encode())
 
 
 def _after_last_record(content: bytes, *, delimiter: str) -> int:
-    """A piece may be cut after each record."""
     if b'"' not in content:
         return after_last_line(content)
-    found = _records(delimiter).match(content)
+    found = _record(delimiter, "*+").match(content)
     assert found is not None
     return found.end()
-
-
-# ------------------------------------------------------------------ cutting
 
 
 @dataclass(frozen=True)
@@ -104,195 +95,95 @@ class _Header:
     columns: Sequence[str]
     delimiter: str
     size: int
-    """Its bytes, with a byte order mark and the line end."""
+    """Its bytes, including a byte order mark and the line end."""
     lines: int
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """What a block carries."""
-
-    header: _Header
-    data: bytes
-    failure: Failure | None
 
 
 def _cut(
     source: Source, options: ReadOptions, begin: int, *, delimiters: Sequence[str]
-) -> Iterator[Block]:
+) -> Iterator[TextBlock]:
     header = _header_of(source, options, delimiters)
     if header is None:
         return
-    if isinstance(header, Failure):
-        yield Block(begin, begin, disk=0, content=header)
-        return
     if begin == 0:
-        yield Block(0, header.size, disk=0, content=_Piece(header, b"", None))
+        rows = TextRows([[] for _ in options.keys], (), header.lines)
+        yield TextBlock(0, header.size, disk=0, content=rows)
     last_cut = functools.partial(_after_last_record, delimiter=header.delimiter)
-    for block in cut_streamed(source, options, max(begin, header.size), last_cut=last_cut):
-        if not isinstance(block.content, Failure):
-            block = replace(block, content=_Piece(header, *block.content))
-        yield block
+    for block in cut_stream(source, options, max(begin, header.size), last_cut=last_cut):
+        yield replace(block, content=(header, block.content))
 
 
-def _header_of(
-    source: Source, options: ReadOptions, delimiters: Sequence[str]
-) -> _Header | Failure | None:
-    """The header; none of an empty file."""
-    stream = source.open()
-    data = b""
-    try:
-        while piece := stream.read(max(_PIECE, len(data))):
-            data += piece
-            found = _first_record(data, delimiters)
-            if found:
-                return _header(found, options, at_most=len(data))
-            if len(data) > options.line_limit:
-                return too_long(options)
-        found = _first_record(data + b"\n", delimiters)
-        if data and found:
-            return _header(found, options, at_most=len(data))
-        return _unclosed() if data else None
-    except DAMAGE as error:
-        return damaged(error)
-    finally:
-        stream.close()
-
-
-@dataclass(frozen=True)
-class _First:
-    """The first record as it stands in the file."""
-
-    data: bytes
-    mark: int
-    """The size of the byte order mark before it."""
-    delimiter: str
-
-
-def _first_record(content: bytes, delimiters: Sequence[str]) -> _First | None:
-    """The first record, if it is whole."""
-    data = content.removeprefix(BOM)
-    line, end, _ = data.partition(b"\n")
-    if not end:
+def _header_of(source: Source, options: ReadOptions, delimiters: Sequence[str]) -> _Header | None:
+    """The header; None for an empty file."""
+    with closing(source.open()) as stream:
+        content = stream.read(_HEADER_LIMIT)
+    if not content:
         return None
-    bare = _QUOTED.sub(b"", line)
-    delimiter = max(delimiters, key=lambda one: bare.count(one.encode()))
-    found = _record(delimiter).match(data)
-    return _First(found[0], len(content) - len(data), delimiter) if found else None
-
-
-def _header(first: _First, options: ReadOptions, *, at_most: int) -> _Header | Failure:
-    """The header, if it has the columns that are asked for; its size is limited by the file's."""
-    text = first.data.decode(errors="replace")
-    try:
-        columns = next(_csv_reader(text, first.delimiter, options))
-    except csv.Error:
-        return Failure(
-            "a carriage return stands inside the first line",
-            remedy="let the lines of the file end with LF or CRLF, or quote the cell",
+    data = content.removeprefix(BOM)
+    first_line = _QUOTED.sub(b"", data.partition(b"\n")[0])
+    delimiter = max(delimiters, key=lambda one: first_line.count(one.encode()))
+    found = _record(delimiter).match(data if len(content) == _HEADER_LIMIT else data + b"\n")
+    if found is None and len(content) == _HEADER_LIMIT:
+        raise ReadError(
+            f"the first record is longer than {format_bytes(_HEADER_LIMIT)}",
+            remedy="check that this is a table whose first record names the columns",
         )
+    if found is None:
+        raise _unclosed()
+    try:
+        columns = next(_csv_reader([found[0].decode(errors="replace")], delimiter, options))
+    except csv.Error:
+        raise ReadError(
+            "there is a carriage return inside the first line",
+            remedy="end the lines of the file with LF or CRLF, or quote the cell",
+        ) from None
     for key in options.keys:
         if key not in columns:
-            return missing_column(key, columns)
-    size = min(first.mark + len(first.data), at_most)
-    return _Header(tuple(columns), first.delimiter, size, first.data.count(b"\n"))
+            raise missing_column(key, columns)
+    size = min(len(content) - len(data) + found.end(), len(content))
+    return _Header(columns, delimiter, size, found[0].count(b"\n"))
 
 
-def _unclosed() -> Failure:
-    return Failure(
-        "a quoted cell of the record that begins here has no end",
-        remedy="close the quote, or write quotes inside a cell twice",
-    )
-
-
-# ------------------------------------------------------------------ reading
-
-
-def _read(source: Source, block: Block, options: ReadOptions) -> Rows:
-    if isinstance(block.content, Failure):
-        return Rows([[] for _ in options.keys], (), 0, block.content)
-    piece: _Piece = block.content
-    header, data, failure = piece.header, piece.data, piece.failure
-    if block.begin == 0:
-        return Rows([[] for _ in options.keys], (), header.lines)
-    if failure:
-        data = data[: _after_last_record(data, delimiter=header.delimiter)]
-    if data and not data.endswith(b"\n"):
-        data += b"\n"
-    limited = _limited(data, options, header.delimiter)
-    if limited < len(data):
-        data, failure = data[:limited], too_long(options)
-    return _rows(data, header, options, failure)
-
-
-def _limited(data: bytes, options: ReadOptions, delimiter: str) -> int:
-    """Where the first record begins that is too long; the end if there is none."""
-    limit, begin = options.line_limit, 0
-    if len(data) <= limit:
-        return len(data)
-    record = _record(delimiter)
-    while found := record.match(data, begin):
-        if found.end() - begin - 1 > limit:
-            return begin
-        begin = found.end()
-    return begin if len(data) - begin > limit else len(data)
-
-
-def _rows(data: bytes, header: _Header, options: ReadOptions, failure: Failure | None) -> Rows:
-    text, may_be_half = _decoded(data)
-    reader = _csv_reader(text, header.delimiter, options)
+def _read(source: Source, block: TextBlock, options: ReadOptions) -> TextRows:
+    header, data = block.content
+    data += b"" if data.endswith(b"\n") else b"\n"
+    try:
+        text, valid = data.decode(), True
+    except UnicodeDecodeError:
+        text, valid = data.decode(errors="surrogateescape"), False
+    lines = list(io.StringIO(text, newline="\n"))
+    reader = _csv_reader(lines, header.delimiter, options)
     indices = [header.columns.index(key) for key in options.keys]
     columns: list[list[Value]] = [[] for _ in indices]
     places: list[int] = []
-    total = text.count("\n")
-    while reader.line_num < total:
+    while reader.line_num < len(lines):
         place = reader.line_num
         try:
             record = next(reader)
-            values = [_value(record, index, may_be_half) for index in indices]
+            absent = Reason.MISSING_KEY if record else Reason.EMPTY_TEXT
+            values = [
+                text_or_reason(record[n], check_surrogates=not valid) if n < len(record) else absent
+                for n in indices
+            ]
         except csv.Error:
             values = [Reason.INVALID_CSV] * len(indices)
-        if reader.line_num > total:
-            return Rows(columns, places, place, failure or _unclosed())
+        if len(data) > options.line_limit:
+            written = "".join(lines[place : reader.line_num]).encode(errors="surrogateescape")
+            if len(written) - 1 > options.line_limit:
+                return TextRows(columns, places, place, too_long(options))
+        if reader.line_num > len(lines):
+            return TextRows(columns, places, place, _unclosed())
         places.append(place)
         for column, value in zip(columns, values, strict=True):
             column.append(value)
-    return Rows(columns, places, total, failure)
+    return TextRows(columns, places, len(lines))
 
 
-class _Records(Protocol):
-    """What the `csv` module makes."""
-
-    line_num: int
-
-    def __iter__(self) -> Iterator[list[str]]: ...
-    def __next__(self) -> list[str]: ...
+def _csv_reader(lines: Sequence[str], delimiter: str, options: ReadOptions) -> Any:
+    """Iterates over records; an open quote makes it read one line more than there are."""
+    csv.field_size_limit(max(csv.field_size_limit(), 2 * options.line_limit))
+    return csv.reader(itertools.chain(lines, ("\n",)), delimiter=delimiter)
 
 
-def _csv_reader(text: str, delimiter: str, options: ReadOptions) -> _Records:
-    """Iterates over the records of a text, and a line more: who gets there missed a quote."""
-    csv.field_size_limit(max(csv.field_size_limit(), options.line_limit))
-    lines = itertools.chain(io.StringIO(text, newline="\n"), ("\n",))
-    return csv.reader(lines, delimiter=delimiter)
-
-
-def _decoded(data: bytes) -> tuple[str, bool]:
-    """The text, and whether some of it stands for bytes that are not UTF-8."""
-    try:
-        return data.decode(), False
-    except UnicodeDecodeError:
-        return data.decode(errors="surrogateescape"), True
-
-
-def _value(record: Sequence[str], index: int, may_be_half: bool) -> Value:
-    if index < len(record):
-        return checked(record[index], may_be_half=may_be_half)
-    return Reason.MISSING_KEY if record else Reason.EMPTY_TEXT
-
-
-def _kind(*delimiters: str) -> Kind:
-    return Kind(cut=functools.partial(_cut, delimiters=delimiters), read=_read)
-
-
-CSV = _kind(",", ";", "\t")
-TSV = _kind("\t")
+CSV = SourceFormat(functools.partial(_cut, delimiters=(",", ";", "\t")), _read)
+TSV = SourceFormat(functools.partial(_cut, delimiters=("\t",)), _read)
