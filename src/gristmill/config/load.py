@@ -257,8 +257,9 @@ def _validate(
     tables = _nest(values)
     _remove_unset(tables)
     for key, info in RunConfig.model_fields.items():
-        if len(_tables(RunConfig, key)) > 1 and isinstance(tables.get(key), dict):
-            tables[key] = {"type": info.default.type, **tables[key]}
+        kind = getattr(info.default, "type", None)
+        if kind is not None and isinstance(tables.get(key), dict):
+            tables[key] = {"type": kind, **tables[key]}
     try:
         config = RunConfig.model_validate(tables)
     except ValidationError as error:
