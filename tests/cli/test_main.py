@@ -37,7 +37,7 @@ def raising(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
     """Let the commands that read a run file meet an error."""
 
     def arrange(error: BaseException) -> None:
-        def fail(*words: object) -> None:
+        def fail(*words: object, **options: object) -> None:
             raise error
 
         monkeypatch.setattr("gristmill.config.load.load_run", fail)

@@ -26,8 +26,10 @@ from gristmill.config.resolve import resolve
 from gristmill.config.rules import check_mesh
 from gristmill.data.documents import JOINED, DocumentRules
 from gristmill.data.loader import make_batch
+from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
 from gristmill.parallel.build import build_strategy
+from gristmill.parallel.device import Device
 from gristmill.parallel.world import open_world
 
 Crowd = Callable[..., list[Any]]
@@ -215,6 +217,76 @@ def test_sums_in_a_narrow_format_stay_close(crowd: Crowd) -> None:
     for narrow in crowd(2, losses_of, [(), SHARES], ('precision.reduce="bf16"',), 4)[0]:
         assert narrow == pytest.approx(exact, rel=2e-3)
         assert narrow != exact
+
+
+def half_precision() -> list[Curve]:
+    # One micro-batch, and no clipping by a norm that is added up in another order.
+    words = ('precision.compute="bf16"', "train.accumulate=1", "train.clip=0", "model.layers=1")
+    layouts = ((), ("parallel.dp_shard=2",))
+    return [run((*words, *layout), packed=False, steps=3) for layout in layouts]
+
+
+def test_head_and_embedding_sum_their_gradients_in_fp32_when_sharded(crowd: Crowd) -> None:
+    """FSDP gathers weights in bf16, in which gradients of the same sharded weights would arrive:
+    rounded before they are summed. Those of blocks are products in bf16 in any case."""
+    for copies, shards in crowd(2, half_precision):
+        assert shards["losses"] == copies["losses"]
+        assert shards["norms"] == pytest.approx(copies["norms"], rel=1e-6)
+
+
+def gathered() -> dict[str, Any] | None:
+    config = load_text(RUN, ("parallel.dp_shard=2", 'precision.compute="bf16"'), place="run.toml")
+    place = Place.current()
+    mesh = check_mesh(config, processes=2)
+    world = open_world(config.runtime, mesh=mesh, parallel=config.parallel, place=place)
+    control = world.control_group("test")
+    strategy = build_strategy(config, vocab=VOCAB, world=world, control=control)
+    real = Device.free_memory
+    Device.free_memory = lambda self: 1000  # type: ignore[method-assign]
+    try:
+        whole = strategy.whole()
+    finally:
+        Device.free_memory = real  # type: ignore[method-assign]
+    if whole is None:
+        return None
+    alone = build_model(config.model, vocab=VOCAB, device=torch.device("cpu"))
+    alone.initialise(config.train.seed)
+    alone.compute = torch.bfloat16
+    ids = torch.arange(16)[None]
+    with torch.no_grad():
+        same = torch.equal(whole(ids), alone.eval()(ids))
+    return {"dtypes": {str(p.dtype) for p in whole.parameters()}, "same": same}
+
+
+def test_a_gathered_model_takes_no_more_than_it_computes_with(crowd: Crowd) -> None:
+    """In the number format of its activations, and on the host where the device has no room."""
+    answer, nothing = crowd(2, gathered)
+    assert nothing is None
+    assert answer == {"dtypes": {"torch.bfloat16"}, "same": True}
+
+
+def compiled_dropout() -> list[Curve]:
+    real = torch.compile
+
+    def traced(function: Any, **options: Any) -> Any:
+        return real(function, backend="aot_eager", **options)
+
+    torch.compile = traced  # type: ignore[assignment]
+    words = ("parallel.tp=2", "parallel.sequence=false", "model.dropout=0.1", "model.layers=2")
+    try:
+        return [
+            run((*words, f"runtime.compile={compiled}"), packed=False, steps=2)
+            for compiled in ("false", "true")
+        ]
+    finally:
+        torch.compile = real
+
+
+def test_dropout_without_sequence_parallelism_can_be_compiled(crowd: Crowd) -> None:
+    """Attention weights of different heads are dropped by random numbers of their own, for which
+    the random state is forked: no graph can hold that, so the block is not one graph."""
+    for plain, compiled in crowd(2, compiled_dropout):
+        assert compiled["losses"] == pytest.approx(plain["losses"], rel=1e-5)
 
 
 def overflowing() -> list[Curve]:

@@ -132,7 +132,7 @@ def phase(self, name, step=0, *, real=Monitor.phase):
     doing = f"{name} {step}"
     real(self, name, step)
 
-def fast(config, *, real=Limits.of):
+def fast(config, *, save, real=Limits.of):
     return replace(real(config), beat=0.1, read=0.1)
 
 Roster.note, Monitor.phase, Limits.of = note, phase, fast

@@ -24,6 +24,7 @@ from gristmill.text.prepare.prepare import prepare_documents
 from gristmill.text.sources.source import Document
 from gristmill.text.tokenizers.training import train_tokenizer
 from gristmill.track.metrics import EventRecord, StepRecord, ValidationRecord, read_metrics
+from gristmill.train.hooks import Validate
 from gristmill.train.run import run_training
 from gristmill.train.stop import StopRequest
 
@@ -136,6 +137,40 @@ def test_the_best_loss_is_known_though_the_run_was_killed_before_it_was_marked(
         CheckpointFolder(tmp_path / one / "checkpoints") for one in ("whole", "killed")
     )
     assert killed.best() == whole.best() == (Best(8, 3.0) if keep == "true" else None)
+
+
+def test_a_stop_in_the_last_step_loses_no_validation(
+    make_run: MakeRun, tmp_path: Path, runs: Runs, stop_after: Callable[[int], None]
+) -> None:
+    """Whoever asks to stop while the last step runs gets a run that is complete."""
+    plain = make_run('train.until="10 steps"', folder="plain")
+    run_training(plain)
+    stop_after(10)
+    stopped = make_run('train.until="10 steps"')
+    assert run_training(stopped).exit is Exit.DONE
+    runs.assert_same(tmp_path / "plain", tmp_path / "run")
+    assert [line["step"] for line in runs.history(tmp_path / "run")][-1] == 10
+    assert runs.history(tmp_path / "run")[-1]["kind"] == "validation"
+
+
+def test_a_kill_before_the_last_validation_is_made_good(
+    make_run: MakeRun, tmp_path: Path, runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last step was saved, the last validation is still to be made."""
+    words = ('train.until="10 steps"', 'checkpoint.every="5 steps"')
+    run_training(make_run(*words, folder="plain"))
+    real = Validate.at_end
+
+    def killed(self: Validate, *, finished: bool) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Validate, "at_end", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run_training(make_run(*words))
+    monkeypatch.setattr(Validate, "at_end", real)
+    assert run_training(make_run(*words)).exit is Exit.DONE
+    assert "nothing to do" not in events(tmp_path / "run")
+    runs.assert_same(tmp_path / "plain", tmp_path / "run")
 
 
 def test_a_complete_run_has_nothing_to_do(make_run: MakeRun, tmp_path: Path, runs: Runs) -> None:

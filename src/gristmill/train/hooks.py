@@ -114,15 +114,15 @@ class Hooks:
         step_seconds = self.meter.sample_seconds * self.batch_at(moment.after.samples)
         self.stop.check_time(reserve=2 * (step_seconds + self.writer.seconds))
 
-    def at_end(self) -> None:
+    def at_end(self, *, finished: bool) -> None:
         self.meter.settle()
         self.tracker.flush()
-        if self.stopping:
+        if not finished:
             reason = self.stop.reason or "a request to another process"
             self.tracker.say(f"stopping after {reason}")
         for hook in self.hooks:
             self._say(hook.phase)
-            hook.at_end(finished=not self.stopping)
+            hook.at_end(finished=finished)
         self._say("end")
         self.tracker.flush()
 

@@ -22,8 +22,9 @@ def train(
     schedule: Schedule,
     hooks: Hooks,
     until: Duration,
-) -> None:
-    """Run steps until the horizon or until a hook asks to stop; everything periodic is a hook."""
+) -> bool:
+    """Run steps until the horizon or until a hook asks to stop; everything periodic is a hook.
+    Returns whether the horizon was reached, by whatever step a stop was asked for."""
     if state.progress.steps == 0:
         hooks.at_start()
     while not state.progress.reached(until) and not hooks.stopping:
@@ -36,4 +37,6 @@ def train(
         result = strategy.update(result, stop=hooks.asked_to_stop)
         state.progress = before.after(samples=result.samples, tokens=result.tokens)
         hooks.after_step(Moment(before, state.progress, result, lr=lr, data_wait=waited))
-    hooks.at_end()
+    finished = state.progress.reached(until)
+    hooks.at_end(finished=finished)
+    return finished

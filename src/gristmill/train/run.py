@@ -28,6 +28,7 @@ from gristmill.parallel.liveness.monitor import Monitor
 from gristmill.parallel.liveness.verdict import Limits
 from gristmill.parallel.world import World, close_world, open_world
 from gristmill.track.folder import RunFolder, move_aside, run_folder
+from gristmill.track.metrics import ValidationRecord, read_metrics
 from gristmill.train.assemble import (
     Assembly,
     assemble,
@@ -61,7 +62,8 @@ def run_training(
     place, folder = Place.current(), run_folder(config)
     mesh = check_mesh(config, processes=place.world)
     listening = contextlib.nullcontext(stop) if stop is not None else StopRequest()
-    monitor = Monitor(place, limits=Limits.of(config.parallel), log=folder.rank_log(place.rank))
+    limits = Limits.of(config.parallel, save=config.checkpoint.timeout)
+    monitor = Monitor(place, limits=limits, log=folder.rank_log(place.rank))
     with _placed(folder, monitor), listening as stop, monitor:
         if config.train.time_limit is not None:
             stop.time_limit = parse_seconds(config.train.time_limit)
@@ -203,7 +205,7 @@ def _batch_words(numbers: Resolved) -> str:
 
 def _run(parts: Assembly, tracker: Tracker, stop: StopRequest, monitor: Monitor) -> Outcome:
     config, state, numbers = parts.config, parts.state, parts.numbers
-    if state.progress.reached(config.train.until):
+    if state.progress.reached(config.train.until) and _validated(parts):
         tracker.say(
             f"nothing to do: the run is complete at step {state.progress.steps}; "
             "raise train.until to go on"
@@ -234,7 +236,7 @@ def _run(parts: Assembly, tracker: Tracker, stop: StopRequest, monitor: Monitor)
     advice = 'set train.micro_batch lower, or train.recompute = "full"'
     try:
         with memory_explained(advice):
-            train(
+            finished = train(
                 state,
                 batches=batches,
                 strategy=parts.strategy,
@@ -245,10 +247,20 @@ def _run(parts: Assembly, tracker: Tracker, stop: StopRequest, monitor: Monitor)
     finally:
         batches.close()
         writer.wait()
-    tracker.say(_closing_words(parts, validate, stopped=hooks.stopping))
+    tracker.say(_closing_words(parts, validate, stopped=not finished))
     best = validate.best if validate is not None else None
-    exit = Exit.STOPPED if hooks.stopping else Exit.DONE
+    exit = Exit.DONE if finished else Exit.STOPPED
     return _finish(parts, exit, best.loss if best else None)
+
+
+def _validated(parts: Assembly) -> bool:
+    """Whether the last validation of a finished run was made: one may have been stopped before."""
+
+    def recorded() -> bool:
+        step, records = parts.state.progress.steps, read_metrics(parts.folder.metrics)
+        return any(isinstance(one, ValidationRecord) and one.step == step for one in records)
+
+    return parts.data.validation is None or bool(parts.control.on_rank0(recorded))
 
 
 def _closing_words(parts: Assembly, validate: Validate | None, *, stopped: bool) -> str:

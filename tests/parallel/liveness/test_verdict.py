@@ -252,6 +252,8 @@ def test_limits_follow_the_settings() -> None:
     limits = Limits.of(ParallelConfig(timeout="10m", start_timeout="90s"))
     assert (limits.start, limits.phase, limits.whole) == (90, 600, 120)
     assert Limits.of(ParallelConfig(timeout="1m")).whole == 60
+    saving = Limits.of(ParallelConfig(timeout="10s"), save="2h")
+    assert (saving.of_phase("save"), saving.of_phase("step")) == (7200, 10)
     assert Limits(start=1, phase=9, silence=2.5).max_silence(2) == 2.5
 
 

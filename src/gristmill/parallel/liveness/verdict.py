@@ -14,6 +14,7 @@ of it: with a limit of a few seconds, ending a second late is better than losing
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -43,6 +44,8 @@ class Limits:
     """In the phase "start"."""
     phase: float
     """In any other phase."""
+    save: float = math.inf
+    """In the phase "save", whose length depends on disks that may be slow."""
     silence: float | None = None
     """Without a heartbeat; if not given, it follows from the limit of a phase."""
     leaving: float = 30.0
@@ -55,11 +58,15 @@ class Limits:
     """In a larger world rank 0 reads all heartbeats, the others read its summary."""
 
     @classmethod
-    def of(cls, config: ParallelConfig) -> Limits:
+    def of(cls, config: ParallelConfig, *, save: str = "1h") -> Limits:
         """The limits of a run; if they are short, the heartbeat is fast."""
-        limits = cls(parse_seconds(config.start_timeout), parse_seconds(config.timeout))
+        start, phase = parse_seconds(config.start_timeout), parse_seconds(config.timeout)
+        limits = cls(start, phase, save=parse_seconds(save))
         speed = min(1.0, limits.whole / 20)
         return replace(limits, beat=speed * limits.beat, read=speed * limits.read)
+
+    def of_phase(self, name: str) -> float:
+        return {"start": self.start, "save": self.save}.get(name, self.phase)
 
     @property
     def whole(self) -> float:
@@ -125,7 +132,7 @@ def judge(heard: Heard, me: Heartbeat, *, now: float, limits: Limits) -> str | N
     # An error that the other's end causes here may be on its way: let that one be raised first.
     if heard.ended_since is not None and now - heard.ended_since > limits.propagation:
         return ended
-    if me.seconds <= (limits.start if me.phase == "start" else limits.phase):
+    if me.seconds <= limits.of_phase(me.phase):
         return None
     return ended or silent_peer(heard, now=now, longer_than=limits.late) or overdue(heard, me)
 
