@@ -6,7 +6,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -16,8 +16,10 @@ import torch.distributed as dist
 from gristmill.base.units import Progress
 from gristmill.config.parallel import Mesh
 from gristmill.config.schema import RunConfig
+from gristmill.data.documents import JOINED, DocumentRules
 from gristmill.data.loader import make_batch
 from gristmill.generate import Engine, Sampling
+from gristmill.models import gpt
 from gristmill.models.build import build_model
 from gristmill.models.loss import linear_cross_entropy
 from gristmill.parallel.build import build_strategy
@@ -33,7 +35,9 @@ pytestmark = [
 ON_GPU = ('runtime.device="cuda"', "model.width=64", "model.context=64", "optim.lr=3e-3")
 
 
-def losses(config: RunConfig, steps: int = 12) -> list[float]:
+def losses(
+    config: RunConfig, steps: int = 12, *, length: int = 65, rules: DocumentRules = JOINED
+) -> list[float]:
     world = open_world(config.runtime, tf32=False)
     strategy = build_strategy(config, vocab=257, world=world)
     start = build_model(config.model, vocab=257, device=torch.device("cpu"))
@@ -43,7 +47,8 @@ def losses(config: RunConfig, steps: int = 12) -> list[float]:
             parameter.local.copy_(start.get_parameter(name))
     strategy.weights_changed()
     rng = np.random.default_rng(0)
-    batches = [make_batch(rng.integers(0, 257, (4, 65))) for _ in range(2)]
+    ids = [rng.integers(0, 257, (4, length)) for _ in range(2)]
+    batches = [make_batch(one, rules=rules) for one in ids]
     return [
         strategy.update(strategy.accumulate(batches, Progress(steps=n))).loss.item()
         for n in range(steps)
@@ -64,6 +69,30 @@ def test_all_ways_of_computing_agree(make_run: MakeRun) -> None:
     ):
         ours = losses(make_run(*ON_GPU, *extra))
         assert ours == pytest.approx(reference, rel=tolerance), extra
+
+
+PACKED = DocumentRules(marks="ids", attention=True, positions=True, unweighted=True, end_of_text=3)
+
+
+@pytest.mark.parametrize("compile_", ["true", '"blocks"'])
+def test_packed_documents_in_blocks_compute_what_a_dense_mask_does(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, compile_: str
+) -> None:
+    """About one document for every 256 tokens; attention in blocks is used when compiled."""
+    settings = (*ON_GPU, "model.context=512", "model.heads=4")
+    options = {"length": 513, "rules": PACKED}
+    dense = losses(make_run(*settings, "runtime.compile=false"), **options)
+    used = []
+    real = gpt.document_blocks
+
+    def noted(documents: torch.Tensor) -> Any:
+        used.append(documents.shape)
+        return real(documents)
+
+    monkeypatch.setattr(gpt, "document_blocks", noted)
+    blocks = losses(make_run(*settings, f"runtime.compile={compile_}"), **options)
+    assert blocks == pytest.approx(dense, rel=1e-3)
+    assert used
 
 
 @pytest.mark.skipif(

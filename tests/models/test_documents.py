@@ -10,10 +10,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gristmill.config.model import GPTConfig
 from gristmill.models.build import build_model
+from gristmill.models.documents import BLOCK, document_blocks, document_mask
 from gristmill.models.gpt import GPT
-from gristmill.models.layers import document_mask
 from gristmill.models.recompute import Recompute
-from gristmill.models.spec import Loss
+from gristmill.models.spec import Kernels, Loss
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"layers": 2, "heads": 4, "width": 32, "context": 24}
@@ -131,3 +131,42 @@ def test_a_compiled_model_is_one_graph_with_and_without_documents(settings: dict
         assert torch.allclose(compiled(ids), model(ids), atol=1e-5)
         options = {"positions_BT": positions, "documents_BT": documents}
         assert torch.allclose(compiled(ids, **options), model(ids, **options), atol=1e-5)
+
+
+PACKED = [[384], [1, 383], [128, 128, 128], [100, 30, 4, 250], [383, 1], [127, 2, 127, 128]]
+"""Documents of samples of three blocks: borders on a block's edge, beside it, several inside."""
+
+
+def test_blocks_say_what_the_dense_mask_says() -> None:
+    documents = torch.stack(
+        [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in PACKED]
+    )
+    blocks = document_blocks(documents)
+    dense = document_mask(documents)[:, 0]
+    tiles = dense.unflatten(2, (3, BLOCK)).unflatten(1, (3, BLOCK))
+    some, every = tiles.any(4).any(2), tiles.all(4).all(2)
+    for sample in range(len(PACKED)):
+        for query in range(3):
+            whole_count = int(blocks.full_kv_num_blocks[sample, 0, query])
+            whole = blocks.full_kv_indices[sample, 0, query, :whole_count].tolist()
+            part_count = int(blocks.kv_num_blocks[sample, 0, query])
+            parts = blocks.kv_indices[sample, 0, query, :part_count].tolist()
+            assert sorted(whole) == every[sample, query].nonzero().flatten().tolist()
+            assert sorted(whole + parts) == some[sample, query].nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
+def test_attention_in_blocks_computes_the_same(settings: dict[str, Any]) -> None:
+    """With torch's own plain version of it, which has no gradients on a CPU: those are tested on a
+    GPU."""
+    documents = torch.stack(
+        [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in PACKED[:4]]
+    )
+    ids = torch.randint(0, 50, (4, 384), generator=torch.Generator().manual_seed(1))
+    logits = []
+    for blocks in (False, True):
+        model = make({**settings, "context": 384}).eval()
+        model.kernels = Kernels(document_blocks=blocks)
+        with torch.inference_mode():
+            logits.append(model(ids, documents_BT=documents))
+    assert torch.allclose(*logits, atol=1e-4)

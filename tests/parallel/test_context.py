@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from gristmill.models.layers import document_mask
+from gristmill.models.documents import document_mask
 from gristmill.parallel.context import (
     heads_attention,
     pair_of,

@@ -22,12 +22,14 @@ from typing import ClassVar
 
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from gristmill.base.tensor_slices import split_slices
 from gristmill.config.model import GPTConfig
 from gristmill.config.resolve import padded
 from gristmill.config.roles import Role
-from gristmill.models.layers import Block, BlockContext, Linear, Rotary, build_norm, document_mask
+from gristmill.models.documents import BLOCK, document_blocks, document_mask
+from gristmill.models.layers import Block, BlockContext, Linear, Rotary, build_norm
 from gristmill.models.loss import capped, linear_cross_entropy
 from gristmill.models.recompute import Recompute
 from gristmill.models.spec import WHOLE, Cache, CausalLM, KVCache, Loss, ModelShard, Split
@@ -235,8 +237,12 @@ class GPT(CausalLM):
             length = tokens_BT.shape[1]
             positions = torch.arange(begin, begin + length, device=tokens_BT.device)
         angles = None if self.rotary is None else self.rotary(positions)
-        dense = documents_BT is not None and self.comm.attend is None
-        mask = document_mask(documents_BT) if dense and documents_BT is not None else None
+        mask: torch.Tensor | BlockMask | None = None
+        if documents_BT is not None and self.comm.attend is None:
+            dropped = self.training and self.config.dropout > 0
+            blocks = self.kernels.document_blocks and not dropped
+            blocks = blocks and documents_BT.shape[1] % BLOCK == 0
+            mask = document_blocks(documents_BT) if blocks else document_mask(documents_BT)
         return BlockContext(positions, mask, angles, cache, self.kernels, self.comm, documents_BT)
 
     def embed(self, tokens_BT: torch.Tensor, context: BlockContext) -> torch.Tensor:

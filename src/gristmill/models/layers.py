@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from gristmill.config.model import GATE_FEATURES, GPTConfig
 from gristmill.models.fused import fused_mlp, worth_fusing
@@ -33,7 +34,7 @@ class BlockContext(NamedTuple):
     """What all blocks of one forward pass share."""
 
     positions: torch.Tensor
-    mask: torch.Tensor | None = None
+    mask: torch.Tensor | BlockMask | None = None
     rotary: RotaryAngles | None = None
     """How queries and keys are rotated, for models with rotary positions."""
     cache: KVCache | None = None
@@ -90,12 +91,6 @@ def build_norm(config: GPTConfig, width: int | None = None) -> nn.Module:
             width, eps=config.norm_eps, elementwise_affine=gain, bias=config.bias and gain
         )
     return RMSNorm(width, eps=config.norm_eps, elementwise_affine=gain)
-
-
-def document_mask(documents_BT: torch.Tensor) -> torch.Tensor:
-    """Which position sees which, (B, 1, T, T): the earlier ones of the same document and itself."""
-    same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
-    return same_BTT.tril()[:, None]
 
 
 class Rotary(nn.Module):
@@ -196,6 +191,12 @@ class Attention(nn.Module):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: BlockContext
     ) -> torch.Tensor:
         positions, mask, cache = context.positions, context.mask, context.cache
+        if isinstance(mask, BlockMask):
+            grouped = self.groups != self.heads
+            attended: torch.Tensor = flex_attention(
+                query, key, value, block_mask=mask, scale=self.scale, enable_gqa=grouped
+            )
+            return attended
         causal = mask is None
         if cache is not None:
             key, value = cache.extend(self.layer, key, value)

@@ -38,6 +38,8 @@ class Kernels(NamedTuple):
     mlp: bool = False
     head_fp8: bool = False
     """Matrix products of the head in fp8, where there will be gradients."""
+    document_blocks: bool = False
+    """Attention that skips what packed documents do not see; only where it is compiled."""
 
 
 class Loss(NamedTuple):

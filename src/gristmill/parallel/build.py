@@ -101,7 +101,9 @@ def place_model(
     shard = model_shard(config.parallel, world, layers=layers)
     model = outline_model(config.model, vocab=vocab, shard=shard)
     model.compute = precision.dtype
-    model.kernels = precision.kernels(wanted=config.runtime.kernels)
+    kernels = precision.kernels(wanted=config.runtime.kernels)
+    compiled = _compiles(config, world) is not None
+    model.kernels = kernels._replace(document_blocks=compiled and device.type == "cuda")
     model.comm = build_comm(config, world)
     fsdp = partial(shard_module, world=world, config=config.parallel, reduce=precision.reduce)
     blocks = [model.get_submodule(name) for name in model.block_names()]

@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from gristmill.models.layers import document_mask
+from gristmill.models.documents import document_mask
 from gristmill.parallel.attention import (
     Block,
     Gradients,
