@@ -79,7 +79,7 @@ def test_packed_documents_in_blocks_compute_what_a_dense_mask_does(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, compile_: str
 ) -> None:
     """About one document for every 256 tokens; attention in blocks is used when compiled."""
-    settings = (*ON_GPU, "model.context=512", "model.heads=4")
+    settings = (*ON_GPU, "model.context=512", "model.heads=4", 'data.documents="masked"')
     options = {"length": 513, "rules": PACKED}
     dense = losses(make_run(*settings, "runtime.compile=false"), **options)
     used = []

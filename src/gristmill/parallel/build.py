@@ -172,10 +172,12 @@ def _muon_exchange(model: CausalLM, world: World) -> ShardedMuonExchange | None:
 
 
 def _compiles(config: RunConfig, world: World) -> Literal["whole", "blocks"] | None:
-    """What of the model is compiled; around blocks that communicate the rest cannot be."""
+    """What of the model is compiled. Around blocks that communicate the rest cannot be. And in one
+    graph with the whole model, torch 2.11 computes wrong gradients of attention in blocks."""
     if not config.runtime.compiles(world.device.kind):
         return None
-    blocks = world.mesh.processes > 1 or config.runtime.compile == "blocks"
+    masked = config.data.documents == "masked" or config.data.reset_attention
+    blocks = world.mesh.processes > 1 or config.runtime.compile == "blocks" or masked
     return "blocks" if blocks else "whole"
 
 
