@@ -145,10 +145,9 @@ def test_a_missing_token_set_is_refused(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ reading pieces
 
 
-def pieces(*rows: tuple[int, int]) -> TokenSpans:
-    return TokenSpans(
-        np.array([begin for begin, _ in rows]), np.array([count for _, count in rows])
-    )
+def spans(*rows: tuple[int, int]) -> TokenSpans:
+    begins, counts = zip(*rows, strict=True)
+    return TokenSpans(np.array(begins), np.array(counts))
 
 
 GATHERED = {
