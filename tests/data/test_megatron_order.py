@@ -27,7 +27,7 @@ FROZEN = json.loads((Path(__file__).parent / "megatron_core_0_16_1.json").read_t
 def order_of(lengths: list[int], **wanted: Any) -> MegatronOrder:
     array = np.array(lengths, np.int32)
     rows = RowTable(np.cumsum(array) - array, array)
-    return MegatronOrder(rows, build_indices(array, **wanted))
+    return MegatronOrder(rows, **build_indices(array, **wanted))
 
 
 @pytest.mark.parametrize("case", FROZEN["orders"], ids=lambda case: str(case["samples"]))
@@ -37,12 +37,11 @@ def test_the_indices_are_those_of_the_package(case: dict[str, Any]) -> None:
     assert [held.start, held.stop] == case["validation_rows"]
     wanted = {name: case[name] for name in ("sequence", "seed", "samples")}
     order = order_of(case["lengths"], rows=train, **wanted)
-    indices = order.indices
-    assert indices.documents.dtype == indices.samples.dtype == np.int32
-    assert indices.shuffle.dtype == np.uint32
-    assert indices.documents.tolist() == case["document_index"]
-    assert indices.samples.tolist() == case["sample_index"]
-    assert indices.shuffle.tolist() == case["shuffle_index"]
+    assert order.documents.dtype == order.samples.dtype == np.int32
+    assert order.shuffle.dtype == np.uint32
+    assert order.documents.tolist() == case["document_index"]
+    assert order.samples.tolist() == case["sample_index"]
+    assert order.shuffle.tolist() == case["shuffle_index"]
     pieces = order.spans(np.array([0]))
     # Every token of these sets is the number of its row.
     row_of_token = np.repeat(np.arange(len(case["lengths"])), case["lengths"])
@@ -141,9 +140,9 @@ def test_samples_cover_the_shuffled_text_once(
             for begin, count in zip(pieces.begins, pieces.counts, strict=True)
         ]
     ).reshape(order.epoch, sequence + 1)
-    in_text_order = ids[np.argsort(order.indices.shuffle)]
+    in_text_order = ids[np.argsort(order.shuffle)]
     assert (in_text_order[1:, 0] == in_text_order[:-1, -1]).all()
-    array, documents = np.array(lengths), order.indices.documents
+    array, documents = np.array(lengths), order.documents
     begins = np.cumsum(array) - array
     text = np.concatenate([np.arange(begins[row], begins[row] + array[row]) for row in documents])
     read = np.concatenate([in_text_order[:, :-1].reshape(-1), in_text_order[-1, -1:]])

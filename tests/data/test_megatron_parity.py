@@ -125,9 +125,9 @@ def test_the_three_indices_and_the_tokens_are_the_same(
         index = stream.indices[0]
         assert isinstance(index, MegatronOrder)
         for mine, other in (
-            (index.indices.documents, reference.document_index),
-            (index.indices.samples, reference.sample_index),
-            (index.indices.shuffle, reference.shuffle_index),
+            (index.documents, reference.document_index),
+            (index.samples, reference.sample_index),
+            (index.shuffle, reference.shuffle_index),
         ):
             assert mine.dtype == other.dtype
             assert np.array_equal(mine, other)
@@ -163,9 +163,9 @@ def test_many_sizes_and_epochs() -> None:
         found = build_indices(
             lengths, rows=range(first, rows), sequence=sequence, seed=seed, samples=samples
         )
-        assert np.array_equal(found.documents, documents)
-        assert np.array_equal(found.samples, index)
-        assert np.array_equal(found.shuffle, shuffle)
+        assert np.array_equal(found["documents"], documents)
+        assert np.array_equal(found["samples"], index)
+        assert np.array_equal(found["shuffle"], shuffle)
     assert seen == {(False, False), (False, True), (True, True)}
 
 

@@ -93,31 +93,21 @@ class Rotation:
         return step
 
     def sets(self, begin: int, end: int) -> np.ndarray:
-        first = begin * self.step % self.round
-        borders = np.cumsum(self.places)
-        # Multiples of the step overflow beyond 2^63, so long ranges are computed in parts.
-        longest = max(1, (1 << 62) // self.round)
-        parts = []
-        for at in range(0, end - begin, longest):
-            count = min(longest, end - begin - at)
-            offset = (first + at * self.step) % self.round
-            turns = (np.arange(count, dtype=np.int64) * self.step + offset) % self.round
-            parts.append(np.searchsorted(borders, turns, side="right"))
-        return np.concatenate(parts)
+        assert (end - begin) * self.round < 1 << 62, "the samples of a step do not overflow"
+        offset = begin * self.step % self.round
+        places = (np.arange(end - begin, dtype=np.int64) * self.step + offset) % self.round
+        return np.searchsorted(np.cumsum(self.places), places, side="right")
 
     def taken(self, begin: int) -> np.ndarray:
-        rounds, inside = divmod(begin, self.round)
-        below = [self._below(inside, border) for border in np.cumsum(self.places).tolist()]
-        return np.asarray(np.diff(below, prepend=0) + rounds * np.array(self.places))
-
-    def _below(self, count: int, border: int) -> int:
-        """How many of the first `count` samples stand at places below a border.
-
-        Place x is below it if floor((x + n - border) / n) is 0, so we count the others.
-        """
         n, step = self.round, self.step
-        high = _floor_sum(count, n, step, n - border) - _floor_sum(count, n, step, 0)
-        return count - high
+        rounds, inside = divmod(begin, n)
+        # Place x lies below a border if floor((x + n - border) / n) is 0, so we count the others.
+        low = _floor_sum(inside, n, step, 0)
+        below = [
+            inside - (_floor_sum(inside, n, step, n - border) - low)
+            for border in np.cumsum(self.places).tolist()
+        ]
+        return np.asarray(np.diff(below, prepend=0) + rounds * np.array(self.places))
 
 
 def proportional(weights: Sequence[float]) -> Rotation:

@@ -23,19 +23,8 @@ from gristmill.data.blend import (
 from gristmill.data.dataset import DatasetSplit, Mixture
 from gristmill.data.documents import JOINED, DocumentRules
 from gristmill.data.index_cache import Arrays, cached
-from gristmill.data.megatron_order import (
-    MegatronIndices,
-    MegatronOrder,
-    build_indices,
-    plan_epochs,
-)
-from gristmill.data.sampling import (
-    RandomWindows,
-    SampleIndex,
-    SequentialWindows,
-    ShuffledWindows,
-    Windows,
-)
+from gristmill.data.megatron_order import MegatronOrder, build_indices, plan_epochs
+from gristmill.data.sampling import RandomWindows, SequentialWindows, ShuffledWindows, Windows
 from gristmill.data.stream import SampleStream
 
 SURPLUS = 0.005
@@ -56,17 +45,25 @@ class OrderSpec:
     """Folder for indices that take long to build; None caches nothing."""
 
 
+_WINDOWS: dict[str, type[Windows]] = {
+    "shuffled": ShuffledWindows,
+    "random": RandomWindows,
+    "sequential": SequentialWindows,
+}
+
+
 def build_stream(config: DataConfig, train: Mixture, spec: OrderSpec) -> SampleStream:
     """The samples of a run, in its order."""
-    megatron = config.order == "megatron"
-    build = _megatron_indices if megatron else _window_indices
-    indices = build(config, train, spec)
+    if config.order == "megatron":
+        return _megatron_stream(config, train, spec)
+    # With one seed, sets of equal length would be read at the same places.
+    indices = tuple(
+        _WINDOWS[config.order](split.tokens, spec.sequence, spec.seed + number)
+        for number, split in enumerate(train.splits)
+    )
     epochs = [index.epoch for index in indices]
-    blend: Blend | None = None
-    if megatron:
-        if not _is_single(config, train):
-            blend = _megatron_blend(config, train.weights, epochs=epochs, spec=spec)
-    elif config.blend == "exhaustive":
+    blend = None
+    if config.blend == "exhaustive":
         blend = Rotation(tuple(epochs))
     elif len(indices) > 1:
         blend = proportional(train.weights or epochs)
@@ -89,32 +86,21 @@ def build_rules(config: DataConfig, *, end_of_text: int) -> DocumentRules:
     )
 
 
-_WINDOWS: dict[str, type[Windows]] = {
-    "shuffled": ShuffledWindows,
-    "random": RandomWindows,
-    "sequential": SequentialWindows,
-}
-
-
-def _window_indices(config: DataConfig, train: Mixture, spec: OrderSpec) -> tuple[SampleIndex, ...]:
-    # With one seed, sets of equal length would be read at the same places.
-    return tuple(
-        _WINDOWS[config.order](split.tokens, spec.sequence, spec.seed + number)
-        for number, split in enumerate(train.splits)
-    )
-
-
 # ------------------------------------------------------------------ Megatron's order
 
 
-def _megatron_indices(
-    config: DataConfig, train: Mixture, spec: OrderSpec
-) -> tuple[SampleIndex, ...]:
+def _megatron_stream(config: DataConfig, train: Mixture, spec: OrderSpec) -> SampleStream:
     requested = _requested_samples(config, train, spec.samples)
-    return tuple(
+    indices = tuple(
         _megatron_index(split, spec, samples=samples)
         for split, samples in zip(train.splits, requested, strict=True)
     )
+    blend = None
+    if not _is_single(config, train):
+        epochs = [index.epoch for index in indices]
+        blend = _megatron_blend(config, train.weights, epochs=epochs, spec=spec)
+    sets = tuple(split.source for split in train.splits)
+    return SampleStream(sets, indices, blend, spec.sequence)
 
 
 def _is_single(config: DataConfig, train: Mixture) -> bool:
@@ -177,14 +163,12 @@ def _megatron_index(split: DatasetSplit, spec: OrderSpec, *, samples: int | None
     }
 
     def build() -> Arrays:
-        indices = build_indices(
+        return build_indices(
             table.lengths, rows=rows, sequence=spec.sequence, seed=spec.seed, samples=samples
         )
-        return vars(indices)
 
     entries = epochs.number * len(rows) + epochs.samples
-    arrays = _cached_if_large(spec.cache, key, build, entries=entries)
-    return MegatronOrder(table, MegatronIndices(**arrays))
+    return MegatronOrder(table, **_cached_if_large(spec.cache, key, build, entries=entries))
 
 
 def _cached_if_large(

@@ -52,15 +52,6 @@ class RowTable:
 
 
 @dataclass(frozen=True)
-class MegatronIndices:
-    """Megatron's three indices of one set."""
-
-    documents: np.ndarray
-    samples: np.ndarray
-    shuffle: np.ndarray
-
-
-@dataclass(frozen=True)
 class EpochPlan:
     """How often the rows are visited for a number of samples."""
 
@@ -111,17 +102,17 @@ def plan_epochs(tokens: int, *, sequence: int, samples: int | None) -> EpochPlan
 
 def build_indices(
     lengths: np.ndarray, *, rows: range, sequence: int, seed: int, samples: int | None
-) -> MegatronIndices:
-    """The three indices over some rows of a set."""
+) -> dict[str, np.ndarray]:
+    """Megatron's three indices over some rows of a set: documents, samples and shuffle."""
     tokens = int(lengths[rows.start : rows.stop].sum(dtype=np.int64))
     epochs = plan_epochs(tokens, sequence=sequence, samples=samples)
     random = np.random.RandomState(seed)
     documents = document_index(rows, epochs, random)
-    return MegatronIndices(
-        documents=documents,
-        samples=sample_index(lengths, documents, sequence=sequence, samples=epochs.samples),
-        shuffle=shuffle_index(epochs, random),
-    )
+    return {
+        "documents": documents,
+        "samples": sample_index(lengths, documents, sequence=sequence, samples=epochs.samples),
+        "shuffle": shuffle_index(epochs, random),
+    }
 
 
 def document_index(rows: range, epochs: EpochPlan, random: np.random.RandomState) -> np.ndarray:
@@ -185,21 +176,23 @@ class MegatronOrder:
     """Samples in Megatron's order, each made of spans of several rows."""
 
     rows: RowTable
-    indices: MegatronIndices
+    documents: np.ndarray
+    samples: np.ndarray
+    shuffle: np.ndarray
 
     @property
     def epoch(self) -> int:
         """All samples of the index: Megatron shuffles its epochs together."""
-        return len(self.indices.shuffle)
+        return len(self.shuffle)
 
     def spans(self, samples: np.ndarray) -> TokenSpans:
-        chosen = self.indices.shuffle[samples % self.epoch].astype(np.int64)
-        first = self.indices.samples[chosen].astype(np.int64)
-        last = self.indices.samples[chosen + 1].astype(np.int64)
+        chosen = self.shuffle[samples % self.epoch].astype(np.int64)
+        first = self.samples[chosen].astype(np.int64)
+        last = self.samples[chosen + 1].astype(np.int64)
         counts = last[:, 0] - first[:, 0] + 1
         ends = np.cumsum(counts)
         places = np.arange(ends[-1]) + np.repeat(first[:, 0] - (ends - counts), counts)
-        rows = self.indices.documents[places]
+        rows = self.documents[places]
         begins, lengths = self.rows.begins[rows], self.rows.lengths[rows].astype(np.int64)
         # The last span ends with the token that the next sample begins with.
         lengths[ends - 1] = last[:, 1] + 1
