@@ -27,7 +27,6 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 
@@ -43,18 +42,6 @@ class Choice:
 
     sets: np.ndarray
     samples: np.ndarray
-
-
-class Blend(Protocol):
-    """How several sets are mixed."""
-
-    def sets(self, begin: int, end: int) -> np.ndarray:
-        """The sets that samples `begin` to `end` (exclusive) come from."""
-        ...
-
-    def taken(self, begin: int) -> np.ndarray:
-        """How many samples of each set come before sample `begin`."""
-        ...
 
 
 def choose(blend: Blend, samples: np.ndarray) -> Choice:
@@ -93,12 +80,14 @@ class Rotation:
         return step
 
     def sets(self, begin: int, end: int) -> np.ndarray:
+        """The sets that samples `begin` to `end` (exclusive) come from."""
         assert (end - begin) * self.round < 1 << 62, "the samples of a step do not overflow"
         offset = begin * self.step % self.round
         places = (np.arange(end - begin, dtype=np.int64) * self.step + offset) % self.round
         return np.searchsorted(np.cumsum(self.places), places, side="right")
 
     def taken(self, begin: int) -> np.ndarray:
+        """How many samples of each set come before sample `begin`."""
         n, step = self.round, self.step
         rounds, inside = divmod(begin, n)
         # Place x lies below a border if floor((x + n - border) / n) is 0, so we count the others.
@@ -156,6 +145,9 @@ class Greedy:
         total = self._counts[-1]
         partial = np.bincount(self.choices[block * _BLOCK : inside], minlength=len(total))
         return np.asarray(self._counts[block] + partial + rounds * total)
+
+
+Blend = Rotation | Greedy
 
 
 def fused_here() -> bool:

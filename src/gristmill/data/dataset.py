@@ -56,12 +56,6 @@ class Mixture:
     splits: tuple[DatasetSplit, ...]
     weights: tuple[float, ...] | None = None
 
-    def check_files(self) -> None:
-        """Refuse to continue if token files changed."""
-        for split in self.splits:
-            if split.source.watch is not None:
-                split.source.watch.check_all()
-
 
 @dataclass(frozen=True)
 class RunData:

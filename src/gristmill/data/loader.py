@@ -143,19 +143,16 @@ class Loader:
         step = np.arange(first_sample, end, dtype=np.int64)
         mine = step.reshape(-1, self.ranks, self.micro_batch)[:, self.rank]
         samples = self.stream.read(mine.reshape(-1), marks=self.rules.marks == "files")
-        ids_BS, marks_BS = samples.ids_BS, samples.marks_BS
-        slices = [
-            slice(first, first + self.micro_batch)
-            for first in range(0, len(ids_BS), self.micro_batch)
-        ]
+        shape = (-1, self.micro_batch, self.stream.sequence + 1)
+        ids, marks = samples.ids_BS.reshape(shape), samples.marks_BS
         return [
             make_batch(
-                ids_BS[rows],
-                marks_BS=None if marks_BS is None else marks_BS[rows],
+                ids_BS,
+                marks_BS=None if marks is None else marks.reshape(shape)[number],
                 rules=self.rules,
                 pin=self.pin,
             )
-            for rows in slices
+            for number, ids_BS in enumerate(ids)
         ]
 
     def starting_at(self, progress: Progress) -> Generator[list[Batch]]:
@@ -199,7 +196,9 @@ def validation_batches(
     held: Mixture, *, sequence: int, windows: int, batch: int, rules: DocumentRules = JOINED
 ) -> Iterator[Batch]:
     """The fixed validation windows, in order: those of the first set first."""
-    held.check_files()
+    for split in held.splits:
+        if split.source.watch is not None:
+            split.source.watch.check_all()
     length = sequence + 1
     for split, count in zip(held.splits, window_shares(held, sequence, windows), strict=True):
         starts = spread_windows(split.tokens, sequence=sequence, windows=count)

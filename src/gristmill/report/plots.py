@@ -23,15 +23,7 @@ from typing import Any
 from gristmill.track.metrics import StepRecord, ValidationRecord
 
 LIMIT = 1000
-STEP_CURVES = (
-    "loss",
-    "lr",
-    "grad_norm",
-    "tokens_per_second",
-    "mfu",
-    "memory_bytes",
-    "loss_scale",
-)
+STEP_CURVES = ("loss", "lr", "grad_norm", "tokens_per_second", "mfu", "memory_bytes", "loss_scale")
 VALIDATION_CURVES = ("loss", "perplexity")
 
 

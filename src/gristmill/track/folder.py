@@ -94,20 +94,15 @@ class RunFolder:
 
     def last_step(self) -> int:
         """The last known step: that of a checkpoint, or of the last complete record."""
-        return max(self.newest_step() or 0, self._last_recorded())
-
-    def _last_recorded(self) -> int:
-        try:
-            with self.metrics.open("rb") as file:
-                file.seek(max(0, self.metrics.stat().st_size - _TAIL))
-                lines = file.read().split(b"\n")
-        except OSError:
-            return 0
+        step, lines = self.newest_step() or 0, list[bytes]()
+        with contextlib.suppress(OSError), self.metrics.open("rb") as file:
+            file.seek(max(0, self.metrics.stat().st_size - _TAIL))
+            lines = file.read().split(b"\n")
         for line in reversed(lines):
             # The first line may be the end of a record, the last the beginning of one.
             with contextlib.suppress(ValueError, TypeError, KeyError):
-                return int(json.loads(line)["step"])
-        return 0
+                return max(step, int(json.loads(line)["step"]))
+        return step
 
     def write_status(self, state: State, **facts: Any) -> None:
         """Record the state of the run, with facts such as the step, and the time."""

@@ -216,15 +216,12 @@ class JsonlSink(_TextFile):
 class LogSink(_TextFile):
     """Appends to `train.log`: the local time, then the plain line."""
 
-    def __init__(self, path: Path, *, horizon: Horizon | None = None) -> None:
+    def __init__(self, path: Path, *, horizon: Horizon) -> None:
         super().__init__(path)
-        self._steps = None if horizon is None else horizon.steps
-        self._eta = None if horizon is None else EtaEstimator(horizon)
+        self._steps, self._eta = horizon.steps, EtaEstimator(horizon)
 
     def write(self, record: Record) -> None:
-        left = None
-        if self._eta and isinstance(record, StepRecord):
-            left = self._eta.seconds_left(record)
+        left = self._eta.seconds_left(record) if isinstance(record, StepRecord) else None
         when = datetime.fromtimestamp(record.time).astimezone().isoformat(timespec="seconds")
         text = line(record, horizon_steps=self._steps, seconds_left=left)
         self._file.write(f"{when} {text}\n")

@@ -66,14 +66,6 @@ class Tracker:
         return {**stamp, "time": time.time()}
 
 
-def _run_id(folder: RunFolder) -> str:
-    """An id that no other run has, and that stays the same when the run resumes."""
-    file = folder.path / "wandb-id.txt"
-    if not file.is_file():
-        write_atomic(file, uuid.uuid4().hex[:12])
-    return file.read_text()
-
-
 def build_tracker(
     config: RunConfig,
     folder: RunFolder,
@@ -100,13 +92,17 @@ def build_tracker(
     if config.track.tensorboard:
         sinks["TensorBoard"] = TensorBoardSink(folder.path / "tensorboard")
     if config.track.wandb is not None:
+        # An id that no other run has, and that stays the same when this one resumes.
+        run_id = folder.path / "wandb-id.txt"
+        if not run_id.is_file():
+            write_atomic(run_id, uuid.uuid4().hex[:12])
         sinks["Weights & Biases"] = WandbSink(
             folder.path,
             project=config.track.wandb.project,
             name=config.name,
             mode=config.track.wandb.mode,
             settings={"run.toml": dump_run(config), **config.model_dump(mode="json")},
-            run_id=_run_id(folder),
+            run_id=run_id.read_text(),
         )
     # A terminal that goes away (a closed window, `| head`) must not end the run either.
     terminal = Guarded(console, name="the terminal", report=lambda warning: None)
