@@ -177,7 +177,7 @@ def test_pieces_are_gathered_into_rows(
         write(tmp_path / "set", [10] * 100)
     text = open_set(str(tmp_path / "set"), in_memory=kind == "in memory")
     assert (text.ids is None) == (kind == "several files")
-    assert (text.watch is None) == (kind == "in memory")
+    assert (not text.watch.states) == (kind == "in memory")
     wanted = np.concatenate([np.arange(begin, begin + count) for begin, count in rows])
     found = text.gather(spans(*rows), length=9)
     assert found.tolist() == wanted.reshape(-1, 9).tolist()

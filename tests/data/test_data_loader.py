@@ -29,6 +29,7 @@ from gristmill.data.loader import (
 )
 from gristmill.data.megatron_order import RowTable
 from gristmill.data.stream import OpenTokenSet
+from gristmill.data.watch import TokenFileWatch
 from gristmill.tokens.format import TokenSetInfo
 
 SEQUENCE = 8
@@ -65,7 +66,7 @@ class Numbers:
 def make_split(reader: Numbers, begin: int, end: int) -> DatasetSplit:
     starts = reader.document_starts
     rows = RowTable(starts, np.full(len(starts), 25, np.int32))
-    source = OpenTokenSet("numbers", reader, None, None, rows)  # type: ignore[arg-type]
+    source = OpenTokenSet("numbers", reader, None, TokenFileWatch(()), rows)  # type: ignore[arg-type]
     return DatasetSplit(source, range(begin, end), range(begin // 25, end // 25))
 
 

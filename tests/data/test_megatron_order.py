@@ -24,10 +24,14 @@ from gristmill.data.megatron_order import (
 FROZEN = json.loads((Path(__file__).parent / "megatron_core_0_16_1.json").read_text())
 
 
-def order_of(lengths: list[int], **wanted: Any) -> MegatronOrder:
+def order_of(
+    lengths: list[int], *, rows: range, sequence: int, seed: int, samples: int | None
+) -> MegatronOrder:
     array = np.array(lengths, np.int32)
-    rows = RowTable(np.cumsum(array) - array, array)
-    return MegatronOrder(rows, **build_indices(array, **wanted))
+    epochs = plan_epochs(int(array[list(rows)].sum()), sequence=sequence, samples=samples)
+    table = RowTable(np.cumsum(array) - array, array)
+    indices = build_indices(array, epochs, rows=rows, sequence=sequence, seed=seed)
+    return MegatronOrder(table, **indices)
 
 
 @pytest.mark.parametrize("case", FROZEN["orders"], ids=lambda case: str(case["samples"]))

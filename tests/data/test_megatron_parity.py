@@ -161,7 +161,7 @@ def test_many_sizes_and_epochs() -> None:
         )
         shuffle = _build_shuffle_index(epochs.first_samples, len(index) - 1, state)
         found = build_indices(
-            lengths, rows=range(first, rows), sequence=sequence, seed=seed, samples=samples
+            lengths, epochs, rows=range(first, rows), sequence=sequence, seed=seed
         )
         assert np.array_equal(found["documents"], documents)
         assert np.array_equal(found["samples"], index)

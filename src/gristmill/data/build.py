@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,7 +145,8 @@ def _megatron_blend(
         return {"choices": greedy_by_weight(shares, size=size, fused=fused)}
 
     key = {"kind": "blend", "fused": fused, **facts}
-    arrays = _cached_if_large(spec.cache, key, build, entries=size)
+    large = size >= WORTH_CACHING
+    arrays = cached(spec.cache, key, build) if large else build()
     return Greedy(arrays["choices"], sets=len(epochs))
 
 
@@ -153,30 +154,20 @@ def _megatron_index(split: DatasetSplit, spec: OrderSpec, *, samples: int | None
     table, rows = split.source.rows, split.rows
     assert table is not None and rows is not None, "this order splits sets by rows"
     epochs = plan_epochs(len(split.tokens), sequence=spec.sequence, samples=samples)
+    facts = {"sequence": spec.sequence, "seed": spec.seed}
     key = {
         "kind": "megatron order",
         "content": split.reader.info.fingerprint,
         "rows": [rows.start, rows.stop, len(table)],
-        "sequence": spec.sequence,
-        "seed": spec.seed,
+        **facts,
         "epochs": str(epochs),
     }
 
     def build() -> Arrays:
-        return build_indices(
-            table.lengths, rows=rows, sequence=spec.sequence, seed=spec.seed, samples=samples
-        )
+        return build_indices(table.lengths, epochs, rows=rows, **facts)
 
-    entries = epochs.number * len(rows) + epochs.samples
-    return MegatronOrder(table, **_cached_if_large(spec.cache, key, build, entries=entries))
-
-
-def _cached_if_large(
-    cache: Path | None, key: dict[str, Any], build: Callable[[], Arrays], *, entries: int
-) -> Arrays:
-    if cache is None or entries < WORTH_CACHING:
-        return build()
-    return cached(cache, key, build)
+    large = epochs.number * len(rows) + epochs.samples >= WORTH_CACHING
+    return MegatronOrder(table, **(cached(spec.cache, key, build) if large else build()))
 
 
 def order_identity(config: DataConfig, train: Mixture, spec: OrderSpec) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def open_set(path: str, *, in_memory: bool = False, rows: bool = False) -> OpenT
         path,
         reader,
         np.array(ids) if in_memory else ids,
-        watch=None if in_memory else TokenFileWatch(reader.files),
+        TokenFileWatch(() if in_memory else reader.files),
         rows=row_table(reader) if rows else None,
     )
 

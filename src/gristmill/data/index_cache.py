@@ -41,8 +41,11 @@ VERSION = 1
 Arrays = dict[str, np.ndarray]
 
 
-def cached(folder: Path, key: Mapping[str, Any], build: Callable[[], Arrays]) -> Arrays:
-    """The arrays for a key, mapped from disk; built and written if they are not there intact."""
+def cached(folder: Path | None, key: Mapping[str, Any], build: Callable[[], Arrays]) -> Arrays:
+    """The arrays for a key, mapped from disk; built and written if they are not there intact.
+    Without a folder they are only built."""
+    if folder is None:
+        return build()
     full = {"version": VERSION, **key}
     entry = folder / sha256_text(json.dumps(full, sort_keys=True))[:32]
     found = _load(entry)

@@ -197,8 +197,7 @@ def validation_batches(
 ) -> Iterator[Batch]:
     """The fixed validation windows, in order: those of the first set first."""
     for split in held.splits:
-        if split.source.watch is not None:
-            split.source.watch.check_all()
+        split.source.watch.check_all()
     length = sequence + 1
     for split, count in zip(held.splits, window_shares(held, sequence, windows), strict=True):
         starts = spread_windows(split.tokens, sequence=sequence, windows=count)

@@ -101,11 +101,9 @@ def plan_epochs(tokens: int, *, sequence: int, samples: int | None) -> EpochPlan
 
 
 def build_indices(
-    lengths: np.ndarray, *, rows: range, sequence: int, seed: int, samples: int | None
+    lengths: np.ndarray, epochs: EpochPlan, *, rows: range, sequence: int, seed: int
 ) -> dict[str, np.ndarray]:
     """Megatron's three indices over some rows of a set: documents, samples and shuffle."""
-    tokens = int(lengths[rows.start : rows.stop].sum(dtype=np.int64))
-    epochs = plan_epochs(tokens, sequence=sequence, samples=samples)
     random = np.random.RandomState(seed)
     documents = document_index(rows, epochs, random)
     return {

@@ -40,8 +40,8 @@ class OpenTokenSet:
     reader: TokenReader
     ids: np.ndarray | None
     """All ids as one array, mapped or in memory; None for a set of several files."""
-    watch: TokenFileWatch | None
-    """None if the ids are in memory."""
+    watch: TokenFileWatch
+    """Watches no files if the ids are in memory."""
     rows: RowTable | None = None
     """The rows of the set, for Megatron's order."""
 
@@ -103,5 +103,4 @@ class SampleStream:
     def check_files(self) -> None:
         """Refuse to continue if token files changed."""
         for tokens in self.sets:
-            if tokens.watch is not None:
-                tokens.watch.check()
+            tokens.watch.check()

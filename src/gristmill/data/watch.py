@@ -9,6 +9,7 @@ and the read can still go unnoticed. Sets held in memory need no check.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -22,24 +23,22 @@ class TokenFileWatch:
 
     def __init__(self, paths: Iterable[Path]) -> None:
         states = ((path, _size_and_time(path)) for path in paths)
-        self._states = {path: state for path, state in states if state is not None}
-        self._next = 0
+        self.states = {path: state for path, state in states if state is not None}
+        self._turns = itertools.cycle(self.states)
 
     def check(self) -> None:
         """Refuse to continue if one of the next few files changed."""
-        paths = list(self._states)
-        count = min(FILES_PER_STEP, len(paths))
-        self._compare(paths[(self._next + i) % len(paths)] for i in range(count))
-        self._next = (self._next + count) % max(1, len(paths))
+        count = min(FILES_PER_STEP, len(self.states))
+        self._compare(itertools.islice(self._turns, count))
 
     def check_all(self) -> None:
         """Refuse to continue if any file changed."""
-        self._compare(self._states)
+        self._compare(self.states)
 
     def _compare(self, paths: Iterable[Path]) -> None:
         problems = []
         for path in paths:
-            before, now = self._states[path], _size_and_time(path)
+            before, now = self.states[path], _size_and_time(path)
             if now == before:
                 continue
             if now is None:
