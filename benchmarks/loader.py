@@ -21,8 +21,8 @@ import numpy as np
 
 from gristmill.base.units import Progress
 from gristmill.config.schema import DataConfig
-from gristmill.data.build import Wanted, build_rules, build_stream
-from gristmill.data.dataset import open_parts
+from gristmill.data.build import OrderSpec, build_rules, build_stream
+from gristmill.data.dataset import open_data
 from gristmill.data.loader import Loader
 from gristmill.tokens.store import create_tokens
 
@@ -83,9 +83,9 @@ def make_set(prefix: Path, *, tokens: int, document: int) -> None:
 
 def measure(name: str, config: DataConfig, options: argparse.Namespace) -> None:
     started = time.perf_counter()
-    train = open_parts(config, sequence=options.sequence).train
-    wanted = Wanted(options.sequence, 1234, options.steps * options.batch, cache=None)
-    stream = build_stream(config, train, wanted)
+    train = open_data(config, sequence=options.sequence).train
+    spec = OrderSpec(options.sequence, 1234, options.steps * options.batch, cache=None)
+    stream = build_stream(config, train, spec)
     rules = build_rules(config, end_of_text=END)
     micro_batch = options.batch // options.accumulate
     loader = Loader(stream, micro_batch, options.accumulate, rules=rules)

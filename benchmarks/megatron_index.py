@@ -20,7 +20,6 @@ from megatron.core.datasets import gpt_dataset, helpers
 
 from gristmill.data import megatron_order
 from gristmill.data.blend import fused_here, greedy_by_weight
-from gristmill.data.sampling import Stretch
 
 WEIGHTS = [0.4, 0.25, 0.2, 0.1, 0.05]
 
@@ -37,14 +36,14 @@ def main() -> None:
         f"{options.documents:,} documents, {tokens:,} tokens, {epochs.number} epochs, "
         f"{epochs.samples:,} samples of {options.sequence} + 1"
     )
-    rows, length = Stretch(0, len(lengths)), options.sequence
+    rows, length = range(len(lengths)), options.sequence
     numbers = np.arange(len(lengths), dtype=np.int32)
     documents = megatron_order.document_index(rows, epochs, np.random.RandomState(1))
     cases: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         "document": (
             lambda: megatron_order.document_index(rows, epochs, np.random.RandomState(1)),
             lambda: gpt_dataset._build_document_index(
-                numbers, epochs.number, np.random.RandomState(1), epochs.apart
+                numbers, epochs.number, np.random.RandomState(1), epochs.last_separate
             ),
         ),
         "sample": (

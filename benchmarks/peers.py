@@ -39,7 +39,7 @@ from gristmill.optim.schedule import build_schedule
 from gristmill.track.folder import RunFolder
 from gristmill.track.sinks import JsonlSink
 from gristmill.train.assemble import assemble, build_loader, build_meter
-from gristmill.train.moment import Moment
+from gristmill.train.meter import StepEvent
 from gristmill.train.tracker import Tracker
 
 BASE = "nanoGPT"
@@ -298,7 +298,7 @@ def build_ours(config: RunConfig, folder: Path) -> System:
         lr = schedule.apply(parts.state.optimizer, before)
         result = parts.strategy.update(parts.strategy.accumulate(micro_batches, before))
         progress = before.after(samples=result.samples, tokens=result.tokens)
-        meter.add(Moment(before, progress, result, lr=lr, data_wait=waited))
+        meter.add(StepEvent(before, progress, result, lr=lr, data_wait=waited))
         return result.loss
 
     def close() -> None:

@@ -232,8 +232,8 @@ def _exit_statuses() -> list[str]:
 
 def metrics_tables() -> str:
     """One table per kind of record."""
-    shared = [field.name for field in dataclasses.fields(metrics.Moment)]
-    lines = ["#### All records", "", *_fields(metrics.Moment, leave_out=())]
+    shared = [field.name for field in dataclasses.fields(metrics.ProgressStamp)]
+    lines = ["#### All records", "", *_fields(metrics.ProgressStamp, leave_out=())]
     for record in get_args(metrics.Record):
         lines += ["", f'#### `"kind": "{record.kind}"`', "", _plain(record.__doc__), ""]
         lines += _fields(record, leave_out=shared)

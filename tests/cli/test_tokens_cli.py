@@ -14,7 +14,7 @@ from gristmill.cli.main import app
 from gristmill.cli.options import TokenFormat
 from gristmill.cli.tokens import IdType
 from gristmill.config.schema import DataConfig
-from gristmill.data.dataset import open_parts
+from gristmill.data.dataset import open_data
 from gristmill.tokens.format import DTYPES
 from gristmill.tokens.store import FORMATS, open_tokens
 
@@ -212,5 +212,5 @@ def test_validation_files_of_other_programs_are_checked_too(corn: Path, tmp_path
 def test_an_unknown_tokenizer_is_no_contradiction(corn: Path, ours_first: bool) -> None:
     pair = [str(corn), str(foreign(corn, "megatron"))]
     train, held = pair if ours_first else reversed(pair)
-    parts = open_parts(DataConfig(paths=train, validation=held), sequence=8)
+    parts = open_data(DataConfig(paths=train, validation=held), sequence=8)
     assert parts.validation is not None

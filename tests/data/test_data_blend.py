@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from gristmill.data.blend import (
     Blend,
+    Greedy,
     Rotation,
-    build_greedy,
     choose,
     greedy_by_weight,
     greedy_exhaustive,
@@ -147,7 +147,7 @@ def test_the_exhaustive_blend_leaves_spent_sets_out(sizes: list[int], fused: boo
 @given(begin=st.integers(0, 30_000), count=st.integers(1, 300))
 def test_a_greedy_blend_is_counted_from_any_sample_and_begins_again(begin: int, count: int) -> None:
     choices = greedy_by_weight([0.6, 0.3, 0.1], size=9000, fused=False)
-    blend = build_greedy(choices, sets=3)
+    blend = Greedy(choices, sets=3)
     choice = choose(blend, np.arange(begin, begin + count))
     found = np.stack([choice.sets, choice.samples], axis=1).tolist()
     assert found == counted(blend, begin + count)[begin:]

@@ -7,25 +7,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gristmill.data.documents import (
-    document_numbers,
-    marks_behind,
-    marks_in_pieces,
+    DocumentRules,
+    marks_after,
+    marks_in_spans,
     restarted_positions,
 )
-from gristmill.data.sampling import Pieces
+from gristmill.data.loader import make_batch
+from gristmill.data.sampling import TokenSpans
 
 
 def test_the_drawing_of_the_module() -> None:
     tokens = np.array([[1, 2, 3, 0, 4, 5, 0, 6]])
-    marks = marks_behind(tokens, end_of_text=0)
+    marks = marks_after(tokens, end_of_text=0)
     assert marks.astype(int).tolist() == [[0, 0, 0, 0, 1, 0, 0, 1]]
-    assert document_numbers(marks).tolist() == [[0, 0, 0, 0, 1, 1, 1, 2]]
     assert restarted_positions(marks).tolist() == [[0, 1, 2, 3, 0, 1, 2, 0]]
+    rules = DocumentRules("ids", attention=True, end_of_text=0)
+    batch = make_batch(np.append(tokens, [[7]], axis=1), rules=rules)
+    assert batch.documents_BT is not None
+    assert batch.documents_BT.tolist() == [[0, 0, 0, 0, 1, 1, 1, 2]]
 
 
 def test_each_row_stands_for_itself() -> None:
     tokens = np.array([[1, 2, 0], [3, 4, 5]])
-    marks = marks_behind(tokens, end_of_text=0)
+    marks = marks_after(tokens, end_of_text=0)
     assert not marks.any()
     assert restarted_positions(marks).tolist() == [[0, 1, 2]] * 2
 
@@ -51,8 +55,8 @@ def test_marks_stand_where_the_document_changes(
             begins.append(data.draw(st.integers(0, total - count)))
             counts.append(count)
             left -= count
-    pieces = Pieces(np.array(begins), np.array(counts))
-    marks = marks_in_pieces(pieces, starts=starts, length=length)
+    pieces = TokenSpans(np.array(begins), np.array(counts))
+    marks = marks_in_spans(pieces, starts=starts, length=length)
     wanted = np.concatenate(
         [
             [True, *(np.diff(document[begin : begin + count]) > 0)]

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from gristmill.base.units import Progress
 from gristmill.config.ramp import BatchRamp, RampStep
 from gristmill.config.schema import DataConfig
-from gristmill.data.build import Wanted, build_stream
-from gristmill.data.dataset import Mixture, Part, RowPart
+from gristmill.data.build import OrderSpec, build_stream
+from gristmill.data.dataset import DatasetSplit, Mixture
 from gristmill.data.documents import DocumentRules
 from gristmill.data.loader import (
     READ_AHEAD,
@@ -27,9 +27,9 @@ from gristmill.data.loader import (
     validation_batches,
     window_shares,
 )
-from gristmill.data.megatron_order import Rows
-from gristmill.data.sampling import Stretch
-from gristmill.data.stream import TokenText
+from gristmill.data.megatron_order import RowTable
+from gristmill.data.stream import OpenTokenSet
+from gristmill.data.watch import TokenFileWatch
 from gristmill.tokens.format import TokenSetInfo
 
 SEQUENCE = 8
@@ -63,13 +63,11 @@ class Numbers:
         return TokenSetInfo("test", "uint16", self.length, 40, None, None, None, "0123")
 
 
-def make_part(reader: Numbers, begin: int, end: int) -> Part:
-    text = TokenText(reader, None, None)  # type: ignore[arg-type]
+def make_split(reader: Numbers, begin: int, end: int) -> DatasetSplit:
     starts = reader.document_starts
-    rows = Rows(starts, np.full(len(starts), 25, np.int32))
-    return Part(
-        "numbers", text, Stretch(begin, end), RowPart(rows, Stretch(begin // 25, end // 25))
-    )
+    rows = RowTable(starts, np.full(len(starts), 25, np.int32))
+    source = OpenTokenSet("numbers", reader, None, TokenFileWatch(()), rows)  # type: ignore[arg-type]
+    return DatasetSplit(source, range(begin, end), range(begin // 25, end // 25))
 
 
 def make_loader(
@@ -84,10 +82,10 @@ def make_loader(
     ramp: BatchRamp | None = None,
 ) -> Loader:
     reader = reader or Numbers()
-    parts = tuple(make_part(reader, 100 * number, len(reader)) for number in range(1, sets + 1))
+    parts = tuple(make_split(reader, 100 * number, len(reader)) for number in range(1, sets + 1))
     paths = tuple(map(str, range(sets)))
     config = DataConfig.model_validate({"paths": paths, "order": order})
-    stream = build_stream(config, Mixture(parts), Wanted(SEQUENCE, 7, 400, None))
+    stream = build_stream(config, Mixture(parts), OrderSpec(SEQUENCE, 7, 400, None))
     return Loader(stream, micro_batch, accumulate, rank=rank, ranks=ranks, ramp=ramp)
 
 
@@ -319,7 +317,7 @@ def test_a_step_does_not_depend_on_what_was_read_before(
 
 
 def test_validation_is_the_same_every_time_and_however_it_is_divided() -> None:
-    part = make_part(Numbers(), 500, 1000)
+    part = make_split(Numbers(), 500, 1000)
 
     def read(batch: int) -> list[list[int]]:
         batches = validation_batches(Mixture((part,)), sequence=SEQUENCE, windows=10, batch=batch)
@@ -334,13 +332,13 @@ def test_validation_is_the_same_every_time_and_however_it_is_divided() -> None:
 
 
 def test_the_last_validation_batch_may_be_smaller() -> None:
-    part = make_part(Numbers(), 0, 1000)
+    part = make_split(Numbers(), 0, 1000)
     batches = validation_batches(Mixture((part,)), sequence=SEQUENCE, windows=10, batch=4)
     assert [batch.samples for batch in batches] == [4, 4, 2]
 
 
 def test_validation_windows_are_shared_out_by_weight_or_size() -> None:
-    parts = (make_part(Numbers(), 0, 1000), make_part(Numbers(), 500, 1000))
+    parts = (make_split(Numbers(), 0, 1000), make_split(Numbers(), 500, 1000))
     assert window_shares(Mixture(parts), SEQUENCE, 30) == [20, 10]
     assert window_shares(Mixture(parts, (1.0, 9.0)), SEQUENCE, 20) == [2, 18]
     assert window_shares(Mixture(parts, (1.0, 9999.0)), SEQUENCE, 20) == [1, 20]
@@ -350,7 +348,7 @@ def test_validation_windows_are_shared_out_by_weight_or_size() -> None:
 
 
 def test_validation_keeps_documents_apart_too() -> None:
-    mixture = Mixture((make_part(Numbers(), 0, 1000),))
+    mixture = Mixture((make_split(Numbers(), 0, 1000),))
     rules = DocumentRules("files", attention=True, positions=True)
     (batch,) = validation_batches(mixture, sequence=60, windows=2, batch=2, rules=rules)
     assert batch.documents_BT is not None

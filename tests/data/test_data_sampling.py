@@ -11,7 +11,6 @@ from gristmill.data.sampling import (
     RandomWindows,
     SequentialWindows,
     ShuffledWindows,
-    Stretch,
     Windows,
     spread_windows,
 )
@@ -22,11 +21,11 @@ SEEDS = st.integers(0, 2**63 - 1)
 
 
 @st.composite
-def texts(draw: st.DrawFn) -> tuple[Stretch, int]:
-    """A stretch of text and a sequence length of which at least one window fits."""
+def texts(draw: st.DrawFn) -> tuple[range, int]:
+    """A tokens of text and a sequence length of which at least one window fits."""
     sequence = draw(st.integers(1, 20))
     begin = draw(st.integers(0, 100))
-    return Stretch(begin, begin + sequence + 1 + draw(st.integers(0, 300))), sequence
+    return range(begin, begin + sequence + 1 + draw(st.integers(0, 300))), sequence
 
 
 def epoch(index: ShuffledWindows, number: int) -> np.ndarray:
@@ -37,22 +36,20 @@ def epoch(index: ShuffledWindows, number: int) -> np.ndarray:
 
 
 @given(text=texts(), seed=SEEDS, number=st.integers(0, 10**6))
-def test_an_epoch_visits_every_window_once(
-    text: tuple[Stretch, int], seed: int, number: int
-) -> None:
-    stretch, sequence = text
-    starts = np.sort(epoch(ShuffledWindows(stretch, sequence, seed), number))
+def test_an_epoch_visits_every_window_once(text: tuple[range, int], seed: int, number: int) -> None:
+    tokens, sequence = text
+    starts = np.sort(epoch(ShuffledWindows(tokens, sequence, seed), number))
     assert (np.diff(starts) == sequence).all()
-    assert starts[0] >= stretch.begin
-    assert starts[-1] + sequence + 1 <= stretch.end
+    assert starts[0] >= tokens.start
+    assert starts[-1] + sequence + 1 <= tokens.stop
     read = len(starts) * sequence
-    assert len(stretch) - 1 - read < 2 * sequence
+    assert len(tokens) - 1 - read < 2 * sequence
 
 
 def test_every_epoch_and_every_seed_has_its_own_order() -> None:
-    stretch = Stretch(0, 10_001)
+    tokens = range(10_001)
     orders = [
-        tuple(epoch(ShuffledWindows(stretch, 10, seed), number))
+        tuple(epoch(ShuffledWindows(tokens, 10, seed), number))
         for seed in (0, 1, 2**62)
         for number in (0, 1, 2)
     ]
@@ -61,14 +58,14 @@ def test_every_epoch_and_every_seed_has_its_own_order() -> None:
 
 
 def test_epochs_cut_the_text_at_different_offsets() -> None:
-    index = ShuffledWindows(Stretch(0, 1001), 50, 3)
+    index = ShuffledWindows(range(1001), 50, 3)
     offsets = {int(epoch(index, number).min()) for number in range(40)}
     assert len(offsets) > 20
     assert offsets <= set(range(51))
 
 
 def test_all_tokens_are_targets_over_the_epochs() -> None:
-    index = ShuffledWindows(Stretch(5, 120), 16, 9)
+    index = ShuffledWindows(range(5, 120), 16, 9)
     seen = {
         int(start) + place
         for number in range(200)
@@ -83,18 +80,18 @@ def test_all_tokens_are_targets_over_the_epochs() -> None:
 
 @given(text=texts(), seed=SEEDS, first=st.integers(0, 2**40))
 def test_random_windows_lie_inside_the_stretch(
-    text: tuple[Stretch, int], seed: int, first: int
+    text: tuple[range, int], seed: int, first: int
 ) -> None:
-    stretch, sequence = text
-    starts = RandomWindows(stretch, sequence, seed).starts(np.arange(first, first + 50))
+    tokens, sequence = text
+    starts = RandomWindows(tokens, sequence, seed).starts(np.arange(first, first + 50))
     assert starts.dtype == np.int64
-    assert (starts >= stretch.begin).all()
-    assert (starts + sequence + 1 <= stretch.end).all()
+    assert (starts >= tokens.start).all()
+    assert (starts + sequence + 1 <= tokens.stop).all()
 
 
 @pytest.mark.parametrize("seed", [0, 1337, 2**63 - 1])
 def test_random_windows_start_everywhere_alike(seed: int) -> None:
-    starts = RandomWindows(Stretch(7, 67), 10, seed).starts(np.arange(20_000))
+    starts = RandomWindows(range(7, 67), 10, seed).starts(np.arange(20_000))
     counts = np.bincount(starts - 7, minlength=50)
     assert len(counts) == 50
     assert counts.min() > 300 and counts.max() < 500
@@ -103,8 +100,8 @@ def test_random_windows_start_everywhere_alike(seed: int) -> None:
 
 
 def test_every_seed_has_its_own_random_windows() -> None:
-    stretch, samples = Stretch(0, 10**6), np.arange(200)
-    rows = {tuple(RandomWindows(stretch, 8, seed).starts(samples)) for seed in range(20)}
+    tokens, samples = range(10**6), np.arange(200)
+    rows = {tuple(RandomWindows(tokens, 8, seed).starts(samples)) for seed in range(20)}
     assert len(rows) == 20
 
 
@@ -112,10 +109,10 @@ def test_every_seed_has_its_own_random_windows() -> None:
 
 
 def test_sequential_windows_follow_one_another_and_begin_again() -> None:
-    index = SequentialWindows(Stretch(100, 131), 10, 0)
+    index = SequentialWindows(range(100, 131), 10, 0)
     assert index.epoch == 3
     assert index.starts(np.arange(7)).tolist() == [100, 110, 120, 100, 110, 120, 100]
-    assert SequentialWindows(Stretch(100, 130), 10, 0).epoch == 2
+    assert SequentialWindows(range(100, 130), 10, 0).epoch == 2
 
 
 # ------------------------------------------------------------------ all
@@ -128,11 +125,11 @@ def test_sequential_windows_follow_one_another_and_begin_again() -> None:
     calls=st.lists(st.lists(st.integers(0, 500), min_size=1, max_size=8), min_size=1, max_size=6),
 )
 def test_the_index_is_pure(
-    order: type[Windows], text: tuple[Stretch, int], seed: int, calls: list[list[int]]
+    order: type[Windows], text: tuple[range, int], seed: int, calls: list[list[int]]
 ) -> None:
-    stretch, sequence = text
-    whole = order(stretch, sequence, seed).starts(np.arange(501))
-    used = order(stretch, sequence, seed)
+    tokens, sequence = text
+    whole = order(tokens, sequence, seed).starts(np.arange(501))
+    used = order(tokens, sequence, seed)
     for samples in calls:
         assert (used.starts(np.array(samples)) == whole[samples]).all()
 
@@ -145,10 +142,10 @@ def test_the_index_is_pure(
     times=st.integers(1, 6),
 )
 def test_samples_do_not_depend_on_how_they_are_grouped(
-    order: type[Windows], text: tuple[Stretch, int], first: int, batch: int, times: int
+    order: type[Windows], text: tuple[range, int], first: int, batch: int, times: int
 ) -> None:
-    stretch, sequence = text
-    index = order(stretch, sequence, 1)
+    tokens, sequence = text
+    index = order(tokens, sequence, 1)
     whole = index.starts(np.arange(first, first + batch * times))
     grouped = [
         index.starts(np.arange(first + batch * time, first + batch * (time + 1)))
@@ -159,16 +156,16 @@ def test_samples_do_not_depend_on_how_they_are_grouped(
 
 @pytest.mark.parametrize("order", KINDS)
 def test_a_text_of_one_window_is_enough(order: type[Windows]) -> None:
-    index = order(Stretch(40, 57), 16, 0)
+    index = order(range(40, 57), 16, 0)
     assert index.starts(np.arange(5)).tolist() == [40] * 5
     assert index.epoch == 1
 
 
 @pytest.mark.parametrize("order", KINDS)
 def test_a_window_is_one_piece_of_one_token_more(order: type[Windows]) -> None:
-    pieces = order(Stretch(40, 140), 16, 0).pieces(np.arange(5))
+    pieces = order(range(40, 140), 16, 0).spans(np.arange(5))
     assert pieces.counts.tolist() == [17] * 5
-    assert pieces.begins.tolist() == order(Stretch(40, 140), 16, 0).starts(np.arange(5)).tolist()
+    assert pieces.begins.tolist() == order(range(40, 140), 16, 0).starts(np.arange(5)).tolist()
 
 
 # ------------------------------------------------------------------ validation
@@ -176,14 +173,14 @@ def test_a_window_is_one_piece_of_one_token_more(order: type[Windows]) -> None:
 
 @given(text=texts(), windows=st.integers(1, 50))
 def test_validation_windows_do_not_overlap_and_spread_over_the_text(
-    text: tuple[Stretch, int], windows: int
+    text: tuple[range, int], windows: int
 ) -> None:
-    stretch, sequence = text
-    starts = spread_windows(stretch, sequence=sequence, windows=windows)
-    fitting = (len(stretch) - 1) // sequence
+    tokens, sequence = text
+    starts = spread_windows(tokens, sequence=sequence, windows=windows)
+    fitting = (len(tokens) - 1) // sequence
     assert len(starts) == min(windows, fitting)
-    assert starts[0] == stretch.begin
+    assert starts[0] == tokens.start
     assert (np.diff(starts) >= sequence).all()
-    assert starts[-1] + sequence + 1 <= stretch.end
-    largest_gap = np.diff(np.append(starts, stretch.begin + fitting * sequence)).max()
+    assert starts[-1] + sequence + 1 <= tokens.stop
+    largest_gap = np.diff(np.append(starts, tokens.start + fitting * sequence)).max()
     assert largest_gap <= sequence * -(-fitting // len(starts))

@@ -11,40 +11,42 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gristmill.data.blend import build_greedy, choose, greedy_by_weight, greedy_exhaustive
+from gristmill.data.blend import Greedy, choose, greedy_by_weight, greedy_exhaustive
 from gristmill.data.megatron_order import (
     MegatronOrder,
-    Rows,
+    RowTable,
     build_indices,
     plan_epochs,
     sample_index,
     split_rows,
 )
-from gristmill.data.sampling import Stretch
 
 FROZEN = json.loads((Path(__file__).parent / "megatron_core_0_16_1.json").read_text())
 
 
-def order_of(lengths: list[int], **wanted: Any) -> MegatronOrder:
+def order_of(
+    lengths: list[int], *, rows: range, sequence: int, seed: int, samples: int | None
+) -> MegatronOrder:
     array = np.array(lengths, np.int32)
-    rows = Rows(np.cumsum(array) - array, array)
-    return MegatronOrder(rows, build_indices(array, **wanted))
+    epochs = plan_epochs(int(array[list(rows)].sum()), sequence=sequence, samples=samples)
+    table = RowTable(np.cumsum(array) - array, array)
+    indices = build_indices(array, epochs, rows=rows, sequence=sequence, seed=seed)
+    return MegatronOrder(table, **indices)
 
 
 @pytest.mark.parametrize("case", FROZEN["orders"], ids=lambda case: str(case["samples"]))
 def test_the_indices_are_those_of_the_package(case: dict[str, Any]) -> None:
     shares = [float(share) for share in case["split"].split(",")]
     train, held, _ = split_rows(len(case["lengths"]), shares=shares)
-    assert [held.begin, held.end] == case["validation_rows"]
+    assert [held.start, held.stop] == case["validation_rows"]
     wanted = {name: case[name] for name in ("sequence", "seed", "samples")}
     order = order_of(case["lengths"], rows=train, **wanted)
-    indices = order.indices
-    assert indices.documents.dtype == indices.samples.dtype == np.int32
-    assert indices.shuffle.dtype == np.uint32
-    assert indices.documents.tolist() == case["document_index"]
-    assert indices.samples.tolist() == case["sample_index"]
-    assert indices.shuffle.tolist() == case["shuffle_index"]
-    pieces = order.pieces(np.array([0]))
+    assert order.documents.dtype == order.samples.dtype == np.int32
+    assert order.shuffle.dtype == np.uint32
+    assert order.documents.tolist() == case["document_index"]
+    assert order.samples.tolist() == case["sample_index"]
+    assert order.shuffle.tolist() == case["shuffle_index"]
+    pieces = order.spans(np.array([0]))
     # Every token of these sets is the number of its row.
     row_of_token = np.repeat(np.arange(len(case["lengths"])), case["lengths"])
     tokens = [
@@ -62,7 +64,7 @@ def test_the_blends_are_those_of_the_package(case: dict[str, Any]) -> None:
     else:
         sets = len(case["weights"])
         choices = greedy_by_weight(case["weights"], size=len(case["sets"]), fused=fused)
-    choice = choose(build_greedy(choices, sets=sets), np.arange(len(choices)))
+    choice = choose(Greedy(choices, sets=sets), np.arange(len(choices)))
     assert choice.sets.tolist() == case["sets"]
     assert choice.samples.tolist() == case["samples"]
 
@@ -131,10 +133,10 @@ def test_long_rows_make_the_index_wide() -> None:
 def test_samples_cover_the_shuffled_text_once(
     lengths: list[int], sequence: int, samples: int, seed: int
 ) -> None:
-    rows = Stretch(0, len(lengths))
+    rows = range(len(lengths))
     order = order_of(lengths, rows=rows, sequence=sequence, seed=seed, samples=samples)
     assert order.epoch >= samples
-    pieces = order.pieces(np.arange(order.epoch))
+    pieces = order.spans(np.arange(order.epoch))
     assert (pieces.counts > 0).all()
     ids = np.concatenate(
         [
@@ -142,9 +144,9 @@ def test_samples_cover_the_shuffled_text_once(
             for begin, count in zip(pieces.begins, pieces.counts, strict=True)
         ]
     ).reshape(order.epoch, sequence + 1)
-    in_text_order = ids[np.argsort(order.indices.shuffle)]
+    in_text_order = ids[np.argsort(order.shuffle)]
     assert (in_text_order[1:, 0] == in_text_order[:-1, -1]).all()
-    array, documents = np.array(lengths), order.indices.documents
+    array, documents = np.array(lengths), order.documents
     begins = np.cumsum(array) - array
     text = np.concatenate([np.arange(begins[row], begins[row] + array[row]) for row in documents])
     read = np.concatenate([in_text_order[:, :-1].reshape(-1), in_text_order[-1, -1:]])
@@ -161,17 +163,17 @@ def test_epochs_are_the_fewest_that_suffice(tokens: int, sequence: int, samples:
 
 
 def test_a_run_longer_than_the_order_begins_it_again() -> None:
-    order = order_of([30] * 4, rows=Stretch(0, 4), sequence=10, seed=1, samples=5)
-    first, again = (order.pieces(np.arange(3) + begin) for begin in (0, order.epoch))
+    order = order_of([30] * 4, rows=range(4), sequence=10, seed=1, samples=5)
+    first, again = (order.spans(np.arange(3) + begin) for begin in (0, order.epoch))
     assert first.begins.tolist() == again.begins.tolist()
 
 
 def test_asking_for_more_samples_changes_the_order() -> None:
     few, many = (
-        order_of([30] * 40, rows=Stretch(0, 40), sequence=10, seed=1, samples=samples)
+        order_of([30] * 40, rows=range(40), sequence=10, seed=1, samples=samples)
         for samples in (100, 130)
     )
-    assert few.pieces(np.arange(5)).begins.tolist() != many.pieces(np.arange(5)).begins.tolist()
+    assert few.spans(np.arange(5)).begins.tolist() != many.spans(np.arange(5)).begins.tolist()
 
 
 @pytest.mark.parametrize(
@@ -185,4 +187,4 @@ def test_asking_for_more_samples_changes_the_order() -> None:
 )
 def test_rows_are_divided_as_in_megatron(rows: int, shares: list[float], cuts: list[int]) -> None:
     parts = split_rows(rows, shares=shares)
-    assert [parts[0].begin, *(part.end for part in parts)] == cuts
+    assert [parts[0].start, *(part.stop for part in parts)] == cuts

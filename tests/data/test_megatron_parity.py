@@ -17,11 +17,10 @@ import pytest
 
 from gristmill.config.schema import DataConfig
 from gristmill.data.blend import Greedy, choose, fused_here, greedy_by_weight, greedy_exhaustive
-from gristmill.data.build import Wanted, build_rules, build_stream
-from gristmill.data.dataset import open_parts
+from gristmill.data.build import OrderSpec, build_rules, build_stream
+from gristmill.data.dataset import open_data
 from gristmill.data.loader import Loader
 from gristmill.data.megatron_order import MegatronOrder, build_indices, plan_epochs
-from gristmill.data.sampling import Stretch
 from gristmill.data.stream import SampleStream
 
 pytest.importorskip("megatron.core")
@@ -87,8 +86,8 @@ def theirs(
 
 def ours(paths: Any, *, sequence: int, seed: int, samples: int, **settings: Any) -> SampleStream:
     config = DataConfig(paths=paths, order="megatron", **settings)
-    parts = open_parts(config, sequence=sequence)
-    return build_stream(config, parts.train, Wanted(sequence, seed, samples, cache=None))
+    parts = open_data(config, sequence=sequence)
+    return build_stream(config, parts.train, OrderSpec(sequence, seed, samples, cache=None))
 
 
 def lengths_of(kind: str, seed: int) -> list[list[int]]:
@@ -114,7 +113,7 @@ def test_the_three_indices_and_the_tokens_are_the_same(
 ) -> None:
     prefix = write(tmp_path / "set", lengths_of(kind, 5))
     config = DataConfig(paths=str(prefix), order="megatron", split="90,10,0")
-    tokens = len(open_parts(config, sequence=1).train.parts[0].reader)
+    tokens = len(open_data(config, sequence=1).train.splits[0].reader)
     rest = random.Random(f"{kind} {sequence} {split}")
     whole = tokens // sequence
     for samples in {1, whole, *(rest.randint(1, 4 * whole) for _ in range(4))}:
@@ -123,12 +122,12 @@ def test_the_three_indices_and_the_tokens_are_the_same(
             [prefix], split=split, sequence=sequence, seed=seed, samples=samples, cache=tmp_path
         )
         stream = ours(str(prefix), sequence=sequence, seed=seed, samples=samples, split=split)
-        index = stream.sources[0].index
+        index = stream.indices[0]
         assert isinstance(index, MegatronOrder)
         for mine, other in (
-            (index.indices.documents, reference.document_index),
-            (index.indices.samples, reference.sample_index),
-            (index.indices.shuffle, reference.shuffle_index),
+            (index.documents, reference.document_index),
+            (index.samples, reference.sample_index),
+            (index.shuffle, reference.shuffle_index),
         ):
             assert mine.dtype == other.dtype
             assert np.array_equal(mine, other)
@@ -142,7 +141,7 @@ def test_the_three_indices_and_the_tokens_are_the_same(
 def test_many_sizes_and_epochs() -> None:
     """The pieces of the algorithm against the library's own functions, over many random cases."""
     draw = random.Random(1)
-    seen_apart = set()
+    seen = set()
     for _ in range(400):
         rows = draw.randint(1, 60)
         lengths = np.array([draw.randint(0, 50) for _ in range(rows)], np.int32)
@@ -153,21 +152,21 @@ def test_many_sizes_and_epochs() -> None:
         samples = draw.choice([None, draw.randint(1, 6 * tokens // sequence)])
         seed = draw.randrange(2**32)
         epochs = plan_epochs(tokens, sequence=sequence, samples=samples)
-        seen_apart.add((epochs.apart, epochs.number > 1))
+        seen.add((epochs.last_separate, epochs.number > 1))
         state = np.random.RandomState(seed)
         numbers = np.arange(first, rows, dtype=np.int32)
-        documents = _build_document_index(numbers, epochs.number, state, epochs.apart)
+        documents = _build_document_index(numbers, epochs.number, state, epochs.last_separate)
         index = helpers.build_sample_idx(
             lengths, documents, sequence, epochs.number, tokens, True, True
         )
         shuffle = _build_shuffle_index(epochs.first_samples, len(index) - 1, state)
         found = build_indices(
-            lengths, rows=Stretch(first, rows), sequence=sequence, seed=seed, samples=samples
+            lengths, epochs, rows=range(first, rows), sequence=sequence, seed=seed
         )
-        assert np.array_equal(found.documents, documents)
-        assert np.array_equal(found.samples, index)
-        assert np.array_equal(found.shuffle, shuffle)
-    assert seen_apart == {(False, False), (False, True), (True, True)}
+        assert np.array_equal(found["documents"], documents)
+        assert np.array_equal(found["samples"], index)
+        assert np.array_equal(found["shuffle"], shuffle)
+    assert seen == {(False, False), (False, True), (True, True)}
 
 
 WEIGHTS = [
@@ -260,8 +259,8 @@ def test_masks_positions_and_weights_are_the_same(
         reset_attention=masks[1],
         mask_end_of_text=masks[2],
     )
-    parts = open_parts(config, sequence=32)
-    stream = build_stream(config, parts.train, Wanted(32, 3, 40, cache=None))
+    parts = open_data(config, sequence=32)
+    stream = build_stream(config, parts.train, OrderSpec(32, 3, 40, cache=None))
     loader = Loader(stream, 8, 1, rules=build_rules(config, end_of_text=END))
     (batch,) = loader.step_batches(0)
     for row in range(8):

@@ -12,10 +12,10 @@ import pytest
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.units import Progress
 from gristmill.config.schema import DataConfig
-from gristmill.data.build import Wanted, build_stream
-from gristmill.data.dataset import Mixture, open_parts
+from gristmill.data.build import OrderSpec, build_stream
+from gristmill.data.dataset import Mixture, open_data
 from gristmill.data.loader import Loader, validation_batches
-from gristmill.data.watch import FILES_A_STEP, watch_files
+from gristmill.data.watch import FILES_PER_STEP, TokenFileWatch
 from gristmill.tokens.store import create_tokens
 
 
@@ -34,9 +34,9 @@ def write(prefix: Path, tokens: int = 2000) -> Path:
 
 def make_loader(prefix: Path, *, in_memory: bool = False) -> tuple[Loader, Mixture]:
     config = DataConfig(paths=str(prefix), in_memory=in_memory, split="8,2")
-    parts = open_parts(config, sequence=8)
+    parts = open_data(config, sequence=8)
     assert parts.validation is not None
-    stream = build_stream(config, parts.train, Wanted(8, 1, 100, None))
+    stream = build_stream(config, parts.train, OrderSpec(8, 1, 100, None))
     return Loader(stream, 4, 1), parts.validation
 
 
@@ -55,9 +55,9 @@ def rewrite(file: Path) -> None:
 
 
 CHANGES = {
-    "cut": (truncate, "it had 4000 bytes and has 100"),
-    "longer": (grow, "it had 4000 bytes and has 4004"),
-    "written": (rewrite, "was written to under the run"),
+    "cut": (truncate, "from 4000 bytes to 100"),
+    "longer": (grow, "from 4000 bytes to 4004"),
+    "written": (rewrite, "was written to during the run"),
     "gone": (Path.unlink, "was removed while the run was reading it"),
 }
 
@@ -76,7 +76,7 @@ def test_a_change_ends_the_run_with_a_sentence(tmp_path: Path, change: object, w
             read()
         assert words in str(caught.value)
         assert str(tmp_path / "set.bin") in str(caught.value)
-        assert "goes on from the last checkpoint" in str(caught.value)
+        assert "resumes from the last checkpoint" in str(caught.value)
         assert caught.value.exit is Exit.DATA
 
 
@@ -85,7 +85,7 @@ def test_the_training_loop_gets_the_sentence_from_the_thread(tmp_path: Path) -> 
     stream = loader.starting_at(Progress())
     next(stream)
     truncate(tmp_path / "set.bin")
-    with pytest.raises(UserError, match="changed under the run"):
+    with pytest.raises(UserError, match="changed during the run"):
         list(itertools.islice(stream, 20))
 
 
@@ -99,10 +99,10 @@ def test_what_is_in_memory_may_change_on_disk(tmp_path: Path) -> None:
 
 
 def test_of_many_files_each_has_its_turn(tmp_path: Path) -> None:
-    files = [tmp_path / str(number) for number in range(2 * FILES_A_STEP + 3)]
+    files = [tmp_path / str(number) for number in range(2 * FILES_PER_STEP + 3)]
     for file in files:
         file.write_bytes(b"1234")
-    watch = watch_files(files)
+    watch = TokenFileWatch(files)
     for _ in range(10):
         watch.check()
     truncate(files[-1])

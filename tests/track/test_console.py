@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from gristmill.track.console import ConsoleSink
+from gristmill.track.console import BarSink, LineSink, console_sink
 from gristmill.track.metrics import EventRecord, SampleRecord, StepRecord, ValidationRecord
 from gristmill.track.sinks import Horizon
 
@@ -50,12 +50,12 @@ def validation(number: int) -> ValidationRecord:
     )
 
 
-def sink(*, terminal: bool, start: int = 0) -> tuple[ConsoleSink, io.StringIO]:
+def sink(*, terminal: bool, start: int = 0) -> tuple[BarSink | LineSink, io.StringIO]:
     output = io.StringIO()
     console = Console(
         file=output, force_terminal=terminal, width=120, color_system=None, _environ={}
     )
-    shown = ConsoleSink(
+    shown = console_sink(
         horizon=Horizon(100_000, 100_000), start_step=start, name="[b]run", console=console
     )
     return shown, output

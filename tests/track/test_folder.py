@@ -50,11 +50,11 @@ def test_a_folder_is_taken_back_only_if_nothing_is_in_it(tmp_path: Path) -> None
         folder.create()
         folder.lock.touch()
         if name is None:
-            folder.take_back()
+            folder.remove_unused()
             assert not folder.path.exists()
             continue
         (folder.path / name).touch()
-        folder.take_back()
+        folder.remove_unused()
         assert (folder.path / name).exists() and folder.lock.exists()
         (folder.path / name).unlink()
 

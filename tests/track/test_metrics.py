@@ -95,11 +95,12 @@ def test_a_text_that_reads_like_a_number_stays_a_text() -> None:
     assert from_json(to_json(event(1, "nan"))) == event(1, "nan")
 
 
-def test_keys_and_kinds_of_newer_versions_are_passed_over(tmp_path: Path) -> None:
+def test_keys_and_kinds_of_newer_versions_are_ignored(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     newer = json.dumps({**json.loads(to_json(event(1))), "colour": "blue"})
     path.write_text(newer + "\n" + '{"kind": "poem", "step": 1}\n' + to_json(event(2)) + "\n")
     assert read_metrics(path) == [event(1), event(2)]
+    assert from_json('{"kind": "poem", "step": 1}') is None
 
 
 def test_fields_with_a_default_may_be_missing() -> None:
@@ -118,7 +119,7 @@ def test_fields_with_a_default_may_be_missing() -> None:
         "[]",
         "{}",
         '{"step": 1}',
-        '{"kind": "poem", "step": 1}',
+        '{"kind": 5, "step": 1}',
         '{"kind": "event", "step": 1, "samples": 1, "tokens": 1, "time": 1.0, "text": "x"}',
         to_json(event(1)).replace('"x"', "5"),
         to_json(event(1)).replace('"time": 1.0', '"time": "soon"'),

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from gristmill.base.errors import UserError
+from gristmill.base.units import Progress
 from gristmill.track.metrics import (
     EventRecord,
     Record,
@@ -21,17 +22,17 @@ from gristmill.track.metrics import (
     read_metrics,
 )
 from gristmill.track.sinks import (
-    Fanout,
+    EtaEstimator,
     Guarded,
     Horizon,
     JsonlSink,
     LogSink,
-    Pace,
     TensorBoardSink,
     WandbSink,
     line,
     scalars,
 )
+from gristmill.train.tracker import Tracker
 
 STEP = StepRecord(
     step=1200,
@@ -130,19 +131,19 @@ def test_every_kind_of_record_is_one_line_without_control_characters() -> None:
 
 
 def test_time_left_follows_the_clock_between_steps() -> None:
-    pace = Pace(Horizon(steps=25, samples=100))
+    eta = EtaEstimator(Horizon(steps=25, samples=100))
     first = replace(STEP, samples=10, tokens=1000, tokens_per_second=200.0)
-    assert pace.seconds_left(replace(first, time=0.0)) == 45.0
-    assert pace.seconds_left(replace(first, samples=20, time=20.0)) == 160.0
-    assert pace.seconds_left(replace(first, samples=120, time=90.0)) == 0.0
+    assert eta.seconds_left(replace(first, time=0.0)) == 45.0
+    assert eta.seconds_left(replace(first, samples=20, time=20.0)) == 160.0
+    assert eta.seconds_left(replace(first, samples=120, time=90.0)) == 0.0
 
 
 def test_time_left_knows_that_later_steps_are_larger() -> None:
     """Ten steps of 4 samples, then ten of 8: a sample takes a second throughout."""
-    pace = Pace(Horizon(steps=20, samples=120))
+    eta = EtaEstimator(Horizon(steps=20, samples=120))
     for step in range(1, 11):
         record = replace(STEP, step=step, samples=4 * step, time=4.0 * step, step_seconds=4.0)
-        left = pace.seconds_left(replace(record, tokens=400 * step, tokens_per_second=100.0))
+        left = eta.seconds_left(replace(record, tokens=400 * step, tokens_per_second=100.0))
         assert left == pytest.approx(120 - 4 * step)
 
 
@@ -192,16 +193,16 @@ def test_a_failing_sink_gives_one_warning_and_is_silent(fails: str) -> None:
 def test_a_full_disk_does_not_stop_the_others() -> None:
     kept = Kept()
     sinks: list[Guarded | Kept] = []
-    fanout = Fanout([])
+    tracker = Tracker([], clock=Progress)
     for path in (Path("/dev/full"), Path("/dev/full")):
         sinks.append(
-            Guarded(JsonlSink(path), name="metrics", report=lambda event: fanout.write(event))
+            Guarded(JsonlSink(path), name="metrics", report=lambda event: tracker.write(event))
         )
-    fanout = Fanout([*sinks, kept])
+    tracker = Tracker([*sinks, kept], clock=Progress)
     for _ in range(3):
-        fanout.write(STEP)
-    fanout.flush()
-    fanout.close()
+        tracker.write(STEP)
+    tracker.flush()
+    tracker.close()
     warnings = [record for record in kept.records if isinstance(record, EventRecord)]
     assert len(warnings) == 2
     assert kept.records.count(STEP) == 3
@@ -211,7 +212,7 @@ def test_a_full_disk_does_not_stop_the_others() -> None:
 def test_trouble_while_closing_still_reaches_the_sinks_before() -> None:
     first, order = Kept(), []
     guarded = Guarded(Kept("close"), name="W&B", report=lambda e: order.append(list(first.calls)))
-    Fanout([first, guarded]).close()
+    Tracker([first, guarded], clock=Progress).close()
     assert order == [[]]
     assert first.calls == ["close"]
 
@@ -219,7 +220,7 @@ def test_trouble_while_closing_still_reaches_the_sinks_before() -> None:
 def test_closing_all_survives_one_that_fails() -> None:
     sinks = [Kept(), Kept("close"), Kept()]
     with pytest.raises(ConnectionError):
-        Fanout(sinks).close()
+        Tracker(sinks, clock=Progress).close()
     assert [sink.calls for sink in sinks] == [["close"]] * 3
 
 

@@ -109,7 +109,7 @@ def test_another_mixture_or_seed_is_another_run(
 def test_a_large_index_is_kept_in_the_run_or_where_the_user_says(
     make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gristmill.data.build.WORTH_KEEPING", 10)
+    monkeypatch.setattr("gristmill.data.build.WORTH_CACHING", 10)
     few = 'train.until="2 steps"'
     run_training(make_run("data.order=megatron", few))
     assert len(list((tmp_path / "run" / "index").glob("*/shuffle.npy"))) == 1

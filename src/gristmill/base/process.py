@@ -365,3 +365,10 @@ def _expand_one(pattern: str) -> list[str]:
         numbers += [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
     rest = _expand_one(pattern[match.end() :]) if pattern[match.end() :] else [""]
     return [f"{pattern[: match.start()]}{number}{tail}" for number in numbers for tail in rest]
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may use, as far as the system tells."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

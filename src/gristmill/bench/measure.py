@@ -44,8 +44,7 @@ from gristmill.track.sinks import JsonlSink
 from gristmill.train.assemble import Assembly, assemble, build_loader, build_meter
 from gristmill.train.hooks import Hooks
 from gristmill.train.loop import train
-from gristmill.train.meter import Meter
-from gristmill.train.moment import Moment
+from gristmill.train.meter import Meter, StepEvent
 from gristmill.train.stop import StopRequest
 from gristmill.train.tracker import Tracker
 
@@ -213,9 +212,9 @@ def _require_tokens(config: RunConfig) -> None:
 class _ProfiledHooks(Hooks):
     """Shows the profiler how long records take."""
 
-    def after_step(self, moment: Moment) -> None:
+    def after_step(self, event: StepEvent) -> None:
         with record_function("gristmill::records"):
-            super().after_step(moment)
+            super().after_step(event)
 
 
 def _measure(parts: Assembly, *, warm_up: int, steps: int, random_tokens: bool) -> BenchResult:

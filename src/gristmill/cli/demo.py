@@ -1,4 +1,4 @@
-"""The whole pipeline on text that every Python carries, in a few minutes on a laptop."""
+"""The whole pipeline on the documentation inside Python itself, in a few minutes on a laptop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from gristmill.config.load import load_run
 from gristmill.report.page import write_report
 from gristmill.text.prepare.prepare import prepare_documents
 from gristmill.text.sources.python_docs import python_documents
-from gristmill.text.tokenizers.tokenizer import Tokenizer
 from gristmill.text.tokenizers.training import train_tokenizer
 from gristmill.tokens.store import open_tokens
 from gristmill.track.folder import RunFolder
@@ -27,7 +26,7 @@ VOCABULARY = 2048
 STEPS = 300
 
 RUN = """\
-# The demo's run file. Change something, and run it under another name:
+# The run file of the demo. Change something, and run it under another name:
 #   gristmill train {file} name=second folder=runs/second optim.lr=0.01
 name   = "demo"
 preset = "modern-nano"
@@ -62,7 +61,9 @@ def run_demo(folder: Path, *, steps: int | None) -> None:
 
     _title("2. Tokenizer: byte-level BPE, learned from that text")
     tokenizer = train_tokenizer((d.text for d in documents), vocab_size=VOCABULARY)
-    typer.echo(f"{tokenizer.size:,} tokens, for example {_examples(tokenizer)}")
+    longest = sorted(range(tokenizer.size), key=lambda id: -len(tokenizer.token_bytes(id)))[:5]
+    examples = ", ".join(repr(tokenizer.decode([id])) for id in longest)
+    typer.echo(f"{tokenizer.size:,} tokens, for example {examples}")
 
     _title("3. Token files")
     tokens = data / "python"
@@ -71,7 +72,10 @@ def run_demo(folder: Path, *, steps: int | None) -> None:
     report_prepared(result)
 
     _title("4. Training a small GPT")
-    file = _write_run_file(data / "demo.toml", folder=folder, tokens=tokens, steps=steps or STEPS)
+    file, steps = data / "demo.toml", steps or STEPS
+    intervals = {"validate": max(1, steps // 10), "sample": max(1, steps // 3)}
+    text = RUN.format(file=file, folder=folder, tokens=tokens, steps=steps, **intervals)
+    write_atomic(file, text)
     _train(file, folder=folder)
 
     _title("5. What it learned")
@@ -79,17 +83,18 @@ def run_demo(folder: Path, *, steps: int | None) -> None:
     page = write_report([folder], RunFolder(folder).report)
 
     _title("What to do next")
-    typer.echo(f"  look at the curves     open {page} in a browser")
-    typer.echo(f"  let it write           gristmill generate {folder} 'The function returns'")
-    typer.echo(f"  train it longer        gristmill train {file} train.until='{3 * STEPS} steps'")
-    typer.echo("  on your own text       gristmill tokenizer train TEXT -o my-tokenizer -n 4096")
-    typer.echo("                         gristmill prepare TEXT -o tokens/mine -t my-tokenizer")
     mine = "name=mine folder=runs/mine data.paths=tokens/mine"
-    typer.echo(f"                         gristmill train {file} {mine}")
+    typer.echo(f"""\
+  look at the curves     open {page} in a browser
+  generate text          gristmill generate {folder} 'The function returns'
+  train it longer        gristmill train {file} train.until='{3 * STEPS} steps'
+  use your own text      gristmill tokenizer train TEXT -o my-tokenizer -n 4096
+                         gristmill prepare TEXT -o tokens/mine -t my-tokenizer
+                         gristmill train {file} {mine}""")
 
 
 def _train(file: Path, *, folder: Path) -> None:
-    """Go on with an interrupted demo; move a finished one aside and train anew."""
+    """Resume an interrupted demo; move a finished one aside and start over."""
     config = load_run(file)
     keep_freed_memory()
     from gristmill.train.run import run_training
@@ -100,20 +105,8 @@ def _train(file: Path, *, folder: Path) -> None:
         raise typer.Exit(outcome.exit)
 
 
-def _write_run_file(file: Path, *, folder: Path, tokens: Path, steps: int) -> Path:
-    intervals = {"validate": max(1, steps // 10), "sample": max(1, steps // 3)}
-    text = RUN.format(file=file, folder=folder, tokens=tokens, steps=steps, **intervals)
-    write_atomic(file, text)
-    return file
-
-
-def _examples(tokenizer: Tokenizer) -> str:
-    longest = sorted(range(tokenizer.size), key=lambda id: -len(tokenizer.token_bytes(id)))[:5]
-    return ", ".join(repr(tokenizer.decode([id])) for id in longest)
-
-
 def _unigram_entropy(tokens: Path) -> float:
-    """Nats per token of the best guess that looks at no context: a loss any model must beat."""
+    """Nats per token of the best guess without context: a loss that any model must beat."""
     reader = open_tokens(tokens)
     counts = np.bincount(reader.read(0, len(reader)))
     shares = counts[counts > 0] / counts.sum()
@@ -130,7 +123,7 @@ def _compare(folder: Path, *, unigram: float) -> None:
         "validation loss after": losses[-1],
     }
     for name, loss in rows.items():
-        typer.echo(f"{name:<24} {loss:.3f} nats a token, perplexity {math.exp(loss):,.0f}")
+        typer.echo(f"{name:<24} {loss:.3f} nats per token, perplexity {math.exp(loss):,.0f}")
     for name, record in (("before", samples[0]), ("after", samples[-1])):
         typer.secho(f"\nA sample {name} training:", bold=True)
         typer.echo(record.prompt + record.text)

@@ -1,12 +1,11 @@
-"""What `gristmill doctor` looks at: each check tries the thing instead of asking about it."""
+"""The checks of `gristmill doctor`: where possible each one tries the thing itself."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import torch
 
 from gristmill.base.errors import UserError
 from gristmill.base.files import FolderLock, write_atomic
-from gristmill.base.process import Place
+from gristmill.base.process import Place, usable_cores
 from gristmill.base.units import format_bytes
 from gristmill.parallel.device import Device, matrix_rate, select_device
 from gristmill.train.environment import version
@@ -33,7 +32,7 @@ LITTLE_DISK = 5 * 2**30
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
     what: str
@@ -42,17 +41,23 @@ class Finding:
 
 
 def examine() -> Iterator[Finding]:
-    """All checks, one after the other."""
-    for check in _CHECKS:
-        yield from check()
-
-
-def _versions() -> Iterator[Finding]:
-    python = sys.version.split()[0]
-    good = sys.version_info >= (3, 11)
-    yield Finding("python", python, good, None if good else "3.11 or newer is needed")
+    """Run all checks, one after the other."""
+    python, recent = sys.version.split()[0], sys.version_info >= (3, 11)
+    yield Finding("python", python, recent, None if recent else "3.11 or newer is needed")
     yield Finding("gristmill", version("gristmill") or "not installed as a package")
     yield Finding("torch", torch.__version__)
+    yield from _device()
+    yield from _machine()
+    try:
+        place = Place.current()
+        yield Finding("processes", f"{place.world}, on {place.host}")
+    except UserError as error:
+        yield Finding("processes", str(error), False)
+    for extra, (package, purpose) in _EXTRAS.items():
+        found = version(package)
+        what = f"{package} {found}" if found else f"not installed ({purpose}; optional)"
+        remedy = None if found else f"pip install 'gristmill[{extra}]'"
+        yield Finding(f"extra {extra}", what, True, remedy)
 
 
 def _device() -> Iterator[Finding]:
@@ -71,66 +76,26 @@ def _device() -> Iterator[Finding]:
     yield Finding("speed", what)
 
 
-def _threads() -> Iterator[Finding]:
-    cores, threads = _cores(), torch.get_num_threads()
+def _machine() -> Iterator[Finding]:
+    cores, threads = usable_cores(), torch.get_num_threads()
     good = threads <= cores
     remedy = None if good else "set runtime.threads, or OMP_NUM_THREADS, to the number of cores"
     yield Finding("threads", f"{threads} on {cores} cores", good, remedy)
 
+    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    what = compiler or "no C++ compiler: runtime.compile on the CPU cannot work"
+    remedy = None if compiler else "install g++ or clang"
+    yield Finding("compiler", what, compiler is not None, remedy)
 
-def _cores() -> int:
-    """Cores this process may use, where the system tells it."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _compiler() -> Iterator[Finding]:
-    found = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    what = found or "no C++ compiler: runtime.compile on the CPU cannot work"
-    yield Finding("compiler", what, found is not None, None if found else "install g++ or clang")
-
-
-def _disk() -> Iterator[Finding]:
     free = shutil.disk_usage(".").free
     good = free > LITTLE_DISK
     yield Finding("disk", f"{format_bytes(free)} free here", good, None if good else "make room")
     with tempfile.TemporaryDirectory(dir=".") as name:
-        folder = Path(name)
         try:
-            write_atomic(folder / "file", "x")
-            lock = FolderLock(folder)
+            write_atomic(Path(name) / "file", "x")
+            lock = FolderLock(Path(name))
             lock.acquire()
             lock.release()
+            yield Finding("file system", "atomic writes and locks work here")
         except (OSError, UserError) as error:
             yield Finding("file system", f"cannot write or lock here: {error}", False)
-            return
-    yield Finding("file system", "atomic writes and locks work here")
-
-
-def _processes() -> Iterator[Finding]:
-    try:
-        place = Place.current()
-    except UserError as error:
-        yield Finding("processes", str(error), False)
-        return
-    yield Finding("processes", f"{place.world}, on {place.host}")
-
-
-def _extras() -> Iterator[Finding]:
-    for extra, (package, purpose) in _EXTRAS.items():
-        found = version(package)
-        what = f"{package} {found}" if found else f"not installed ({purpose}; optional)"
-        remedy = None if found else f"pip install 'gristmill[{extra}]'"
-        yield Finding(f"extra {extra}", what, True, remedy)
-
-
-_CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
-    _versions,
-    _device,
-    _threads,
-    _compiler,
-    _disk,
-    _processes,
-    _extras,
-)

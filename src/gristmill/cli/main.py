@@ -1,12 +1,13 @@
-"""The command line: every verb in one place, and every error in one form.
+"""The command line: every command in one place, and every error in one form.
 
     a mistake of the user   `error: what is wrong`, and the remedy     its own status
     a defect                a traceback, then one line that begins     70
                             `error: a defect of gristmill`
     Ctrl-C                  nothing                                    130
-    the reader went away    nothing                                    0
+    a closed output pipe    nothing                                    0
 
-A command's work is imported when it runs, so that `--help` and the light commands start in a blink.
+Each command imports what it needs when it runs, so that `--help` and the light commands start
+quickly.
 """
 
 from __future__ import annotations
@@ -25,28 +26,28 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.cli import bench, inspect, models, prepare, tokenizer, tokens, train
 
 _WIDTH = 300
-"""Characters of an error's own words that are repeated in the last line."""
+"""Characters of an error's message that the last line repeats."""
 
 
-class _UnwordedError(Exception):
-    """An error for which typer has a status and words of its own; it is the cause of this one."""
+class _PipeError(Exception):
+    """Wraps an error that typer would handle itself; that error is its cause."""
 
 
 class _Commands(TyperGroup):
-    """All verbs. Where a file or a pipe ends too early, typer would end with 1 and hide why."""
+    """All commands. If a file or a pipe ends too early, typer would exit with 1 and hide why."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except (EOFError, BrokenPipeError) as error:
-            raise _UnwordedError from error
+            raise _PipeError from error
 
 
 app = typer.Typer(
     name="gristmill",
     cls=_Commands,
     help="Text in, language model out: pretrain GPT models from raw text.",
-    epilog="Exit status: 0 done, 75 stopped and saved (the same command goes on), 2 wrong command "
+    epilog="Exit status: 0 done, 75 stopped and saved (the same command resumes), 2 wrong command "
     "line, 65 bad data, 74 storage, 76 another process was lost, 77 refused for safety, "
     "78 wrong settings, 70 a defect.",
     no_args_is_help=True,
@@ -85,14 +86,14 @@ def _version() -> str:
 
 
 def main() -> None:
-    """Run the command line; a user's error is printed without a traceback, a defect with one."""
+    """Run the command line. User errors are printed without a traceback, defects with one."""
     try:
         app()
     except UserError as error:
         for problem in error.problems:
             sys.stderr.write(f"error: {problem}\n")
         sys.exit(error.exit)
-    except _UnwordedError as error:
+    except _PipeError as error:
         cause = error.__cause__ or error
         unread = isinstance(cause, BrokenPipeError) and _reader_left()
         sys.exit(Exit.DONE if unread else _report(cause))
@@ -101,18 +102,18 @@ def main() -> None:
 
 
 def _reader_left() -> bool:
-    """Whether nobody reads our output any more; then nothing is left to say."""
+    """Whether nobody reads our output any more."""
     output = select.poll()
     output.register(sys.stdout.fileno(), 0)
     if not output.poll(0):
         return False
-    # What is still unwritten would fail once more when the program ends.
+    # Otherwise the unwritten rest would fail again when the program ends.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return True
 
 
 def _report(error: BaseException) -> Exit:
-    """Say what is known of a defect; the last line, which a log may be searched for, says most."""
+    """Print a defect; the last line has the essentials, so that a log can be searched for it."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     traceback.print_exception(error)

@@ -6,9 +6,9 @@ import enum
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,7 +19,6 @@ from gristmill.cli.progress import ProgressLine
 if TYPE_CHECKING:
     from gristmill.checkpoint.model import LoadedModel
     from gristmill.export import ExportProgress
-    from gristmill.generate import Sampling, TextGenerator
 
 Model = Annotated[
     str,
@@ -44,16 +43,16 @@ def _open(model: str, *, checkpoint: str, device: str) -> LoadedModel:
 
 def evaluate(
     model: Model,
-    data: Annotated[str | None, typer.Option(help="Token files: their prefix.")] = None,
+    data: Annotated[str | None, typer.Option(help="Token files, by their prefix.")] = None,
     text: Annotated[list[str] | None, typer.Option(help="Text files to evaluate on.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Only the first so many tokens.", min=1)] = None,
-    batch: Annotated[int, typer.Option(help="Windows at once.", min=1)] = 8,
+    limit: Annotated[int | None, typer.Option(help="Stop after this many tokens.", min=1)] = None,
+    batch: Annotated[int, typer.Option(help="Windows per batch.", min=1)] = 8,
     checkpoint: Which = "latest",
     device: Device = "auto",
 ) -> None:
-    """Loss, perplexity and bits per byte on text.
+    """Measure loss, perplexity and bits per byte on text.
 
-    Without --data or --text: on the validation text of the run.
+    Uses the validation text of the run unless --data or --text is given.
     """
     import dataclasses
 
@@ -72,20 +71,24 @@ def evaluate(
             starts=chosen.starts,
             progress=lambda done, total: line.update(done, total, f"{format_count(done)} tokens"),
         )
-    typer.echo(f"model          {loaded.origin}")
-    typer.echo(f"text           {chosen.name}")
-    typer.echo(f"loss           {result.loss:.4f}")
-    typer.echo(f"perplexity     {result.perplexity:.2f}")
-    typer.echo(f"bits per byte  {result.bits_per_byte:.4f}")
-    typer.echo(f"tokens         {result.tokens:,} in {format_seconds(result.seconds)}")
+    rows = {
+        "model": loaded.origin,
+        "text": chosen.name,
+        "loss": f"{result.loss:.4f}",
+        "perplexity": f"{result.perplexity:.2f}",
+        "bits per byte": f"{result.bits_per_byte:.4f}",
+        "tokens": f"{result.tokens:,} in {format_seconds(result.seconds)}",
+    }
+    for title, value in rows.items():
+        typer.echo(f"{title:<14} {value}")
     if loaded.run is not None and loaded.step is not None:
         from gristmill.base.files import write_json
         from gristmill.track.folder import RunFolder
 
         folder = RunFolder(loaded.run)
         folder.evals.mkdir(exist_ok=True)
-        words = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(chosen.name).name).strip("-")
-        file = folder.evals / f"step-{loaded.step:08d}-{words}.json"
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(chosen.name).name).strip("-")
+        file = folder.evals / f"step-{loaded.step:08d}-{name}.json"
         facts = {"model": loaded.origin.name, "text": chosen.name, **dataclasses.asdict(result)}
         write_json(file, facts)
         typer.echo(f"written to     {file}")
@@ -95,18 +98,20 @@ def generate(
     model: Model,
     prompt: Annotated[
         str | None,
-        typer.Argument(help="Text to continue; - reads stdin; none starts a conversation."),
+        typer.Argument(help="Text to continue; - reads stdin; without one, asks for prompts."),
     ] = None,
-    tokens: Annotated[int, typer.Option("--tokens", "-n", help="At most this many.", min=1)] = 128,
-    samples: Annotated[int, typer.Option(help="How many continuations.", min=1)] = 1,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.8,
-    top_k: Annotated[int, typer.Option(help="Draw from the likeliest so many; 0: all.")] = 50,
-    top_p: Annotated[float, typer.Option(help="Draw from this much probability.")] = 1.0,
+    tokens: Annotated[
+        int, typer.Option("--tokens", "-n", help="Stop after this many.", min=1)
+    ] = 128,
+    samples: Annotated[int, typer.Option(help="Number of continuations.", min=1)] = 1,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int, typer.Option(help="Draw from the k likeliest tokens; 0: all.")] = 50,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest p of probability.")] = 1.0,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.", min=0)] = 1337,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text.")] = None,
-    cache: Annotated[bool, typer.Option(help="Keep keys and values of earlier tokens.")] = True,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text.")] = None,
+    cache: Annotated[bool, typer.Option(help="Use a key-value cache.")] = True,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object a sample.")
+        bool, typer.Option("--json", help="Print one JSON object per sample.")
     ] = False,
     checkpoint: Which = "latest",
     device: Device = "auto",
@@ -117,53 +122,44 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p, seed)
     loaded = _open(model, checkpoint=checkpoint, device=device)
     generator = TextGenerator(loaded.model, loaded.tokenizer, cached=cache)
-    stops = [word for word in stop or () if word]
+    stops = [text for text in stop or () if text]
+    options: dict[str, Any] = {"tokens": tokens, "sampling": sampling, "stop": stops}
     if prompt is None and sys.stdin.isatty():
-        _converse(generator, tokens=tokens, sampling=sampling, stop=stops)
+        typer.echo("Type the beginning of a text; an empty line or Ctrl-D ends.")
+        while line := _ask():
+            _write(line, generator.stream(line, **options))
         return
     if prompt is None or prompt == "-":
         prompt = sys.stdin.read()
-    if as_json or samples > 1:
-        texts = generator.texts(
-            prompt, tokens=tokens, sampling=sampling, samples=samples, stop=stops
-        )
-        for number, text in enumerate(texts, start=1):
-            if as_json:
-                typer.echo(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False))
-            else:
-                typer.echo(f"--- {number} of {samples}\n{prompt}{text}")
+    if not as_json and samples == 1:
+        _write(prompt, generator.stream(prompt, **options))
         return
-    _write(generator, prompt, tokens=tokens, sampling=sampling, stop=stops)
+    for number, text in enumerate(generator.texts(prompt, samples=samples, **options), start=1):
+        if as_json:
+            typer.echo(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False))
+        else:
+            typer.echo(f"--- {number} of {samples}\n{prompt}{text}")
 
 
-def _write(
-    generator: TextGenerator, prompt: str, *, tokens: int, sampling: Sampling, stop: list[str]
-) -> None:
+def _ask() -> str:
+    try:
+        return input(">> ")
+    except EOFError:
+        typer.echo("")
+        return ""
+
+
+def _write(prompt: str, stream: Iterator[tuple[int, str]]) -> None:
     """Print a continuation as it appears."""
     sys.stdout.write(prompt)
-    for _, piece in generator.stream(prompt, tokens=tokens, sampling=sampling, stop=stop):
-        sys.stdout.write(piece)
+    for _, text in stream:
+        sys.stdout.write(text)
         sys.stdout.flush()
     sys.stdout.write("\n")
 
 
-def _converse(
-    generator: TextGenerator, *, tokens: int, sampling: Sampling, stop: list[str]
-) -> None:
-    typer.echo("Type the beginning of a text; an empty line or Ctrl-D ends.")
-    while True:
-        try:
-            prompt = input(">> ")
-        except EOFError:
-            typer.echo("")
-            return
-        if not prompt:
-            return
-        _write(generator, prompt, tokens=tokens, sampling=sampling, stop=stop)
-
-
 class ExportCheck(enum.StrEnum):
-    """How an export is checked beside its files."""
+    """How thoroughly an export is checked."""
 
     AUTO = "auto"
     TRANSFORMERS = "transformers"
@@ -177,8 +173,8 @@ def export(
     check: Annotated[
         ExportCheck,
         typer.Option(
-            help="auto: by transformers too if the model fits into memory twice; transformers: in "
-            "any case; files: only that all weights read back as they are in MODEL."
+            help="files: all weights read back as they are in MODEL; transformers: its outputs are "
+            "the same as well; auto: transformers if the model fits into memory twice."
         ),
     ] = ExportCheck.AUTO,
 ) -> None:
@@ -193,22 +189,19 @@ def export(
         line.update(0, None, model)
         stored = open_stored(model, checkpoint=checkpoint)
     with ProgressLine("exporting") as line:
-        done = export_model(stored, folder, check=check.value, watch=_show_export(line))
+
+        def show(state: ExportProgress) -> None:
+            text = f"{state.doing}, {format_bytes(state.done)} of {format_bytes(state.total)}"
+            line.update(state.done, state.total, text)
+
+        done = export_model(stored, folder, check=check.value, watch=show)
     files = "1 file" if done.files == 1 else f"{done.files} files"
     typer.echo(f"{done.folder}: exported {stored.origin}, {format_bytes(done.bytes)} in {files}")
-    asked = done.unasked
+    result = done.unasked
     if done.agreement is not None:
-        asked = (
+        result = (
             "transformers' logits differ by at most "
             f"{done.agreement.largest_difference:.1e}, {done.agreement.greedy_tokens} greedy "
             "tokens are the same"
         )
-    typer.echo(f"checked: all weights read back as they are in the source; {asked}")
-
-
-def _show_export(line: ProgressLine) -> Callable[[ExportProgress], None]:
-    def show(state: ExportProgress) -> None:
-        words = f"{state.doing}, {format_bytes(state.done)} of {format_bytes(state.total)}"
-        line.update(state.done, state.total, words)
-
-    return show
+    typer.echo(f"checked: all weights read back as they are in the source; {result}")

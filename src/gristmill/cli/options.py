@@ -1,4 +1,4 @@
-"""Arguments and options of the command line that several commands share."""
+"""Arguments and options that several commands share."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[A.B=C…]",
-        help="Settings that replace those of the file; A.B=unset takes one away, so that its "
-        "default counts.",
+        help="Settings that override the file; A.B=unset removes one, so that its default applies.",
     ),
 ]
 Sources = Annotated[
@@ -36,7 +35,7 @@ JsonKeys = Annotated[
     typer.Option(
         "--json-key",
         "--json-keys",
-        help="The key or column that holds the text; several times for several sets.",
+        help="The key or column that holds the text; repeat it for several sets.",
         show_default="text",
     ),
 ]
@@ -55,5 +54,5 @@ Output = Annotated[Path, typer.Option("--output", "-o", help="Prefix of the toke
 Overwrite = Annotated[bool, typer.Option(help="Replace existing token files.")]
 ShardSize = Annotated[
     int | None,
-    typer.Option(min=1, help="Tokens in one file, with llmc and npy; 100M if not given."),
+    typer.Option(min=1, help="Tokens per file, for llmc and npy; 100M if not given."),
 ]

@@ -1,9 +1,8 @@
-"""Progress of long work: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of long work: a bar on a terminal, a line every ten seconds elsewhere."""
 
 from __future__ import annotations
 
 import time
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
@@ -14,7 +13,7 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 class ProgressLine:
-    """Shows how far a piece of work is, with its rate in words."""
+    """Shows how far some work has come, with a short message."""
 
     def __init__(self, title: str) -> None:
         self.title = title
@@ -25,50 +24,39 @@ class ProgressLine:
             SpinnerColumn(),
             TextColumn(title),
             BarColumn(),
-            TextColumn("{task.fields[words]}"),
+            TextColumn("{task.fields[message]}"),
             TimeRemainingColumn(),
             console=self._console,
             transient=True,
         )
-        self._task = self._bar.add_task(title, total=None, words="")
+        self._task = self._bar.add_task(title, total=None, message="")
 
     def __enter__(self) -> ProgressLine:
         if self._console.is_terminal:
             self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._console.is_terminal:
             self._bar.stop()
 
-    def say(self, words: str) -> None:
-        """Say something that stays, above the bar."""
-        self._console.print(words, highlight=False, markup=False, soft_wrap=True)
+    def say(self, message: str) -> None:
+        """Print a message that stays, above the bar."""
+        self._console.print(message, highlight=False, markup=False, soft_wrap=True)
 
-    def update(self, done: float, total: float | None, words: str) -> None:
-        """Show `done` of `total`, with a few words beside the bar."""
+    def update(self, done: float, total: float | None, message: str) -> None:
+        """Show `done` of `total`, with a message beside the bar."""
+        now = time.monotonic()
         if self._first is None:
-            self._first = (time.monotonic(), done)
+            self._first = (now, done)
         if self._console.is_terminal:
-            self._bar.update(self._task, completed=done, total=total, words=words)
-        elif time.monotonic() - self._last >= SECONDS_BETWEEN_LINES:
-            self._last = time.monotonic()
+            self._bar.update(self._task, completed=done, total=total, message=message)
+        elif now - self._last >= SECONDS_BETWEEN_LINES:
+            self._last = now
             share = f"{100 * done / total:.0f}% " if total else ""
-            left = self._time_left(done, total)
-            self._console.print(
-                f"{self.title}: {share}{words}{left}", highlight=False, markup=False, soft_wrap=True
-            )
-
-    def _time_left(self, done: float, total: float | None) -> str:
-        """In words, by the rate since the first update that was seen."""
-        assert self._first is not None
-        now, (since, before) = time.monotonic(), self._first
-        if not total or done <= before or done >= total:
-            return ""
-        seconds = (total - done) * (now - since) / (done - before)
-        return f", {format_seconds(seconds)} left"
+            since, before = self._first
+            left = ""
+            if total and before < done < total:
+                # By the rate since the first update.
+                left = f", {format_seconds((total - done) * (now - since) / (done - before))} left"
+            self.say(f"{self.title}: {share}{message}{left}")

@@ -1,23 +1,23 @@
 """Which of several token sets sample i comes from, and which of that set's samples it is.
 
-Two ways of mixing, both free of chance and of state:
+Two ways of mixing, both deterministic and stateless:
 
     rotation   sample i stands at place i p mod n on a circle of n places, p about n / 1.618 and
-               without common factor; set s owns m(s) neighbouring places, n together. Every round
-               visits every place once, and any stretch of samples holds each set very nearly in
-               proportion. The samples of a set before i are counted in logarithmic time, so nothing
-               is stored, however long the run.
+               coprime to n; set s owns m(s) neighbouring places, n together. Every round visits
+               every place once, and any run of samples holds each set very nearly in proportion.
+               The samples of a set before i are counted in logarithmic time, so nothing is stored,
+               however long the run.
 
     greedy     Megatron's: sample k (counted from 0) comes from the set with the largest deficit
                w(s) max(k, 1) - taken(s), the first of equals
 
-With n = all windows of all sets a round of the rotation is one epoch: every sample exactly once.
+With n = all windows of all sets, a round of the rotation is one epoch: every sample exactly once.
 
-The greedy rule has to be followed step by step. To let numpy do that for many samples at a time,
-the samples are cut into lanes whose starts are guessed from the weights; lanes whose guess turns
-out wrong are run again from where the lane before ended, until all agree. Its floating-point ties
-fall as the compiler of Megatron's helper decided: on ARM product and difference are rounded once
-(fused), on x86 twice, so the same weights give another order there. Both are offered.
+The greedy choice has to be made sample by sample. To let numpy make it for many samples at a time,
+the samples are cut into lanes whose starting counts are guessed from the weights; lanes with a
+wrong guess run again from where the lane before ended, until all agree. Floating-point ties depend
+on the compiler of Megatron's helper: on ARM the product and difference are rounded once (fused), on
+x86 twice, so the same weights give another order there. Both are offered.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 
@@ -45,20 +44,8 @@ class Choice:
     samples: np.ndarray
 
 
-class Blend(Protocol):
-    """How several sets are mixed."""
-
-    def sets(self, begin: int, end: int) -> np.ndarray:
-        """The sets that samples begin to end (not included) come from."""
-        ...
-
-    def taken(self, begin: int) -> np.ndarray:
-        """How many samples of each set come before one."""
-        ...
-
-
 def choose(blend: Blend, samples: np.ndarray) -> Choice:
-    """Where samples come from; they should lie close together, as those of one step do."""
+    """Where samples come from; they should lie close together, like those of one step."""
     begin, end = int(samples.min()), int(samples.max()) + 1
     sets = blend.sets(begin, end)
     order = np.argsort(sets, kind="stable")
@@ -86,38 +73,30 @@ class Rotation:
 
     @cached_property
     def step(self) -> int:
-        """Near the golden section of the round, and without common factor."""
+        """Near the golden section of the round, and coprime to it."""
         step = max(1, round(self.round * (math.sqrt(5) - 1) / 2))
         while math.gcd(step, self.round) > 1:
             step -= 1
         return step
 
     def sets(self, begin: int, end: int) -> np.ndarray:
-        first = begin * self.step % self.round
-        borders = np.cumsum(self.places)
-        # Multiples of the step overflow beyond 2^63, so long stretches are taken in pieces.
-        longest = max(1, (1 << 62) // self.round)
-        parts = []
-        for at in range(0, end - begin, longest):
-            count = min(longest, end - begin - at)
-            offset = (first + at * self.step) % self.round
-            turns = (np.arange(count, dtype=np.int64) * self.step + offset) % self.round
-            parts.append(np.searchsorted(borders, turns, side="right"))
-        return np.concatenate(parts)
+        """The sets that samples `begin` to `end` (exclusive) come from."""
+        assert (end - begin) * self.round < 1 << 62, "the samples of a step do not overflow"
+        offset = begin * self.step % self.round
+        places = (np.arange(end - begin, dtype=np.int64) * self.step + offset) % self.round
+        return np.searchsorted(np.cumsum(self.places), places, side="right")
 
     def taken(self, begin: int) -> np.ndarray:
-        rounds, inside = divmod(begin, self.round)
-        below = [self._below(inside, border) for border in np.cumsum(self.places).tolist()]
-        return np.asarray(np.diff(below, prepend=0) + rounds * np.array(self.places))
-
-    def _below(self, count: int, border: int) -> int:
-        """How many of the first `count` samples stand at places below a border.
-
-        Place x is below it if floor((x + n - border) / n) is 0, so the others are counted.
-        """
+        """How many samples of each set come before sample `begin`."""
         n, step = self.round, self.step
-        high = _floor_sum(count, n, step, n - border) - _floor_sum(count, n, step, 0)
-        return count - high
+        rounds, inside = divmod(begin, n)
+        # Place x lies below a border if floor((x + n - border) / n) is 0, so we count the others.
+        low = _floor_sum(inside, n, step, 0)
+        below = [
+            inside - (_floor_sum(inside, n, step, n - border) - low)
+            for border in np.cumsum(self.places).tolist()
+        ]
+        return np.asarray(np.diff(below, prepend=0) + rounds * np.array(self.places))
 
 
 def proportional(weights: Sequence[float]) -> Rotation:
@@ -144,16 +123,18 @@ def _floor_sum(count: int, modulus: int, factor: int, offset: int) -> int:
 # ------------------------------------------------------------------ Megatron's way
 
 
-@dataclass(frozen=True)
 class Greedy:
-    """The sets in Megatron's order; after the last sample it begins again."""
+    """The sets in Megatron's order; after the last sample it starts again."""
 
-    choices: np.ndarray
-    """The set of each sample."""
-    counts: np.ndarray
-    """Samples of each set before every 4096th sample."""
-    total: np.ndarray
-    """Samples of each set in all."""
+    def __init__(self, choices: np.ndarray, *, sets: int) -> None:
+        self.choices = choices
+        """The set of each sample."""
+        blocks = [
+            np.bincount(choices[begin : begin + _BLOCK], minlength=sets)
+            for begin in range(0, len(choices), _BLOCK)
+        ]
+        self._counts = np.cumsum([np.zeros(sets, np.int64), *blocks], axis=0)
+        """Samples of each set before every block of samples, and in all."""
 
     def sets(self, begin: int, end: int) -> np.ndarray:
         return self.choices.take(np.arange(begin, end), mode="wrap").astype(np.int64)
@@ -161,19 +142,12 @@ class Greedy:
     def taken(self, begin: int) -> np.ndarray:
         rounds, inside = divmod(begin, len(self.choices))
         block = inside // _BLOCK
-        part = self.choices[block * _BLOCK : inside]
-        some = np.bincount(part, minlength=len(self.total))
-        return np.asarray(self.counts[block] + some + rounds * self.total)
+        total = self._counts[-1]
+        partial = np.bincount(self.choices[block * _BLOCK : inside], minlength=len(total))
+        return np.asarray(self._counts[block] + partial + rounds * total)
 
 
-def build_greedy(choices: np.ndarray, *, sets: int) -> Greedy:
-    """The blend for the sets of all samples."""
-    blocks = [
-        np.bincount(choices[begin : begin + _BLOCK], minlength=sets)
-        for begin in range(0, len(choices), _BLOCK)
-    ]
-    counts = np.cumsum([np.zeros(sets, np.int64), *blocks], axis=0)
-    return Greedy(choices, counts, total=counts[-1])
+Blend = Rotation | Greedy
 
 
 def fused_here() -> bool:
@@ -181,51 +155,40 @@ def fused_here() -> bool:
     return platform.machine().lower() in ("aarch64", "arm64")
 
 
-def greedy_by_weight(weights: Sequence[float], *, size: int, fused: bool) -> np.ndarray:
-    """The sets of `size` samples, for weights that add up to one."""
-    return _in_lanes(_Rule(np.array(weights, np.float64)[:, None], fused=fused), size=size)
-
-
 def greedy_exhaustive(sizes: Sequence[int], *, fused: bool) -> np.ndarray:
-    """The sets of all samples; a set that is spent is left out."""
-    limits = np.array(sizes, np.int64)[:, None]
-    rule = _Rule(limits / np.float64(limits.sum()), fused=fused, limits=limits)
-    return _in_lanes(rule, size=int(limits.sum()))
+    """The sets of all samples; a set is left out once it is used up."""
+    total = sum(sizes)
+    weights = np.array(sizes, np.int64) / np.float64(total)
+    return greedy_by_weight(weights, size=total, fused=fused, limits=sizes)
 
 
-@dataclass(frozen=True)
-class _Rule:
-    """Which set is next; arrays are columns, a row for each set."""
-
-    weights: np.ndarray
-    fused: bool
-    limits: np.ndarray | None = None
-    """Samples that a set has, if it is left out then."""
-
-
-@dataclass(frozen=True)
-class _Lanes:
-    """Many stretches of the samples that are followed at the same time, a column for each."""
-
-    choices: np.ndarray
-    """The sets of their samples."""
-    ends: np.ndarray
-    """Samples taken of each set when a lane ends."""
-
-
-def _in_lanes(rule: _Rule, *, size: int) -> np.ndarray:
+def greedy_by_weight(
+    weights: Sequence[float] | np.ndarray,
+    *,
+    size: int,
+    fused: bool,
+    limits: Sequence[int] | None = None,
+) -> np.ndarray:
+    """The sets of `size` samples, for weights that add up to one. `limits`: the samples of each
+    set, after which it is left out."""
+    # Arrays have a row for each set, and a column for each lane.
+    column = np.array(weights, np.float64)[:, None]
+    limit = None if limits is None else np.array(limits, np.int64)[:, None]
     count = max(1, min(_LANES, size // _SHORTEST_LANE))
     length = -(-size // count)
     firsts = np.arange(count, dtype=np.int64) * length
-    starts = _likely_counts(rule.weights, firsts)
-    lanes = _follow(rule, firsts=firsts, starts=starts, length=length)
-    while True:
-        wrong = np.flatnonzero((starts[:, 1:] != lanes.ends[:, :-1]).any(axis=0)) + 1
-        if not len(wrong):
-            return lanes.choices.T.reshape(-1)[:size]
-        starts[:, wrong] = lanes.ends[:, wrong - 1]
-        again = _follow(rule, firsts=firsts[wrong], starts=starts[:, wrong], length=length)
-        lanes.choices[:, wrong], lanes.ends[:, wrong] = again.choices, again.ends
+    starts = _likely_counts(column, firsts)
+    choices, ends = np.empty((length, count), np.int16), np.empty_like(starts)
+    wrong = np.arange(count)
+    while len(wrong):
+        taken = starts[:, wrong]
+        choices[:, wrong] = _follow_lanes(
+            column, firsts[wrong], taken, length=length, fused=fused, limits=limit
+        )
+        ends[:, wrong] = taken
+        wrong = np.flatnonzero((starts[:, 1:] != ends[:, :-1]).any(axis=0)) + 1
+        starts[:, wrong] = ends[:, wrong - 1]
+    return choices.T.reshape(-1)[:size]
 
 
 def _likely_counts(weights: np.ndarray, samples: np.ndarray) -> np.ndarray:
@@ -238,46 +201,46 @@ def _likely_counts(weights: np.ndarray, samples: np.ndarray) -> np.ndarray:
     return np.asarray(counts + (rank < missing))
 
 
-def _follow(rule: _Rule, *, firsts: np.ndarray, starts: np.ndarray, length: int) -> _Lanes:
-    """Follow the rule from the samples `firsts`, before which `starts` were taken."""
-    taken, lanes = starts.copy(), np.arange(len(firsts))
+def _follow_lanes(
+    weights: np.ndarray,
+    firsts: np.ndarray,
+    taken: np.ndarray,
+    *,
+    length: int,
+    fused: bool,
+    limits: np.ndarray | None,
+) -> np.ndarray:
+    """The sets of `length` samples from each of `firsts` on; adds them to the counts `taken`."""
+    lanes = np.arange(len(firsts))
     choices = np.empty((length, len(firsts)), np.int16)
-    halves = _halves(rule.weights)
     deficits, rounding = np.empty_like(taken), np.zeros_like(taken)
     for place in range(length):
         step = np.maximum(firsts + place, 1).astype(np.float64)
-        np.multiply(rule.weights, step, out=deficits)
-        if rule.fused:
-            _lost(halves, _halves(step), deficits, out=rounding)
+        np.multiply(weights, step, out=deficits)
+        if fused:
+            _rounding_error(weights, step, deficits, out=rounding)
         deficits -= taken
-        if rule.fused:
+        if fused:
             deficits += rounding
-        if rule.limits is not None:
-            deficits[taken >= rule.limits] = -np.inf
+        if limits is not None:
+            deficits[taken >= limits] = -np.inf
         best = deficits.argmax(axis=0)
         choices[place] = best
         taken[best, lanes] += 1
-    return _Lanes(choices, taken)
+    return choices
 
 
-@dataclass(frozen=True)
-class _Halves:
-    """A number as the sum of two with half its digits, whose products are exact."""
-
-    high: np.ndarray
-    low: np.ndarray
-
-
-def _halves(number: np.ndarray) -> _Halves:
-    scaled = number * 134217729.0
-    high = scaled - (scaled - number)
-    return _Halves(high, number - high)
-
-
-def _lost(left: _Halves, right: _Halves, product: np.ndarray, *, out: np.ndarray) -> None:
-    """What rounding took from a product, exactly (after Dekker)."""
-    np.multiply(left.high, right.high, out=out)
+def _rounding_error(
+    left: np.ndarray, right: np.ndarray, product: np.ndarray, *, out: np.ndarray
+) -> None:
+    """What rounding took from a product, exactly (after Dekker): each factor becomes the sum of two
+    numbers with half its digits, whose products are exact."""
+    left_scaled, right_scaled = left * 134217729.0, right * 134217729.0
+    left_high = left_scaled - (left_scaled - left)
+    right_high = right_scaled - (right_scaled - right)
+    left_low, right_low = left - left_high, right - right_high
+    np.multiply(left_high, right_high, out=out)
     out -= product
-    out += left.low * right.high
-    out += left.high * right.low
-    out += left.low * right.low
+    out += left_low * right_high
+    out += left_high * right_low
+    out += left_low * right_low

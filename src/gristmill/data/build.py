@@ -1,9 +1,9 @@
-"""From settings and opened token sets to the stream of samples: each order is a row of a table."""
+"""From settings and open token sets to the stream of samples: each order is a row of a table."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,50 +13,66 @@ import numpy as np
 from gristmill.config.schema import DataConfig
 from gristmill.data.blend import (
     Blend,
+    Greedy,
     Rotation,
-    build_greedy,
     fused_here,
     greedy_by_weight,
     greedy_exhaustive,
     proportional,
 )
-from gristmill.data.dataset import Mixture, Part
+from gristmill.data.dataset import DatasetSplit, Mixture
 from gristmill.data.documents import JOINED, DocumentRules
 from gristmill.data.index_cache import Arrays, cached
-from gristmill.data.megatron_order import Indices, MegatronOrder, build_indices, plan_epochs
-from gristmill.data.sampling import (
-    RandomWindows,
-    SequentialWindows,
-    ShuffledWindows,
-    Windows,
-)
-from gristmill.data.stream import SampleStream, Source
+from gristmill.data.megatron_order import MegatronOrder, build_indices, plan_epochs
+from gristmill.data.sampling import RandomWindows, SequentialWindows, ShuffledWindows, Windows
+from gristmill.data.stream import SampleStream
 
 SURPLUS = 0.005
 """Megatron makes this many more samples of each set than the weights of a blend ask for."""
-WORTH_KEEPING = 1 << 20
+WORTH_CACHING = 1 << 20
 """Indices with fewer entries are built at every start, which takes less than a second."""
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What is asked of the order of one run."""
+class OrderSpec:
+    """What the sample order of a run depends on, besides its data."""
 
     sequence: int
     seed: int
     samples: int
     """Samples that Megatron's order is made for."""
     cache: Path | None
-    """Folder for indices that take long to build; None keeps nothing."""
+    """Folder for indices that take long to build; None caches nothing."""
 
 
-def build_stream(config: DataConfig, train: Mixture, wanted: Wanted) -> SampleStream:
+_WINDOWS: dict[str, type[Windows]] = {
+    "shuffled": ShuffledWindows,
+    "random": RandomWindows,
+    "sequential": SequentialWindows,
+}
+
+
+def build_stream(config: DataConfig, train: Mixture, spec: OrderSpec) -> SampleStream:
     """The samples of a run, in its order."""
-    return _ORDERS[config.order](config, train, wanted)
+    if config.order == "megatron":
+        return _megatron_stream(config, train, spec)
+    # With one seed, sets of equal length would be read at the same places.
+    indices = tuple(
+        _WINDOWS[config.order](split.tokens, spec.sequence, spec.seed + number)
+        for number, split in enumerate(train.splits)
+    )
+    epochs = [index.epoch for index in indices]
+    blend = None
+    if config.blend == "exhaustive":
+        blend = Rotation(tuple(epochs))
+    elif len(indices) > 1:
+        blend = proportional(train.weights or epochs)
+    sets = tuple(split.source for split in train.splits)
+    return SampleStream(sets, indices, blend, spec.sequence)
 
 
 def build_rules(config: DataConfig, *, end_of_text: int) -> DocumentRules:
-    """What is done about the borders of documents."""
+    """How document boundaries are treated."""
     masked = config.documents == "masked"
     by_ids = config.reset_attention or config.reset_positions
     if not (masked or by_ids or config.mask_end_of_text):
@@ -70,147 +86,102 @@ def build_rules(config: DataConfig, *, end_of_text: int) -> DocumentRules:
     )
 
 
-_Order = Callable[[DataConfig, Mixture, Wanted], SampleStream]
-
-
-def _windows(kind: type[Windows]) -> _Order:
-    def build(config: DataConfig, train: Mixture, wanted: Wanted) -> SampleStream:
-        # Sets of equal length would otherwise be read at the same places.
-        sources = tuple(
-            Source(part.text, kind(part.stretch, wanted.sequence, wanted.seed + number))
-            for number, part in enumerate(train.parts)
-        )
-        epochs = [source.index.epoch for source in sources]
-        blend: Blend | None = None
-        if config.blend == "exhaustive":
-            blend = Rotation(tuple(epochs))
-        elif len(sources) > 1:
-            blend = proportional(train.weights or epochs)
-        return SampleStream(sources, blend, wanted.sequence)
-
-    return build
-
-
 # ------------------------------------------------------------------ Megatron's order
 
 
-def _megatron(config: DataConfig, train: Mixture, wanted: Wanted) -> SampleStream:
-    asked = _asked_of_each(config, train, wanted.samples)
-    sources = tuple(
-        Source(part.text, _megatron_index(part, wanted, samples=samples))
-        for part, samples in zip(train.parts, asked, strict=True)
+def _megatron_stream(config: DataConfig, train: Mixture, spec: OrderSpec) -> SampleStream:
+    requested = _requested_samples(config, train, spec.samples)
+    indices = tuple(
+        _megatron_index(split, spec, samples=samples)
+        for split, samples in zip(train.splits, requested, strict=True)
     )
     blend = None
-    if not _single(config, train):
-        epochs = [source.index.epoch for source in sources]
-        blend = _megatron_blend(config, train.weights, epochs=epochs, wanted=wanted)
-    return SampleStream(sources, blend, wanted.sequence)
+    if not _is_single(config, train):
+        epochs = [index.epoch for index in indices]
+        blend = _megatron_blend(config, train.weights, epochs=epochs, spec=spec)
+    sets = tuple(split.source for split in train.splits)
+    return SampleStream(sets, indices, blend, spec.sequence)
 
 
-def _single(config: DataConfig, train: Mixture) -> bool:
-    """Whether Megatron sees no blend: it takes a single path with a weight for one, except beside
-    separate files for validation."""
-    return len(train.parts) == 1 and (train.weights is None or config.validation is not None)
+def _is_single(config: DataConfig, train: Mixture) -> bool:
+    """Whether Megatron sees no blend. It treats a single path with a weight as one, except next to
+    separate validation files."""
+    return len(train.splits) == 1 and (train.weights is None or config.validation is not None)
 
 
-def _asked_of_each(config: DataConfig, train: Mixture, samples: int) -> list[int | None]:
+def _requested_samples(config: DataConfig, train: Mixture, samples: int) -> list[int | None]:
     """Samples that each set makes; None is one epoch."""
-    if _single(config, train):
+    if _is_single(config, train):
         return [samples]
     if train.weights is None:
-        return [None] * len(train.parts)
+        return [None] * len(train.splits)
     return [
         math.ceil(math.ceil(samples * weight) * (1 + SURPLUS))
-        for weight in _normalised(train.weights)
+        for weight in _normalized(train.weights)
     ]
 
 
-def _normalised(weights: Sequence[float]) -> list[float]:
+def _normalized(weights: Sequence[float]) -> list[float]:
     numbers = np.array(weights, np.float64)
     return list((numbers / numbers.sum()).tolist())
 
 
 def _megatron_blend(
-    config: DataConfig, weights: Sequence[float] | None, *, epochs: list[int], wanted: Wanted
+    config: DataConfig, weights: Sequence[float] | None, *, epochs: list[int], spec: OrderSpec
 ) -> Blend:
-    fused = fused_here()
-    key: dict[str, Any] = {"kind": "blend", "fused": fused}
-    if config.blend == "exhaustive":
-        size, key["sizes"] = sum(epochs), epochs
-    elif weights is None:
-        size, shares = min(wanted.samples, sum(epochs)), _normalised(epochs)
-        key |= {"weights": shares, "size": size}
+    fused, exhaustive = fused_here(), config.blend == "exhaustive"
+    if exhaustive or weights is None:
+        shares, size = _normalized(epochs), sum(epochs)
+        size = size if exhaustive else min(spec.samples, size)
     else:
-        once = _normalised(weights)
-        # Megatron adds its weights up to one twice, which can change the last digit.
-        size, shares = sum(math.ceil(wanted.samples * w) for w in once), _normalised(once)
-        key |= {"weights": shares, "size": size}
+        once = _normalized(weights)
+        # Megatron normalizes its weights twice, which can change the last digit.
+        shares, size = _normalized(once), sum(math.ceil(spec.samples * w) for w in once)
+    facts = {"sizes": epochs} if exhaustive else {"weights": shares, "size": size}
 
     def build() -> Arrays:
-        if config.blend == "exhaustive":
+        if exhaustive:
             return {"choices": greedy_exhaustive(epochs, fused=fused)}
         return {"choices": greedy_by_weight(shares, size=size, fused=fused)}
 
-    arrays = _kept(wanted.cache, key, build, entries=size)
-    return build_greedy(arrays["choices"], sets=len(epochs))
+    key = {"kind": "blend", "fused": fused, **facts}
+    large = size >= WORTH_CACHING
+    arrays = cached(spec.cache, key, build) if large else build()
+    return Greedy(arrays["choices"], sets=len(epochs))
 
 
-def _megatron_index(part: Part, wanted: Wanted, *, samples: int | None) -> MegatronOrder:
-    assert part.rows is not None, "this order divides sets by rows"
-    rows = part.rows
-    epochs = plan_epochs(len(part.stretch), sequence=wanted.sequence, samples=samples)
+def _megatron_index(split: DatasetSplit, spec: OrderSpec, *, samples: int | None) -> MegatronOrder:
+    table, rows = split.source.rows, split.rows
+    assert table is not None and rows is not None, "this order splits sets by rows"
+    epochs = plan_epochs(len(split.tokens), sequence=spec.sequence, samples=samples)
+    facts = {"sequence": spec.sequence, "seed": spec.seed}
     key = {
         "kind": "megatron order",
-        "content": part.reader.info.fingerprint,
-        "rows": [rows.numbers.begin, rows.numbers.end, len(rows.table)],
-        "sequence": wanted.sequence,
-        "seed": wanted.seed,
+        "content": split.reader.info.fingerprint,
+        "rows": [rows.start, rows.stop, len(table)],
+        **facts,
         "epochs": str(epochs),
     }
 
     def build() -> Arrays:
-        return vars(
-            build_indices(
-                rows.table.lengths,
-                rows=rows.numbers,
-                sequence=wanted.sequence,
-                seed=wanted.seed,
-                samples=samples,
-            )
-        )
+        return build_indices(table.lengths, epochs, rows=rows, **facts)
 
-    entries = epochs.number * len(rows.numbers) + epochs.samples
-    return MegatronOrder(rows.table, Indices(**_kept(wanted.cache, key, build, entries=entries)))
+    large = epochs.number * len(rows) + epochs.samples >= WORTH_CACHING
+    return MegatronOrder(table, **(cached(spec.cache, key, build) if large else build()))
 
 
-def _kept(
-    cache: Path | None, key: Mapping[str, Any], build: Callable[[], Arrays], *, entries: int
-) -> Arrays:
-    if cache is None or entries < WORTH_KEEPING:
-        return build()
-    return cached(cache, key, build)
-
-
-_ORDERS: Mapping[str, _Order] = {
-    "shuffled": _windows(ShuffledWindows),
-    "random": _windows(RandomWindows),
-    "sequential": _windows(SequentialWindows),
-    "megatron": _megatron,
-}
-
-
-def order_identity(config: DataConfig, train: Mixture, wanted: Wanted) -> dict[str, Any]:
-    """What else than content and order must stay the same for the samples to stay the same."""
+def order_identity(config: DataConfig, train: Mixture, spec: OrderSpec) -> dict[str, Any]:
+    """What else, besides content and order, must stay the same for the samples to stay the same."""
     facts: dict[str, Any] = {}
-    several = len(train.parts) > 1
+    several = len(train.splits) > 1
     if several:
         facts["data.blend"] = config.blend or "proportion"
         facts["data.paths (weights)"] = None if train.weights is None else list(train.weights)
     if config.order == "megatron":
-        asked = _asked_of_each(config, train, wanted.samples)
+        requested = _requested_samples(config, train, spec.samples)
         facts["data.samples (epochs)"] = [
-            str(plan_epochs(len(part.stretch), sequence=wanted.sequence, samples=samples))
-            for part, samples in zip(train.parts, asked, strict=True)
+            str(plan_epochs(len(split.tokens), sequence=spec.sequence, samples=samples))
+            for split, samples in zip(train.splits, requested, strict=True)
         ]
         if several:
             facts["data.blend (rounding)"] = "once" if fused_here() else "twice"

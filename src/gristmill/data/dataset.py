@@ -1,11 +1,11 @@
-"""The token sets of a run, and the parts of them that are trained on and held out.
+"""The token sets of a run, and how each is split into training and validation.
 
-    data.paths   one set | several | several with weights      each is divided in its own order:
+    data.paths   one set | several | several with weights      each is split in its own order:
     set          |------ training ------|- validation -|- test, never read -|
 
-The cuts are made by tokens and moved to the beginning of a document where one is near; for the
-order megatron they are made by rows, as Megatron makes them. With data.validation nothing is held
-out. A set of several whose held-out part is shorter than one window is not validated on.
+Splits are cut by tokens and moved to the beginning of a document if one is near; for Megatron's
+order they are cut by rows, as Megatron does. With data.validation nothing is held out. If there are
+several sets, one whose validation split is shorter than one window is left out of validation.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from itertools import pairwise
 import numpy as np
 
 from gristmill.base.errors import Exit, Problem, UserError
-from gristmill.base.units import parse_split, split_shares
+from gristmill.base.units import split_shares
 from gristmill.config.schema import DataConfig
 from gristmill.config.values import TokenPaths
-from gristmill.data.megatron_order import Rows, rows_of, split_rows
-from gristmill.data.sampling import Stretch
-from gristmill.data.stream import TokenText
-from gristmill.data.watch import watch_files
+from gristmill.data.megatron_order import row_table, split_rows
+from gristmill.data.stream import OpenTokenSet
+from gristmill.data.watch import TokenFileWatch
 from gristmill.text.tokenizers.tokenizer import Tokenizer
 from gristmill.tokens.reader import TokenReader, id_range
 from gristmill.tokens.store import open_tokens
@@ -32,55 +31,37 @@ DEFAULT_SPLIT = "99,1"
 
 
 @dataclass(frozen=True)
-class RowPart:
-    """Some neighbouring rows of a token set."""
+class DatasetSplit:
+    """A range of one token set: its training or validation split."""
 
-    table: Rows
-    numbers: Stretch
-    """The rows `begin` to `end` (not included)."""
+    source: OpenTokenSet
+    tokens: range
+    rows: range | None = None
+    """The same range in rows, for Megatron's order."""
 
-
-@dataclass(frozen=True)
-class Part:
-    """One stretch of one token set."""
-
-    path: str
-    text: TokenText
-    stretch: Stretch
-    rows: RowPart | None = None
-    """The same stretch in rows, for the order megatron."""
+    @property
+    def path(self) -> str:
+        return self.source.path
 
     @property
     def reader(self) -> TokenReader:
-        return self.text.reader
+        return self.source.reader
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Parts of one or several token sets, with their weights if some were given."""
+    """Splits of one or several token sets, with their weights if given."""
 
-    parts: tuple[Part, ...]
+    splits: tuple[DatasetSplit, ...]
     weights: tuple[float, ...] | None = None
-
-    def check_files(self) -> None:
-        """Refuse to go on with token files that changed."""
-        for part in self.parts:
-            if part.text.watch is not None:
-                part.text.watch.check_all()
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What is trained on and what is validated on."""
+class RunData:
+    """What a run trains and validates on."""
 
     train: Mixture
     validation: Mixture | None
-
-
-@dataclass(frozen=True)
-class _Divided:
-    train: Part
-    held: Part | None
 
 
 def path_list(paths: TokenPaths) -> tuple[str, ...]:
@@ -88,98 +69,72 @@ def path_list(paths: TokenPaths) -> tuple[str, ...]:
     return (paths,) if isinstance(paths, str) else tuple(paths)
 
 
-def open_parts(config: DataConfig, *, sequence: int) -> Parts:
-    """Open the token files of a run and divide them."""
-    texts = {path: open_text(path, in_memory=config.in_memory) for path in path_list(config.paths)}
-    weights = _weights(config.paths)
-    if config.validation is not None:
-        held = _whole(config.validation, in_memory=config.in_memory)
-        train = Mixture(tuple(_whole_part(config, *item) for item in texts.items()), weights)
-        _same_tokenizer(config, train=train.parts, held=held.parts)
-        _train_long_enough(train.parts, sequence)
-        return Parts(train, _long_enough(held, sequence, config))
-    divided = [_divide(config, path, text) for path, text in texts.items()]
-    train = Mixture(tuple(both.train for both in divided), weights)
-    _same_tokenizer(config, train=train.parts, held=())
-    _train_long_enough(train.parts, sequence)
-    if divided[0].held is None:
-        return Parts(train, None)
-    validation = Mixture(tuple(both.held for both in divided if both.held is not None), weights)
-    return Parts(train, _long_enough(validation, sequence, config))
+def open_data(config: DataConfig, *, sequence: int) -> RunData:
+    """Open the token files of a run and split them."""
+    by_rows = config.order == "megatron"
+    sets = [
+        open_set(path, in_memory=config.in_memory, rows=by_rows) for path in path_list(config.paths)
+    ]
+    weights = held_weights = _weights(config.paths)
+    if config.validation is None:
+        splits = [_split(one, config.split or DEFAULT_SPLIT) for one in sets]
+        train = [both[0] for both in splits]
+        held = [split for both in splits for split in both[1:]]
+        _require_same_tokenizer(train, ())
+    else:
+        paths = path_list(config.validation)
+        train = [_whole(one) for one in sets]
+        held = [_whole(open_set(path, in_memory=config.in_memory)) for path in paths]
+        held_weights = _weights(config.validation)
+        _require_same_tokenizer(train, held)
+    _require_training_windows(train, sequence)
+    validation = _validation(held, held_weights, sequence, config) if held else None
+    return RunData(Mixture(tuple(train), weights), validation)
 
 
-def open_text(path: str, *, in_memory: bool = False) -> TokenText:
+def open_set(path: str, *, in_memory: bool = False, rows: bool = False) -> OpenTokenSet:
     """One token set, mapped or in memory."""
     reader = open_tokens(path)
-    if in_memory:
-        return TokenText(reader, np.array(reader.read(0, len(reader))), watch=None)
-    one_file = len(reader.files) == 1
-    ids = reader.read(0, len(reader)) if one_file else None
-    return TokenText(reader, ids, watch=watch_files(reader.files))
+    ids = reader.read(0, len(reader)) if in_memory or len(reader.files) == 1 else None
+    return OpenTokenSet(
+        path,
+        reader,
+        np.array(ids) if in_memory else ids,
+        TokenFileWatch(() if in_memory else reader.files),
+        rows=row_table(reader) if rows else None,
+    )
 
 
 def _weights(paths: TokenPaths) -> tuple[float, ...] | None:
     return tuple(paths.values()) if isinstance(paths, dict) else None
 
 
-def _whole(paths: TokenPaths, *, in_memory: bool) -> Mixture:
-    parts = []
-    for path in path_list(paths):
-        text = open_text(path, in_memory=in_memory)
-        parts.append(Part(path, text, Stretch(0, len(text.reader))))
-    return Mixture(tuple(parts), _weights(paths))
+def _whole(source: OpenTokenSet) -> DatasetSplit:
+    rows = None if source.rows is None else range(len(source.rows))
+    return DatasetSplit(source, range(len(source.reader)), rows)
 
 
-def _whole_part(config: DataConfig, path: str, text: TokenText) -> Part:
-    stretch = Stretch(0, len(text.reader))
-    if config.order != "megatron":
-        return Part(path, text, stretch)
-    table = rows_of(text.reader)
-    return Part(path, text, stretch, RowPart(table, Stretch(0, len(table))))
-
-
-# ------------------------------------------------------------------ dividing a set
-
-
-def _divide(config: DataConfig, path: str, text: TokenText) -> _Divided:
-    split = config.split or DEFAULT_SPLIT
-    if config.order == "megatron":
-        return _divide_rows(path, text, split)
-    fractions = parse_split(split)
-    assert fractions is not None, "the rules are checked when settings are loaded"
-    cuts = _cuts(text.reader, fractions)
-    train = Part(path, text, Stretch(0, cuts[0]))
-    held = Part(path, text, Stretch(cuts[0], cuts[1])) if fractions[1] else None
-    return _Divided(train, held)
-
-
-def _divide_rows(path: str, text: TokenText, split: str) -> _Divided:
-    shares = split_shares(split)
+def _split(source: OpenTokenSet, split: str) -> list[DatasetSplit]:
+    """The training split of a set, and the validation split if it has a share."""
+    shares, reader, rows = split_shares(split), source.reader, source.rows
     assert shares is not None, "the rules are checked when settings are loaded"
-    table = rows_of(text.reader)
-    train, held, _ = split_rows(len(table), shares=shares)
-    return _Divided(
-        _row_part(path, text, table, train),
-        _row_part(path, text, table, held) if shares[1] else None,
-    )
-
-
-def _row_part(path: str, text: TokenText, table: Rows, numbers: Stretch) -> Part:
-    bounds = [
-        int(table.begins[row]) if row < len(table) else len(text.reader)
-        for row in (numbers.begin, numbers.end)
-    ]
-    return Part(path, text, Stretch(*bounds), RowPart(table, numbers))
-
-
-def _cuts(reader: TokenReader, fractions: list[float]) -> list[int]:
-    """Ends of the parts in tokens, moved to the beginning of a document where one is near."""
-    ends = [round(end) for end in np.cumsum(fractions) * len(reader)]
-    return [_document_cut(reader, end, begin=begin) for begin, end in pairwise([0, *ends])]
+    if rows is None:
+        ends = [round(end) for end in np.cumsum([s / sum(shares) for s in shares]) * len(reader)]
+        cuts = [_document_cut(reader, end, begin=begin) for begin, end in pairwise([0, *ends])]
+        found = [DatasetSplit(source, range(*both)) for both in pairwise([0, *cuts])]
+    else:
+        found = []
+        for chosen in split_rows(len(rows), shares=shares):
+            begin, end = (
+                int(rows.begins[row]) if row < len(rows) else len(reader)
+                for row in (chosen.start, chosen.stop)
+            )
+            found.append(DatasetSplit(source, range(begin, end), chosen))
+    return found[:2] if shares[1] else found[:1]
 
 
 def _document_cut(reader: TokenReader, end: int, *, begin: int) -> int:
-    """The document start nearest to a cut, or the cut itself where none is near.
+    """The document start nearest to a cut, or the cut itself if none is near.
 
     A start is near if moving to it changes neither neighbour by more than half.
     """
@@ -194,98 +149,98 @@ def _document_cut(reader: TokenReader, end: int, *, begin: int) -> int:
 # ------------------------------------------------------------------ what is refused
 
 
-def _train_long_enough(parts: Sequence[Part], sequence: int) -> None:
+def _require_training_windows(train: Sequence[DatasetSplit], sequence: int) -> None:
     problems = []
-    for part in parts:
-        if len(part.stretch) > sequence:
+    for split in train:
+        if len(split.tokens) > sequence:
             continue
-        which = "the training text" if len(parts) == 1 else f"the training text of {part.path}"
-        if part.rows is not None:
-            numbers = part.rows.numbers
-            which += f", rows {numbers.begin} to {numbers.end} of {len(part.rows.table)},"
-        problems.append(
-            Problem(
-                f"{which} has {len(part.stretch)} tokens, too few for one window of {sequence} + 1",
-                where="data.paths",
-                remedy=_shorter_split(part, sequence)
-                or "prepare more text, or shorten data.sequence",
-            )
-        )
+        which = "the training text" if len(train) == 1 else f"the training text of {split.path}"
+        if split.source.rows is not None and split.rows is not None:
+            total = len(split.source.rows)
+            which += f", rows {split.rows.start} to {split.rows.stop} of {total},"
+        what = f"{which} has {len(split.tokens)} tokens, too few for one window of {sequence} + 1"
+        remedy = _smallest_holdout(split, sequence) or "prepare more text, or shorten data.sequence"
+        problems.append(Problem(what, where="data.paths", remedy=remedy))
     if problems:
         raise UserError(problems, exit=Exit.DATA)
 
 
-def _long_enough(held: Mixture, sequence: int, config: DataConfig) -> Mixture:
-    """The parts that hold a window; refuses a validation text of which none does."""
-    kept = [number for number, part in enumerate(held.parts) if len(part.stretch) > sequence]
+def _validation(
+    held: Sequence[DatasetSplit],
+    weights: tuple[float, ...] | None,
+    sequence: int,
+    config: DataConfig,
+) -> Mixture:
+    """The splits that hold at least one window; refuses validation text in which none does."""
+    kept = [number for number, split in enumerate(held) if len(split.tokens) > sequence]
     if kept:
-        weights = held.weights
         return Mixture(
-            tuple(held.parts[number] for number in kept),
+            tuple(held[number] for number in kept),
             weights and tuple(weights[number] for number in kept),
         )
-    longest = max(held.parts, key=lambda part: len(part.stretch))
-    rows = "" if longest.rows is None else f" in {len(longest.rows.numbers)} rows"
+    longest = max(held, key=lambda split: len(split.tokens))
+    rows = "" if longest.rows is None else f" in {len(longest.rows)} rows"
     raise UserError(
-        f"the validation text has {len(longest.stretch)} tokens{rows}, too few for one window of "
+        f"the validation text has {len(longest.tokens)} tokens{rows}, too few for one window of "
         f"{sequence} + 1",
         where="data.validation" if config.validation else "data.split",
-        remedy=_shorter_split(longest, sequence)
+        remedy=_smallest_holdout(longest, sequence)
         or 'hold out more (data.split = "9,1"), or shorten data.sequence',
         exit=Exit.DATA,
     )
 
 
-def _shorter_split(part: Part, sequence: int) -> str | None:
-    """The split by rows that holds out just enough, where there is one."""
-    if part.rows is None:
+def _smallest_holdout(split: DatasetSplit, sequence: int) -> str | None:
+    """For splits by rows: the split that holds out just enough, or why there is none."""
+    if split.source.rows is None:
         return None
-    lengths = part.rows.table.lengths
-    rows, total = len(lengths), len(part.reader)
+    lengths = split.source.rows.lengths
+    rows, total = len(lengths), len(split.reader)
     tail = np.cumsum(lengths[::-1], dtype=np.int64)
     held = int(np.searchsorted(tail, sequence, side="right")) + 1
     if held >= rows or total - int(tail[held - 1]) <= sequence:
         return (
-            f"the set has {total} tokens in {rows} rows, which cannot be divided: prepare more "
+            f"the set has {total} tokens in {rows} rows, which cannot be split: prepare more "
             'text, shorten data.sequence, or hold nothing out with data.split = "1,0"'
         )
     return f'hold out at least {held} of the {rows} rows: data.split = "{rows - held},{held}"'
 
 
-def _same_tokenizer(config: DataConfig, *, train: Sequence[Part], held: Sequence[Part]) -> None:
+def _require_same_tokenizer(train: Sequence[DatasetSplit], held: Sequence[DatasetSplit]) -> None:
     """Token files of other programs name no tokenizer; training proves those by their ids."""
-    known = [part for part in (*train, *held) if part.reader.info.tokenizer is not None]
-    problems = []
-    for part in known[1:]:
-        ours, theirs = known[0].reader.info.tokenizer, part.reader.info.tokenizer
-        assert ours is not None and theirs is not None
-        if ours != theirs:
-            problems.append(
-                Problem(
-                    f"{part.path} was made with another tokenizer than {known[0].path} "
-                    f"({theirs[:12]} and {ours[:12]})",
-                    where="data.validation" if any(part is one for one in held) else "data.paths",
-                    remedy=f"prepare {'both' if len(known) == 2 else 'all'} with the same "
-                    "tokenizer",
-                )
-            )
+    known = [
+        (split.path, made_with, where)
+        for splits, where in ((train, "data.paths"), (held, "data.validation"))
+        for split in splits
+        if (made_with := split.reader.info.tokenizer) is not None
+    ]
+    remedy = f"prepare {'both' if len(known) == 2 else 'all'} with the same tokenizer"
+    problems = [
+        Problem(
+            f"{path} was made with a different tokenizer than {known[0][0]} "
+            f"({theirs[:12]} and {known[0][1][:12]})",
+            where=where,
+            remedy=remedy,
+        )
+        for path, theirs, where in known[1:]
+        if theirs != known[0][1]
+    ]
     if problems:
         raise UserError(problems, exit=Exit.DATA)
 
 
 def prove_tokenizer(tokenizer: Tokenizer, reader: TokenReader, *, where: str, remedy: str) -> None:
-    """Refuse a tokenizer that did not make the ids: by its fingerprint, or where nobody wrote that
-    down, because ids lie outside its vocabulary.
-    """
+    """Refuse a tokenizer that did not make the ids: by its fingerprint, or if none is recorded,
+    because ids lie outside its vocabulary."""
     made_with, size = reader.info.tokenizer, reader.info.vocab_size
-    if made_with is not None:
-        if tokenizer.fingerprint != made_with:
-            what = (
-                f"the token files were made with tokenizer {made_with[:12]}, and this one is "
-                f"{tokenizer.fingerprint[:12]}"
-            )
-            raise UserError(what, where=where, remedy=remedy, exit=Exit.DATA)
+    if made_with == tokenizer.fingerprint:
         return
+    if made_with is not None:
+        what = (
+            f"the token files were made with tokenizer {made_with[:12]}, and this one is "
+            f"{tokenizer.fingerprint[:12]}"
+        )
+        raise UserError(what, where=where, remedy=remedy, exit=Exit.DATA)
     if size is not None and size <= tokenizer.size:
         return
     found = id_range(reader)

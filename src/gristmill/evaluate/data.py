@@ -15,7 +15,7 @@ from gristmill.base.errors import UserError
 from gristmill.checkpoint.model import LoadedModel
 from gristmill.config.load import load_run
 from gristmill.data.build import build_rules
-from gristmill.data.dataset import Mixture, open_parts, prove_tokenizer
+from gristmill.data.dataset import Mixture, open_data, prove_tokenizer
 from gristmill.data.documents import JOINED, DocumentRules
 from gristmill.text.sources.reading import open_sources
 from gristmill.text.sources.source import Document
@@ -82,20 +82,20 @@ def _own_validation(loaded: LoadedModel) -> EvaluationText:
     assert loaded.run is not None
     config = load_run(loaded.run / "run.toml", find_model=model_folder)
     sequence = config.data.sequence or config.model.context
-    held = open_parts(config.data, sequence=sequence).validation
+    held = open_data(config.data, sequence=sequence).validation
     if held is None:
         raise UserError(
             "this run has no validation text", where=str(loaded.run), remedy="use --data or --text"
         )
-    name = ", ".join(part.path for part in held.parts)
+    name = ", ".join(part.path for part in held.splits)
     return _joined(held, name=name if config.data.validation else f"{name} (held out)")
 
 
 def _joined(held: Mixture, *, name: str) -> EvaluationText:
     """The parts of several sets as one text; a part begins a document."""
     ids, starts, total = list[np.ndarray](), list[np.ndarray](), 0
-    for part in held.parts:
-        begin, end = part.stretch.begin, part.stretch.end
+    for part in held.splits:
+        begin, end = part.tokens.start, part.tokens.stop
         inside = part.reader.document_starts
         inside = inside[np.searchsorted(inside, begin) : np.searchsorted(inside, end)]
         starts.append(np.union1d([0], inside - begin) + total)

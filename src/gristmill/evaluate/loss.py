@@ -18,9 +18,9 @@ import torch
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.checkpoint.model import LoadedModel
-from gristmill.data.documents import JOINED, DocumentRules, marks_in_pieces
+from gristmill.data.documents import JOINED, DocumentRules, marks_in_spans
 from gristmill.data.loader import make_batch
-from gristmill.data.sampling import Pieces
+from gristmill.data.sampling import TokenSpans
 from gristmill.models.spec import Loss
 
 
@@ -66,7 +66,7 @@ def evaluate_loss(
         marks_BS = None
         if rules.marks == "files":
             assert starts is not None, "the text knows where its documents start"
-            marks_BS = marks_in_pieces(pieces, starts=starts, length=length)
+            marks_BS = marks_in_spans(pieces, starts=starts, length=length)
         part = make_batch(windows_BS, marks_BS=marks_BS, rules=rules).to(device)
         with torch.inference_mode():
             loss = loaded.model(
@@ -91,12 +91,12 @@ def evaluate_loss(
     )
 
 
-def _windows(tokens: int, *, context: int, batch: int) -> Iterator[Pieces]:
+def _windows(tokens: int, *, context: int, batch: int) -> Iterator[TokenSpans]:
     """Windows of context + 1 tokens that share one token with the next, then the rest."""
     whole = (tokens - 1) // context
     for first in range(0, whole, batch):
         begins = np.arange(first, min(first + batch, whole)) * context
-        yield Pieces(begins, np.full(len(begins), context + 1))
+        yield TokenSpans(begins, np.full(len(begins), context + 1))
     rest = tokens - whole * context
     if rest > 1:
-        yield Pieces(np.array([whole * context]), np.array([rest]))
+        yield TokenSpans(np.array([whole * context]), np.array([rest]))

@@ -36,6 +36,7 @@ from typing import IO
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.exit_report import START, read_exit_report
 from gristmill.base.files import FolderLock, storage_errors
+from gristmill.base.process import usable_cores
 from gristmill.launch.lifeline import SUPERVISOR
 from gristmill.track.folder import RunFolder
 
@@ -336,9 +337,7 @@ def process_environment(
         SUPERVISOR: str(os.getpid()),
     }
     if processes > 1:
-        affinity = hasattr(os, "sched_getaffinity")
-        cores = len(os.sched_getaffinity(0)) if affinity else os.cpu_count() or 1
-        values.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
+        values.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // processes)))
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if loopback:
         # Gloo accepts every connection to its ports; on one machine no other host needs them.

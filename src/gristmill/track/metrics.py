@@ -8,13 +8,13 @@ others are the fields of that kind's class below, in the order of their declarat
     {"kind": "sample", "step": 1200, …, "prompt": "Once", "text": " upon a time"}
     {"kind": "event", "step": 1200, …, "level": "warning", "text": "…"}
 
-Floats are written with as many digits as reading them back exactly takes. JSON has no word for a
-number that is not finite, so those are the strings "nan", "inf" and "-inf". Keys and kinds that
-this version does not know are passed over, so that it reads the files of newer ones.
+Floats are written with enough digits to read them back exactly. JSON has no numbers that are not
+finite, so those are the strings "nan", "inf" and "-inf". Keys and kinds that this version does not
+know are ignored, so that it can read the files of newer versions.
 
 A process that dies while writing leaves a cut last line; reading skips it and `cut_metrics` removes
-it. Any other line that cannot be read is damage, and is reported with its number rather than passed
-over: a curve with a silent hole is worse than a message.
+it. Any other line that cannot be read is damage, and is reported with its number rather than
+skipped: a curve with a silent hole is worse than a message.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import write_atomic
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Moment:
-    """When something was recorded: the part that all records share."""
+class ProgressStamp:
+    """When something was recorded: the fields that all records share."""
 
     step: int
     """Steps done so far, this one included."""
@@ -45,7 +45,7 @@ class Moment:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepRecord(Moment):
+class StepRecord(ProgressStamp):
     """One training step."""
 
     kind: ClassVar[str] = "step"
@@ -57,11 +57,11 @@ class StepRecord(Moment):
     grad_norm: float
     """Global norm of the gradient before clipping."""
     tokens_per_second: float
-    """Tokens of all processes together, per second."""
+    """Tokens per second, over all processes."""
     step_seconds: float
     """How long this step took."""
     tflops: float
-    """10^12 model operations per second and device, counting attention in full (as PaLM does)."""
+    """10^12 model FLOPs per second per device, counting attention in full (as PaLM does)."""
     tflops_causal: float
     """The same, counting only the half of the attention that a causal mask leaves."""
     mfu: float | None = None
@@ -89,7 +89,7 @@ class StepRecord(Moment):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ValidationRecord(Moment):
+class ValidationRecord(ProgressStamp):
     """One measurement on held-out text."""
 
     kind: ClassVar[str] = "validation"
@@ -107,7 +107,7 @@ class ValidationRecord(Moment):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SampleRecord(Moment):
+class SampleRecord(ProgressStamp):
     """One text that the model wrote."""
 
     kind: ClassVar[str] = "sample"
@@ -119,7 +119,7 @@ class SampleRecord(Moment):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EventRecord(Moment):
+class EventRecord(ProgressStamp):
     """Something worth telling: a resume, a checkpoint, a warning."""
 
     kind: ClassVar[str] = "event"
@@ -133,128 +133,97 @@ class EventRecord(Moment):
 Record = StepRecord | ValidationRecord | SampleRecord | EventRecord
 
 
-def _exact(accepted: type) -> Callable[[Any], Any]:
-    def read(value: Any) -> Any:
-        if type(value) is not accepted:
-            raise ValueError(f"{value!r} is not of type {accepted.__name__}")
-        return value
-
-    return read
+_CLASSES: dict[str, type[Record]] = {record.kind: record for record in get_args(Record)}
 
 
-def _float(value: Any) -> float:
-    if type(value) in (int, float) or value in ("nan", "inf", "-inf"):
-        return float(value)
-    raise ValueError(f"{value!r} is not a number")
+def _json_types(hint: Any) -> tuple[type, ...]:
+    """The types that the JSON value of a field may have."""
+    options = get_args(hint) or (hint,)
+    return tuple(option if isinstance(option, type) else type(option) for option in options)
 
 
-def _reader(hint: Any) -> Callable[[Any], Any]:
-    """How a field of this type is read from its JSON value."""
-    options = get_args(hint)
-    if type(None) in options:
-        read = _reader(next(option for option in options if option is not type(None)))
-        return lambda value: None if value is None else read(value)
-    if hint is float:
-        return _float
-    return _exact(hint if isinstance(hint, type) else str)
-
-
-_CLASSES: dict[str, type[Record]] = {
-    record.kind: record for record in (StepRecord, ValidationRecord, SampleRecord, EventRecord)
-}
-_READERS = {
-    kind: {
-        field.name: (_reader(get_type_hints(record)[field.name]), field.default is MISSING)
+_FIELDS = {
+    kind: [
+        (field.name, _json_types(get_type_hints(record)[field.name]), field.default is MISSING)
         for field in fields(record)
-    }
+    ]
     for kind, record in _CLASSES.items()
 }
-
-
-def _json_value(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+"""For each kind: name, types, and whether the field is required."""
 
 
 def to_json(record: Record) -> str:
     """One line of `metrics.jsonl`, without its line end."""
-    values = {field.name: _json_value(getattr(record, field.name)) for field in fields(record)}
+    values = {field.name: getattr(record, field.name) for field in fields(record)}
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            values[name] = str(value)
     return json.dumps({"kind": record.kind, **values}, ensure_ascii=False, allow_nan=False)
 
 
-def from_json(line: str) -> Record:
-    """The record that a line holds; a `ValueError` says why it holds none."""
-    record = _decode(_object(line))
-    if record is None:
-        raise ValueError("the kind of record is not known")
-    return record
+def from_json(line: str) -> Record | None:
+    """The record on a line, None for a kind that only a newer version knows; a `ValueError` says
+    why there is none."""
+    value = _parse(line)
+    kind, known = value.get("kind"), {}
+    if not isinstance(kind, str):
+        raise ValueError("the kind of record is missing")
+    if kind not in _CLASSES:
+        return None
+    for name, types, required in _FIELDS[kind]:
+        if name not in value:
+            if required:
+                raise ValueError(f"{name!r} is missing")
+            continue
+        item = value[name]
+        if float in types and (type(item) is int or item in ("nan", "inf", "-inf")):
+            item = float(item)
+        if type(item) not in types:
+            raise ValueError(f"{name!r} cannot be {item!r}")
+        known[name] = item
+    return _CLASSES[kind](**known)
 
 
-def _object(line: str) -> dict[str, Any]:
+def _parse(line: str) -> dict[str, Any]:
     value = json.loads(line)
     if not isinstance(value, dict) or type(value.get("step")) is not int:
         raise ValueError("not a record")
     return value
 
 
-def _decode(value: dict[str, Any]) -> Record | None:
-    """The record in an object, or None for a kind that only a newer version knows."""
-    kind = value.get("kind")
-    if not isinstance(kind, str):
-        raise ValueError("the kind of record is missing")
-    if kind not in _CLASSES:
-        return None
-    known = {}
-    for name, (read, required) in _READERS[kind].items():
-        if name in value:
-            known[name] = read(value[name])
-        elif required:
-            raise ValueError(f"{name!r} is missing")
-    return _CLASSES[kind](**known)
+_Decoded = TypeVar("_Decoded")
 
 
-def _objects(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
-    """Every line with its number and the object it holds, less a cut last one."""
+def _read_lines(path: Path, decode: Callable[[str], _Decoded]) -> Iterator[tuple[bytes, _Decoded]]:
+    """Every line and what it decodes to, without a cut last one."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                yield number, line, _object(line.decode())
+                decoded = decode(line.decode())
             except ValueError as error:
                 if not line.endswith(b"\n"):
                     return
-                raise _damaged(path, number=number, error=error) from error
-
-
-def _damaged(path: Path, *, number: int, error: ValueError) -> UserError:
-    return UserError(
-        f"line {number} cannot be read: {error}",
-        where=str(path),
-        remedy="remove that line; the others are kept",
-        exit=Exit.DATA,
-    )
+                raise UserError(
+                    f"line {number} cannot be read: {error}",
+                    where=str(path),
+                    remedy="remove that line; the others are kept",
+                    exit=Exit.DATA,
+                ) from error
+            yield line, decoded
 
 
 def read_metrics(path: Path) -> list[Record]:
     """All records of a file; a cut last line is skipped."""
-    records = []
-    for number, _, value in _objects(path):
-        try:
-            record = _decode(value)
-        except ValueError as error:
-            raise _damaged(path, number=number, error=error) from error
-        if record is not None:
-            records.append(record)
-    return records
+    return [record for _, record in _read_lines(path, from_json) if record is not None]
 
 
 def cut_metrics(path: Path, *, after: int) -> None:
     """Drop the records of all steps after the one given, and a cut last line.
 
-    A run that resumes from an older checkpoint does those steps again and writes them anew. Lines
-    are kept byte for byte, so that what a newer version wrote survives. A missing file stays so.
+    A run that resumes from an older checkpoint repeats those steps and writes them anew. Lines are
+    kept byte for byte, so that what a newer version wrote survives. A missing file stays missing.
     """
     if not path.exists():
         return
-    kept = (line for _, line, value in _objects(path) if value["step"] <= after)
+    kept = (line for line, value in _read_lines(path, _parse) if value["step"] <= after)
     write_atomic(path, b"".join(line if line.endswith(b"\n") else line + b"\n" for line in kept))

@@ -1,14 +1,14 @@
 """Where the records of a run go: files on this machine, TensorBoard, Weights & Biases.
 
-    Fanout ─┬─ Guarded ── JsonlSink        metrics.jsonl
-            ├─ Guarded ── LogSink          train.log
-            ├─ Guarded ── ConsoleSink      the terminal (see `console`)
-            ├─ Guarded ── TensorBoardSink  event files, for the extra "tensorboard"
-            └─ Guarded ── WandbSink        Weights & Biases, for the extra "wandb"
+    Tracker ─┬─ Guarded ── JsonlSink        metrics.jsonl
+             ├─ Guarded ── LogSink          train.log
+             ├─ Guarded ── BarSink          the terminal (see `console`), or LineSink
+             ├─ Guarded ── TensorBoardSink  event files, for the extra "tensorboard"
+             └─ Guarded ── WandbSink        Weights & Biases, for the extra "wandb"
 
 A sink that fails (a full disk, a lost network) must not cost the run: `Guarded` turns the first
-failure into one warning, handed back to the caller, and is silent from then on. The sink is not
-tried again later, because half a curve that says so is better than one with unexplained holes.
+failure into one warning, which it reports to the caller, and drops everything from then on. It does
+not try the sink again later: half a curve with a warning is better than unexplained holes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import os
 import time
 import unicodedata
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -32,7 +31,7 @@ from gristmill.base.files import storage_errors
 from gristmill.base.units import format_bytes, format_count, format_seconds
 from gristmill.track.metrics import (
     EventRecord,
-    Moment,
+    ProgressStamp,
     Record,
     SampleRecord,
     StepRecord,
@@ -40,8 +39,8 @@ from gristmill.track.metrics import (
     to_json,
 )
 
-WORTH_SAYING = 0.01
-"""The part of a step's time from which on a line tells of waiting."""
+WAIT_SHOWN_FROM = 0.01
+"""The share of a step's time from which a line mentions waiting."""
 
 
 class Sink(Protocol):
@@ -51,42 +50,19 @@ class Sink(Protocol):
         """Take one record."""
 
     def flush(self) -> None:
-        """Bring all that was written to where it will stay."""
+        """Bring everything written to where it will stay."""
 
     def close(self) -> None:
-        """Flush and let go; nothing is written afterwards."""
-
-
-class Fanout:
-    """Sends every record to several sinks."""
-
-    def __init__(self, sinks: Sequence[Sink]) -> None:
-        self.sinks = tuple(sinks)
-
-    def write(self, record: Record) -> None:
-        for sink in self.sinks:
-            sink.write(record)
-
-    def flush(self) -> None:
-        for sink in self.sinks:
-            sink.flush()
-
-    def close(self) -> None:
-        """Close all, last to first, so that the trouble of a later one still reaches the others."""
-        with ExitStack() as stack:
-            for sink in self.sinks:
-                stack.callback(sink.close)
+        """Flush and release everything; nothing is written afterwards."""
 
 
 class Guarded:
     """A sink whose failure becomes one warning instead of the end of the run."""
 
     def __init__(self, sink: Sink, *, name: str, report: Callable[[EventRecord], None]) -> None:
-        self._sink = sink
-        self._name = name
-        self._report = report
-        self._silent = False
-        self._last: Moment | None = None
+        self._sink, self._name, self._report = sink, name, report
+        self._failed = False
+        self._last = ProgressStamp(step=0, samples=0, tokens=0, time=0.0)
 
     def write(self, record: Record) -> None:
         self._last = record
@@ -96,32 +72,30 @@ class Guarded:
         self._attempt(self._sink.flush)
 
     def close(self) -> None:
-        """Close the sink, even a failed one, for it may still hold a file or a connection."""
+        """Close the sink, even a failed one, since it may still hold a file or a connection."""
         self._attempt(self._sink.close, despite_failure=True)
-        self._silent = True
+        self._failed = True
 
     def _attempt(self, action: Callable[[], None], *, despite_failure: bool = False) -> None:
-        if self._silent and not despite_failure:
+        if self._failed and not despite_failure:
             return
         try:
             action()
-        # Whatever a logger raises, and remote ones raise anything, the run is worth more.
+        # Loggers, remote ones above all, raise anything, and the run is worth more.
         except Exception as error:
-            if not self._silent:
-                self._silent = True
-                self._report(self._warning(error))
-
-    def _warning(self, error: Exception) -> EventRecord:
-        last = self._last
-        return EventRecord(
-            step=last.step if last else 0,
-            samples=last.samples if last else 0,
-            tokens=last.tokens if last else 0,
-            time=time.time(),
-            level="warning",
-            text=f"{self._name} takes no more records ({type(error).__name__}: {error}); "
-            "training goes on",
-        )
+            if self._failed:
+                return
+            self._failed = True
+            warning = EventRecord(
+                step=self._last.step,
+                samples=self._last.samples,
+                tokens=self._last.tokens,
+                time=time.time(),
+                level="warning",
+                text=f"{self._name} failed and gets no more records "
+                f"({type(error).__name__}: {error}); training continues",
+            )
+            self._report(warning)
 
 
 @dataclass(frozen=True)
@@ -132,11 +106,11 @@ class Horizon:
     samples: int
 
 
-class Pace:
+class EtaEstimator:
     """How long a run still takes, from the wall clock between its latest steps.
 
     The clock covers what happens between steps (validation, checkpoints) and leaves out the first
-    step, which compiles. It goes by samples, since later steps may have more of them.
+    step, which compiles. It counts samples, since later steps may have more of them.
     """
 
     def __init__(self, horizon: Horizon) -> None:
@@ -147,10 +121,10 @@ class Pace:
         self._seen.append((record.samples, record.time))
         (first, first_time), (samples, now) = self._seen[0], self._seen[-1]
         if samples > first:
-            pace = max(now - first_time, 0.0) / (samples - first)
+            seconds = max(now - first_time, 0.0) / (samples - first)
         else:
-            pace = record.tokens / record.samples / record.tokens_per_second
-        return max(self._horizon - samples, 0) * pace
+            seconds = record.tokens / record.samples / record.tokens_per_second
+        return max(self._horizon - samples, 0) * seconds
 
 
 def line(
@@ -158,7 +132,7 @@ def line(
 ) -> str:
     """A record as one plain line, for the log and for output that is not a terminal."""
     if isinstance(record, StepRecord):
-        return " | ".join(_step_parts(record, horizon_steps, seconds_left))
+        return _step_line(record, horizon_steps, seconds_left)
     if isinstance(record, ValidationRecord):
         return (
             f"validation at step {record.step} | loss {record.loss:.4f} | "
@@ -166,47 +140,44 @@ def line(
             f"{format_seconds(record.seconds)}{' | best so far' if record.best else ''}"
         )
     if isinstance(record, SampleRecord):
-        return f"sample at step {record.step} | {_quoted(record.prompt)} -> {_quoted(record.text)}"
+        quoted = (
+            json.dumps(printable(text), ensure_ascii=False) for text in (record.prompt, record.text)
+        )
+        return f"sample at step {record.step} | {' -> '.join(quoted)}"
     return f"{record.level}: {printable(record.text)}"
 
 
-def _step_parts(
-    record: StepRecord, horizon_steps: int | None, seconds_left: float | None
-) -> list[str]:
-    total = "" if horizon_steps is None else f"/{horizon_steps}"
+def _step_line(record: StepRecord, horizon_steps: int | None, seconds_left: float | None) -> str:
+    waits = {"data": record.data_wait, "sync": record.sync_wait or 0.0}
     parts = [
-        f"step {record.step}{total}",
+        f"step {record.step}" + ("" if horizon_steps is None else f"/{horizon_steps}"),
         f"loss {record.loss:.4f}",
         f"lr {record.lr:.2e}",
         f"grad {record.grad_norm:.3f}",
         f"{rate(record.tokens_per_second)} tok/s",
         f"{record.tflops:.3g} TFLOP/s",
+        record.mfu is not None and f"mfu {record.mfu:.1%}",
+        *(
+            f"{name} {seconds / record.step_seconds:.0%}"
+            for name, seconds in waits.items()
+            if seconds >= WAIT_SHOWN_FROM * record.step_seconds > 0
+        ),
+        record.memory_bytes is not None and f"mem {format_bytes(record.memory_bytes)}",
+        record.loss_scale is not None and f"scale {record.loss_scale:.6g}",
+        record.skipped and f"skipped {record.skipped}",
+        record.nan and f"nan {record.nan}",
+        seconds_left is not None and f"eta {format_seconds(seconds_left)}",
     ]
-    if record.mfu is not None:
-        parts.append(f"mfu {record.mfu:.1%}")
-    for name, seconds in {"data": record.data_wait, "sync": record.sync_wait or 0.0}.items():
-        if seconds >= WORTH_SAYING * record.step_seconds > 0:
-            parts.append(f"{name} {seconds / record.step_seconds:.0%}")
-    if record.memory_bytes is not None:
-        parts.append(f"mem {format_bytes(record.memory_bytes)}")
-    if record.loss_scale is not None:
-        parts.append(f"scale {record.loss_scale:.6g}")
-    if record.skipped:
-        parts.append(f"skipped {record.skipped}")
-    if record.nan:
-        parts.append(f"nan {record.nan}")
-    if seconds_left is not None:
-        parts.append(f"eta {format_seconds(seconds_left)}")
-    return parts
+    return " | ".join(part for part in parts if part)
 
 
 def rate(amount: float) -> str:
-    """Tokens per second for a person; a rate that could not be measured is a dash."""
+    """Tokens per second for people; a dash if it could not be measured."""
     return format_count(amount) if math.isfinite(amount) else "-"
 
 
 def printable(text: str) -> str:
-    """The text without characters that could steer a terminal; line ends and tabs stay."""
+    """The text without characters that could control a terminal; line ends and tabs stay."""
     return "".join(
         "\N{REPLACEMENT CHARACTER}"
         if unicodedata.category(character) in ("Cc", "Cs") and character not in "\n\t"
@@ -215,12 +186,8 @@ def printable(text: str) -> str:
     )
 
 
-def _quoted(text: str) -> str:
-    return json.dumps(printable(text), ensure_ascii=False)
-
-
 class _TextFile:
-    """A file that grows by whole lines, each handed to the system at once."""
+    """A file that grows by whole lines, each written at once."""
 
     def __init__(self, path: Path) -> None:
         with storage_errors(path):
@@ -249,42 +216,35 @@ class JsonlSink(_TextFile):
 class LogSink(_TextFile):
     """Appends to `train.log`: the local time, then the plain line."""
 
-    def __init__(self, path: Path, *, horizon: Horizon | None = None) -> None:
+    def __init__(self, path: Path, *, horizon: Horizon) -> None:
         super().__init__(path)
-        self._steps = None if horizon is None else horizon.steps
-        self._pace = None if horizon is None else Pace(horizon)
+        self._steps, self._eta = horizon.steps, EtaEstimator(horizon)
 
     def write(self, record: Record) -> None:
-        left = None
-        if self._pace and isinstance(record, StepRecord):
-            left = self._pace.seconds_left(record)
+        left = self._eta.seconds_left(record) if isinstance(record, StepRecord) else None
         when = datetime.fromtimestamp(record.time).astimezone().isoformat(timespec="seconds")
         text = line(record, horizon_steps=self._steps, seconds_left=left)
         self._file.write(f"{when} {text}\n")
 
 
+_STEP_SCALARS = {
+    "train": ("loss", "lr", "grad_norm", "loss_scale", "skipped", "nan"),
+    "speed": (
+        *("tokens_per_second", "step_seconds", "compute", "data_wait", "sync_wait"),
+        *("tflops", "tflops_causal", "mfu", "mfu_causal"),
+    ),
+    "device": ("memory_bytes",),
+    "progress": ("samples", "tokens"),
+}
+
+
 def scalars(record: Record) -> dict[str, float]:
-    """The numbers of a record under the names they have in TensorBoard and W&B."""
+    """The numbers of a record under their names in TensorBoard and W&B, such as train/loss."""
     if isinstance(record, StepRecord):
-        named: dict[str, float | None] = {
-            "train/loss": record.loss,
-            "train/lr": record.lr,
-            "train/grad_norm": record.grad_norm,
-            "train/loss_scale": record.loss_scale,
-            "train/skipped": record.skipped,
-            "train/nan": record.nan,
-            "speed/tokens_per_second": record.tokens_per_second,
-            "speed/step_seconds": record.step_seconds,
-            "speed/compute": record.compute,
-            "speed/data_wait": record.data_wait,
-            "speed/sync_wait": record.sync_wait,
-            "speed/tflops": record.tflops,
-            "speed/tflops_causal": record.tflops_causal,
-            "speed/mfu": record.mfu,
-            "speed/mfu_causal": record.mfu_causal,
-            "device/memory_bytes": record.memory_bytes,
-            "progress/samples": record.samples,
-            "progress/tokens": record.tokens,
+        named = {
+            f"{group}/{name}": getattr(record, name)
+            for group, names in _STEP_SCALARS.items()
+            for name in names
         }
         return {name: value for name, value in named.items() if value is not None}
     if isinstance(record, ValidationRecord):
@@ -310,7 +270,9 @@ class TensorBoardSink:
 
     def write(self, record: Record) -> None:
         if not self._started:
-            self._forget_from(record)
+            # Tells TensorBoard to drop the steps that a resumed run repeats.
+            start = self._event.SessionLog(status=self._event.SessionLog.START)
+            self._add(record, session_log=start)
             self._started = True
         values = [
             self._summary.Value(tag=name, simple_value=value)
@@ -328,17 +290,12 @@ class TensorBoardSink:
     def close(self) -> None:
         self._writer.close()
 
-    def _forget_from(self, record: Record) -> None:
-        """Tell TensorBoard to drop the steps that a resumed run does again."""
-        start = self._event.SessionLog(status=self._event.SessionLog.START)
-        self._add(record, session_log=start)
-
     def _add(self, record: Record, **content: Any) -> None:
         event = self._event.Event(wall_time=record.time, step=record.step, **content)
         self._writer.add_event(event)
 
     def _text_value(self, tag: str, text: str) -> Any:
-        # TensorBoard reads texts as Markdown; indented by four they are shown as they are.
+        # TensorBoard renders Markdown; text indented by four is shown verbatim.
         literal = "\n".join(f"    {part}" for part in text.split("\n"))
         tensor = self._tensor(dtype="DT_STRING", string_val=[literal.encode(errors="replace")])
         tensor.tensor_shape.dim.add(size=1)
@@ -348,9 +305,9 @@ class TensorBoardSink:
 class WandbSink:
     """Writes to Weights & Biases, or to a folder for `wandb sync` to send later.
 
-    The run there is opened by the first record, inside whatever guards the sink, so that a service
-    out of reach does not keep a run from starting. Events are left out: W&B has no place for them
-    but alerts, which send mail.
+    The first record opens the W&B run, inside the guard of the sink, so that an unreachable service
+    does not keep training from starting. Events are left out: W&B has no place for them but alerts,
+    which send mail.
     """
 
     def __init__(
@@ -364,12 +321,13 @@ class WandbSink:
         run_id: str,
     ) -> None:
         self._wandb = optional("wandb", extra="wandb", purpose="logging to Weights & Biases")
-        # A login asked for in the middle of a run would wait for an answer forever.
+        # A login prompt in the middle of a run would wait for an answer forever.
         if mode == "online" and not self._wandb.login(prompt=False, verify=False):
             raise UserError(
                 "not logged in to Weights & Biases",
                 remedy="run `wandb login`, or log offline and send the files with `wandb sync`",
             )
+        waits = {"init_timeout": 30, "finish_timeout": 120}
         self._options = {
             "dir": str(folder),
             "project": project,
@@ -378,12 +336,7 @@ class WandbSink:
             "resume": "allow",
             "mode": mode,
             "config": dict(settings),
-            "settings": {
-                "console": "off",
-                "silent": mode == "offline",
-                "init_timeout": 30,
-                "finish_timeout": 120,
-            },
+            "settings": {"console": "off", "silent": mode == "offline", **waits},
         }
         self._run: Any = None
 

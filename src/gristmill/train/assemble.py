@@ -18,8 +18,8 @@ from gristmill.checkpoint.state import TrainState
 from gristmill.checkpoint.writer import CheckpointWriter
 from gristmill.config.resolve import Resolved, resolve
 from gristmill.config.schema import DataConfig, RunConfig
-from gristmill.data.build import Wanted, build_rules, build_stream, order_identity
-from gristmill.data.dataset import Part, Parts, open_parts, prove_tokenizer
+from gristmill.data.build import OrderSpec, build_rules, build_stream, order_identity
+from gristmill.data.dataset import DatasetSplit, RunData, open_data, prove_tokenizer
 from gristmill.data.documents import DocumentRules
 from gristmill.data.loader import Loader, validation_batches
 from gristmill.models.build import outline_model
@@ -43,7 +43,7 @@ class Assembly:
     config: RunConfig
     numbers: Resolved
     folder: RunFolder
-    data: Parts
+    data: RunData
     tokenizer: Tokenizer
     world: World
     state: TrainState
@@ -76,7 +76,7 @@ def assemble(
     """Open and build everything, with start weights in place; the world is this process alone if
     not given."""
     world = world or open_world(config.runtime, tf32=config.precision.tf32)
-    data = open_parts(config.data, sequence=config.data.sequence or config.model.context)
+    data = open_data(config.data, sequence=config.data.sequence or config.model.context)
     tokenizer = _open_tokenizer(config, data)
     numbers = resolve(config, vocab=tokenizer.size, mesh=world.mesh)
     control = control or ControlGroup()
@@ -111,10 +111,10 @@ def assemble(
     )
 
 
-def _open_tokenizer(config: RunConfig, data: Parts) -> Tokenizer:
+def _open_tokenizer(config: RunConfig, data: RunData) -> Tokenizer:
     """The tokenizer the token files were made with, proven by its fingerprint or by the ids."""
-    train = data.train.parts
-    held = data.validation.parts if config.data.validation and data.validation else ()
+    train = data.train.splits
+    held = data.validation.splits if config.data.validation and data.validation else ()
     given = config.data.tokenizer or f"{train[0].path}.tokenizer"
     known = any(part.reader.info.tokenizer is not None for part in train)
     if not known and not config.data.tokenizer and not Path(given).exists():
@@ -142,7 +142,7 @@ def _open_tokenizer(config: RunConfig, data: Parts) -> Tokenizer:
 
 
 def _identity(
-    config: RunConfig, numbers: Resolved, data: Parts, tokenizer: Tokenizer
+    config: RunConfig, numbers: Resolved, data: RunData, tokenizer: Tokenizer
 ) -> dict[str, Any]:
     """What must stay the same for a run to go on exactly."""
     own_seed = {} if config.data.seed is None else {"data.seed": config.data.seed}
@@ -151,11 +151,11 @@ def _identity(
         "model.vocab": numbers.vocab,
         "tokenizer": tokenizer.fingerprint,
         "data.paths (content)": _each(data, lambda part: part.reader.info.fingerprint),
-        "data.split (tokens)": _each(data, lambda part: [part.stretch.begin, part.stretch.end]),
+        "data.split (tokens)": _each(data, lambda part: [part.tokens.start, part.tokens.stop]),
         "data.order": config.data.order,
         "data.sequence": numbers.sequence,
         **own_seed,
-        **order_identity(config.data, data.train, _wanted(config.data, numbers)),
+        **order_identity(config.data, data.train, _order_spec(config.data, numbers)),
         "train.seed": config.train.seed,
         "optim.type": config.optim.type,
     }
@@ -165,9 +165,9 @@ def _of_model(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {f"model.{name}": value for name, value in settings.items()}
 
 
-def _each(data: Parts, fact: Callable[[Part], Any]) -> Any:
+def _each(data: RunData, fact: Callable[[DatasetSplit], Any]) -> Any:
     """A fact about each set that is trained on, as it is if there is one set."""
-    facts = [fact(part) for part in data.train.parts]
+    facts = [fact(part) for part in data.train.splits]
     return facts[0] if len(facts) == 1 else facts
 
 
@@ -176,9 +176,9 @@ def document_rules(parts: Assembly) -> DocumentRules:
     return build_rules(parts.config.data, end_of_text=parts.tokenizer.end_of_text)
 
 
-def _wanted(data: DataConfig, numbers: Resolved, folder: RunFolder | None = None) -> Wanted:
+def _order_spec(data: DataConfig, numbers: Resolved, folder: RunFolder | None = None) -> OrderSpec:
     own = None if folder is None else folder.path / "index"
-    return Wanted(
+    return OrderSpec(
         sequence=numbers.sequence,
         seed=numbers.data_seed,
         samples=numbers.asked_samples,
@@ -190,7 +190,7 @@ def build_loader(parts: Assembly) -> Loader:
     """The stream of training batches."""
     numbers, data = parts.numbers, parts.config.data
     return Loader(
-        build_stream(data, parts.data.train, _wanted(data, numbers, parts.folder)),
+        build_stream(data, parts.data.train, _order_spec(data, numbers, parts.folder)),
         micro_batch=numbers.micro_batch,
         accumulate=numbers.accumulate,
         rules=document_rules(parts),

@@ -1,4 +1,4 @@
-"""What a run ran on: versions, machine, code."""
+"""What a run runs on: versions, machine, code."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def version(package: str) -> str | None:
 
 
 def code_commit() -> str | None:
-    """The commit of the working copy that this code runs from, with + if files were changed."""
+    """The commit of the working copy that this code runs from, with + if files have changed."""
     here = Path(__file__).resolve().parent
     if not any((folder / ".git").exists() for folder in here.parents):
         return None

@@ -28,8 +28,7 @@ from gristmill.generate import Sampling, TextGenerator
 from gristmill.parallel.liveness.monitor import Monitor
 from gristmill.parallel.strategy import Strategy
 from gristmill.text.tokenizers.tokenizer import Tokenizer
-from gristmill.train.meter import AHEAD, Meter
-from gristmill.train.moment import Moment
+from gristmill.train.meter import AHEAD, Meter, StepEvent
 from gristmill.train.stop import StopRequest
 from gristmill.train.tracker import Tracker
 
@@ -44,9 +43,9 @@ class Hook(Protocol):
         """Before the first step of a new run."""
         ...
 
-    def due(self, moment: Moment) -> bool: ...
+    def due(self, event: StepEvent) -> bool: ...
 
-    def act(self, moment: Moment) -> None: ...
+    def act(self, event: StepEvent) -> None: ...
 
     def at_end(self, *, finished: bool) -> None:
         """After the last step; `finished` is False when the run was stopped before its horizon."""
@@ -99,19 +98,19 @@ class Hooks:
         if self.monitor is not None:
             self.monitor.phase(phase, self._steps)
 
-    def after_step(self, moment: Moment) -> None:
-        self._steps = moment.after.steps
-        self.meter.add(moment)
-        due = [hook for hook in self.hooks if hook.due(moment)]
+    def after_step(self, event: StepEvent) -> None:
+        self._steps = event.after.steps
+        self.meter.add(event)
+        due = [hook for hook in self.hooks if hook.due(event)]
         if due:
             self.meter.settle()
             for hook in due:
                 self._say(hook.phase)
-                hook.act(moment)
+                hook.act(event)
             self.meter.restart_clock()
         self._say("step")
         # The next step may be the first of a larger batch.
-        step_seconds = self.meter.sample_seconds * self.batch_at(moment.after.samples)
+        step_seconds = self.meter.sample_seconds * self.batch_at(event.after.samples)
         self.stop.check_time(reserve=2 * (step_seconds + self.writer.seconds))
 
     def at_end(self, *, finished: bool) -> None:
@@ -153,10 +152,10 @@ class Validate:
     def at_start(self) -> None:
         self._measure()
 
-    def due(self, moment: Moment) -> bool:
-        return self.every.due(moment.before, moment.after)
+    def due(self, event: StepEvent) -> bool:
+        return self.every.due(event.before, event.after)
 
-    def act(self, moment: Moment) -> None:
+    def act(self, event: StepEvent) -> None:
         self._measure()
 
     def at_end(self, *, finished: bool) -> None:
@@ -218,10 +217,10 @@ class Sample:
     def at_start(self) -> None:
         self._write()
 
-    def due(self, moment: Moment) -> bool:
-        return self.config.every.due(moment.before, moment.after)
+    def due(self, event: StepEvent) -> bool:
+        return self.config.every.due(event.before, event.after)
 
-    def act(self, moment: Moment) -> None:
+    def act(self, event: StepEvent) -> None:
         self._write()
 
     def at_end(self, *, finished: bool) -> None:
@@ -267,14 +266,14 @@ class Checkpoint:
     def at_start(self) -> None:
         """Nothing: the start can be made again from the settings."""
 
-    def due(self, moment: Moment) -> bool:
-        if self.every.due(moment.before, moment.after):
+    def due(self, event: StepEvent) -> bool:
+        if self.every.due(event.before, event.after):
             return True
-        return self.keep_best and self.validate is not None and self.validate.due(moment)
+        return self.keep_best and self.validate is not None and self.validate.due(event)
 
-    def act(self, moment: Moment) -> None:
+    def act(self, event: StepEvent) -> None:
         best = self._best_now()
-        if best is not None or self.every.due(moment.before, moment.after):
+        if best is not None or self.every.due(event.before, event.after):
             self._save(best)
 
     def at_end(self, *, finished: bool) -> None:

@@ -11,7 +11,7 @@ from gristmill.data.loader import Batch
 from gristmill.optim.schedule import Schedule
 from gristmill.parallel.strategy import Strategy
 from gristmill.train.hooks import Hooks
-from gristmill.train.moment import Moment
+from gristmill.train.meter import StepEvent
 
 
 def train(
@@ -36,7 +36,7 @@ def train(
         result = strategy.accumulate(micro_batches, before)
         result = strategy.update(result, stop=hooks.asked_to_stop)
         state.progress = before.after(samples=result.samples, tokens=result.tokens)
-        hooks.after_step(Moment(before, state.progress, result, lr=lr, data_wait=waited))
+        hooks.after_step(StepEvent(before, state.progress, result, lr=lr, data_wait=waited))
     finished = state.progress.reached(until)
     hooks.at_end(finished=finished)
     return finished

@@ -16,14 +16,13 @@ from dataclasses import dataclass
 import torch
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.units import Duration
+from gristmill.base.units import Duration, Progress
 from gristmill.checkpoint.state import Counters
 from gristmill.parallel.device import Mark
 from gristmill.parallel.strategy import StepResult
 from gristmill.parallel.world import World
 from gristmill.plan.arithmetic import TokenCost
 from gristmill.track.metrics import StepRecord
-from gristmill.train.moment import Moment
 from gristmill.train.tracker import Tracker
 
 AHEAD = 2
@@ -31,8 +30,20 @@ AHEAD = 2
 
 
 @dataclass(frozen=True)
+class StepEvent:
+    """A step that was just made, as the hooks see it."""
+
+    before: Progress
+    after: Progress
+    result: StepResult
+    lr: float
+    data_wait: float
+    """Seconds spent waiting for the batch."""
+
+
+@dataclass(frozen=True)
 class _Pending:
-    moment: Moment
+    event: StepEvent
     scalars: torch.Tensor
     end: Mark
 
@@ -62,11 +73,11 @@ class Meter:
         self.stop_step: int | None = None
         """The first step in which some process asked for an end."""
 
-    def add(self, moment: Moment) -> None:
+    def add(self, event: StepEvent) -> None:
         """Take in one step's result, and report all steps whose numbers have arrived."""
         device = self.world.device
-        scalars = device.to_host(_scalars(moment.result))
-        self._pending.append(_Pending(moment, scalars, device.mark()))
+        scalars = device.to_host(_scalars(event.result))
+        self._pending.append(_Pending(event, scalars, device.mark()))
         if len(self._pending) > AHEAD:
             self._pending[-AHEAD - 1].end.wait()
         self._report()
@@ -84,43 +95,43 @@ class Meter:
         while self._pending and self._pending[0].end.reached():
             pending = self._pending.popleft()
             self.step_seconds = pending.end.seconds_since(self._last)
-            self.sample_seconds = self.step_seconds / pending.moment.result.samples
+            self.sample_seconds = self.step_seconds / pending.event.result.samples
             self.counters.seconds += self.step_seconds
             self._last = pending.end
-            self._record(pending.moment, pending.scalars.tolist())
+            self._record(pending.event, pending.scalars.tolist())
 
-    def _record(self, moment: Moment, scalars: list[float]) -> None:
+    def _record(self, event: StepEvent, scalars: list[float]) -> None:
         loss, norm, skipped, scale, stops = scalars
         if stops and self.stop_step is None:
-            self.stop_step = moment.after.steps
+            self.stop_step = event.after.steps
         self.counters.skipped += int(skipped)
         self.counters.nan += int(not math.isfinite(loss))
         # An overflow in fp16 only means that the loss scale is still being found.
-        overflow = skipped and math.isfinite(loss) and moment.result.loss_scale is not None
+        overflow = skipped and math.isfinite(loss) and event.result.loss_scale is not None
         self._bad_in_a_row = self._bad_in_a_row + 1 if skipped and not overflow else 0
-        if self.every.due(moment.before, moment.after) or moment.after.steps == 1:
-            self.tracker.write(self._step_record(moment, loss, norm, scale))
+        if self.every.due(event.before, event.after) or event.after.steps == 1:
+            self.tracker.write(self._step_record(event, loss, norm, scale))
         if self._bad_in_a_row >= self.bad_steps:
             raise UserError(
                 f"loss or gradient was not finite for {self._bad_in_a_row} steps in a row, up to "
-                f"step {moment.after.steps}; the weights are as they were before",
+                f"step {event.after.steps}; the weights are as they were before",
                 where="training",
                 remedy="lower optim.lr, lengthen the warm-up, or look at the data from "
-                f"sample {moment.before.samples} on",
+                f"sample {event.before.samples} on",
                 exit=Exit.DATA,
             )
 
-    def _step_record(self, moment: Moment, loss: float, norm: float, scale: float) -> StepRecord:
-        rate = moment.result.tokens / self.step_seconds if self.step_seconds else math.inf
+    def _step_record(self, event: StepEvent, loss: float, norm: float, scale: float) -> StepRecord:
+        rate = event.result.tokens / self.step_seconds if self.step_seconds else math.inf
         each = rate / self.world.mesh.processes
         palm, causal = each * self.cost.palm, each * self.cost.causal
         return StepRecord(
-            step=moment.after.steps,
-            samples=moment.after.samples,
-            tokens=moment.after.tokens,
+            step=event.after.steps,
+            samples=event.after.samples,
+            tokens=event.after.tokens,
             time=time.time(),
             loss=loss,
-            lr=moment.lr,
+            lr=event.lr,
             grad_norm=norm,
             tokens_per_second=rate,
             step_seconds=self.step_seconds,
@@ -129,11 +140,11 @@ class Meter:
             mfu=palm / self.peak if self.peak else None,
             mfu_causal=causal / self.peak if self.peak else None,
             memory_bytes=self.world.device.memory_peak(),
-            loss_scale=None if moment.result.loss_scale is None else scale,
+            loss_scale=None if event.result.loss_scale is None else scale,
             skipped=self.counters.skipped,
             nan=self.counters.nan,
-            data_wait=moment.data_wait,
-            sync_wait=moment.result.waited() if moment.result.waited is not None else None,
+            data_wait=event.data_wait,
+            sync_wait=event.result.waited() if event.result.waited is not None else None,
         )
 
 

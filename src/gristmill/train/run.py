@@ -81,7 +81,7 @@ def run_training(
             outcome = _locked_training(config, folder, world, control, stop, monitor)
         except UserError:
             if new and world.is_rank0:
-                folder.take_back()
+                folder.remove_unused()
             raise
         finally:
             lock.release()

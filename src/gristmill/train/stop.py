@@ -1,5 +1,5 @@
-"""The wish that a run end early, with a save. Needs nothing that takes long to import, so that it
-can be listened for from the first moment on."""
+"""Requests to stop a run early, with a save. Imports nothing slow, so that signals can be caught
+from the very start."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 class StopRequest:
     """Asks the loop to stop: on TERM, INT or USR1, or when the time limit comes near.
 
-    The handlers only note the signal. A second INT leaves at once, without a save.
+    The handlers only note the signal. A second INT exits at once, without a save.
     """
 
     def __init__(self) -> None:
         self.reason: str | None = None
         self.time_limit: float | None = None
-        """Seconds from now on."""
+        """Seconds since `started`."""
         self.started = time.monotonic()
         self._before: dict[signal.Signals, Callable[..., object] | int | None] = {}
 
@@ -34,11 +34,10 @@ class StopRequest:
             signal.signal(number, handler)
 
     def check_time(self, *, reserve: float) -> None:
-        """Stop if another step and a save, which take `reserve` seconds, might not fit."""
-        if self.time_limit is not None and self.reason is None:
-            spent = time.monotonic() - self.started
-            if spent + reserve >= self.time_limit:
-                self.reason = "the time limit"
+        """Stop if another step and a save, about `reserve` seconds, might not fit."""
+        spent = time.monotonic() - self.started
+        if self.time_limit is not None and spent + reserve >= self.time_limit:
+            self.reason = self.reason or "the time limit"
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.reason is not None:
