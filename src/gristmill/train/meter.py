@@ -71,11 +71,14 @@ class Meter:
         self.step_seconds = 0.0
         self.sample_seconds = 0.0
         self.stop_step: int | None = None
-        """The first step in which some process asked for an end."""
+        """The step after which all processes stop, once one has asked for it: the first at which
+        each of them is sure to have read that."""
 
     def add(self, event: StepEvent) -> None:
         """Take in one step's result, and report all steps whose numbers have arrived."""
         device = self.world.device
+        if self.stop_step is None:
+            self.stop_step = event.result.stop_step
         scalars = device.to_host(_scalars(event.result))
         self._pending.append(_Pending(event, scalars, device.mark()))
         if len(self._pending) > AHEAD:
@@ -103,7 +106,7 @@ class Meter:
     def _record(self, event: StepEvent, scalars: list[float]) -> None:
         loss, norm, skipped, scale, stops = scalars
         if stops and self.stop_step is None:
-            self.stop_step = event.after.steps
+            self.stop_step = event.after.steps + (AHEAD if self.world.device.is_async else 0)
         self.counters.skipped += int(skipped)
         self.counters.nan += int(not math.isfinite(loss))
         # An overflow in fp16 only means that the loss scale is still being found.
