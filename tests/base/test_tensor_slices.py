@@ -54,9 +54,9 @@ def test_divided_twice_every_element_is_held_once(
 
 def test_boxes_meet() -> None:
     one, two = TensorSlice((0, 2), (4, 6)), TensorSlice((3, 0), (9, 3))
-    assert one.meet(two) == TensorSlice((3, 2), (4, 3))
-    assert one.meet(TensorSlice((4, 2), (5, 3))) is None
-    assert one.meet(two).seen_from(one) == TensorSlice((3, 0), (4, 1))  # type: ignore[union-attr]
+    assert one.intersect(two) == TensorSlice((3, 2), (4, 3))
+    assert one.intersect(TensorSlice((4, 2), (5, 3))) is None
+    assert one.intersect(two).relative_to(one) == TensorSlice((3, 0), (4, 1))  # type: ignore[union-attr]
     assert one.shape == (4, 4) and one.size == 16
 
 

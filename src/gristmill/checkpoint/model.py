@@ -1,7 +1,7 @@
 """Opening a model: a run folder, one checkpoint, a Hugging Face folder or a Hugging Face name.
 
-A `StoredModel` is all that the disk says of a model, with weights of which any part can be read:
-enough for those who need not compute with it. Loading it gives a `LoadedModel`, which is in memory.
+A `StoredModel` is a model on disk, whose weights can be read region by region: enough where nothing
+is computed with it. Loading it gives a `LoadedModel`, which is in memory.
 """
 
 from __future__ import annotations
@@ -14,12 +14,7 @@ import torch
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import read_json
 from gristmill.checkpoint.layout import ALONE, MANIFEST, CheckpointFolder, step_of, verify
-from gristmill.checkpoint.state import (
-    check_weights,
-    load_parameters,
-    load_weights,
-    read_state,
-)
+from gristmill.checkpoint.state import check_weights, load_pretrained, load_weights, read_state
 from gristmill.checkpoint.tensor_reader import open_hf_tensors, open_tensors
 from gristmill.config.hf import from_hf, model_folder
 from gristmill.config.model import ModelConfig
@@ -47,12 +42,12 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model on the disk, with its tokenizer."""
+    """A model on disk, with its tokenizer."""
 
     config: ModelConfig
     vocab: int
     weights: Weights
-    """Under our names; those of all parameters are there, in the right shapes."""
+    """Under our names; checked to hold every parameter in the right shape."""
     tokenizer: Tokenizer
     origin: Path
     run: Path | None = None
@@ -75,12 +70,12 @@ def open_model(spec: str, *, device: torch.device, checkpoint: str = "latest") -
 
 
 def open_stored(spec: str, *, checkpoint: str = "latest") -> StoredModel:
-    """Find what `spec` names, and check that it is whole."""
+    """Find what `spec` names, and check that it is intact."""
     path = model_folder(spec, where="MODEL")
     if (path / "run.toml").is_file():
-        return _from_checkpoint(_choose(path, checkpoint))
+        return _from_checkpoint(_choose_checkpoint(path, checkpoint))
     if (path / MANIFEST).is_file():
-        return _from_checkpoint(_intact(path))
+        return _from_checkpoint(_require_intact(path))
     if (path / "config.json").is_file():
         return _from_hf(path)
     raise UserError(
@@ -94,57 +89,55 @@ def open_stored(spec: str, *, checkpoint: str = "latest") -> StoredModel:
 def load_start_weights(
     model: CausalLM, start: str, parameters: ShardedParameters, *, control: ControlGroup = ALONE
 ) -> None:
-    """Put the weights of a run folder, a Hugging Face folder or name into what this process holds
-    of a freshly built model."""
+    """Load the weights of a run folder, a Hugging Face folder or name into this rank's shards of a
+    freshly built model."""
     path = model_folder(start, where="model.start")
-    tables = model.vocabulary_parameters()
-    for one in parameters.values():
-        if one.name in tables:
-            one.local.detach().zero_()
-    load_parameters(parameters.values(), _start_weights(path, start, model, control), padded=tables)
+    weights: Weights
+    if (path / "run.toml").is_file():
+        checkpoint = _choose_checkpoint(path, "latest", control)
+        vocab = read_state(checkpoint)["settings"]["vocab"]
+        if vocab != model.vocab:
+            raise UserError(
+                f"the weights in {start!r} are for a vocabulary of {vocab}, not {model.vocab}",
+                where="model.start",
+            )
+        weights = open_tensors(checkpoint)
+    else:
+        outline = outline_model(model.config, vocab=model.vocab)
+        weights = Gpt2Weights(open_hf_tensors(path), outline)
+    load_pretrained(parameters.values(), weights, tables=model.vocabulary_parameters())
 
 
-def _start_weights(path: Path, start: str, model: CausalLM, control: ControlGroup) -> Weights:
-    if not (path / "run.toml").is_file():
-        whole = outline_model(model.config, vocab=model.vocab)
-        return Gpt2Weights(open_hf_tensors(path), whole)
-    chosen = _choose(path, "latest", control)
-    vocab = read_state(chosen)["settings"]["vocab"]
-    if vocab != model.vocab:
-        raise UserError(
-            f"the weights in {start!r} are for a vocabulary of {vocab}, not {model.vocab}",
-            where="model.start",
-        )
-    return open_tensors(chosen)
-
-
-def _choose(run: Path, which: str, control: ControlGroup = ALONE) -> Path:
-    """The checkpoint of a run that is asked for, every byte of whose model is as it was written."""
+def _choose_checkpoint(run: Path, which: str, control: ControlGroup = ALONE) -> Path:
+    """A checkpoint of a run, every byte of whose model is as it was written."""
     folder = CheckpointFolder(run / "checkpoints")
     if which == "latest":
         found = folder.newest_intact(control, read=_of_model).path
         if found is None:
             raise UserError("this run has no intact checkpoint", where=str(run), exit=Exit.DATA)
         return found
-    best = folder.best()
-    if which == "best" and best is None:
-        raise UserError("this run has no best checkpoint yet", where=str(run), exit=Exit.DATA)
-    if which != "best" and not which.isdigit():
+    if which == "best":
+        best = folder.best()
+        if best is None:
+            raise UserError("this run has no best checkpoint yet", where=str(run), exit=Exit.DATA)
+        path = folder.path(best.step)
+    elif which.isdigit():
+        path = folder.path(int(which))
+    else:
         raise UserError(f"{which!r} is not latest, best or a step", where="--checkpoint")
-    path = folder.path(best.step if which == "best" and best else int(which))
     if not path.is_dir():
         steps = ", ".join(str(step_of(p)) for p in folder.committed())
         raise UserError(f"no checkpoint {path.name}", where=str(run), remedy=f"there are: {steps}")
-    return _intact(path)
+    return _require_intact(path)
 
 
 def _of_model(name: str) -> bool:
-    """Whether a file is needed for the model; those of the optimizer are twice as large as all
-    others."""
+    """Whether a file is needed for the model. The optimizer's files are twice as large as all
+    others together."""
     return not name.startswith("optimizer")
 
 
-def _intact(path: Path) -> Path:
+def _require_intact(path: Path) -> Path:
     problems = verify(path, read=_of_model)
     if problems:
         raise UserError(problems, exit=Exit.DATA)

@@ -193,17 +193,17 @@ def export(
         line.update(0, None, model)
         stored = open_stored(model, checkpoint=checkpoint)
     with ProgressLine("exporting") as line:
-        done = export_model(stored, folder, check=check.value, watch=_show_export(line))
+        done = export_model(stored, folder, check=check.value, progress=_show_export(line))
     files = "1 file" if done.files == 1 else f"{done.files} files"
     typer.echo(f"{done.folder}: exported {stored.origin}, {format_bytes(done.bytes)} in {files}")
-    asked = done.unasked
+    compared = done.skipped
     if done.agreement is not None:
-        asked = (
+        compared = (
             "transformers' logits differ by at most "
             f"{done.agreement.largest_difference:.1e}, {done.agreement.greedy_tokens} greedy "
             "tokens are the same"
         )
-    typer.echo(f"checked: all weights read back as they are in the source; {asked}")
+    typer.echo(f"checked: all weights read back as they are in the source; {compared}")
 
 
 def _show_export(line: ProgressLine) -> Callable[[ExportProgress], None]:
