@@ -1,7 +1,7 @@
 """Generates token ids, and text: prefill, then one position at a time with the model's cache, if it
 has one.
 
-    window   the last `context` ids, which the model sees; when it is full, its older half is dropped
+    window   the last `context` ids: what the model sees; when full, its older half is dropped
 
 The window depends on positions only. So decoding sees the same ids with and without a cache, and
 greedy decoding gives the same ids. The engine knows nothing about text; `TextGenerator` adds a
