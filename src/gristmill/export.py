@@ -9,14 +9,12 @@ with the number of layers, and verifies it before the folder gets its name.
     transformers loads the folder, we the source -> same logits and greedy tokens?
 
 Everything is written under a temporary name and flushed; the folder gets its own name after all
-checks. The leftovers of a killed export are recognised by that temporary name and have no
-config.json unless the weights are verified; the next export to the same folder removes them.
+checks. What a killed export leaves has the temporary name, and no config.json before the weights
+are verified; the next export to the same folder removes it.
 
 The last check holds the model in memory twice. In fp32 the logits must agree within 1e-5 (of the
 largest logit, where that is above 1), and greedy continuations must be the same ids. If it needs
-more than half of the free memory it is skipped, unless it is asked for, and the result says so:
-then the weights are verified, and that transformers computes the same with them is known from
-smaller models only.
+more than half of the free memory it is skipped, unless it is asked for, and the result says so.
 """
 
 from __future__ import annotations
@@ -90,15 +88,6 @@ class Exported:
     """Why it was not."""
 
 
-@dataclass(frozen=True)
-class ExportProgress:
-    """How far an export is: each byte of weights is written, then read back."""
-
-    doing: str
-    done: int
-    total: int
-
-
 _Advance = Callable[[str, int], None]
 """Called with what was done, and with how many bytes of weights."""
 
@@ -109,9 +98,10 @@ def export(
     *,
     check: Check = "auto",
     shard: int = SHARD,
-    progress: Callable[[ExportProgress], None] | None = None,
+    progress: Callable[[str, int, int], None] = lambda doing, done, total: None,
 ) -> Exported:
-    """Write and check a Hugging Face folder."""
+    """Write and check a Hugging Face folder. `progress` is called with what is being done, and the
+    bytes done and in total: all weights are written, then read back."""
     end = stored.tokenizer.end_of_text
     if not isinstance(stored.config, GPTConfig):
         raise UserError(
@@ -133,8 +123,7 @@ def export(
     def advance(doing: str, count: int) -> None:
         nonlocal done
         done += count
-        if progress is not None:
-            progress(ExportProgress(doing, done, 2 * size))
+        progress(doing, done, 2 * size)
 
     with _staged(folder) as staging:
         _write_weights(stored.weights, staging, files, advance)

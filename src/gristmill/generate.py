@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -146,20 +147,10 @@ class TextGenerator:
             if not draft.finished:
                 yield number, self.tokenizer.decode(draft.ids)[draft.yielded :]
 
-    def texts(
-        self,
-        prompt: str,
-        *,
-        tokens: int,
-        sampling: Sampling,
-        samples: int = 1,
-        stop: Sequence[str] = (),
-    ) -> list[str]:
-        """The whole continuations."""
+    def texts(self, prompt: str, *, samples: int = 1, **options: Any) -> list[str]:
+        """The whole continuations; `options` are those of `stream`."""
         texts = [""] * samples
-        for number, piece in self.stream(
-            prompt, tokens=tokens, sampling=sampling, samples=samples, stop=stop
-        ):
+        for number, piece in self.stream(prompt, samples=samples, **options):
             texts[number] += piece
         return texts
 

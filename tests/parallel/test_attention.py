@@ -105,10 +105,9 @@ def in_blocks(case: Case) -> list[torch.Tensor]:
         merge(whole, part)
     whole = PartialAttention(whole.y_BHTK.to(case.query.dtype), whole.log_sum_BHT)
     gradients = [attend_backward(block, whole, case.grad) for block in blocks]
-    query = sum(one.query_BHTK.to(dtype) for one in gradients)
+    queries, keys, values = zip(*gradients, strict=True)
+    query = sum(one.to(dtype) for one in queries)
     assert isinstance(query, torch.Tensor)
-    keys = [one.key_BGSK for one in gradients]
-    values = [one.value_BGSK for one in gradients]
     return [x.double().cpu() for x in (whole.y_BHTK, query, *keys, *values)]
 
 

@@ -25,7 +25,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 
 from gristmill.base.errors import Exit, Problem, UserError
@@ -119,7 +119,8 @@ class CheckpointFolder:
         fingerprint were flushed by the ranks that wrote them; the others are flushed here."""
         final = self.root / staging.name.removeprefix(".writing-").partition(".")[0]
         by_name = {one.name: one for one in known}
-        problems = _problems(staging, by_name.values(), read=lambda name: False)
+        found = (_problem(staging, one, read=False) for one in by_name.values())
+        problems = [problem for problem in found if problem is not None]
         if problems:
             remedy = "set `folder` to a place on a file system that all processes share"
             raise UserError(
@@ -159,15 +160,12 @@ class CheckpointFolder:
         return self.root / name
 
     def best(self) -> Best | None:
-        """The best checkpoint so far, if it is still there."""
+        """The best checkpoint so far, if one is marked."""
         file = self.root / "best.json"
-        if not file.is_file():
-            return None
-        values = read_json(file)
-        return Best(int(values["step"]), float(values["loss"]))
+        return Best(**read_json(file)) if file.is_file() else None
 
     def mark_best(self, best: Best) -> None:
-        write_json(self.root / "best.json", {"step": best.step, "loss": best.loss})
+        write_json(self.root / "best.json", asdict(best))
 
     def thin_out(
         self, *, keep: int, keep_every: Duration | None, progress_at: Callable[[int], Progress]
@@ -212,51 +210,40 @@ def verify(
 ) -> list[Problem]:
     """Everything in a checkpoint that is not as it was written. All ranks verify it together, file
     n on rank n modulo their number. Of files that `read` refuses only the size is compared."""
-    found = _verify_files(folder, rank=control.rank, ranks=control.size, read=read)
-    reports = control.all_gather([astuple(problem) for problem in found])
+    try:
+        files = _read_manifest(folder)[control.rank :: control.size]
+    except (OSError, ValueError) as error:
+        what = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else "is damaged"
+        found: list[Problem | None] = [Problem(what, str(folder / MANIFEST))]
+    else:
+        found = [_problem(folder, one, read=read is None or read(one.name)) for one in files]
+    reports = control.all_gather([astuple(problem) for problem in found if problem is not None])
     problems = {Problem(*values) for report in reports for values in report}
     return sorted(problems, key=lambda problem: problem.where or "")
 
 
-def _verify_files(folder: Path, *, rank: int, ranks: int, read: NameFilter | None) -> list[Problem]:
-    where = str(folder / MANIFEST)
-    try:
-        text = (folder / MANIFEST).read_text()
-    except OSError as error:
-        return [Problem(f"cannot be read: {error.strerror}", where)]
-    except UnicodeDecodeError:
-        return [Problem("is damaged", where)]
+def _read_manifest(folder: Path) -> list[Fingerprint]:
+    text = (folder / MANIFEST).read_text()
     body, _, seal = text.removesuffix("\n").rpartition("\n")
     body += "\n"
     lines = [_LINE.fullmatch(line) for line in body.splitlines()]
     files = [Fingerprint(line[3], line[1], int(line[2])) for line in lines if line]
     sealed = text == f"{body}{seal}\n" and sha256_text(body) == seal
     if not sealed or len(files) != len(lines):
-        return [Problem("is damaged", where)]
-    return _problems(folder, files[rank::ranks], read=read)
+        raise ValueError("the manifest is not as it was written")
+    return files
 
 
-def _problems(
-    folder: Path, files: Iterable[Fingerprint], *, read: NameFilter | None
-) -> list[Problem]:
-    problems = []
-    for one in files:
-        fault = _fault(folder / one.name, one, content=read is None or read(one.name))
-        if fault is not None:
-            problems.append(Problem(fault, str(folder / one.name)))
-    return problems
-
-
-def _fault(file: Path, expected: Fingerprint, *, content: bool) -> str | None:
+def _problem(folder: Path, expected: Fingerprint, *, read: bool = True) -> Problem | None:
     """What is wrong with a file, if anything."""
+    file, fault = folder / expected.name, None
     try:
         if not file.is_file():
-            return "is missing"
-        size = file.stat().st_size
-        if size != expected.size:
-            return f"has {size} bytes, not {expected.size}"
-        if content and sha256_file(file) != expected.sha256:
-            return "has changed bytes"
+            fault = "is missing"
+        elif (size := file.stat().st_size) != expected.size:
+            fault = f"has {size} bytes, not {expected.size}"
+        elif read and sha256_file(file) != expected.sha256:
+            fault = "has changed bytes"
     except OSError as error:
-        return f"cannot be read: {error.strerror}"
-    return None
+        fault = f"cannot be read: {error.strerror}"
+    return None if fault is None else Problem(fault, str(file))

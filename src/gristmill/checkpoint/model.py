@@ -76,14 +76,27 @@ def open_stored(spec: str, *, checkpoint: str = "latest") -> StoredModel:
         return _from_checkpoint(_choose_checkpoint(path, checkpoint))
     if (path / MANIFEST).is_file():
         return _from_checkpoint(_require_intact(path))
-    if (path / "config.json").is_file():
-        return _from_hf(path)
-    raise UserError(
-        f"{spec!r} is neither a run folder (run.toml), a checkpoint ({MANIFEST}) nor a "
-        "Hugging Face model (config.json)",
-        where="MODEL",
-        exit=Exit.DATA,
-    )
+    if not (path / "config.json").is_file():
+        raise UserError(
+            f"{spec!r} is neither a run folder (run.toml), a checkpoint ({MANIFEST}) nor a "
+            "Hugging Face model (config.json)",
+            where="MODEL",
+            exit=Exit.DATA,
+        )
+    config = parse_model(from_hf(read_json(path / "config.json"), where=str(path / "config.json")))
+    assert config.vocab is not None
+    weights = Gpt2Weights(open_hf_tensors(path), outline_model(config, vocab=config.vocab))
+    return StoredModel(config, config.vocab, weights, open_tokenizer(path), path)
+
+
+def _from_checkpoint(path: Path) -> StoredModel:
+    state = read_state(path)
+    config, vocab = parse_model(state["settings"]["model"]), state["settings"]["vocab"]
+    weights = open_tensors(path)
+    check_weights(outline_model(config, vocab=vocab), weights)
+    run = path.resolve().parent.parent
+    tokenizer, step = open_tokenizer(run / "tokenizer"), state["progress"]["steps"]
+    return StoredModel(config, vocab, weights, tokenizer, path, run=run, step=step)
 
 
 def load_start_weights(
@@ -142,22 +155,3 @@ def _require_intact(path: Path) -> Path:
     if problems:
         raise UserError(problems, exit=Exit.DATA)
     return path
-
-
-def _from_checkpoint(path: Path) -> StoredModel:
-    state = read_state(path)
-    settings, step = state["settings"], state["progress"]["steps"]
-    config, vocab = parse_model(settings["model"]), settings["vocab"]
-    weights = open_tensors(path)
-    check_weights(outline_model(config, vocab=vocab), weights)
-    run = path.resolve().parent.parent
-    tokenizer = open_tokenizer(run / "tokenizer")
-    return StoredModel(config, vocab, weights, tokenizer, path, run=run, step=step)
-
-
-def _from_hf(path: Path) -> StoredModel:
-    values = read_json(path / "config.json")
-    config = parse_model(from_hf(values, where=str(path / "config.json")))
-    assert config.vocab is not None
-    weights = Gpt2Weights(open_hf_tensors(path), outline_model(config, vocab=config.vocab))
-    return StoredModel(config, config.vocab, weights, open_tokenizer(path), path)

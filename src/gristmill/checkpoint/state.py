@@ -43,7 +43,7 @@ from gristmill.checkpoint.pieces import (
     piece_key,
 )
 from gristmill.checkpoint.tensor_reader import TensorReader, open_tensors
-from gristmill.checkpoint.tensorfile import dtype_name, write_tensors
+from gristmill.checkpoint.tensorfile import DTYPE_NAMES, write_tensors
 from gristmill.models.spec import CausalLM
 from gristmill.models.weights import Weights
 from gristmill.optim.spec import CheckpointState, Optimizer, Placement, StateEntry
@@ -123,7 +123,7 @@ class Contribution:
         self,
         name: str,
         shape: tuple[int, ...],
-        dtype: str,
+        dtype: torch.dtype,
         pieces: Iterable[tuple[TensorSlice, torch.Tensor]],
     ) -> None:
         """Copy the pieces of a tensor that this rank writes."""
@@ -132,7 +132,7 @@ class Contribution:
             copy = piece.detach().to("cpu", copy=True).contiguous()
             self.tensors[piece_key(name, region, shape)] = copy
             bounds.append((region.begin, region.end))
-        self.reports[name] = (dtype, shape, bounds)
+        self.reports[name] = (DTYPE_NAMES[dtype], shape, bounds)
 
     def add_sharded(self, name: str, value: torch.Tensor, parameter: ShardedParameter) -> None:
         """Copy what this rank owns of a tensor that is sharded like a parameter."""
@@ -142,7 +142,7 @@ class Contribution:
         if in_place and sum(one.whole.size for one in slices) == math.prod(shape):
             slices = whole_slice(shape)  # all of it is here: one piece, not several
         pieces = [(one.whole, value[one.local.slices]) for one in slices]
-        self.add(name, shape, dtype_name(value), pieces)
+        self.add(name, shape, value.dtype, pieces)
 
     def add_state(self, source: CheckpointState, state: TrainState) -> None:
         """Copy what this rank writes of the state of an optimizer or a strategy."""
@@ -161,7 +161,7 @@ class Contribution:
                     shape, writes = (state.ranks, *value.shape), True
                     region = TensorSlice.whole(shape).narrow(0, state.rank, state.rank + 1)
                     value = value[None]
-            self.add(name, shape, dtype_name(value), [(region, value)] if writes else [])
+            self.add(name, shape, value.dtype, [(region, value)] if writes else [])
 
 
 @dataclass(frozen=True)

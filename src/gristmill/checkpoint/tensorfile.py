@@ -43,7 +43,7 @@ DTYPES = {
 }
 """dtypes by their names in safetensors files."""
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CHUNK = 2**24
 """Bytes that are hashed and written at a time."""
 
@@ -60,11 +60,6 @@ class StreamedTensor:
     @property
     def bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-def dtype_name(tensor: torch.Tensor) -> str:
-    """A tensor's dtype as safetensors files name it."""
-    return _NAMES[tensor.dtype]
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> Fingerprint:
@@ -114,7 +109,7 @@ def _chunks(
     begin = 0
     for name, tensor in ordered:
         offsets = [begin, begin + tensor.bytes]
-        dtype, shape = _NAMES[tensor.dtype], list(tensor.shape)
+        dtype, shape = DTYPE_NAMES[tensor.dtype], list(tensor.shape)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
         begin += tensor.bytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()

@@ -16,9 +16,9 @@ There is one save at a time: a second waits for the first.
 from __future__ import annotations
 
 import shutil
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -49,27 +49,21 @@ class CheckpointWriter:
         self.progress_at, self.control = progress_at, control
         self.seconds = 0.0
         self.failure: UserError | None = None
-        self._thread: threading.Thread | None = None
-        self._defect: Exception | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
 
     def save(self, snapshot: Snapshot, *, best: Best | None = None) -> None:
         """Begin to write a snapshot; `best` marks it as the best so far once it is committed."""
         self.wait()
-        if not self.config.background:
+        if self.config.background:
+            self._pending = self._thread.submit(self._write, snapshot, best)
+        else:
             self._write(snapshot, best)
-            return
-        self._thread = threading.Thread(
-            target=self._write_in_thread, args=(snapshot, best), name="checkpoint"
-        )
-        self._thread.start()
 
     def wait(self) -> None:
-        """Return when nothing is being written."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._defect is not None:
-            raise self._defect
+        """Return when nothing is being written; raises a defect that ended the last save."""
+        if self._pending is not None:
+            self._pending.result()
 
     def finish(self) -> None:
         """Wait for the last save, and raise an error if it failed."""
@@ -81,12 +75,6 @@ class CheckpointWriter:
         """Mark a step that is saved already as the best."""
         if self.control.is_rank0:
             self.folder.mark_best(best)
-
-    def _write_in_thread(self, snapshot: Snapshot, best: Best | None) -> None:
-        try:
-            self._write(snapshot, best)
-        except Exception as error:  # raised in the training thread by the next `wait`
-            self._defect = error
 
     def _write(self, snapshot: Snapshot, best: Best | None) -> None:
         started = time.monotonic()

@@ -6,7 +6,6 @@ import enum
 import json
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +17,6 @@ from gristmill.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
     from gristmill.checkpoint.model import LoadedModel
-    from gristmill.export import ExportProgress
     from gristmill.generate import Sampling, TextGenerator
 
 Model = Annotated[
@@ -193,7 +191,11 @@ def export(
         line.update(0, None, model)
         stored = open_stored(model, checkpoint=checkpoint)
     with ProgressLine("exporting") as line:
-        done = export_model(stored, folder, check=check.value, progress=_show_export(line))
+
+        def show(doing: str, count: int, total: int) -> None:
+            line.update(count, total, f"{doing}, {format_bytes(count)} of {format_bytes(total)}")
+
+        done = export_model(stored, folder, check=check.value, progress=show)
     files = "1 file" if done.files == 1 else f"{done.files} files"
     typer.echo(f"{done.folder}: exported {stored.origin}, {format_bytes(done.bytes)} in {files}")
     compared = done.skipped
@@ -204,11 +206,3 @@ def export(
             "tokens are the same"
         )
     typer.echo(f"checked: all weights read back as they are in the source; {compared}")
-
-
-def _show_export(line: ProgressLine) -> Callable[[ExportProgress], None]:
-    def show(state: ExportProgress) -> None:
-        words = f"{state.doing}, {format_bytes(state.done)} of {format_bytes(state.total)}"
-        line.update(state.done, state.total, words)
-
-    return show

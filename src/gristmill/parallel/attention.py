@@ -50,12 +50,8 @@ class PartialAttention(NamedTuple):
     log_sum_BHT: torch.Tensor
 
 
-class AttentionGradients(NamedTuple):
-    """What a block adds to the gradients."""
-
-    query_BHTK: torch.Tensor
-    key_BGSK: torch.Tensor
-    value_BGSK: torch.Tensor
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""What a block adds to the gradients of queries, keys and values."""
 
 
 class AttentionKernel(NamedTuple):
@@ -63,7 +59,7 @@ class AttentionKernel(NamedTuple):
 
     supports: Callable[[KeyBlock], bool]
     forward: Callable[[KeyBlock], PartialAttention]
-    backward: Callable[[KeyBlock, PartialAttention, torch.Tensor], AttentionGradients]
+    backward: Callable[[KeyBlock, PartialAttention, torch.Tensor], Gradients]
     grouped: bool = True
     """Whether it supports fewer key and value heads than query heads."""
 
@@ -82,20 +78,19 @@ def attend(block: KeyBlock) -> PartialAttention:
     )
 
 
-def attend_backward(
-    block: KeyBlock, whole: PartialAttention, grad_BHTK: torch.Tensor
-) -> AttentionGradients:
+def attend_backward(block: KeyBlock, whole: PartialAttention, grad_BHTK: torch.Tensor) -> Gradients:
     """What a block adds to the gradients; `whole` is the result over all keys of its queries."""
     kernel = kernel_for(block)
     if kernel.grouped:
         return kernel.backward(block, whole, grad_BHTK)
-    query, *key_value = kernel.backward(_repeat_kv(block), whole, grad_BHTK)
+    query, key, value = kernel.backward(_repeat_kv(block), whole, grad_BHTK)
     groups = block.key_BGSK.shape[1]
     if query.shape[1] != groups:
-        key_value = [
-            one.unflatten(1, (groups, -1)).sum(2, dtype=sum_dtype(one.dtype)) for one in key_value
-        ]
-    return AttentionGradients(query, *key_value)
+        key, value = (
+            one.unflatten(1, (groups, -1)).sum(2, dtype=sum_dtype(one.dtype))
+            for one in (key, value)
+        )
+    return query, key, value
 
 
 def merge(whole: PartialAttention, part: PartialAttention) -> None:
@@ -126,20 +121,17 @@ def _repeat_kv(block: KeyBlock) -> KeyBlock:
 
 
 def _bias(block: KeyBlock) -> torch.Tensor | None:
-    """The mask as a number added to the scores; its rows are a multiple of 16 elements apart, since
-    kernels read aligned vectors."""
+    """The mask as a number added to the scores of all heads; its rows are a multiple of 16 elements
+    apart, since kernels read aligned vectors."""
     if block.mask_B1TS is None:
         return None
     *sizes, keys = block.mask_B1TS.shape
     padded = block.query_BHTK.new_zeros(*sizes, -(-keys // 16) * 16)
-    return padded[..., :keys].masked_fill_(~block.mask_B1TS, -torch.inf)
+    bias_B1TS = padded[..., :keys].masked_fill_(~block.mask_B1TS, -torch.inf)
+    return bias_B1TS.expand(-1, block.query_BHTK.shape[1], -1, -1)
 
 
 # ------------------------------------------------------------------ flash attention on the CPU
-
-
-def _cpu_supports(block: KeyBlock) -> bool:
-    return block.query_BHTK.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _cpu_forward(block: KeyBlock) -> PartialAttention:
@@ -151,14 +143,10 @@ def _cpu_forward(block: KeyBlock) -> PartialAttention:
     )
 
 
-def _cpu_backward(
-    block: KeyBlock, whole: PartialAttention, grad: torch.Tensor
-) -> AttentionGradients:
+def _cpu_backward(block: KeyBlock, whole: PartialAttention, grad: torch.Tensor) -> Gradients:
     query, key, value, scale, causal, _ = block
-    return AttentionGradients(
-        *aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, key, value, *whole, 0.0, causal, attn_mask=_bias(block), scale=scale
-        )
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, query, key, value, *whole, 0.0, causal, attn_mask=_bias(block), scale=scale
     )
 
 
@@ -185,17 +173,13 @@ def _flash_forward(block: KeyBlock) -> PartialAttention:
     return PartialAttention(y, log_sum)
 
 
-def _flash_backward(
-    block: KeyBlock, whole: PartialAttention, grad: torch.Tensor
-) -> AttentionGradients:
+def _flash_backward(block: KeyBlock, whole: PartialAttention, grad: torch.Tensor) -> Gradients:
     query, key, value, scale, causal, _ = block
     result = whole.y_BHTK, whole.log_sum_BHT.contiguous()
     lengths = None, None, query.shape[2], key.shape[2]
     rng = query.new_empty(2, dtype=torch.uint64)  # the state of dropout, which is not used
-    return AttentionGradients(
-        *aten._scaled_dot_product_flash_attention_backward(
-            grad, query, key, value, *result, *lengths, 0.0, causal, rng, rng, scale=scale
-        )
+    return aten._scaled_dot_product_flash_attention_backward(
+        grad, query, key, value, *result, *lengths, 0.0, causal, rng, rng, scale=scale
     )
 
 
@@ -207,43 +191,33 @@ LOG_SUM_ROWS = 32
 
 def _efficient_supports(block: KeyBlock) -> bool:
     query = block.query_BHTK
-    by_capability = {
-        torch.float32: True,
-        torch.float16: True,
-        torch.bfloat16: torch.cuda.get_device_capability(query.device) >= AMPERE,
-    }
+    if query.dtype == torch.bfloat16 and torch.cuda.get_device_capability(query.device) < AMPERE:
+        return False
     aligned = query.shape[-1] * query.element_size() % 16 == 0
-    return aligned and by_capability.get(query.dtype, False)
-
-
-def _bias_of_heads(block: KeyBlock) -> torch.Tensor | None:
-    bias = _bias(block)
-    return None if bias is None else bias.expand(-1, block.query_BHTK.shape[1], -1, -1)
+    return aligned and query.dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _efficient_forward(block: KeyBlock) -> PartialAttention:
     query, key, value, scale, causal, _ = block
     y, log_sum, *_ = aten._scaled_dot_product_efficient_attention(
-        query, key, value, _bias_of_heads(block), True, 0.0, causal, scale=scale
+        query, key, value, _bias(block), True, 0.0, causal, scale=scale
     )
     return PartialAttention(y, log_sum[..., : query.shape[2]])
 
 
-def _efficient_backward(
-    block: KeyBlock, whole: PartialAttention, grad: torch.Tensor
-) -> AttentionGradients:
+def _efficient_backward(block: KeyBlock, whole: PartialAttention, grad: torch.Tensor) -> Gradients:
     query, key, value, scale, causal, _ = block
     missing = -query.shape[2] % LOG_SUM_ROWS
     log_sum = torch.nn.functional.pad(whole.log_sum_BHT, (0, missing), value=torch.inf)
     # The kernel assumes results laid out by position, and takes no strides for them.
     result = whole.y_BHTK.transpose(1, 2).contiguous().transpose(1, 2), log_sum.contiguous()
-    inputs = grad, query, key, value, _bias_of_heads(block)
+    inputs = grad, query, key, value, _bias(block)
     rng = query.new_empty((), dtype=torch.int64)  # the state of dropout, which is not used
     wanted = [True, True, True, False]
-    *gradients, _ = aten._scaled_dot_product_efficient_attention_backward(
+    query, key, value, _ = aten._scaled_dot_product_efficient_attention_backward(
         *inputs, *result, rng, rng, 0.0, wanted, causal, scale=scale
     )
-    return AttentionGradients(*gradients)
+    return query, key, value
 
 
 # ------------------------------------------------------------------ plain
@@ -265,25 +239,27 @@ def _plain_forward(block: KeyBlock) -> PartialAttention:
     return PartialAttention(weights_BHTS @ block.value_BGSK.to(weights_BHTS.dtype), log_sum_BHT)
 
 
-def _plain_backward(
-    block: KeyBlock, whole: PartialAttention, grad_BHTK: torch.Tensor
-) -> AttentionGradients:
+def _plain_backward(block: KeyBlock, whole: PartialAttention, grad_BHTK: torch.Tensor) -> Gradients:
     weights_BHTS = torch.exp(_scores(block) - whole.log_sum_BHT[..., None])
     query, key, value, y, grad = (
         x.to(weights_BHTS.dtype) for x in (*block[:3], whole.y_BHTK, grad_BHTK)
     )
     delta_BHT1 = (grad * y).sum(-1, keepdim=True)
     grad_BHTS = block.scale * weights_BHTS * (grad @ value.transpose(-2, -1) - delta_BHT1)
-    return AttentionGradients(
-        grad_BHTS @ key,
+    grad_key, grad_value = (
         grad_BHTS.transpose(-2, -1) @ query,
         weights_BHTS.transpose(-2, -1) @ grad,
     )
+    return grad_BHTS @ key, grad_key, grad_value
 
 
 # ------------------------------------------------------------------ choosing a kernel
 
-CPU_FLASH = AttentionKernel(_cpu_supports, _cpu_forward, _cpu_backward)
+CPU_FLASH = AttentionKernel(
+    lambda block: block.query_BHTK.dtype in (torch.float32, torch.bfloat16, torch.float16),
+    _cpu_forward,
+    _cpu_backward,
+)
 CUDA_FLASH = AttentionKernel(_flash_supports, _flash_forward, _flash_backward)
 CUDA_EFFICIENT = AttentionKernel(
     _efficient_supports, _efficient_forward, _efficient_backward, grouped=False

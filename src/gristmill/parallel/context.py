@@ -9,17 +9,16 @@ see few keys and late ones see many, so that every rank has the same amount of w
 There are two ways to attend:
 
     ring    Each rank sends keys and values to the next one while it attends to those that it has.
-            The first of R steps is causal, with the rank's own keys. Of keys from an earlier rank
-            all queries see the first chunk only; keys from a later rank are all seen, but only by
-            the second chunk of queries. The unseen half of each pair is never computed. In the
-            backward pass keys and values go round again, and their gradients with them.
+            In the first of R steps these are its own, and attention is causal. All queries see
+            keys of an earlier rank, but only its first chunk; only the second chunk of queries
+            sees keys of a later rank. The unseen half is never computed. The backward pass sends
+            keys and values round again, and their gradients with them.
     heads   One all-to-all gives every rank the whole sequence for some of the heads, another one
             returns the result. In between is ordinary attention.
 
-The ring sends R-1 times the size of a rank's keys and values, hidden behind computation where
-chunks are long, and works with any number of heads. The backward pass sends their gradients too, in
-fp32 since R of them are summed: twice the bytes of a half-precision format. The all-to-all sends
-queries, keys, values and results once, whatever R is, and hides nothing.
+The ring sends R-1 times a rank's keys and values, hidden behind computation where chunks are long,
+for any number of heads; the backward pass sends their gradients too, in fp32 since R of them are
+summed. The all-to-all sends queries, keys, values and results once, and hides nothing.
 
 Operations that communicate are registered with torch as custom operators, so that a compiled model
 holds them in one graph. They take a group by its name; "" stands for a group of one rank.
@@ -121,12 +120,12 @@ class _Ring:
 
     def __init__(
         self,
-        group: str,
         query_BHTK: torch.Tensor,
         key_BGTK: torch.Tensor,
         value_BGTK: torch.Tensor,
         documents_BT: torch.Tensor | None,
         scale: float,
+        group: str,
     ) -> None:
         self.group = _group(group)
         self.rank = 0 if self.group is None else self.group.rank()
@@ -194,17 +193,10 @@ def _empty_by_position(x_BHTK: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
     schema="(Tensor query, Tensor key, Tensor value, Tensor? documents, float scale, str group)"
     " -> (Tensor, Tensor)",
 )
-def _ring_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    documents: torch.Tensor | None,
-    scale: float,
-    group: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _ring_forward(query: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The result, and the logarithms of the sums that it was divided by."""
     whole = None
-    for step, block in _Ring(group, query, key, value, documents, scale).steps():
+    for step, block in _Ring(query, *inputs).steps():
         part = attend(block)
         if whole is None:
             y_BHTK = _empty_by_position(query, sum_dtype(query.dtype)).copy_(part.y_BHTK)
@@ -225,49 +217,40 @@ def _(query: torch.Tensor, *rest: object) -> tuple[torch.Tensor, torch.Tensor]:
 @torch.library.custom_op(
     "gristmill::ring_backward",
     mutates_args=(),
-    schema="(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor? documents, Tensor y,"
-    " Tensor log_sum, float scale, str group) -> (Tensor, Tensor)",
+    schema="(Tensor grad, Tensor y, Tensor log_sum, Tensor query, Tensor key, Tensor value,"
+    " Tensor? documents, float scale, str group) -> (Tensor, Tensor)",
 )
 def _ring_backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    documents: torch.Tensor | None,
-    y: torch.Tensor,
-    log_sum: torch.Tensor,
-    scale: float,
-    group: str,
+    grad: torch.Tensor, y: torch.Tensor, log_sum: torch.Tensor, query: torch.Tensor, *inputs: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of queries, and of keys and values stacked."""
-    ring, dtype = _Ring(group, query, key, value, documents, scale), sum_dtype(query.dtype)
+    ring, dtype = _Ring(query, *inputs), sum_dtype(query.dtype)
     grad_query = _empty_by_position(query, dtype).zero_()
     grad_kv = torch.zeros_like(ring.held[0], dtype=dtype)
     returning = None
     for (queries, keys, _), block in ring.steps():
         whole = PartialAttention(y[:, :, queries], log_sum[:, :, queries])
-        gradients = attend_backward(block, whole, grad[:, :, queries])
+        query_part, key_part, value_part = attend_backward(block, whole, grad[:, :, queries])
         if returning is not None:
             (grad_kv,) = returning.wait()
-        grad_query[:, :, queries] += gradients.query_BHTK
-        grad_kv[0, :, :, keys] += gradients.key_BGSK
-        grad_kv[1, :, :, keys] += gradients.value_BGSK
+        grad_query[:, :, queries] += query_part
+        grad_kv[0, :, :, keys] += key_part
+        grad_kv[1, :, :, keys] += value_part
         returning = ring.send([grad_kv])
     assert returning is not None
     (grad_kv,) = returning.wait()
-    return grad_query.to(query.dtype), grad_kv.to(key.dtype)
+    return grad_query.to(query.dtype), grad_kv.to(ring.held[0].dtype)
 
 
 @_ring_backward.register_fake
-def _(
-    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *rest: object
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    _, _, _, query, key, *_ = inputs
     return _empty_by_position(query, query.dtype), key.new_empty(2, *key.shape)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     *tensors, ctx.scale, ctx.group = inputs
-    ctx.save_for_backward(*tensors, *output)
+    ctx.save_for_backward(*output, *tensors)
 
 
 def _differentiate_ring(
