@@ -34,14 +34,14 @@ def test_a_stack_is_divided_matrix_by_matrix() -> None:
 
 @given(st.integers(1, 5), st.lists(st.integers(1, 4), min_size=1, max_size=3), st.integers(1, 4))
 def test_divided_twice_every_element_is_held_once(
-    ranks: int, shares: list[int], again: int
+    ranks: int, shards: list[int], again: int
 ) -> None:
-    parts = [share * ranks for share in shares]
+    parts = [shard * ranks for shard in shards]
     whole = np.arange(sum(parts) * 3).reshape(-1, 3)
     seen = []
     for rank in range(ranks):
         pieces = split_slices(whole.shape, dim=0, parts=parts, rank=rank, ranks=ranks)
-        shape = (sum(shares), 3)
+        shape = (sum(shards), 3)
         local = taken(whole, pieces, shape)
         rows = [
             taken(whole, found, (max((p.local.end[0] for p in found), default=0), 3))

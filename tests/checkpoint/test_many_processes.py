@@ -409,7 +409,7 @@ def test_what_is_not_whole_is_not_committed(
     assert folder.committed() == []
 
 
-def test_a_parameter_that_nobody_holds_is_missed(folder: CheckpointFolder) -> None:
+def test_a_parameter_that_no_rank_holds_is_missed(folder: CheckpointFolder) -> None:
     states = [Imagined(WORLDS[2]).filled(rank) for rank in range(2)]
     for state in states:
         state.names = frozenset({*state.parameters, "lost"})

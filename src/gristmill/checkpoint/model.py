@@ -14,7 +14,7 @@ import torch
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import read_json
 from gristmill.checkpoint.layout import ALONE, MANIFEST, CheckpointFolder, step_of, verify
-from gristmill.checkpoint.state import check_weights, load_pretrained, load_weights, read_state
+from gristmill.checkpoint.state import check_weights, load_weights, read_state
 from gristmill.checkpoint.tensor_reader import open_hf_tensors, open_tensors
 from gristmill.config.hf import from_hf, model_folder
 from gristmill.config.model import ModelConfig
@@ -118,7 +118,7 @@ def load_start_weights(
     else:
         outline = outline_model(model.config, vocab=model.vocab)
         weights = Gpt2Weights(open_hf_tensors(path), outline)
-    load_pretrained(parameters.values(), weights, tables=model.vocabulary_parameters())
+    load_weights(model, weights, parameters)
 
 
 def _choose_checkpoint(run: Path, which: str, control: ControlGroup = ALONE) -> Path:

@@ -257,10 +257,7 @@ def restore(state: TrainState, folder: Path) -> dict[str, Any]:
 
 
 def load_parameters(
-    parameters: Collection[ShardedParameter],
-    weights: Weights,
-    *,
-    padded: frozenset[str] = frozenset(),
+    parameters: Collection[ShardedParameter], weights: Weights, *, padded: frozenset[str]
 ) -> None:
     """Read this rank's shards of weights. Rows of `padded` parameters that are not stored stay as
     they are."""
@@ -269,22 +266,19 @@ def load_parameters(
         _fill(one.local.detach(), one, weights, one.name)
 
 
-def load_pretrained(
-    parameters: Collection[ShardedParameter], weights: Weights, *, tables: frozenset[str]
+def load_weights(
+    model: CausalLM, weights: Weights, shards: Mapping[str, ShardedParameter] | None = None
 ) -> None:
-    """Read this rank's shards of weights for a new model. Rows of vocabulary `tables` that are not
-    stored are padding and become 0."""
-    for one in parameters:
+    """Read weights into a new model: into this rank's `shards` of it, or into the whole model. Rows
+    of vocabulary tables that are not stored are padding and become 0."""
+    if shards is None:
+        check_weights(model, weights)
+        shards = whole_parameters(model)
+    tables = model.vocabulary_parameters()
+    for one in shards.values():
         if one.name in tables:
             one.local.detach().zero_()
-    load_parameters(parameters, weights, padded=tables)
-
-
-def load_weights(model: CausalLM, weights: Weights) -> None:
-    """Read weights into a whole model."""
-    check_weights(model, weights)
-    parameters, tables = whole_parameters(model).values(), model.vocabulary_parameters()
-    load_pretrained(parameters, weights, tables=tables)
+    load_parameters(shards.values(), weights, padded=tables)
 
 
 def check_weights(model: CausalLM, weights: Weights) -> None:

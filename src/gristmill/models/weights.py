@@ -12,7 +12,6 @@ Models without biases are written with zero biases, which compute the same.
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -38,7 +37,6 @@ _LAYER = {
     for kind in ("weight", "bias")
 }
 _AFTER = {"norm.weight": "ln_f.weight", "norm.bias": "ln_f.bias"}
-_TRANSPOSED = re.compile(r"(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight$")
 
 
 TensorParts = Iterator[tuple[TensorSlice, torch.Tensor]]
@@ -123,7 +121,8 @@ def gpt2_tensors(model: CausalLM) -> list[Gpt2Tensor]:
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     tables, tensors = model.vocabulary_parameters(), []
     for ours, theirs in names.items():
-        exists, transposed = ours in shapes, _TRANSPOSED.search(theirs) is not None
+        # The matrices in blocks, c_attn, c_proj and c_fc, are of type Conv1D.
+        exists, transposed = ours in shapes, ".c_" in theirs and theirs.endswith(".weight")
         shape = shapes[ours] if exists else shapes[ours.removesuffix("bias") + "weight"][:1]
         if ours in tables:
             shape = (model.vocab, *shape[1:])

@@ -66,11 +66,9 @@ def unshard_sequence(shards: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     return torch.cat([first for first, _ in halves] + [last for _, last in halves[::-1]], dim)
 
 
-def shard_positions(
-    rank: int, ranks: int, length: int, device: torch.device | str | None = None
-) -> torch.Tensor:
-    """The positions of a rank's shard in a whole sequence of this length."""
-    return shard_sequence(torch.arange(length, device=device), 0, rank=rank, ranks=ranks)
+def shard_positions(rank: int, ranks: int, length: int) -> torch.Tensor:
+    """The positions of a rank's shard in a whole sequence of this length, on the CPU."""
+    return shard_sequence(torch.arange(length, device="cpu"), 0, rank=rank, ranks=ranks)
 
 
 def _group_name(group: dist.ProcessGroup | None) -> str:
@@ -86,7 +84,7 @@ def _group(name: str) -> dist.ProcessGroup | None:
 # ------------------------------------------------------------------ the ring
 
 
-class _Transfer(NamedTuple):
+class _RingTransfer(NamedTuple):
     """Tensors that are being received, and those sent, which must not change meanwhile."""
 
     received: list[torch.Tensor]
@@ -135,16 +133,16 @@ class _Ring:
         if documents_BT is not None:
             self.held.append(documents_BT.contiguous())
 
-    def send(self, tensors: list[torch.Tensor]) -> _Transfer:
+    def send(self, tensors: list[torch.Tensor]) -> _RingTransfer:
         """Start to send tensors to the next rank, and to receive the like from the one before."""
         if self.group is None or self.size == 1:
-            return _Transfer(tensors, [], [])
+            return _RingTransfer(tensors, [], [])
         after = dist.get_global_rank(self.group, (self.rank + 1) % self.size)
         before = dist.get_global_rank(self.group, (self.rank - 1) % self.size)
         received = [torch.empty_like(tensor) for tensor in tensors]
         operations = [dist.P2POp(dist.isend, tensor, after, self.group) for tensor in tensors]
         operations += [dist.P2POp(dist.irecv, tensor, before, self.group) for tensor in received]
-        return _Transfer(received, tensors, dist.batch_isend_irecv(operations))
+        return _RingTransfer(received, tensors, dist.batch_isend_irecv(operations))
 
     def steps(self) -> Iterator[tuple[RingStep, KeyBlock]]:
         """The keys of all ranks, own ones first; the next are received while these are used."""

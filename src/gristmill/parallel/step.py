@@ -107,7 +107,7 @@ def shard_sequences(batch: Batch, *, rank: int, ranks: int) -> Batch:
         if getattr(batch, field) is not None
     }
     own["positions_BT"] = (
-        shard_positions(rank, ranks, length, torch.device("cpu")).expand(batch.samples, -1)
+        shard_positions(rank, ranks, length).expand(batch.samples, -1)
         if positions is None
         else shard_sequence(positions, 1, rank=rank, ranks=ranks)
     )
