@@ -143,16 +143,16 @@ def _bytes(tensor: Gpt2Tensor) -> int:
 
 def _why_skipped(check: Check, size: int) -> str | None:
     """Why a model of this size is not compared with transformers; None if it is."""
+    skipped = "not compared with transformers"
+    if check != "auto":
+        return skipped if check == "files" else None
     needed, free = 2 * size, free_memory()
-    if check == "transformers" or (check == "auto" and needed <= free // 2):
+    if needed <= free // 2:
         return None
-    reason = ""
-    if check == "auto":
-        reason = (
-            f", since that takes {format_bytes(needed)} of memory, more than half of the "
-            f"{format_bytes(free)} that are free"
-        )
-    return f"not compared with transformers{reason}"
+    return (
+        f"{skipped}, since that takes {format_bytes(needed)} of memory, more than half of the "
+        f"{format_bytes(free)} that are free"
+    )
 
 
 # ------------------------------------------------------------------ all or nothing

@@ -234,7 +234,7 @@ def _read_manifest(folder: Path) -> list[Fingerprint]:
     return files
 
 
-def _problem(folder: Path, expected: Fingerprint, *, read: bool = True) -> Problem | None:
+def _problem(folder: Path, expected: Fingerprint, *, read: bool) -> Problem | None:
     """What is wrong with a file, if anything."""
     file, fault = folder / expected.name, None
     try:

@@ -146,7 +146,7 @@ class _Ring:
 
     def steps(self) -> Iterator[tuple[RingStep, KeyBlock]]:
         """The keys of all ranks, own ones first; the next are received while these are used."""
-        held = self.held
+        held, self.held = self.held, []  # freed as soon as they were sent
         for number in range(self.size):
             transfer = self.send(held) if number + 1 < self.size else None
             source = (self.rank - number) % self.size
@@ -237,7 +237,7 @@ def _ring_backward(
         returning = ring.send([grad_kv])
     assert returning is not None
     (grad_kv,) = returning.wait()
-    return grad_query.to(query.dtype), grad_kv.to(ring.held[0].dtype)
+    return grad_query.to(query.dtype), grad_kv.to(inputs[0].dtype)
 
 
 @_ring_backward.register_fake
