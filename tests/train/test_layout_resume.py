@@ -189,8 +189,8 @@ def test_the_same_layout_goes_on_to_the_bit(
     one, other = (newest(tmp_path / name) for name in ("whole", "halves"))
     for kind in ("model", "optimizer"):
         left, right = open_tensors(one, kind), open_tensors(other, kind)
-        assert left.keys() == right.keys()
-        assert all(left[name].equal(right[name]) for name in left)
+        assert left.shapes == right.shapes
+        assert all(left.read_exact(name).equal(right.read_exact(name)) for name in left.shapes)
 
 
 def stored_steps(folder: Path) -> list[int]:
