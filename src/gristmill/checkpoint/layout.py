@@ -149,15 +149,17 @@ class CheckpointFolder:
 
     def set_aside(self, path: Path, control: ControlGroup = ALONE) -> Path:
         """Rename a damaged checkpoint, so that its step can be saved again and nothing is lost."""
-        aside, number = self.root / f"damaged-{path.name}", 0
-        if control.is_rank0:
+
+        def rename() -> str:
+            aside, number = self.root / f"damaged-{path.name}", 0
             while aside.exists():
                 number += 1
                 aside = self.root / f"damaged-{path.name}.{number}"
             os.rename(path, aside)
             sync_folder(self.root)
-        name: str = control.broadcast(aside.name)
-        return self.root / name
+            return aside.name
+
+        return self.root / control.on_rank0(rename)
 
     def best(self) -> Best | None:
         """The best checkpoint so far, if one is marked."""
