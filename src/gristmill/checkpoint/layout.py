@@ -100,10 +100,12 @@ class CheckpointFolder:
 
     def clean(self, control: ControlGroup = ALONE) -> None:
         """Remove what interrupted writes and deletions left behind."""
-        if control.is_rank0:
+
+        def remove() -> None:
             for leftover in (*self.root.glob(".writing-*"), *self.root.glob(".deleting-*")):
                 shutil.rmtree(leftover)
-        control.barrier()
+
+        control.on_rank0(remove)
 
     def begin(self, step: int) -> Path:
         """An empty folder to write a checkpoint into."""
@@ -159,7 +161,8 @@ class CheckpointFolder:
             sync_folder(self.root)
             return aside.name
 
-        return self.root / control.on_rank0(rename)
+        name: str = control.on_rank0(rename)
+        return self.root / name
 
     def best(self) -> Best | None:
         """The best checkpoint so far, if one is marked."""
