@@ -265,7 +265,8 @@ def _validate(
     except ValidationError as error:
         invalid = dict.fromkeys(_problem(details, places) for details in error.errors())
         raise UserError(invalid) from None
-    broken = check(config, written=written, weights=weights)
+    problems = check(config, written=written, weights=weights)
+    broken = [(tuple(str(problem.where).split(".")), problem) for problem in problems]
     idle = [path for path, problem in broken if isinstance(problem, NoEffect)]
     if lower := [path for path in idle if not any(p[: len(path)] == path for p in written)]:
         left = {p: v for p, v in values.items() if not any(_overlap(path, p) for path in lower)}
