@@ -305,9 +305,7 @@ def test_no_other_start_without_a_new_checkpoint(
     assert supervise(job(script, processes=1, restarts=5)) == 70
     assert starts(tmp_path) == 2
     last = capfd.readouterr().err.splitlines()[-1]
-    assert last.endswith(
-        "no checkpoint was saved since the last restart, so another would not help"
-    )
+    assert last.endswith("no checkpoint since the last restart, so another would not help")
 
 
 def test_no_more_starts_than_allowed(job: Callable[..., Job], tmp_path: Path) -> None:
