@@ -1,10 +1,9 @@
 """Files from the network: folders from the Hugging Face Hub, and single files by their URL.
 
-huggingface_hub does the work for the Hub: it keeps a cache, resumes interrupted downloads, and
-needs no network for what it already has. Only weights in safetensors, settings and tokenizer files
-are downloaded, nothing that could run. Single files go into our own cache, the folder `gristmill`
-in $XDG_CACHE_HOME or ~/.cache; each gets its name only after its size and SHA-256 were checked.
-An interrupted download is resumed unless the file has changed at its source.
+huggingface_hub keeps a cache, resumes downloads, and needs no network for what it already has. Only
+safetensors, settings and tokenizer files are downloaded, nothing that could run. Single files go to
+`gristmill` in $XDG_CACHE_HOME or ~/.cache; each gets its name after its size and SHA-256 were
+checked. An interrupted download is resumed unless the file has changed at its source.
 """
 
 from __future__ import annotations

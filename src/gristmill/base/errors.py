@@ -1,7 +1,6 @@
 """Errors that the user can fix, and the exit status of every command.
 
-A `UserError` carries one or more problems, each with three parts: what is wrong, where, and what to
-do about it. The command line prints them without a traceback and exits with the error's status.
+The command line prints the problems of a `UserError` without a traceback and exits with its status.
 What only a programmer can break is an `assert` instead. Any other exception is a defect, which the
 command line shows with a traceback and `Exit.INTERNAL`.
 """
@@ -64,22 +63,7 @@ class Problem:
 class UserError(Exception):
     """One or more problems that the user can fix."""
 
-    def __init__(
-        self,
-        what: str | Iterable[Problem],
-        *,
-        where: str | None = None,
-        remedy: str | None = None,
-        exit: Exit = Exit.CONFIG,
-    ) -> None:
-        self.problems = [Problem(what, where, remedy)] if isinstance(what, str) else list(what)
-        assert self.problems, "a UserError needs at least one problem"
-        self.exit = exit
-        super().__init__("\n".join(str(problem) for problem in self.problems))
-
-
-class DataError(UserError):
-    """Input data (text, token files, a tokenizer) is missing or damaged."""
+    exit = Exit.CONFIG
 
     def __init__(
         self,
@@ -87,9 +71,19 @@ class DataError(UserError):
         *,
         where: Path | str | None = None,
         remedy: str | None = None,
+        exit: Exit | None = None,
     ) -> None:
         place = None if where is None else str(where)
-        super().__init__(what, where=place, remedy=remedy, exit=Exit.DATA)
+        self.problems = [Problem(what, place, remedy)] if isinstance(what, str) else list(what)
+        assert self.problems, "a UserError needs at least one problem"
+        self.exit = exit or self.exit
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class DataError(UserError):
+    """Input data (text, token files, a tokenizer) is missing or damaged."""
+
+    exit = Exit.DATA
 
 
 def optional(module: str, *, extra: str, purpose: str) -> ModuleType:

@@ -25,8 +25,8 @@ _TAIL, _WIDTH = 1 << 16, 400
 
 
 def write_exit_report(log: Path | None, message: str, *, stacks: bool = False) -> None:
-    """Append the report to a log, unless standard error goes there anyway; before it, if asked for,
-    the stacks of all threads."""
+    """Append the report to a log, unless standard error goes there anyway; if asked for, after the
+    stacks of all threads."""
     if log is None:
         return
     with contextlib.suppress(OSError):

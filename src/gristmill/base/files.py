@@ -26,8 +26,8 @@ from gristmill.base.errors import DataError, Exit, UserError, optional
 from gristmill.base.units import format_bytes
 
 _DECOMPRESSED_BUFFER = 1 << 18
-# Small, since 4 bytes of zstd can stand for 128 KiB.
 _ZSTD_PIECE = 1 << 13
+"""Small, since 4 bytes of zstd can stand for 128 KiB."""
 
 
 def sync_folder(folder: Path) -> None:
@@ -94,8 +94,7 @@ def free_space(path: Path) -> int:
 
 
 def require_room(path: Path, *, needed: int, purpose: str, remedy: str) -> None:
-    """Refuse what a disk cannot hold before any of it is written; `remedy` is the alternative to
-    making room."""
+    """Refuse what a disk cannot hold; `remedy` is the alternative to making room."""
     free = free_space(path)
     if free < needed:
         raise UserError(
@@ -112,18 +111,15 @@ def storage_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        remedy = None
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise UserError(
-                f"the disk is full ({format_bytes(free_space(path))} free)",
-                where=str(path),
-                remedy="make room, then start the same command again",
-                exit=Exit.STORAGE,
-            ) from error
-        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO):
-            raise UserError(
-                f"cannot write: {error.strerror}", where=str(path), exit=Exit.STORAGE
-            ) from error
-        raise
+            what = f"the disk is full ({format_bytes(free_space(path))} free)"
+            remedy = "make room, then start the same command again"
+        elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO):
+            what = f"cannot write: {error.strerror}"
+        else:
+            raise
+        raise UserError(what, where=path, remedy=remedy, exit=Exit.STORAGE) from error
 
 
 class _Decompressed(io.BufferedReader):
@@ -236,19 +232,15 @@ class FolderLock:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                os.close(handle)
-                raise UserError(
-                    f"files cannot be locked here: {error.strerror}",
-                    where=str(self.path),
-                    remedy="use a folder on a file system with locks",
-                    exit=Exit.STORAGE,
-                ) from error
             holder = os.read(handle, 200).decode(errors="replace").strip() or "another process"
             os.close(handle)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                what = f"files cannot be locked here: {error.strerror}"
+                remedy = "use a folder on a file system with locks"
+                raise UserError(what, where=self.path, remedy=remedy, exit=Exit.STORAGE) from error
             raise UserError(
                 f"this folder is in use by {holder}",
-                where=str(self.path.parent),
+                where=self.path.parent,
                 remedy="wait for it to end, or give this run another name or folder",
                 exit=Exit.REFUSED,
             ) from error

@@ -15,7 +15,7 @@ import os
 import re
 import socket
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -85,18 +85,15 @@ class _Launcher:
     nodes: tuple[str, ...] = ()
     job: tuple[str, ...] = ()
     """Ids of the job."""
-    trusted: Callable[[Values], bool] = lambda values: True
-    """Whether the ranks belong to processes that were started."""
 
     def present(self, values: Values) -> bool:
-        return any(name in values for name in self.rank) and self.trusted(values)
-
-
-def _is_step_of_tasks(values: Values) -> bool:
-    """Whether srun started this process, and not sbatch or salloc, whose steps have names, or
-    numbers counted down from the top."""
-    step = values.get("SLURM_STEP_ID", values.get("SLURM_STEPID", "batch"))
-    return step.isdigit() and int(step) < 0xFFFFFFF0
+        """Whether this launcher has started the process."""
+        if self is _SLURM:
+            # Steps of sbatch and salloc, without tasks, have names, or numbers from the top down.
+            step = values.get("SLURM_STEP_ID", values.get("SLURM_STEPID", "batch"))
+            if not step.isdigit() or int(step) >= 0xFFFFFFF0:
+                return False
+        return any(name in values for name in self.rank)
 
 
 _TORCHRUN = _Launcher(
@@ -126,7 +123,6 @@ _SLURM = _Launcher(
     world=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
     local_world=("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"),
     nodes=("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
-    trusted=_is_step_of_tasks,
 )
 _LAUNCHERS = (_OPEN_MPI, _PMI, _SLURM)
 

@@ -39,15 +39,14 @@ class TensorSlice:
         return tuple(slice(b, e) for b, e in zip(self.begin, self.end, strict=True))
 
     def meet(self, other: TensorSlice) -> TensorSlice | None:
-        """The common part of two boxes; None if there is none."""
+        """The common part of two slices; None if there is none."""
         begin = tuple(map(max, self.begin, other.begin))
         end = tuple(map(min, self.end, other.end))
-        return (
-            TensorSlice(begin, end) if all(b < e for b, e in zip(begin, end, strict=True)) else None
-        )
+        some = all(b < e for b, e in zip(begin, end, strict=True))
+        return TensorSlice(begin, end) if some else None
 
     def seen_from(self, outer: TensorSlice) -> TensorSlice:
-        """The same part, counted from the corner of another box that holds it."""
+        """The same part, counted from the corner of another slice that holds it."""
         return self.moved([-offset for offset in outer.begin])
 
     def moved(self, offsets: Sequence[int]) -> TensorSlice:
@@ -88,13 +87,10 @@ def split_slices(
     pieces, start, kept = [], 0, 0
     for part in parts:
         share = part // ranks
-        begin = [0] * len(shape)
-        begin[dim] = kept
-        end = list(shape)
-        end[dim] = kept + share
-        local = TensorSlice(tuple(begin), tuple(end))
-        offset = [0] * len(shape)
+        begin, end, offset = [0] * len(shape), list(shape), [0] * len(shape)
+        begin[dim], end[dim] = kept, kept + share
         offset[dim] = start + rank * share - kept
+        local = TensorSlice(tuple(begin), tuple(end))
         pieces.append(ShardSlice(local.moved(offset), local))
         start, kept = start + part, kept + share
     return tuple(pieces)
@@ -109,8 +105,7 @@ def rows_of_rank(rows: int, *, rank: int, ranks: int) -> tuple[int, int]:
 def row_slices(
     pieces: Sequence[ShardSlice], shape: Sequence[int], *, rank: int, ranks: int
 ) -> tuple[ShardSlice, ...]:
-    """The same pieces when the tensor of this shape that holds them is divided once more, by
-    rows."""
+    """The same pieces when the tensor of this shape that holds them is also divided by rows."""
     first, last = rows_of_rank(shape[0], rank=rank, ranks=ranks)
     rows = TensorSlice((first, *(0,) * (len(shape) - 1)), (last, *shape[1:]))
     found = [piece.within(rows) for piece in pieces]

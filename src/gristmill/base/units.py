@@ -81,12 +81,8 @@ class Duration:
 
     def due(self, before: Progress, after: Progress) -> bool:
         """Whether a multiple of this interval lies in the step from `before` to `after`."""
-        if self.amount == 0:
-            return False
-        return (
-            after.measured_in(self.unit) // self.amount
-            > before.measured_in(self.unit) // self.amount
-        )
+        done, now_done = before.measured_in(self.unit), after.measured_in(self.unit)
+        return self.amount > 0 and now_done // self.amount > done // self.amount
 
 
 def format_exact(amount: int) -> str:
@@ -111,11 +107,8 @@ def format_bytes(amount: float) -> str:
     """Bytes for a person, in powers of 1024: 1536 -> "1.5 KiB"."""
     for name, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if amount >= size:
-            return (
-                f"{amount / size:.3g} {name}"
-                if amount < 999.5 * size
-                else f"{amount / size:.0f} {name}"
-            )
+            value = amount / size
+            return f"{value:.3g} {name}" if value < 999.5 else f"{value:.0f} {name}"
     return f"{amount:.0f} B"
 
 

@@ -156,9 +156,6 @@ def measure_run(
             return _measure(parts, warm_up=warm_up, steps=steps, random_tokens=random_tokens)
 
 
-# ------------------------------------------------------------------ what is run
-
-
 def _prepared(config: RunConfig, steps: int) -> RunConfig:
     """The same run with a record of every step, at its full batch, for at least `steps` steps."""
     until = config.train.until
@@ -201,9 +198,6 @@ def _require_tokens(config: RunConfig) -> None:
         raise DataError(
             replace(one, remedy=(one.remedy or "prepare them") + way_out) for one in problems
         )
-
-
-# ------------------------------------------------------------------ measuring
 
 
 class _ProfiledHooks(Hooks):
@@ -300,9 +294,6 @@ def _compiled(runtime: RuntimeConfig, device: str) -> Literal["model", "blocks"]
     if not runtime.compiles(device):
         return None
     return "blocks" if runtime.compile == "blocks" else "model"
-
-
-# ------------------------------------------------------------------ profiling
 
 
 def _profile(

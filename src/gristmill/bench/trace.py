@@ -4,13 +4,12 @@
                launches  |    |   |            |     |    |           |   |
     device               [gemm][attention][fused] ... [gemm][gemm] ...[adam]
 
-A trace is the list of events that torch.profiler exports. On a GPU the operations are kernels; each
-belongs to the phase in which the host launched it, however late it ran. On the CPU they are the
-operators of the training thread, each without the time of those inside it. Either way their times
-add up to the time that the device, or the thread, was busy.
+On a GPU the operations are kernels; each belongs to the phase in which the host launched it. On the
+CPU they are the operators of the training thread, each without the time of those inside it. Either
+way their times add up to the time that the device, or the thread, was busy.
 
-The name of an operation tells its class, with one exception: everything that the loss launches,
-including matrix products, belongs to the head. A name that no pattern matches is "other".
+The name of an operation tells its class, except that everything the loss launches belongs to the
+head, matrix products included.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from gristmill.base.errors import Problem
-from gristmill.config.parallel import AXES, SEVERAL, Mesh, build_mesh
+from gristmill.config.parallel import AXES, SEVERAL, Mesh, ParallelConfig, build_mesh
 from gristmill.config.resolve import Portions, divisors, nearest, nearest_multiples, portions
 from gristmill.config.roles import Ability
 from gristmill.config.schema import RunConfig, TrainConfig
@@ -28,7 +28,7 @@ def layout_problems(config: RunConfig, *, processes: int | None = None) -> Itera
         remedy = mesh.remedy or _processes_to_start(config, processes or 1)
         yield Problem(mesh.what, "parallel", remedy)
         return
-    yield from _settings_act(config)
+    yield from _settings_act(config.parallel)
     for axis, (ability, problems) in _NEEDED.items():
         if mesh.sizes[axis] == 1:
             continue
@@ -54,8 +54,7 @@ def _processes_to_start(config: RunConfig, processes: int) -> str:
     return f"start {below} or {below + product} processes"
 
 
-def _settings_act(config: RunConfig) -> Iterator[Problem]:
-    parallel = config.parallel
+def _settings_act(parallel: ParallelConfig) -> Iterator[Problem]:
     needed = {"keep": "dp_shard", "sequence": "tp", "attention": "cp", "schedule": "pp"}
     for name, axis in {**needed, "stages": "pp"}.items():
         if getattr(parallel, name) is not None and getattr(parallel, axis) == 1:
@@ -167,12 +166,11 @@ def _micro_batches(config: RunConfig, mesh: Mesh, parts: Portions) -> Iterator[P
         return count >= pp and not (several and count % pp)
 
     amount = "a multiple of" if several else "at least"
-    needed = f"{schedule} needs {amount} {pp} micro-batches in a step, and"
+    needed = f"{schedule} needs {amount} {pp} micro-batches in a step"
     if not enough(parts.accumulate):
         counts = [n for n in divisors(parts.batch // mesh.data) if enough(n)]
         remedy = _more_micro_batches(config.train, mesh, parts, counts)
-        what = f"{needed} there {_are(parts.accumulate)}"
-        yield Problem(what, "parallel.schedule", remedy)
+        yield Problem(f"{needed}, not {parts.accumulate}", "parallel.schedule", remedy)
     elif ramp is not None:
         portion = mesh.data * parts.micro_batch
         batches = range(ramp.start, parts.batch, ramp.by)
@@ -185,13 +183,9 @@ def _micro_batches(config: RunConfig, mesh: Mesh, parts: Portions) -> Iterator[P
             remedy = f"start and by could be multiples of {portion * pp}"
         elif not several and fitting:
             remedy = f"start could be {nearest(fitting, ramp.start)}"
-        what = f"{needed} in the ramp's batch of {short} there {_are(short // portion)}"
+        what = f"{needed}, not {short // portion} as in the ramp's batch of {short}"
         name = "start" if short == ramp.start else "by"
         yield Problem(what, f"train.ramp.{name}", remedy)
-
-
-def _are(count: int) -> str:
-    return f"is {count}" if count == 1 else f"are {count}"
 
 
 def _more_micro_batches(train: TrainConfig, mesh: Mesh, parts: Portions, counts: list[int]) -> str:

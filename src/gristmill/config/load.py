@@ -24,7 +24,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from gristmill.base.errors import Exit, Problem, UserError
+from gristmill.base.errors import Problem, UserError
 from gristmill.config.hf import model_settings
 from gristmill.config.rules import check
 from gristmill.config.schema import RunConfig
@@ -50,9 +50,7 @@ def load_run(
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise UserError(
-            f"cannot read the run file: {error.strerror}", where=str(path), exit=Exit.CONFIG
-        ) from error
+        raise UserError(f"cannot read the run file: {error.strerror}", where=str(path)) from error
     except UnicodeDecodeError as error:
         raise UserError("the run file is not UTF-8 text", where=str(path)) from error
     return load_text(text, overrides, place=str(path), find_model=find_model)
@@ -69,7 +67,7 @@ def load_text(
     written = _Places(place, text, dict.fromkeys(file))
     words: Values = {}
     for word in overrides:
-        values = _flatten(_parse_override(word))
+        values = _parse_override(word)
         words = _lay_over(words, values, within_layer=True)
         written.of.update(dict.fromkeys(values, f"command line {word!r}"))
     given = _lay_over(file, words)
@@ -97,7 +95,7 @@ def load_text(
         lower = _lay_over(lower, values)
         places.of.update(dict.fromkeys(values, f"{'.'.join(path)} {name}"))
     places.of.update(written.of)
-    return _validate(_lay_over(lower, given), places, written=written.of, weights=weights)
+    return _validate(_lay_over(lower, given), places, written.of, weights)
 
 
 @dataclass(frozen=True)
@@ -111,14 +109,13 @@ class _Places:
 
     def where(self, path: Path_) -> str:
         """A setting with its place, or that of the nearest table around it."""
-        place: str | None = self.file
+        setting = ".".join(path)
         for end in range(len(path), 0, -1):
-            inside = [known for known in self.of if known[:end] == path[:end]]
-            if inside:
+            if inside := [known for known in self.of if known[:end] == path[:end]]:
                 known = path[:end] if path[:end] in inside else inside[0]
                 place = self.of[known] or f"{self.file}:{key_lines(self.text)[known]}"
-                break
-        return f"{place}: {'.'.join(path)}"
+                return f"{place}: {setting}"
+        return f"{self.file}: {setting}"
 
 
 def dump_run(config: RunConfig) -> str:
@@ -161,8 +158,8 @@ def load_preset(name: Any) -> dict[str, Any]:
 # ------------------------------------------------------------------ layers
 
 
-def _parse_override(word: str) -> dict[str, Any]:
-    """An `a.b=c` word as nested tables; a value that is not TOML is taken as a string."""
+def _parse_override(word: str) -> Values:
+    """The settings of an `a.b=c` word; a value that is not TOML is taken as a string."""
     key, equals, value = word.partition("=")
     if not equals or not key or not all(part.isidentifier() for part in key.split(".")):
         raise UserError(
@@ -174,9 +171,8 @@ def _parse_override(word: str) -> dict[str, Any]:
         parsed = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         parsed = value
-    for part in reversed(key.split(".")):
-        parsed = {part: parsed}
-    return dict(parsed)
+    *tables, name = key.split(".")
+    return _flatten({name: parsed}, tuple(tables))
 
 
 def _flatten(
@@ -247,11 +243,7 @@ def _remove_unset(tables: dict[str, Any], model: type[BaseModel] = RunConfig) ->
 
 
 def _validate(
-    values: Values,
-    places: _Places,
-    *,
-    written: Collection[Path_],
-    weights: Mapping[str, Any] | None,
+    values: Values, places: _Places, written: Collection[Path_], weights: dict[str, Any] | None
 ) -> RunConfig:
     """The settings, without those of lower layers that have no effect beside the user's own."""
     tables = _nest(values)
@@ -270,7 +262,7 @@ def _validate(
     idle = [path for path, problem in broken if isinstance(problem, NoEffect)]
     if lower := [path for path in idle if not any(p[: len(path)] == path for p in written)]:
         left = {p: v for p, v in values.items() if not any(_overlap(path, p) for path in lower)}
-        return _validate(left, places, written=written, weights=weights)
+        return _validate(left, places, written, weights)
     if broken:
         raise UserError(
             Problem(problem.what, places.where(path), problem.remedy) for path, problem in broken
@@ -318,19 +310,15 @@ def _locate(details: ErrorDetails) -> tuple[Path_, type[BaseModel]]:
 
 
 def _field(model: type[BaseModel], key: str) -> Any:
-    for name, info in model.model_fields.items():
-        if key in (name, info.alias):
-            return info
-    return None
+    fields = model.model_fields.items()
+    return next((info for name, info in fields if key in (name, info.alias)), None)
 
 
 def _tables(model: type[BaseModel], key: str) -> dict[str, type[BaseModel]]:
     """The table classes a field may hold, by their `type`."""
-    info = _field(model, key)
+    kinds = getattr(_field(model, key), "annotation", None)
     found: dict[str, type[BaseModel]] = {}
-    if info is None:
-        return found
-    for option in (info.annotation, *get_args(info.annotation)):
+    for option in (kinds, *get_args(kinds)):
         if isinstance(option, type) and issubclass(option, BaseModel):
             kind = option.model_fields.get("type")
             found[str(kind.default) if kind else option.__name__] = option
@@ -353,9 +341,7 @@ def _nearest(path: Path_, model: type[BaseModel]) -> str:
         or [".".join(p) for p in setting_paths() if p[-1] in keys][:3]
         or difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
     )
-    if near:
-        return f"did you mean {' or '.join(near)}?"
-    return f"known here: {', '.join(known)}"
+    return f"did you mean {' or '.join(near)}?" if near else f"known here: {', '.join(known)}"
 
 
 @cache

@@ -155,11 +155,9 @@ def resolve(config: RunConfig, *, vocab: int, mesh: Mesh | None = None) -> Resol
     vocab = config.model.vocab or vocab
     until = config.train.until
     ramp = _ramp(config.train, batch=parts.batch, sequence=sequence)
-    steps = (
-        until.amount
-        if until.unit is Unit.STEPS
-        else ramp.steps_to(_in_samples(until, sequence=sequence))
-    )
+    steps = until.amount
+    if until.unit is not Unit.STEPS:
+        steps = ramp.steps_to(_in_samples(until, sequence=sequence))
     return Resolved(
         sequence=sequence,
         data_seed=config.train.seed if config.data.seed is None else config.data.seed,
@@ -178,7 +176,7 @@ def resolve(config: RunConfig, *, vocab: int, mesh: Mesh | None = None) -> Resol
 
 
 def padded(vocab: int, model: ModelConfig, *, ranks: int = 1) -> int:
-    """Rows of the embedding for a vocabulary that so many processes share."""
+    """Rows of the embedding for a vocabulary that is divided over ranks."""
     multiple = model.vocab_multiple * ranks
     return math.ceil(vocab / multiple) * multiple
 

@@ -17,8 +17,6 @@ from gristmill.config.parallel import ParallelConfig
 from gristmill.config.settings import Settings
 from gristmill.config.values import Count, Interval, Patience, Span, TokenPaths, WallTime
 
-# ------------------------------------------------------------------ data
-
 
 class DataConfig(Settings):
     """Where the tokens come from and in which order they are read."""
@@ -60,9 +58,6 @@ class DataConfig(Settings):
     """Read the token files into memory at the start; they are memory-mapped otherwise."""
     cache: str | None = None
     """Folder for sample indices, which runs may share; inside the run's folder if not given."""
-
-
-# ------------------------------------------------------------------ how to compute
 
 
 class LossScaleConfig(Settings):
@@ -172,9 +167,6 @@ class TrainConfig(Settings):
     """Stop when this many steps in a row had a non-finite loss or gradient."""
 
 
-# ------------------------------------------------------------------ what happens along the way
-
-
 class ValidateConfig(Settings):
     """Loss on held-out text, always on the same windows."""
 
@@ -236,9 +228,6 @@ class TrackConfig(Settings):
     """Write TensorBoard event files into the run folder."""
     wandb: WandbConfig | None = None
     """Report to Weights & Biases."""
-
-
-# ------------------------------------------------------------------ the run
 
 
 class RunConfig(Settings):
