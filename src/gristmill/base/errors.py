@@ -76,7 +76,7 @@ class UserError(Exception):
         place = None if where is None else str(where)
         self.problems = [Problem(what, place, remedy)] if isinstance(what, str) else list(what)
         assert self.problems, "a UserError needs at least one problem"
-        self.exit = exit or self.exit
+        self.exit = self.exit if exit is None else exit
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 

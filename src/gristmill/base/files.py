@@ -135,11 +135,8 @@ class _Decompressed(io.BufferedReader):
 
 
 class _ZstdFrames(io.RawIOBase):
-    """Decompresses zstd frames one after the other.
-
-    The reader of the package ends silently where a file is cut short, and has its own error for
-    damaged data; this raises what the readers of the standard library raise.
-    """
+    """Decompresses zstd frames one after the other, with the errors of the standard library's
+    readers: the package's own reader ends silently where a file is cut short."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._package = optional("zstandard", extra="data", purpose="reading .zst files")
@@ -212,9 +209,8 @@ def is_compressed(path: Path) -> bool:
 class FolderLock:
     """Lets one process at a time use a folder.
 
-    The kernel releases the lock when its process ends, however it ends. The package filelock does
-    not serve: where files cannot be locked it may fall back to a file that a killed process leaves
-    behind, and in some versions a process that is refused erases the name of the holder.
+    The kernel releases the lock when its process ends, however it ends. The package filelock may
+    fall back to a file that a killed process leaves behind, and may erase the holder's name.
     """
 
     def __init__(self, folder: Path) -> None:

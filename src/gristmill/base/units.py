@@ -4,8 +4,7 @@
     Progress   steps, samples and tokens done so far       the only clock of a run
     a split    "969,30,1"                                  shares of a whole
 
-One step is one optimizer update, one sample one window of text, and a sample of sequence length T
-counts T tokens. Nothing in a run is timed by wall clock except its time limit.
+A step is one optimizer update, a sample one window of text, which counts as `sequence` tokens.
 """
 
 from __future__ import annotations

@@ -44,9 +44,7 @@ Dtype = Annotated[
 ]
 EndOfText = Annotated[
     int | None,
-    typer.Option(
-        help="The id between documents, in files that do not state where documents begin."
-    ),
+    typer.Option(help="The id between documents, in files that do not state where these begin."),
 ]
 MadeBy = Annotated[
     str | None,
@@ -137,8 +135,7 @@ def merge_sets(
     prefixes: Annotated[
         list[Path],
         typer.Argument(
-            metavar="SOURCE…",
-            help="Prefixes of token files, in the order wanted, or quoted globs.",
+            metavar="SOURCE…", help="Prefixes of token files in order, or quoted globs."
         ),
     ],
     output: Output,

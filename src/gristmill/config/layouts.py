@@ -1,8 +1,7 @@
 """What a layout must divide: sizes that do not fit are refused, with the nearest ones that do.
 
     when the file is read          the given sizes, with the model and the sequence
-    when processes are counted     these and the sizes that follow; the batch, its micro-batches,
-                                   and those of every batch of a ramp
+    when processes are counted     the sizes that follow, and every batch with its micro-batches
 
 Until the number of processes is known, a size that follows from it counts as 1. So what is refused
 when the file is read would be refused on any number of processes.

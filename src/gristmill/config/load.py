@@ -2,11 +2,9 @@
 
     class defaults  <  sizes of model.start  <  preset  <  run file  <  a.b=c on the command line
 
-The value "unset" removes what lower layers say. A setting from a preset that has no effect beside
-the user's own settings is dropped; one that the user wrote is refused.
-
-Every problem names its place: the file and line, the preset, or the word on the command line; an
-unknown name comes with the nearest known one.
+The value "unset" removes what lower layers say. A setting without effect is dropped if a preset has
+it, and refused if the user wrote it. Every problem names its place: the file and line, the preset,
+or the word on the command line.
 """
 
 from __future__ import annotations
@@ -50,9 +48,9 @@ def load_run(
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot read the run file: {error.strerror}", where=str(path)) from error
+        raise UserError(f"cannot read the run file: {error.strerror}", where=path) from error
     except UnicodeDecodeError as error:
-        raise UserError("the run file is not UTF-8 text", where=str(path)) from error
+        raise UserError("the run file is not UTF-8 text", where=path) from error
     return load_text(text, overrides, place=str(path), find_model=find_model)
 
 
@@ -178,8 +176,8 @@ def _parse_override(word: str) -> Values:
 def _flatten(
     tables: Mapping[str, Any], path: Path_ = (), *, whole: Collection[Path_] | None = None
 ) -> Values:
-    """Nested tables by path. A table that is the value of a setting, such as the paths of a blend,
-    is kept whole, and so is an empty one."""
+    """Nested tables by path. Empty tables and those that are the value of a setting, such as
+    data.paths, are kept whole."""
     whole = setting_paths() if whole is None else whole
     values: Values = {}
     for key, value in tables.items():
@@ -226,8 +224,8 @@ def _overlap(path: Path_, other: Path_) -> bool:
 
 
 def _remove_unset(tables: dict[str, Any], model: type[BaseModel] = RunConfig) -> None:
-    """Drop every setting whose value is `unset`. Unknown settings and required tables keep the
-    word. It is no value for them, so they are refused with their place."""
+    """Drop every setting whose value is `unset`. Unknown settings and required tables keep it, and
+    are refused with their place."""
     for key, value in list(tables.items()):
         info, classes = _field(model, key), _tables(model, key)
         if value == UNSET and info is not None and (not classes or info.default is None):

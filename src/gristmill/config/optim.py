@@ -93,8 +93,7 @@ class MuonConfig(OptimizerConfig):
     weight_decay: Annotated[float, Field(ge=0)] = 0.05
     """Decay of matrices: rate x weight_decay is taken off at each step."""
     cautious: bool = False
-    """Decay only where update and weight have the same sign, and multiply the decay by rate / peak
-    rate."""
+    """Decay only where update and weight have the same sign, times rate / peak rate."""
     embedding_lr: Annotated[float, Field(gt=0)] | None = None
     """Peak rate of token and position embeddings, also of a tied head; 0.004 if not given."""
     table_lr: Annotated[float, Field(gt=0)] | None = None

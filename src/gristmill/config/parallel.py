@@ -137,17 +137,15 @@ class Mesh:
 
 
 def build_mesh(config: ParallelConfig, processes: int | None = None) -> Mesh | Problem:
-    """The grid for a number of processes, or why there is none; without it, that of the sizes
-    given."""
+    """The grid for a number of processes, or for the sizes given; or why there is none."""
     asked: dict[str, Size] = {axis: getattr(config, axis) for axis in AXES}
     left_over = [axis for axis, size in asked.items() if size == "auto"]
     if asked["dp_replicate"] is None:
         asked["dp_replicate"] = 1 if left_over else "auto"
         left_over = left_over or ["dp_replicate"]
     if len(left_over) > 1:
-        return Problem(
-            f'{" and ".join(left_over)} are both "auto"', remedy="give all but one as numbers"
-        )
+        what = f'{" and ".join(left_over)} are both "auto"'
+        return Problem(what, remedy="give all but one as numbers")
     fixed = {axis: size for axis, size in asked.items() if isinstance(size, int)}
     if processes is None:
         return Mesh(**fixed)

@@ -133,8 +133,7 @@ class RampConfig(Settings):
     """When the full batch is reached: a duration, or a fraction of train.until. All smaller batches
     last equally long in the unit of this setting."""
     lr_power: Annotated[float, Field(ge=0)] = 0.0
-    """Multiply a step's learning rate by (its batch / the full batch) to this power; 0.5 is the
-    square-root rule."""
+    """Multiply a step's learning rate by (its batch / full batch) to this power, such as 0.5."""
 
 
 class TrainConfig(Settings):

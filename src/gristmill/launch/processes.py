@@ -153,14 +153,15 @@ def _blame(job: Job, cause: Ending) -> str:
 
 
 def _note_failure(job: Job, cause: Ending, message: str) -> None:
-    """Write into the run folder that the run failed, if its processes could not. A process that was
-    refused the folder, or never began, has no right to."""
-    if not cause.permanent:
-        with contextlib.suppress(UserError, OSError):
-            status = job.folder.read_status()
-            if status.pop("state", None) == "running":
-                step = max(status.get("step", 0), job.folder.last_step())
-                job.folder.write_status("failed", **{**status, "step": step, "error": message})
+    """Write into the run folder that the run failed, if its processes could not; unless they were
+    refused the folder, or never began."""
+    if cause.permanent:
+        return
+    with contextlib.suppress(UserError, OSError):
+        status = job.folder.read_status()
+        if status.pop("state", None) == "running":
+            step = max(status.get("step", 0), job.folder.last_step())
+            job.folder.write_status("failed", **{**status, "step": step, "error": message})
 
 
 def _print(text: str) -> None:

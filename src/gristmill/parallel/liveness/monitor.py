@@ -59,8 +59,8 @@ class _OwnState:
 class Monitor:
     """Monitors the processes of a run while it is entered; for a single process it does nothing.
 
-    All processes call `phase` in the same order. `on_exit` is called with the reason when this
-    process is about to be ended; it runs in a thread of its own and has a few seconds.
+    All processes call `phase` in the same order. When this process is about to be ended, `on_exit`
+    is called with the reason, in a thread of its own, and has a few seconds.
     """
 
     def __init__(
