@@ -34,12 +34,12 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch)
         (
             {"RANK": "0"},
             "environment: RANK is set but LOCAL_RANK, WORLD_SIZE is not\n"
-            "    set all of RANK, LOCAL_RANK and WORLD_SIZE, as torchrun does, or none of them",
+            "    set RANK, LOCAL_RANK and WORLD_SIZE, as torchrun does, or unset them",
         ),
         (
             {"LOCAL_RANK": "0", "WORLD_SIZE": "1"},
             "environment: LOCAL_RANK is set but RANK is not\n"
-            "    set all of RANK, LOCAL_RANK and WORLD_SIZE, as torchrun does, or none of them",
+            "    set RANK, LOCAL_RANK and WORLD_SIZE, as torchrun does, or unset them",
         ),
         (
             {"RANK": "first", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},

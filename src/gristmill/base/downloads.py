@@ -48,7 +48,7 @@ def model_folder(name: str, *, where: str = "model.start") -> Path:
 def hub_folder(
     name: str, *, files: Sequence[str], where: str, remedy: str, offline: bool = False
 ) -> Path:
-    """The folder with files of a Hugging Face repository; downloads missing ones unless `offline`."""
+    """The folder of a Hugging Face repository's files; downloads missing ones unless `offline`."""
     # Imported here: only a Hub name needs it, and it is slow to import.
     from huggingface_hub import snapshot_download
 

@@ -28,7 +28,6 @@ _PORTS = range(15000, 30000)
 """Below those that systems use for outgoing connections."""
 _DEFAULT_PORT = 29500
 """For a job without an id; torch's own default."""
-_REMEDY = "set all of RANK, LOCAL_RANK and WORLD_SIZE, as torchrun does, or none of them"
 
 
 class Address(NamedTuple):
@@ -202,10 +201,11 @@ def _number(values: Values, names: tuple[str, ...]) -> int | None:
 def _place(values: Values, launcher: _Launcher, *, local: _Launcher) -> Place:
     """The numbers of a launcher; those of the node may come from another one around it."""
     names = [_name(values, one) for one in (launcher.rank, local.local_rank, launcher.world)]
-    _require(values, *names, remedy=_REMEDY)
+    remedy = "set RANK, LOCAL_RANK and WORLD_SIZE, as torchrun does"
+    _require(values, *names, remedy=remedy + (", or unset them" if launcher is _TORCHRUN else ""))
     _require_equal(values, *launcher.rank)
     _require_equal(values, *local.local_rank)
-    rank, local_rank, world = (int(_number(values, (name,)) or 0) for name in names)
+    rank, local_rank, world = (_number(values, (name,)) or 0 for name in names)
     for name, number in zip(names, (rank, local_rank), strict=False):
         if not 0 <= number < world:
             raise _wrong(f"{name}={number} does not fit {names[2]}={world}")
