@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
-from gristmill.base.errors import Exit, Problem, UserError, optional
+from gristmill.base.errors import DataError, Exit, Problem, UserError, optional
 
 
 def test_a_problem_reads_place_then_fault_then_remedy() -> None:
@@ -23,6 +24,8 @@ def test_an_error_of_one_problem() -> None:
     assert error.problems == [Problem("it leaks", "the roof", "mend it")]
     assert error.exit is Exit.DATA
     assert UserError("it leaks").exit is Exit.CONFIG
+    damaged = DataError("it leaks", where=Path("the") / "roof")
+    assert damaged.exit is Exit.DATA and damaged.problems[0].where == "the/roof"
 
 
 def test_an_error_of_several_problems_lists_them_in_order() -> None:

@@ -34,16 +34,16 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch)
         (
             {"RANK": "0"},
             "environment: RANK is set but LOCAL_RANK, WORLD_SIZE is not\n"
-            "    start with torchrun, which sets all three, or unset them",
+            "    set RANK, LOCAL_RANK and WORLD_SIZE, as torchrun does, or unset them",
         ),
         (
             {"LOCAL_RANK": "0", "WORLD_SIZE": "1"},
             "environment: LOCAL_RANK is set but RANK is not\n"
-            "    start with torchrun, which sets all three, or unset them",
+            "    set RANK, LOCAL_RANK and WORLD_SIZE, as torchrun does, or unset them",
         ),
         (
             {"RANK": "first", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
-            "environment: RANK, LOCAL_RANK and WORLD_SIZE must be whole numbers",
+            "environment: RANK=first is not a whole number",
         ),
         (
             {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2"},
@@ -220,7 +220,7 @@ def test_srun_completes_what_others_leave_out() -> None:
             {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "2"},
             "OMPI_COMM_WORLD_LOCAL_RANK=2 and OMPI_COMM_WORLD_SIZE=4 do not fit 2 processes",
         ),
-        ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "four"}, "OMPI_COMM_WORLD_SIZE must be whole"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "four"}, "OMPI_COMM_WORLD_SIZE=four is not a whole"),
         ({**OPEN_MPI, "MASTER_ADDR": "n1", "MASTER_PORT": "0"}, "MASTER_PORT=0 is not a port"),
         ({**TORCHRUN, "MASTER_PORT": ""}, "MASTER_ADDR is set but MASTER_PORT is not"),
         ({**TORCHRUN, "MASTER_PORT": "x"}, "MASTER_PORT=x is not a whole number"),

@@ -149,14 +149,14 @@ def refusal(*words: str, processes: int) -> UserError:
             ["parallel.pp=2"],
             2,
             [
-                "1f1b needs at least 2 micro-batches in a step, and there is 1",
+                "1f1b needs at least 2 micro-batches in a step, not 1",
                 "train.micro_batch could be 2, 4, 8",
             ],
         ),
         (
             ["parallel.pp=4", "train.accumulate=2"],
             4,
-            ["at least 4 micro-batches in a step, and there are 2", "accumulate could be 4, 8, 16"],
+            ["at least 4 micro-batches in a step, not 2", "accumulate could be 4, 8, 16"],
         ),
         (
             ["parallel.pp=2", "train.accumulate=1", "train.micro_batch=16"],
@@ -176,7 +176,7 @@ def refusal(*words: str, processes: int) -> UserError:
                 "train.micro_batch=4",
             ],
             2,
-            ["micro-batches in a step, and there are 3", "train.micro_batch could be 2, 3, 6\n"],
+            ["micro-batches in a step, not 3", "train.micro_batch could be 2, 3, 6\n"],
         ),
         (
             ["parallel.pp=2", 'parallel.schedule="interleaved"', "train.accumulate=3"],

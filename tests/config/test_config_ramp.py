@@ -241,8 +241,8 @@ DIVIDED = {
     "no micro-batch for the second stage": (
         (*PIPELINE, "train.batch=8", "train.ramp.start=2", "train.ramp.by=2"),
         2,
-        "train.ramp.start: 1f1b needs at least 2 micro-batches in a step, and in the ramp's batch "
-        "of 2 there is 1\n    start could be 4, 6",
+        "train.ramp.start: 1f1b needs at least 2 micro-batches in a step, not 1 as in the ramp's "
+        "batch of 2\n    start could be 4, 6",
     ),
     "an odd batch in between": (
         (
@@ -253,8 +253,8 @@ DIVIDED = {
             "train.ramp.by=2",
         ),
         2,
-        "train.ramp.by: interleaved needs a multiple of 2 micro-batches in a step, and in the "
-        "ramp's batch of 10 there are 5\n    start and by could be multiples of 4",
+        "train.ramp.by: interleaved needs a multiple of 2 micro-batches in a step, not 5 as in "
+        "the ramp's batch of 10\n    start and by could be multiples of 4",
     ),
     "odd batches from the beginning": (
         (
@@ -266,8 +266,8 @@ DIVIDED = {
             "train.ramp.by=12",
         ),
         4,
-        "train.ramp.start: interleaved needs a multiple of 2 micro-batches in a step, and in the "
-        "ramp's batch of 12 there are 3\n"
+        "train.ramp.start: interleaved needs a multiple of 2 micro-batches in a step, not 3 as in "
+        "the ramp's batch of 12\n"
         "    start and by could be multiples of 8",
     ),
     "start and by": (
@@ -280,12 +280,12 @@ DIVIDED = {
             "train.ramp.by=1",
         ),
         2,
-        "ramp's batch of 1 there is 1\n    start and by could be multiples of 2",
+        "not 1 as in the ramp's batch of 1\n    start and by could be multiples of 2",
     ),
     "no room to grow": (
         ("parallel.pp=2", "train.batch=2", "train.ramp.start=1", "train.ramp.by=1"),
         2,
-        "ramp's batch of 1 there is 1\n    leave the ramp out",
+        "not 1 as in the ramp's batch of 1\n    leave the ramp out",
     ),
     "among processes": (
         ("train.ramp.start=16", "train.ramp.by=16"),

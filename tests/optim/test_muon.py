@@ -368,7 +368,7 @@ def test_rates_of_roles_that_the_model_lacks_are_refused() -> None:
     with pytest.raises(UserError) as error:
         load_text(RUN, words, place="run.toml")
     text = str(error.value)
-    assert "optim.table_lr: has no effect: the model has no value embeddings" in text
+    assert "optim.table_lr: has no effect because the model has no value embeddings" in text
     assert "optim.head_lr" in text and "embedding_lr: " not in text
 
 

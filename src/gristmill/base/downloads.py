@@ -1,10 +1,9 @@
 """Files from the network: folders from the Hugging Face Hub, and single files by their URL.
 
-huggingface_hub does the work for the Hub: it keeps a cache, resumes interrupted downloads, and
-needs no network for what it already has. Only weights in safetensors, settings and tokenizer files
-are downloaded, nothing that could run. Single files go into our own cache, the folder `gristmill`
-in $XDG_CACHE_HOME or ~/.cache; each gets its name only after its size and SHA-256 were checked.
-An interrupted download is resumed unless the file has changed at its source.
+huggingface_hub keeps a cache, resumes downloads, and needs no network for what it already has. Only
+safetensors, settings and tokenizer files are downloaded, nothing that could run. Single files go to
+`gristmill` in $XDG_CACHE_HOME or ~/.cache; each gets its name after its size and SHA-256 were
+checked. An interrupted download is resumed unless the file has changed at its source.
 """
 
 from __future__ import annotations
@@ -49,10 +48,7 @@ def model_folder(name: str, *, where: str = "model.start") -> Path:
 def hub_folder(
     name: str, *, files: Sequence[str], where: str, remedy: str, offline: bool = False
 ) -> Path:
-    """The folder in Hugging Face's cache that holds the files of a repository.
-
-    Missing files are downloaded unless `offline`.
-    """
+    """The folder of a Hugging Face repository's files; downloads missing ones unless `offline`."""
     # Imported here: only a Hub name needs it, and it is slow to import.
     from huggingface_hub import snapshot_download
 
@@ -154,15 +150,12 @@ def _append(url: str, part: Path, tag: Path, progress: OnDownload | None) -> Non
 
 
 def _check(part: Path, *, url: str, sha256: str | None, size: int | None) -> None:
-    found = part.stat().st_size
+    found, wrong = part.stat().st_size, None
     if size is not None and found != size:
         wrong = f"it has {found:,} bytes, not {size:,}"
     elif sha256 is not None and (digest := sha256_file(part)) != sha256:
         wrong = f"its SHA-256 is {digest}, not {sha256}"
-    else:
-        return
-    raise DataError(
-        f"the downloaded file is not the expected one: {wrong}",
-        where=url,
-        remedy="try again; if the message stays, the file was changed at its source",
-    )
+    if wrong is not None:
+        what = f"the downloaded file is not the expected one: {wrong}"
+        remedy = "try again; if the message stays, the file was changed at its source"
+        raise DataError(what, where=url, remedy=remedy)

@@ -1,7 +1,6 @@
 """Errors that the user can fix, and the exit status of every command.
 
-A `UserError` carries one or more problems, each with three parts: what is wrong, where, and what to
-do about it. The command line prints them without a traceback and exits with the error's status.
+The command line prints the problems of a `UserError` without a traceback and exits with its status.
 What only a programmer can break is an `assert` instead. Any other exception is a defect, which the
 command line shows with a traceback and `Exit.INTERNAL`.
 """
@@ -19,43 +18,33 @@ from types import ModuleType
 class Exit(enum.IntEnum):
     """Exit statuses of every command, after the BSD `sysexits` where one fits."""
 
-    DONE = 0
+    meaning: str
+    """A few words for messages."""
+
+    def __new__(cls, status: int, meaning: str = "") -> Exit:
+        member = int.__new__(cls, status)
+        member._value_, member.meaning = status, meaning
+        return member
+
+    DONE = 0, "done"
     """All that was asked for is done."""
-    USAGE = 2
+    USAGE = 2, "wrong command line"
     """The command line itself could not be read."""
-    DATA = 65
+    DATA = 65, "bad data"
     """Input data (text, token files, a tokenizer) is missing or damaged."""
-    INTERNAL = 70
+    INTERNAL = 70, "a defect"
     """A defect of the program, with a traceback. The last line names it, and the log if there is
     one: please report it, with the command."""
-    STORAGE = 74
+    STORAGE = 74, "storage"
     """The disk refused: full, read-only, or every checkpoint is damaged."""
-    STOPPED = 75
-    """Stopped on request with everything saved; the same command goes on."""
-    PEER = 76
+    STOPPED = 75, "stopped and saved"
+    """Stopped on request with everything saved; the same command resumes."""
+    PEER = 76, "another process was lost"
     """Another process of the run was lost or hung."""
-    REFUSED = 77
+    REFUSED = 77, "refused for safety"
     """Refused for safety, for example a second process in the same run folder."""
-    CONFIG = 78
+    CONFIG = 78, "wrong settings"
     """A setting is wrong; nothing was started."""
-
-    @property
-    def meaning(self) -> str:
-        """A few words for messages."""
-        return _MEANINGS[self]
-
-
-_MEANINGS = {
-    Exit.DONE: "done",
-    Exit.USAGE: "wrong command line",
-    Exit.DATA: "bad data",
-    Exit.INTERNAL: "a defect",
-    Exit.STORAGE: "storage",
-    Exit.STOPPED: "stopped and saved",
-    Exit.PEER: "another process was lost",
-    Exit.REFUSED: "refused for safety",
-    Exit.CONFIG: "wrong settings",
-}
 
 
 @dataclass(frozen=True)
@@ -74,22 +63,7 @@ class Problem:
 class UserError(Exception):
     """One or more problems that the user can fix."""
 
-    def __init__(
-        self,
-        what: str | Iterable[Problem],
-        *,
-        where: str | None = None,
-        remedy: str | None = None,
-        exit: Exit = Exit.CONFIG,
-    ) -> None:
-        self.problems = [Problem(what, where, remedy)] if isinstance(what, str) else list(what)
-        assert self.problems, "a UserError needs at least one problem"
-        self.exit = exit
-        super().__init__("\n".join(str(problem) for problem in self.problems))
-
-
-class DataError(UserError):
-    """Input data (text, token files, a tokenizer) is missing or damaged."""
+    exit = Exit.CONFIG
 
     def __init__(
         self,
@@ -97,9 +71,19 @@ class DataError(UserError):
         *,
         where: Path | str | None = None,
         remedy: str | None = None,
+        exit: Exit | None = None,
     ) -> None:
         place = None if where is None else str(where)
-        super().__init__(what, where=place, remedy=remedy, exit=Exit.DATA)
+        self.problems = [Problem(what, place, remedy)] if isinstance(what, str) else list(what)
+        assert self.problems, "a UserError needs at least one problem"
+        self.exit = self.exit if exit is None else exit
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class DataError(UserError):
+    """Input data (text, token files, a tokenizer) is missing or damaged."""
+
+    exit = Exit.DATA
 
 
 def optional(module: str, *, extra: str, purpose: str) -> ModuleType:

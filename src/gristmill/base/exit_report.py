@@ -1,10 +1,9 @@
 """The exit report: the line with which a process says why it ends, in its log and on the terminal.
 
     --- 2026-07-01T09:30:00+02:00 rank 1 of 4: gristmill train run.toml     at each start
-    …
     error: rank 3 on n03 has sent no heartbeat for 15s; last seen in phase step at step 80
 
-The process that supervises it reads the report from the log and repeats it.
+The supervisor reads the report from the log and repeats it.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ _TAIL, _WIDTH = 1 << 16, 400
 
 
 def write_exit_report(log: Path | None, message: str, *, stacks: bool = False) -> None:
-    """Append the report to a log, unless standard error goes there anyway; before it, if asked for,
-    the stacks of all threads."""
+    """Append the report to a log, unless standard error goes there anyway; if asked for, after the
+    stacks of all threads."""
     if log is None:
         return
     with contextlib.suppress(OSError):

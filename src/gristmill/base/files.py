@@ -26,8 +26,8 @@ from gristmill.base.errors import DataError, Exit, UserError, optional
 from gristmill.base.units import format_bytes
 
 _DECOMPRESSED_BUFFER = 1 << 18
-# Small, since 4 bytes of zstd can stand for 128 KiB.
 _ZSTD_PIECE = 1 << 13
+"""Small, since 4 bytes of zstd can stand for 128 KiB."""
 
 
 def sync_folder(folder: Path) -> None:
@@ -94,8 +94,7 @@ def free_space(path: Path) -> int:
 
 
 def require_room(path: Path, *, needed: int, purpose: str, remedy: str) -> None:
-    """Refuse what a disk cannot hold before any of it is written; `remedy` is the alternative to
-    making room."""
+    """Refuse what a disk cannot hold; `remedy` is the alternative to making room."""
     free = free_space(path)
     if free < needed:
         raise UserError(
@@ -112,18 +111,15 @@ def storage_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        remedy = None
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise UserError(
-                f"the disk is full ({format_bytes(free_space(path))} free)",
-                where=str(path),
-                remedy="make room, then start the same command again",
-                exit=Exit.STORAGE,
-            ) from error
-        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO):
-            raise UserError(
-                f"cannot write: {error.strerror}", where=str(path), exit=Exit.STORAGE
-            ) from error
-        raise
+            what = f"the disk is full ({format_bytes(free_space(path))} free)"
+            remedy = "make room, then start the same command again"
+        elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO):
+            what = f"cannot write: {error.strerror}"
+        else:
+            raise
+        raise UserError(what, where=path, remedy=remedy, exit=Exit.STORAGE) from error
 
 
 class _Decompressed(io.BufferedReader):
@@ -139,11 +135,8 @@ class _Decompressed(io.BufferedReader):
 
 
 class _ZstdFrames(io.RawIOBase):
-    """Decompresses zstd frames one after the other.
-
-    The reader of the package ends silently where a file is cut short, and has its own error for
-    damaged data; this raises what the readers of the standard library raise.
-    """
+    """Decompresses zstd frames one after the other, with the errors of the standard library's
+    readers: the package's own reader ends silently where a file is cut short."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._package = optional("zstandard", extra="data", purpose="reading .zst files")
@@ -216,9 +209,8 @@ def is_compressed(path: Path) -> bool:
 class FolderLock:
     """Lets one process at a time use a folder.
 
-    The kernel releases the lock when its process ends, however it ends. The package filelock does
-    not serve: where files cannot be locked it may fall back to a file that a killed process leaves
-    behind, and in some versions a process that is refused erases the name of the holder.
+    The kernel releases the lock when its process ends, however it ends. The package filelock may
+    fall back to a file that a killed process leaves behind, and may erase the holder's name.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -236,19 +228,15 @@ class FolderLock:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                os.close(handle)
-                raise UserError(
-                    f"files cannot be locked here: {error.strerror}",
-                    where=str(self.path),
-                    remedy="use a folder on a file system with locks",
-                    exit=Exit.STORAGE,
-                ) from error
             holder = os.read(handle, 200).decode(errors="replace").strip() or "another process"
             os.close(handle)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                what = f"files cannot be locked here: {error.strerror}"
+                remedy = "use a folder on a file system with locks"
+                raise UserError(what, where=self.path, remedy=remedy, exit=Exit.STORAGE) from error
             raise UserError(
                 f"this folder is in use by {holder}",
-                where=str(self.path.parent),
+                where=self.path.parent,
                 remedy="wait for it to end, or give this run another name or folder",
                 exit=Exit.REFUSED,
             ) from error

@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _FILE_PAGES = ("active_file", "inactive_file")
-
-
 _CGROUPS = {
     "": ("sys/fs/cgroup", "memory.max", "memory.current"),
     "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -72,8 +70,7 @@ def _lines(file: Path) -> list[str]:
 def keep_freed_memory() -> None:
     """Let the allocator keep freed memory for a second, unless the user has set this otherwise.
 
-    On ARM torch uses mimalloc, which returns freed memory to the system within a training step on
-    the CPU. The next step then asks for the same pages again, and clearing them takes a twelfth of
-    its time. The variable is read when torch is imported; other allocators ignore it.
+    On ARM torch uses mimalloc, which would return it to the system within a training step: to clear
+    the pages again takes a twelfth of the next step's time. It is read when torch is imported.
     """
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "1000")

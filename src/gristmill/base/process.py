@@ -1,15 +1,9 @@
 """Which process of the run this is: read once from the variables of the launcher.
 
-    started by          rank                    on its node                   how many
-    torchrun            RANK                    LOCAL_RANK                    WORLD_SIZE
-    Open MPI            OMPI_COMM_WORLD_RANK    OMPI_COMM_WORLD_LOCAL_RANK    OMPI_COMM_WORLD_SIZE
-    MPICH, Cray PALS    PMI_RANK, PALS_RANKID   PMI_LOCAL_RANK and its like   PMI_SIZE
-    srun                SLURM_PROCID            SLURM_LOCALID                 SLURM_NTASKS
-    a PyTorchJob's pod  RANK                    always 0                      WORLD_SIZE
-
-The first row whose variables are set counts, since one launcher may run inside another: torchrun
-in a step of srun, mpiexec in a PBS job. A job without a launcher is one process: PBS sets no ranks,
-and what Slurm sets for a batch script describes tasks that have not been started.
+The tables below name the variables of torchrun, Open MPI, MPICH with Cray's PALS, and Slurm's srun,
+in this order. The first launcher whose variables are set counts, since one may run inside another:
+torchrun in a step of srun, mpiexec in a PBS job. A job without a launcher is one process: PBS sets
+no ranks, and what Slurm sets for a batch script describes tasks that have not been started.
 
 The rendezvous is at MASTER_ADDR and MASTER_PORT. If these are not set, it is at the job's first
 host, with a port derived from the job's id, so that all processes find the same address.
@@ -21,7 +15,7 @@ import os
 import re
 import socket
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -34,9 +28,6 @@ _PORTS = range(15000, 30000)
 """Below those that systems use for outgoing connections."""
 _DEFAULT_PORT = 29500
 """For a job without an id; torch's own default."""
-_STEPS_WITHOUT_TASKS = ("batch", "extern", "interactive")
-_FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""Slurm numbers the steps of batch scripts and interactive shells down from the top."""
 
 
 class Address(NamedTuple):
@@ -93,18 +84,15 @@ class _Launcher:
     nodes: tuple[str, ...] = ()
     job: tuple[str, ...] = ()
     """Ids of the job."""
-    trusted: Callable[[Values], bool] = lambda values: True
-    """Whether the ranks belong to processes that were started."""
 
     def present(self, values: Values) -> bool:
-        return any(name in values for name in self.rank) and self.trusted(values)
-
-
-def _is_step_of_tasks(values: Values) -> bool:
-    """Whether srun started this process, and not sbatch or salloc."""
-    step = values.get("SLURM_STEP_ID", values.get("SLURM_STEPID", "batch"))
-    special = step.isdigit() and int(step) >= _FIRST_SPECIAL_STEP
-    return not special and step not in _STEPS_WITHOUT_TASKS
+        """Whether this launcher has started the process."""
+        if self is _SLURM:
+            # Steps of sbatch and salloc, without tasks, have names, or numbers from the top down.
+            step = values.get("SLURM_STEP_ID", values.get("SLURM_STEPID", "batch"))
+            if not step.isdigit() or int(step) >= 0xFFFFFFF0:
+                return False
+        return any(name in values for name in self.rank)
 
 
 _TORCHRUN = _Launcher(
@@ -134,23 +122,23 @@ _SLURM = _Launcher(
     world=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
     local_world=("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"),
     nodes=("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
-    trusted=_is_step_of_tasks,
 )
 _LAUNCHERS = (_OPEN_MPI, _PMI, _SLURM)
 
 
 def _from_torchrun(values: Values, outer: _Launcher | None) -> Place:
     """RANK and WORLD_SIZE, with LOCAL_RANK or something that stands for it."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    missing = [name for name in names if name not in values]
-    if missing == ["LOCAL_RANK"] and outer is not None:
+    only_local_missing = {"RANK", "WORLD_SIZE"} <= values.keys() and "LOCAL_RANK" not in values
+    if only_local_missing and outer is not None:
         # Set by a script inside a launcher, which knows the rank on the node.
         place = _from_launcher(values, outer)
-        if _number(values, ("RANK",)) != place.rank:
-            raise _contradiction(values, "RANK", _name(values, outer.rank))
+        _require_equal(values, "RANK", _name(values, outer.rank))
         return place
-    address = _given_address(values)
-    if missing == ["LOCAL_RANK"] and address is not None:
+    address = None
+    if "MASTER_ADDR" in values or "MASTER_PORT" in values:
+        _require(values, "MASTER_ADDR", "MASTER_PORT")
+        address = Address(values["MASTER_ADDR"], _given_port(values))
+    if only_local_missing and address is not None:
         # A PyTorchJob with one process in each pod.
         each = values.get("PET_NPROC_PER_NODE", "1")
         if each.isdigit() and int(each) > 1:
@@ -159,11 +147,9 @@ def _from_torchrun(values: Values, outer: _Launcher | None) -> Place:
                 "is not set, which would tell them apart",
                 "start with torchrun in the pod, or ask for one process in each pod",
             )
-        pod = {**values, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        return replace(_place(pod, _TORCHRUN), address=address)
-    _require(values, *names, remedy="start with torchrun, which sets all three, or unset them")
+        values = {**values, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     return replace(
-        _place(values, _TORCHRUN),
+        _place(values, _TORCHRUN, local=_TORCHRUN),
         address=address,
         agent=values.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=_number(values, ("TORCHELASTIC_RESTART_COUNT",)) or 0,
@@ -176,9 +162,7 @@ def _from_launcher(values: Values, launcher: _Launcher) -> Place:
     if _number(values, launcher.local_rank) is None:
         later = _LAUNCHERS[_LAUNCHERS.index(launcher) + 1 :]
         local = next((one for one in later if _agree(values, one, launcher)), launcher)
-    world = _name(values, launcher.world)
-    if world in values:
-        _require_equal(values, "WORLD_SIZE", world)
+    _require_equal(values, "WORLD_SIZE", _name(values, launcher.world))
     place = _place(values, launcher, local=local)
     host = values.get("MASTER_ADDR") or _first_host(values, place)
     if host is None:
@@ -188,9 +172,10 @@ def _from_launcher(values: Values, launcher: _Launcher) -> Place:
 
 
 def _agree(values: Values, one: _Launcher, other: _Launcher) -> bool:
-    return one.present(values) and all(
-        _number(values, getattr(one, part)) == _number(values, getattr(other, part))
-        for part in ("rank", "world")
+    return (
+        one.present(values)
+        and _number(values, one.rank) == _number(values, other.rank)
+        and _number(values, one.world) == _number(values, other.world)
     )
 
 
@@ -213,67 +198,47 @@ def _number(values: Values, names: tuple[str, ...]) -> int | None:
     return None
 
 
-def _place(values: Values, launcher: _Launcher, *, local: _Launcher | None = None) -> Place:
+def _place(values: Values, launcher: _Launcher, *, local: _Launcher) -> Place:
     """The numbers of a launcher; those of the node may come from another one around it."""
-    local = local or launcher
-    rank, local_rank, world = (
-        _name(values, names) for names in (launcher.rank, local.local_rank, launcher.world)
-    )
-    remedy = "start with torchrun, or set RANK, LOCAL_RANK and WORLD_SIZE yourself"
-    _require(values, rank, local_rank, world, remedy=remedy)
+    names = [_name(values, one) for one in (launcher.rank, local.local_rank, launcher.world)]
+    remedy = "set RANK, LOCAL_RANK and WORLD_SIZE, as torchrun does"
+    _require(values, *names, remedy=remedy + (", or unset them" if launcher is _TORCHRUN else ""))
     _require_equal(values, *launcher.rank)
     _require_equal(values, *local.local_rank)
-    numbers = {name: int(values[name]) for name in (rank, local_rank, world)}
-    for name in (rank, local_rank):
-        if not 0 <= numbers[name] < numbers[world]:
-            raise _wrong(f"{name}={numbers[name]} does not fit {world}={numbers[world]}")
+    rank, local_rank, world = (_number(values, (name,)) or 0 for name in names)
+    for name, number in zip(names, (rank, local_rank), strict=False):
+        if not 0 <= number < world:
+            raise _wrong(f"{name}={number} does not fit {names[2]}={world}")
     here = (_tasks_here if local is _SLURM else _number)(values, local.local_world)
-    if here is not None and not numbers[local_rank] < here <= numbers[world]:
+    if here is not None and not local_rank < here <= world:
         raise _wrong(
-            f"{local_rank}={numbers[local_rank]} and {world}={numbers[world]} do not fit "
-            f"{here} processes on this node"
+            f"{names[1]}={local_rank} and {names[2]}={world} do not fit {here} processes on this "
+            "node"
         )
     nodes = _number(values, launcher.nodes)
-    if nodes is None and here is not None and numbers[world] % here == 0:
-        nodes = numbers[world] // here
-    return Place(
-        rank=numbers[rank],
-        local_rank=numbers[local_rank],
-        world=numbers[world],
-        host=socket.gethostname(),
-        local_world=here,
-        nodes=nodes,
-    )
+    if nodes is None and here is not None and world % here == 0:
+        nodes = world // here
+    return Place(rank, local_rank, world, socket.gethostname(), local_world=here, nodes=nodes)
 
 
 def _wrong(what: str, remedy: str | None = None) -> UserError:
     return UserError(what, where="environment", remedy=remedy)
 
 
-def _require(values: Values, *names: str, remedy: str) -> None:
-    """Refuse names that are not set, or not to whole numbers."""
+def _require(values: Values, *names: str, remedy: str | None = None) -> None:
     missing = [name for name in names if name not in values]
     if missing:
         given = next(name for name in names if name in values)
         raise _wrong(f"{given} is set but {', '.join(missing)} is not", remedy)
-    try:
-        for name in names:
-            int(values[name])
-    except ValueError as error:
-        what = f"{', '.join(names[:-1])} and {names[-1]} must be whole numbers"
-        raise _wrong(what) from error
 
 
 def _require_equal(values: Values, *names: str) -> None:
-    given = [name for name in names if name in values]
-    for name in given[1:]:
-        if _number(values, (name,)) != _number(values, (given[0],)):
-            raise _contradiction(values, given[0], name)
-
-
-def _contradiction(values: Values, one: str, other: str) -> UserError:
-    what = f"{one}={values[one]} and {other}={values[other]} contradict each other"
-    return _wrong(what, f"unset {one} if it is left over from another launcher")
+    """Refuse different numbers under those of the names that are set."""
+    first, *rest = [name for name in names if name in values] or [""]
+    for name in rest:
+        if _number(values, (name,)) != _number(values, (first,)):
+            what = f"{first}={values[first]} and {name}={values[name]} contradict each other"
+            raise _wrong(what, f"unset {first} if it is left over from another launcher")
 
 
 def _tasks_here(values: Values, names: tuple[str, ...]) -> int | None:
@@ -292,17 +257,6 @@ def _tasks_here(values: Values, names: tuple[str, ...]) -> int | None:
 
 
 # ------------------------------------------------------------------ the rendezvous
-
-
-def _given_address(values: Values) -> Address | None:
-    """MASTER_ADDR and MASTER_PORT: both, or neither."""
-    names = {"MASTER_ADDR", "MASTER_PORT"}
-    given = names & values.keys()
-    if not given:
-        return None
-    if given != names:
-        raise _wrong(f"{min(given)} is set but {min(names - given)} is not")
-    return Address(values["MASTER_ADDR"], _given_port(values))
 
 
 def _given_port(values: Values) -> int:
@@ -345,26 +299,25 @@ def expand_hosts(text: str) -> list[str]:
     hosts: list[str] = []
     # Commas inside brackets separate numbers, those outside separate hosts.
     for pattern in re.split(r",(?![^\[]*\])", text.strip()):
-        expanded = _expand_one(pattern)
-        if not expanded:
+        names = [""]
+        for position, part in enumerate(re.split(r"\[([^\[\]]*)\]", pattern)):
+            endings = _expand_numbers(part) if position % 2 else [part]
+            names = [name + ending for name in names for ending in endings]
+        if not names:
             return []
-        hosts += expanded
-    return hosts
+        hosts += names
+    return hosts if all(re.fullmatch(r"[\w.\-]+", host) for host in hosts) else []
 
 
-def _expand_one(pattern: str) -> list[str]:
-    match = re.search(r"\[([^\[\]]*)\]", pattern)
-    if match is None:
-        return [pattern] if re.fullmatch(r"[\w.\-]+", pattern) else []
+def _expand_numbers(text: str) -> list[str]:
     numbers: list[str] = []
-    for part in match[1].split(","):
+    for part in text.split(","):
         ends = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if ends is None:
             return []
         first, last = ends[1], ends[2] or ends[1]
         numbers += [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
-    rest = _expand_one(pattern[match.end() :]) if pattern[match.end() :] else [""]
-    return [f"{pattern[: match.start()]}{number}{tail}" for number in numbers for tail in rest]
+    return numbers
 
 
 def usable_cores() -> int:

@@ -4,8 +4,7 @@
     Progress   steps, samples and tokens done so far       the only clock of a run
     a split    "969,30,1"                                  shares of a whole
 
-One step is one optimizer update, one sample one window of text, and a sample of sequence length T
-counts T tokens. Nothing in a run is timed by wall clock except its time limit.
+A step is one optimizer update, a sample one window of text, which counts as `sequence` tokens.
 """
 
 from __future__ import annotations
@@ -81,12 +80,8 @@ class Duration:
 
     def due(self, before: Progress, after: Progress) -> bool:
         """Whether a multiple of this interval lies in the step from `before` to `after`."""
-        if self.amount == 0:
-            return False
-        return (
-            after.measured_in(self.unit) // self.amount
-            > before.measured_in(self.unit) // self.amount
-        )
+        done, now_done = before.measured_in(self.unit), after.measured_in(self.unit)
+        return self.amount > 0 and now_done // self.amount > done // self.amount
 
 
 def format_exact(amount: int) -> str:
@@ -111,11 +106,8 @@ def format_bytes(amount: float) -> str:
     """Bytes for a person, in powers of 1024: 1536 -> "1.5 KiB"."""
     for name, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if amount >= size:
-            return (
-                f"{amount / size:.3g} {name}"
-                if amount < 999.5 * size
-                else f"{amount / size:.0f} {name}"
-            )
+            value = amount / size
+            return f"{value:.3g} {name}" if value < 999.5 else f"{value:.0f} {name}"
     return f"{amount:.0f} B"
 
 

@@ -1,13 +1,10 @@
 """Where the time of a step goes: the real step of a run file, measured; nothing stays on disk.
 
-    warm-up        the first step compiles; none of these is counted
-    measured       timed by the meter, as in a run, without the profiler
-    profiled       a few more steps under torch.profiler, for the shares
-
-Everything is assembled as for training and runs in the same loop, without hooks, with the run
-folder in a temporary place. The profiler slows the host down, so its times are fitted to the
-measured step: on a GPU kernels take as long as ever, and what they leave of the step is idle time;
-on the CPU all times shrink in proportion. A batch that grows is measured at its full size.
+Everything is assembled as for training and runs in the same loop, without hooks. Warm-up steps are
+not counted: the first one compiles. Then steps are timed as in a run, and a few more run under
+torch.profiler. The profiler slows the host down, so its times are fitted to the measured step: on a
+GPU kernels take as long as ever, and what they leave of the step is idle time; on the CPU all times
+shrink in proportion. A batch that grows is measured at its full size.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from typing import Literal
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from gristmill.base.errors import Problem, UserError
+from gristmill.base.errors import DataError, Problem, UserError
 from gristmill.base.units import Duration, Unit
 from gristmill.bench.random_tokens import GPT2_VOCABULARY, write_random_tokens
 from gristmill.bench.trace import OpClass, StepPhase, Trace, read_trace
@@ -158,9 +155,6 @@ def measure_run(
             return _measure(parts, warm_up=warm_up, steps=steps, random_tokens=random_tokens)
 
 
-# ------------------------------------------------------------------ what is run
-
-
 def _prepared(config: RunConfig, steps: int) -> RunConfig:
     """The same run with a record of every step, at its full batch, for at least `steps` steps."""
     until = config.train.until
@@ -197,16 +191,12 @@ def _require_tokens(config: RunConfig) -> None:
         try:
             open_tokens(path)
         except UserError as error:
-            exit = error.exit
-            for one in error.problems:
-                remedy = one.remedy or "prepare them"
-                remedy = f"{remedy}; --random-tokens measures without data"
-                problems.append(replace(one, remedy=remedy))
+            problems += error.problems
     if problems:
-        raise UserError(problems, exit=exit)
-
-
-# ------------------------------------------------------------------ measuring
+        way_out = "; --random-tokens measures without data"
+        raise DataError(
+            replace(one, remedy=(one.remedy or "prepare them") + way_out) for one in problems
+        )
 
 
 class _ProfiledHooks(Hooks):
@@ -218,7 +208,7 @@ class _ProfiledHooks(Hooks):
 
 
 def _measure(parts: Assembly, *, warm_up: int, steps: int, random_tokens: bool) -> BenchResult:
-    numbers, folder = parts.numbers, parts.folder
+    numbers, folder, device = parts.numbers, parts.folder, parts.world.device
     folder.path.mkdir()
     tracker = Tracker([JsonlSink(folder.metrics)], clock=lambda: parts.state.progress)
     meter = build_meter(parts, tracker)
@@ -257,12 +247,23 @@ def _measure(parts: Assembly, *, warm_up: int, steps: int, random_tokens: bool) 
         run(steps)
         records = [one for one in read_metrics(folder.metrics) if isinstance(one, StepRecord)]
         speed = _speed(records, meter, warm_up=warm_up, tokens=numbers.tokens_per_step)
-        tables = _profile(run, folder, parts.world.device, step=speed.milliseconds / 1000)
+        tables = _profile(run, folder, device, step=speed.milliseconds / 1000)
     finally:
         batches.close()
         tracker.close()
-    subject = _subject(parts, random_tokens=random_tokens)
-    matrix = matrix_rate(parts.world.device)
+    subject = Subject(
+        name=parts.config.name,
+        parameters=sum(parameter.numel() for parameter in parts.outline.parameters()),
+        batch=numbers.batch,
+        micro_batch=numbers.micro_batch,
+        sequence=numbers.sequence,
+        vocabulary=numbers.vocab,
+        device=device.name,
+        precision=parts.config.precision.described,
+        compiled=_compiled(parts.config.runtime, device.kind),
+        random_tokens=random_tokens,
+    )
+    matrix = matrix_rate(device)
     return BenchResult(**vars(tables), subject=subject, speed=speed, matrix=matrix)
 
 
@@ -288,29 +289,10 @@ def _speed(records: Sequence[StepRecord], meter: Meter, *, warm_up: int, tokens:
     )
 
 
-def _subject(parts: Assembly, *, random_tokens: bool) -> Subject:
-    config, numbers = parts.config, parts.numbers
-    return Subject(
-        name=config.name,
-        parameters=sum(parameter.numel() for parameter in parts.outline.parameters()),
-        batch=numbers.batch,
-        micro_batch=numbers.micro_batch,
-        sequence=numbers.sequence,
-        vocabulary=numbers.vocab,
-        device=parts.world.device.name,
-        precision=config.precision.described,
-        compiled=_compiled(config.runtime, parts.world.device.kind),
-        random_tokens=random_tokens,
-    )
-
-
 def _compiled(runtime: RuntimeConfig, device: str) -> Literal["model", "blocks"] | None:
     if not runtime.compiles(device):
         return None
     return "blocks" if runtime.compile == "blocks" else "model"
-
-
-# ------------------------------------------------------------------ profiling
 
 
 def _profile(
@@ -335,43 +317,44 @@ def _profile(
 
 def step_tables(trace: Trace, *, step: float, on_gpu: bool, profiled: int = PROFILED) -> StepTables:
     """Tables of one step that takes `step` seconds, from a trace of several under the profiler."""
-    by_phase: dict[StepPhase, float] = defaultdict(float)
-    by_class: dict[tuple[StepPhase, OpClass], float] = defaultdict(float)
-    by_name: dict[tuple[str, OpClass], float] = defaultdict(float)
-    counts = Counter((op.name, op.kind) for op in trace.ops)
-    for op in trace.ops:
-        by_phase[op.phase] += op.seconds
-        by_class[op.phase, op.kind] += op.seconds
-        by_name[op.name, op.kind] += op.seconds
+    scale, whole = 1000 * step / trace.seconds, 1000 * step
     if on_gpu:
         scale = 1000 / profiled
         # Kernels measured under the profiler may need a little more than the step without it.
-        whole = max(1000 * step, scale * trace.busy)
-    else:
-        scale, whole = 1000 * step / trace.seconds, 1000 * step
+        whole = max(whole, scale * trace.busy)
 
     def row(stage: str, milliseconds: float, part: str = "") -> TimeRow:
         return TimeRow(stage, part, milliseconds, milliseconds / whole)
 
+    by_class: dict[tuple[StepPhase, OpClass], float] = defaultdict(float)
+    by_name: dict[tuple[str, OpClass], float] = defaultdict(float)
+    counts = Counter((op.name, op.kind) for op in trace.ops)
+    times: dict[StepPhase, float] = defaultdict(float, {} if on_gpu else trace.host)
+    for op in trace.ops:
+        by_class[op.phase, op.kind] += scale * op.seconds
+        by_name[op.name, op.kind] += scale * op.seconds
+        times[op.phase] += op.seconds if on_gpu else 0
     inner = (StepPhase.FORWARD, StepPhase.BACKWARD, StepPhase.UPDATE)
-    times = by_phase if on_gpu else trace.host
     stages = [
-        row(phase, scale * times.get(phase, 0.0))
+        row(phase, scale * times[phase])
         for phase in StepPhase
-        if times.get(phase, 0.0) > 0 or phase in inner
-    ]
-    host = [row(phase, 1000 * seconds / profiled) for phase, seconds in trace.host.items()]
-    parts = [
-        row(phase, scale * by_class[phase, kind], kind)
-        for phase in inner
-        for kind in OpClass
-        if by_class[phase, kind] > 0
-    ]
-    largest = sorted(by_name, key=lambda key: -by_name[key])[:_LARGEST]
-    kernels = [
-        KernelTime(*key, counts[key] / profiled, scale * by_name[key], scale * by_name[key] / whole)
-        for key in largest
+        if times[phase] > 0 or phase in inner
     ]
     if on_gpu:
         stages.append(row(IDLE, whole - scale * trace.busy))
-    return StepTables(tuple(stages), tuple(parts), tuple(host) if on_gpu else (), tuple(kernels))
+    return StepTables(
+        stages=tuple(stages),
+        parts=tuple(
+            row(phase, by_class[phase, kind], kind)
+            for phase in inner
+            for kind in OpClass
+            if by_class[phase, kind] > 0
+        ),
+        host=tuple(
+            row(phase, 1000 * seconds / profiled) for phase, seconds in trace.host.items() if on_gpu
+        ),
+        kernels=tuple(
+            KernelTime(*key, counts[key] / profiled, by_name[key], by_name[key] / whole)
+            for key in sorted(by_name, key=lambda key: -by_name[key])[:_LARGEST]
+        ),
+    )

@@ -3,8 +3,7 @@
     PREFIX.bin, PREFIX.json     documents of random ids
     PREFIX.tokenizer/           a tokenizer with that many made-up words
 
-It is an ordinary token set, read by the ordinary loader: the time of a step does not depend on the
-ids. The loss does, so measure nothing but speed with it.
+It is an ordinary token set, read by the ordinary loader: a step's time does not depend on its ids.
 """
 
 from __future__ import annotations

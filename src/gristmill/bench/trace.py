@@ -4,13 +4,12 @@
                launches  |    |   |            |     |    |           |   |
     device               [gemm][attention][fused] ... [gemm][gemm] ...[adam]
 
-A trace is the list of events that torch.profiler exports. On a GPU the operations are kernels; each
-belongs to the phase in which the host launched it, however late it ran. On the CPU they are the
-operators of the training thread, each without the time of those inside it. Either way their times
-add up to the time that the device, or the thread, was busy.
+On a GPU the operations are kernels; each belongs to the phase in which the host launched it. On the
+CPU they are the operators of the training thread, each without the time of those inside it. Either
+way their times add up to the time that the device, or the thread, was busy.
 
-The name of an operation tells its class, with one exception: everything that the loss launches,
-including matrix products, belongs to the head. A name that no pattern matches is "other".
+The name of an operation tells its class, except that everything the loss launches belongs to the
+head, matrix products included.
 """
 
 from __future__ import annotations
@@ -51,13 +50,7 @@ class OpClass(StrEnum):
     OTHER = "other"
 
 
-PHASES = {
-    "gristmill::data": StepPhase.DATA,
-    "gristmill::forward": StepPhase.FORWARD,
-    "gristmill::backward": StepPhase.BACKWARD,
-    "gristmill::update": StepPhase.UPDATE,
-    "gristmill::records": StepPhase.RECORDS,
-}
+PHASES = {f"gristmill::{phase.name.lower()}": phase for phase in StepPhase}
 """Names of the `record_function` ranges that mark the phases."""
 
 _HOST_CATEGORIES = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"}
@@ -90,9 +83,8 @@ def op_class(name: str, *, phase: StepPhase) -> OpClass:
     """The class of a kernel or operator, by its name."""
     matches = (kind for kind, pattern in _PATTERNS.items() if re.search(pattern, name, re.I))
     found = next(matches, OpClass.OTHER)
-    if phase is StepPhase.UPDATE and found in (OpClass.FUSED, OpClass.EMBEDDING):
-        return OpClass.OPTIMIZER
-    return found
+    of_update = phase is StepPhase.UPDATE and found in (OpClass.FUSED, OpClass.EMBEDDING)
+    return OpClass.OPTIMIZER if of_update else found
 
 
 @dataclass(frozen=True)
@@ -147,15 +139,14 @@ def read_trace(events: Iterable[Event], *, on_gpu: bool) -> Trace:
 
 def _phase_finder(marks: Sequence[Event]) -> Callable[[float], StepPhase]:
     """Tells the phase that the training thread was in at a time; of nested ones the inner one."""
-    edges = sorted({edge for mark in marks for edge in (mark["ts"], _end(mark))})
-    phases = []
-    for edge in edges:
-        around = [mark for mark in marks if mark["ts"] <= edge < _end(mark)]
-        phases.append(PHASES[max(around, key=_order)["name"]] if around else StepPhase.OTHER)
+    marks = sorted(marks, key=_order)
+    begins = [mark["ts"] for mark in marks]
 
     def phase_at(time: float) -> StepPhase:
-        last = bisect_right(edges, time) - 1
-        return phases[last] if last >= 0 else StepPhase.OTHER
+        for number in range(bisect_right(begins, time) - 1, -1, -1):
+            if time < _end(marks[number]):
+                return PHASES[marks[number]["name"]]
+        return StepPhase.OTHER
 
     return phase_at
 
@@ -227,8 +218,5 @@ def _kernels(
         name, alone = event["name"], max(0.0, _end(event) - max(event["ts"], done))
         done = max(done, _end(event))
         launch = launches.get(event.get("args", {}).get("correlation"))
-        if launch is None:
-            phase = phase_at(event["ts"])
-            yield OpTime(name, phase, op_class(name, phase=phase), alone / 1e6)
-        else:
-            yield OpTime(name, launch.phase, launch.class_of(name), alone / 1e6)
+        launch = launch or _HostCall(event, phase_at(event["ts"]), in_loss=False, own=0)
+        yield OpTime(name, launch.phase, launch.class_of(name), alone / 1e6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -39,7 +40,6 @@ def bench(
     folder and changes none.
     """
     import dataclasses
-    import os
 
     from gristmill.base.downloads import model_folder
     from gristmill.base.files import write_json
@@ -63,14 +63,13 @@ def bench(
 
 def _require_place(file: Path) -> None:
     """Refuse a file that could not be written, before anything is measured."""
-    import os
-
+    where = f"--json {file}"
     if file.is_dir():
-        raise UserError("is a folder", where=f"--json {file}", remedy="name a file in it")
+        raise UserError("is a folder", where=where, remedy="name a file in it")
     if not file.parent.is_dir():
-        raise UserError(f"there is no folder {file.parent}", where=f"--json {file}")
+        raise UserError(f"there is no folder {file.parent}", where=where)
     if not os.access(file.parent, os.W_OK):
-        raise UserError(f"cannot write in {file.parent}", where=f"--json {file}")
+        raise UserError(f"cannot write in {file.parent}", where=where)
 
 
 def _lines(found: BenchResult) -> Iterator[str]:

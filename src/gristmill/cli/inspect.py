@@ -48,17 +48,13 @@ def _list_presets() -> None:
     from gristmill.config.model import GPTConfig
     from gristmill.plan.arithmetic import count_parameters
 
-    typer.echo(
-        f"{'preset':<14}{'parameters':>11}{'layers':>8}{'heads':>7}{'width':>7}{'context':>9}"
-    )
+    line = "{:<14}{:>11}{:>8}{:>7}{:>7}{:>9}".format
+    typer.echo(line("preset", "parameters", "layers", "heads", "width", "context"))
     for name in preset_names():
         model = GPTConfig.model_validate(load_preset(name)["model"])
         rows = 51200 if name.startswith("gpt3") else 50257
         size = format_count(count_parameters(model, rows=rows))
-        typer.echo(
-            f"{name:<14}{size:>11}{model.layers:>8}{model.heads:>7}{model.width:>7}"
-            f"{model.context:>9}"
-        )
+        typer.echo(line(name, size, model.layers, model.heads, model.width, model.context))
     typer.echo("parameters with GPT-2's vocabulary of 50257 (gpt3: padded to 51200)")
 
 
@@ -84,19 +80,17 @@ def _derived(config: RunConfig) -> None:
     cost = token_cost(config.model, rows=numbers.padded_vocab, sequence=numbers.sequence)
     total = numbers.samples * numbers.sequence
     *growing, full = numbers.ramp.ramp_steps
-    ramp = {}
-    if growing:
-        ramp["ramp"] = (
-            f"from {numbers.ramp.first} samples in {len(growing)} stages before the full batch, "
-            f"which begins after {numbers.ramp.steps_to(full.begin):,} steps"
-        )
+    ramp = (
+        f"from {numbers.ramp.first} samples in {len(growing)} stages before the full batch, "
+        f"which begins after {numbers.ramp.steps_to(full.begin):,} steps"
+    )
     typer.echo("\n# which means")
     rows = {
         "parameters": f"{size:,}",
         "vocabulary": f"{numbers.vocab:,}, padded to {numbers.padded_vocab:,} ({source})",
         "batch": f"{numbers.batch} samples of {numbers.sequence} tokens = {numbers.micro_batch} "
         f"x {numbers.accumulate} accumulated = {numbers.tokens_per_step:,} tokens",
-        **ramp,
+        **({"ramp": ramp} if growing else {}),
         "run": f"{numbers.steps:,} steps, {format_count(total)} tokens",
         "compute": f"{cost.palm * total:.3g} floating-point operations "
         f"({format_count(cost.palm)} a token; {format_count(cost.causal)} counting attention as "

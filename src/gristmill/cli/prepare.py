@@ -79,9 +79,7 @@ def prepare(
     shard_size: ShardSize = None,
     split: Annotated[
         str | None,
-        typer.Option(
-            help="Hold documents out: proportions for train, val and test, such as 999,1."
-        ),
+        typer.Option(help="Hold documents out: shares of train, val and test, such as 999,1."),
     ] = None,
     seed: Annotated[
         int | None,
@@ -175,9 +173,7 @@ def _open_tokenizer(
     else:
         opened = open_tokenizer(name, end_of_text=end_of_text)
     if not opened.lossless:
-        typer.echo(
-            "note: this tokenizer is not lossless: decoding may not give the original text back"
-        )
+        typer.echo("note: this tokenizer is not lossless: decoding may not give the same text")
     return opened
 
 

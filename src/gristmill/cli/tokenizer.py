@@ -31,9 +31,7 @@ def train_tokenizer(
     ] = WordPattern.GPT2,
     min_count: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="How often a pair must occur to be merged, with bpe and wordpiece.  [2]"
-        ),
+        typer.Option(min=1, help="How often bpe and wordpiece must see a pair to merge it.  [2]"),
     ] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Bytes of text to train on; all if not given.")
@@ -47,7 +45,7 @@ def train_tokenizer(
     from gristmill.text.tokenizers.training import train_tokenizer as learn
 
     if output.exists() and any(output.iterdir()):
-        raise UserError("this folder is not empty", where=str(output), exit=Exit.REFUSED)
+        raise UserError("this folder is not empty", where=output, exit=Exit.REFUSED)
     reader = open_sources(sources, ReadOptions((json_key,), documents))
 
     def texts() -> Iterator[str]:
@@ -92,9 +90,8 @@ def show_tokenizer(
     typer.echo(f"type         {opened.spec['type']}")
     typer.echo(f"ids          {opened.size:,}")
     typer.echo(f"end of text  {opened.end_of_text}  {opened.decode([opened.end_of_text])}")
-    typer.echo(
-        f"lossless     {'yes' if opened.lossless else 'no: decoding may not give the same text'}"
-    )
+    lossless = "yes" if opened.lossless else "no: decoding may not give the same text"
+    typer.echo(f"lossless     {lossless}")
     typer.echo(f"fingerprint  {opened.fingerprint}")
     if text is None:
         return

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,10 +18,8 @@ from gristmill.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
     from gristmill.tokens.convert import CopyProgress
-    from gristmill.tokens.foreign import Reading
 
 tokens = typer.Typer(help="Inspect, verify, convert and merge token files.", no_args_is_help=True)
-
 
 _DOCUMENTS_SHOWN = 3
 _TOKENS_SHOWN = 60
@@ -46,9 +44,7 @@ Dtype = Annotated[
 ]
 EndOfText = Annotated[
     int | None,
-    typer.Option(
-        help="The id between documents, in files that do not state where documents begin."
-    ),
+    typer.Option(help="The id between documents, in files that do not state where these begin."),
 ]
 MadeBy = Annotated[
     str | None,
@@ -104,8 +100,7 @@ def verify_set(
     from gristmill.tokens.store import find_tokens, verify_tokens
 
     reading = Reading(source, dtype, end_of_text)
-    problems = verify_tokens(prefix, reading)
-    if problems:
+    if problems := verify_tokens(prefix, reading):
         raise UserError(problems, exit=Exit.DATA)
     if find_tokens(prefix, reading).manifest is None:
         typer.echo(f"{prefix}: readable; without a manifest there are no checksums to compare")
@@ -130,15 +125,9 @@ def convert_set(
     """Convert token files to another format."""
     from gristmill.tokens.foreign import Reading
 
-    _copy(
-        [prefix],
-        output,
-        format=format,
-        shard_size=shard_size,
-        reading=Reading(source, dtype, end_of_text),
-        tokenizer=tokenizer,
-        overwrite=overwrite,
-    )
+    reading = Reading(source, dtype, end_of_text)
+    options = {"format": format, "shard_size": shard_size, "overwrite": overwrite}
+    _copy([prefix], output, tokenizer, reading=reading, **options)
 
 
 @tokens.command("merge")
@@ -146,8 +135,7 @@ def merge_sets(
     prefixes: Annotated[
         list[Path],
         typer.Argument(
-            metavar="SOURCE…",
-            help="Prefixes of token files, in the order wanted, or quoted globs.",
+            metavar="SOURCE…", help="Prefixes of token files in order, or quoted globs."
         ),
     ],
     output: Output,
@@ -167,36 +155,20 @@ def merge_sets(
     from gristmill.text.prepare.parts import find_sets, merge_ledgers
 
     sources = find_sets(prefixes)
-    _copy(
-        sources,
-        output,
-        format=format,
-        shard_size=shard_size,
-        tokenizer=tokenizer,
-        overwrite=overwrite,
-    )
+    options = {"format": format, "shard_size": shard_size, "overwrite": overwrite}
+    _copy(sources, output, tokenizer, **options)
     merge_ledgers(sources, output)
 
 
-def _copy(
-    sources: Sequence[Path],
-    output: Path,
-    *,
-    format: TokenFormat | None,
-    shard_size: int | None,
-    tokenizer: str | None,
-    overwrite: bool,
-    reading: Reading | None = None,
-) -> None:
-    """Copy token sets into a new one, with their tokenizer."""
+def _copy(sources: Sequence[Path], output: Path, tokenizer: str | None, **options: Any) -> None:
+    """Copy token sets into a new one, with their tokenizer; the options are `convert_tokens`'s."""
     from gristmill.text.prepare.outputs import save_tokenizer
     from gristmill.text.tokenizers.tokenizer import open_tokenizer
     from gristmill.tokens.convert import Origin, convert_tokens
 
     beside = [folder for source in sources if (folder := Path(f"{source}.tokenizer")).is_dir()]
-    chosen = tokenizer or (beside[0] if beside else None)
-    made_by = open_tokenizer(chosen) if chosen else None
-    origin = None
+    chosen = tokenizer or next(iter(beside), None)
+    made_by, origin = open_tokenizer(chosen) if chosen else None, None
     if tokenizer is not None and made_by is not None:
         origin = Origin(made_by.size, made_by.end_of_text, made_by.spec)
 
@@ -206,16 +178,7 @@ def _copy(
         line.update(state.tokens, state.tokens_total, f"{words}, {rate} tokens/s")
 
     with ProgressLine("copying") as line:
-        info = convert_tokens(
-            sources,
-            output,
-            format=format,
-            shard_size=shard_size,
-            reading=reading,
-            origin=origin,
-            overwrite=overwrite,
-            progress=show,
-        )
+        info = convert_tokens(sources, output, origin=origin, progress=show, **options)
     folder = Path(f"{output}.tokenizer")
     if made_by is not None:
         save_tokenizer(made_by, folder)

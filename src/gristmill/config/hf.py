@@ -47,10 +47,8 @@ def model_settings(folder: Path) -> dict[str, Any]:
             raise DataError(f"this is not the run file of a run: {error}", where=run) from error
         return {name: value for name, value in model.items() if name != "start"}
     if not (folder / "config.json").is_file():
-        raise DataError(
-            f"'{folder}' holds neither a run (run.toml) nor a Hugging Face model (config.json)",
-            where="model.start",
-        )
+        what = f"'{folder}' holds neither a run (run.toml) nor a Hugging Face model (config.json)"
+        raise DataError(what, where="model.start")
     return from_hf(read_json(folder / "config.json"), where=str(folder / "config.json"))
 
 

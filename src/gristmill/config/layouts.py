@@ -1,8 +1,7 @@
 """What a layout must divide: sizes that do not fit are refused, with the nearest ones that do.
 
     when the file is read          the given sizes, with the model and the sequence
-    when processes are counted     these and the sizes that follow; the batch, its micro-batches,
-                                   and those of every batch of a ramp
+    when processes are counted     the sizes that follow, and every batch with its micro-batches
 
 Until the number of processes is known, a size that follows from it counts as 1. So what is refused
 when the file is read would be refused on any number of processes.
@@ -14,21 +13,21 @@ import math
 from collections.abc import Callable, Iterator
 
 from gristmill.base.errors import Problem
-from gristmill.config.parallel import AXES, SEVERAL, Mesh, build_mesh
-from gristmill.config.resolve import Portions, divisors, nearest, portions
+from gristmill.config.parallel import AXES, SEVERAL, Mesh, ParallelConfig, build_mesh
+from gristmill.config.resolve import Portions, divisors, nearest, nearest_multiples, portions
 from gristmill.config.roles import Ability
 from gristmill.config.schema import RunConfig, TrainConfig
-from gristmill.config.settings import Broken
+from gristmill.config.settings import no_effect
 
 
-def layout_problems(config: RunConfig, *, processes: int | None = None) -> Iterator[Broken]:
+def layout_problems(config: RunConfig, *, processes: int | None = None) -> Iterator[Problem]:
     """Everything that does not fit the layout, on a number of processes if that is known."""
     mesh = build_mesh(config.parallel, processes)
     if isinstance(mesh, Problem):
         remedy = mesh.remedy or _processes_to_start(config, processes or 1)
-        yield ("parallel",), Problem(mesh.what, remedy=remedy)
+        yield Problem(mesh.what, "parallel", remedy)
         return
-    yield from _settings_act(config)
+    yield from _settings_act(config.parallel)
     for axis, (ability, problems) in _NEEDED.items():
         if mesh.sizes[axis] == 1:
             continue
@@ -37,12 +36,12 @@ def layout_problems(config: RunConfig, *, processes: int | None = None) -> Itera
         else:
             what = f"needs {ability}, which {config.model.kind} models do not have"
             remedy = "set it to 1; dp_shard divides any model"
-            yield ("parallel", axis), Problem(what, remedy=remedy)
+            yield Problem(what, f"parallel.{axis}", remedy)
     if processes is not None:
         yield from _batch(config, mesh)
         if config.precision.reduce is not None and mesh.data * mesh.cp == 1:
-            what = f"has no effect with {mesh}: no gradients of data-parallel processes are summed"
-            yield ("precision", "reduce"), Problem(what, remedy="remove it")
+            why = f"with {mesh}: no gradients of data-parallel processes are summed"
+            yield no_effect("precision.reduce", why)
 
 
 def _processes_to_start(config: RunConfig, processes: int) -> str:
@@ -54,60 +53,58 @@ def _processes_to_start(config: RunConfig, processes: int) -> str:
     return f"start {below} or {below + product} processes"
 
 
-def _settings_act(config: RunConfig) -> Iterator[Broken]:
-    parallel = config.parallel
+def _settings_act(parallel: ParallelConfig) -> Iterator[Problem]:
     needed = {"keep": "dp_shard", "sequence": "tp", "attention": "cp", "schedule": "pp"}
     for name, axis in {**needed, "stages": "pp"}.items():
         if getattr(parallel, name) is not None and getattr(parallel, axis) == 1:
-            what = f"has no effect without parallel.{axis}"
             remedy = f"remove it, or give parallel.{axis} a size above 1"
-            yield ("parallel", name), Problem(what, remedy=remedy)
+            yield no_effect(f"parallel.{name}", f"without parallel.{axis}", remedy)
     several = parallel.schedule in SEVERAL
     if parallel.stages is not None and parallel.pp != 1 and (parallel.stages > 1) != several:
         what = f"{parallel.stages} groups of layers on a device do not fit this schedule"
         remedy = "interleaved and zero-bubble take 2 or more, the others 1"
-        yield ("parallel", "stages"), Problem(what, remedy=remedy)
+        yield Problem(what, "parallel.stages", remedy)
 
 
-def _tensor_parallel(config: RunConfig, mesh: Mesh) -> Iterator[Broken]:
+def _tensor_parallel(config: RunConfig, mesh: Mesh) -> Iterator[Problem]:
     model, sequence = config.model, config.data.sequence or config.model.context
     sizes = model.tensor_parallel_sizes()
     uneven = [name for name, size in sizes.items() if size % mesh.tp]
     if uneven:
         what = f"{mesh.tp} does not divide {', nor '.join(uneven)}"
         choices = nearest(divisors(math.gcd(*sizes.values())), mesh.tp)
-        yield ("parallel", "tp"), Problem(what, remedy=f"tp could be {choices}")
+        yield Problem(what, "parallel.tp", f"tp could be {choices}")
     elif config.parallel.sequence in (None, True) and sequence % (mesh.tp * mesh.cp):
         what = f"a sequence of {sequence // mesh.cp} on each device cannot be divided by tp"
         remedy = "set it to false, or change tp or data.sequence"
-        yield ("parallel", "sequence"), Problem(what, remedy=remedy)
+        yield Problem(what, "parallel.sequence", remedy)
     if config.precision.fp8:
         what = "the head's products cannot be in fp8 when tp divides the head"
-        yield ("precision", "fp8"), Problem(what, remedy="leave it out, or set parallel.tp = 1")
+        yield Problem(what, "precision.fp8", "leave it out, or set parallel.tp = 1")
 
 
-def _context_parallel(config: RunConfig, mesh: Mesh) -> Iterator[Broken]:
+def _context_parallel(config: RunConfig, mesh: Mesh) -> Iterator[Problem]:
     model, sequence = config.model, config.data.sequence or config.model.context
     if sequence % 2:
         what = f"a sequence of {sequence} cannot be divided evenly by cp"
-        yield ("data", "sequence"), Problem(what, remedy="make it even")
+        yield Problem(what, "data.sequence", "make it even")
     elif sequence // 2 % mesh.cp:
         what = f"{mesh.cp} does not divide half the sequence {sequence // 2}"
         choices = nearest(divisors(sequence // 2), mesh.cp)
-        yield ("parallel", "cp"), Problem(what, remedy=f"cp could be {choices}")
+        yield Problem(what, "parallel.cp", f"cp could be {choices}")
     if config.parallel.attention == "heads" and model.heads % (mesh.cp * mesh.tp):
         what = f"{_product(cp=mesh.cp, tp=mesh.tp)} the heads {model.heads}"
         remedy = 'set parallel.attention = "ring"'
         if model.heads % mesh.tp == 0:
             choices = nearest(divisors(math.gcd(model.heads // mesh.tp, sequence // 2)), mesh.cp)
             remedy = f"cp could be {choices}, or {remedy}"
-        yield ("parallel", "cp"), Problem(what, remedy=remedy)
+        yield Problem(what, "parallel.cp", remedy)
     if model.dropout:
         what = "context-parallel attention has no dropout"
-        yield ("model", "dropout"), Problem(what, remedy="set it to 0, or parallel.cp = 1")
+        yield Problem(what, "model.dropout", "set it to 0, or parallel.cp = 1")
 
 
-def _pipeline(config: RunConfig, mesh: Mesh) -> Iterator[Broken]:
+def _pipeline(config: RunConfig, mesh: Mesh) -> Iterator[Problem]:
     parallel, layers = config.parallel, config.model.layers
     each = parallel.stages_each
     if layers % (mesh.pp * each):
@@ -118,16 +115,16 @@ def _pipeline(config: RunConfig, mesh: Mesh) -> Iterator[Broken]:
         choices = [size for size in choices if size >= least]
         remedy = f"{name} could be {nearest(choices, wanted)}" if choices else "change model.layers"
         what = f"{_product(pp=mesh.pp, stages=each)} the layers {layers}"
-        yield ("parallel", name), Problem(what, remedy=remedy)
+        yield Problem(what, f"parallel.{name}", remedy)
     if parallel.keep in ("nothing", "weights"):
         what = "a pipeline keeps weights and gradients whole within a step"
-        yield ("parallel", "keep"), Problem(what, remedy='leave it out, or set it to "gradients"')
+        yield Problem(what, "parallel.keep", 'leave it out, or set it to "gradients"')
     if parallel.schedule == "zero-bubble" and config.train.recompute != "none":
         what = "zero-bubble splits the backward pass, and a split pass cannot recompute"
-        yield ("train", "recompute"), Problem(what, remedy="leave it out, or change the schedule")
+        yield Problem(what, "train.recompute", "leave it out, or change the schedule")
 
 
-_NEEDED: dict[str, tuple[Ability, Callable[[RunConfig, Mesh], Iterator[Broken]]]] = {
+_NEEDED: dict[str, tuple[Ability, Callable[[RunConfig, Mesh], Iterator[Problem]]]] = {
     "tp": (Ability.TENSOR, _tensor_parallel),
     "cp": (Ability.CONTEXT, _context_parallel),
     "pp": (Ability.PIPELINE, _pipeline),
@@ -148,29 +145,18 @@ def _product(**sizes: int) -> str:
 # ------------------------------------------------------------------ batches
 
 
-def _batch(config: RunConfig, mesh: Mesh) -> Iterator[Broken]:
-    train = config.train
-    parts = portions(train, parts=mesh.data)
+def _batch(config: RunConfig, mesh: Mesh) -> Iterator[Problem]:
+    parts = portions(config.train, parts=mesh.data)
     if isinstance(parts, Problem):
-        remedy = parts.remedy
-        if train.batch is not None and train.batch % mesh.data:
-            unit = mesh.data * (train.micro_batch or 1) * (train.accumulate or 1)
-            remedy = f"batch could be {_multiples(unit, around=train.batch)}"
-        yield ("train", "batch"), Problem(parts.what, remedy=remedy)
+        yield parts
         return
-    broken = list(ramp_problems(train, parts))
+    broken = list(ramp_problems(config.train, parts))
     yield from broken
     if mesh.pp > 1 and not broken:
         yield from _micro_batches(config, mesh, parts)
 
 
-def _multiples(unit: int, *, around: int) -> str:
-    """The multiples of a number that are nearest to another, in words."""
-    middle = around // unit
-    return nearest([unit * n for n in range(max(1, middle - 1), middle + 4)], around)
-
-
-def _micro_batches(config: RunConfig, mesh: Mesh, parts: Portions) -> Iterator[Broken]:
+def _micro_batches(config: RunConfig, mesh: Mesh, parts: Portions) -> Iterator[Problem]:
     """A pipeline needs enough micro-batches in every step, including the steps of a ramp."""
     pp, schedule, ramp = mesh.pp, config.parallel.schedule or "1f1b", config.train.ramp
     several = schedule in SEVERAL
@@ -179,12 +165,11 @@ def _micro_batches(config: RunConfig, mesh: Mesh, parts: Portions) -> Iterator[B
         return count >= pp and not (several and count % pp)
 
     amount = "a multiple of" if several else "at least"
-    needed = f"{schedule} needs {amount} {pp} micro-batches in a step, and"
+    needed = f"{schedule} needs {amount} {pp} micro-batches in a step"
     if not enough(parts.accumulate):
         counts = [n for n in divisors(parts.batch // mesh.data) if enough(n)]
         remedy = _more_micro_batches(config.train, mesh, parts, counts)
-        what = f"{needed} there {_are(parts.accumulate)}"
-        yield ("parallel", "schedule"), Problem(what, remedy=remedy)
+        yield Problem(f"{needed}, not {parts.accumulate}", "parallel.schedule", remedy)
     elif ramp is not None:
         portion = mesh.data * parts.micro_batch
         batches = range(ramp.start, parts.batch, ramp.by)
@@ -197,23 +182,19 @@ def _micro_batches(config: RunConfig, mesh: Mesh, parts: Portions) -> Iterator[B
             remedy = f"start and by could be multiples of {portion * pp}"
         elif not several and fitting:
             remedy = f"start could be {nearest(fitting, ramp.start)}"
-        what = f"{needed} in the ramp's batch of {short} there {_are(short // portion)}"
+        what = f"{needed}, not {short // portion} as in the ramp's batch of {short}"
         name = "start" if short == ramp.start else "by"
-        yield ("train", "ramp", name), Problem(what, remedy=remedy)
-
-
-def _are(count: int) -> str:
-    return f"is {count}" if count == 1 else f"are {count}"
+        yield Problem(what, f"train.ramp.{name}", remedy)
 
 
 def _more_micro_batches(train: TrainConfig, mesh: Mesh, parts: Portions, counts: list[int]) -> str:
     """How to divide a step into enough micro-batches; `counts` are those that the batch allows."""
     own = parts.batch // mesh.data
     if train.batch is None:
-        return f"train.accumulate could be {_multiples(mesh.pp, around=parts.accumulate)}"
+        return f"train.accumulate could be {nearest_multiples(mesh.pp, parts.accumulate)}"
     if not counts:
         micro = train.micro_batch or 1
-        batches = _multiples(mesh.data * micro * mesh.pp, around=train.batch)
+        batches = nearest_multiples(mesh.data * micro * mesh.pp, train.batch)
         return f"train.batch could be {batches}, with train.micro_batch = {micro}"
     if train.accumulate is None:
         sizes = nearest([own // count for count in counts], parts.micro_batch)
@@ -224,23 +205,23 @@ def _more_micro_batches(train: TrainConfig, mesh: Mesh, parts: Portions, counts:
     return f"set train.accumulate = {count} and train.micro_batch = {own // count}"
 
 
-def ramp_problems(train: TrainConfig, parts: Portions) -> Iterator[Broken]:
+def ramp_problems(train: TrainConfig, parts: Portions) -> Iterator[Problem]:
     """What is wrong with a ramp: start, start + by, start + 2 by, … must reach the batch, and each
     must be a multiple of what all processes take at once, processes x micro_batch."""
     ramp, batch, micro = train.ramp, parts.batch, parts.micro_batch
     if ramp is None:
         return
     if (ramp.over if isinstance(ramp.over, float) else ramp.over.amount) == 0:
-        yield ("train", "ramp", "over"), Problem("must be above 0", remedy="or leave the ramp out")
+        yield Problem("must be above 0", "train.ramp.over", "or leave the ramp out")
     if ramp.start >= batch:
         what = f"{ramp.start} is not below the full batch {batch}"
         remedy = "the batch grows from train.ramp.start to train.batch"
-        yield ("train", "ramp", "start"), Problem(what, remedy=remedy)
+        yield Problem(what, "train.ramp.start", remedy)
         return
     if (batch - ramp.start) % ramp.by:
         what = f"growing by {ramp.by}, a batch of {ramp.start} never reaches {batch}"
         remedy = f"by could be {nearest(divisors(batch - ramp.start), ramp.by)}"
-        yield ("train", "ramp", "by"), Problem(what, remedy=remedy)
+        yield Problem(what, "train.ramp.by", remedy)
         return
     ranks = batch // (micro * parts.accumulate)
     batches = range(ramp.start, batch, ramp.by)
@@ -248,7 +229,7 @@ def ramp_problems(train: TrainConfig, parts: Portions) -> Iterator[Broken]:
         what = f"the ramp's batch of {odd} cannot be divided among {ranks} data-parallel processes"
         name = "start" if odd == ramp.start else "by"
         remedy = f"start and by could be multiples of {ranks}"
-        yield ("train", "ramp", name), Problem(what, remedy=remedy)
+        yield Problem(what, f"train.ramp.{name}", remedy)
     elif odd := next((n for n in batches if n % (ranks * micro)), None):
         each = f"the ramp's batch of {odd} is"
         if ranks > 1:
@@ -259,4 +240,4 @@ def ramp_problems(train: TrainConfig, parts: Portions) -> Iterator[Broken]:
             name, wanted = "accumulate", parts.accumulate
             choices = [batch // ranks // size for size in choices]
         what = f"{each} not a multiple of micro_batch {micro}"
-        yield ("train", name), Problem(what, remedy=f"{name} could be {nearest(choices, wanted)}")
+        yield Problem(what, f"train.{name}", f"{name} could be {nearest(choices, wanted)}")

@@ -2,11 +2,9 @@
 
     class defaults  <  sizes of model.start  <  preset  <  run file  <  a.b=c on the command line
 
-The value "unset" removes what lower layers say. A setting from a preset that has no effect beside
-the user's own settings is dropped; one that the user wrote is refused.
-
-Every problem names its place: the file and line, the preset, or the word on the command line; an
-unknown name comes with the nearest known one.
+The value "unset" removes what lower layers say. A setting without effect is dropped if a preset has
+it, and refused if the user wrote it. Every problem names its place: the file and line, the preset,
+or the word on the command line.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from gristmill.base.errors import Exit, Problem, UserError
+from gristmill.base.errors import Problem, UserError
 from gristmill.config.hf import model_settings
 from gristmill.config.rules import check
 from gristmill.config.schema import RunConfig
@@ -50,11 +48,9 @@ def load_run(
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise UserError(
-            f"cannot read the run file: {error.strerror}", where=str(path), exit=Exit.CONFIG
-        ) from error
+        raise UserError(f"cannot read the run file: {error.strerror}", where=path) from error
     except UnicodeDecodeError as error:
-        raise UserError("the run file is not UTF-8 text", where=str(path)) from error
+        raise UserError("the run file is not UTF-8 text", where=path) from error
     return load_text(text, overrides, place=str(path), find_model=find_model)
 
 
@@ -69,7 +65,7 @@ def load_text(
     written = _Places(place, text, dict.fromkeys(file))
     words: Values = {}
     for word in overrides:
-        values = _flatten(_parse_override(word))
+        values = _parse_override(word)
         words = _lay_over(words, values, within_layer=True)
         written.of.update(dict.fromkeys(values, f"command line {word!r}"))
     given = _lay_over(file, words)
@@ -97,7 +93,7 @@ def load_text(
         lower = _lay_over(lower, values)
         places.of.update(dict.fromkeys(values, f"{'.'.join(path)} {name}"))
     places.of.update(written.of)
-    return _validate(_lay_over(lower, given), places, written=written.of, weights=weights)
+    return _validate(_lay_over(lower, given), places, written.of, weights)
 
 
 @dataclass(frozen=True)
@@ -111,14 +107,13 @@ class _Places:
 
     def where(self, path: Path_) -> str:
         """A setting with its place, or that of the nearest table around it."""
-        place: str | None = self.file
+        setting = ".".join(path)
         for end in range(len(path), 0, -1):
-            inside = [known for known in self.of if known[:end] == path[:end]]
-            if inside:
+            if inside := [known for known in self.of if known[:end] == path[:end]]:
                 known = path[:end] if path[:end] in inside else inside[0]
                 place = self.of[known] or f"{self.file}:{key_lines(self.text)[known]}"
-                break
-        return f"{place}: {'.'.join(path)}"
+                return f"{place}: {setting}"
+        return f"{self.file}: {setting}"
 
 
 def dump_run(config: RunConfig) -> str:
@@ -161,8 +156,8 @@ def load_preset(name: Any) -> dict[str, Any]:
 # ------------------------------------------------------------------ layers
 
 
-def _parse_override(word: str) -> dict[str, Any]:
-    """An `a.b=c` word as nested tables; a value that is not TOML is taken as a string."""
+def _parse_override(word: str) -> Values:
+    """The settings of an `a.b=c` word; a value that is not TOML is taken as a string."""
     key, equals, value = word.partition("=")
     if not equals or not key or not all(part.isidentifier() for part in key.split(".")):
         raise UserError(
@@ -174,16 +169,15 @@ def _parse_override(word: str) -> dict[str, Any]:
         parsed = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         parsed = value
-    for part in reversed(key.split(".")):
-        parsed = {part: parsed}
-    return dict(parsed)
+    *tables, name = key.split(".")
+    return _flatten({name: parsed}, tuple(tables))
 
 
 def _flatten(
     tables: Mapping[str, Any], path: Path_ = (), *, whole: Collection[Path_] | None = None
 ) -> Values:
-    """Nested tables by path. A table that is the value of a setting, such as the paths of a blend,
-    is kept whole, and so is an empty one."""
+    """Nested tables by path. Empty tables and those that are the value of a setting, such as
+    data.paths, are kept whole."""
     whole = setting_paths() if whole is None else whole
     values: Values = {}
     for key, value in tables.items():
@@ -230,8 +224,8 @@ def _overlap(path: Path_, other: Path_) -> bool:
 
 
 def _remove_unset(tables: dict[str, Any], model: type[BaseModel] = RunConfig) -> None:
-    """Drop every setting whose value is `unset`. Unknown settings and required tables keep the
-    word. It is no value for them, so they are refused with their place."""
+    """Drop every setting whose value is `unset`. Unknown settings and required tables keep it, and
+    are refused with their place."""
     for key, value in list(tables.items()):
         info, classes = _field(model, key), _tables(model, key)
         if value == UNSET and info is not None and (not classes or info.default is None):
@@ -247,11 +241,7 @@ def _remove_unset(tables: dict[str, Any], model: type[BaseModel] = RunConfig) ->
 
 
 def _validate(
-    values: Values,
-    places: _Places,
-    *,
-    written: Collection[Path_],
-    weights: Mapping[str, Any] | None,
+    values: Values, places: _Places, written: Collection[Path_], weights: dict[str, Any] | None
 ) -> RunConfig:
     """The settings, without those of lower layers that have no effect beside the user's own."""
     tables = _nest(values)
@@ -265,11 +255,12 @@ def _validate(
     except ValidationError as error:
         invalid = dict.fromkeys(_problem(details, places) for details in error.errors())
         raise UserError(invalid) from None
-    broken = check(config, written=written, weights=weights)
+    problems = check(config, written=written, weights=weights)
+    broken = [(tuple(str(problem.where).split(".")), problem) for problem in problems]
     idle = [path for path, problem in broken if isinstance(problem, NoEffect)]
     if lower := [path for path in idle if not any(p[: len(path)] == path for p in written)]:
         left = {p: v for p, v in values.items() if not any(_overlap(path, p) for path in lower)}
-        return _validate(left, places, written=written, weights=weights)
+        return _validate(left, places, written, weights)
     if broken:
         raise UserError(
             Problem(problem.what, places.where(path), problem.remedy) for path, problem in broken
@@ -317,19 +308,15 @@ def _locate(details: ErrorDetails) -> tuple[Path_, type[BaseModel]]:
 
 
 def _field(model: type[BaseModel], key: str) -> Any:
-    for name, info in model.model_fields.items():
-        if key in (name, info.alias):
-            return info
-    return None
+    fields = model.model_fields.items()
+    return next((info for name, info in fields if key in (name, info.alias)), None)
 
 
 def _tables(model: type[BaseModel], key: str) -> dict[str, type[BaseModel]]:
     """The table classes a field may hold, by their `type`."""
-    info = _field(model, key)
+    kinds = getattr(_field(model, key), "annotation", None)
     found: dict[str, type[BaseModel]] = {}
-    if info is None:
-        return found
-    for option in (info.annotation, *get_args(info.annotation)):
+    for option in (kinds, *get_args(kinds)):
         if isinstance(option, type) and issubclass(option, BaseModel):
             kind = option.model_fields.get("type")
             found[str(kind.default) if kind else option.__name__] = option
@@ -352,9 +339,7 @@ def _nearest(path: Path_, model: type[BaseModel]) -> str:
         or [".".join(p) for p in setting_paths() if p[-1] in keys][:3]
         or difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
     )
-    if near:
-        return f"did you mean {' or '.join(near)}?"
-    return f"known here: {', '.join(known)}"
+    return f"did you mean {' or '.join(near)}?" if near else f"known here: {', '.join(known)}"
 
 
 @cache

@@ -1,8 +1,7 @@
 """Settings of models: what every kind of model has, and the native GPT.
 
-A kind of model is a class here and a constructor in `models/build.py`. Its abilities are declared
-with its settings, so that a layout or a command that needs one the model lacks is refused when the
-run file is read, before torch is loaded.
+A kind of model is a class here and a constructor in `models/build.py`. It declares its abilities
+here, so that whatever it lacks is refused when the run file is read, before torch is loaded.
 """
 
 from __future__ import annotations
@@ -77,17 +76,8 @@ class GPTConfig(ModelConfig):
 
     kind: ClassVar[str] = "GPT"
     abilities: ClassVar[frozenset[Ability]] = frozenset(Ability)
-    not_of_weights: ClassVar[frozenset[str]] = frozenset(
-        {
-            "start",
-            "dropout",
-            "init_std",
-            "embedding_std",
-            "head_std",
-            "zero_init",
-            "vocab_multiple",
-            "vocab",
-        }
+    not_of_weights: ClassVar[frozenset[str]] = ModelConfig.not_of_weights.union(
+        ("vocab", "vocab_multiple", "init_std", "embedding_std", "head_std", "zero_init")
     )
     retired: ClassVar[Mapping[str, Any]] = {"shortcut": False}
 
@@ -100,16 +90,14 @@ class GPTConfig(ModelConfig):
     context: Count
     """Longest sequence the model can attend to."""
     kv_heads: Count | None = None
-    """Key and value heads, shared by groups of query heads; all heads have their own if not
-    given."""
+    """Key and value heads, shared by groups of query heads; as many as heads if not given."""
     mlp_width: Count | None = None
-    """Inner size of the feed-forward part; 4 times the width if not given (8/3 times, in multiples
-    of 64, for swiglu, which has three matrices)."""
+    """Inner size of the feed-forward part; 4 times the width if not given, for swiglu 8/3 times, in
+    multiples of 64."""
     vocab: Count | None = None
     """Vocabulary size; taken from the token files' tokenizer if not given."""
     vocab_multiple: Count = 128
-    """The embedding is padded to a multiple of this, for speed; padded ids can never be
-    predicted."""
+    """Pad the embedding to a multiple of this, for speed; padded ids are never predicted."""
     positions: Literal["learned", "rotary"] = "learned"
     """How the model knows where a token stands."""
     rotary_base: Annotated[float, Field(gt=0)] | None = None
@@ -129,9 +117,8 @@ class GPTConfig(ModelConfig):
     embedding_norm: bool = False
     """Normalise the stream before the first block too."""
     value_embeddings: Annotated[int, Field(ge=0)] = 0
-    """How many layers, every other one from the last down, add to each token's values a vector
-    looked up by the token, gated per head. Costs vocabulary x width parameters each, and almost no
-    time."""
+    """How many layers, every other one from the last down, add a gated vector, looked up by token,
+    to the values. Costs vocabulary x width parameters each, and almost no time."""
     attention_scale: Annotated[float, Field(gt=0)] | None = None
     """Factor on query-key products; 1/sqrt(head width) if not given."""
     logit_cap: Annotated[float, Field(gt=0)] | None = None
@@ -141,8 +128,7 @@ class GPTConfig(ModelConfig):
     dropout: Fraction = 0.0
     """Dropout on embeddings, attention weights and residual branches."""
     init_std: Annotated[float, Field(gt=0)] = 0.02
-    """Standard deviation of initial weights; residual projections get it divided by sqrt(2
-    layers)."""
+    """Standard deviation of initial weights; for residual projections over sqrt(2 layers)."""
     embedding_std: Annotated[float, Field(gt=0)] | None = None
     """The same for the token embedding; init_std if not given."""
     head_std: Annotated[float, Field(gt=0)] | None = None

@@ -37,8 +37,7 @@ class OptimizerConfig(Settings):
         return None
 
     def state_bytes(self, role: Role) -> int:
-        """Bytes of state for each element of a parameter with this role; what is kept per row or
-        per parameter is too little to count."""
+        """Bytes of state for each element of a parameter with this role."""
         return 8
 
 
@@ -66,13 +65,12 @@ class MuonConfig(OptimizerConfig):
     type: Literal["muon"] = "muon"
     """Which optimizer."""
     lr: Annotated[float, Field(gt=0)] = 0.02
-    """Peak learning rate of matrices. The schedule, its min_lr included, is that of this rate; all
-    other rates follow in proportion."""
+    """Peak learning rate of matrices. The schedule and its min_lr are those of this rate; all other
+    rates follow in proportion."""
     momentum: Fraction = 0.95
     """Memory of the gradient's running mean."""
     momentum_start: Fraction | None = None
-    """Momentum at the start of the run, from which it rises in a line; 0.85, or momentum if that is
-    lower, if not given."""
+    """Momentum at the start, from which it rises; 0.85, or momentum if lower, if not given."""
     momentum_warmup: Span = Duration.parse("300 steps")
     """How long momentum rises: a duration, or a fraction of the run; 0 for none."""
     nesterov: bool = True
@@ -80,7 +78,7 @@ class MuonConfig(OptimizerConfig):
     steps: Count = 5
     """Steps of the iteration that orthogonalises."""
     coefficients: Literal["polar-express", "quintic"] = "polar-express"
-    """Polynomials of the iteration. polar-express: the best one for each step. quintic: one for all
+    """Polynomials of the iteration; polar-express: the best one for each step; quintic: one for all
     steps, as in the first Muon."""
     scale: Literal["shape", "rms"] = "shape"
     """Size of an update. shape: sqrt(max(1, rows / columns)). rms: 0.2 sqrt(max(rows, columns)),
@@ -95,11 +93,9 @@ class MuonConfig(OptimizerConfig):
     weight_decay: Annotated[float, Field(ge=0)] = 0.05
     """Decay of matrices: rate x weight_decay is taken off at each step."""
     cautious: bool = False
-    """Decay only where update and weight have the same sign, and in proportion to the square of the
-    rate: rate / peak rate times what is taken off otherwise."""
+    """Decay only where update and weight have the same sign, times rate / peak rate."""
     embedding_lr: Annotated[float, Field(gt=0)] | None = None
-    """Peak rate of token and position embeddings; 0.004 if not given. A tied head is one of
-    them."""
+    """Peak rate of token and position embeddings, also of a tied head; 0.004 if not given."""
     table_lr: Annotated[float, Field(gt=0)] | None = None
     """Peak rate of tables looked up further up, such as value embeddings; 0.004 if not given."""
     head_lr: Annotated[float, Field(gt=0)] | None = None
@@ -190,8 +186,7 @@ class InverseSqrtSchedule(_Warmup):
     type: Literal["inverse-sqrt"] = "inverse-sqrt"
     """Which schedule."""
     warmup: Span = 0.02
-    """Linear rise to the peak; its length also sets how fast the rate falls, so it cannot be
-    zero."""
+    """Linear rise to the peak; its length also sets how fast the rate falls, so not zero."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
     """The rate never falls below this."""
 

@@ -30,47 +30,43 @@ SEVERAL = ("interleaved", "zero-bubble")
 
 
 class ParallelConfig(Settings):
-    """How a run is divided over devices. Sizes multiply to the number of processes; at most one of
-    them may be "auto", which takes what the others leave over. Without any, every process has a
-    copy of the model."""
+    """How a run is divided over devices. Sizes multiply to the number of processes; one may be
+    "auto": what the others leave over. Without any, every process has a copy of the model."""
 
     dp_replicate: Size | None = None
     """Copies of the model, each with a part of the batch; what is left over if not given and no
     other size is "auto"."""
     dp_shard: Size = 1
-    """Data parallel with weights, gradients and optimizer state divided among so many devices
-    (FSDP2). Beside dp_replicate: so many devices hold one copy together."""
+    """Data parallel with weights, gradients and optimizer state sharded over this many devices
+    (FSDP2), which hold each of the dp_replicate copies together."""
     tp: Size = 1
-    """Tensor parallel: heads, inner features and vocabulary divided among so many devices, which
-    should be on one node."""
+    """Tensor parallel: heads, inner features and vocabulary divided among devices of one node."""
     cp: Size = 1
-    """Context parallel: every sequence divided among so many devices."""
+    """Context parallel: every sequence divided among this many devices."""
     pp: Size = 1
-    """Pipeline: layers divided into so many groups, one after the other."""
+    """Pipeline: layers divided into this many groups, one after the other."""
     keep: Literal["nothing", "weights", "gradients"] | None = None
     """What dp_shard keeps whole within a step, trading memory for communication; nothing if not
-    given, and gradients in a pipeline. nothing: all is divided, weights are gathered for forward
-    and backward of every micro-batch (ZeRO-3). weights: gathered once in a step (ZeRO-2).
-    gradients: they are kept whole over the micro-batches too and summed once (ZeRO-1)."""
+    given, in a pipeline gradients. nothing: weights are gathered for forward and backward of every
+    micro-batch (ZeRO-3). weights: once in a step (ZeRO-2). gradients: these too are kept whole, and
+    summed once (ZeRO-1)."""
     sequence: bool | None = None
-    """Between blocks, divide the stream along the sequence over the devices of tp, which saves
-    memory; true if not given. Only with tp."""
+    """Between blocks, divide the residual stream along the sequence over the devices of tp, which
+    saves memory; true if not given."""
     attention: Literal["ring", "heads"] | None = None
     """How cp attends; ring if not given. ring: keys and values go round. heads: sequences are
     exchanged for heads before attention and back after it; needs heads that cp divides."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] | None = None
     """The order of a pipeline's work; 1f1b if not given. gpipe: all forward, then all backward.
     1f1b: alternating, with less memory. interleaved: several groups of layers on each device, which
-    wait less. zero-bubble: that, and gradients of weights are computed where a device would
-    wait."""
+    wait less. zero-bubble: also computes gradients of weights while a device would wait."""
     stages: Count | None = None
-    """Groups of layers on each device of a pipeline; 2 for interleaved and zero-bubble if not
-    given, otherwise 1."""
+    """Groups of layers on each device; 2 for interleaved and zero-bubble if not given, else 1."""
     start_timeout: Patience = "10m"
     """How long processes wait for one another at the start; at least "5s"."""
     timeout: Patience = "10m"
-    """How long a process waits for others in a step, a save or a validation, before the run ends
-    with a word on who is missing; at least "5s"."""
+    """How long a process waits for others in a step or a validation before the run ends with a
+    message on which rank is missing; at least "5s"."""
 
     @property
     def stages_each(self) -> int:
@@ -109,7 +105,7 @@ class Mesh:
     @property
     def copy_axes(self) -> tuple[str, ...]:
         """Axes along which processes hold equal copies of the same part of the weights, apart from
-        what tp does not divide. Of these one may speak for all."""
+        what tp does not divide."""
         return ("dp_replicate",) if self.shards_rows else ("dp_replicate", *ROW_AXES)
 
     def place(self, rank: int) -> dict[str, int]:
@@ -141,17 +137,15 @@ class Mesh:
 
 
 def build_mesh(config: ParallelConfig, processes: int | None = None) -> Mesh | Problem:
-    """The grid for so many processes, or why there is none; if their number is not known yet, the
-    one of the sizes that are given."""
+    """The grid for a number of processes, or for the sizes given; or why there is none."""
     asked: dict[str, Size] = {axis: getattr(config, axis) for axis in AXES}
     left_over = [axis for axis, size in asked.items() if size == "auto"]
     if asked["dp_replicate"] is None:
         asked["dp_replicate"] = 1 if left_over else "auto"
         left_over = left_over or ["dp_replicate"]
     if len(left_over) > 1:
-        return Problem(
-            f'{" and ".join(left_over)} are both "auto"', remedy="give all but one as numbers"
-        )
+        what = f'{" and ".join(left_over)} are both "auto"'
+        return Problem(what, remedy="give all but one as numbers")
     fixed = {axis: size for axis, size in asked.items() if isinstance(size, int)}
     if processes is None:
         return Mesh(**fixed)

@@ -31,8 +31,7 @@ class RampStep:
 
 @dataclass(frozen=True)
 class BatchRamp:
-    """The batch over a run. The first ramp step begins at sample 0; the last one has no end. A ramp
-    step that begins where the next one does is skipped."""
+    """The batch over a run. A ramp step that begins where the next one does is skipped."""
 
     ramp_steps: tuple[RampStep, ...]
 

@@ -90,45 +90,42 @@ class Portions:
 
 
 def portions(train: TrainConfig, *, parts: int | None = None) -> Portions | Problem:
-    """Batch, micro-batch and accumulation from those that are given, where each of so many data-
-    parallel processes has an equal part of the batch; None if that is not known yet."""
+    """Batch, micro-batch and accumulation from those that are given. Each of `parts` data-parallel
+    processes has an equal part of the batch; None if their number is not known yet."""
     batch, micro, times = train.batch, train.micro_batch, train.accumulate
-    if batch is None and micro is None:
-        return Problem("the batch size is not given", remedy="set train.batch, in samples per step")
     if batch is None:
-        assert micro is not None
+        if micro is None:
+            remedy = "set train.batch, in samples per step"
+            return Problem("the batch size is not given", "train.batch", remedy)
         return Portions(micro * (times or 1) * (parts or 1), micro, times or 1)
     if parts is None and micro is not None and times is not None and batch % (micro * times) == 0:
         parts = batch // (micro * times)
     parts = parts or 1
     if batch % parts:
-        choices = [n for n in range(max(1, batch - 2 * parts), batch + 2 * parts) if n % parts == 0]
-        return Problem(
-            f"batch {batch} cannot be divided among {parts} data-parallel processes",
-            remedy=f"batch could be {nearest(choices, batch)}",
-        )
+        what = f"batch {batch} cannot be divided among {parts} data-parallel processes"
+        choices = nearest_multiples(parts * (micro or 1) * (times or 1), batch)
+        return Problem(what, "train.batch", f"batch could be {choices}")
     if micro is None and times is None and train.ramp is not None:
-        # The largest portion of which every stage of a growing batch is a multiple.
+        # The largest micro-batch of which every batch of the ramp is a multiple.
         common = math.gcd(batch, train.ramp.start, train.ramp.by)
         micro = 1 if common % parts else common // parts
     own = batch // parts
     divisor = micro or times or 1
     if own % divisor:
         name = "micro_batch" if micro else "accumulate"
-        each = f"batch {batch}" if parts == 1 else f"each process's {own} samples of batch {batch}"
-        return Problem(
-            f"{each} {'is' if parts == 1 else 'are'} not a multiple of {name} {divisor}",
-            remedy=f"{name} could be {nearest(divisors(own), divisor)}",
+        each = (
+            f"each process's {own} samples of batch {batch} are"
+            if parts > 1
+            else f"batch {batch} is"
         )
+        remedy = f"{name} could be {nearest(divisors(own), divisor)}"
+        return Problem(f"{each} not a multiple of {name} {divisor}", "train.batch", remedy)
     if micro is None:
         return Portions(batch, own // divisor, divisor)
     if times is not None and micro * times != own:
         among = "" if parts == 1 else f" x {parts} processes"
-        return Problem(
-            f"micro_batch {micro} x accumulate {times}{among} is {micro * times * parts}, not "
-            f"batch {batch}",
-            remedy="leave one of the three out",
-        )
+        product = f"micro_batch {micro} x accumulate {times}{among} is {micro * times * parts}"
+        return Problem(f"{product}, not batch {batch}", "train.batch", "leave one of the three out")
     return Portions(batch, micro, own // micro)
 
 
@@ -143,6 +140,12 @@ def nearest(choices: list[int], wanted: int) -> str:
     return ", ".join(map(str, sorted(best)))
 
 
+def nearest_multiples(unit: int, wanted: int) -> str:
+    """The multiples of a number that are nearest to another, in words."""
+    middle = wanted // unit
+    return nearest([unit * n for n in range(max(1, middle - 1), middle + 4)], wanted)
+
+
 def resolve(config: RunConfig, *, vocab: int, mesh: Mesh | None = None) -> Resolved:
     """Derive the numbers of a run whose tokenizer has `vocab` ids, on a mesh of processes if that
     is known."""
@@ -152,11 +155,9 @@ def resolve(config: RunConfig, *, vocab: int, mesh: Mesh | None = None) -> Resol
     vocab = config.model.vocab or vocab
     until = config.train.until
     ramp = _ramp(config.train, batch=parts.batch, sequence=sequence)
-    steps = (
-        until.amount
-        if until.unit is Unit.STEPS
-        else ramp.steps_to(_in_samples(until, sequence=sequence))
-    )
+    steps = until.amount
+    if until.unit is not Unit.STEPS:
+        steps = ramp.steps_to(_in_samples(until, sequence=sequence))
     return Resolved(
         sequence=sequence,
         data_seed=config.train.seed if config.data.seed is None else config.data.seed,
@@ -175,7 +176,7 @@ def resolve(config: RunConfig, *, vocab: int, mesh: Mesh | None = None) -> Resol
 
 
 def padded(vocab: int, model: ModelConfig, *, ranks: int = 1) -> int:
-    """Rows of the embedding for a vocabulary that so many processes share."""
+    """Rows of the embedding for a vocabulary that is divided over ranks."""
     multiple = model.vocab_multiple * ranks
     return math.ceil(vocab / multiple) * multiple
 

@@ -1,8 +1,7 @@
-"""Words that models share with the rest of the program.
+"""What models tell the rest of the program: roles of parameters, and abilities.
 
-A model says which role each of its parameters plays, so that an optimizer can treat each role in
-its own way without knowing the model. And it declares which abilities it has, so that whoever
-needs one can refuse a model without it.
+An optimizer treats each role in its own way without knowing the model. A feature that needs an
+ability refuses a model without it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Rules between settings, one function for each table; all broken ones are reported at once.
+"""Rules between settings; all broken ones are reported at once.
 
-`check` needs the settings, and which of them the user wrote. `check_mesh` is for what depends on
-the number of processes. The rules about the sizes of a layout are in `layouts.py`. `doubts` are
-about what is allowed but may be a mistake.
+`check_mesh` has the rules that depend on the number of processes, `layouts.py` those about the
+sizes of a layout. `doubts` are about what is allowed but may be a mistake. A problem's `where` is
+the path of the setting to change.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from gristmill.base.errors import Problem, UserError
-from gristmill.base.units import Duration, Unit, parse_split
+from gristmill.base.units import parse_split
 from gristmill.config.layouts import layout_problems, ramp_problems
 from gristmill.config.model import GPTConfig
 from gristmill.config.optim import InverseSqrtSchedule, MuonConfig, WarmupStableDecaySchedule
@@ -19,7 +19,7 @@ from gristmill.config.parallel import Mesh, build_mesh
 from gristmill.config.resolve import Resolved, divisors, nearest, portions, resolve
 from gristmill.config.roles import Ability, Role
 from gristmill.config.schema import RunConfig
-from gristmill.config.settings import Broken, NoEffect, Path_, Settings
+from gristmill.config.settings import Path_, Settings, no_effect
 
 Written = Collection[Path_]
 """Settings that the user wrote, as opposed to a preset's."""
@@ -30,13 +30,25 @@ FP8_MULTIPLE = 16
 
 def check(
     config: RunConfig, *, written: Written, weights: Mapping[str, Any] | None = None
-) -> list[Broken]:
+) -> list[Problem]:
     """Everything wrong with settings that are each valid by themselves; `weights` are the settings
     of the model in `model.start`."""
-    of_model, of_optim = (_OF_KIND.get(type(one), ()) for one in (config.model, config.optim))
-    rules = (*of_model, *_RULES, *of_optim)
-    broken = [broken for rule in rules for broken in rule(config, written)]
-    return broken if weights is None else [*broken, *_start_agrees(config, weights)]
+    of_kind = [_OF_KIND.get(type(one)) for one in (config.model, config.optim)]
+    broken = [problem for rule in of_kind if rule for problem in rule(config, written)]
+    for rule in (
+        _model_is_able,
+        _batch_fits,
+        _offload_acts,
+        _data_fits,
+        _order_fits,
+        _precision_fits,
+        _schedule_fits,
+        layout_problems,
+    ):
+        broken += rule(config)
+    if weights is not None:
+        broken += _start_agrees(config, weights)
+    return broken
 
 
 def doubts(config: RunConfig, numbers: Resolved) -> list[str]:
@@ -54,251 +66,224 @@ def doubts(config: RunConfig, numbers: Resolved) -> list[str]:
     ]
 
 
-def _gpt_fits(config: RunConfig, written: Written) -> Iterator[Broken]:
+def _gpt_fits(config: RunConfig, written: Written) -> Iterator[Problem]:
     model = config.model
     if model.width % model.heads:
         what = f"{model.heads} heads do not divide the width {model.width}"
         remedy = f"heads could be {nearest(divisors(model.width), model.heads)}"
-        yield ("model", "heads"), Problem(what, remedy=remedy)
+        yield Problem(what, "model.heads", remedy)
     elif model.positions == "rotary" and model.head_width % 2:
-        what = f"rotary positions need an even head width, not {model.head_width}"
-        yield ("model", "heads"), Problem(what)
+        yield Problem(
+            f"rotary positions need an even head width, not {model.head_width}", "model.heads"
+        )
     if model.heads % model.groups:
         what = f"{model.heads} heads cannot share {model.groups} key and value heads evenly"
-        yield ("model", "kv_heads"), Problem(what, remedy=f"kv_heads must divide {model.heads}")
+        yield Problem(what, "model.kv_heads", f"kv_heads must divide {model.heads}")
     if model.rotary_base is not None and model.positions != "rotary":
-        what = f"has no effect with positions = {model.positions!r}"
         remedy = 'remove it, or set model.positions = "rotary"'
-        yield ("model", "rotary_base"), NoEffect(what, remedy=remedy)
+        yield no_effect("model.rotary_base", f"with positions = {model.positions!r}", remedy)
     if model.head_std is not None and model.tie_head:
-        what = "has no effect on a head that is tied to the embedding"
         remedy = "remove it, or set model.tie_head = false"
-        yield ("model", "head_std"), NoEffect(what, remedy=remedy)
+        yield no_effect("model.head_std", "on a head that is tied to the embedding", remedy)
     most = -(-model.layers // 2)
     if model.value_embeddings > most:
         what = f"only every other layer can have them: {most} of {model.layers} layers"
-        yield ("model", "value_embeddings"), Problem(what, remedy=f"give at most {most}")
+        yield Problem(what, "model.value_embeddings", f"give at most {most}")
     for name in ("width", "vocab_multiple") if config.precision.fp8 else ():
         size = getattr(model, name)
         if size % FP8_MULTIPLE:
             what = f"{size} is not a multiple of {FP8_MULTIPLE}, which products in fp8 need"
-            yield ("model", name), Problem(what, remedy="change it, or leave precision.fp8 out")
+            yield Problem(what, f"model.{name}", "change it, or leave precision.fp8 out")
 
 
-def _model_is_able(config: RunConfig, written: Written) -> Iterator[Broken]:
+def _model_is_able(config: RunConfig) -> Iterator[Problem]:
     """Settings outside of `[model]` that need something of the model; layouts ask in layouts.py."""
     model, data = config.model, config.data
     needed = {
-        ("precision", "fp8"): (Ability.FP8_HEAD, bool(config.precision.fp8)),
-        ("data", "documents"): (Ability.DOCUMENTS, data.documents == "masked"),
-        ("data", "reset_attention"): (Ability.DOCUMENTS, data.reset_attention),
-        ("data", "reset_positions"): (Ability.DOCUMENTS, data.reset_positions),
+        "precision.fp8": (Ability.FP8_HEAD, bool(config.precision.fp8)),
+        "data.documents": (Ability.DOCUMENTS, data.documents == "masked"),
+        "data.reset_attention": (Ability.DOCUMENTS, data.reset_attention),
+        "data.reset_positions": (Ability.DOCUMENTS, data.reset_positions),
     }
     for path, (ability, asked) in needed.items():
         if asked and ability not in model.abilities:
             what = f"needs {ability}, which {model.kind} models do not have"
-            yield path, Problem(what, remedy="leave it out")
+            yield Problem(what, path, "leave it out")
 
 
-def _batch_fits(config: RunConfig, written: Written) -> Iterator[Broken]:
+def _batch_fits(config: RunConfig) -> Iterator[Problem]:
     train, parts = config.train, portions(config.train)
     if isinstance(parts, Problem):
-        yield ("train", "batch"), parts
+        yield parts
     if train.recompute_every is not None and train.recompute == "none":
-        what = "has no effect with recompute = 'none'"
-        yield ("train", "recompute_every"), NoEffect(what, remedy="remove it, or set recompute")
+        yield no_effect(
+            "train.recompute_every", "with recompute = 'none'", "remove it, or set recompute"
+        )
     if train.ramp is None or isinstance(parts, Problem):
         return
-    broken = list(ramp_problems(train, parts))
-    yield from broken
-    if broken:
+    if broken := list(ramp_problems(train, parts)):
+        yield from broken
         return
     numbers = resolve(config, vocab=1)
     grown, end = numbers.ramp.full_from, numbers.samples
     if grown >= end:
         what = f"the full batch comes after sample {grown}, and the run ends at sample {end}"
-        yield ("train", "ramp", "over"), Problem(what, remedy="shorten it, or raise train.until")
+        yield Problem(what, "train.ramp.over", "shorten it, or raise train.until")
 
 
-def _offload_acts(config: RunConfig, written: Written) -> Iterator[Broken]:
+def _offload_acts(config: RunConfig) -> Iterator[Problem]:
     if config.runtime.offload is None:
         return
     if config.runtime.device in ("cpu", "mps"):
-        what = f"has no effect on {config.runtime.device}, whose memory is the host's"
-        yield ("runtime", "offload"), NoEffect(what, remedy="remove it")
+        yield no_effect("runtime.offload", f"on {config.runtime.device}: it has the host's memory")
     if not config.optim.steps_on_host:
         what = f"a step of {config.optim.type} would take far too long on the host"
-        yield ("runtime", "offload"), Problem(what, remedy='remove it, or set optim.type = "adamw"')
+        yield Problem(what, "runtime.offload", 'remove it, or set optim.type = "adamw"')
 
 
-def _data_fits(config: RunConfig, written: Written) -> Iterator[Broken]:
+def _data_fits(config: RunConfig) -> Iterator[Problem]:
     data, context = config.data, config.model.context
     if data.sequence and data.sequence > context:
         what = f"{data.sequence} is longer than the model's context {context}"
-        yield ("data", "sequence"), Problem(what, remedy="raise model.context or shorten it")
+        yield Problem(what, "data.sequence", "raise model.context or shorten it")
     if data.split is not None and data.validation is not None:
-        what = "has no effect when data.validation is given"
-        yield ("data", "split"), NoEffect(what, remedy="remove one of the two")
+        yield no_effect("data.split", "when data.validation is given", "remove one of the two")
     elif data.split is not None and parse_split(data.split) is None:
         what = f"{data.split!r} is not a split"
         remedy = 'write two or three proportions such as "99,1" or "969,30,1", the first above 0'
-        yield ("data", "split"), Problem(what, remedy=remedy)
+        yield Problem(what, "data.split", remedy)
     if data.blend is not None and (isinstance(data.paths, str) or len(data.paths) == 1):
-        yield ("data", "blend"), NoEffect("has no effect on a single token set", remedy="remove it")
+        yield no_effect("data.blend", "on a single token set")
     elif data.blend == "exhaustive" and isinstance(data.paths, dict):
         what = "reads every sample once, so the weights in data.paths cannot apply"
         remedy = 'write the paths as a list, or set data.blend = "proportion"'
-        yield ("data", "blend"), Problem(what, remedy=remedy)
+        yield Problem(what, "data.blend", remedy)
     elif data.blend == "exhaustive" and data.order == "random":
         what = "windows that start at random places cannot all be visited once"
-        yield ("data", "blend"), Problem(what, remedy="choose another data.order")
+        yield Problem(what, "data.blend", "choose another data.order")
     for name in ("reset_attention", "reset_positions"):
         if data.documents == "masked" and getattr(data, name):
-            what = 'has no effect with documents = "masked", which does both'
-            yield ("data", name), NoEffect(what, remedy="remove one of the two")
+            why = 'with documents = "masked", which does both'
+            yield no_effect(f"data.{name}", why, "remove one of the two")
 
 
-def _order_fits(config: RunConfig, written: Written) -> Iterator[Broken]:
+def _order_fits(config: RunConfig) -> Iterator[Problem]:
     data = config.data
     if data.order == "megatron":
         what = "Megatron's seeds are below 4294967296"
         if data.seed is not None and data.seed >= 2**32:
-            yield ("data", "seed"), Problem(what)
+            yield Problem(what, "data.seed")
         elif data.seed is None and config.train.seed >= 2**32:
-            yield ("train", "seed"), Problem(what, remedy="set data.seed for the order alone")
+            yield Problem(what, "train.seed", "set data.seed for the order alone")
         return
-    what = f"has no effect with order = {data.order!r}"
+    why = f"with order = {data.order!r}"
     for name in ("samples", "cache"):
         if getattr(data, name) is not None:
-            yield ("data", name), NoEffect(what, remedy='remove it: it is for order = "megatron"')
+            yield no_effect(f"data.{name}", why, 'remove it: it is for order = "megatron"')
     if data.seed is not None and data.order == "sequential":
-        yield ("data", "seed"), NoEffect(what, remedy="remove it")
+        yield no_effect("data.seed", why)
 
 
-def _precision_fits(config: RunConfig, written: Written) -> Iterator[Broken]:
+def _precision_fits(config: RunConfig) -> Iterator[Problem]:
     precision, runtime, scale = config.precision, config.runtime, config.precision.loss_scale
     if scale is not None and precision.compute != "fp16":
-        what = f"has no effect with compute = {precision.compute!r}"
-        yield ("precision", "loss_scale"), NoEffect(what, remedy='only "fp16" needs a loss scale')
+        why = f"with compute = {precision.compute!r}"
+        yield no_effect("precision.loss_scale", why, 'only "fp16" needs a loss scale')
     if scale is not None and scale.minimum > scale.initial:
         what = f"{scale.minimum} is above the initial scale {scale.initial}"
-        yield ("precision", "loss_scale", "minimum"), Problem(what)
+        yield Problem(what, "precision.loss_scale.minimum")
     if not precision.fp8:
         return
     if precision.compute != "bf16":
         what = f"needs compute = 'bf16', not {precision.compute!r}"
         remedy = 'set precision.compute = "bf16", or leave fp8 out'
-        yield ("precision", "fp8"), Problem(what, remedy=remedy)
+        yield Problem(what, "precision.fp8", remedy)
     if runtime.device in ("cpu", "mps"):
         what = f"needs an NVIDIA GPU, and runtime.device is {runtime.device!r}"
-        yield ("precision", "fp8"), Problem(what, remedy="leave it out, or train on a GPU")
+        yield Problem(what, "precision.fp8", "leave it out, or train on a GPU")
     elif not runtime.kernels:
         what = "needs a kernel, and runtime.kernels is false"
-        yield ("precision", "fp8"), Problem(what, remedy="leave one of the two out")
+        yield Problem(what, "precision.fp8", "leave one of the two out")
 
 
-def _schedule_fits(config: RunConfig, written: Written) -> Iterator[Broken]:
+def _schedule_fits(config: RunConfig) -> Iterator[Problem]:
     schedule = config.schedule
     min_lr = getattr(schedule, "min_lr", 0.0)
     if min_lr > config.optim.lr:
-        what = f"{min_lr} is above the peak optim.lr = {config.optim.lr}"
-        yield ("schedule", "min_lr"), Problem(what)
+        yield Problem(f"{min_lr} is above the peak optim.lr = {config.optim.lr}", "schedule.min_lr")
     parts = portions(config.train)
     if isinstance(parts, Problem) or any(ramp_problems(config.train, parts)):
         return
     numbers = resolve(config, vocab=1)
     warmup = numbers.samples_of(schedule.warmup)
     if isinstance(schedule, InverseSqrtSchedule) and warmup == 0:
-        yield ("schedule", "warmup"), Problem("inverse-sqrt needs a warm-up above zero")
+        yield Problem("inverse-sqrt needs a warm-up above zero", "schedule.warmup")
     if isinstance(schedule, WarmupStableDecaySchedule):
         if warmup + numbers.last_samples_of(schedule.decay) > numbers.samples:
             what = "warm-up and decay together are longer than the run"
-            yield ("schedule", "decay"), Problem(what, remedy="shorten one, or raise train.until")
+            yield Problem(what, "schedule.decay", "shorten one, or raise train.until")
         return
     decay = getattr(schedule, "decay", None)
     end = numbers.samples if decay is None else numbers.samples_of(decay)
     if warmup and warmup >= end:
         what = f"the warm-up ends at sample {warmup}, after the decay's end at sample {end}"
-        yield ("schedule", "warmup"), Problem(what, remedy="shorten it, or raise train.until")
+        yield Problem(what, "schedule.warmup", "shorten it, or raise train.until")
 
 
-def _muon_fits(config: RunConfig, written: Written) -> Iterator[Broken]:
+def _muon_fits(config: RunConfig, written: Written) -> Iterator[Problem]:
     optim = config.optim
     assert isinstance(optim, MuonConfig)
-    if optim.momentum_start is not None and optim.momentum_warmup in (0.0, *_NOTHING):
-        what = "has no effect when optim.momentum_warmup is zero"
-        yield ("optim", "momentum_start"), NoEffect(what, remedy="remove one of the two")
+    warmup = optim.momentum_warmup
+    if optim.momentum_start is not None and not getattr(warmup, "amount", warmup):
+        why = "when optim.momentum_warmup is zero"
+        yield no_effect("optim.momentum_start", why, "remove one of the two")
     elif optim.first_momentum > optim.momentum:
         what = f"{optim.momentum_start} is above optim.momentum = {optim.momentum}"
         remedy = "momentum rises: give at most optim.momentum, or leave it out"
-        yield ("optim", "momentum_start"), Problem(what, remedy=remedy)
+        yield Problem(what, "optim.momentum_start", remedy)
     if optim.beta2 is not None and optim.normalise == "none":
-        what = "has no effect with normalise = 'none'"
         remedy = 'remove it, or set optim.normalise = "neurons"; adam_beta2 is Adam\'s'
-        yield ("optim", "beta2"), NoEffect(what, remedy=remedy)
+        yield no_effect("optim.beta2", "with normalise = 'none'", remedy)
     if optim.cautious and optim.weight_decay == 0:
-        what = "has no effect when optim.weight_decay is zero"
-        yield ("optim", "cautious"), NoEffect(what, remedy="remove one of the two")
+        yield no_effect(
+            "optim.cautious", "when optim.weight_decay is zero", "remove one of the two"
+        )
     absent = {
         Role.TABLE: ("the model has no value embeddings", "remove it"),
-        Role.HEAD: (
-            "a tied head is the embedding",
-            "set optim.embedding_lr, or model.tie_head = false",
-        ),
+        Role.HEAD: ("a tied head is the embedding", "set embedding_lr, or model.tie_head = false"),
         Role.VECTOR: ("the model has no biases, gains or gates", "remove it"),
     }
     for role, (why, remedy) in absent.items():
         if getattr(optim, f"{role}_lr") is not None and role not in config.model.roles:
-            yield ("optim", f"{role}_lr"), NoEffect(f"has no effect: {why}", remedy=remedy)
+            yield no_effect(f"optim.{role}_lr", f"because {why}", remedy)
     # A rate that was meant for another scale: the default, or a preset's beside the user's scale.
     for_it = ("optim", "lr") in written or ("optim", "scale") not in written
     if optim.scale == "rms" and ("lr" not in optim.model_fields_set or not for_it):
         what = f"{optim.lr}, which is for scale = 'shape', is far too high with scale = 'rms'"
-        yield ("optim", "lr"), Problem(what, remedy="give a rate as for AdamW, such as 6e-4")
+        yield Problem(what, "optim.lr", "give a rate as for AdamW, such as 6e-4")
 
 
-_NOTHING = tuple(Duration(0, unit) for unit in Unit)
+_OF_KIND: dict[type[Settings], Callable[[RunConfig, Written], Iterator[Problem]]] = {
+    GPTConfig: _gpt_fits,
+    MuonConfig: _muon_fits,
+}
+"""The rules of one kind of model or optimizer."""
 
 
-def _start_agrees(config: RunConfig, settings: Mapping[str, Any]) -> Iterator[Broken]:
+def _start_agrees(config: RunConfig, settings: Mapping[str, Any]) -> Iterator[Problem]:
     kind = type(config.model)
     weights = kind.model_validate(settings)
     for name in (name for name in kind.model_fields if name not in kind.not_of_weights):
         got, value = config.model.effective(name), weights.effective(name)
         if got != value:
             what = f"is {got!r}, but the weights in {config.model.start!r} have {value!r}"
-            remedy = "leave it out: it is taken from the weights"
-            yield ("model", name), Problem(what, remedy=remedy)
-
-
-def _layout_fits(config: RunConfig, written: Written) -> Iterator[Broken]:
-    return layout_problems(config)
-
-
-_RULES: tuple[Callable[[RunConfig, Written], Iterator[Broken]], ...] = (
-    _model_is_able,
-    _batch_fits,
-    _offload_acts,
-    _data_fits,
-    _order_fits,
-    _precision_fits,
-    _schedule_fits,
-    _layout_fits,
-)
-
-_OF_KIND: dict[type[Settings], tuple[Callable[[RunConfig, Written], Iterator[Broken]], ...]] = {
-    GPTConfig: (_gpt_fits,),
-    MuonConfig: (_muon_fits,),
-}
-"""Rules about one kind of model or optimizer."""
+            yield Problem(what, f"model.{name}", "leave it out: it is taken from the weights")
 
 
 def check_mesh(config: RunConfig, *, processes: int) -> Mesh:
     """The mesh of a run on a number of processes; refuses a run that does not fit it."""
     if broken := list(layout_problems(config, processes=processes)):
-        raise UserError(
-            Problem(problem.what, ".".join(path), problem.remedy) for path, problem in broken
-        )
+        raise UserError(broken)
     mesh = build_mesh(config.parallel, processes)
     assert isinstance(mesh, Mesh), "sizes without a mesh are refused"
     return mesh

@@ -1,9 +1,7 @@
-"""Every setting of a run: a TOML table is a class, and the docstring under a field is its help
-text.
+"""Every setting of a run: a TOML table is a class, the docstring under a field is its help text.
 
-Settings are frozen: nothing changes them after loading, and numbers that follow from them live in
-`config/resolve.py`. An optional setting that is `None` is left out when a run file is written, so a
-written file never holds a setting that does not act.
+Settings are frozen; numbers that follow from them are in `config/resolve.py`. A setting that is
+`None` is left out of a written run file, which so never holds a setting that does not act.
 """
 
 from __future__ import annotations
@@ -19,8 +17,6 @@ from gristmill.config.parallel import ParallelConfig
 from gristmill.config.settings import Settings
 from gristmill.config.values import Count, Interval, Patience, Span, TokenPaths, WallTime
 
-# ------------------------------------------------------------------ data
-
 
 class DataConfig(Settings):
     """Where the tokens come from and in which order they are read."""
@@ -29,30 +25,26 @@ class DataConfig(Settings):
     """Token files to train on: the prefix given to `gristmill prepare -o`, a list of such prefixes,
     or a table from prefix to weight, such as { "tokens/web" = 0.9, "tokens/books" = 0.1 }."""
     blend: Literal["proportion", "exhaustive"] | None = None
-    """How several sets are mixed; proportion if not given. proportion: by their weights, those of a
-    list by their size. exhaustive: every sample of every set once in an epoch, which leaves no room
-    for weights."""
+    """How several sets are mixed; proportion if not given. proportion: by weight, or by size in a
+    list. exhaustive: every sample of every set once per epoch, without weights."""
     validation: TokenPaths | None = None
-    """Token files to validate on, in the same forms; a part of each of `paths` is held out if not
-    given."""
+    """Token files to validate on, in the same forms; part of `paths` is held out if not given."""
     split: str | None = None
-    """Proportions of `paths` for training, validation and, optionally, a test set that stays
-    unread,
-    such as "969,30,1"; "99,1" if neither this nor `validation` is given."""
+    """Proportions of `paths` for training, validation and, optionally, an unread test set, such as
+    "969,30,1"; "99,1" if neither this nor `validation` is given."""
     tokenizer: str | None = None
     """Tokenizer folder or file; found beside the token files if not given."""
     sequence: Count | None = None
     """Tokens per sample; the model's context if not given."""
     order: Literal["shuffled", "random", "sequential", "megatron"] = "shuffled"
-    """shuffled: each epoch cuts the text into windows at a new offset and visits all of them in a
-    random order. random: every window starts at an independent random place. sequential: one window
-    after the other from the beginning, again and again. megatron: exactly Megatron-LM's order, in
-    which documents are shuffled, strung together, cut into samples, and these shuffled."""
+    """shuffled: each epoch cuts the text into windows at a new offset and visits them in random
+    order. random: every window starts at a random place. sequential: windows in order, again and
+    again. megatron: exactly Megatron-LM's order: shuffled documents, cut into shuffled samples."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Decides the order; train.seed if not given. Megatron's default is 1234."""
     samples: Count | None = None
-    """For order megatron: the number of samples the order is made for, which decides its epochs;
-    those of the whole run if not given. Give the old number to prolong a run into another epoch."""
+    """For order megatron: the number of samples that decides its epochs; those of the whole run if
+    not given. Give the old number to extend a run into another epoch."""
     documents: Literal["joined", "masked"] = "joined"
     """joined: the documents of a sample see one another. masked: attention stays inside a document
     and positions begin again with each, where the token files say that documents begin."""
@@ -61,16 +53,11 @@ class DataConfig(Settings):
     reset_positions: bool = False
     """As Megatron's reset-position-ids: positions begin again behind each end-of-text id."""
     mask_end_of_text: bool = False
-    """As Megatron's eod-mask-loss: what is predicted from an end-of-text id, the first token of the
-    next document, does not count."""
+    """As Megatron's eod-mask-loss: predictions from an end-of-text id do not count in the loss."""
     in_memory: bool = False
     """Read the token files into memory at the start; they are memory-mapped otherwise."""
     cache: str | None = None
-    """Folder for sample indices that take long to build, which runs may share; a folder inside the
-    run's if not given."""
-
-
-# ------------------------------------------------------------------ how to compute
+    """Folder for sample indices, which runs may share; inside the run's folder if not given."""
 
 
 class LossScaleConfig(Settings):
@@ -92,17 +79,15 @@ class PrecisionConfig(Settings):
     compute: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Format of matrix products and activations; weights and optimizer state stay in fp32."""
     reduce: Literal["fp32", "bf16", "fp16"] | None = None
-    """Format in which gradients of data-parallel processes are sent and summed; fp32 if not given.
-    Gradients are kept and added up over micro-batches in fp32 all the same. Only with several
-    processes."""
+    """Format in which data-parallel processes send and sum gradients; fp32 if not given. They are
+    still accumulated over micro-batches in fp32. Only with several processes."""
     tf32: bool = True
     """Let fp32 matrix products on NVIDIA GPUs use TF32: faster, about three digits."""
     fp8: Annotated[tuple[Literal["head"], ...], Field(strict=False)] = ()
-    """Parts of the model whose matrix products are in fp8 while it trains; only with compute =
-    "bf16", on NVIDIA GPUs since Ada and Hopper. "head" is the last layer with its loss: faster
-    where the vocabulary is large beside the model. Its inputs then have 4 significant bits and the
-    gradients of its logits 3, so the training loss and all gradients carry some noise; validation
-    stays in bf16."""
+    """Parts of the model that train with matrix products in fp8; only with compute = "bf16", on
+    NVIDIA GPUs since Ada and Hopper. "head" is the last layer with its loss: faster if the model is
+    small for its vocabulary. Its inputs then have 4 significant bits and its logits' gradients 3,
+    so the training loss and all gradients are a little noisy; validation stays in bf16."""
     loss_scale: LossScaleConfig | None = None
     """Rules of the loss scale; only with compute = "fp16"."""
 
@@ -121,17 +106,16 @@ class RuntimeConfig(Settings):
     """CPU threads; all cores if not given. Results are bit-identical only for the same number."""
     compile: Literal[True, False, "blocks"] | None = None
     """Compile the model, and the step of Muon, with torch.compile; on CUDA only if not given.
-    "blocks" compiles one block for all instead of the whole model, so that compiling does not take
-    longer the deeper a model is; nothing is fused across blocks then. Runs of several processes do
-    so in any case. Muon's step is compiled with either."""
+    "blocks" compiles one block for all: compile time does not grow with depth, but nothing is fused
+    across blocks. Runs of several processes always do so."""
     kernels: bool = True
     """Use the kernels in Triton that come with this program, on CUDA; plain operations if not."""
     offload: Literal["optimizer"] | None = None
-    """Keep the optimizer's state in host memory and step there, on a GPU whose memory is too small
-    for it: saves 8 bytes for each parameter held, costs time in every step. With AdamW only."""
+    """Keep the optimizer's state in host memory and step there: saves 8 bytes of GPU memory for
+    each parameter held, costs time in every step. With AdamW only."""
     deterministic: bool = False
-    """Use only kernels whose result never varies. On the CPU that is always so; on a GPU it makes a
-    resumed run bit-identical too, at some cost in speed."""
+    """Use only kernels whose result never varies, as on the CPU in any case. On a GPU a resumed run
+    is then bit-identical too, at some cost in speed."""
 
     def compiles(self, device: str) -> bool:
         """Whether anything is compiled on a device of this kind."""
@@ -139,20 +123,17 @@ class RuntimeConfig(Settings):
 
 
 class RampConfig(Settings):
-    """A batch that grows from stage to stage until it is the full one, train.batch. Nothing but the
-    batch changes, unless lr_power says so."""
+    """A batch that grows in steps up to the full one, train.batch."""
 
     start: Count
     """Samples per step at the beginning."""
     by: Count
-    """How much the batch grows from one stage to the next; so many samples, some times over, must
-    lead from start to the full batch."""
+    """Samples by which the batch grows each time; must divide train.batch - start."""
     over: Span
-    """Where the full batch is reached, counted from the start of the run: a duration, or a fraction
-    of train.until. The stages before it are equally long in the unit that this is given in."""
+    """When the full batch is reached: a duration, or a fraction of train.until. All smaller batches
+    last equally long in the unit of this setting."""
     lr_power: Annotated[float, Field(ge=0)] = 0.0
-    """The learning rate of a step is multiplied by (its batch / the full batch) to this power;
-    0 leaves the rate alone, 0.5 is the square-root rule."""
+    """Multiply a step's learning rate by (its batch / full batch) to this power, such as 0.5."""
 
 
 class TrainConfig(Settings):
@@ -165,8 +146,8 @@ class TrainConfig(Settings):
     micro_batch: Count | None = None
     """Samples that go through the model at once."""
     accumulate: Count | None = None
-    """Micro-batches per step, when the batch has its full size. Give two of batch, micro_batch and
-    accumulate, or batch alone, or micro_batch alone; the rest follows."""
+    """Micro-batches per full step. Give two of batch, micro_batch and accumulate, or batch or
+    micro_batch alone; the rest follows."""
     ramp: RampConfig | None = None
     """Begin with a smaller batch; every step has the full one if not given."""
     clip: Annotated[float, Field(ge=0)] = 1.0
@@ -174,19 +155,15 @@ class TrainConfig(Settings):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1337
     """Decides initial weights, data order, dropout and samples."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Compute activations again in the backward pass instead of keeping them, which saves memory.
-    full: only block inputs are kept; costs about a third more time. selective: results of matrix
-    products and attention are kept too, so that only norms, activations and the like are computed
-    again."""
+    """Recompute activations in the backward pass instead of keeping them, which saves memory. full:
+    only block inputs are kept; costs about a third more time. selective: results of matrix products
+    and attention are kept too."""
     recompute_every: Count | None = None
     """Only in every n-th block; in all if not given."""
     time_limit: WallTime | None = None
     """Save and stop in time to end before this much wall-clock time, such as "3h30m"."""
     bad_steps: Count = 50
     """Stop when this many steps in a row had a non-finite loss or gradient."""
-
-
-# ------------------------------------------------------------------ what happens along the way
 
 
 class ValidateConfig(Settings):
@@ -210,7 +187,7 @@ class SampleConfig(Settings):
     temperature: Annotated[float, Field(ge=0)] = 0.8
     """0 always takes the likeliest token."""
     top_k: Annotated[int, Field(ge=0)] = 50
-    """Only the likeliest so many tokens can be drawn; 0 allows all."""
+    """Only this many of the likeliest tokens can be drawn; 0 allows all."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Only the likeliest tokens that together have this probability can be drawn."""
 
@@ -229,8 +206,7 @@ class CheckpointConfig(Settings):
     background: bool = True
     """Write in the background, while training continues."""
     timeout: Patience = "1h"
-    """How long the processes of a run wait for one another in a save before the run ends; at least
-    "5s". One slow disk must not end a run that is otherwise healthy."""
+    """How long processes wait for one another in a save before the run ends; at least "5s"."""
 
 
 class WandbConfig(Settings):
@@ -253,17 +229,13 @@ class TrackConfig(Settings):
     """Report to Weights & Biases."""
 
 
-# ------------------------------------------------------------------ the run
-
-
 class RunConfig(Settings):
     """One training run."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """Name of the run: letters, digits, dot, dash and underscore."""
     preset: str | None = None
-    """A named set of settings to start from, such as "gpt2-small"; `gristmill config --presets`
-    lists them."""
+    """A named set of settings, such as "gpt2-small"; `gristmill config --presets` lists them."""
     folder: str | None = None
     """Folder for everything the run writes; runs/NAME if not given."""
     model: GPTConfig

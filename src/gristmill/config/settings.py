@@ -13,16 +13,18 @@ from gristmill.base.errors import Problem
 Path_ = tuple[str, ...]
 """Where a setting is: its table, and its name there."""
 
-Broken = tuple[Path_, Problem]
-"""A rule that settings break: the path of the setting to change, and what is wrong."""
-
 UNSET = "unset"
 """Written in the place of a value: takes away what lower layers say, so that the default counts."""
 
 
 @dataclass(frozen=True)
 class NoEffect(Problem):
-    """A setting that would do nothing. Who wrote it is told so; one from a preset is left out."""
+    """A setting that would do nothing: refused if the user wrote it, dropped if a preset did."""
+
+
+def no_effect(setting: str, why: str, remedy: str = "remove it") -> NoEffect:
+    """The problem of a setting, by its path, that would do nothing."""
+    return NoEffect(f"has no effect {why}", setting, remedy)
 
 
 class FileSchema(GenerateJsonSchema):

@@ -8,11 +8,8 @@ from typing import Any
 
 
 def key_lines(text: str) -> dict[tuple[str, ...], int]:
-    """The line, counted from 1, on which every table and key is first given.
-
-    A key is on the line from which on the text up to there contains it. Text that ends inside a
-    value cannot be parsed yet; what it begins is on its first line.
-    """
+    """The line, counted from 1, on which every table and key is first given: the first one up to
+    which the text contains it. A value of several lines is on its first."""
     lines = text.replace("\r\n", "\n").split("\n")
     places: dict[tuple[str, ...], int] = {}
     first = 0

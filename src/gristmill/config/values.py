@@ -1,13 +1,5 @@
 """Types of settings, each with its check, written form and JSON Schema.
 
-    Interval    "500 steps", "1M samples", "20B tokens", at least 1
-    Span        the same, or a fraction of the run, at least 0 and below 1
-    WholeSpan   the same, or 1 for the whole run
-    WallTime    "90s", "30m", "3h30m", "1d"
-    Patience    the same, at least 5 seconds
-    Size        a whole number from 1, or "auto"
-    TokenPaths  "tokens/web", or a list of such, or a table { "tokens/web" = 0.9, … }
-
 A wrong value raises a `ValueError`, to which `config/load.py` adds the place.
 """
 
@@ -113,7 +105,7 @@ Interval = Annotated[
     PlainSerializer(str),
     WithJsonSchema(_DURATION_SCHEMA),
 ]
-"""An amount of steps, samples or tokens, at least 1."""
+"""An amount of steps, samples or tokens, at least 1: "500 steps", "1M samples", "20B tokens"."""
 
 _SPAN_SERIALIZER = PlainSerializer(lambda span: str(span) if isinstance(span, Duration) else span)
 
@@ -139,27 +131,22 @@ WallTime = Annotated[str, BeforeValidator(_seconds)]
 """A wall-clock span such as "3h30m"."""
 
 Patience = Annotated[str, BeforeValidator(_patience)]
-"""How long one process waits for another."""
+"""A wall-clock span of at least 5 seconds: how long one process waits for another."""
+
+_WEIGHT_SCHEMA = {"type": "number", "exclusiveMinimum": 0}
+_PATHS_SCHEMA: list[dict[str, Any]] = [
+    {"type": "string"},
+    {"type": "array", "items": {"type": "string"}, "minItems": 1, "uniqueItems": True},
+    {"type": "object", "additionalProperties": _WEIGHT_SCHEMA, "minProperties": 1},
+]
 
 TokenPaths = Annotated[
     str | tuple[str, ...] | dict[str, float],
     PlainValidator(_paths),
     PlainSerializer(lambda paths: list(paths) if isinstance(paths, tuple) else paths),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}, "minItems": 1, "uniqueItems": True},
-                {
-                    "type": "object",
-                    "additionalProperties": {"type": "number", "exclusiveMinimum": 0},
-                    "minProperties": 1,
-                },
-            ]
-        }
-    ),
+    WithJsonSchema({"anyOf": _PATHS_SCHEMA}),
 ]
-"""One token set, several, or several with weights."""
+"""One token set, several, or several with weights: { "tokens/web" = 0.9, … }."""
 
 Count = Annotated[int, Field(ge=1)]
 Size = Annotated[Count | Literal["auto"], BeforeValidator(_size)]

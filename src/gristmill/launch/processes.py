@@ -5,12 +5,8 @@
     ├── rank 1                                     writes to RUN/logs/rank-00001.log
     └── rank 2                                     writes to RUN/logs/rank-00002.log
 
-    RANK  LOCAL_RANK  WORLD_SIZE  MASTER_ADDR=127.0.0.1  MASTER_PORT     as torchrun sets them
-
-TERM, INT and USR1 are forwarded once; a second INT kills. A process that fails ends the run: the
-others have a moment to report what they know and exit, then they get TERM, then KILL, since they
-may wait for it for ever. Each has its own process group, so that Ctrl-C in the terminal reaches it
-once and not twice.
+TERM, INT and USR1 are forwarded once; a second INT kills. If a process fails, the others may wait
+for it for ever: they have a moment to report and exit, then they get TERM, then KILL.
 
 The process that ended first is not always the one that failed: one that lost its peer may end
 before that peer does. A process that exits with `Exit.PEER` is therefore blamed only if no other
@@ -31,7 +27,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from types import FrameType
-from typing import IO
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.exit_report import START, read_exit_report
@@ -89,16 +84,15 @@ class Ending:
 
     @property
     def blame_order(self) -> int:
-        """Of several that end at the same time, the lowest is blamed."""
+        """Of several that end at the same time, the lowest is blamed: first those that were killed,
+        last those that lost a peer."""
         return 0 if self.code < 0 else 2 if self.code == Exit.PEER else 1
 
     @property
     def patience(self) -> float:
         """How many times the usual grace the others get, if this is the first to fail. They need
         time to notice a killed process; one that lost a peer has waited for it long enough."""
-        if self.wanted:
-            return 1.0
-        return 2.5 if self.code < 0 else 0.4 if self.code == Exit.PEER else 1.0
+        return 1.0 if self.wanted else (2.5, 1.0, 0.4)[self.blame_order]
 
     def __str__(self) -> str:
         if self.code >= 0:
@@ -113,10 +107,8 @@ def supervise(job: Job, *, grace: float = GRACE) -> int:
     """Run all processes to their end, with restarts if these may help; returns the exit status."""
     if job.folder.lock.is_file():
         # Refuse a folder that another run uses, before anything in it is touched.
-        with storage_errors(job.folder.lock):
-            lock = FolderLock(job.folder.path)
-            lock.acquire()
-            lock.release()
+        with storage_errors(job.folder.lock), FolderLock(job.folder.path):
+            pass
     with _collected_signals() as signals:
         for attempt in range(job.restarts + 1):
             before = job.folder.newest_step()
@@ -132,9 +124,7 @@ def supervise(job: Job, *, grace: float = GRACE) -> int:
             elif attempt == job.restarts:
                 no_restart = f"; it was restarted {job.restarts} times"
             elif attempt and (-1 if step is None else step) <= (-1 if before is None else before):
-                no_restart = (
-                    "; no checkpoint was saved since the last restart, so another would not help"
-                )
+                no_restart = "; no checkpoint since the last restart, so another would not help"
             else:
                 begin = "the beginning" if step is None else f"step {step}"
                 count = f"{attempt + 1} of {job.restarts}"
@@ -155,10 +145,8 @@ def _blame(job: Job, cause: Ending) -> str:
     if report is not None:
         message += f": {report}"
     elif killed:
-        others = [rank for rank in range(job.processes) if rank != cause.rank]
-        reports = {
-            rank: read_exit_report(job.folder.rank_log(rank), errors_only=True) for rank in others
-        }
+        logs = {rank: job.folder.rank_log(rank) for rank in range(job.processes)}
+        reports = {rank: read_exit_report(log, errors_only=True) for rank, log in logs.items()}
         known = [(rank, report) for rank, report in reports.items() if report is not None]
         known.sort(key=lambda one: not one[1].startswith(f"rank {cause.rank} on "))
         message += next((f"; rank {rank} says: {report}" for rank, report in known), "")
@@ -166,14 +154,15 @@ def _blame(job: Job, cause: Ending) -> str:
 
 
 def _note_failure(job: Job, cause: Ending, message: str) -> None:
-    """Write into the run folder that the run failed, if its processes could not. A process that was
-    refused the folder, or never began, has no right to."""
-    if not cause.permanent:
-        with contextlib.suppress(UserError, OSError):
-            status = job.folder.read_status()
-            if status.pop("state", None) == "running":
-                step = max(status.get("step", 0), job.folder.last_step())
-                job.folder.write_status("failed", **{**status, "step": step, "error": message})
+    """Write into the run folder that the run failed, if its processes could not; unless they were
+    refused the folder, or never began."""
+    if cause.permanent:
+        return
+    with contextlib.suppress(UserError, OSError):
+        status = job.folder.read_status()
+        if status.pop("state", None) == "running":
+            step = max(status.get("step", 0), job.folder.last_step())
+            job.folder.write_status("failed", **{**status, "step": step, "error": message})
 
 
 def _print(text: str) -> None:
@@ -250,9 +239,7 @@ class _Crew:
     def printed(self, cause: Ending) -> bool:
         """Whether rank 0, which has the terminal, has printed this failure: a permanent one is the
         same on every rank."""
-        return cause.permanent and any(
-            one.rank == 0 and one.code == cause.code for one in self.endings
-        )
+        return cause.permanent and (0, cause.code) in [(one.rank, one.code) for one in self.endings]
 
     def status(self) -> int:
         """The exit status if nothing failed."""
@@ -267,8 +254,14 @@ class _Crew:
             port = int(probe.getsockname()[1])
         with storage_errors(self.job.folder.logs):
             self.job.folder.logs.mkdir(parents=True, exist_ok=True)
+        when = datetime.now().astimezone().isoformat(timespec="seconds")
+        command = " ".join(shlex.join(self.job.command).split())
         for rank in range(self.job.processes):
-            with self._open_log(rank) as log:
+            path = self.job.folder.rank_log(rank)
+            start = f"{START}{when} rank {rank} of {self.job.processes}: {command}\n"
+            with storage_errors(path), path.open("ab") as log:
+                log.write(start.encode())
+                log.flush()
                 output = log if rank else None
                 self.running[rank] = subprocess.Popen(
                     self.job.command,
@@ -279,34 +272,23 @@ class _Crew:
                     process_group=0,
                 )
 
-    def _open_log(self, rank: int) -> IO[bytes]:
-        path = self.job.folder.rank_log(rank)
-        when = datetime.now().astimezone().isoformat(timespec="seconds")
-        command = " ".join(shlex.join(self.job.command).split())
-        with storage_errors(path):
-            log = path.open("ab")
-            log.write(f"{START}{when} rank {rank} of {self.job.processes}: {command}\n".encode())
-            log.flush()
-        return log
-
     def _reap(self) -> None:
         """Note which processes have ended since the last time."""
-        ended = []
-        for rank, process in list(self.running.items()):
-            code = process.poll()
-            if code is not None:
-                del self.running[rank]
-                ended.append(Ending(rank, code, wanted=self._wanted(code)))
-        self.endings += sorted(ended, key=lambda one: one.blame_order)
-
-    def _wanted(self, code: int) -> bool:
-        """Whether a process ended by a signal from here, before it could stop in order."""
+        # What a process returns that is ended by a signal from here before it can stop in order.
         wanted = {-number for number in self.forwarded}
         if signal.SIGINT in self.forwarded:
             wanted.add(_INTERRUPTED)
         if self.ended_here:
             wanted |= {-signal.SIGTERM, -signal.SIGKILL}
-        return code in wanted
+        codes = {rank: process.poll() for rank, process in self.running.items()}
+        ended = [
+            Ending(rank, code, wanted=code in wanted)
+            for rank, code in codes.items()
+            if code is not None
+        ]
+        for one in ended:
+            del self.running[one.rank]
+        self.endings += sorted(ended, key=lambda one: one.blame_order)
 
     def _send(self, number: signal.Signals) -> None:
         for process in self.running.values():

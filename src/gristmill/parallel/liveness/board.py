@@ -5,9 +5,8 @@
 
 In a large world only rank 0 reads all heartbeats; the others read its own and its summary.
 
-For a process of the same machine, the kernel tells whether it has ended. A process id is valid only
-in its own PID namespace, since the last boot: two pods on one host have two namespaces, and so do
-two hosts of the same name. Outside Linux this is not known, and only silence counts.
+For a process in the same PID namespace, since the same boot, the kernel tells whether it has ended.
+For others, and outside Linux, only silence counts.
 """
 
 from __future__ import annotations

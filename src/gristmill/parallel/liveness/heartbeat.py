@@ -86,16 +86,15 @@ class Roster:
 
     def snapshot(self, *, now: float) -> tuple[Heartbeat, ...]:
         """One heartbeat for each rank, in the order in which their states last changed."""
-        heard = (self._seen(heartbeat, now) for heartbeat in self._last.values())
+        seen = []
+        for rank, heartbeat in self._last.items():
+            if heartbeat.state == "running" and rank in self.vanished:
+                heartbeat = replace(heartbeat, state="vanished")
+            elif heartbeat.state == "running":
+                heartbeat = replace(heartbeat, silence=now - self._arrived[rank])
+            seen.append(heartbeat)
         absent = [rank for rank in range(self.world) if rank not in self._last]
-        return (*heard, *(Heartbeat(rank, state="absent") for rank in absent))
-
-    def _seen(self, heartbeat: Heartbeat, now: float) -> Heartbeat:
-        if heartbeat.state != "running":
-            return heartbeat
-        if heartbeat.rank in self.vanished:
-            return replace(heartbeat, state="vanished")
-        return replace(heartbeat, silence=now - self._arrived[heartbeat.rank])
+        return (*seen, *(Heartbeat(rank, state="absent") for rank in absent))
 
 
 def condense(heartbeats: Iterable[Heartbeat]) -> tuple[Heartbeat, ...]:

@@ -1,17 +1,12 @@
 """The monitor: sends this process's heartbeats and ends the process when the others are lost.
 
-    heartbeat thread   once a second posts this process's heartbeat in the store, and every few
-                       seconds reads those of the others (see `board`)
-    monitor thread     never waits for anything; a few times a second asks `judge` whether a rank is
-                       silent, has failed or vanished, whether the store is gone, or whether this
-                       process has been in one phase for too long; if so, it ends the process
+    heartbeat thread   posts this process's heartbeat in the store every second, and reads those of
+                       the others every few seconds (see `board`)
+    monitor thread     a few times a second asks `judge` whether the process has to end; if so, it
+                       ends it with a last line that names the rank to blame
 
-The last line names the rank to blame, its host, phase and step. There are two threads because the
-client of a frozen store waits for ever, whatever timeout it was given. For the same reason the
-monitor has its own connection to the store.
-
-A process that fails in a collective first asks, by `explain`, whether another process is the cause,
-and reports how it ends before it does.
+There are two threads because the client of a frozen store waits for ever, whatever timeout it was
+given. For the same reason the monitor has its own connection to the store.
 
 The monitor thread counts the time in small amounts. A process that was stopped, or a machine that
 slept, finds that hardly any time has passed, and blames no rank.
@@ -26,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,8 +59,8 @@ class _OwnState:
 class Monitor:
     """Monitors the processes of a run while it is entered; for a single process it does nothing.
 
-    All processes call `phase` in the same order. `on_exit` is called with the reason when this
-    process is about to be ended; it runs in a thread of its own and has a few seconds.
+    All processes call `phase` in the same order. When this process is about to be ended, `on_exit`
+    is called with the reason, in a thread of its own, and has a few seconds.
     """
 
     def __init__(
@@ -100,8 +96,7 @@ class Monitor:
             for thread in self._threads:
                 thread.start()
             redirect_schedules(self.log)
-            # Torch would wait for the store, too, but print much more when it gives up. An address
-            # that answers with something else than a store is left to torch's error message.
+            # Torch would wait for the store, too, but print much more when it gives up.
             while self._heard.answered_at is None and self._heard.store_error is None:
                 time.sleep(self.limits.tick)
         return self
@@ -148,8 +143,8 @@ class Monitor:
         cause = self._find_cause(error) if may_come_from_peer(error) else None
         leave_by = self._now + self.limits.leaving
         if cause is None:
-            text = str(error) if isinstance(error, UserError) else _with_type(error)
-            self._report("failed", text, leave_by=leave_by)
+            kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+            self._report("failed", f"{kind}{error}".removesuffix(": "), leave_by=leave_by)
             return None
         self._report("lost", cause, leave_by=leave_by)
         write_exit_report(self.log, cause)
@@ -258,18 +253,13 @@ class Monitor:
 
     def _exit(self, message: str) -> None:
         """End this process now, wherever it is. The last line that it prints is the message."""
-        on_exit = self.on_exit
-        if on_exit is not None:
-            run_briefly(lambda: on_exit(message), seconds=5)
+        if self.on_exit is not None:
+            run_briefly(partial(self.on_exit, message), seconds=5)
         if self._hosts_store:
             self._await_peers(self.limits.propagation)
         write_exit_report(self.log, message, stacks=True)
         print_exit_report(message)
         os._exit(Exit.INTERNAL if self._own.state == "failed" else Exit.PEER)
-
-
-def _with_type(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def redirect_schedules(log: Path | None) -> None:

@@ -1,10 +1,8 @@
 """The rendezvous: the store through which the processes of a run find each other.
 
-It is torch's `TCPStore`, a small dictionary that rank 0 or the launcher hosts at the address of the
-run. Torch's own rendezvous uses it, too: the stores of one process at one port share one server,
-which lives as long as any of them. The client of a frozen server waits for ever, whatever timeout
-it was given. The client of a server that is not there yet prints dozens of lines on standard error,
-so `join_store` finds out whether the address answers before it calls torch.
+It is torch's `TCPStore`, which rank 0 or the launcher hosts at the address of the run. Stores of
+one process at one port share one server. The client of a server that is not there yet prints dozens
+of lines on standard error, so `join_store` first finds out whether the address answers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """The verdict: whether a process has to exit because of the others, and the line that says why.
 
-`judge` and all that it calls are pure functions of what was heard, the time and the limits. Every
-message names the rank to blame, its host, its phase and its step.
-
     last heartbeat           noticed, reported          all have exited
     |------ max_silence ------|------- shutdown --------|
     |---------------------- whole ----------------------|
@@ -165,16 +162,14 @@ def ended_peer(heard: Heard) -> str | None:
 def silent_peer(heard: Heard, *, now: float, longer_than: float) -> str | None:
     """The store or the rank that has been silent for longer than that."""
     if heard.answered_at is not None and now - heard.answered_at > longer_than:
-        problem = f"has not answered for {format_seconds(now - heard.answered_at)}"
-        found = _store_problem(heard, problem)
-        if found is not None:
+        silence = format_seconds(now - heard.answered_at)
+        if found := _store_problem(heard, f"has not answered for {silence}"):
             return found
     one = max(heard.others("running"), key=lambda one: one.silence, default=None)
     if one is None or one.silence <= longer_than:
         return None
-    return (
-        f"{one.who} has sent no heartbeat for {format_seconds(one.silence)}; last seen {one.where}"
-    )
+    silence = format_seconds(one.silence)
+    return f"{one.who} has sent no heartbeat for {silence}; last seen {one.where}"
 
 
 def _store_problem(heard: Heard, problem: str) -> str | None:
@@ -216,11 +211,9 @@ def may_come_from_peer(error: BaseException) -> bool:
     breaks the collectives of the others, and what those raise does not name the cause."""
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, dist.DistError):
-            return True
-        if isinstance(seen, UserError) and seen.exit is Exit.PEER:
-            return True
-        if isinstance(seen, RuntimeError) and _FROM_PEERS.search(str(seen)):
+        of_peer = isinstance(seen, UserError) and seen.exit is Exit.PEER
+        broken = isinstance(seen, RuntimeError) and _FROM_PEERS.search(str(seen))
+        if isinstance(seen, dist.DistError) or of_peer or broken:
             return True
         seen = seen.__cause__ or seen.__context__
     return False
