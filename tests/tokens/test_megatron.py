@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.tokens import megatron, megatron_writer
-from gristmill.tokens.megatron import MegatronReader
 from gristmill.tokens.reader import TokenReader
 from gristmill.tokens.store import create_tokens, inspect_tokens, open_tokens, verify_tokens
 
@@ -147,7 +146,7 @@ def test_the_index_does_not_depend_on_how_the_ids_arrive(
     writer.finish()
     assert (read(prefix, ".bin"), read(prefix, ".idx")) == expected(documents, "H")
     reader = open_tokens(prefix)
-    assert isinstance(reader, MegatronReader)
+    assert reader.sequence_starts is not None
     assert reader.sequence_starts.tolist() == begins.tolist()
     assert reader.document_starts.tolist() == starts.tolist()
 
@@ -156,7 +155,7 @@ def test_the_index_does_not_depend_on_how_the_ids_arrive(
 def test_files_of_megatron_open_without_a_manifest(tmp_path: Path, letter: str) -> None:
     prefix = place(tmp_path / "set.v1", SETS["several sequences"], letter)
     reader = open_tokens(prefix)
-    assert isinstance(reader, MegatronReader)
+    assert reader.sequence_lengths is not None and reader.sequence_starts is not None
     info = reader.info
     assert (info.format, info.dtype, info.documents) == ("megatron", NAMES[letter], 3)
     assert (info.vocab_size, info.tokenizer, info.end_of_text) == (None, None, None)
@@ -382,7 +381,7 @@ def old_files(prefix: Path, documents: Documents, letter: str = "i", **wrong: in
 def test_the_older_index_is_read(tmp_path: Path, name: str, letter: str) -> None:
     reader = open_tokens(old_files(tmp_path / "set", SETS[name], letter))
     assert documents_of(reader) == [joined(document) for document in SETS[name]]
-    assert isinstance(reader, MegatronReader)
+    assert reader.sequence_lengths is not None and reader.sequence_starts is not None
     lengths = [len(sequence) for document in SETS[name] for sequence in document]
     assert reader.sequence_lengths.tolist() == lengths
     assert reader.sequence_starts.tolist() == [0, *np.cumsum(lengths)[:-1].tolist()]

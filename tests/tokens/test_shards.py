@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.tokens import reader as reading
+from gristmill.tokens.foreign import Reading
 from gristmill.tokens.format import TokenSetInfo
 from gristmill.tokens.reader import TokenReader
 from gristmill.tokens.store import create_tokens, open_tokens, verify_tokens
@@ -211,7 +212,7 @@ def test_damage_is_named(tmp_path: Path, name: str, content: bytes, words: str) 
     (tmp_path / name).write_bytes(content)
     format = "llmc" if name.endswith(".bin") else "npy"
     with pytest.raises(UserError) as caught:
-        open_tokens(tmp_path / "s", format=format)
+        open_tokens(tmp_path / "s", Reading(format))
     assert words in str(caught.value)
     assert caught.value.exit is Exit.DATA
     assert caught.value.problems[0].where == str(tmp_path / name)

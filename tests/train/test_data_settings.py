@@ -10,7 +10,7 @@ import pytest
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.config.schema import RunConfig
-from gristmill.tokens.store import create_tokens, find_tokens
+from gristmill.tokens.store import create_tokens, find_manifest, open_tokens
 from gristmill.train.run import run_training
 
 if TYPE_CHECKING:
@@ -22,8 +22,7 @@ MakeRun = Callable[..., RunConfig]
 @pytest.fixture
 def second(tokens: Path, tmp_path: Path) -> Path:
     """Another set of the same tokenizer: every other document of the first."""
-    opened = find_tokens(tokens)
-    reader, manifest = opened.reader, opened.manifest
+    reader, manifest = open_tokens(tokens), find_manifest(tokens)
     assert manifest is not None
     writer = create_tokens(
         tmp_path / "second",

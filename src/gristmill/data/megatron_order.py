@@ -29,7 +29,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from gristmill.data.sampling import Pieces, Stretch
-from gristmill.tokens.megatron import MegatronReader
 from gristmill.tokens.reader import TokenReader
 
 APART = 0.80
@@ -79,7 +78,7 @@ class Epochs:
 
 def rows_of(reader: TokenReader) -> Rows:
     """The rows of a set: its sequences where it has some, else its documents."""
-    if isinstance(reader, MegatronReader):
+    if reader.sequence_lengths is not None:
         lengths = np.array(reader.sequence_lengths)
         ends = np.cumsum(lengths, dtype=np.int64)
         return Rows(begins=ends - lengths, lengths=lengths)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -20,11 +20,8 @@ from gristmill.base.errors import DataError, Exit, UserError
 from gristmill.tokens.foreign import Reading
 from gristmill.tokens.format import Starts, TokenSetInfo
 from gristmill.tokens.reader import TokenReader, id_range, pieces
-from gristmill.tokens.store import TokenSet, create_tokens, find_tokens, is_empty_part
+from gristmill.tokens.store import create_tokens, find_manifest, is_empty_part, open_tokens
 from gristmill.tokens.writer import TokenWriter
-
-_Sets: TypeAlias = Sequence[tuple[str, TokenSet]]
-"""Each set with the name the user gave."""
 
 
 @dataclass(frozen=True)
@@ -64,29 +61,28 @@ def convert_tokens(
     format is that of the first source if none is given. Parts without documents add nothing.
     """
     full = [source for source in sources if not is_empty_part(source)] or sources
-    sets = [(str(source), find_tokens(source, reading)) for source in full]
-    infos = [one.reader.info for _, one in sets]
-    if any(Path(name).resolve() == Path(output).resolve() for name, _ in sets):
+    readers = [open_tokens(source, reading) for source in full]
+    if any(Path(source).resolve() == Path(output).resolve() for source in full):
         raise UserError(
             "the new set has the name of its source",
             where=str(output),
             remedy="give the new set another name",
             exit=Exit.REFUSED,
         )
-    known = _origin(sets, origin)
+    known = _origin(full, readers, origin)
     writer = create_tokens(
         output,
         vocab_size=known.vocab_size,
         end_of_text=known.end_of_text,
         tokenizer=known.spec,
-        format=format or infos[0].format,
+        format=format or readers[0].info.format,
         shard_size=shard_size,
         overwrite=overwrite,
     )
-    sizes = [info.text_bytes for info in infos if info.text_bytes is not None]
+    sizes = [size for reader in readers if (size := reader.info.text_bytes) is not None]
     try:
-        _copy([one.reader for _, one in sets], writer, progress=progress)
-        return writer.finish(text_bytes=sum(sizes) if len(sizes) == len(infos) else None)
+        _copy(readers, writer, progress=progress)
+        return writer.finish(text_bytes=sum(sizes) if len(sizes) == len(readers) else None)
     except BaseException:
         writer.abandon()
         raise
@@ -119,11 +115,13 @@ def _within(places: Starts, begin: int, count: int) -> Starts:
     return places[low:high] - begin
 
 
-def _origin(sets: _Sets, given: Origin | None) -> Origin:
+def _origin(
+    names: Sequence[Path | str], readers: Sequence[TokenReader], given: Origin | None
+) -> Origin:
     """The tokenizer of all sets: the one given unless a set contradicts, or what the sets say."""
     if given is not None:
-        for name, one in sets:
-            made_by = one.reader.info.tokenizer
+        for name, reader in zip(names, readers, strict=True):
+            made_by = reader.info.tokenizer
             if made_by not in (None, given.spec["fingerprint"]):
                 raise DataError(
                     f"these token files were made with tokenizer {str(made_by)[:12]}, and the one "
@@ -131,13 +129,11 @@ def _origin(sets: _Sets, given: Origin | None) -> Origin:
                     where=name,
                 )
         return given
-    first_name, first = sets[0][0], sets[0][1].reader.info
-    for name, one in sets:
-        _refuse_different(one.reader.info, name, first=first, first_name=first_name)
-    readers = [one.reader for _, one in sets]
+    for name, reader in zip(names, readers, strict=True):
+        _refuse_different(reader.info, name, first=readers[0].info, first_name=names[0])
     sizes = [reader.info.vocab_size or id_range(reader).largest + 1 for reader in readers]
     ends = {reader.info.end_of_text for reader in readers}
-    specs = [one.manifest.tokenizer for _, one in sets if one.manifest]
+    specs = [manifest.tokenizer for name in names if (manifest := find_manifest(Path(name)))]
     return Origin(
         vocab_size=max(1, *sizes),
         end_of_text=ends.pop() if len(ends) == 1 else None,
@@ -146,7 +142,7 @@ def _origin(sets: _Sets, given: Origin | None) -> Origin:
 
 
 def _refuse_different(
-    info: TokenSetInfo, name: str, *, first: TokenSetInfo, first_name: str
+    info: TokenSetInfo, name: Path | str, *, first: TokenSetInfo, first_name: Path | str
 ) -> None:
     """Sets can be merged if one tokenizer made them, or if none is stated and the types agree."""
     remedy = "name the tokenizer of all: --tokenizer"

@@ -15,16 +15,15 @@ from typing import Any
 
 from gristmill.base.errors import DataError
 from gristmill.tokens.format import FileFacts, Manifest, NewSet, dtype_for, file_of, stored
-from gristmill.tokens.reader import TokenReader, TokenShard, file_size, open_shards
+from gristmill.tokens.reader import TokenFiles, TokenShard, file_size, read_starts
 from gristmill.tokens.writer import TokenChunk, TokenWriter
 
 FORMAT = "flat"
 
 
-def open_set(prefix: Path, manifest: Manifest) -> TokenReader:
-    """Open a flat set, memory-mapped."""
+def read_files(prefix: Path, manifest: Manifest) -> TokenFiles:
     shard = plain_shard(file_of(prefix, ".bin"), dtype=manifest.info.dtype)
-    return open_shards(prefix, manifest.info, [shard])
+    return TokenFiles([shard], read_starts(prefix))
 
 
 def plain_shard(path: Path, *, dtype: str) -> TokenShard:

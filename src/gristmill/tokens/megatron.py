@@ -29,7 +29,6 @@ Megatron-DeepSpeed ("TNTIDX", for its `lazy` and `cached` files) is read too:
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,8 +37,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gristmill.base.errors import DataError
-from gristmill.tokens.format import Manifest, Starts, TokenSetInfo, file_of, stored
-from gristmill.tokens.reader import TokenReader, TokenShard, check_manifest, file_size, map_array
+from gristmill.tokens.format import Manifest, Starts, file_of, stored
+from gristmill.tokens.reader import TokenFiles, TokenShard, file_size, map_array
 
 FORMAT = "megatron"
 MAGIC = b"MMIDIDX\x00\x00"
@@ -86,52 +85,21 @@ class MegatronIndex:
         return result
 
 
-class MegatronReader(TokenReader):
-    """A set in Megatron's format; it knows its sequences too."""
-
-    def __init__(
-        self, info: TokenSetInfo, *, shard: TokenShard, starts: Starts, index: MegatronIndex
-    ) -> None:
-        super().__init__(info, shards=[shard], starts=starts)
-        self.sequence_lengths = index.lengths
-        """Tokens of each sequence, empty ones included."""
-        self._index = index
-
-    @property
-    def sequence_starts(self) -> Starts:
-        """The positions at which sequences begin, empty ones left out."""
-        return self._index.positions(np.flatnonzero(self._index.lengths))
-
-
-def open_files(
-    prefix: Path, describe: Callable[[TokenShard, Starts], TokenSetInfo]
-) -> MegatronReader:
-    """Open PREFIX.bin and PREFIX.idx, or say what does not fit; `describe` gives the facts."""
+def read_files(prefix: Path, manifest: Manifest | None = None) -> TokenFiles:
+    """Read PREFIX.idx and check it against the size of PREFIX.bin; a manifest is not needed."""
     ids = file_of(prefix, ".bin")
     size = file_size(ids)
     index = read_index(file_of(prefix, ".idx"))
     _check_documents(file_of(prefix, ".idx"), index)
     _check_sequences(prefix, index, size=size)
-    if index.tokens == 0:
-        raise DataError("this set holds no tokens", where=prefix)
     bounds = index.positions(index.documents)
     starts = bounds[:-1][np.diff(bounds) > 0]
     shard = TokenShard(ids, offset=0, tokens=index.tokens, dtype=index.dtype)
-    return MegatronReader(describe(shard, starts), shard=shard, starts=starts, index=index)
-
-
-def open_set(prefix: Path, manifest: Manifest) -> MegatronReader:
-    """Open a set with a manifest."""
-
-    def checked(shard: TokenShard, starts: Starts) -> TokenSetInfo:
-        check_manifest(prefix, manifest.info, shards=[shard], documents=len(starts))
-        return manifest.info
-
-    return open_files(prefix, checked)
+    return TokenFiles([shard], starts, sequence_lengths=index.lengths)
 
 
 def read_index(path: Path) -> MegatronIndex:
-    """Read an index of either kind; the arrays are checked by `open_files`."""
+    """Read an index of either kind; the arrays are checked by `read_files`."""
     size = file_size(path)
     with path.open("rb") as file:
         begin = file.read(max(HEADER.size, _OLD_HEADER.size))

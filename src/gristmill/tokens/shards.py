@@ -36,7 +36,7 @@ from gristmill.tokens.format import (
     file_of,
     stored,
 )
-from gristmill.tokens.reader import TokenReader, TokenShard, file_size, open_shards
+from gristmill.tokens.reader import TokenFiles, TokenShard, file_size, read_starts
 from gristmill.tokens.writer import SHARD_ENDINGS, TokenChunk, TokenWriter
 
 LLMC = "llmc"
@@ -150,14 +150,13 @@ def parse_shards(format: str, paths: Sequence[Path]) -> list[TokenShard]:
     return shards
 
 
-def open_set(prefix: Path, manifest: Manifest) -> TokenReader:
-    """Open a set of shards, memory-mapped."""
-    info = manifest.info
-    ending = SHARD_ENDINGS[info.format]
+def read_files(prefix: Path, manifest: Manifest) -> TokenFiles:
+    format = manifest.info.format
+    ending = SHARD_ENDINGS[format]
     paths = [file_of(prefix, suffix) for suffix in manifest.files if suffix.endswith(ending)]
     if not paths:
         raise _damaged(file_of(prefix, ".json"), f"the manifest names no {ending} files")
-    return open_shards(prefix, info, parse_shards(info.format, paths))
+    return TokenFiles(parse_shards(format, paths), read_starts(prefix))
 
 
 class ShardWriter(TokenWriter):
