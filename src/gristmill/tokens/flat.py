@@ -22,6 +22,7 @@ FORMAT = "flat"
 
 
 def read_files(prefix: Path, manifest: Manifest) -> TokenFiles:
+    """The ids and documents of a flat set."""
     shard = plain_shard(file_of(prefix, ".bin"), dtype=manifest.info.dtype)
     return TokenFiles([shard], read_starts(prefix))
 

@@ -37,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gristmill.base.errors import DataError
-from gristmill.tokens.format import Manifest, Starts, file_of, stored
+from gristmill.tokens.format import Manifest, file_of, stored
 from gristmill.tokens.reader import TokenFiles, TokenShard, file_size, map_array
 
 FORMAT = "megatron"
@@ -66,24 +66,6 @@ class MegatronIndex:
     documents: npt.NDArray[Any]
     """The first sequence of each document, and at the end the number of sequences."""
 
-    @property
-    def units_per_token(self) -> int:
-        return stored(self.dtype).itemsize // self.unit
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens, if the sequences lie end to end."""
-        if not len(self.lengths):
-            return 0
-        return int(self.begins[-1]) // self.units_per_token + int(self.lengths[-1])
-
-    def positions(self, sequences: npt.NDArray[Any]) -> Starts:
-        """Where sequences begin, in tokens; one past the last begins at the end."""
-        result = np.full(len(sequences), self.tokens, dtype=np.int64)
-        inside = sequences < len(self.lengths)
-        result[inside] = self.begins[sequences[inside]] // self.units_per_token
-        return result
-
 
 def read_files(prefix: Path, manifest: Manifest | None = None) -> TokenFiles:
     """Read PREFIX.idx and check it against the size of PREFIX.bin; a manifest is not needed."""
@@ -92,9 +74,11 @@ def read_files(prefix: Path, manifest: Manifest | None = None) -> TokenFiles:
     index = read_index(file_of(prefix, ".idx"))
     _check_documents(file_of(prefix, ".idx"), index)
     _check_sequences(prefix, index, size=size)
-    bounds = index.positions(index.documents)
+    ends = np.zeros(len(index.lengths) + 1, dtype=np.int64)
+    np.cumsum(index.lengths, out=ends[1:])
+    bounds = ends[index.documents]
     starts = bounds[:-1][np.diff(bounds) > 0]
-    shard = TokenShard(ids, offset=0, tokens=index.tokens, dtype=index.dtype)
+    shard = TokenShard(ids, offset=0, tokens=int(ends[-1]), dtype=index.dtype)
     return TokenFiles([shard], starts, sequence_lengths=index.lengths)
 
 
@@ -196,7 +180,7 @@ def _check_sequences(prefix: Path, index: MegatronIndex, *, size: int) -> None:
             what = f"sequence {begin + number} has the length {lengths[number]}"
             raise _damaged(path, what)
         ends = tokens + np.cumsum(lengths)
-        wanted = np.concatenate([[tokens], ends[:-1]]) * index.units_per_token
+        wanted = np.concatenate([[tokens], ends[:-1]]) * (width // index.unit)
         found = index.begins[begin : begin + _PIECE]
         wrong = np.flatnonzero(found != wanted)
         if len(wrong):

@@ -27,15 +27,7 @@ from typing import Any
 import numpy as np
 
 from gristmill.base.errors import DataError, UserError
-from gristmill.tokens.format import (
-    DTYPES,
-    FileFacts,
-    Manifest,
-    NewSet,
-    dtype_for,
-    file_of,
-    stored,
-)
+from gristmill.tokens.format import DTYPES, FileFacts, Manifest, NewSet, dtype_for, file_of, stored
 from gristmill.tokens.reader import TokenFiles, TokenShard, file_size, read_starts
 from gristmill.tokens.writer import SHARD_ENDINGS, TokenChunk, TokenWriter
 
@@ -151,6 +143,7 @@ def parse_shards(format: str, paths: Sequence[Path]) -> list[TokenShard]:
 
 
 def read_files(prefix: Path, manifest: Manifest) -> TokenFiles:
+    """The ids and documents of a set of shards."""
     format = manifest.info.format
     ending = SHARD_ENDINGS[format]
     paths = [file_of(prefix, suffix) for suffix in manifest.files if suffix.endswith(ending)]

@@ -81,8 +81,8 @@ class TokenWriter(abc.ABC):
         self._format = format
         self._dtype = dtype
         self._stored = stored(dtype)
-        self._tokens = int(state.get("tokens", 0))
-        self._documents = int(state.get("documents", 0))
+        self.tokens = int(state.get("tokens", 0))
+        self.documents = int(state.get("documents", 0))
         self._saved: Mapping[str, Any] = state.get("body", {})
         self._files: list[HashedFile] = []
         """In the order in which they are renamed into place."""
@@ -134,20 +134,20 @@ class TokenWriter(abc.ABC):
         split documents into sequences, which begin at `sequences`; the others do not store them.
         """
         new = self._new
-        where = f"document {self._documents} of {new.prefix}"
+        where = f"document {self.documents} of {new.prefix}"
         array = checked_ids(ids, vocab_size=new.vocab_size, where=where)
         sequences = starts if sequences is None else sequences
         if starts is not _FIRST:
-            assert self._documents or (len(starts) and starts[0] == 0), "a set begins a document"
+            assert self.documents or (len(starts) and starts[0] == 0), "a set begins a document"
             for places in (starts, sequences):
                 assert not len(places) or 0 <= places[0] <= places[-1] < len(array)
                 assert (np.diff(places) > 0).all(), "documents and sequences are not empty"
             assert np.isin(starts, sequences).all(), "a document begins with a sequence"
         with storage_errors(new.prefix):
             array = array.astype(self._stored, copy=False)
-            self._write(TokenChunk(array, self._tokens, starts, sequences))
-        self._documents += len(starts)
-        self._tokens += len(array)
+            self._write(TokenChunk(array, self.tokens, starts, sequences))
+        self.documents += len(starts)
+        self.tokens += len(array)
 
     def save(self) -> dict[str, Any]:
         """Flush everything to the disk; the result, as JSON, lets another process resume.
@@ -157,7 +157,7 @@ class TokenWriter(abc.ABC):
         assert self._new.state is not None, "this set was not begun as one that can be saved"
         with storage_errors(self._new.prefix):
             body = self._save()
-        return {"tokens": self._tokens, "documents": self._documents, "body": body}
+        return {"tokens": self.tokens, "documents": self.documents, "body": body}
 
     def close(self) -> None:
         """Close the files, and leave what was saved for another process."""
@@ -169,22 +169,22 @@ class TokenWriter(abc.ABC):
 
         Only a part of a larger set may have no documents; it is its manifest alone.
         """
-        assert self._documents > 0 or may_be_empty, "a token set has at least one document"
+        assert self.documents > 0 or may_be_empty, "a token set has at least one document"
         new = self._new
         with storage_errors(new.prefix):
-            files = self._close() if self._documents else {}
+            files = self._close() if self.documents else {}
             old = _not_replaced(new.prefix, self._format, files) if new.overwrite else []
             for path in (file_of(new.prefix, ".json"), *old):
                 path.unlink(missing_ok=True)
-            for file in self._files if self._documents else ():
+            for file in self._files if self.documents else ():
                 file.publish()
             sync_folder(new.prefix.parent)
         fingerprint = new.tokenizer["fingerprint"]
         info = TokenSetInfo(
             format=self._format,
             dtype=self._dtype,
-            tokens=self._tokens,
-            documents=self._documents,
+            tokens=self.tokens,
+            documents=self.documents,
             vocab_size=new.vocab_size,
             end_of_text=new.end_of_text,
             tokenizer=None if fingerprint is None else str(fingerprint),

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gristmill.base.errors import Exit
 from gristmill.base.files import storage_errors, write_json
 from gristmill.text.prepare.ledger import LEDGER_FILE, HopelessError, Ledger
 from gristmill.text.prepare.parts import WHOLE
@@ -53,9 +52,7 @@ class _OpenSet:
 
     prefix: Path
     writer: TokenWriter
-    documents: int = 0
-    tokens: int = 0
-    text_bytes: int = 0
+    text_bytes: int
 
     def append(
         self,
@@ -64,17 +61,10 @@ class _OpenSet:
         text_bytes: npt.NDArray[np.int64],
     ) -> None:
         self.writer.append(ids, starts=np.cumsum(lengths) - lengths)
-        self.documents += len(lengths)
-        self.tokens += len(ids)
         self.text_bytes += int(text_bytes.sum())
 
     def save(self) -> dict[str, Any]:
-        counts = {
-            "documents": self.documents,
-            "tokens": self.tokens,
-            "text_bytes": self.text_bytes,
-        }
-        return {"writer": self.writer.save(), "counts": counts}
+        return {"writer": self.writer.save(), "counts": {"text_bytes": self.text_bytes}}
 
 
 @dataclass
@@ -124,7 +114,7 @@ class Outputs:
         ledger = Ledger.from_json(state["ledger"]) if state else Ledger()
         self._keys.append(_OpenKey(key, ledger, []))
         for number, split in enumerate(self._request.splits):
-            saved = state["sets"][number] if state else {"writer": {}, "counts": {}}
+            saved = state["sets"][number] if state else {"writer": {}, "counts": {"text_bytes": 0}}
             prefix = self._request.prefix(key, split)
             writer = create_tokens(
                 prefix,
@@ -136,7 +126,7 @@ class Outputs:
                 overwrite=self._request.overwrite,
                 state=saved["writer"] if self._resumable else None,
             )
-            self._keys[-1].sets.append(_OpenSet(prefix, writer, **saved["counts"]))
+            self._keys[-1].sets.append(_OpenSet(prefix, writer, saved["counts"]["text_bytes"]))
 
     @property
     def _sets(self) -> Iterator[_OpenSet]:
@@ -148,7 +138,7 @@ class Outputs:
 
     @property
     def tokens(self) -> int:
-        return sum(one.tokens for one in self._sets)
+        return sum(one.writer.tokens for one in self._sets)
 
     @property
     def text_bytes(self) -> int:
@@ -167,7 +157,6 @@ class Outputs:
                         f"this line gives no document: {reason.value}",
                         where=origin(place),
                         remedy="fix it, or leave out --strict to drop such lines",
-                        exit=Exit.DATA,
                     )
                 key.ledger.drop(Dropped(reason, origin(place)))
             key.ledger.kept += len(column.lengths)
@@ -201,12 +190,11 @@ class Outputs:
         for key in self._keys:
             key.ledger.check(may_be_empty=may_be_empty)
             for one in key.sets:
-                if not one.documents and not may_be_empty:
+                if not one.writer.documents and not may_be_empty:
                     raise HopelessError(
                         f"none of {key.ledger.kept} documents fell into this set",
-                        where=str(one.prefix),
+                        where=one.prefix,
                         remedy="hold out a larger share (--split), or choose another --seed",
-                        exit=Exit.DATA,
                     )
         prepared = []
         for key in self._keys:
@@ -215,7 +203,7 @@ class Outputs:
             made = []
             for one in key.sets:
                 save_tokenizer(self._tokenizer, file_of(one.prefix, ".tokenizer"))
-                info = one.writer.finish(text_bytes=one.text_bytes, may_be_empty=not one.documents)
+                info = one.writer.finish(text_bytes=one.text_bytes, may_be_empty=may_be_empty)
                 made.append(PreparedSet(one.prefix, info))
             prepared.append(PreparedKey(key.key, key.ledger, ledger_file, tuple(made)))
         return tuple(prepared)

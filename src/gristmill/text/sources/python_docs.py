@@ -67,9 +67,7 @@ def _docstrings(files: list[Path], *, root: Path, seen: set[str]) -> Iterator[Do
             yield Document("\n\n".join(texts) + "\n", origin=_origin(path, root=root))
 
 
-def _definitions(
-    node: ast.AST,
-) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+def _definitions(node: ast.AST) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
     """The classes and functions below a node, in the order they are written."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):

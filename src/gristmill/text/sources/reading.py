@@ -23,7 +23,7 @@ import glob
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from gristmill.base.errors import Exit, UserError
+from gristmill.base.errors import DataError, UserError
 from gristmill.text.sources.blocks import (
     DAMAGE,
     ReadError,
@@ -36,14 +36,7 @@ from gristmill.text.sources.columnar import ARROW, PARQUET
 from gristmill.text.sources.datasets import DATASET, PREFIX, DatasetSource
 from gristmill.text.sources.json_values import ARRAY, CONCATENATED, json_format
 from gristmill.text.sources.lines import JSON_LINES, SEPARATED_TEXT, TEXT_BY_SPLIT
-from gristmill.text.sources.source import (
-    Document,
-    Dropped,
-    Item,
-    ReadOptions,
-    Reason,
-    Source,
-)
+from gristmill.text.sources.source import Document, Dropped, Item, ReadOptions, Reason, Source
 from gristmill.text.sources.tables import CSV, TSV
 
 STDIN = "-"
@@ -87,7 +80,7 @@ def _find(name: str, options: ReadOptions) -> Sequence[Source]:
         missing = "no file matches" if glob.has_magic(name) else "no such file or folder"
     found = sorted(file for file in files if file.is_file())
     if not found:
-        raise UserError(missing, where=name, exit=Exit.DATA)
+        raise DataError(missing, where=name)
     return [_file(file) for file in found]
 
 
@@ -168,6 +161,4 @@ def open_sources(names: Sequence[str], options: ReadOptions | None = None) -> So
 
 def failed(failure: ReadError, *, source: Source, line: int) -> UserError:
     """The error for a source that cannot be read beyond a line."""
-    return UserError(
-        failure.what, where=f"{source.name}:{line}", remedy=failure.remedy, exit=Exit.DATA
-    )
+    return DataError(failure.what, where=f"{source.name}:{line}", remedy=failure.remedy)

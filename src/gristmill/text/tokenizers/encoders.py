@@ -209,46 +209,23 @@ def _probes() -> Iterator[str]:
 
 
 def _doubtful(content: bytes, sizes: npt.NDArray[np.int64]) -> list[int]:
-    """The numbers of the texts, end to end in `content`, with an unassigned code point.
-
-    The first two bytes of each character beyond ASCII settle nearly all text. Only where these may
-    begin an unassigned code point is the character decoded.
-    """
+    """The numbers of the texts, end to end in `content`, with an unassigned code point."""
     data = np.frombuffer(content, np.uint8)
-    leads = np.flatnonzero(data >= 0xC2)
-    if not len(leads):
+    # The bytes beyond ASCII are whole characters, and most texts have few of them.
+    characters = data[data >= 0x80].tobytes().decode()
+    unassigned = _unassigned()[np.frombuffer(characters.encode("utf-32-le"), "<u4")]
+    if not unassigned.any():
         return []
-    unassigned, beginnings = _unassigned()
-    suspects = leads[beginnings[data[leads].astype(np.intp) << 8 | data[leads + 1]]]
-    found = suspects[unassigned[_decoded(data, suspects)]]
-    numbers = np.searchsorted(np.cumsum(sizes), found, side="right")
+    begins = np.flatnonzero(data >= 0xC2)[unassigned]
+    numbers = np.searchsorted(np.cumsum(sizes), begins, side="right")
     return [int(number) for number in np.unique(numbers)]
 
 
-def _decoded(data: npt.NDArray[np.uint8], leads: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-    """The code points of the characters that begin at some bytes."""
-    first = data[leads]
-    lengths = np.where(first < 0xE0, 2, np.where(first < 0xF0, 3, 4))
-    # A lead byte of n has n ones and a zero before the bits that count.
-    codes = (first & (0x7F >> lengths)).astype(np.intp)
-    for more in (1, 2, 3):
-        follow = lengths > more
-        codes[follow] = codes[follow] << 6 | (data[leads[follow] + more] & 0x3F)
-    return codes
-
-
 @functools.cache
-def _unassigned() -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Which code points Unicode 14 leaves unassigned, and which two bytes may begin one of them."""
+def _unassigned() -> npt.NDArray[np.bool_]:
+    """Which code points Unicode 14 leaves unassigned."""
     codes = np.zeros(0x110000, np.bool_)
     for line in _UNASSIGNED.read_text("ascii").split():
         first, last = line.split("-")
         codes[int(first, 16) : int(last, 16) + 1] = True
-    pairs = np.zeros(1 << 16, np.bool_)
-    # Two bytes are a whole character below U+0800, and above begin 64 or more that lie together.
-    free = np.flatnonzero(codes)
-    groups = np.unique(free[free >= 0x800] >> 6) << 6
-    for code in [*free[free < 0x800].tolist(), *groups.tolist()]:
-        lead, second = chr(code).encode("utf-8", "surrogatepass")[:2]
-        pairs[lead << 8 | second] = True
-    return codes, pairs
+    return codes

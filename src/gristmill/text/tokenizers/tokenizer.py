@@ -209,11 +209,7 @@ def _from_vocabulary(found: Vocabulary, *, where: str, end_of_text: str | None) 
 
 
 def _finished(
-    inner: tokenizers.Tokenizer,
-    *,
-    where: str,
-    end_of_text: str | None,
-    folder: Path | None = None,
+    inner: tokenizers.Tokenizer, *, where: str, end_of_text: str | None, folder: Path | None = None
 ) -> Tokenizer:
     """The tokenizer with its end-of-text token: the given, the one stated in the folder, or a
     common one."""
