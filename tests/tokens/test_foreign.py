@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gristmill.base.errors import UserError
 from gristmill.tokens import reader as reading
 from gristmill.tokens.foreign import Reading, document_starts
-from gristmill.tokens.format import TokenSetInfo
+from gristmill.tokens.format import NewSet, TokenSetInfo
 from gristmill.tokens.reader import TokenFiles, TokenReader, TokenShard
 from gristmill.tokens.store import create_tokens, inspect_tokens, open_tokens, verify_tokens
 
@@ -101,7 +101,9 @@ def test_what_cannot_be_opened(
     npy(tmp_path / "shard_1.npy", [1])
     npy(tmp_path / "nothing_1.npy", [])
     spec = {"fingerprint": "x"}
-    writer = create_tokens(tmp_path / "ours", vocab_size=9, end_of_text=None, tokenizer=spec)
+    writer = create_tokens(
+        NewSet(tmp_path / "ours", vocab_size=9, end_of_text=None, tokenizer=spec)
+    )
     writer.add([1])
     writer.finish()
     with pytest.raises(UserError, match=words):
@@ -163,7 +165,7 @@ def test_an_unfinished_set_of_ours_is_not_taken_for_a_foreign_one(tmp_path: Path
 
 def test_a_neighbour_with_a_shorter_name_is_no_obstacle(tmp_path: Path) -> None:
     writer = create_tokens(
-        tmp_path / "wiki", vocab_size=9, end_of_text=None, tokenizer={"fingerprint": "x"}
+        NewSet(tmp_path / "wiki", vocab_size=9, end_of_text=None, tokenizer={"fingerprint": "x"})
     )
     writer.add([1])
     writer.finish()

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.tokens import megatron, megatron_writer
+from gristmill.tokens.format import NewSet
 from gristmill.tokens.reader import TokenReader
 from gristmill.tokens.store import create_tokens, inspect_tokens, open_tokens, verify_tokens
 
@@ -54,7 +55,7 @@ def place(prefix: Path, documents: Documents, letter: str = "H") -> Path:
 
 def write(prefix: Path, documents: Documents, *, vocab_size: int) -> None:
     writer = create_tokens(
-        prefix, vocab_size=vocab_size, end_of_text=None, tokenizer=SPEC, format="megatron"
+        NewSet(prefix, vocab_size=vocab_size, end_of_text=None, tokenizer=SPEC, format="megatron")
     )
     for document in documents:
         ids = np.array([id for sequence in document for id in sequence])
@@ -114,7 +115,7 @@ def test_the_files_are_what_megatron_writes(
 
 def test_documents_added_one_by_one(tmp_path: Path) -> None:
     writer = create_tokens(
-        tmp_path / "set", vocab_size=10, end_of_text=None, tokenizer=SPEC, format="megatron"
+        NewSet(tmp_path / "set", vocab_size=10, end_of_text=None, tokenizer=SPEC, format="megatron")
     )
     for ids in ([1, 2], [3], [4, 5, 6]):
         writer.add(ids)
@@ -138,7 +139,7 @@ def test_the_index_does_not_depend_on_how_the_ids_arrive(
     cuts = data.draw(st.sets(st.integers(1, len(ids))))
     prefix = tmp_path_factory.mktemp("set") / "set"
     writer = create_tokens(
-        prefix, vocab_size=100, end_of_text=None, tokenizer=SPEC, format="megatron"
+        NewSet(prefix, vocab_size=100, end_of_text=None, tokenizer=SPEC, format="megatron")
     )
     for low, high in itertools.pairwise(sorted({0, len(ids)} | cuts)):
         inside = [places[(places >= low) & (places < high)] - low for places in (starts, begins)]
@@ -309,7 +310,7 @@ def test_a_document_too_long_for_the_index_is_refused(
 ) -> None:
     monkeypatch.setattr(megatron_writer, "LONGEST", 5)
     writer = create_tokens(
-        tmp_path / "set", vocab_size=10, end_of_text=None, tokenizer=SPEC, format="megatron"
+        NewSet(tmp_path / "set", vocab_size=10, end_of_text=None, tokenizer=SPEC, format="megatron")
     )
     writer.add([1] * 5)
     with pytest.raises(UserError, match=r"6 tokens or more(.|\n)*--end-of-text"):
@@ -329,12 +330,14 @@ def test_an_interrupted_overwrite_never_pairs_old_with_new(
 ) -> None:
     write(tmp_path / "set", [[[1, 2]], [[3]]], vocab_size=10)
     writer = create_tokens(
-        tmp_path / "set",
-        vocab_size=10,
-        end_of_text=None,
-        tokenizer=SPEC,
-        format="megatron",
-        overwrite=True,
+        NewSet(
+            tmp_path / "set",
+            vocab_size=10,
+            end_of_text=None,
+            tokenizer=SPEC,
+            format="megatron",
+            overwrite=True,
+        )
     )
     writer.add([4, 5])
     writer.add([6])

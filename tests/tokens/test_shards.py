@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from gristmill.base.errors import Exit, UserError
 from gristmill.tokens import reader as reading
 from gristmill.tokens.foreign import Reading
-from gristmill.tokens.format import TokenSetInfo
+from gristmill.tokens.format import NewSet, TokenSetInfo
 from gristmill.tokens.reader import TokenReader
 from gristmill.tokens.store import create_tokens, open_tokens, verify_tokens
 
@@ -28,7 +28,7 @@ KINDS = [("llmc", 10), ("llmc", 65537), ("npy", 10), ("npy", 65537)]
 
 def write(prefix: Path, documents: list[list[int]], **options: Any) -> TokenSetInfo:
     settings = {"vocab_size": 100, "end_of_text": None, "tokenizer": SPEC} | options
-    writer = create_tokens(prefix, **settings)
+    writer = create_tokens(NewSet(prefix, **settings))
     for document in documents:
         writer.add(document)
     return writer.finish()
@@ -139,12 +139,14 @@ def test_an_overwritten_set_leaves_no_files_behind(tmp_path: Path, format: str) 
 @pytest.mark.parametrize("format", ["llmc", "npy"])
 def test_abandoning_removes_every_file(tmp_path: Path, format: str) -> None:
     writer = create_tokens(
-        tmp_path / "s",
-        vocab_size=100,
-        end_of_text=None,
-        tokenizer=SPEC,
-        format=format,
-        shard_size=2,
+        NewSet(
+            tmp_path / "s",
+            vocab_size=100,
+            end_of_text=None,
+            tokenizer=SPEC,
+            format=format,
+            shard_size=2,
+        )
     )
     writer.add([1, 2, 3, 4, 5])
     assert not list(tmp_path.glob("s*"))

@@ -18,7 +18,7 @@ import numpy as np
 
 from gristmill.base.errors import DataError, Exit, UserError
 from gristmill.tokens.foreign import Reading
-from gristmill.tokens.format import Starts, TokenSetInfo
+from gristmill.tokens.format import NewSet, Starts, TokenSetInfo
 from gristmill.tokens.reader import TokenReader, id_range, pieces
 from gristmill.tokens.store import create_tokens, find_manifest, is_empty_part, open_tokens
 from gristmill.tokens.writer import TokenWriter
@@ -71,13 +71,15 @@ def convert_tokens(
         )
     known = _origin(full, readers, origin)
     writer = create_tokens(
-        output,
-        vocab_size=known.vocab_size,
-        end_of_text=known.end_of_text,
-        tokenizer=known.spec,
-        format=format or readers[0].info.format,
-        shard_size=shard_size,
-        overwrite=overwrite,
+        NewSet(
+            Path(output),
+            vocab_size=known.vocab_size,
+            end_of_text=known.end_of_text,
+            tokenizer=known.spec,
+            format=format or readers[0].info.format,
+            shard_size=shard_size,
+            overwrite=overwrite,
+        )
     )
     sizes = [size for reader in readers if (size := reader.info.text_bytes) is not None]
     try:

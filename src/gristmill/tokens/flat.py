@@ -43,7 +43,7 @@ class FlatWriter(TokenWriter):
     """Writes a flat set."""
 
     def __init__(self, new: NewSet) -> None:
-        super().__init__(new, format=FORMAT, dtype=dtype_for(new.vocab_size))
+        super().__init__(new, dtype=dtype_for(new.vocab_size))
 
     def _open_files(self) -> None:
         self._bin = self._hidden(".bin", saved=self._saved.get(".bin"))

@@ -93,11 +93,13 @@ class NewSet:
     end_of_text: int | None
     tokenizer: Mapping[str, Any]
     """The tokenizer's spec; its "fingerprint" is None if the tokenizer is not known."""
-    overwrite: bool
-    shard_size: int
-    """The most tokens in one file, for formats that write several."""
+    format: str = "flat"
+    shard_size: int | None = None
+    """The most tokens in one file, for formats that write several; 100M if not given."""
+    overwrite: bool = False
     state: Mapping[str, Any] | None = None
-    """What `TokenWriter.save` returned, to resume; {} for a new set that can be saved."""
+    """With a state the set can outlive its process: {} begins one, and what `TokenWriter.save`
+    returned resumes it."""
 
 
 def dtype_for(vocab_size: int) -> str:

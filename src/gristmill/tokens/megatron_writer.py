@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from gristmill.base.errors import DataError, UserError
 from gristmill.tokens.format import FileFacts, NewSet
-from gristmill.tokens.megatron import CODES, FORMAT, HEADER, LONGEST, MAGIC, VERSION
+from gristmill.tokens.megatron import CODES, HEADER, LONGEST, MAGIC, VERSION
 from gristmill.tokens.writer import TokenChunk, TokenWriter
 
 # In the order in which the index holds them.
@@ -39,7 +39,7 @@ class MegatronWriter(TokenWriter):
             )
         # As Megatron's preprocessing chooses.
         dtype = "uint16" if new.vocab_size < 65500 else "int32"
-        super().__init__(new, format=FORMAT, dtype=dtype)
+        super().__init__(new, dtype=dtype)
 
     def _open_files(self) -> None:
         saved = self._saved

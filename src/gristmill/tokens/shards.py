@@ -40,6 +40,7 @@ LLMC_MAGICS = frozenset(struct.pack("<i", magic) for magic, _ in _LLMC_KINDS)
 """The first four bytes of llm.c's files."""
 
 _NPY_MAGIC = b"\x93NUMPY"
+_SHARD_SIZE = 10**8
 _AGAIN = "copy the file again from where it came"
 
 
@@ -155,48 +156,49 @@ def read_files(prefix: Path, manifest: Manifest) -> TokenFiles:
 class ShardWriter(TokenWriter):
     """Fills one file after the other."""
 
-    def __init__(self, new: NewSet, *, format: str) -> None:
-        most = SHARD_FORMATS[format].largest
-        if not 0 < new.shard_size <= most:
+    def __init__(self, new: NewSet) -> None:
+        most = SHARD_FORMATS[new.format].largest
+        self._size = _SHARD_SIZE if new.shard_size is None else new.shard_size
+        if not 0 < self._size <= most:
             raise UserError(
-                f"a file of the format {format} holds 1 to {most:,} tokens, not {new.shard_size:,}",
+                f"a file of the format {new.format} holds 1 to {most:,} tokens, not {self._size:,}",
                 where="--shard-size",
             )
-        super().__init__(new, format=format, dtype=dtype_for(new.vocab_size))
+        super().__init__(new, dtype=dtype_for(new.vocab_size))
 
     def _open_files(self) -> None:
-        saved, size = self._saved, self._new.shard_size
+        saved = self._saved
         self._starts = self._hidden(".starts", saved=saved.get(".starts"))
         # With .starts in place and no manifest, the shards are known to be unfinished.
         self._files = [self._starts]
         self._facts: dict[str, FileFacts] = {}
-        self._filled = size
+        self._filled = self._size
         """Tokens in the last shard; a full one is followed by the next."""
         for facts in saved.get("shards", ()):
             self._next_shard(facts)
-            self._filled = int(saved["filled"]) if facts is saved["shards"][-1] else size
+            self._filled = int(saved["filled"]) if facts is saved["shards"][-1] else self._size
 
     def _write(self, chunk: TokenChunk) -> None:
         self._starts.write(chunk.start_bytes)
         self._content.update(chunk.ids.tobytes())
         rest = chunk.ids
         while len(rest):
-            if self._filled == self._new.shard_size:
+            if self._filled == self._size:
                 self._next_shard()
-            part = rest[: self._new.shard_size - self._filled]
+            part = rest[: self._size - self._filled]
             self._files[-1].write(part.tobytes())
             self._filled += len(part)
             rest = rest[len(part) :]
 
     def _suffix(self, number: int) -> str:
-        return f"_{number:06d}{SHARD_ENDINGS[self._format]}"
+        return f"_{number:06d}{SHARD_ENDINGS[self._new.format]}"
 
     def _header(self, tokens: int) -> bytes:
-        return SHARD_FORMATS[self._format].header(self._dtype, tokens)
+        return SHARD_FORMATS[self._new.format].header(self._dtype, tokens)
 
     def _next_shard(self, saved: Mapping[str, Any] | None = None) -> None:
         self._close_shard()
-        header = self._header(self._new.shard_size)
+        header = self._header(self._size)
         file = self._hidden(self._suffix(len(self._files)), saved=saved, header=header)
         self._files.append(file)
         self._filled = 0
@@ -205,7 +207,7 @@ class ShardWriter(TokenWriter):
 
     def _close_shard(self) -> None:
         number = len(self._files) - 1
-        if number and self._filled == self._new.shard_size:
+        if number and self._filled == self._size:
             self._facts[self._suffix(number)] = self._files[-1].close()
         elif number:
             self._facts[self._suffix(number)] = self._files[-1].close_with(

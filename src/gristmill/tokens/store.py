@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +31,6 @@ from gristmill.tokens.format import (
 from gristmill.tokens.reader import TokenFiles, TokenReader, id_range, pieces
 from gristmill.tokens.writer import TokenWriter
 
-SHARD_SIZE = 10**8
 _QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
@@ -51,7 +48,7 @@ FORMATS: Mapping[str, Format] = {
     flat.FORMAT: Format(flat.read_files, flat.FlatWriter),
     megatron.FORMAT: Format(megatron.read_files, megatron_writer.MegatronWriter),
     **{
-        name: Format(shards.read_files, partial(shards.ShardWriter, format=name), sharded=True)
+        name: Format(shards.read_files, shards.ShardWriter, sharded=True)
         for name in shards.SHARD_FORMATS
     },
 }
@@ -115,24 +112,9 @@ def is_empty_part(prefix: Path | str) -> bool:
     return manifest is not None and manifest.info.documents == 0
 
 
-def create_tokens(
-    prefix: Path | str,
-    *,
-    vocab_size: int,
-    end_of_text: int | None,
-    tokenizer: Mapping[str, Any],
-    format: str = flat.FORMAT,
-    shard_size: int | None = None,
-    overwrite: bool = False,
-    state: Mapping[str, Any] | None = None,
-) -> TokenWriter:
-    """Begin a token set; `tokenizer` is a spec whose "fingerprint" names the tokenizer.
-
-    `shard_size` is the most tokens in one file, for formats of several files; 100M if not given.
-    With `state` the set can outlive its process: {} begins one, and what the writer's `save`
-    returned resumes it.
-    """
-    path = Path(prefix)
+def create_tokens(new: NewSet) -> TokenWriter:
+    """Begin a token set, or resume one."""
+    path = new.prefix
     if path.name in ("", ".."):
         raise UserError(
             "a token set needs a name",
@@ -142,25 +124,15 @@ def create_tokens(
     nearest = next(folder for folder in path.absolute().parents if folder.exists())
     if not nearest.is_dir():
         raise UserError("this is a file, not a folder", where=str(nearest), exit=Exit.STORAGE)
-    chosen = _format(format, where=path)
-    if shard_size is not None and not chosen.sharded:
+    chosen = _format(new.format, where=path)
+    if new.shard_size is not None and not chosen.sharded:
         several = ", ".join(name for name, row in FORMATS.items() if row.sharded)
         raise UserError(
-            f"a set of the format {format} is one file of ids; of several are {several}",
+            f"a set of the format {new.format} is one file of ids; of several are {several}",
             where="--shard-size",
             remedy="leave it out, or choose one of these formats",
         )
-    return chosen.write(
-        NewSet(
-            prefix=path,
-            vocab_size=vocab_size,
-            end_of_text=end_of_text,
-            tokenizer=tokenizer,
-            overwrite=overwrite,
-            shard_size=SHARD_SIZE if shard_size is None else shard_size,
-            state=state,
-        )
-    )
+    return chosen.write(new)
 
 
 def inspect_tokens(prefix: Path | str, reading: Reading | None = None) -> TokenSetSummary:

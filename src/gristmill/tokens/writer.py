@@ -73,12 +73,11 @@ class TokenChunk:
 class TokenWriter(abc.ABC):
     """A token set that is being written; formats say which files it has and how they are filled."""
 
-    def __init__(self, new: NewSet, *, format: str, dtype: str) -> None:
+    def __init__(self, new: NewSet, *, dtype: str) -> None:
         if not new.state:
-            _refuse_existing(new, format=format)
+            _refuse_existing(new)
         state = new.state or {}
         self._new = new
-        self._format = format
         self._dtype = dtype
         self._stored = stored(dtype)
         self.tokens = int(state.get("tokens", 0))
@@ -173,7 +172,7 @@ class TokenWriter(abc.ABC):
         new = self._new
         with storage_errors(new.prefix):
             files = self._close() if self.documents else {}
-            old = _not_replaced(new.prefix, self._format, files) if new.overwrite else []
+            old = _not_replaced(new, files) if new.overwrite else []
             for path in (file_of(new.prefix, ".json"), *old):
                 path.unlink(missing_ok=True)
             for file in self._files if self.documents else ():
@@ -181,7 +180,7 @@ class TokenWriter(abc.ABC):
             sync_folder(new.prefix.parent)
         fingerprint = new.tokenizer["fingerprint"]
         info = TokenSetInfo(
-            format=self._format,
+            format=new.format,
             dtype=self._dtype,
             tokens=self.tokens,
             documents=self.documents,
@@ -219,11 +218,12 @@ SHARD_ENDINGS: Mapping[str, str] = {"llmc": ".bin", "npy": ".npy"}
 """How the files of formats with several of them end."""
 
 
-def _existing(prefix: Path, format: str) -> list[str]:
+def _existing(new: NewSet) -> list[str]:
     """What follows PREFIX in the names of files that a new set would replace."""
+    prefix = new.prefix
     suffixes = dict.fromkeys(_FIXED)
-    if format in SHARD_ENDINGS:
-        suffixes |= dict.fromkeys(shard_suffixes(prefix, SHARD_ENDINGS[format]))
+    if new.format in SHARD_ENDINGS:
+        suffixes |= dict.fromkeys(shard_suffixes(prefix, SHARD_ENDINGS[new.format]))
     if is_manifest(file_of(prefix, ".json")):
         # A damaged manifest names nothing; what it stood for is found by its names above.
         with contextlib.suppress(UserError):
@@ -231,17 +231,17 @@ def _existing(prefix: Path, format: str) -> list[str]:
     return [suffix for suffix in suffixes if file_of(prefix, suffix).is_file()]
 
 
-def _not_replaced(prefix: Path, format: str, new: Mapping[str, FileFacts]) -> list[Path]:
+def _not_replaced(new: NewSet, files: Mapping[str, FileFacts]) -> list[Path]:
     """Files of an old set that the new one does not replace; `.starts` last.
 
     An old index is removed although a new one follows: it must not be read with the new ids. An old
     `.starts` marks shards without a manifest as unfinished for as long as possible.
     """
-    old = [name for name in _existing(prefix, format) if name == ".idx" or name not in new]
-    return [file_of(prefix, name) for name in sorted(old, key=lambda name: name == ".starts")]
+    old = [name for name in _existing(new) if name == ".idx" or name not in files]
+    return [file_of(new.prefix, name) for name in sorted(old, key=lambda name: name == ".starts")]
 
 
-def _refuse_existing(new: NewSet, *, format: str) -> None:
+def _refuse_existing(new: NewSet) -> None:
     manifest = file_of(new.prefix, ".json")
     if manifest.exists() and not is_manifest(manifest):
         raise UserError(
@@ -250,7 +250,7 @@ def _refuse_existing(new: NewSet, *, format: str) -> None:
             remedy="give the token set another name",
             exit=Exit.REFUSED,
         )
-    found = [file_of(new.prefix, suffix).name for suffix in _existing(new.prefix, format)]
+    found = [file_of(new.prefix, suffix).name for suffix in _existing(new)]
     if found and not new.overwrite:
         some = ", ".join(found[:4]) + (", …" if len(found) > 4 else "")
         raise UserError(

@@ -23,7 +23,7 @@ from gristmill.text.prepare.request import PrepareRequest
 from gristmill.text.prepare.workers import EncodedBlock, EncodedColumn
 from gristmill.text.sources.source import Dropped
 from gristmill.text.tokenizers.tokenizer import TOKENIZER_FILES, Tokenizer
-from gristmill.tokens.format import TokenSetInfo, file_of
+from gristmill.tokens.format import NewSet, TokenSetInfo, file_of
 from gristmill.tokens.store import create_tokens
 from gristmill.tokens.writer import TokenWriter
 
@@ -117,14 +117,16 @@ class Outputs:
             saved = state["sets"][number] if state else {"writer": {}, "counts": {"text_bytes": 0}}
             prefix = self._request.prefix(key, split)
             writer = create_tokens(
-                prefix,
-                vocab_size=self._tokenizer.size,
-                end_of_text=self._tokenizer.end_of_text,
-                tokenizer=self._tokenizer.spec,
-                format=self._request.format,
-                shard_size=self._request.shard_size,
-                overwrite=self._request.overwrite,
-                state=saved["writer"] if self._resumable else None,
+                NewSet(
+                    prefix,
+                    vocab_size=self._tokenizer.size,
+                    end_of_text=self._tokenizer.end_of_text,
+                    tokenizer=self._tokenizer.spec,
+                    format=self._request.format,
+                    shard_size=self._request.shard_size,
+                    overwrite=self._request.overwrite,
+                    state=saved["writer"] if self._resumable else None,
+                )
             )
             self._keys[-1].sets.append(_OpenSet(prefix, writer, saved["counts"]["text_bytes"]))
 

@@ -40,7 +40,7 @@ def python_documents(*, source_code: bool = False) -> Iterator[Document]:
         for path in files:
             text = importlib.util.decode_source(path.read_bytes())
             if text.strip():
-                yield Document(text, origin=_origin(path, root=root))
+                yield Document(text, origin=f"{path.relative_to(root).as_posix()}:1")
 
 
 def _topics(seen: set[str]) -> Iterator[Document]:
@@ -64,7 +64,8 @@ def _docstrings(files: list[Path], *, root: Path, seen: set[str]) -> Iterator[Do
                 seen.add(text)
                 texts.append(text)
         if texts:
-            yield Document("\n\n".join(texts) + "\n", origin=_origin(path, root=root))
+            origin = f"{path.relative_to(root).as_posix()}:1"
+            yield Document("\n\n".join(texts) + "\n", origin)
 
 
 def _definitions(node: ast.AST) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -75,7 +76,3 @@ def _definitions(node: ast.AST) -> Iterator[ast.ClassDef | ast.FunctionDef | ast
         # Expressions hold no definitions, and are most of the tree.
         if isinstance(child, ast.stmt | ast.excepthandler):
             yield from _definitions(child)
-
-
-def _origin(path: Path, *, root: Path) -> str:
-    return f"{path.relative_to(root).as_posix()}:1"

@@ -129,17 +129,15 @@ class SourceReader:
         sizes = [source.size for source in sources if source.size is not None]
         self.bytes_total = sum(sizes) if len(sizes) == len(sources) else None
         """The size of all files on disk; None with standard input."""
-        self._items = self._read(sources, options)
+        self._sources = sources
+        self._options = options
 
     def __iter__(self) -> Iterator[Item]:
-        return self._items
-
-    def _read(self, sources: Sequence[Source], options: ReadOptions) -> Iterator[Item]:
         finished = 0
-        for source in sources:
+        for source in self._sources:
             first = 1
-            for block in cut_source(source, options, 0):
-                rows = read_block(source, block, options)
+            for block in cut_source(source, self._options, 0):
+                rows = read_block(source, block, self._options)
                 self.bytes_done = finished + block.disk
                 for place, value in zip(rows.places, rows.columns[0], strict=True):
                     origin = f"{source.name}:{first + place}"

@@ -44,6 +44,8 @@ class LibraryTokenizer(abc.ABC):
         self.size = max(ids.values()) + 1
         self.end_of_text = ids[end_of_text]
         self._inner = inner
+        self._text = ""
+        """The text of the tokenizer.json, if `_inner` no longer gives it."""
         self._end_text = end_of_text
 
     @property
@@ -79,11 +81,6 @@ class LibraryTokenizer(abc.ABC):
         """The bytes that every id stands for."""
 
     @property
-    def _file(self) -> str:
-        """The text of the tokenizer.json."""
-        return str(self._inner.to_str(pretty=True))
-
-    @property
     def _named(self) -> dict[str, str]:
         """The control tokens by the names that `transformers` gives them."""
         return {"eos_token": self._end_text}
@@ -98,4 +95,4 @@ class LibraryTokenizer(abc.ABC):
             "clean_up_tokenization_spaces": False,
         }
         write_json(folder / CONFIG_FILE, settings)
-        write_atomic(folder / TOKENIZER_FILE, self._file)
+        write_atomic(folder / TOKENIZER_FILE, self._text or self._inner.to_str(pretty=True))

@@ -81,10 +81,6 @@ class SubwordTokenizer(LibraryTokenizer):
         return table
 
     @property
-    def _file(self) -> str:
-        return self._text
-
-    @property
     def _named(self) -> dict[str, str]:
         return super()._named | ({"unk_token": self._unknown} if self._unknown else {})
 

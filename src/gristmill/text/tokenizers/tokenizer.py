@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import tokenizers
 from tokenizers import models
@@ -98,17 +98,11 @@ class ByteTokenizer:
     size = 257
     end_of_text = 256
     fingerprint = sha256_text("gristmill bytes, end of text 256")
+    spec: ClassVar[dict[str, Any]] = {
+        "type": "bytes", "size": 257, "end_of_text": 256, "fingerprint": fingerprint,
+    }  # fmt: skip
     lossless = True
     definition = None
-
-    @property
-    def spec(self) -> dict[str, Any]:
-        return {
-            "type": "bytes",
-            "size": self.size,
-            "end_of_text": self.end_of_text,
-            "fingerprint": self.fingerprint,
-        }
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
