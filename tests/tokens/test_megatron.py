@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.tokens import megatron, megatron_writer
+from gristmill.tokens import megatron
 from gristmill.tokens.format import NewSet
 from gristmill.tokens.reader import TokenReader
 from gristmill.tokens.store import create_tokens, inspect_tokens, open_tokens, verify_tokens
@@ -308,7 +308,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path, suffix: str) -> None:
 def test_a_document_too_long_for_the_index_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(megatron_writer, "LONGEST", 5)
+    monkeypatch.setattr(megatron, "LONGEST", 5)
     writer = create_tokens(
         NewSet(tmp_path / "set", vocab_size=10, end_of_text=None, tokenizer=SPEC, format="megatron")
     )

@@ -120,7 +120,10 @@ def _within(places: Starts, begin: int, count: int) -> Starts:
 def _origin(
     names: Sequence[Path | str], readers: Sequence[TokenReader], given: Origin | None
 ) -> Origin:
-    """The tokenizer of all sets: the one given unless a set contradicts, or what the sets say."""
+    """The tokenizer of all sets: the one given unless a set contradicts, or what the sets say.
+
+    Sets can be merged if one tokenizer made them, or if none is stated and the types agree.
+    """
     if given is not None:
         for name, reader in zip(names, readers, strict=True):
             made_by = reader.info.tokenizer
@@ -131,8 +134,29 @@ def _origin(
                     where=name,
                 )
         return given
-    for name, reader in zip(names, readers, strict=True):
-        _refuse_different(reader.info, name, first=readers[0].info, first_name=names[0])
+    first, remedy = readers[0].info, "name the tokenizer of all: --tokenizer"
+    for name, info in zip(names, (reader.info for reader in readers), strict=True):
+        if info.tokenizer is first.tokenizer is None and info.dtype != first.dtype:
+            raise DataError(
+                f"the ids are {info.dtype} and those of {names[0]} are {first.dtype}, so they "
+                "hardly come from the same tokenizer",
+                where=name,
+                remedy=remedy,
+            )
+        if info.tokenizer == first.tokenizer:
+            continue
+        if None in (info.tokenizer, first.tokenizer):
+            raise DataError(
+                "these token files do not state which tokenizer made them, and the others do",
+                where=name if info.tokenizer is None else names[0],
+                remedy=remedy,
+            )
+        raise DataError(
+            f"these token files were made with another tokenizer than {names[0]} "
+            f"({str(info.tokenizer)[:12]} and {str(first.tokenizer)[:12]})",
+            where=name,
+            remedy="prepare both with the same tokenizer",
+        )
     sizes = [reader.info.vocab_size or id_range(reader).largest + 1 for reader in readers]
     ends = {reader.info.end_of_text for reader in readers}
     specs = [manifest.tokenizer for name in names if (manifest := find_manifest(Path(name)))]
@@ -141,31 +165,3 @@ def _origin(
         end_of_text=ends.pop() if len(ends) == 1 else None,
         spec=specs[0] if specs else {"type": "unknown", "fingerprint": None},
     )
-
-
-def _refuse_different(
-    info: TokenSetInfo, name: Path | str, *, first: TokenSetInfo, first_name: Path | str
-) -> None:
-    """Sets can be merged if one tokenizer made them, or if none is stated and the types agree."""
-    remedy = "name the tokenizer of all: --tokenizer"
-    if info.tokenizer == first.tokenizer:
-        if info.tokenizer is None and info.dtype != first.dtype:
-            raise DataError(
-                f"the ids are {info.dtype} and those of {first_name} are {first.dtype}, so they "
-                "hardly come from the same tokenizer",
-                where=name,
-                remedy=remedy,
-            )
-    elif None in (info.tokenizer, first.tokenizer):
-        raise DataError(
-            "these token files do not state which tokenizer made them, and the others do",
-            where=name if info.tokenizer is None else first_name,
-            remedy=remedy,
-        )
-    else:
-        raise DataError(
-            f"these token files were made with another tokenizer than {first_name} "
-            f"({str(info.tokenizer)[:12]} and {str(first.tokenizer)[:12]})",
-            where=name,
-            remedy="prepare both with the same tokenizer",
-        )

@@ -206,13 +206,11 @@ class ShardWriter(TokenWriter):
             self._content.update(piece)
 
     def _close_shard(self) -> None:
-        number = len(self._files) - 1
-        if number and self._filled == self._size:
-            self._facts[self._suffix(number)] = self._files[-1].close()
-        elif number:
-            self._facts[self._suffix(number)] = self._files[-1].close_with(
-                self._header(self._filled)
-            )
+        number, last = len(self._files) - 1, self._files[-1]
+        if number:
+            full = self._filled == self._size
+            facts = last.close() if full else last.close_with(self._header(self._filled))
+            self._facts[self._suffix(number)] = facts
 
     def _save(self) -> dict[str, Any]:
         whole = [vars(facts) for facts in self._facts.values()]

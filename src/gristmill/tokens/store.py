@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from gristmill.base.errors import DataError, Exit, Problem, UserError
 from gristmill.base.files import sha256_file
-from gristmill.tokens import flat, megatron, megatron_writer, shards
+from gristmill.tokens import flat, megatron, shards
 from gristmill.tokens.foreign import Reading, open_foreign
 from gristmill.tokens.format import (
     COPY_AGAIN,
@@ -46,7 +46,7 @@ class Format:
 
 FORMATS: Mapping[str, Format] = {
     flat.FORMAT: Format(flat.read_files, flat.FlatWriter),
-    megatron.FORMAT: Format(megatron.read_files, megatron_writer.MegatronWriter),
+    megatron.FORMAT: Format(megatron.read_files, megatron.MegatronWriter),
     **{
         name: Format(shards.read_files, shards.ShardWriter, sharded=True)
         for name in shards.SHARD_FORMATS

@@ -32,14 +32,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gristmill.base.errors import Exit, UserError
+from gristmill.base.errors import DataError, Exit, UserError
 from gristmill.base.files import sha256_file, storage_errors, sync_folder
 from gristmill.tokens.format import (
     FileFacts,
     Manifest,
     NewSet,
     TokenSetInfo,
-    checked_ids,
     file_of,
     is_manifest,
     read_manifest,
@@ -133,8 +132,17 @@ class TokenWriter(abc.ABC):
         split documents into sequences, which begin at `sequences`; the others do not store them.
         """
         new = self._new
-        where = f"document {self.documents} of {new.prefix}"
-        array = checked_ids(ids, vocab_size=new.vocab_size, where=where)
+        array = np.asarray(ids)
+        assert array.ndim == 1 and array.size > 0, "a document is a non-empty row of ids"
+        assert array.dtype.kind in "iu", f"ids are whole numbers, not {array.dtype}"
+        smallest, largest = int(array.min()), int(array.max())
+        if smallest < 0 or largest >= new.vocab_size:
+            outside = smallest if smallest < 0 else largest
+            raise DataError(
+                f"the id {outside} is outside the vocabulary of {new.vocab_size}",
+                where=f"document {self.documents} of {new.prefix}",
+                remedy="state the vocabulary size of the tokenizer that made these ids",
+            )
         sequences = starts if sequences is None else sequences
         if starts is not _FIRST:
             assert self.documents or (len(starts) and starts[0] == 0), "a set begins a document"
@@ -172,9 +180,13 @@ class TokenWriter(abc.ABC):
         new = self._new
         with storage_errors(new.prefix):
             files = self._close() if self.documents else {}
-            old = _not_replaced(new, files) if new.overwrite else []
-            for path in (file_of(new.prefix, ".json"), *old):
-                path.unlink(missing_ok=True)
+            # An old index must not be read with the new ids, even if a new one follows. An old
+            # `.starts` marks shards without a manifest as unfinished, so it is removed last.
+            old = _existing(new) if new.overwrite else []
+            file_of(new.prefix, ".json").unlink(missing_ok=True)
+            for suffix in sorted(old, key=lambda suffix: suffix == ".starts"):
+                if suffix == ".idx" or suffix not in files:
+                    file_of(new.prefix, suffix).unlink(missing_ok=True)
             for file in self._files if self.documents else ():
                 file.publish()
             sync_folder(new.prefix.parent)
@@ -229,16 +241,6 @@ def _existing(new: NewSet) -> list[str]:
         with contextlib.suppress(UserError):
             suffixes |= dict.fromkeys(read_manifest(prefix).files)
     return [suffix for suffix in suffixes if file_of(prefix, suffix).is_file()]
-
-
-def _not_replaced(new: NewSet, files: Mapping[str, FileFacts]) -> list[Path]:
-    """Files of an old set that the new one does not replace; `.starts` last.
-
-    An old index is removed although a new one follows: it must not be read with the new ids. An old
-    `.starts` marks shards without a manifest as unfinished for as long as possible.
-    """
-    old = [name for name in _existing(new) if name == ".idx" or name not in files]
-    return [file_of(new.prefix, name) for name in sorted(old, key=lambda name: name == ".starts")]
 
 
 def _refuse_existing(new: NewSet) -> None:

@@ -179,7 +179,7 @@ def test_without_the_fast_library(monkeypatch: pytest.MonkeyPatch) -> None:
 def changed(definition: dict[str, Any], **parts: Any) -> Tokenizer:
     import tokenizers
 
-    from gristmill.text.tokenizers.byte_level import BpeTokenizer
+    from gristmill.text.tokenizers.library import BpeTokenizer
 
     inner = tokenizers.Tokenizer.from_str(json.dumps(definition | parts))
     return BpeTokenizer(inner, end_of_text="<|endoftext|>")

@@ -32,7 +32,13 @@ def python_documents(*, source_code: bool = False) -> Iterator[Document]:
     found = sorted(root.rglob("*.py"))
     files = [path for path in found if _SKIPPED.isdisjoint(path.relative_to(root).parts)]
     seen: set[str] = set()
-    documents = [*_topics(seen), *_docstrings(files, root=root, seen=seen)]
+    documents = []
+    for name in sorted(topics):
+        text = topics[name].strip() + "\n"
+        if text not in seen:
+            seen.add(text)
+            documents.append(Document(text, origin=f"pydoc_data.topics:{name}"))
+    documents += _docstrings(files, root=root, seen=seen)
     random.Random(_SEED).shuffle(documents)
     yield from documents
     if source_code:
@@ -41,14 +47,6 @@ def python_documents(*, source_code: bool = False) -> Iterator[Document]:
             text = importlib.util.decode_source(path.read_bytes())
             if text.strip():
                 yield Document(text, origin=f"{path.relative_to(root).as_posix()}:1")
-
-
-def _topics(seen: set[str]) -> Iterator[Document]:
-    for name in sorted(topics):
-        text = topics[name].strip() + "\n"
-        if text not in seen:
-            seen.add(text)
-            yield Document(text, origin=f"pydoc_data.topics:{name}")
 
 
 def _docstrings(files: list[Path], *, root: Path, seen: set[str]) -> Iterator[Document]:

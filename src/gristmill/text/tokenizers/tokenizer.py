@@ -25,7 +25,7 @@ from tokenizers import models
 
 from gristmill.base.errors import DataError
 from gristmill.base.files import read_json, sha256_text, storage_errors, write_json
-from gristmill.text.tokenizers.byte_level import BYTE_OF, BpeTokenizer, byte_level, works_on_bytes
+from gristmill.text.tokenizers.byte_level import BYTE_OF, byte_level, works_on_bytes
 from gristmill.text.tokenizers.hub import (
     HUB_NAME,
     PAIRS,
@@ -36,9 +36,14 @@ from gristmill.text.tokenizers.hub import (
     stated_ends,
     tokenizer_folder,
 )
-from gristmill.text.tokenizers.library import BYTES_FILE, CONFIG_FILE, TOKENIZER_FILE
+from gristmill.text.tokenizers.library import (
+    BYTES_FILE,
+    CONFIG_FILE,
+    TOKENIZER_FILE,
+    BpeTokenizer,
+    SubwordTokenizer,
+)
 from gristmill.text.tokenizers.rank_files import ENCODINGS, open_encoding
-from gristmill.text.tokenizers.subword import SubwordTokenizer
 from gristmill.text.tokenizers.vocabularies import Vocabulary, gpt2_vocabulary, read_vocabulary
 
 END_OF_TEXT = "<|endoftext|>"

@@ -24,16 +24,10 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
 from gristmill.base.errors import DataError, UserError
-from gristmill.text.tokenizers.byte_level import (
-    BYTE_OF,
-    LONGEST_WORD,
-    SHORT_WORDS,
-    BpeTokenizer,
-    byte_level,
-)
+from gristmill.text.tokenizers.byte_level import BYTE_OF, LONGEST_WORD, SHORT_WORDS, byte_level
 from gristmill.text.tokenizers.kinds import TokenizerKind, WordPattern
+from gristmill.text.tokenizers.library import BpeTokenizer, SubwordTokenizer
 from gristmill.text.tokenizers.rank_files import CL100K_PATTERN, O200K_PATTERN
-from gristmill.text.tokenizers.subword import SubwordTokenizer
 from gristmill.text.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
 
 _MIN_COUNT = 2
