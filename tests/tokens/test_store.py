@@ -81,7 +81,9 @@ def test_a_set_may_be_renamed(prefix: Path) -> None:
 @pytest.mark.parametrize("place", [".", ".."])
 def test_a_set_needs_a_name(place: str) -> None:
     with pytest.raises(UserError, match="needs a name"):
-        create_tokens(NewSet(place, vocab_size=9, end_of_text=None, tokenizer={"fingerprint": ""}))
+        create_tokens(
+            NewSet(Path(place), vocab_size=9, end_of_text=None, tokenizer={"fingerprint": ""})
+        )
 
 
 def test_a_file_in_the_way_of_the_folder(prefix: Path) -> None:

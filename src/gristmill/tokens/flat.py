@@ -13,10 +13,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy.typing as npt
+
 from gristmill.base.errors import DataError
-from gristmill.tokens.format import FileFacts, Manifest, NewSet, dtype_for, file_of, stored
+from gristmill.tokens.format import FileFacts, Manifest, NewSet, Starts, dtype_for, file_of, stored
 from gristmill.tokens.reader import TokenFiles, TokenShard, file_size, read_starts
-from gristmill.tokens.writer import TokenChunk, TokenWriter
+from gristmill.tokens.writer import TokenWriter
 
 FORMAT = "flat"
 
@@ -51,9 +53,9 @@ class FlatWriter(TokenWriter):
         self._files = [self._starts, self._bin]
         self._content = self._bin.hash
 
-    def _write(self, chunk: TokenChunk) -> None:
-        self._starts.write(chunk.start_bytes)
-        self._bin.write(chunk.ids.tobytes())
+    def _write(self, ids: npt.NDArray[Any], starts: Starts, sequences: Starts) -> None:
+        self._starts.write(self._start_bytes(starts))
+        self._bin.write(ids.tobytes())
 
     def _save(self) -> dict[str, Any]:
         return {".bin": self._bin.save(), ".starts": self._starts.save()}

@@ -38,9 +38,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gristmill.base.errors import DataError, UserError
-from gristmill.tokens.format import FileFacts, Manifest, NewSet, file_of, stored
+from gristmill.tokens.format import FileFacts, Manifest, NewSet, Starts, file_of, stored
 from gristmill.tokens.reader import TokenFiles, TokenShard, file_size, map_array
-from gristmill.tokens.writer import TokenChunk, TokenWriter
+from gristmill.tokens.writer import TokenWriter
 
 FORMAT = "megatron"
 MAGIC = b"MMIDIDX\x00\x00"
@@ -249,12 +249,12 @@ class MegatronWriter(TokenWriter):
         self._current = int(saved.get("current", 0))
         """Tokens so far in the last sequence."""
 
-    def _write(self, chunk: TokenChunk) -> None:
-        begins, before = chunk.sequences, self._count("begins")
-        self._extend("documents", before + np.searchsorted(begins, chunk.starts))
-        self._extend("begins", (chunk.position + begins) * self._stored.itemsize)
+    def _write(self, ids: npt.NDArray[Any], starts: Starts, sequences: Starts) -> None:
+        before = self._count("begins")
+        self._extend("documents", before + np.searchsorted(sequences, starts))
+        self._extend("begins", (self.tokens + sequences) * self._stored.itemsize)
         # The first length completes the last sequence; at the very beginning there is none.
-        bounds = np.concatenate([[-self._current], begins, [len(chunk.ids)]])
+        bounds = np.concatenate([[-self._current], sequences, [len(ids)]])
         lengths = np.diff(bounds)[0 if before else 1 :]
         if (longest := int(lengths.max())) > LONGEST:
             raise DataError(
@@ -265,7 +265,7 @@ class MegatronWriter(TokenWriter):
             )
         self._extend("lengths", lengths[:-1])
         self._current = int(lengths[-1])
-        self._bin.write(chunk.ids.tobytes())
+        self._bin.write(ids.tobytes())
 
     def _count(self, name: str) -> int:
         return self._arrays[name].bytes // _ARRAYS[name].itemsize

@@ -25,11 +25,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from gristmill.base.errors import DataError, UserError
-from gristmill.tokens.format import DTYPES, FileFacts, Manifest, NewSet, dtype_for, file_of, stored
+from gristmill.tokens.format import (
+    DTYPES,
+    FileFacts,
+    Manifest,
+    NewSet,
+    Starts,
+    dtype_for,
+    file_of,
+    stored,
+)
 from gristmill.tokens.reader import TokenFiles, TokenShard, file_size, read_starts
-from gristmill.tokens.writer import SHARD_ENDINGS, TokenChunk, TokenWriter
+from gristmill.tokens.writer import SHARD_ENDINGS, TokenWriter
 
 LLMC = "llmc"
 NPY = "npy"
@@ -178,10 +188,10 @@ class ShardWriter(TokenWriter):
             self._next_shard(facts)
             self._filled = int(saved["filled"]) if facts is saved["shards"][-1] else self._size
 
-    def _write(self, chunk: TokenChunk) -> None:
-        self._starts.write(chunk.start_bytes)
-        self._content.update(chunk.ids.tobytes())
-        rest = chunk.ids
+    def _write(self, ids: npt.NDArray[Any], starts: Starts, sequences: Starts) -> None:
+        self._starts.write(self._start_bytes(starts))
+        self._content.update(ids.tobytes())
+        rest = ids
         while len(rest):
             if self._filled == self._size:
                 self._next_shard()

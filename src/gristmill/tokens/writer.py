@@ -25,7 +25,6 @@ import io
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from gristmill.tokens.format import (
     FileFacts,
     Manifest,
     NewSet,
+    Starts,
     TokenSetInfo,
     file_of,
     is_manifest,
@@ -49,24 +49,6 @@ from gristmill.tokens.format import (
 _BUFFER = 1 << 20
 _FIXED = (".json", ".idx", ".bin", ".starts")
 _FIRST = np.zeros(1, dtype=np.int64)
-
-
-@dataclass(frozen=True)
-class TokenChunk:
-    """The next ids of a set, and where documents and sequences begin in them."""
-
-    ids: npt.NDArray[Any]
-    """In the stored type."""
-    position: int
-    """Tokens of the set that came before."""
-    starts: npt.NDArray[np.int64]
-    sequences: npt.NDArray[np.int64]
-    """Every document begins a sequence."""
-
-    @property
-    def start_bytes(self) -> bytes:
-        """The document starts as they are stored in PREFIX.starts."""
-        return (self.starts + self.position).astype("<u8").tobytes()
 
 
 class TokenWriter(abc.ABC):
@@ -97,7 +79,13 @@ class TokenWriter(abc.ABC):
         """Begin the files, or resume those that `self._saved` describes."""
 
     @abc.abstractmethod
-    def _write(self, chunk: TokenChunk) -> None: ...
+    def _write(self, ids: npt.NDArray[Any], starts: Starts, sequences: Starts) -> None:
+        """Append ids in the stored type in which documents and sequences begin at some positions;
+        every document begins a sequence."""
+
+    def _start_bytes(self, starts: Starts) -> bytes:
+        """Document starts as they are stored in PREFIX.starts."""
+        return (starts + self.tokens).astype("<u8").tobytes()
 
     @abc.abstractmethod
     def _save(self) -> dict[str, Any]:
@@ -123,8 +111,8 @@ class TokenWriter(abc.ABC):
         self,
         ids: npt.NDArray[Any] | Sequence[int],
         *,
-        starts: npt.NDArray[np.int64],
-        sequences: npt.NDArray[np.int64] | None = None,
+        starts: Starts,
+        sequences: Starts | None = None,
     ) -> None:
         """Append tokens in which documents begin at the positions `starts`.
 
@@ -151,8 +139,7 @@ class TokenWriter(abc.ABC):
                 assert (np.diff(places) > 0).all(), "documents and sequences are not empty"
             assert np.isin(starts, sequences).all(), "a document begins with a sequence"
         with storage_errors(new.prefix):
-            array = array.astype(self._stored, copy=False)
-            self._write(TokenChunk(array, self.tokens, starts, sequences))
+            self._write(array.astype(self._stored, copy=False), starts, sequences)
         self.documents += len(starts)
         self.tokens += len(array)
 

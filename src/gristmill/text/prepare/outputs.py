@@ -1,9 +1,7 @@
 """The token sets of one preparation, written together.
 
-    key 1 -> its ledger, and the sets train, val, test or a single one
-    key 2 -> …
-
-Beside each set lies its tokenizer, PREFIX.tokenizer; beside all sets of a key, its ledger.
+key 1 -> its ledger, and the sets train, val, test or a single one
+key 2 -> …
 """
 
 from __future__ import annotations

@@ -111,9 +111,6 @@ def spans_of(sources: Sequence[Source], options: ReadOptions, part: PartNumber) 
     return spans
 
 
-# ------------------------------------------------------------------ merging
-
-
 def find_sets(names: Sequence[Path]) -> list[Path]:
     """The prefixes of the token sets that names and globs stand for; no part may be missing."""
     found = [prefix for name in names for prefix in _expand(name)]

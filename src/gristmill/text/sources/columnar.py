@@ -89,9 +89,6 @@ def _bytes_by_text() -> Mapping[str, Any]:
     }
 
 
-# ------------------------------------------------------------------ rows
-
-
 def _rows(table: Any, options: ReadOptions) -> TextRows:
     """The rows of a table or record batch, up to the first text that is too long."""
     found: list[list[bytes | None]] = []
@@ -135,9 +132,6 @@ def _slices(
         part = batch.slice(first, step)
         start = position + first
         yield TextBlock(start, start + part.num_rows, disk, content=_rows(part, options))
-
-
-# ------------------------------------------------------------------ Parquet
 
 
 def _open_parquet(source: Source) -> Any:
@@ -204,9 +198,6 @@ def _read_parquet(source: Source, block: TextBlock, options: ReadOptions) -> Tex
         number = next(one.number for one in groups if one.begin == block.begin < one.end)
         table = file.read_row_group(number, columns=list(set(options.keys)), use_threads=False)
         return _rows(table, options)
-
-
-# ------------------------------------------------------------------ Arrow
 
 
 def _cut_arrow(source: Source, options: ReadOptions, begin: int) -> Iterator[TextBlock]:

@@ -60,9 +60,6 @@ def _read(
     return TextRows(columns, places, content.count(b"\n"))
 
 
-# ------------------------------------------------------------------ values
-
-
 def parse_object(line: bytes, keys: Sequence[str]) -> Sequence[Value]:
     """The text under each key of a JSON object."""
     if _parse_fast:
@@ -118,9 +115,6 @@ def decoded(content: bytes) -> Value:
 
 def _parse_text(document: bytes, keys: Sequence[str]) -> Sequence[Value]:
     return [decoded(document)] * len(keys)
-
-
-# ------------------------------------------------------------------ splits
 
 
 def _lines(content: bytes, options: ReadOptions) -> Iterator[tuple[int, bytes]]:

@@ -4,17 +4,11 @@
     -                             standard input
     hf:NAME, hf:./folder          a Hugging Face dataset
 
-    name without .gz .bz2 .xz .zst        format
-    .jsonl .ndjson                        JSON lines
-    .json                                 JSON lines, an array of values, or one value after another
-    .csv .tsv                             tables whose first row names the columns
-    .parquet .arrow .feather              tables; compressed internally, not by .gz and the like
-    .txt .md and all others               plain text: a document per file, line, paragraph, or
-                                          between separators
-
-A missing source is an error before any work begins. Folders are searched recursively, without
-hidden files. The name of standard input or a pipe says nothing, so the first byte decides: "{"
-begins JSON lines, "[" an array, anything else is plain text. Standard input is not decompressed.
+The extension of a name, without .gz .bz2 .xz .zst, decides the format (`FORMATS`). A .json file
+holds JSON lines, an array of values, or one value after another. A missing source is an error
+before any work begins. Folders are searched recursively, without hidden files. The name of standard
+input or a pipe says nothing, so the first byte decides: "{" begins JSON lines, "[" an array,
+anything else is plain text. Standard input is not decompressed.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -50,15 +50,6 @@ class Encoded:
     """Ids of each text."""
     text_bytes: npt.NDArray[np.int64]
     """Bytes of UTF-8 of each text."""
-
-
-class Encoder(Protocol):
-    """Text to ids, many at a time."""
-
-    name: str
-    """The library that does the work."""
-
-    def encode(self, texts: Sequence[str]) -> Encoded: ...
 
 
 def choose_encoder(tokenizer: Tokenizer) -> Encoder:
@@ -173,6 +164,10 @@ class GigatokenEncoder:
         return Encoded(np.concatenate(rows) if rows else np.empty(0, np.uint32), lengths, sizes)
 
 
+Encoder: TypeAlias = ExactEncoder | BytesEncoder | GigatokenEncoder
+"""Text to ids, many at a time; its `name` is the library that does the work."""
+
+
 def _resident() -> int | None:
     """Bytes of memory that this process holds, on systems that report it."""
     try:
@@ -180,9 +175,6 @@ def _resident() -> int | None:
     except OSError:
         return None
     return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-# ------------------------------------------------------------------ when gigatoken may be used
 
 
 def _probe(encoder: Encoder) -> npt.NDArray[np.int64]:
@@ -203,9 +195,6 @@ def _probes() -> Iterator[str]:
             yield f"word{one}{other} {one}1"
     yield "I'll say: it's 3,14159; don't you'd've THEY'RE we'Ll\n\n\n  \tdef f(x):\n        x\n"
     yield "<|endoftext|> <|endoftext|>a"
-
-
-# ------------------------------------------------------------------ which texts are doubtful
 
 
 def _doubtful(content: bytes, sizes: npt.NDArray[np.int64]) -> list[int]:
