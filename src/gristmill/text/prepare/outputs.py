@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from gristmill.base.files import storage_errors, write_json
 from gristmill.text.prepare.ledger import LEDGER_FILE, HopelessError, Ledger
@@ -52,14 +51,9 @@ class _OpenSet:
     writer: TokenWriter
     text_bytes: int
 
-    def append(
-        self,
-        ids: npt.NDArray[Any],
-        lengths: npt.NDArray[np.int64],
-        text_bytes: npt.NDArray[np.int64],
-    ) -> None:
-        self.writer.append(ids, starts=np.cumsum(lengths) - lengths)
-        self.text_bytes += int(text_bytes.sum())
+    def append(self, column: EncodedColumn) -> None:
+        self.writer.append(column.ids, starts=np.cumsum(column.lengths) - column.lengths)
+        self.text_bytes += int(column.text_bytes.sum())
 
     def save(self) -> dict[str, Any]:
         return {"writer": self.writer.save(), "counts": {"text_bytes": self.text_bytes}}
@@ -168,14 +162,13 @@ class Outputs:
     ) -> None:
         holdout = self._request.holdout
         if holdout is None:
-            sets[0].append(column.ids, column.lengths, column.text_bytes)
+            sets[0].append(column)
             return
         chosen = holdout.sets_of(column.places + line, source=source)
         for number, one in enumerate(sets):
             mine = chosen == number
             if mine.any():
-                ids = column.ids[np.repeat(mine, column.lengths)]
-                one.append(ids, column.lengths[mine], column.text_bytes[mine])
+                one.append(column.only(mine))
 
     def save(self) -> list[dict[str, Any]]:
         """Flush everything; the result lets another process continue."""

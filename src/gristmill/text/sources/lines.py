@@ -113,10 +113,6 @@ def decoded(content: bytes) -> Value:
         return Reason.INVALID_UTF8
 
 
-def _parse_text(document: bytes, keys: Sequence[str]) -> Sequence[Value]:
-    return [decoded(document)] * len(keys)
-
-
 def _lines(content: bytes, options: ReadOptions) -> Iterator[tuple[int, bytes]]:
     lines = content.split(b"\n")
     if not lines[-1]:
@@ -177,7 +173,7 @@ def _whole(content: bytes, options: ReadOptions) -> Iterator[tuple[int, bytes]]:
     yield 0, content.replace(b"\r\n", b"\n")
 
 
-_read_text = functools.partial(_read, parse=_parse_text)
+_read_text = functools.partial(_read, parse=lambda text, keys: [decoded(text)] * len(keys))
 JSON_LINES = SourceFormat(
     cut_lines, functools.partial(_read, split=_lines, parse=parse_object), divisible=True
 )

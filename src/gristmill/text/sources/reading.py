@@ -115,16 +115,16 @@ def read_block(source: Source, block: TextBlock, options: ReadOptions) -> TextRo
 
 
 class SourceReader:
-    """Iterates over all documents of some sources once, and tells how far it is."""
+    """Finds all files now, reads them when it is iterated over, and tells how far it is."""
 
-    def __init__(self, sources: Sequence[Source], options: ReadOptions) -> None:
+    def __init__(self, names: Sequence[str], options: ReadOptions | None = None) -> None:
+        self._options = options or ReadOptions()
+        self._sources = find_sources(names, self._options)
         self.bytes_done = 0
         """How much of `bytes_total` has been read."""
-        sizes = [source.size for source in sources if source.size is not None]
-        self.bytes_total = sum(sizes) if len(sizes) == len(sources) else None
+        sizes = [source.size for source in self._sources if source.size is not None]
+        self.bytes_total = sum(sizes) if len(sizes) == len(self._sources) else None
         """The size of all files on disk; None with standard input."""
-        self._sources = sources
-        self._options = options
 
     def __iter__(self) -> Iterator[Item]:
         finished = 0
@@ -143,12 +143,6 @@ class SourceReader:
                 if rows.failure:
                     raise failed(rows.failure, source=source, line=first)
             finished += source.size or 0
-
-
-def open_sources(names: Sequence[str], options: ReadOptions | None = None) -> SourceReader:
-    """Find all files now; read them as the result is iterated over."""
-    options = options or ReadOptions()
-    return SourceReader(find_sources(names, options), options)
 
 
 def failed(failure: ReadError, *, source: Source, line: int) -> UserError:

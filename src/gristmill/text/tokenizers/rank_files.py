@@ -62,8 +62,6 @@ O200K_PATTERN = "|".join(
         r"\s+",
     )
 )
-
-
 SHA256 = {
     "r50k_base": "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
     "p50k_base": "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069",
