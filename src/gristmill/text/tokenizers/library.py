@@ -29,13 +29,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from gristmill.base.files import storage_errors, write_atomic, write_json
-from gristmill.text.tokenizers.byte_level import (
-    bytes_of,
-    fingerprint,
-    gives_text_back,
-    is_as_gpt2,
-    works_on_bytes,
-)
+from gristmill.text.tokenizers import byte_level
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -128,15 +122,15 @@ class BpeTokenizer(LibraryTokenizer):
         super().__init__(inner, end_of_text=end_of_text)
         value = json.loads(inner.to_str())
         merges = value["model"]["merges"]
-        self.fingerprint = fingerprint(
+        self.fingerprint = byte_level.fingerprint(
             value,
             vocab=value["model"]["vocab"],
             # Pairs or strings, depending on the version of the library that wrote them.
             merges=[pair if isinstance(pair, str) else " ".join(pair) for pair in merges],
             ignore_merges=value["model"].get("ignore_merges", False),
         )
-        self.lossless = gives_text_back(value)
-        self._as_gpt2 = self.lossless and is_as_gpt2(value)
+        self.lossless = byte_level.gives_text_back(value)
+        self._as_gpt2 = self.lossless and byte_level.is_as_gpt2(value)
 
     @cached_property
     def definition(self) -> str | None:
@@ -155,7 +149,7 @@ class BpeTokenizer(LibraryTokenizer):
         added = self._inner.get_added_tokens_decoder()
         for token, id in self._inner.get_vocab(with_added_tokens=True).items():
             if id not in added:
-                table[id] = bytes_of(token)
+                table[id] = byte_level.bytes_of(token)
             elif not added[id].special:
                 table[id] = token.encode()
         return table
@@ -174,12 +168,12 @@ class SubwordTokenizer(LibraryTokenizer):
         self._text = inner.to_str(pretty=True)
         value = json.loads(self._text)
         model = value["model"]
-        self._on_bytes = works_on_bytes(inner)
+        self._on_bytes = byte_level.works_on_bytes(inner)
         name = str(model["type"]).lower()
         self.kind = f"byte-level-{name}" if self._on_bytes else name
         deciding = {key: part for key, part in model.items() if key != "dropout"}
-        self.fingerprint = fingerprint(value, model=deciding)
-        self.lossless = self._on_bytes and gives_text_back(value)
+        self.fingerprint = byte_level.fingerprint(value, model=deciding)
+        self.lossless = self._on_bytes and byte_level.gives_text_back(value)
         self._unknown = _unknown(model)
         added = inner.get_added_tokens_decoder()
         special = {id: token.content for id, token in added.items() if token.special}
@@ -203,7 +197,7 @@ class SubwordTokenizer(LibraryTokenizer):
             if id in self._control or token == self._unknown:
                 continue
             if self._on_bytes:
-                table[id] = bytes_of(token)
+                table[id] = byte_level.bytes_of(token)
             elif single := _BYTE_TOKEN.fullmatch(token):
                 table[id] = bytes.fromhex(single[1])
             else:
