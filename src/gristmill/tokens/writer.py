@@ -95,13 +95,9 @@ class TokenWriter(abc.ABC):
     def _close(self) -> dict[str, FileFacts]:
         """Complete the files and flush them, still under hidden names."""
 
-    def _hidden(
-        self, suffix: str, *, saved: Mapping[str, Any] | None = None, header: bytes = b""
-    ) -> HashedFile:
-        lasting = self._new.state is not None
-        return HashedFile(
-            file_of(self._new.prefix, suffix), lasting=lasting, saved=saved, header=header
-        )
+    def _hidden(self, suffix: str, saved: Any = None, header: bytes = b"") -> HashedFile:
+        final, lasting = file_of(self._new.prefix, suffix), self._new.state is not None
+        return HashedFile(final, lasting=lasting, saved=saved, header=header)
 
     def add(self, ids: npt.NDArray[Any] | Sequence[int]) -> None:
         """Append one document; an id outside the vocabulary is refused."""

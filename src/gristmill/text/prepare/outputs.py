@@ -75,19 +75,14 @@ class Outputs:
         self,
         request: PrepareRequest,
         tokenizer: Tokenizer,
-        *,
-        resumable: bool = False,
         states: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """Begin the sets, or continue those that `states` describe.
-
-        `resumable` sets outlive their process.
-        """
+        """Begin the sets; with states they outlive their process: () begins, others resume them."""
         self.encoder = ""
         """The library that encoded the last block."""
         self._request = request
         self._tokenizer = tokenizer
-        self._resumable = resumable
+        self._resumable = states is not None
         self._keys: list[_OpenKey] = []
         folder = request.name.parent
         with storage_errors(folder):

@@ -243,13 +243,13 @@ def _open_outputs(
         saved = journal.load() if journal else None
         if saved:
             cursor, states = saved
-            return Outputs(request, tokenizer, resumable=True, states=states), cursor
+            return Outputs(request, tokenizer, states), cursor
     except UserError:
         if not request.overwrite:
             raise
     if journal:
         journal.remove()
-    return Outputs(request, tokenizer, resumable=journal is not None), Cursor()
+    return Outputs(request, tokenizer, () if journal else None), Cursor()
 
 
 def _origin(name: str, line: int, place: int) -> str:
