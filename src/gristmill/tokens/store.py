@@ -21,6 +21,7 @@ from gristmill.tokens.format import (
     COPY_AGAIN,
     Manifest,
     NewSet,
+    Starts,
     TokenSetInfo,
     file_of,
     is_manifest,
@@ -140,17 +141,13 @@ def inspect_tokens(prefix: Path | str, reading: Reading | None = None) -> TokenS
     extremes = id_range(reader)
     lengths = np.diff(reader.document_starts, append=len(reader))
     quantiles = np.quantile(lengths, _QUANTILES, method="lower")
-    # frexp gives the exponent e with 2^(e-1) <= length < 2^e, exactly for lengths below 2^53.
-    exponents = np.frexp(lengths.astype(np.float64))[1]
-    counts = np.bincount(exponents)
-    found = range(int(exponents.min()), len(counts))
     return TokenSetSummary(
         info=reader.info,
         smallest_id=extremes.smallest,
         largest_id=extremes.largest,
         mean_length=len(reader) / len(lengths),
         length_quantiles={q: int(v) for q, v in zip(_QUANTILES, quantiles, strict=True)},
-        length_histogram={2 ** (exponent - 1): int(counts[exponent]) for exponent in found},
+        length_histogram=_histogram(lengths),
     )
 
 
@@ -218,6 +215,14 @@ def _not_found(prefix: Path, *, format: str | None) -> UserError:
     kind = f"token set of the format {format}" if format else "token set"
     what = f"there is no {kind} here: looked for {manifest}"
     return DataError(what, where=prefix, remedy=remedy)
+
+
+def _histogram(lengths: Starts) -> dict[int, int]:
+    # frexp gives the exponent e with 2^(e-1) <= length < 2^e, exactly for lengths below 2^53.
+    exponents = np.frexp(lengths.astype(np.float64))[1]
+    counts = np.bincount(exponents)
+    found = range(int(exponents.min()), len(counts))
+    return {2 ** (exponent - 1): int(counts[exponent]) for exponent in found}
 
 
 def _content_problems(reader: TokenReader) -> Iterator[str]:
