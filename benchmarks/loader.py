@@ -24,6 +24,7 @@ from gristmill.config.schema import DataConfig
 from gristmill.data.build import OrderSpec, build_rules, build_stream
 from gristmill.data.dataset import open_data
 from gristmill.data.loader import Loader
+from gristmill.tokens.format import NewSet
 from gristmill.tokens.store import create_tokens
 
 VOCABULARY, END = 50_257, 50_256
@@ -66,10 +67,12 @@ def main() -> None:
 def make_set(prefix: Path, *, tokens: int, document: int) -> None:
     draw = np.random.default_rng(0)
     writer = create_tokens(
-        prefix,
-        vocab_size=VOCABULARY,
-        end_of_text=END,
-        tokenizer={"type": "none", "fingerprint": "none"},
+        NewSet(
+            prefix,
+            vocab_size=VOCABULARY,
+            end_of_text=END,
+            tokenizer={"type": "none", "fingerprint": "none"},
+        )
     )
     piece = 1 << 22
     for begin in range(0, tokens, piece):

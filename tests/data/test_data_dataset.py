@@ -13,6 +13,7 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.config.schema import DataConfig
 from gristmill.data.dataset import DatasetSplit, Mixture, open_data, open_set
 from gristmill.data.sampling import TokenSpans
+from gristmill.tokens.format import NewSet
 from gristmill.tokens.store import create_tokens
 
 
@@ -20,7 +21,7 @@ def write(prefix: Path, lengths: list[int], *, tokenizer: str = "abc") -> Path:
     """A token set whose every token is its position modulo 1000."""
     spec = {"type": "test", "fingerprint": tokenizer}
     writer = create_tokens(
-        prefix, vocab_size=1000, end_of_text=None, tokenizer=spec, overwrite=True
+        NewSet(prefix, vocab_size=1000, end_of_text=None, tokenizer=spec, overwrite=True)
     )
     begin = 0
     for length in lengths:
@@ -164,12 +165,14 @@ def test_pieces_are_gathered_into_rows(
 ) -> None:
     if kind == "several files":
         writer = create_tokens(
-            tmp_path / "set",
-            vocab_size=1000,
-            end_of_text=None,
-            tokenizer={"type": "test", "fingerprint": "abc"},
-            format="npy",
-            shard_size=7,
+            NewSet(
+                tmp_path / "set",
+                vocab_size=1000,
+                end_of_text=None,
+                tokenizer={"type": "test", "fingerprint": "abc"},
+                format="npy",
+                shard_size=7,
+            )
         )
         writer.add(np.arange(1000))
         writer.finish()

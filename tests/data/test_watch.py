@@ -16,16 +16,19 @@ from gristmill.data.build import OrderSpec, build_stream
 from gristmill.data.dataset import Mixture, open_data
 from gristmill.data.loader import Loader, validation_batches
 from gristmill.data.watch import FILES_PER_STEP, TokenFileWatch
+from gristmill.tokens.format import NewSet
 from gristmill.tokens.store import create_tokens
 
 
 def write(prefix: Path, tokens: int = 2000) -> Path:
     writer = create_tokens(
-        prefix,
-        vocab_size=1000,
-        end_of_text=None,
-        tokenizer={"type": "test", "fingerprint": "abc"},
-        overwrite=True,
+        NewSet(
+            prefix,
+            vocab_size=1000,
+            end_of_text=None,
+            tokenizer={"type": "test", "fingerprint": "abc"},
+            overwrite=True,
+        )
     )
     writer.add(np.arange(tokens) % 1000)
     writer.finish()

@@ -16,6 +16,7 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.tokens import reader as reading
 from gristmill.tokens.convert import CopyProgress, Origin, convert_tokens
 from gristmill.tokens.foreign import Reading
+from gristmill.tokens.format import NewSet
 from gristmill.tokens.reader import TokenReader
 from gristmill.tokens.store import FORMATS, create_tokens, open_tokens, verify_tokens
 
@@ -26,7 +27,7 @@ NAMES = sorted(FORMATS)
 
 def write(prefix: Path, documents: list[list[int]], **options: Any) -> Path:
     writer = create_tokens(
-        prefix, **({"vocab_size": 100, "end_of_text": 99, "tokenizer": SPEC} | options)
+        NewSet(prefix, **({"vocab_size": 100, "end_of_text": 99, "tokenizer": SPEC} | options))
     )
     for document in documents:
         writer.add(document)
@@ -124,7 +125,7 @@ def test_the_format_is_the_first_source_s(tmp_path: Path) -> None:
 
 def test_sequences_survive_between_megatron_sets(tmp_path: Path) -> None:
     writer = create_tokens(
-        tmp_path / "a", vocab_size=100, end_of_text=99, tokenizer=SPEC, format="megatron"
+        NewSet(tmp_path / "a", vocab_size=100, end_of_text=99, tokenizer=SPEC, format="megatron")
     )
     writer.append(np.arange(6), starts=np.array([0, 4]), sequences=np.array([0, 1, 4, 5]))
     writer.finish()

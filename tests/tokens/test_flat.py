@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.tokens.format import TokenSetInfo, dtype_for
+from gristmill.tokens.format import NewSet, TokenSetInfo, dtype_for
 from gristmill.tokens.reader import TokenReader
 from gristmill.tokens.store import create_tokens, open_tokens
 
@@ -24,7 +24,7 @@ SPEC = {"type": "test", "fingerprint": "f" * 64}
 
 def write(prefix: Path, documents: list[list[int]], **options: Any) -> TokenSetInfo:
     settings = {"vocab_size": 257, "end_of_text": 256, "tokenizer": SPEC} | options
-    writer = create_tokens(prefix, **settings)
+    writer = create_tokens(NewSet(prefix, **settings))
     for document in documents:
         writer.add(document)
     return writer.finish()
@@ -83,7 +83,9 @@ def test_dtype_is_the_narrowest() -> None:
 
 @pytest.mark.parametrize("bad", [-1, 257, 65536 + 1, 2**40])
 def test_an_id_outside_the_vocabulary_is_refused(tmp_path: Path, bad: int) -> None:
-    writer = create_tokens(tmp_path / "set", vocab_size=257, end_of_text=256, tokenizer=SPEC)
+    writer = create_tokens(
+        NewSet(tmp_path / "set", vocab_size=257, end_of_text=256, tokenizer=SPEC)
+    )
     for ids in ([1, bad], np.array([1, bad])):
         with pytest.raises(UserError, match=f"the id {bad} is outside the vocabulary"):
             writer.add(ids)
@@ -148,7 +150,7 @@ def test_a_bad_manifest_is_refused(tmp_path: Path, old: str, new: str, words: st
 
 
 def test_nothing_is_visible_before_the_end(tmp_path: Path) -> None:
-    writer = create_tokens(tmp_path / "set", vocab_size=9, end_of_text=None, tokenizer=SPEC)
+    writer = create_tokens(NewSet(tmp_path / "set", vocab_size=9, end_of_text=None, tokenizer=SPEC))
     writer.add([1, 2])
     assert not list(tmp_path.glob("set*"))
     writer.abandon()
@@ -161,7 +163,7 @@ def test_an_existing_set_is_kept_unless_overwritten(tmp_path: Path) -> None:
         write(tmp_path / "set", [[4]])
     assert caught.value.exit is Exit.REFUSED
     abandoned = create_tokens(
-        tmp_path / "set", vocab_size=9, end_of_text=None, tokenizer=SPEC, overwrite=True
+        NewSet(tmp_path / "set", vocab_size=9, end_of_text=None, tokenizer=SPEC, overwrite=True)
     )
     abandoned.abandon()
     assert documents_of(open_tokens(tmp_path / "set")) == [[1, 2, 3]]
@@ -181,7 +183,7 @@ def test_an_interrupted_overwrite_leaves_no_manifest(
 ) -> None:
     write(tmp_path / "set", [[1, 2, 3]])
     writer = create_tokens(
-        tmp_path / "set", vocab_size=9, end_of_text=None, tokenizer=SPEC, overwrite=True
+        NewSet(tmp_path / "set", vocab_size=9, end_of_text=None, tokenizer=SPEC, overwrite=True)
     )
     writer.add([4, 5, 6])
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from gristmill.base.errors import UserError
 from gristmill.tokens import reader as reading
 from gristmill.tokens.foreign import Reading, document_starts
-from gristmill.tokens.format import TokenSetInfo
-from gristmill.tokens.reader import TokenReader, TokenShard
+from gristmill.tokens.format import NewSet, TokenSetInfo
+from gristmill.tokens.reader import TokenFiles, TokenReader, TokenShard
 from gristmill.tokens.store import create_tokens, inspect_tokens, open_tokens, verify_tokens
 
 
@@ -63,11 +63,11 @@ def test_shards_are_put_in_order_of_their_numbers(tmp_path: Path) -> None:
 def test_a_plain_file_opens_when_asked(tmp_path: Path) -> None:
     np.array([1, 2, 65535], dtype="<u2").tofile(tmp_path / "train.bin")
     for place in (tmp_path / "train", tmp_path / "train.bin"):
-        reader = open_tokens(place, format="flat")
+        reader = open_tokens(place, Reading(format="flat"))
         assert reader.read(0, 3).tolist() == [1, 2, 65535]
         assert (reader.info.format, reader.info.dtype) == ("flat", "uint16")
     np.array([1, 70000], dtype="<u4").tofile(tmp_path / "large.bin")
-    wide = open_tokens(tmp_path / "large", format="flat", dtype="uint32")
+    wide = open_tokens(tmp_path / "large", Reading(format="flat", dtype="uint32"))
     assert wide.read(0, 2).tolist() == [1, 70000]
     with pytest.raises(UserError, match="unfinished"):
         open_tokens(tmp_path / "train")
@@ -76,7 +76,7 @@ def test_a_plain_file_opens_when_asked(tmp_path: Path) -> None:
 def test_a_plain_file_with_half_an_id_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train.bin").write_bytes(b"12345")
     with pytest.raises(UserError, match="5 bytes are no whole number of uint16 ids"):
-        open_tokens(tmp_path / "train", format="flat")
+        open_tokens(tmp_path / "train", Reading(format="flat"))
 
 
 @pytest.mark.parametrize(
@@ -101,11 +101,13 @@ def test_what_cannot_be_opened(
     npy(tmp_path / "shard_1.npy", [1])
     npy(tmp_path / "nothing_1.npy", [])
     spec = {"fingerprint": "x"}
-    writer = create_tokens(tmp_path / "ours", vocab_size=9, end_of_text=None, tokenizer=spec)
+    writer = create_tokens(
+        NewSet(tmp_path / "ours", vocab_size=9, end_of_text=None, tokenizer=spec)
+    )
     writer.add([1])
     writer.finish()
     with pytest.raises(UserError, match=words):
-        open_tokens(tmp_path / name, format=format, dtype=dtype)
+        open_tokens(tmp_path / name, Reading(format=format, dtype=dtype))
 
 
 def test_an_empty_shard_among_others_is_skipped(tmp_path: Path) -> None:
@@ -134,7 +136,7 @@ def test_documents_are_cut_at_an_id(
 ) -> None:
     monkeypatch.setattr(reading, "PIECE", piece)
     npy(tmp_path / "s_1.npy", ids)
-    reader = open_tokens(tmp_path / "s", end_of_text=9)
+    reader = open_tokens(tmp_path / "s", Reading(end_of_text=9))
     assert documents_of(reader) == documents
     assert (reader.info.documents, reader.info.end_of_text) == (len(documents), 9)
     assert inspect_tokens(tmp_path / "s", Reading(end_of_text=9)).info == reader.info
@@ -148,7 +150,7 @@ def test_every_id_is_in_one_document(ids: list[int]) -> None:
 
     info = TokenSetInfo("flat", "int64", len(ids), 1, None, None, None, "")
     shard = TokenShard(Path("none"), 0, len(ids), "int64")
-    starts = document_starts(Row(info, shards=[shard], starts=np.zeros(1, np.int64)), between=0)
+    starts = document_starts(Row(info, TokenFiles([shard], np.zeros(1, np.int64))), between=0)
     assert starts[0] == 0
     assert (np.diff(starts, append=len(ids)) > 0).all()
     assert len(starts) <= ids.count(0) + 1
@@ -163,7 +165,7 @@ def test_an_unfinished_set_of_ours_is_not_taken_for_a_foreign_one(tmp_path: Path
 
 def test_a_neighbour_with_a_shorter_name_is_no_obstacle(tmp_path: Path) -> None:
     writer = create_tokens(
-        tmp_path / "wiki", vocab_size=9, end_of_text=None, tokenizer={"fingerprint": "x"}
+        NewSet(tmp_path / "wiki", vocab_size=9, end_of_text=None, tokenizer={"fingerprint": "x"})
     )
     writer.add([1])
     writer.finish()

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.tokens import megatron, megatron_writer
-from gristmill.tokens.megatron import MegatronReader
+from gristmill.tokens import megatron
+from gristmill.tokens.format import NewSet
 from gristmill.tokens.reader import TokenReader
 from gristmill.tokens.store import create_tokens, inspect_tokens, open_tokens, verify_tokens
 
@@ -55,7 +55,7 @@ def place(prefix: Path, documents: Documents, letter: str = "H") -> Path:
 
 def write(prefix: Path, documents: Documents, *, vocab_size: int) -> None:
     writer = create_tokens(
-        prefix, vocab_size=vocab_size, end_of_text=None, tokenizer=SPEC, format="megatron"
+        NewSet(prefix, vocab_size=vocab_size, end_of_text=None, tokenizer=SPEC, format="megatron")
     )
     for document in documents:
         ids = np.array([id for sequence in document for id in sequence])
@@ -115,7 +115,7 @@ def test_the_files_are_what_megatron_writes(
 
 def test_documents_added_one_by_one(tmp_path: Path) -> None:
     writer = create_tokens(
-        tmp_path / "set", vocab_size=10, end_of_text=None, tokenizer=SPEC, format="megatron"
+        NewSet(tmp_path / "set", vocab_size=10, end_of_text=None, tokenizer=SPEC, format="megatron")
     )
     for ids in ([1, 2], [3], [4, 5, 6]):
         writer.add(ids)
@@ -139,7 +139,7 @@ def test_the_index_does_not_depend_on_how_the_ids_arrive(
     cuts = data.draw(st.sets(st.integers(1, len(ids))))
     prefix = tmp_path_factory.mktemp("set") / "set"
     writer = create_tokens(
-        prefix, vocab_size=100, end_of_text=None, tokenizer=SPEC, format="megatron"
+        NewSet(prefix, vocab_size=100, end_of_text=None, tokenizer=SPEC, format="megatron")
     )
     for low, high in itertools.pairwise(sorted({0, len(ids)} | cuts)):
         inside = [places[(places >= low) & (places < high)] - low for places in (starts, begins)]
@@ -147,7 +147,7 @@ def test_the_index_does_not_depend_on_how_the_ids_arrive(
     writer.finish()
     assert (read(prefix, ".bin"), read(prefix, ".idx")) == expected(documents, "H")
     reader = open_tokens(prefix)
-    assert isinstance(reader, MegatronReader)
+    assert reader.sequence_starts is not None
     assert reader.sequence_starts.tolist() == begins.tolist()
     assert reader.document_starts.tolist() == starts.tolist()
 
@@ -156,7 +156,7 @@ def test_the_index_does_not_depend_on_how_the_ids_arrive(
 def test_files_of_megatron_open_without_a_manifest(tmp_path: Path, letter: str) -> None:
     prefix = place(tmp_path / "set.v1", SETS["several sequences"], letter)
     reader = open_tokens(prefix)
-    assert isinstance(reader, MegatronReader)
+    assert reader.sequence_lengths is not None and reader.sequence_starts is not None
     info = reader.info
     assert (info.format, info.dtype, info.documents) == ("megatron", NAMES[letter], 3)
     assert (info.vocab_size, info.tokenizer, info.end_of_text) == (None, None, None)
@@ -308,9 +308,9 @@ def test_every_flipped_bit_is_found(tmp_path: Path, suffix: str) -> None:
 def test_a_document_too_long_for_the_index_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(megatron_writer, "LONGEST", 5)
+    monkeypatch.setattr(megatron, "LONGEST", 5)
     writer = create_tokens(
-        tmp_path / "set", vocab_size=10, end_of_text=None, tokenizer=SPEC, format="megatron"
+        NewSet(tmp_path / "set", vocab_size=10, end_of_text=None, tokenizer=SPEC, format="megatron")
     )
     writer.add([1] * 5)
     with pytest.raises(UserError, match=r"6 tokens or more(.|\n)*--end-of-text"):
@@ -330,12 +330,14 @@ def test_an_interrupted_overwrite_never_pairs_old_with_new(
 ) -> None:
     write(tmp_path / "set", [[[1, 2]], [[3]]], vocab_size=10)
     writer = create_tokens(
-        tmp_path / "set",
-        vocab_size=10,
-        end_of_text=None,
-        tokenizer=SPEC,
-        format="megatron",
-        overwrite=True,
+        NewSet(
+            tmp_path / "set",
+            vocab_size=10,
+            end_of_text=None,
+            tokenizer=SPEC,
+            format="megatron",
+            overwrite=True,
+        )
     )
     writer.add([4, 5])
     writer.add([6])
@@ -382,7 +384,7 @@ def old_files(prefix: Path, documents: Documents, letter: str = "i", **wrong: in
 def test_the_older_index_is_read(tmp_path: Path, name: str, letter: str) -> None:
     reader = open_tokens(old_files(tmp_path / "set", SETS[name], letter))
     assert documents_of(reader) == [joined(document) for document in SETS[name]]
-    assert isinstance(reader, MegatronReader)
+    assert reader.sequence_lengths is not None and reader.sequence_starts is not None
     lengths = [len(sequence) for document in SETS[name] for sequence in document]
     assert reader.sequence_lengths.tolist() == lengths
     assert reader.sequence_starts.tolist() == [0, *np.cumsum(lengths)[:-1].tolist()]

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.tokens import reader as reading
-from gristmill.tokens.format import TokenSetInfo
+from gristmill.tokens.foreign import Reading
+from gristmill.tokens.format import NewSet, TokenSetInfo
 from gristmill.tokens.reader import TokenReader
 from gristmill.tokens.store import create_tokens, open_tokens, verify_tokens
 
@@ -27,7 +28,7 @@ KINDS = [("llmc", 10), ("llmc", 65537), ("npy", 10), ("npy", 65537)]
 
 def write(prefix: Path, documents: list[list[int]], **options: Any) -> TokenSetInfo:
     settings = {"vocab_size": 100, "end_of_text": None, "tokenizer": SPEC} | options
-    writer = create_tokens(prefix, **settings)
+    writer = create_tokens(NewSet(prefix, **settings))
     for document in documents:
         writer.add(document)
     return writer.finish()
@@ -138,12 +139,14 @@ def test_an_overwritten_set_leaves_no_files_behind(tmp_path: Path, format: str) 
 @pytest.mark.parametrize("format", ["llmc", "npy"])
 def test_abandoning_removes_every_file(tmp_path: Path, format: str) -> None:
     writer = create_tokens(
-        tmp_path / "s",
-        vocab_size=100,
-        end_of_text=None,
-        tokenizer=SPEC,
-        format=format,
-        shard_size=2,
+        NewSet(
+            tmp_path / "s",
+            vocab_size=100,
+            end_of_text=None,
+            tokenizer=SPEC,
+            format=format,
+            shard_size=2,
+        )
     )
     writer.add([1, 2, 3, 4, 5])
     assert not list(tmp_path.glob("s*"))
@@ -211,7 +214,7 @@ def test_damage_is_named(tmp_path: Path, name: str, content: bytes, words: str) 
     (tmp_path / name).write_bytes(content)
     format = "llmc" if name.endswith(".bin") else "npy"
     with pytest.raises(UserError) as caught:
-        open_tokens(tmp_path / "s", format=format)
+        open_tokens(tmp_path / "s", Reading(format))
     assert words in str(caught.value)
     assert caught.value.exit is Exit.DATA
     assert caught.value.problems[0].where == str(tmp_path / name)

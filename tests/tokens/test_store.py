@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import sha256_file
 from gristmill.tokens import reader, store
+from gristmill.tokens.format import NewSet
 from gristmill.tokens.store import create_tokens, inspect_tokens, open_tokens, verify_tokens
 
 DOCUMENTS = [[5, 6, 7], [8], [9] * 8, [250, 3]]
@@ -26,7 +27,7 @@ def prefix(tmp_path: Path) -> Path:
 
 def make(prefix: Path, documents: list[list[int]]) -> None:
     spec = {"type": "test", "fingerprint": "abc"}
-    writer = create_tokens(prefix, vocab_size=257, end_of_text=256, tokenizer=spec)
+    writer = create_tokens(NewSet(prefix, vocab_size=257, end_of_text=256, tokenizer=spec))
     for document in documents:
         writer.add(document)
     writer.finish(text_bytes=33)
@@ -80,7 +81,9 @@ def test_a_set_may_be_renamed(prefix: Path) -> None:
 @pytest.mark.parametrize("place", [".", ".."])
 def test_a_set_needs_a_name(place: str) -> None:
     with pytest.raises(UserError, match="needs a name"):
-        create_tokens(place, vocab_size=9, end_of_text=None, tokenizer={"fingerprint": ""})
+        create_tokens(
+            NewSet(Path(place), vocab_size=9, end_of_text=None, tokenizer={"fingerprint": ""})
+        )
 
 
 def test_a_file_in_the_way_of_the_folder(prefix: Path) -> None:

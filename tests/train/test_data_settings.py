@@ -10,7 +10,8 @@ import pytest
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.config.schema import RunConfig
-from gristmill.tokens.store import create_tokens, find_tokens
+from gristmill.tokens.format import NewSet
+from gristmill.tokens.store import create_tokens, find_manifest, open_tokens
 from gristmill.train.run import run_training
 
 if TYPE_CHECKING:
@@ -22,15 +23,16 @@ MakeRun = Callable[..., RunConfig]
 @pytest.fixture
 def second(tokens: Path, tmp_path: Path) -> Path:
     """Another set of the same tokenizer: every other document of the first."""
-    opened = find_tokens(tokens)
-    reader, manifest = opened.reader, opened.manifest
+    reader, manifest = open_tokens(tokens), find_manifest(tokens)
     assert manifest is not None
     writer = create_tokens(
-        tmp_path / "second",
-        vocab_size=257,
-        end_of_text=256,
-        tokenizer=manifest.tokenizer,
-        format="megatron",
+        NewSet(
+            tmp_path / "second",
+            vocab_size=257,
+            end_of_text=256,
+            tokenizer=manifest.tokenizer,
+            format="megatron",
+        )
     )
     bounds = [*reader.document_starts.tolist(), len(reader)]
     for number in range(0, len(bounds) - 1, 2):

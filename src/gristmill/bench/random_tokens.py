@@ -18,6 +18,7 @@ from gristmill.base.errors import UserError
 from gristmill.base.files import storage_errors
 from gristmill.text.tokenizers.library import TOKENIZER_FILE
 from gristmill.text.tokenizers.tokenizer import END_OF_TEXT, open_tokenizer
+from gristmill.tokens.format import NewSet
 from gristmill.tokens.store import create_tokens
 
 GPT2_VOCABULARY = 50257
@@ -40,7 +41,7 @@ def write_random_tokens(prefix: Path, *, vocabulary: int, tokens: int = 2_000_00
     tokenizer = open_tokenizer(folder)
     end = tokenizer.end_of_text
     writer = create_tokens(
-        prefix, vocab_size=tokenizer.size, end_of_text=end, tokenizer=tokenizer.spec
+        NewSet(prefix, vocab_size=tokenizer.size, end_of_text=end, tokenizer=tokenizer.spec)
     )
     ids = np.random.default_rng(0).integers(0, end, tokens)
     ids[DOCUMENT - 1 :: DOCUMENT] = end

@@ -147,7 +147,8 @@ def _holdout(corpus: Corpus | None, split: str | None, seed: int | None) -> Hold
     if corpus and corpus.held_out is not None:
         chosen = seed if seed is not None else corpus.seed
         shares = (1 - corpus.held_out, corpus.held_out)
-        return Holdout(shares, _SEED if chosen is None else chosen, corpus.permuted_rows)
+        rows = corpus.documents if corpus.split_as_published else None
+        return Holdout(shares, _SEED if chosen is None else chosen, rows)
     if seed is not None:
         raise UserError(
             "a seed chooses the documents held out, but none are",

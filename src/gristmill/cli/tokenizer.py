@@ -40,13 +40,13 @@ def train_tokenizer(
     documents: Documents = DocumentSplit.FILE,
 ) -> None:
     """Train a tokenizer on text. It works on bytes, so it is lossless."""
-    from gristmill.text.sources.reading import open_sources
+    from gristmill.text.sources.reading import SourceReader
     from gristmill.text.sources.source import Document, ReadOptions
     from gristmill.text.tokenizers.training import train_tokenizer as learn
 
     if output.exists() and any(output.iterdir()):
         raise UserError("this folder is not empty", where=output, exit=Exit.REFUSED)
-    reader = open_sources(sources, ReadOptions((json_key,), documents))
+    reader = SourceReader(sources, ReadOptions((json_key,), documents))
 
     def texts() -> Iterator[str]:
         yield from (item.text for item in reader if isinstance(item, Document))

@@ -61,7 +61,7 @@ def inspect_set(
     """Show counts, document lengths and the range of ids."""
     from gristmill.text.tokenizers.tokenizer import open_tokenizer
     from gristmill.tokens.foreign import Reading
-    from gristmill.tokens.store import find_tokens, inspect_tokens
+    from gristmill.tokens.store import inspect_tokens, open_tokens
 
     reading = Reading(source, dtype, end_of_text)
     summary = inspect_tokens(prefix, reading)
@@ -83,7 +83,7 @@ def inspect_set(
     folder = Path(f"{prefix}.tokenizer")
     if not folder.is_dir():
         return
-    tokenizer, reader = open_tokenizer(folder), find_tokens(prefix, reading).reader
+    tokenizer, reader = open_tokenizer(folder), open_tokens(prefix, reading)
     bounds = [*reader.document_starts[: _DOCUMENTS_SHOWN + 1].tolist(), len(reader)]
     for number, (begin, end) in enumerate(pairwise(bounds[: _DOCUMENTS_SHOWN + 1])):
         text = tokenizer.decode(reader.read(begin, min(end - begin, _TOKENS_SHOWN)).tolist())
@@ -97,12 +97,12 @@ def verify_set(
 ) -> None:
     """Check sizes, checksums and ids; report everything that is broken."""
     from gristmill.tokens.foreign import Reading
-    from gristmill.tokens.store import find_tokens, verify_tokens
+    from gristmill.tokens.store import find_manifest, verify_tokens
 
     reading = Reading(source, dtype, end_of_text)
     if problems := verify_tokens(prefix, reading):
         raise UserError(problems, exit=Exit.DATA)
-    if find_tokens(prefix, reading).manifest is None:
+    if find_manifest(prefix) is None:
         typer.echo(f"{prefix}: readable; without a manifest there are no checksums to compare")
     else:
         typer.echo(f"{prefix}: intact")

@@ -29,7 +29,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from gristmill.data.sampling import TokenSpans
-from gristmill.tokens.megatron import MegatronReader
 from gristmill.tokens.reader import TokenReader
 
 SEPARATE_BELOW = 0.80
@@ -70,7 +69,7 @@ class EpochPlan:
 
 def row_table(reader: TokenReader) -> RowTable:
     """The rows of a set: its sequences if it has any, else its documents."""
-    if isinstance(reader, MegatronReader):
+    if reader.sequence_lengths is not None:
         lengths = np.array(reader.sequence_lengths)
         ends = np.cumsum(lengths, dtype=np.int64)
         return RowTable(begins=ends - lengths, lengths=lengths)

@@ -18,7 +18,7 @@ from gristmill.config.load import load_run
 from gristmill.data.build import build_rules
 from gristmill.data.dataset import open_data, prove_tokenizer
 from gristmill.data.documents import JOINED, DocumentRules
-from gristmill.text.sources.reading import open_sources
+from gristmill.text.sources.reading import SourceReader
 from gristmill.text.sources.source import Document
 from gristmill.tokens.store import open_tokens
 
@@ -65,7 +65,7 @@ def evaluation_ids(
 def _encode(loaded: LoadedModel, paths: Sequence[str]) -> EvaluationText:
     tokenizer = loaded.tokenizer
     ids, starts = list[int](), list[int]()
-    for item in open_sources(list(paths)):
+    for item in SourceReader(list(paths)):
         if isinstance(item, Document):
             starts.append(len(ids))
             ids += [*tokenizer.encode(item.text), tokenizer.end_of_text]

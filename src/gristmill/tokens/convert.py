@@ -12,19 +12,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from gristmill.base.errors import DataError, Exit, UserError
 from gristmill.tokens.foreign import Reading
-from gristmill.tokens.format import Starts, TokenSetInfo
+from gristmill.tokens.format import NewSet, Starts, TokenSetInfo
 from gristmill.tokens.reader import TokenReader, id_range, pieces
-from gristmill.tokens.store import TokenSet, create_tokens, find_tokens, is_empty_part
+from gristmill.tokens.store import create_tokens, find_manifest, is_empty_part, open_tokens
 from gristmill.tokens.writer import TokenWriter
-
-_Sets: TypeAlias = Sequence[tuple[str, TokenSet]]
-"""Each set with the name the user gave."""
 
 
 @dataclass(frozen=True)
@@ -64,29 +61,30 @@ def convert_tokens(
     format is that of the first source if none is given. Parts without documents add nothing.
     """
     full = [source for source in sources if not is_empty_part(source)] or sources
-    sets = [(str(source), find_tokens(source, reading)) for source in full]
-    infos = [one.reader.info for _, one in sets]
-    if any(Path(name).resolve() == Path(output).resolve() for name, _ in sets):
+    readers = [open_tokens(source, reading) for source in full]
+    if any(Path(source).resolve() == Path(output).resolve() for source in full):
         raise UserError(
             "the new set has the name of its source",
             where=str(output),
             remedy="give the new set another name",
             exit=Exit.REFUSED,
         )
-    known = _origin(sets, origin)
+    known = _origin(full, readers, origin)
     writer = create_tokens(
-        output,
-        vocab_size=known.vocab_size,
-        end_of_text=known.end_of_text,
-        tokenizer=known.spec,
-        format=format or infos[0].format,
-        shard_size=shard_size,
-        overwrite=overwrite,
+        NewSet(
+            Path(output),
+            vocab_size=known.vocab_size,
+            end_of_text=known.end_of_text,
+            tokenizer=known.spec,
+            format=format or readers[0].info.format,
+            shard_size=shard_size,
+            overwrite=overwrite,
+        )
     )
-    sizes = [info.text_bytes for info in infos if info.text_bytes is not None]
+    sizes = [size for reader in readers if (size := reader.info.text_bytes) is not None]
     try:
-        _copy([one.reader for _, one in sets], writer, progress=progress)
-        return writer.finish(text_bytes=sum(sizes) if len(sizes) == len(infos) else None)
+        _copy(readers, writer, progress=progress)
+        return writer.finish(text_bytes=sum(sizes) if len(sizes) == len(readers) else None)
     except BaseException:
         writer.abandon()
         raise
@@ -119,11 +117,16 @@ def _within(places: Starts, begin: int, count: int) -> Starts:
     return places[low:high] - begin
 
 
-def _origin(sets: _Sets, given: Origin | None) -> Origin:
-    """The tokenizer of all sets: the one given unless a set contradicts, or what the sets say."""
+def _origin(
+    names: Sequence[Path | str], readers: Sequence[TokenReader], given: Origin | None
+) -> Origin:
+    """The tokenizer of all sets: the one given unless a set contradicts, or what the sets say.
+
+    Sets can be merged if one tokenizer made them, or if none is stated and the types agree.
+    """
     if given is not None:
-        for name, one in sets:
-            made_by = one.reader.info.tokenizer
+        for name, reader in zip(names, readers, strict=True):
+            made_by = reader.info.tokenizer
             if made_by not in (None, given.spec["fingerprint"]):
                 raise DataError(
                     f"these token files were made with tokenizer {str(made_by)[:12]}, and the one "
@@ -131,43 +134,34 @@ def _origin(sets: _Sets, given: Origin | None) -> Origin:
                     where=name,
                 )
         return given
-    first_name, first = sets[0][0], sets[0][1].reader.info
-    for name, one in sets:
-        _refuse_different(one.reader.info, name, first=first, first_name=first_name)
-    readers = [one.reader for _, one in sets]
+    first, remedy = readers[0].info, "name the tokenizer of all: --tokenizer"
+    for name, info in zip(names, (reader.info for reader in readers), strict=True):
+        if info.tokenizer is first.tokenizer is None and info.dtype != first.dtype:
+            raise DataError(
+                f"the ids are {info.dtype} and those of {names[0]} are {first.dtype}, so they "
+                "hardly come from the same tokenizer",
+                where=name,
+                remedy=remedy,
+            )
+        if info.tokenizer == first.tokenizer:
+            continue
+        if None in (info.tokenizer, first.tokenizer):
+            raise DataError(
+                "these token files do not state which tokenizer made them, and the others do",
+                where=name if info.tokenizer is None else names[0],
+                remedy=remedy,
+            )
+        raise DataError(
+            f"these token files were made with another tokenizer than {names[0]} "
+            f"({str(info.tokenizer)[:12]} and {str(first.tokenizer)[:12]})",
+            where=name,
+            remedy="prepare both with the same tokenizer",
+        )
     sizes = [reader.info.vocab_size or id_range(reader).largest + 1 for reader in readers]
     ends = {reader.info.end_of_text for reader in readers}
-    specs = [one.manifest.tokenizer for _, one in sets if one.manifest]
+    specs = [manifest.tokenizer for name in names if (manifest := find_manifest(Path(name)))]
     return Origin(
         vocab_size=max(1, *sizes),
         end_of_text=ends.pop() if len(ends) == 1 else None,
         spec=specs[0] if specs else {"type": "unknown", "fingerprint": None},
     )
-
-
-def _refuse_different(
-    info: TokenSetInfo, name: str, *, first: TokenSetInfo, first_name: str
-) -> None:
-    """Sets can be merged if one tokenizer made them, or if none is stated and the types agree."""
-    remedy = "name the tokenizer of all: --tokenizer"
-    if info.tokenizer == first.tokenizer:
-        if info.tokenizer is None and info.dtype != first.dtype:
-            raise DataError(
-                f"the ids are {info.dtype} and those of {first_name} are {first.dtype}, so they "
-                "hardly come from the same tokenizer",
-                where=name,
-                remedy=remedy,
-            )
-    elif None in (info.tokenizer, first.tokenizer):
-        raise DataError(
-            "these token files do not state which tokenizer made them, and the others do",
-            where=name if info.tokenizer is None else first_name,
-            remedy=remedy,
-        )
-    else:
-        raise DataError(
-            f"these token files were made with another tokenizer than {first_name} "
-            f"({str(info.tokenizer)[:12]} and {str(first.tokenizer)[:12]})",
-            where=name,
-            remedy="prepare both with the same tokenizer",
-        )

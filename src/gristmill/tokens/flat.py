@@ -13,18 +13,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy.typing as npt
+
 from gristmill.base.errors import DataError
-from gristmill.tokens.format import FileFacts, Manifest, NewSet, dtype_for, file_of, stored
-from gristmill.tokens.reader import TokenReader, TokenShard, file_size, open_shards
-from gristmill.tokens.writer import TokenChunk, TokenWriter
+from gristmill.tokens.format import FileFacts, Manifest, NewSet, Starts, dtype_for, file_of, stored
+from gristmill.tokens.reader import TokenFiles, TokenShard, file_size, read_starts
+from gristmill.tokens.writer import TokenWriter
 
 FORMAT = "flat"
 
 
-def open_set(prefix: Path, manifest: Manifest) -> TokenReader:
-    """Open a flat set, memory-mapped."""
+def read_files(prefix: Path, manifest: Manifest) -> TokenFiles:
+    """The ids and documents of a flat set."""
     shard = plain_shard(file_of(prefix, ".bin"), dtype=manifest.info.dtype)
-    return open_shards(prefix, manifest.info, [shard])
+    return TokenFiles([shard], read_starts(prefix))
 
 
 def plain_shard(path: Path, *, dtype: str) -> TokenShard:
@@ -43,7 +45,7 @@ class FlatWriter(TokenWriter):
     """Writes a flat set."""
 
     def __init__(self, new: NewSet) -> None:
-        super().__init__(new, format=FORMAT, dtype=dtype_for(new.vocab_size))
+        super().__init__(new, dtype=dtype_for(new.vocab_size))
 
     def _open_files(self) -> None:
         self._bin = self._hidden(".bin", saved=self._saved.get(".bin"))
@@ -51,9 +53,9 @@ class FlatWriter(TokenWriter):
         self._files = [self._starts, self._bin]
         self._content = self._bin.hash
 
-    def _write(self, chunk: TokenChunk) -> None:
-        self._starts.write(chunk.start_bytes)
-        self._bin.write(chunk.ids.tobytes())
+    def _write(self, ids: npt.NDArray[Any], starts: Starts, sequences: Starts) -> None:
+        self._starts.write(self._start_bytes(starts))
+        self._bin.write(ids.tobytes())
 
     def _save(self) -> dict[str, Any]:
         return {".bin": self._bin.save(), ".starts": self._starts.save()}

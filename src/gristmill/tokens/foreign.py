@@ -27,7 +27,7 @@ import numpy as np
 from gristmill.base.errors import DataError, UserError
 from gristmill.tokens import flat, megatron, shards
 from gristmill.tokens.format import DTYPES, Starts, TokenSetInfo, file_of, is_manifest
-from gristmill.tokens.reader import TokenReader, TokenShard, file_size, pieces
+from gristmill.tokens.reader import TokenFiles, TokenReader, file_size, pieces
 from gristmill.tokens.writer import SHARD_ENDINGS, shard_suffixes
 
 _SAMPLE = 1 << 16
@@ -57,31 +57,34 @@ def open_foreign(path: Path, reading: Reading) -> TokenReader | None:
             where=str(path),
             remedy="leave out the type",
         )
+    one_document = np.zeros(1, dtype=np.int64)
     if format == megatron.FORMAT:
-        return megatron.open_files(
-            files[0].with_suffix(""),
-            lambda shard, starts: replace(
-                _info(format, files, [shard], documents=len(starts)),
-                end_of_text=reading.end_of_text,
-            ),
-        )
-    if format == flat.FORMAT:
+        found = megatron.read_files(files[0].with_suffix(""))
+    elif format == flat.FORMAT:
         dtype = reading.dtype or "uint16"
         if dtype not in DTYPES:
             known = ", ".join(DTYPES)
             raise UserError(f"ids are stored as one of {known}, not {dtype}", where=str(path))
-        parts = [flat.plain_shard(files[0], dtype=dtype)]
+        found = TokenFiles([flat.plain_shard(files[0], dtype=dtype)], one_document)
     else:
-        parts = shards.parse_shards(format, files)
-    if not any(part.tokens for part in parts):
+        found = TokenFiles(shards.parse_shards(format, files), one_document)
+    if not found.tokens:
         raise DataError("this set holds no tokens", where=path)
-    info = _info(format, files, parts, documents=1)
-    reader = TokenReader(info, shards=parts, starts=np.zeros(1, dtype=np.int64))
-    if reading.end_of_text is None:
+    info = TokenSetInfo(
+        format=format,
+        dtype=found.shards[0].dtype,
+        tokens=found.tokens,
+        documents=len(found.starts),
+        vocab_size=None,
+        end_of_text=reading.end_of_text,
+        tokenizer=None,
+        fingerprint=_fingerprint(files),
+    )
+    reader = TokenReader(info, found)
+    if reading.end_of_text is None or format == megatron.FORMAT:
         return reader
     starts = document_starts(reader, between=reading.end_of_text)
-    info = replace(info, documents=len(starts), end_of_text=reading.end_of_text)
-    return TokenReader(info, shards=parts, starts=starts)
+    return TokenReader(replace(info, documents=len(starts)), replace(found, starts=starts))
 
 
 def _find(path: Path, format: str | None) -> tuple[str | None, tuple[Path, ...]]:
@@ -117,21 +120,6 @@ def _find_shards(path: Path, format: str) -> tuple[Path, ...]:
 def _is_llmc(path: Path) -> bool:
     with path.open("rb") as file:
         return file.read(4) in shards.LLMC_MAGICS
-
-
-def _info(
-    format: str, files: Sequence[Path], parts: Sequence[TokenShard], *, documents: int
-) -> TokenSetInfo:
-    return TokenSetInfo(
-        format=format,
-        dtype=parts[0].dtype,
-        tokens=sum(part.tokens for part in parts),
-        documents=documents,
-        vocab_size=None,
-        end_of_text=None,
-        tokenizer=None,
-        fingerprint=_fingerprint(files),
-    )
 
 
 def document_starts(reader: TokenReader, *, between: int) -> Starts:

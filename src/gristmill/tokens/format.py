@@ -19,7 +19,7 @@ of tokens must open at once; `verify_tokens` compares the checksums.
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -93,11 +93,13 @@ class NewSet:
     end_of_text: int | None
     tokenizer: Mapping[str, Any]
     """The tokenizer's spec; its "fingerprint" is None if the tokenizer is not known."""
-    overwrite: bool
-    shard_size: int
-    """The most tokens in one file, for formats that write several."""
+    format: str = "flat"
+    shard_size: int | None = None
+    """The most tokens in one file, for formats that write several; 100M if not given."""
+    overwrite: bool = False
     state: Mapping[str, Any] | None = None
-    """What `TokenWriter.save` returned, to resume; {} for a new set that can be saved."""
+    """With a state the set can outlive its process: {} begins one, and what `TokenWriter.save`
+    returned resumes it."""
 
 
 def dtype_for(vocab_size: int) -> str:
@@ -122,24 +124,6 @@ def program_version() -> str:
         return f"gristmill {importlib.metadata.version('gristmill')}"
     except importlib.metadata.PackageNotFoundError:
         return "gristmill (not installed)"
-
-
-def checked_ids(
-    ids: npt.NDArray[Any] | Sequence[int], *, vocab_size: int, where: str
-) -> npt.NDArray[Any]:
-    """The ids of one document as an array, each of them inside the vocabulary."""
-    array = np.asarray(ids)
-    assert array.ndim == 1 and array.size > 0, "a document is a non-empty row of ids"
-    assert array.dtype.kind in "iu", f"ids are whole numbers, not {array.dtype}"
-    smallest, largest = int(array.min()), int(array.max())
-    if smallest < 0 or largest >= vocab_size:
-        outside = smallest if smallest < 0 else largest
-        raise DataError(
-            f"the id {outside} is outside the vocabulary of {vocab_size}",
-            where=where,
-            remedy="state the vocabulary size of the tokenizer that made these ids",
-        )
-    return array
 
 
 def write_manifest(prefix: Path, manifest: Manifest) -> None:

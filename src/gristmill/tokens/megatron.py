@@ -29,7 +29,7 @@ Megatron-DeepSpeed ("TNTIDX", for its `lazy` and `cached` files) is read too:
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gristmill.base.errors import DataError
-from gristmill.tokens.format import Manifest, Starts, TokenSetInfo, file_of, stored
-from gristmill.tokens.reader import TokenReader, TokenShard, check_manifest, file_size, map_array
+from gristmill.base.errors import DataError, UserError
+from gristmill.tokens.format import FileFacts, Manifest, NewSet, Starts, file_of, stored
+from gristmill.tokens.reader import TokenFiles, TokenShard, file_size, map_array
+from gristmill.tokens.writer import TokenWriter
 
 FORMAT = "megatron"
 MAGIC = b"MMIDIDX\x00\x00"
@@ -52,6 +53,12 @@ _OLD_HEADER = struct.Struct("<8s6Q")
 _FLOATS = (6, 7)
 _PIECE = 1 << 20
 _AGAIN = "copy both files of the set again from where they came"
+# In the order in which the index holds them.
+_ARRAYS: Mapping[str, np.dtype[Any]] = {
+    "lengths": np.dtype("<i4"),
+    "begins": np.dtype("<i8"),
+    "documents": np.dtype("<i8"),
+}
 
 
 @dataclass(frozen=True)
@@ -67,71 +74,24 @@ class MegatronIndex:
     documents: npt.NDArray[Any]
     """The first sequence of each document, and at the end the number of sequences."""
 
-    @property
-    def units_per_token(self) -> int:
-        return stored(self.dtype).itemsize // self.unit
 
-    @property
-    def tokens(self) -> int:
-        """The number of tokens, if the sequences lie end to end."""
-        if not len(self.lengths):
-            return 0
-        return int(self.begins[-1]) // self.units_per_token + int(self.lengths[-1])
-
-    def positions(self, sequences: npt.NDArray[Any]) -> Starts:
-        """Where sequences begin, in tokens; one past the last begins at the end."""
-        result = np.full(len(sequences), self.tokens, dtype=np.int64)
-        inside = sequences < len(self.lengths)
-        result[inside] = self.begins[sequences[inside]] // self.units_per_token
-        return result
-
-
-class MegatronReader(TokenReader):
-    """A set in Megatron's format; it knows its sequences too."""
-
-    def __init__(
-        self, info: TokenSetInfo, *, shard: TokenShard, starts: Starts, index: MegatronIndex
-    ) -> None:
-        super().__init__(info, shards=[shard], starts=starts)
-        self.sequence_lengths = index.lengths
-        """Tokens of each sequence, empty ones included."""
-        self._index = index
-
-    @property
-    def sequence_starts(self) -> Starts:
-        """The positions at which sequences begin, empty ones left out."""
-        return self._index.positions(np.flatnonzero(self._index.lengths))
-
-
-def open_files(
-    prefix: Path, describe: Callable[[TokenShard, Starts], TokenSetInfo]
-) -> MegatronReader:
-    """Open PREFIX.bin and PREFIX.idx, or say what does not fit; `describe` gives the facts."""
+def read_files(prefix: Path, manifest: Manifest | None = None) -> TokenFiles:
+    """Read PREFIX.idx and check it against the size of PREFIX.bin; a manifest is not needed."""
     ids = file_of(prefix, ".bin")
     size = file_size(ids)
     index = read_index(file_of(prefix, ".idx"))
     _check_documents(file_of(prefix, ".idx"), index)
     _check_sequences(prefix, index, size=size)
-    if index.tokens == 0:
-        raise DataError("this set holds no tokens", where=prefix)
-    bounds = index.positions(index.documents)
+    ends = np.zeros(len(index.lengths) + 1, dtype=np.int64)
+    np.cumsum(index.lengths, out=ends[1:])
+    bounds = ends[index.documents]
     starts = bounds[:-1][np.diff(bounds) > 0]
-    shard = TokenShard(ids, offset=0, tokens=index.tokens, dtype=index.dtype)
-    return MegatronReader(describe(shard, starts), shard=shard, starts=starts, index=index)
-
-
-def open_set(prefix: Path, manifest: Manifest) -> MegatronReader:
-    """Open a set with a manifest."""
-
-    def checked(shard: TokenShard, starts: Starts) -> TokenSetInfo:
-        check_manifest(prefix, manifest.info, shards=[shard], documents=len(starts))
-        return manifest.info
-
-    return open_files(prefix, checked)
+    shard = TokenShard(ids, offset=0, tokens=int(ends[-1]), dtype=index.dtype)
+    return TokenFiles([shard], starts, sequence_lengths=index.lengths)
 
 
 def read_index(path: Path) -> MegatronIndex:
-    """Read an index of either kind; the arrays are checked by `open_files`."""
+    """Read an index of either kind; the arrays are checked by `read_files`."""
     size = file_size(path)
     with path.open("rb") as file:
         begin = file.read(max(HEADER.size, _OLD_HEADER.size))
@@ -228,7 +188,7 @@ def _check_sequences(prefix: Path, index: MegatronIndex, *, size: int) -> None:
             what = f"sequence {begin + number} has the length {lengths[number]}"
             raise _damaged(path, what)
         ends = tokens + np.cumsum(lengths)
-        wanted = np.concatenate([[tokens], ends[:-1]]) * index.units_per_token
+        wanted = np.concatenate([[tokens], ends[:-1]]) * (width // index.unit)
         found = index.begins[begin : begin + _PIECE]
         wrong = np.flatnonzero(found != wanted)
         if len(wrong):
@@ -252,3 +212,79 @@ def _check_sequences(prefix: Path, index: MegatronIndex, *, size: int) -> None:
 
 def _damaged(path: Path, what: str) -> DataError:
     return DataError(what, where=path, remedy=_AGAIN)
+
+
+class MegatronWriter(TokenWriter):
+    """Writes a set in Megatron's format.
+
+    The place of each array of the index depends on the final lengths of the others. They are
+    written to hidden files first, so that memory does not grow with the number of documents, and
+    copied one after the other at the end.
+    """
+
+    def __init__(self, new: NewSet) -> None:
+        if new.vocab_size > 2**31:
+            raise UserError(
+                f"the format megatron holds ids below 2,147,483,648, and the vocabulary has "
+                f"{new.vocab_size:,}",
+                where=str(new.prefix),
+                remedy="choose the format flat",
+            )
+        # As Megatron's preprocessing chooses.
+        dtype = "uint16" if new.vocab_size < 65500 else "int32"
+        super().__init__(new, dtype=dtype)
+
+    def _open_files(self) -> None:
+        saved = self._saved
+        self._bin = self._hidden(".bin", saved=saved.get(".bin"))
+        self._arrays = {
+            name: self._hidden(f".idx.{name}", saved=saved.get(name)) for name in _ARRAYS
+        }
+        # Written at the end, from the arrays; one that a process left in its final place is stale.
+        self._idx = self._hidden(".idx")
+        # Without a manifest the set is read if the index is there, so the index comes last.
+        self._files = [self._bin, self._idx]
+        self._scratch = list(self._arrays.values())
+        self._content = self._bin.hash
+        self._current = int(saved.get("current", 0))
+        """Tokens so far in the last sequence."""
+
+    def _write(self, ids: npt.NDArray[Any], starts: Starts, sequences: Starts) -> None:
+        before = self._count("begins")
+        self._extend("documents", before + np.searchsorted(sequences, starts))
+        self._extend("begins", (self.tokens + sequences) * self._stored.itemsize)
+        # The first length completes the last sequence; at the very beginning there is none.
+        bounds = np.concatenate([[-self._current], sequences, [len(ids)]])
+        lengths = np.diff(bounds)[0 if before else 1 :]
+        if (longest := int(lengths.max())) > LONGEST:
+            raise DataError(
+                f"a document has {longest:,} tokens or more, and the index of the format megatron "
+                f"counts to {LONGEST:,}",
+                where=self._new.prefix,
+                remedy="give the id that ends a document (--end-of-text), or choose another format",
+            )
+        self._extend("lengths", lengths[:-1])
+        self._current = int(lengths[-1])
+        self._bin.write(ids.tobytes())
+
+    def _count(self, name: str) -> int:
+        return self._arrays[name].bytes // _ARRAYS[name].itemsize
+
+    def _extend(self, name: str, values: npt.NDArray[np.int64]) -> None:
+        self._arrays[name].write(values.astype(_ARRAYS[name]).tobytes())
+
+    def _save(self) -> dict[str, Any]:
+        arrays = {name: file.save() for name, file in self._arrays.items()}
+        return {".bin": self._bin.save(), **arrays, "current": self._current}
+
+    def _close(self) -> dict[str, FileFacts]:
+        sequences = self._count("begins")
+        self._extend("lengths", np.array([self._current]))
+        self._extend("documents", np.array([sequences]))
+        code = next(code for code, name in CODES.items() if name == self._dtype)
+        header = HEADER.pack(MAGIC, VERSION, code, sequences, self._count("documents"))
+        self._idx.write(header)
+        for file in self._arrays.values():
+            for piece in file.content():
+                self._idx.write(piece)
+        return {".bin": self._bin.close(), ".idx": self._idx.close()}

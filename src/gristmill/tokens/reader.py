@@ -38,6 +38,21 @@ class TokenShard:
     dtype: str
 
 
+@dataclass(frozen=True)
+class TokenFiles:
+    """What a format finds in the files of a set."""
+
+    shards: Sequence[TokenShard]
+    starts: Starts
+    """The positions at which documents begin."""
+    sequence_lengths: npt.NDArray[Any] | None = None
+    """Tokens of each sequence, empty ones included, in formats that split documents into some."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(shard.tokens for shard in self.shards)
+
+
 class IdRange(NamedTuple):
     """The smallest and the largest id of a set."""
 
@@ -48,14 +63,14 @@ class IdRange(NamedTuple):
 class TokenReader:
     """A finished token set, memory-mapped."""
 
-    def __init__(self, info: TokenSetInfo, *, shards: Sequence[TokenShard], starts: Starts) -> None:
-        assert sum(shard.tokens for shard in shards) == info.tokens
+    def __init__(self, info: TokenSetInfo, files: TokenFiles) -> None:
+        assert files.tokens == info.tokens
         self.info = info
+        self.document_starts = files.starts
+        self.sequence_lengths = files.sequence_lengths
         self._dtype = stored(info.dtype)
-        self._shards = [shard for shard in shards if shard.tokens]
+        self._shards = [shard for shard in files.shards if shard.tokens]
         self._ends = list(accumulate(shard.tokens for shard in self._shards))
-        self.document_starts = starts
-        """The positions at which documents begin."""
         self._ids = functools.lru_cache(maxsize=_MAPS)(self._map)
 
     def _map(self, number: int) -> npt.NDArray[Any]:
@@ -85,8 +100,11 @@ class TokenReader:
 
     @property
     def sequence_starts(self) -> Starts | None:
-        """The positions at which sequences begin, in formats that split documents into some."""
-        return None
+        """The positions at which sequences begin, empty ones left out."""
+        if self.sequence_lengths is None:
+            return None
+        lengths = self.sequence_lengths.astype(np.int64)
+        return cast(Starts, (np.cumsum(lengths) - lengths)[lengths > 0])
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -102,26 +120,10 @@ def map_array(path: Path, dtype: npt.DTypeLike, *, offset: int = 0, count: int) 
     return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,)).view(np.ndarray)
 
 
-def open_shards(prefix: Path, info: TokenSetInfo, shards: Sequence[TokenShard]) -> TokenReader:
-    """Open a set whose documents begin at the positions in PREFIX.starts."""
+def read_starts(prefix: Path) -> Starts:
+    """The positions in PREFIX.starts."""
     path = file_of(prefix, ".starts")
-    starts = cast(Starts, map_array(path, "<i8", count=file_size(path) // 8))
-    check_manifest(prefix, info, shards=shards, documents=len(starts))
-    return TokenReader(info, shards=shards, starts=starts)
-
-
-def check_manifest(
-    prefix: Path, info: TokenSetInfo, *, shards: Sequence[TokenShard], documents: int
-) -> None:
-    """Refuse files that do not hold what the manifest says."""
-    tokens, dtype = sum(shard.tokens for shard in shards), shards[0].dtype
-    if (tokens, documents, dtype) != (info.tokens, info.documents, info.dtype):
-        raise DataError(
-            f"the files hold {tokens} tokens in {documents} documents as {dtype}, and the manifest "
-            f"says {info.tokens} in {info.documents} as {info.dtype}",
-            where=prefix,
-            remedy="prepare the set again",
-        )
+    return cast(Starts, map_array(path, "<i8", count=file_size(path) // 8))
 
 
 def file_size(path: Path) -> int:

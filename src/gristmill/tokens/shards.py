@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from gristmill.base.errors import DataError, UserError
 from gristmill.tokens.format import (
@@ -32,12 +33,13 @@ from gristmill.tokens.format import (
     FileFacts,
     Manifest,
     NewSet,
+    Starts,
     dtype_for,
     file_of,
     stored,
 )
-from gristmill.tokens.reader import TokenReader, TokenShard, file_size, open_shards
-from gristmill.tokens.writer import SHARD_ENDINGS, TokenChunk, TokenWriter
+from gristmill.tokens.reader import TokenFiles, TokenShard, file_size, read_starts
+from gristmill.tokens.writer import SHARD_ENDINGS, TokenWriter
 
 LLMC = "llmc"
 NPY = "npy"
@@ -48,6 +50,7 @@ LLMC_MAGICS = frozenset(struct.pack("<i", magic) for magic, _ in _LLMC_KINDS)
 """The first four bytes of llm.c's files."""
 
 _NPY_MAGIC = b"\x93NUMPY"
+_SHARD_SIZE = 10**8
 _AGAIN = "copy the file again from where it came"
 
 
@@ -150,61 +153,62 @@ def parse_shards(format: str, paths: Sequence[Path]) -> list[TokenShard]:
     return shards
 
 
-def open_set(prefix: Path, manifest: Manifest) -> TokenReader:
-    """Open a set of shards, memory-mapped."""
-    info = manifest.info
-    ending = SHARD_ENDINGS[info.format]
+def read_files(prefix: Path, manifest: Manifest) -> TokenFiles:
+    """The ids and documents of a set of shards."""
+    format = manifest.info.format
+    ending = SHARD_ENDINGS[format]
     paths = [file_of(prefix, suffix) for suffix in manifest.files if suffix.endswith(ending)]
     if not paths:
         raise _damaged(file_of(prefix, ".json"), f"the manifest names no {ending} files")
-    return open_shards(prefix, info, parse_shards(info.format, paths))
+    return TokenFiles(parse_shards(format, paths), read_starts(prefix))
 
 
 class ShardWriter(TokenWriter):
     """Fills one file after the other."""
 
-    def __init__(self, new: NewSet, *, format: str) -> None:
-        most = SHARD_FORMATS[format].largest
-        if not 0 < new.shard_size <= most:
+    def __init__(self, new: NewSet) -> None:
+        most = SHARD_FORMATS[new.format].largest
+        self._size = _SHARD_SIZE if new.shard_size is None else new.shard_size
+        if not 0 < self._size <= most:
             raise UserError(
-                f"a file of the format {format} holds 1 to {most:,} tokens, not {new.shard_size:,}",
+                f"a file of the format {new.format} holds 1 to {most:,} tokens, not {self._size:,}",
                 where="--shard-size",
             )
-        super().__init__(new, format=format, dtype=dtype_for(new.vocab_size))
+        super().__init__(new, dtype=dtype_for(new.vocab_size))
 
     def _open_files(self) -> None:
-        saved, size = self._saved, self._new.shard_size
+        saved = self._saved
         self._starts = self._hidden(".starts", saved=saved.get(".starts"))
         # With .starts in place and no manifest, the shards are known to be unfinished.
         self._files = [self._starts]
         self._facts: dict[str, FileFacts] = {}
-        self._filled = size
+        self._filled = self._size
         """Tokens in the last shard; a full one is followed by the next."""
         for facts in saved.get("shards", ()):
             self._next_shard(facts)
-            self._filled = int(saved["filled"]) if facts is saved["shards"][-1] else size
+            self._filled = int(saved["filled"]) if facts is saved["shards"][-1] else self._size
 
-    def _write(self, chunk: TokenChunk) -> None:
-        self._starts.write(chunk.start_bytes)
-        self._content.update(chunk.ids.tobytes())
-        rest = chunk.ids
+    def _write(self, ids: npt.NDArray[Any], starts: Starts, sequences: Starts) -> None:
+        self._starts.write(self._start_bytes(starts))
+        self._content.update(ids.tobytes())
+        rest = ids
         while len(rest):
-            if self._filled == self._new.shard_size:
+            if self._filled == self._size:
                 self._next_shard()
-            part = rest[: self._new.shard_size - self._filled]
+            part = rest[: self._size - self._filled]
             self._files[-1].write(part.tobytes())
             self._filled += len(part)
             rest = rest[len(part) :]
 
     def _suffix(self, number: int) -> str:
-        return f"_{number:06d}{SHARD_ENDINGS[self._format]}"
+        return f"_{number:06d}{SHARD_ENDINGS[self._new.format]}"
 
     def _header(self, tokens: int) -> bytes:
-        return SHARD_FORMATS[self._format].header(self._dtype, tokens)
+        return SHARD_FORMATS[self._new.format].header(self._dtype, tokens)
 
     def _next_shard(self, saved: Mapping[str, Any] | None = None) -> None:
         self._close_shard()
-        header = self._header(self._new.shard_size)
+        header = self._header(self._size)
         file = self._hidden(self._suffix(len(self._files)), saved=saved, header=header)
         self._files.append(file)
         self._filled = 0
@@ -212,13 +216,11 @@ class ShardWriter(TokenWriter):
             self._content.update(piece)
 
     def _close_shard(self) -> None:
-        number = len(self._files) - 1
-        if number and self._filled == self._new.shard_size:
-            self._facts[self._suffix(number)] = self._files[-1].close()
-        elif number:
-            self._facts[self._suffix(number)] = self._files[-1].close_with(
-                self._header(self._filled)
-            )
+        number, last = len(self._files) - 1, self._files[-1]
+        if number:
+            full = self._filled == self._size
+            facts = last.close() if full else last.close_with(self._header(self._filled))
+            self._facts[self._suffix(number)] = facts
 
     def _save(self) -> dict[str, Any]:
         whole = [vars(facts) for facts in self._facts.values()]

@@ -9,31 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from gristmill.base.errors import DataError, Exit, Problem, UserError
 from gristmill.base.files import sha256_file
-from gristmill.tokens import flat, megatron, megatron_writer, shards
+from gristmill.tokens import flat, megatron, shards
 from gristmill.tokens.foreign import Reading, open_foreign
 from gristmill.tokens.format import (
     COPY_AGAIN,
     Manifest,
     NewSet,
+    Starts,
     TokenSetInfo,
     file_of,
     is_manifest,
     read_manifest,
     size_problems,
 )
-from gristmill.tokens.reader import TokenReader, id_range, pieces
+from gristmill.tokens.reader import TokenFiles, TokenReader, id_range, pieces
 from gristmill.tokens.writer import TokenWriter
 
-SHARD_SIZE = 10**8
 _QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
@@ -41,17 +38,17 @@ _QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 class Format:
     """How sets of one format are read and written."""
 
-    read: Callable[[Path, Manifest], TokenReader]
+    read: Callable[[Path, Manifest], TokenFiles]
     write: Callable[[NewSet], TokenWriter]
     sharded: bool = False
     """Whether a set is several files of a given number of tokens."""
 
 
 FORMATS: Mapping[str, Format] = {
-    flat.FORMAT: Format(flat.open_set, flat.FlatWriter),
-    megatron.FORMAT: Format(megatron.open_set, megatron_writer.MegatronWriter),
+    flat.FORMAT: Format(flat.read_files, flat.FlatWriter),
+    megatron.FORMAT: Format(megatron.read_files, megatron.MegatronWriter),
     **{
-        name: Format(shards.open_set, partial(shards.ShardWriter, format=name), sharded=True)
+        name: Format(shards.read_files, shards.ShardWriter, sharded=True)
         for name in shards.SHARD_FORMATS
     },
 }
@@ -71,83 +68,53 @@ class TokenSetSummary:
     """Documents with at least 1, 2, 4, … tokens and fewer than twice as many."""
 
 
-@dataclass(frozen=True)
-class TokenSet:
-    """A token set that was found and opened."""
-
-    reader: TokenReader
-    manifest: Manifest | None
-    """None of a set that another program made."""
-
-
-def open_tokens(
-    prefix: Path | str,
-    *,
-    format: str | None = None,
-    dtype: str | None = None,
-    end_of_text: int | None = None,
-) -> TokenReader:
-    """Open a finished token set.
-
-    The options are for files of other programs: their format if it is not recognised, the type of
-    the ids in plain files, and the id between documents.
-    """
-    return find_tokens(prefix, Reading(format, dtype, end_of_text)).reader
-
-
-def find_tokens(prefix: Path | str, reading: Reading | None = None) -> TokenSet:
-    """Open a finished token set together with its manifest."""
+def open_tokens(prefix: Path | str, reading: Reading | None = None) -> TokenReader:
+    """Open a finished token set; `reading` is for files of other programs."""
     path, reading = Path(prefix), reading or Reading()
     if reading.format is not None:
         _format(reading.format, where=path)
-    manifest = _find_manifest(path)
+    manifest = find_manifest(path)
     if manifest is None:
         reader = open_foreign(path, reading)
         if reader is None:
             raise _not_found(path, format=reading.format)
-        return TokenSet(reader, None)
-    problems = size_problems(path, manifest)
-    if problems:
+        return reader
+    if problems := size_problems(path, manifest):
         raise DataError(problems)
-    if manifest.info.documents == 0:
+    info = manifest.info
+    if info.documents == 0:
         raise DataError(
             "this part of a token set holds no documents",
             where=path,
             remedy="merge it with the other parts: gristmill tokens merge",
         )
-    if reading not in (Reading(), Reading(format=manifest.info.format)):
+    if reading not in (Reading(), Reading(format=info.format)):
         raise UserError(
-            f"the manifest of this set already says how to read it: it is {manifest.info.format}",
+            f"the manifest of this set already says how to read it: it is {info.format}",
             where=str(path),
             remedy="leave out the format, the type and the end of text",
         )
-    return TokenSet(_format(manifest.info.format, where=path).read(path, manifest), manifest)
+    files = _format(info.format, where=path).read(path, manifest)
+    tokens, documents, dtype = files.tokens, len(files.starts), files.shards[0].dtype
+    if (tokens, documents, dtype) != (info.tokens, info.documents, info.dtype):
+        raise DataError(
+            f"the files hold {tokens} tokens in {documents} documents as {dtype}, and the manifest "
+            f"says {info.tokens} in {info.documents} as {info.dtype}",
+            where=path,
+            remedy="prepare the set again",
+        )
+    return TokenReader(info, files)
 
 
 def is_empty_part(prefix: Path | str) -> bool:
     """Whether this is a finished part of a token set to which no document fell."""
-    manifest = _find_manifest(Path(prefix))
+    manifest = find_manifest(Path(prefix))
     return manifest is not None and manifest.info.documents == 0
 
 
-def create_tokens(
-    prefix: Path | str,
-    *,
-    vocab_size: int,
-    end_of_text: int | None,
-    tokenizer: Mapping[str, Any],
-    format: str = flat.FORMAT,
-    shard_size: int | None = None,
-    overwrite: bool = False,
-    state: Mapping[str, Any] | None = None,
-) -> TokenWriter:
-    """Begin a token set; `tokenizer` is a spec whose "fingerprint" names the tokenizer.
-
-    `shard_size` is the most tokens in one file, for formats of several files; 100M if not given.
-    With `state` the set can outlive its process: {} begins one, and what the writer's `save`
-    returned resumes it.
-    """
-    path = Path(prefix)
+def create_tokens(new: NewSet) -> TokenWriter:
+    """Begin a token set, or resume one."""
+    path = new.prefix
     if path.name in ("", ".."):
         raise UserError(
             "a token set needs a name",
@@ -157,30 +124,20 @@ def create_tokens(
     nearest = next(folder for folder in path.absolute().parents if folder.exists())
     if not nearest.is_dir():
         raise UserError("this is a file, not a folder", where=str(nearest), exit=Exit.STORAGE)
-    chosen = _format(format, where=path)
-    if shard_size is not None and not chosen.sharded:
+    chosen = _format(new.format, where=path)
+    if new.shard_size is not None and not chosen.sharded:
         several = ", ".join(name for name, row in FORMATS.items() if row.sharded)
         raise UserError(
-            f"a set of the format {format} is one file of ids; of several are {several}",
+            f"a set of the format {new.format} is one file of ids; of several are {several}",
             where="--shard-size",
             remedy="leave it out, or choose one of these formats",
         )
-    return chosen.write(
-        NewSet(
-            prefix=path,
-            vocab_size=vocab_size,
-            end_of_text=end_of_text,
-            tokenizer=tokenizer,
-            overwrite=overwrite,
-            shard_size=SHARD_SIZE if shard_size is None else shard_size,
-            state=state,
-        )
-    )
+    return chosen.write(new)
 
 
 def inspect_tokens(prefix: Path | str, reading: Reading | None = None) -> TokenSetSummary:
     """Count and measure a token set; reads every token once."""
-    reader = find_tokens(prefix, reading).reader
+    reader = open_tokens(prefix, reading)
     extremes = id_range(reader)
     lengths = np.diff(reader.document_starts, append=len(reader))
     quantiles = np.quantile(lengths, _QUANTILES, method="lower")
@@ -201,7 +158,7 @@ def verify_tokens(prefix: Path | str, reading: Reading | None = None) -> list[Pr
     """
     path, problems = Path(prefix), list[Problem]()
     try:
-        manifest = _find_manifest(path)
+        manifest = find_manifest(path)
         if manifest is not None and not (problems := size_problems(path, manifest)):
             changed = "the content changed since it was written: its checksum differs"
             problems = [
@@ -211,7 +168,7 @@ def verify_tokens(prefix: Path | str, reading: Reading | None = None) -> list[Pr
             ]
         if is_empty_part(path):
             return problems
-        reader = find_tokens(path, reading).reader
+        reader = open_tokens(path, reading)
     except UserError as error:
         return [*problems, *(problem for problem in error.problems if problem not in problems)]
     found = [Problem(what, str(path), COPY_AGAIN) for what in _content_problems(reader)]
@@ -227,7 +184,8 @@ def _format(name: str, *, where: Path) -> Format:
     return FORMATS[name]
 
 
-def _find_manifest(prefix: Path) -> Manifest | None:
+def find_manifest(prefix: Path) -> Manifest | None:
+    """The manifest of a finished set; None if another program made it."""
     if file_of(prefix, ".json").is_file():
         return read_manifest(prefix)
     if prefix.is_file() and is_manifest(file_of(prefix.with_suffix(""), ".json")):
@@ -259,7 +217,7 @@ def _not_found(prefix: Path, *, format: str | None) -> UserError:
     return DataError(what, where=prefix, remedy=remedy)
 
 
-def _histogram(lengths: npt.NDArray[np.int64]) -> dict[int, int]:
+def _histogram(lengths: Starts) -> dict[int, int]:
     # frexp gives the exponent e with 2^(e-1) <= length < 2^e, exactly for lengths below 2^53.
     exponents = np.frexp(lengths.astype(np.float64))[1]
     counts = np.bincount(exponents)

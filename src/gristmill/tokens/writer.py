@@ -25,21 +25,20 @@ import io
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from gristmill.base.errors import Exit, UserError
+from gristmill.base.errors import DataError, Exit, UserError
 from gristmill.base.files import sha256_file, storage_errors, sync_folder
 from gristmill.tokens.format import (
     FileFacts,
     Manifest,
     NewSet,
+    Starts,
     TokenSetInfo,
-    checked_ids,
     file_of,
     is_manifest,
     read_manifest,
@@ -52,37 +51,18 @@ _FIXED = (".json", ".idx", ".bin", ".starts")
 _FIRST = np.zeros(1, dtype=np.int64)
 
 
-@dataclass(frozen=True)
-class TokenChunk:
-    """The next ids of a set, and where documents and sequences begin in them."""
-
-    ids: npt.NDArray[Any]
-    """In the stored type."""
-    position: int
-    """Tokens of the set that came before."""
-    starts: npt.NDArray[np.int64]
-    sequences: npt.NDArray[np.int64]
-    """Every document begins a sequence."""
-
-    @property
-    def start_bytes(self) -> bytes:
-        """The document starts as they are stored in PREFIX.starts."""
-        return (self.starts + self.position).astype("<u8").tobytes()
-
-
 class TokenWriter(abc.ABC):
     """A token set that is being written; formats say which files it has and how they are filled."""
 
-    def __init__(self, new: NewSet, *, format: str, dtype: str) -> None:
+    def __init__(self, new: NewSet, *, dtype: str) -> None:
         if not new.state:
-            _refuse_existing(new, format=format)
+            _refuse_existing(new)
         state = new.state or {}
         self._new = new
-        self._format = format
         self._dtype = dtype
         self._stored = stored(dtype)
-        self._tokens = int(state.get("tokens", 0))
-        self._documents = int(state.get("documents", 0))
+        self.tokens = int(state.get("tokens", 0))
+        self.documents = int(state.get("documents", 0))
         self._saved: Mapping[str, Any] = state.get("body", {})
         self._files: list[HashedFile] = []
         """In the order in which they are renamed into place."""
@@ -99,7 +79,13 @@ class TokenWriter(abc.ABC):
         """Begin the files, or resume those that `self._saved` describes."""
 
     @abc.abstractmethod
-    def _write(self, chunk: TokenChunk) -> None: ...
+    def _write(self, ids: npt.NDArray[Any], starts: Starts, sequences: Starts) -> None:
+        """Append ids in the stored type in which documents and sequences begin at some positions;
+        every document begins a sequence."""
+
+    def _start_bytes(self, starts: Starts) -> bytes:
+        """Document starts as they are stored in PREFIX.starts."""
+        return (starts + self.tokens).astype("<u8").tobytes()
 
     @abc.abstractmethod
     def _save(self) -> dict[str, Any]:
@@ -109,13 +95,9 @@ class TokenWriter(abc.ABC):
     def _close(self) -> dict[str, FileFacts]:
         """Complete the files and flush them, still under hidden names."""
 
-    def _hidden(
-        self, suffix: str, *, saved: Mapping[str, Any] | None = None, header: bytes = b""
-    ) -> HashedFile:
-        lasting = self._new.state is not None
-        return HashedFile(
-            file_of(self._new.prefix, suffix), lasting=lasting, saved=saved, header=header
-        )
+    def _hidden(self, suffix: str, saved: Any = None, header: bytes = b"") -> HashedFile:
+        final, lasting = file_of(self._new.prefix, suffix), self._new.state is not None
+        return HashedFile(final, lasting=lasting, saved=saved, header=header)
 
     def add(self, ids: npt.NDArray[Any] | Sequence[int]) -> None:
         """Append one document; an id outside the vocabulary is refused."""
@@ -125,8 +107,8 @@ class TokenWriter(abc.ABC):
         self,
         ids: npt.NDArray[Any] | Sequence[int],
         *,
-        starts: npt.NDArray[np.int64],
-        sequences: npt.NDArray[np.int64] | None = None,
+        starts: Starts,
+        sequences: Starts | None = None,
     ) -> None:
         """Append tokens in which documents begin at the positions `starts`.
 
@@ -134,20 +116,28 @@ class TokenWriter(abc.ABC):
         split documents into sequences, which begin at `sequences`; the others do not store them.
         """
         new = self._new
-        where = f"document {self._documents} of {new.prefix}"
-        array = checked_ids(ids, vocab_size=new.vocab_size, where=where)
+        array = np.asarray(ids)
+        assert array.ndim == 1 and array.size > 0, "a document is a non-empty row of ids"
+        assert array.dtype.kind in "iu", f"ids are whole numbers, not {array.dtype}"
+        smallest, largest = int(array.min()), int(array.max())
+        if smallest < 0 or largest >= new.vocab_size:
+            outside = smallest if smallest < 0 else largest
+            raise DataError(
+                f"the id {outside} is outside the vocabulary of {new.vocab_size}",
+                where=f"document {self.documents} of {new.prefix}",
+                remedy="state the vocabulary size of the tokenizer that made these ids",
+            )
         sequences = starts if sequences is None else sequences
         if starts is not _FIRST:
-            assert self._documents or (len(starts) and starts[0] == 0), "a set begins a document"
+            assert self.documents or (len(starts) and starts[0] == 0), "a set begins a document"
             for places in (starts, sequences):
                 assert not len(places) or 0 <= places[0] <= places[-1] < len(array)
                 assert (np.diff(places) > 0).all(), "documents and sequences are not empty"
             assert np.isin(starts, sequences).all(), "a document begins with a sequence"
         with storage_errors(new.prefix):
-            array = array.astype(self._stored, copy=False)
-            self._write(TokenChunk(array, self._tokens, starts, sequences))
-        self._documents += len(starts)
-        self._tokens += len(array)
+            self._write(array.astype(self._stored, copy=False), starts, sequences)
+        self.documents += len(starts)
+        self.tokens += len(array)
 
     def save(self) -> dict[str, Any]:
         """Flush everything to the disk; the result, as JSON, lets another process resume.
@@ -157,7 +147,7 @@ class TokenWriter(abc.ABC):
         assert self._new.state is not None, "this set was not begun as one that can be saved"
         with storage_errors(self._new.prefix):
             body = self._save()
-        return {"tokens": self._tokens, "documents": self._documents, "body": body}
+        return {"tokens": self.tokens, "documents": self.documents, "body": body}
 
     def close(self) -> None:
         """Close the files, and leave what was saved for another process."""
@@ -169,22 +159,26 @@ class TokenWriter(abc.ABC):
 
         Only a part of a larger set may have no documents; it is its manifest alone.
         """
-        assert self._documents > 0 or may_be_empty, "a token set has at least one document"
+        assert self.documents > 0 or may_be_empty, "a token set has at least one document"
         new = self._new
         with storage_errors(new.prefix):
-            files = self._close() if self._documents else {}
-            old = _not_replaced(new.prefix, self._format, files) if new.overwrite else []
-            for path in (file_of(new.prefix, ".json"), *old):
-                path.unlink(missing_ok=True)
-            for file in self._files if self._documents else ():
+            files = self._close() if self.documents else {}
+            # An old index must not be read with the new ids, even if a new one follows. An old
+            # `.starts` marks shards without a manifest as unfinished, so it is removed last.
+            old = _existing(new) if new.overwrite else []
+            file_of(new.prefix, ".json").unlink(missing_ok=True)
+            for suffix in sorted(old, key=lambda suffix: suffix == ".starts"):
+                if suffix == ".idx" or suffix not in files:
+                    file_of(new.prefix, suffix).unlink(missing_ok=True)
+            for file in self._files if self.documents else ():
                 file.publish()
             sync_folder(new.prefix.parent)
         fingerprint = new.tokenizer["fingerprint"]
         info = TokenSetInfo(
-            format=self._format,
+            format=new.format,
             dtype=self._dtype,
-            tokens=self._tokens,
-            documents=self._documents,
+            tokens=self.tokens,
+            documents=self.documents,
             vocab_size=new.vocab_size,
             end_of_text=new.end_of_text,
             tokenizer=None if fingerprint is None else str(fingerprint),
@@ -219,11 +213,12 @@ SHARD_ENDINGS: Mapping[str, str] = {"llmc": ".bin", "npy": ".npy"}
 """How the files of formats with several of them end."""
 
 
-def _existing(prefix: Path, format: str) -> list[str]:
+def _existing(new: NewSet) -> list[str]:
     """What follows PREFIX in the names of files that a new set would replace."""
+    prefix = new.prefix
     suffixes = dict.fromkeys(_FIXED)
-    if format in SHARD_ENDINGS:
-        suffixes |= dict.fromkeys(shard_suffixes(prefix, SHARD_ENDINGS[format]))
+    if new.format in SHARD_ENDINGS:
+        suffixes |= dict.fromkeys(shard_suffixes(prefix, SHARD_ENDINGS[new.format]))
     if is_manifest(file_of(prefix, ".json")):
         # A damaged manifest names nothing; what it stood for is found by its names above.
         with contextlib.suppress(UserError):
@@ -231,17 +226,7 @@ def _existing(prefix: Path, format: str) -> list[str]:
     return [suffix for suffix in suffixes if file_of(prefix, suffix).is_file()]
 
 
-def _not_replaced(prefix: Path, format: str, new: Mapping[str, FileFacts]) -> list[Path]:
-    """Files of an old set that the new one does not replace; `.starts` last.
-
-    An old index is removed although a new one follows: it must not be read with the new ids. An old
-    `.starts` marks shards without a manifest as unfinished for as long as possible.
-    """
-    old = [name for name in _existing(prefix, format) if name == ".idx" or name not in new]
-    return [file_of(prefix, name) for name in sorted(old, key=lambda name: name == ".starts")]
-
-
-def _refuse_existing(new: NewSet, *, format: str) -> None:
+def _refuse_existing(new: NewSet) -> None:
     manifest = file_of(new.prefix, ".json")
     if manifest.exists() and not is_manifest(manifest):
         raise UserError(
@@ -250,7 +235,7 @@ def _refuse_existing(new: NewSet, *, format: str) -> None:
             remedy="give the token set another name",
             exit=Exit.REFUSED,
         )
-    found = [file_of(new.prefix, suffix).name for suffix in _existing(new.prefix, format)]
+    found = [file_of(new.prefix, suffix).name for suffix in _existing(new)]
     if found and not new.overwrite:
         some = ", ".join(found[:4]) + (", …" if len(found) > 4 else "")
         raise UserError(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from gristmill.base.errors import Exit, UserError
 from gristmill.text.prepare.prepare import prepare
 from gristmill.text.prepare.request import PrepareRequest
-from gristmill.text.sources.reading import open_sources
+from gristmill.text.sources.reading import SourceReader
 from gristmill.text.sources.source import ReadOptions, Reason
 from gristmill.text.tokenizers.tokenizer import ByteTokenizer
 
@@ -173,7 +173,7 @@ def test_progress(tmp_path: Path, read_blocks: ReadBlocks, name: str) -> None:
 def test_hopeless_tables(tmp_path: Path, name: str, columns: dict[str, Any], words: str) -> None:
     path = written(tmp_path, name, arrow.table(columns))
     with pytest.raises(UserError) as caught:
-        list(open_sources([str(path)]))
+        list(SourceReader([str(path)]))
     assert words in caught.value.problems[0].what
     assert caught.value.problems[0].where == f"{path}:1"
     assert caught.value.exit is Exit.DATA
@@ -254,7 +254,7 @@ def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for module in ("pyarrow", "pyarrow.parquet"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UserError, match="needs the package 'pyarrow'") as caught:
-        list(open_sources([str(path)]))
+        list(SourceReader([str(path)]))
     assert caught.value.problems[0].remedy == "pip install 'gristmill[parquet]'"
 
 

@@ -18,13 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.text.sources.reading import open_sources
+from gristmill.text.sources.reading import SourceReader
 from gristmill.text.sources.source import Document, DocumentSplit, Dropped, ReadOptions, Reason
 
 
 def texts(*paths: Path | str, json_key: str = "text", **options: Any) -> list[str | Reason]:
     read = ReadOptions(keys=(json_key,), **options)
-    items = open_sources([str(path) for path in paths], options=read)
+    items = SourceReader([str(path) for path in paths], options=read)
     return [item.text if isinstance(item, Document) else item.reason for item in items]
 
 
@@ -47,7 +47,7 @@ def test_every_reason_with_its_place(tmp_path: Path) -> None:
         (b'{"text": "no newline at the end"}', "no newline at the end"),
     ]
     path.write_bytes(b"\n".join(line for line, _ in lines))
-    found = list(open_sources([str(path)]))
+    found = list(SourceReader([str(path)]))
     expected = [
         Dropped(result, f"{path}:{n}") if isinstance(result, Reason) else
         Document(result, f"{path}:{n}")
@@ -86,7 +86,7 @@ def test_byte_order_mark_and_carriage_returns(tmp_path: Path) -> None:
 def test_blocks_know_where_they_begin(tmp_path: Path) -> None:
     path = tmp_path / "a.md"
     path.write_text("\n\none\ntwo\n \t\n\n\nthree")
-    found = list(open_sources([str(path)], ReadOptions(split=DocumentSplit.BLANK)))
+    found = list(SourceReader([str(path)], ReadOptions(split=DocumentSplit.BLANK)))
     assert found == [Document("one\ntwo", f"{path}:3"), Document("three", f"{path}:8")]
 
 
@@ -97,7 +97,7 @@ def test_separated_text(tmp_path: Path) -> None:
     lines = [1, 4, 4, 6, 6]
     for block in (1, 7, 1000):
         options = ReadOptions(separator="<|end|>", block_bytes=block)
-        found = list(open_sources([str(path)], options=options))
+        found = list(SourceReader([str(path)], options=options))
         assert [item.origin for item in found] == [f"{path}:{line}" for line in lines]
         assert texts(path, separator="<|end|>", block_bytes=block) == expected
     path.write_bytes(b"only one")
@@ -124,7 +124,7 @@ def test_compressed_files(tmp_path: Path, suffix: str, compress: Callable[[bytes
     lines = b"".join(b'{"text": "%d"}\n' % n for n in range(1000))
     path = tmp_path / f"a.jsonl{suffix}"
     path.write_bytes(compress(lines))
-    reader = open_sources([str(path)])
+    reader = SourceReader([str(path)])
     items = list(reader)
     assert items[999] == Document("999", f"{path}:1000")
     assert reader.bytes_done == reader.bytes_total == path.stat().st_size
@@ -162,7 +162,7 @@ def test_progress_within_a_compressed_file(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.xz"
     lines = (json.dumps({"text": format(n**40, "x")}) for n in range(1, 20_000))
     path.write_bytes(lzma.compress("\n".join(lines).encode(), preset=0))
-    reader = open_sources([str(path)], options=ReadOptions(block_bytes=1 << 16))
+    reader = SourceReader([str(path)], options=ReadOptions(block_bytes=1 << 16))
     total = reader.bytes_total
     assert total is not None
     seen = [reader.bytes_done for _ in reader]
@@ -189,10 +189,10 @@ def test_a_name_with_glob_characters_is_taken_as_it_is(tmp_path: Path) -> None:
 def test_missing_sources_are_named(tmp_path: Path) -> None:
     for name, words in (("no.txt", "no such file"), ("*.txt", "no file matches")):
         with pytest.raises(UserError, match=words) as caught:
-            open_sources([str(tmp_path / name)])
+            SourceReader([str(tmp_path / name)])
         assert caught.value.exit is Exit.DATA
     with pytest.raises(UserError, match="holds no files"):
-        open_sources([str(tmp_path)])
+        SourceReader([str(tmp_path)])
 
 
 def test_a_line_over_the_limit_is_an_error_with_its_place(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_standard_input(
     monkeypatch: pytest.MonkeyPatch, content: bytes, expected: list[str]
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
-    reader = open_sources(["-"])
+    reader = SourceReader(["-"])
     assert reader.bytes_total is None
     assert next(iter(reader)) == Document(expected[0], "<stdin>:1")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
@@ -231,6 +231,6 @@ def test_a_pipe_in_place_of_a_file() -> None:
     process = subprocess.Popen(["printf", r'{"text": "piped"}\n'], stdout=subprocess.PIPE)
     assert process.stdout is not None
     with process:
-        reader = open_sources([f"/dev/fd/{process.stdout.fileno()}"])
+        reader = SourceReader([f"/dev/fd/{process.stdout.fileno()}"])
         assert [item.text for item in reader if isinstance(item, Document)] == ["piped"]
         assert reader.bytes_total is None

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from gristmill.base.errors import Exit, UserError
 from gristmill.text.prepare.prepare import prepare
 from gristmill.text.prepare.request import PrepareRequest
-from gristmill.text.sources.reading import open_sources
+from gristmill.text.sources.reading import SourceReader
 from gristmill.text.sources.source import ReadOptions, Reason
 from gristmill.text.tokenizers.tokenizer import ByteTokenizer
 
@@ -185,7 +185,7 @@ def check_blocks(read_blocks: ReadBlocks, path: Path, *, size: int, keys: tuple[
 def test_hopeless_tables(tmp_path: Path, content: str, line: int, words: str, size: int) -> None:
     path = written(tmp_path, content)
     with pytest.raises(UserError) as caught:
-        list(open_sources([str(path)], options=ReadOptions(block_bytes=size)))
+        list(SourceReader([str(path)], options=ReadOptions(block_bytes=size)))
     assert words in caught.value.problems[0].what
     assert caught.value.problems[0].where == f"{path}:{line}"
     assert caught.value.exit is Exit.DATA

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from gristmill.base.errors import UserError
 from gristmill.text.tokenizers import rank_files
-from gristmill.text.tokenizers.byte_level import BpeTokenizer
+from gristmill.text.tokenizers.library import BpeTokenizer
 from gristmill.text.tokenizers.rank_files import ENCODINGS, from_ranks, read_ranks
 from gristmill.text.tokenizers.tokenizer import END_OF_TEXT, open_tokenizer
 from gristmill.text.tokenizers.training import train_tokenizer

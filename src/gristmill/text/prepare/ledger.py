@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gristmill.base.errors import Exit, UserError
+from gristmill.base.errors import DataError
 from gristmill.text.sources.source import Dropped, Reason
 
 LEDGER_FILE = ".ledger.json"
 _MAX_PLACES = 100
 
 
-class HopelessError(UserError):
+class HopelessError(DataError):
     """An error that resuming the same work would only repeat."""
 
 
@@ -51,7 +51,6 @@ class Ledger:
             f"no document was found in {self.lines} lines" + (f" ({reasons})" if reasons else ""),
             where=self.places[0].origin if self.places else None,
             remedy="check the sources and, for JSON lines, the key that holds the text",
-            exit=Exit.DATA,
         )
 
     def as_json(self) -> dict[str, Any]:

@@ -1,9 +1,7 @@
 """The token sets of one preparation, written together.
 
-    key 1 -> its ledger, and the sets train, val, test or a single one
-    key 2 -> …
-
-Beside each set lies its tokenizer, PREFIX.tokenizer; beside all sets of a key, its ledger.
+key 1 -> its ledger, and the sets train, val, test or a single one
+key 2 -> …
 """
 
 from __future__ import annotations
@@ -14,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from gristmill.base.errors import Exit
 from gristmill.base.files import storage_errors, write_json
 from gristmill.text.prepare.ledger import LEDGER_FILE, HopelessError, Ledger
 from gristmill.text.prepare.parts import WHOLE
@@ -24,7 +20,7 @@ from gristmill.text.prepare.request import PrepareRequest
 from gristmill.text.prepare.workers import EncodedBlock, EncodedColumn
 from gristmill.text.sources.source import Dropped
 from gristmill.text.tokenizers.tokenizer import TOKENIZER_FILES, Tokenizer
-from gristmill.tokens.format import TokenSetInfo, file_of
+from gristmill.tokens.format import NewSet, TokenSetInfo, file_of
 from gristmill.tokens.store import create_tokens
 from gristmill.tokens.writer import TokenWriter
 
@@ -53,28 +49,14 @@ class _OpenSet:
 
     prefix: Path
     writer: TokenWriter
-    documents: int = 0
-    tokens: int = 0
-    text_bytes: int = 0
+    text_bytes: int
 
-    def append(
-        self,
-        ids: npt.NDArray[Any],
-        lengths: npt.NDArray[np.int64],
-        text_bytes: npt.NDArray[np.int64],
-    ) -> None:
-        self.writer.append(ids, starts=np.cumsum(lengths) - lengths)
-        self.documents += len(lengths)
-        self.tokens += len(ids)
-        self.text_bytes += int(text_bytes.sum())
+    def append(self, column: EncodedColumn) -> None:
+        self.writer.append(column.ids, starts=np.cumsum(column.lengths) - column.lengths)
+        self.text_bytes += int(column.text_bytes.sum())
 
     def save(self) -> dict[str, Any]:
-        counts = {
-            "documents": self.documents,
-            "tokens": self.tokens,
-            "text_bytes": self.text_bytes,
-        }
-        return {"writer": self.writer.save(), "counts": counts}
+        return {"writer": self.writer.save(), "counts": {"text_bytes": self.text_bytes}}
 
 
 @dataclass
@@ -93,19 +75,14 @@ class Outputs:
         self,
         request: PrepareRequest,
         tokenizer: Tokenizer,
-        *,
-        resumable: bool = False,
         states: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """Begin the sets, or continue those that `states` describe.
-
-        `resumable` sets outlive their process.
-        """
+        """Begin the sets; with states they outlive their process: () begins, others resume them."""
         self.encoder = ""
         """The library that encoded the last block."""
         self._request = request
         self._tokenizer = tokenizer
-        self._resumable = resumable
+        self._resumable = states is not None
         self._keys: list[_OpenKey] = []
         folder = request.name.parent
         with storage_errors(folder):
@@ -124,19 +101,21 @@ class Outputs:
         ledger = Ledger.from_json(state["ledger"]) if state else Ledger()
         self._keys.append(_OpenKey(key, ledger, []))
         for number, split in enumerate(self._request.splits):
-            saved = state["sets"][number] if state else {"writer": {}, "counts": {}}
+            saved = state["sets"][number] if state else {"writer": {}, "counts": {"text_bytes": 0}}
             prefix = self._request.prefix(key, split)
             writer = create_tokens(
-                prefix,
-                vocab_size=self._tokenizer.size,
-                end_of_text=self._tokenizer.end_of_text,
-                tokenizer=self._tokenizer.spec,
-                format=self._request.format,
-                shard_size=self._request.shard_size,
-                overwrite=self._request.overwrite,
-                state=saved["writer"] if self._resumable else None,
+                NewSet(
+                    prefix,
+                    vocab_size=self._tokenizer.size,
+                    end_of_text=self._tokenizer.end_of_text,
+                    tokenizer=self._tokenizer.spec,
+                    format=self._request.format,
+                    shard_size=self._request.shard_size,
+                    overwrite=self._request.overwrite,
+                    state=saved["writer"] if self._resumable else None,
+                )
             )
-            self._keys[-1].sets.append(_OpenSet(prefix, writer, **saved["counts"]))
+            self._keys[-1].sets.append(_OpenSet(prefix, writer, saved["counts"]["text_bytes"]))
 
     @property
     def _sets(self) -> Iterator[_OpenSet]:
@@ -148,7 +127,7 @@ class Outputs:
 
     @property
     def tokens(self) -> int:
-        return sum(one.tokens for one in self._sets)
+        return sum(one.writer.tokens for one in self._sets)
 
     @property
     def text_bytes(self) -> int:
@@ -167,7 +146,6 @@ class Outputs:
                         f"this line gives no document: {reason.value}",
                         where=origin(place),
                         remedy="fix it, or leave out --strict to drop such lines",
-                        exit=Exit.DATA,
                     )
                 key.ledger.drop(Dropped(reason, origin(place)))
             key.ledger.kept += len(column.lengths)
@@ -179,14 +157,13 @@ class Outputs:
     ) -> None:
         holdout = self._request.holdout
         if holdout is None:
-            sets[0].append(column.ids, column.lengths, column.text_bytes)
+            sets[0].append(column)
             return
         chosen = holdout.sets_of(column.places + line, source=source)
         for number, one in enumerate(sets):
             mine = chosen == number
             if mine.any():
-                ids = column.ids[np.repeat(mine, column.lengths)]
-                one.append(ids, column.lengths[mine], column.text_bytes[mine])
+                one.append(column.only(mine))
 
     def save(self) -> list[dict[str, Any]]:
         """Flush everything; the result lets another process continue."""
@@ -201,12 +178,11 @@ class Outputs:
         for key in self._keys:
             key.ledger.check(may_be_empty=may_be_empty)
             for one in key.sets:
-                if not one.documents and not may_be_empty:
+                if not one.writer.documents and not may_be_empty:
                     raise HopelessError(
                         f"none of {key.ledger.kept} documents fell into this set",
-                        where=str(one.prefix),
+                        where=one.prefix,
                         remedy="hold out a larger share (--split), or choose another --seed",
-                        exit=Exit.DATA,
                     )
         prepared = []
         for key in self._keys:
@@ -215,7 +191,7 @@ class Outputs:
             made = []
             for one in key.sets:
                 save_tokenizer(self._tokenizer, file_of(one.prefix, ".tokenizer"))
-                info = one.writer.finish(text_bytes=one.text_bytes, may_be_empty=not one.documents)
+                info = one.writer.finish(text_bytes=one.text_bytes, may_be_empty=may_be_empty)
                 made.append(PreparedSet(one.prefix, info))
             prepared.append(PreparedKey(key.key, key.ledger, ledger_file, tuple(made)))
         return tuple(prepared)

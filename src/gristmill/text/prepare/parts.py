@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gristmill.base.errors import Exit, UserError
+from gristmill.base.errors import DataError, UserError
 from gristmill.base.files import read_json, write_json
 from gristmill.text.prepare.ledger import LEDGER_FILE, Ledger
 from gristmill.text.sources.reading import format_of
@@ -39,7 +39,7 @@ class PartNumber:
     @property
     def suffix(self) -> str:
         """Appended to the name of the whole set to name the part."""
-        return f".part-{self.number:0{len(str(self.of))}d}-of-{self.of}"
+        return "" if self == WHOLE else f".part-{self.number:0{len(str(self.of))}d}-of-{self.of}"
 
 
 WHOLE = PartNumber(1, 1)
@@ -111,9 +111,6 @@ def spans_of(sources: Sequence[Source], options: ReadOptions, part: PartNumber) 
     return spans
 
 
-# ------------------------------------------------------------------ merging
-
-
 def find_sets(names: Sequence[Path]) -> list[Path]:
     """The prefixes of the token sets that names and globs stand for; no part may be missing."""
     found = [prefix for name in names for prefix in _expand(name)]
@@ -129,11 +126,10 @@ def find_sets(names: Sequence[Path]) -> list[Path]:
         if missing:
             names_of_missing = ", ".join(PartNumber(number, of).suffix for number in missing[:5])
             what = f"{len(missing)} of {of} parts are not given: {names_of_missing}"
-        raise UserError(
+        raise DataError(
             what,
             where=whole,
             remedy=f'prepare what is missing, and give all parts: "{whole}.part-*-of-{of}"',
-            exit=Exit.DATA,
         )
     return found
 
@@ -146,7 +142,7 @@ def _expand(name: Path) -> list[Path]:
         path[: -len(".json")] for path in glob.glob(f"{name}.json") if is_manifest(Path(path))
     ]
     if not prefixes:
-        raise UserError("no token set matches", where=str(name), exit=Exit.DATA)
+        raise DataError("no token set matches", where=name)
 
     def by_number(text: str) -> list[tuple[int, str]]:
         pieces = re.split(r"(\d+)", text)

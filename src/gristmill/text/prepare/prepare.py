@@ -9,7 +9,7 @@
 Lines read = documents kept + lines dropped by reason; this is checked before anything is put in
 place. A line is whatever a source offers as one document: a line, a paragraph, a row or a file.
 Memory is bounded by the blocks under way and the longest document. A killed preparation resumes
-when the same is requested again (see `journal`), and gives the same files byte for byte. A pipe
+when the same is requested again (see `Journal`), and gives the same files byte for byte. A pipe
 cannot be read twice, so such a preparation starts over.
 """
 
@@ -20,13 +20,14 @@ import itertools
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from gristmill.base.errors import UserError
-from gristmill.text.prepare.journal import Cursor, Journal
+from gristmill.base.errors import Exit, UserError
+from gristmill.base.files import read_json, write_json
 from gristmill.text.prepare.ledger import HopelessError
 from gristmill.text.prepare.outputs import Outputs, PreparedKey
 from gristmill.text.prepare.parts import spans_of
@@ -50,6 +51,7 @@ from gristmill.tokens.format import dtype_for
 
 _BYTES_PER_WORKER = 16 << 20
 _BATCH = 1024
+_JOURNAL_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,69 @@ class PrepareResult:
     seconds: float
     encoder: str
     """The library that encoded the text; "" if nothing was left to do."""
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """What comes next."""
+
+    span: int = 0
+    """The number of the span, in the order of the work."""
+    position: int | None = None
+    """Where in its source; None for the beginning of the span."""
+    line: int = 0
+    """The number of the next line."""
+
+
+class Journal:
+    """The journal of one preparation, .NAME.prepare.json.
+
+    Every few seconds the hidden files of the unfinished sets are flushed, then the journal records
+    their lengths and which line of which source comes next. The same command, given again,
+    truncates the files to that and continues. A different command is refused, since it would
+    destroy hours of work. The journal is removed once the sets are in place.
+    """
+
+    def __init__(self, name: Path, request: Mapping[str, Any]) -> None:
+        self.path = name.with_name(f".{name.name}.prepare.json")
+        self._name = name
+        self._request = dict(request)
+
+    def load(self) -> tuple[Cursor, Sequence[Mapping[str, Any]]] | None:
+        """What an earlier process saved, if it had the same request."""
+        if not self.path.exists():
+            return None
+        why = "its journal cannot be read"
+        try:
+            found = read_json(self.path)
+            state = Cursor(**found["cursor"]), found["columns"]
+            request = found["request"]
+            if found["version"] == _JOURNAL_VERSION:
+                differing = [key for key in self._request if request.get(key) != self._request[key]]
+                if not differing:
+                    return state
+                why = f"it differs in: {', '.join(differing)}"
+        except (UserError, KeyError, TypeError):
+            pass
+        raise UserError(
+            f"a different preparation of this set was interrupted: {why}",
+            where=str(self._name),
+            remedy="give the same command to resume it, use another name, or start over with "
+            "--overwrite",
+            exit=Exit.REFUSED,
+        )
+
+    def save(self, cursor: Cursor, columns: Sequence[Mapping[str, Any]]) -> None:
+        value = {
+            "version": _JOURNAL_VERSION,
+            "request": self._request,
+            "cursor": asdict(cursor),
+            "columns": list(columns),
+        }
+        write_json(self.path, value)
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)
 
 
 def prepare(
@@ -178,13 +243,13 @@ def _open_outputs(
         saved = journal.load() if journal else None
         if saved:
             cursor, states = saved
-            return Outputs(request, tokenizer, resumable=True, states=states), cursor
+            return Outputs(request, tokenizer, states), cursor
     except UserError:
         if not request.overwrite:
             raise
     if journal:
         journal.remove()
-    return Outputs(request, tokenizer, resumable=journal is not None), Cursor()
+    return Outputs(request, tokenizer, () if journal else None), Cursor()
 
 
 def _origin(name: str, line: int, place: int) -> str:

@@ -121,16 +121,12 @@ class PrepareRequest:
             name += f"_{key}_document"
         elif len(self.options.keys) > 1:
             name += f"_{key}"
-        return Path(name + self._part_suffix)
+        return Path(name + self.part.suffix)
 
     @property
     def name(self) -> Path:
         """The name of the preparation as a whole."""
-        return Path(split_name(str(self.output), None) + self._part_suffix)
-
-    @property
-    def _part_suffix(self) -> str:
-        return self.part.suffix if self.part != WHOLE else ""
+        return Path(split_name(str(self.output), None) + self.part.suffix)
 
     def as_json(self, sources: Sequence[Source], tokenizer: Tokenizer) -> dict[str, Any]:
         """All that decides the content of the files: equal requests give equal files."""

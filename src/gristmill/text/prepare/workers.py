@@ -64,6 +64,11 @@ class EncodedColumn:
     dropped: Sequence[tuple[int, Reason]]
     """The lines that gave no document."""
 
+    def only(self, mine: npt.NDArray[np.bool_]) -> EncodedColumn:
+        """Some of the documents."""
+        ids, places = self.ids[np.repeat(mine, self.lengths)], self.places[mine]
+        return EncodedColumn(ids, self.lengths[mine], self.text_bytes[mine], places, ())
+
 
 @dataclass(frozen=True)
 class EncodedBlock:

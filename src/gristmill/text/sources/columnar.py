@@ -89,9 +89,6 @@ def _bytes_by_text() -> Mapping[str, Any]:
     }
 
 
-# ------------------------------------------------------------------ rows
-
-
 def _rows(table: Any, options: ReadOptions) -> TextRows:
     """The rows of a table or record batch, up to the first text that is too long."""
     found: list[list[bytes | None]] = []
@@ -135,9 +132,6 @@ def _slices(
         part = batch.slice(first, step)
         start = position + first
         yield TextBlock(start, start + part.num_rows, disk, content=_rows(part, options))
-
-
-# ------------------------------------------------------------------ Parquet
 
 
 def _open_parquet(source: Source) -> Any:
@@ -206,41 +200,29 @@ def _read_parquet(source: Source, block: TextBlock, options: ReadOptions) -> Tex
         return _rows(table, options)
 
 
-# ------------------------------------------------------------------ Arrow
-
-
 def _cut_arrow(source: Source, options: ReadOptions, begin: int) -> Iterator[TextBlock]:
     with _opening(source), _pyarrow().OSFile(str(source.path)) as handle:
+        ipc = _pyarrow("pyarrow.ipc")
+        start = handle.read(len(_ARROW_FILE))
+        if start.startswith(_OLD_FEATHER):
+            raise ReadError("this is version 1 of Feather", remedy="write it again as .arrow")
+        is_file = start == _ARROW_FILE
+        open_either = ipc.open_file if is_file else ipc.open_stream
+        handle.seek(0)
+        schema = open_either(handle).schema
+        _check_columns(schema, options)
+        fields = sorted({schema.get_field_index(key) for key in options.keys})
+        read_options = ipc.IpcReadOptions(included_fields=fields, use_threads=False)
+        handle.seek(0)
+        reader = open_either(handle, options=read_options)
+        count = reader.num_record_batches if is_file else 0
+        batches = map(reader.get_batch, range(count)) if is_file else reader
         row = 0
-        for batch, disk in _record_batches(source, handle, options):
+        for number, batch in enumerate(batches, 1):
             batch.validate()
+            disk = (source.size or 0) * number // count if is_file else handle.tell()
             yield from _slices(batch, options, row, begin, disk=disk)
             row += batch.num_rows
-
-
-def _record_batches(source: Source, handle: Any, options: ReadOptions) -> Iterator[tuple[Any, int]]:
-    """The record batches of a file or stream, each with the bytes on disk up to its end."""
-    ipc = _pyarrow("pyarrow.ipc")
-    start = handle.read(len(_ARROW_FILE))
-    if start.startswith(_OLD_FEATHER):
-        raise ReadError("this is version 1 of Feather", remedy="write it again as .arrow")
-    is_file = start == _ARROW_FILE
-    open_either = ipc.open_file if is_file else ipc.open_stream
-    handle.seek(0)
-    schema = open_either(handle).schema
-    _check_columns(schema, options)
-    fields = sorted({schema.get_field_index(key) for key in options.keys})
-    handle.seek(0)
-    reader = open_either(
-        handle, options=ipc.IpcReadOptions(included_fields=fields, use_threads=False)
-    )
-    if not is_file:
-        for batch in reader:
-            yield batch, handle.tell()
-        return
-    count = reader.num_record_batches
-    for number in range(count):
-        yield reader.get_batch(number), (source.size or 0) * (number + 1) // count
 
 
 PARQUET = SourceFormat(_cut_parquet, _read_parquet)

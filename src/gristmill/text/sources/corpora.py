@@ -59,11 +59,6 @@ class Corpus:
         return f"hf:{self.dataset}?{query}"
 
     @property
-    def permuted_rows(self) -> int | None:
-        """The number of rows to choose from in the way of the `datasets` library."""
-        return self.documents if self.split_as_published else None
-
-    @property
     def file(self) -> Path:
         """Where the file of a corpus with a `url` is kept."""
         assert self.url is not None, f"{self.name} is not a file"

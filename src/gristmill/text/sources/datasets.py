@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote_plus
 
-from gristmill.base.errors import Exit, Problem, UserError, optional
+from gristmill.base.errors import DataError, Problem, UserError, optional
 from gristmill.base.files import sha256_text
 from gristmill.text.sources.blocks import SourceFormat, TextBlock, TextRows, Value
 from gristmill.text.sources.lines import text_or_reason
@@ -66,7 +66,7 @@ def parse_dataset(text: str) -> DatasetSpec:
             found[key] = unquote_plus(value)
     if wrong:
         remedy = "write hf:NAME?config=…&split=…&column=…; everything but the name is optional"
-        raise UserError([Problem(what, text, remedy) for what in wrong], exit=Exit.DATA)
+        raise DataError([Problem(what, text, remedy) for what in wrong])
     return DatasetSpec(name, **found)
 
 
@@ -94,7 +94,7 @@ class DatasetSource(Source):
         if folder.is_dir():
             opened = _open_folder(datasets, spec, folder)
         elif spec.name.startswith(_PATH_STARTS):
-            raise UserError("there is no such folder", where=name, exit=Exit.DATA)
+            raise DataError("there is no such folder", where=name)
         else:
             opened = open_hub(datasets, spec)
         self._rows = opened.rows
@@ -121,11 +121,10 @@ class DatasetSource(Source):
             try:
                 table = next(batches, None)
             except Exception as error:  # the library raises nothing more precise
-                raise UserError(
+                raise DataError(
                     f"cannot read any further after row {done:,}: {_first_line(error)}",
                     where=self.name,
                     remedy="check the network or the files, then start the same command again",
-                    exit=Exit.DATA,
                 ) from error
             if table is None:
                 return
@@ -142,7 +141,7 @@ class DatasetSource(Source):
         else:
             first = next(self._rows.with_format("arrow").iter(batch_size=1), None)
             if first is None:
-                raise UserError("the dataset has no rows", where=self.name, exit=Exit.DATA)
+                raise DataError("the dataset has no rows", where=self.name)
             schema = first.schema
         types = {field.name: str(field.type) for field in schema}
         texts = [name for name, type in types.items() if type in _TEXT_TYPES]
@@ -150,11 +149,10 @@ class DatasetSource(Source):
         if chosen is None or chosen not in texts:
             have = ", ".join(f"{name} ({type})" for name, type in types.items())
             what = f"the column {chosen!r} holds no text" if chosen in types else "no such column"
-            raise UserError(
+            raise DataError(
                 f"{what}: the columns are {have}" if chosen else f"no column holds text: {have}",
                 where=self.name,
                 remedy="name a column of type string: hf:NAME?column=…",
-                exit=Exit.DATA,
             )
         return chosen
 
@@ -205,11 +203,10 @@ def _open_folder(datasets: Any, spec: DatasetSpec, folder: Path) -> OpenedDatase
         raise _cannot_open(spec, error) from error
     if isinstance(rows, dict):
         if spec.split not in rows:
-            raise UserError(
+            raise DataError(
                 f"there is no split {spec.split!r}: the splits are {', '.join(rows)}",
                 where=f"{PREFIX}{spec.name}",
                 remedy="name one of them: hf:NAME?split=…",
-                exit=Exit.DATA,
             )
         rows = rows[spec.split]
     files = [
@@ -225,10 +222,9 @@ def _first_line(error: BaseException) -> str:
 
 
 def _cannot_open(spec: DatasetSpec, error: BaseException) -> UserError:
-    return UserError(
+    return DataError(
         f"the dataset cannot be opened: {_first_line(error)}",
         where=f"{PREFIX}{spec.name}",
         remedy="check the name, its config and split, and the network; "
         "a local dataset is given as hf:./folder",
-        exit=Exit.DATA,
     )

@@ -60,9 +60,6 @@ def _read(
     return TextRows(columns, places, content.count(b"\n"))
 
 
-# ------------------------------------------------------------------ values
-
-
 def parse_object(line: bytes, keys: Sequence[str]) -> Sequence[Value]:
     """The text under each key of a JSON object."""
     if _parse_fast:
@@ -114,13 +111,6 @@ def decoded(content: bytes) -> Value:
         return content.decode() or Reason.EMPTY_TEXT
     except UnicodeDecodeError:
         return Reason.INVALID_UTF8
-
-
-def _parse_text(document: bytes, keys: Sequence[str]) -> Sequence[Value]:
-    return [decoded(document)] * len(keys)
-
-
-# ------------------------------------------------------------------ splits
 
 
 def _lines(content: bytes, options: ReadOptions) -> Iterator[tuple[int, bytes]]:
@@ -183,7 +173,7 @@ def _whole(content: bytes, options: ReadOptions) -> Iterator[tuple[int, bytes]]:
     yield 0, content.replace(b"\r\n", b"\n")
 
 
-_read_text = functools.partial(_read, parse=_parse_text)
+_read_text = functools.partial(_read, parse=lambda text, keys: [decoded(text)] * len(keys))
 JSON_LINES = SourceFormat(
     cut_lines, functools.partial(_read, split=_lines, parse=parse_object), divisible=True
 )

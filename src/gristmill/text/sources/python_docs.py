@@ -32,7 +32,13 @@ def python_documents(*, source_code: bool = False) -> Iterator[Document]:
     found = sorted(root.rglob("*.py"))
     files = [path for path in found if _SKIPPED.isdisjoint(path.relative_to(root).parts)]
     seen: set[str] = set()
-    documents = [*_topics(seen), *_docstrings(files, root=root, seen=seen)]
+    documents = []
+    for name in sorted(topics):
+        text = topics[name].strip() + "\n"
+        if text not in seen:
+            seen.add(text)
+            documents.append(Document(text, origin=f"pydoc_data.topics:{name}"))
+    documents += _docstrings(files, root=root, seen=seen)
     random.Random(_SEED).shuffle(documents)
     yield from documents
     if source_code:
@@ -40,15 +46,7 @@ def python_documents(*, source_code: bool = False) -> Iterator[Document]:
         for path in files:
             text = importlib.util.decode_source(path.read_bytes())
             if text.strip():
-                yield Document(text, origin=_origin(path, root=root))
-
-
-def _topics(seen: set[str]) -> Iterator[Document]:
-    for name in sorted(topics):
-        text = topics[name].strip() + "\n"
-        if text not in seen:
-            seen.add(text)
-            yield Document(text, origin=f"pydoc_data.topics:{name}")
+                yield Document(text, origin=f"{path.relative_to(root).as_posix()}:1")
 
 
 def _docstrings(files: list[Path], *, root: Path, seen: set[str]) -> Iterator[Document]:
@@ -64,12 +62,11 @@ def _docstrings(files: list[Path], *, root: Path, seen: set[str]) -> Iterator[Do
                 seen.add(text)
                 texts.append(text)
         if texts:
-            yield Document("\n\n".join(texts) + "\n", origin=_origin(path, root=root))
+            origin = f"{path.relative_to(root).as_posix()}:1"
+            yield Document("\n\n".join(texts) + "\n", origin)
 
 
-def _definitions(
-    node: ast.AST,
-) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+def _definitions(node: ast.AST) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
     """The classes and functions below a node, in the order they are written."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -77,7 +74,3 @@ def _definitions(
         # Expressions hold no definitions, and are most of the tree.
         if isinstance(child, ast.stmt | ast.excepthandler):
             yield from _definitions(child)
-
-
-def _origin(path: Path, *, root: Path) -> str:
-    return f"{path.relative_to(root).as_posix()}:1"

@@ -4,17 +4,11 @@
     -                             standard input
     hf:NAME, hf:./folder          a Hugging Face dataset
 
-    name without .gz .bz2 .xz .zst        format
-    .jsonl .ndjson                        JSON lines
-    .json                                 JSON lines, an array of values, or one value after another
-    .csv .tsv                             tables whose first row names the columns
-    .parquet .arrow .feather              tables; compressed internally, not by .gz and the like
-    .txt .md and all others               plain text: a document per file, line, paragraph, or
-                                          between separators
-
-A missing source is an error before any work begins. Folders are searched recursively, without
-hidden files. The name of standard input or a pipe says nothing, so the first byte decides: "{"
-begins JSON lines, "[" an array, anything else is plain text. Standard input is not decompressed.
+The extension of a name, without .gz .bz2 .xz .zst, decides the format (`FORMATS`). A .json file
+holds JSON lines, an array of values, or one value after another. A missing source is an error
+before any work begins. Folders are searched recursively, without hidden files. The name of standard
+input or a pipe says nothing, so the first byte decides: "{" begins JSON lines, "[" an array,
+anything else is plain text. Standard input is not decompressed.
 """
 
 from __future__ import annotations
@@ -23,7 +17,7 @@ import glob
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from gristmill.base.errors import Exit, UserError
+from gristmill.base.errors import DataError, UserError
 from gristmill.text.sources.blocks import (
     DAMAGE,
     ReadError,
@@ -36,14 +30,7 @@ from gristmill.text.sources.columnar import ARROW, PARQUET
 from gristmill.text.sources.datasets import DATASET, PREFIX, DatasetSource
 from gristmill.text.sources.json_values import ARRAY, CONCATENATED, json_format
 from gristmill.text.sources.lines import JSON_LINES, SEPARATED_TEXT, TEXT_BY_SPLIT
-from gristmill.text.sources.source import (
-    Document,
-    Dropped,
-    Item,
-    ReadOptions,
-    Reason,
-    Source,
-)
+from gristmill.text.sources.source import Document, Dropped, Item, ReadOptions, Reason, Source
 from gristmill.text.sources.tables import CSV, TSV
 
 STDIN = "-"
@@ -87,7 +74,7 @@ def _find(name: str, options: ReadOptions) -> Sequence[Source]:
         missing = "no file matches" if glob.has_magic(name) else "no such file or folder"
     found = sorted(file for file in files if file.is_file())
     if not found:
-        raise UserError(missing, where=name, exit=Exit.DATA)
+        raise DataError(missing, where=name)
     return [_file(file) for file in found]
 
 
@@ -128,25 +115,23 @@ def read_block(source: Source, block: TextBlock, options: ReadOptions) -> TextRo
 
 
 class SourceReader:
-    """Iterates over all documents of some sources once, and tells how far it is."""
+    """Finds all files now, reads them when it is iterated over, and tells how far it is."""
 
-    def __init__(self, sources: Sequence[Source], options: ReadOptions) -> None:
+    def __init__(self, names: Sequence[str], options: ReadOptions | None = None) -> None:
+        self._options = options or ReadOptions()
+        self._sources = find_sources(names, self._options)
         self.bytes_done = 0
         """How much of `bytes_total` has been read."""
-        sizes = [source.size for source in sources if source.size is not None]
-        self.bytes_total = sum(sizes) if len(sizes) == len(sources) else None
+        sizes = [source.size for source in self._sources if source.size is not None]
+        self.bytes_total = sum(sizes) if len(sizes) == len(self._sources) else None
         """The size of all files on disk; None with standard input."""
-        self._items = self._read(sources, options)
 
     def __iter__(self) -> Iterator[Item]:
-        return self._items
-
-    def _read(self, sources: Sequence[Source], options: ReadOptions) -> Iterator[Item]:
         finished = 0
-        for source in sources:
+        for source in self._sources:
             first = 1
-            for block in cut_source(source, options, 0):
-                rows = read_block(source, block, options)
+            for block in cut_source(source, self._options, 0):
+                rows = read_block(source, block, self._options)
                 self.bytes_done = finished + block.disk
                 for place, value in zip(rows.places, rows.columns[0], strict=True):
                     origin = f"{source.name}:{first + place}"
@@ -160,14 +145,6 @@ class SourceReader:
             finished += source.size or 0
 
 
-def open_sources(names: Sequence[str], options: ReadOptions | None = None) -> SourceReader:
-    """Find all files now; read them as the result is iterated over."""
-    options = options or ReadOptions()
-    return SourceReader(find_sources(names, options), options)
-
-
 def failed(failure: ReadError, *, source: Source, line: int) -> UserError:
     """The error for a source that cannot be read beyond a line."""
-    return UserError(
-        failure.what, where=f"{source.name}:{line}", remedy=failure.remedy, exit=Exit.DATA
-    )
+    return DataError(failure.what, where=f"{source.name}:{line}", remedy=failure.remedy)

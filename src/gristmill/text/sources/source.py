@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from gristmill.base.errors import Exit, UserError
+from gristmill.base.errors import DataError
 from gristmill.base.files import is_compressed, open_bytes
 
 LINE_LIMIT = 256 << 20
@@ -101,9 +101,7 @@ class Source:
         try:
             self.can_seek = not is_compressed(path)
         except OSError as error:
-            raise UserError(
-                f"cannot read: {error.strerror}", where=self.name, exit=Exit.DATA
-            ) from error
+            raise DataError(f"cannot read: {error.strerror}", where=self.name) from error
 
     @property
     def repeatable(self) -> bool:

@@ -12,14 +12,12 @@ text first: with a normalizer, a space added in front, or spaces removed. `lossl
 from __future__ import annotations
 
 import json
-from functools import cached_property
 from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from gristmill.base.files import sha256_text
-from gristmill.text.tokenizers.library import LibraryTokenizer
 
 
 def _byte_characters() -> dict[str, int]:
@@ -40,51 +38,9 @@ SHORT_WORDS = pre_tokenizers.Split(tokenizers.Regex(f".{{1,{LONGEST_WORD}}}"), b
 """Splits words to a length that WordPiece can encode."""
 
 
-class BpeTokenizer(LibraryTokenizer):
-    """A byte-level BPE of the `tokenizers` library."""
-
-    kind = "byte-level-bpe"
-
-    def __init__(self, inner: tokenizers.Tokenizer, *, end_of_text: str) -> None:
-        super().__init__(inner, end_of_text=end_of_text)
-        value = json.loads(inner.to_str())
-        merges = value["model"]["merges"]
-        self.fingerprint = fingerprint(
-            value,
-            vocab=value["model"]["vocab"],
-            # Pairs or strings, depending on the version of the library that wrote them.
-            merges=[pair if isinstance(pair, str) else " ".join(pair) for pair in merges],
-            ignore_merges=value["model"].get("ignore_merges", False),
-        )
-        self.lossless = gives_text_back(value)
-        self._as_gpt2 = self.lossless and _is_as_gpt2(value)
-
-    @cached_property
-    def definition(self) -> str | None:
-        """The tokenizer.json without control tokens, if it is one of GPT-2's kind."""
-        if not self._as_gpt2:
-            return None
-        plain = tokenizers.Tokenizer(self._inner.model)
-        plain.pre_tokenizer = self._inner.pre_tokenizer
-        plain.decoder = self._inner.decoder
-        return str(plain.to_str())
-
-    @cached_property
-    def _table(self) -> list[bytes]:
-        """The bytes of every id; none for special tokens and for ids that nothing uses."""
-        table = [b""] * self.size
-        added = self._inner.get_added_tokens_decoder()
-        for token, id in self._inner.get_vocab(with_added_tokens=True).items():
-            if id not in added:
-                # A token with other characters is one that no text can produce.
-                table[id] = bytes(BYTE_OF[character] for character in token if character in BYTE_OF)
-            elif not added[id].special:
-                table[id] = token.encode()
-        return table
-
-    @property
-    def _named(self) -> dict[str, str]:
-        return dict.fromkeys(("bos_token", "eos_token", "unk_token"), self._end_text)
+def bytes_of(token: str) -> bytes:
+    """The bytes that a token is written for; a token with other characters, no text can produce."""
+    return bytes(BYTE_OF[character] for character in token if character in BYTE_OF)
 
 
 def byte_level(model: models.Model, *, pattern: str | None = None) -> tokenizers.Tokenizer:
@@ -121,7 +77,7 @@ def gives_text_back(value: dict[str, Any]) -> bool:
     return not strips and all(map(_only_cuts, steps)) and _can_write(value["model"], steps)
 
 
-def _is_as_gpt2(value: dict[str, Any]) -> bool:
+def is_as_gpt2(value: dict[str, Any]) -> bool:
     """Whether GPT-2's pattern and the merges alone decide ids."""
     cutting = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
     return (

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -50,15 +50,6 @@ class Encoded:
     """Ids of each text."""
     text_bytes: npt.NDArray[np.int64]
     """Bytes of UTF-8 of each text."""
-
-
-class Encoder(Protocol):
-    """Text to ids, many at a time."""
-
-    name: str
-    """The library that does the work."""
-
-    def encode(self, texts: Sequence[str]) -> Encoded: ...
 
 
 def choose_encoder(tokenizer: Tokenizer) -> Encoder:
@@ -173,6 +164,10 @@ class GigatokenEncoder:
         return Encoded(np.concatenate(rows) if rows else np.empty(0, np.uint32), lengths, sizes)
 
 
+Encoder: TypeAlias = ExactEncoder | BytesEncoder | GigatokenEncoder
+"""Text to ids, many at a time; its `name` is the library that does the work."""
+
+
 def _resident() -> int | None:
     """Bytes of memory that this process holds, on systems that report it."""
     try:
@@ -180,9 +175,6 @@ def _resident() -> int | None:
     except OSError:
         return None
     return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-# ------------------------------------------------------------------ when gigatoken may be used
 
 
 def _probe(encoder: Encoder) -> npt.NDArray[np.int64]:
@@ -205,50 +197,24 @@ def _probes() -> Iterator[str]:
     yield "<|endoftext|> <|endoftext|>a"
 
 
-# ------------------------------------------------------------------ which texts are doubtful
-
-
 def _doubtful(content: bytes, sizes: npt.NDArray[np.int64]) -> list[int]:
-    """The numbers of the texts, end to end in `content`, with an unassigned code point.
-
-    The first two bytes of each character beyond ASCII settle nearly all text. Only where these may
-    begin an unassigned code point is the character decoded.
-    """
+    """The numbers of the texts, end to end in `content`, with an unassigned code point."""
     data = np.frombuffer(content, np.uint8)
-    leads = np.flatnonzero(data >= 0xC2)
-    if not len(leads):
+    # The bytes beyond ASCII are whole characters, and most texts have few of them.
+    characters = data[data >= 0x80].tobytes().decode()
+    unassigned = _unassigned()[np.frombuffer(characters.encode("utf-32-le"), "<u4")]
+    if not unassigned.any():
         return []
-    unassigned, beginnings = _unassigned()
-    suspects = leads[beginnings[data[leads].astype(np.intp) << 8 | data[leads + 1]]]
-    found = suspects[unassigned[_decoded(data, suspects)]]
-    numbers = np.searchsorted(np.cumsum(sizes), found, side="right")
+    begins = np.flatnonzero(data >= 0xC2)[unassigned]
+    numbers = np.searchsorted(np.cumsum(sizes), begins, side="right")
     return [int(number) for number in np.unique(numbers)]
 
 
-def _decoded(data: npt.NDArray[np.uint8], leads: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-    """The code points of the characters that begin at some bytes."""
-    first = data[leads]
-    lengths = np.where(first < 0xE0, 2, np.where(first < 0xF0, 3, 4))
-    # A lead byte of n has n ones and a zero before the bits that count.
-    codes = (first & (0x7F >> lengths)).astype(np.intp)
-    for more in (1, 2, 3):
-        follow = lengths > more
-        codes[follow] = codes[follow] << 6 | (data[leads[follow] + more] & 0x3F)
-    return codes
-
-
 @functools.cache
-def _unassigned() -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Which code points Unicode 14 leaves unassigned, and which two bytes may begin one of them."""
+def _unassigned() -> npt.NDArray[np.bool_]:
+    """Which code points Unicode 14 leaves unassigned."""
     codes = np.zeros(0x110000, np.bool_)
     for line in _UNASSIGNED.read_text("ascii").split():
         first, last = line.split("-")
         codes[int(first, 16) : int(last, 16) + 1] = True
-    pairs = np.zeros(1 << 16, np.bool_)
-    # Two bytes are a whole character below U+0800, and above begin 64 or more that lie together.
-    free = np.flatnonzero(codes)
-    groups = np.unique(free[free >= 0x800] >> 6) << 6
-    for code in [*free[free < 0x800].tolist(), *groups.tolist()]:
-        lead, second = chr(code).encode("utf-8", "surrogatepass")[:2]
-        pairs[lead << 8 | second] = True
-    return codes, pairs
+    return codes

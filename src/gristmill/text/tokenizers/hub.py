@@ -37,15 +37,7 @@ PAIRS = (
 the URLs of OpenAI's encoder.json and vocab.bpe."""
 _NAMING = (CONFIG_FILE, "special_tokens_map.json")
 _NUMBERING = ("generation_config.json", "config.json")
-_FILES = (
-    TOKENIZER_FILE,
-    "vocab.json",
-    "merges.txt",
-    "added_tokens.json",
-    *_NAMING,
-    *_NUMBERING,
-    *SLOW_FILES,
-)
+_FILES = (TOKENIZER_FILE, *PAIRS[0], "added_tokens.json", *_NAMING, *_NUMBERING, *SLOW_FILES)
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(?<!\.json)")
 """What can be the name of a repository on Hugging Face."""
 _snapshot = partial(

@@ -1,25 +1,40 @@
-"""What all tokenizers of the `tokenizers` library have in common.
+"""Tokenizers of the `tokenizers` library: byte-level BPEs, and those of T5, BERT, Llama 2.
+
+    Unigram     the most likely pieces           "▁the" "▁mill" "s"
+    WordPiece   the longest piece, then on       "the" "mill" "##s"
+    BPE         with single bytes for the rest   "▁mill" "<0xE2>" "<0x86>" "<0x92>"
 
 Text that looks like a control token is encoded as text, nothing is added around it, and the token
 that ends a document is a control token even if the files define it as an ordinary one.
+
+Most tokenizers that do not work on bytes change text before they split it: they drop line ends,
+fold case, or write a token for "unknown"; they are not `lossless`. The bytes of an id are then what
+`decode` adds for it in the middle of a text, and none for an unknown, so bits per byte are at worst
+too high. Their vocabularies hold control tokens as ordinary pieces, so a page with "</s>" in it
+would end the document. Splitting every such word after its first character keeps text from becoming
+a control token. The split is added when a tokenizer is opened, and never saved.
 """
 
 from __future__ import annotations
 
 import abc
+import json
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import models
+from tokenizers import models, pre_tokenizers
 
 from gristmill.base.files import storage_errors, write_atomic, write_json
+from gristmill.text.tokenizers import byte_level
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 BYTES_FILE = "gristmill_tokenizer.json"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class LibraryTokenizer(abc.ABC):
@@ -44,6 +59,8 @@ class LibraryTokenizer(abc.ABC):
         self.size = max(ids.values()) + 1
         self.end_of_text = ids[end_of_text]
         self._inner = inner
+        self._text = ""
+        """The text of the tokenizer.json, if `_inner` no longer gives it."""
         self._end_text = end_of_text
 
     @property
@@ -79,11 +96,6 @@ class LibraryTokenizer(abc.ABC):
         """The bytes that every id stands for."""
 
     @property
-    def _file(self) -> str:
-        """The text of the tokenizer.json."""
-        return str(self._inner.to_str(pretty=True))
-
-    @property
     def _named(self) -> dict[str, str]:
         """The control tokens by the names that `transformers` gives them."""
         return {"eos_token": self._end_text}
@@ -98,4 +110,121 @@ class LibraryTokenizer(abc.ABC):
             "clean_up_tokenization_spaces": False,
         }
         write_json(folder / CONFIG_FILE, settings)
-        write_atomic(folder / TOKENIZER_FILE, self._file)
+        write_atomic(folder / TOKENIZER_FILE, self._text or self._inner.to_str(pretty=True))
+
+
+class BpeTokenizer(LibraryTokenizer):
+    """A byte-level BPE of the `tokenizers` library."""
+
+    kind = "byte-level-bpe"
+
+    def __init__(self, inner: tokenizers.Tokenizer, *, end_of_text: str) -> None:
+        super().__init__(inner, end_of_text=end_of_text)
+        value = json.loads(inner.to_str())
+        merges = value["model"]["merges"]
+        self.fingerprint = byte_level.fingerprint(
+            value,
+            vocab=value["model"]["vocab"],
+            # Pairs or strings, depending on the version of the library that wrote them.
+            merges=[pair if isinstance(pair, str) else " ".join(pair) for pair in merges],
+            ignore_merges=value["model"].get("ignore_merges", False),
+        )
+        self.lossless = byte_level.gives_text_back(value)
+        self._as_gpt2 = self.lossless and byte_level.is_as_gpt2(value)
+
+    @cached_property
+    def definition(self) -> str | None:
+        """The tokenizer.json without control tokens, if it is one of GPT-2's kind."""
+        if not self._as_gpt2:
+            return None
+        plain = tokenizers.Tokenizer(self._inner.model)
+        plain.pre_tokenizer = self._inner.pre_tokenizer
+        plain.decoder = self._inner.decoder
+        return str(plain.to_str())
+
+    @cached_property
+    def _table(self) -> list[bytes]:
+        """The bytes of every id; none for special tokens and for ids that nothing uses."""
+        table = [b""] * self.size
+        added = self._inner.get_added_tokens_decoder()
+        for token, id in self._inner.get_vocab(with_added_tokens=True).items():
+            if id not in added:
+                table[id] = byte_level.bytes_of(token)
+            elif not added[id].special:
+                table[id] = token.encode()
+        return table
+
+    @property
+    def _named(self) -> dict[str, str]:
+        return dict.fromkeys(("bos_token", "eos_token", "unk_token"), self._end_text)
+
+
+class SubwordTokenizer(LibraryTokenizer):
+    """Any other tokenizer of the library."""
+
+    def __init__(self, inner: tokenizers.Tokenizer, *, end_of_text: str) -> None:
+        super().__init__(inner, end_of_text=end_of_text)
+        # What is changed below is not saved.
+        self._text = inner.to_str(pretty=True)
+        value = json.loads(self._text)
+        model = value["model"]
+        self._on_bytes = byte_level.works_on_bytes(inner)
+        name = str(model["type"]).lower()
+        self.kind = f"byte-level-{name}" if self._on_bytes else name
+        deciding = {key: part for key, part in model.items() if key != "dropout"}
+        self.fingerprint = byte_level.fingerprint(value, model=deciding)
+        self.lossless = self._on_bytes and byte_level.gives_text_back(value)
+        self._unknown = _unknown(model)
+        added = inner.get_added_tokens_decoder()
+        special = {id: token.content for id, token in added.items() if token.special}
+        self._control = frozenset(id for id, text in special.items() if text != self._unknown)
+        _keep_apart(inner, special.values())
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        # A control token of one character cannot be split: it is left out instead.
+        return [
+            ids if self._control.isdisjoint(ids) else [id for id in ids if id not in self._control]
+            for ids in super().encode_batch(texts)
+        ]
+
+    @cached_property
+    def _table(self) -> list[bytes]:
+        """What every id adds to a text; nothing for control tokens and for the unknown."""
+        before = self.encode("a")
+        start = self.decode(before)
+        table = [b""] * self.size
+        for token, id in self._inner.get_vocab(with_added_tokens=True).items():
+            if id in self._control or token == self._unknown:
+                continue
+            if self._on_bytes:
+                table[id] = byte_level.bytes_of(token)
+            elif single := _BYTE_TOKEN.fullmatch(token):
+                table[id] = bytes.fromhex(single[1])
+            else:
+                table[id] = self.decode([*before, id]).removeprefix(start).encode()
+        return table
+
+    @property
+    def _named(self) -> dict[str, str]:
+        return super()._named | ({"unk_token": self._unknown} if self._unknown else {})
+
+
+def _unknown(model: dict[str, Any]) -> str | None:
+    """The token that stands for what the vocabulary lacks."""
+    if model["type"] == "Unigram":
+        place = model["unk_id"]
+        return None if place is None else str(model["vocab"][place][0])
+    unknown = model.get("unk_token")
+    return str(unknown) if unknown in model["vocab"] else None
+
+
+def _keep_apart(inner: tokenizers.Tokenizer, words: Any) -> None:
+    """Split words that are control tokens in two before the model sees them."""
+    pieces = inner.get_vocab(with_added_tokens=False)
+    whole = [word for word in words if word in pieces and len(word) > 1]
+    if not whole:
+        return
+    pattern = "|".join(f"{re.escape(word[0])}(?={re.escape(word[1:])})" for word in whole)
+    cut = pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")
+    before = [inner.pre_tokenizer] if inner.pre_tokenizer is not None else []
+    inner.pre_tokenizer = pre_tokenizers.Sequence([*before, cut])

@@ -20,7 +20,7 @@ import base64
 import binascii
 import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,8 +62,6 @@ O200K_PATTERN = "|".join(
         r"\s+",
     )
 )
-
-
 SHA256 = {
     "r50k_base": "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
     "p50k_base": "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069",
@@ -127,12 +125,19 @@ def from_ranks(
     ranks: Mapping[bytes, int], *, pattern: str | None, special: Mapping[str, int]
 ) -> tokenizers.Tokenizer:
     """A byte-level BPE that gives each token its rank as id, and special tokens theirs."""
-    merges, leftover = _merges(ranks)
+    merges: list[tuple[str, str]] = []
+    whole_words = 0
+    for token in sorted(ranks, key=ranks.__getitem__):
+        parts = _joined(token, ranks)
+        if len(parts) == 2:
+            merges.append((_written(parts[0]), _written(parts[1])))
+        # No merge makes a token of more parts.
+        whole_words += len(parts) > 2
     ids = {_written(token): rank for token, rank in ranks.items()} | dict(special)
     # The library wants every id to have a token. No text gives these: no merge makes them.
     for id in sorted(set(range(max(ids.values()) + 1)) - set(ids.values())):
         ids[f"<|unused_{id}|>"] = id
-    model = models.BPE(ids, list(merges), ignore_merges=bool(leftover))
+    model = models.BPE(ids, merges, ignore_merges=whole_words > 0)
     inner = byte_level(model, pattern=pattern)
     inner.add_special_tokens(
         [tokenizers.AddedToken(token, special=True, normalized=False) for token in special]
@@ -168,20 +173,6 @@ def _find(ranks: str) -> Path:
 
 def _written(token: bytes) -> str:
     return "".join(CHARACTER_OF[byte] for byte in token)
-
-
-def _merges(ranks: Mapping[bytes, int]) -> tuple[Sequence[tuple[str, str]], int]:
-    """The merges in the order of their ranks, and how many tokens no merge makes."""
-    merges, leftover = [], 0
-    for token in sorted(ranks, key=ranks.__getitem__):
-        if len(token) == 1:
-            continue
-        parts = _joined(token, ranks)
-        if len(parts) == 2:
-            merges.append((_written(parts[0]), _written(parts[1])))
-        else:
-            leftover += 1
-    return merges, leftover
 
 
 def _joined(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:

@@ -18,31 +18,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import tokenizers
 from tokenizers import models
 
 from gristmill.base.errors import DataError
 from gristmill.base.files import read_json, sha256_text, storage_errors, write_json
-from gristmill.text.tokenizers.byte_level import BYTE_OF, BpeTokenizer, byte_level, works_on_bytes
-from gristmill.text.tokenizers.hub import (
-    HUB_NAME,
-    PAIRS,
-    SLOW_FILES,
-    convert,
-    find_pair,
-    holds_tokenizer,
-    stated_ends,
-    tokenizer_folder,
-)
-from gristmill.text.tokenizers.library import BYTES_FILE, CONFIG_FILE, TOKENIZER_FILE
+from gristmill.text.tokenizers import hub, library
+from gristmill.text.tokenizers.byte_level import BYTE_OF, byte_level, works_on_bytes
 from gristmill.text.tokenizers.rank_files import ENCODINGS, open_encoding
-from gristmill.text.tokenizers.subword import SubwordTokenizer
 from gristmill.text.tokenizers.vocabularies import Vocabulary, gpt2_vocabulary, read_vocabulary
 
 END_OF_TEXT = "<|endoftext|>"
-TOKENIZER_FILES = (BYTES_FILE, TOKENIZER_FILE, CONFIG_FILE)
+TOKENIZER_FILES = (library.BYTES_FILE, library.TOKENIZER_FILE, library.CONFIG_FILE)
 """Every file that a tokenizer's `save` may write."""
 _TIKTOKEN = "tiktoken:"
 _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
@@ -98,17 +87,11 @@ class ByteTokenizer:
     size = 257
     end_of_text = 256
     fingerprint = sha256_text("gristmill bytes, end of text 256")
+    spec: ClassVar[dict[str, Any]] = {
+        "type": "bytes", "size": 257, "end_of_text": 256, "fingerprint": fingerprint,
+    }  # fmt: skip
     lossless = True
     definition = None
-
-    @property
-    def spec(self) -> dict[str, Any]:
-        return {
-            "type": "bytes",
-            "size": self.size,
-            "end_of_text": self.end_of_text,
-            "fingerprint": self.fingerprint,
-        }
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -129,7 +112,7 @@ class ByteTokenizer:
     def save(self, folder: Path) -> None:
         with storage_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / BYTES_FILE, self.spec)
+        write_json(folder / library.BYTES_FILE, self.spec)
 
 
 def open_tokenizer(spec: str | Path, *, end_of_text: str | None = None) -> Tokenizer:
@@ -143,15 +126,15 @@ def open_tokenizer(spec: str | Path, *, end_of_text: str | None = None) -> Token
         return ByteTokenizer()
     if path.is_file():
         return _open_file(path, end_of_text=end_of_text)
-    if path.is_dir() and holds_tokenizer(path):
+    if path.is_dir() and hub.holds_tokenizer(path):
         return _open_folder(path, end_of_text=end_of_text)
     if encoding == "gpt2":
         return _from_vocabulary(gpt2_vocabulary(), where=name, end_of_text=end_of_text)
     if encoding in ENCODINGS:
         return _finished(open_encoding(encoding), where=name, end_of_text=end_of_text)
-    if path.is_dir() or name.startswith(_TIKTOKEN) or not HUB_NAME.fullmatch(name):
+    if path.is_dir() or name.startswith(_TIKTOKEN) or not hub.HUB_NAME.fullmatch(name):
         raise _no_tokenizer(name)
-    return _open_folder(tokenizer_folder(name), end_of_text=end_of_text)
+    return _open_folder(hub.tokenizer_folder(name), end_of_text=end_of_text)
 
 
 def open_tokenizer_files(vocab: Path, merges: Path, *, end_of_text: str | None = None) -> Tokenizer:
@@ -162,8 +145,9 @@ def open_tokenizer_files(vocab: Path, merges: Path, *, end_of_text: str | None =
 
 def _no_tokenizer(name: str) -> DataError:
     if Path(name).is_dir():
-        names = [TOKENIZER_FILE, *(" with ".join(pair) for pair in PAIRS[:2]), *SLOW_FILES]
-        what = f"this folder holds no tokenizer: looked for {', '.join(names)}"
+        pairs = [" with ".join(pair) for pair in hub.PAIRS[:2]]
+        names = ", ".join([library.TOKENIZER_FILE, *pairs, *hub.SLOW_FILES])
+        what = f"this folder holds no tokenizer: looked for {names}"
         return DataError(what, where=name)
     return DataError(
         "there is no such tokenizer",
@@ -174,18 +158,18 @@ def _no_tokenizer(name: str) -> DataError:
 
 
 def _open_folder(folder: Path, *, end_of_text: str | None) -> Tokenizer:
-    if (file := folder / BYTES_FILE).is_file():
+    if (file := folder / library.BYTES_FILE).is_file():
         tokenizer = ByteTokenizer()
         if read_json(file) == tokenizer.spec:
             return tokenizer
         raise DataError("this program does not know the tokenizer described here", where=file)
-    if (folder / TOKENIZER_FILE).is_file():
-        return _open_file(folder / TOKENIZER_FILE, end_of_text=end_of_text)
-    if pair := find_pair(folder):
+    if (folder / library.TOKENIZER_FILE).is_file():
+        return _open_file(folder / library.TOKENIZER_FILE, end_of_text=end_of_text)
+    if pair := hub.find_pair(folder):
         return open_tokenizer_files(*pair, end_of_text=end_of_text)
-    if not holds_tokenizer(folder):
+    if not hub.holds_tokenizer(folder):
         raise _no_tokenizer(str(folder))
-    return _finished(convert(folder), where=str(folder), end_of_text=end_of_text, folder=folder)
+    return _finished(hub.convert(folder), where=str(folder), end_of_text=end_of_text, folder=folder)
 
 
 def _open_file(path: Path, *, end_of_text: str | None) -> Tokenizer:
@@ -209,20 +193,17 @@ def _from_vocabulary(found: Vocabulary, *, where: str, end_of_text: str | None) 
 
 
 def _finished(
-    inner: tokenizers.Tokenizer,
-    *,
-    where: str,
-    end_of_text: str | None,
-    folder: Path | None = None,
+    inner: tokenizers.Tokenizer, *, where: str, end_of_text: str | None, folder: Path | None = None
 ) -> Tokenizer:
     """The tokenizer with its end-of-text token: the given, the one stated in the folder, or a
     common one."""
-    stated = stated_ends(folder, inner) if folder else ()
+    stated = hub.stated_ends(folder, inner) if folder else ()
     ends = [end_of_text] if end_of_text else [*stated, *_ENDS]
     for end in ends:
         if inner.token_to_id(end) is not None:
             is_bpe = isinstance(inner.model, models.BPE) and works_on_bytes(inner)
-            return (BpeTokenizer if is_bpe else SubwordTokenizer)(inner, end_of_text=end)
+            kind = library.BpeTokenizer if is_bpe else library.SubwordTokenizer
+            return kind(inner, end_of_text=end)
     added = inner.get_added_tokens_decoder().values()
     special = ", ".join(token.content for token in added if token.special) or "none"
     raise DataError(

@@ -23,17 +23,11 @@ from typing import Any
 import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
-from gristmill.base.errors import Exit, UserError
-from gristmill.text.tokenizers.byte_level import (
-    BYTE_OF,
-    LONGEST_WORD,
-    SHORT_WORDS,
-    BpeTokenizer,
-    byte_level,
-)
+from gristmill.base.errors import DataError, UserError
+from gristmill.text.tokenizers.byte_level import BYTE_OF, LONGEST_WORD, SHORT_WORDS, byte_level
 from gristmill.text.tokenizers.kinds import TokenizerKind, WordPattern
+from gristmill.text.tokenizers.library import BpeTokenizer, SubwordTokenizer
 from gristmill.text.tokenizers.rank_files import CL100K_PATTERN, O200K_PATTERN
-from gristmill.text.tokenizers.subword import SubwordTokenizer
 from gristmill.text.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
 
 _MIN_COUNT = 2
@@ -81,10 +75,9 @@ def train_tokenizer(
     inner.train_from_iterator(_counted(texts, limit, progress), trainer=trainer)
     reached = inner.get_vocab_size() + 1
     if reached < vocab_size:
-        raise UserError(
+        raise DataError(
             f"the text is too short for {vocab_size} tokens: it gives {reached}",
             remedy=f"ask for at most {reached} tokens, or give more text",
-            exit=Exit.DATA,
         )
     if kind is TokenizerKind.BPE:
         return BpeTokenizer(inner, end_of_text=END_OF_TEXT)
