@@ -58,7 +58,7 @@ def test_transformers_loads_the_same_model_and_tokenizer(
     source = small(tokenizer, **settings)
     done = export(kept(source, tokenizer), tmp_path / "hf")
     assert done.agreement is not None and done.agreement.largest_difference < 1e-5
-    assert done.files == 1 and done.unasked is None
+    assert done.files == 1 and done.skipped is None
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert type(theirs).__name__ == "GPT2LMHeadModel"
     assert theirs.config.vocab_size == tokenizer.size  # padded rows are dropped

@@ -28,9 +28,9 @@ from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.model import StoredModel, open_model, open_stored
 from gristmill.checkpoint.state import TrainState, capture
 from gristmill.checkpoint.tensor_reader import HF_INDEX
-from gristmill.checkpoint.writer import commit_pieces, words_of
+from gristmill.checkpoint.writer import commit_pieces
 from gristmill.config.model import GPTConfig
-from gristmill.export import ExportProgress, export
+from gristmill.export import export
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
 from gristmill.models.weights import Gpt2Tensor, to_gpt2
@@ -49,25 +49,25 @@ def make(**settings: Any) -> GPT:
 
 
 def save(model: GPT, run: Path, *, ranks: int = 1) -> Path:
-    """A run folder with a checkpoint that so many processes wrote, of which each has some rows of
-    some tensors and some columns of others."""
+    """A run folder with a checkpoint of this many ranks, each with some rows of some tensors and
+    some columns of others."""
     run.mkdir()
     (run / "run.toml").write_text("")
     ByteTokenizer().save(run / "tokenizer")
     settings = {"model": model.config.model_dump(exclude_none=True), "vocab": VOCAB}
     checkpoints = CheckpointFolder(run / "checkpoints")
-    staging, told, snapshots = checkpoints.begin(0), [], []
+    staging, reports, snapshots = checkpoints.begin(0), [], []
     for rank in range(ranks):
-        held = {name: share(name, p, rank, ranks) for name, p in model.named_parameters()}
+        held = {name: shard(name, p, rank, ranks) for name, p in model.named_parameters()}
         state = TrainState(model, ParameterOptimizer({}, []), {}, settings, parameters=held)
         snapshot = capture(state)
-        told.append(words_of(snapshot, snapshot.write(staging, rank=rank, ranks=ranks)))
+        reports.append(snapshot.write(staging, rank=rank, ranks=ranks))
         snapshots.append(snapshot)
-    commit_pieces(checkpoints, staging, snapshot=snapshots[0], told=told)
+    commit_pieces(checkpoints, staging, snapshot=snapshots[0], reports=reports)
     return run
 
 
-def share(name: str, parameter: nn.Parameter, rank: int, ranks: int) -> ShardedParameter:
+def shard(name: str, parameter: nn.Parameter, rank: int, ranks: int) -> ShardedParameter:
     whole, shape = parameter.detach(), tuple(parameter.shape)
     if name.endswith(("attention.out.weight", "mlp.down.weight")):
         pieces = split_slices(shape, dim=1, parts=shape[1:], rank=rank, ranks=ranks)
@@ -99,7 +99,7 @@ def test_every_layout_gives_the_same_files(tmp_path: Path, settings: dict[str, A
     for ranks in (1, 2, 4):
         stored = open_stored(str(save(model, tmp_path / f"run-{ranks}", ranks=ranks)))
         done = export(stored, tmp_path / f"hf-{ranks}", check="files")
-        assert done.agreement is None and done.unasked == "transformers was not asked"
+        assert done.agreement is None and done.skipped == "not compared with transformers"
         contents.append(content(done.folder))
     assert contents[0] == contents[1] == contents[2]
     names = ["config.json", "generation_config.json", "gristmill_tokenizer.json"]
@@ -186,8 +186,8 @@ def test_memory_does_not_grow_with_the_model(
 ) -> None:
     run = save(make(layers=12, width=256), tmp_path / "run", ranks=ranks)
     gc.collect()
-    monkeypatch.setattr(module, "_PIECE", 2**19)
-    monkeypatch.setattr("gristmill.checkpoint.tensor_reader._LET_GO", 2**20)
+    monkeypatch.setattr(module, "_BYTES_AT_ONCE", 2**19)
+    monkeypatch.setattr("gristmill.checkpoint.tensor_reader._READ_BEFORE_CLOSE", 2**20)
     stored = open_stored(str(run))
     export(open_stored(str(save(make(), tmp_path / "warm"))), tmp_path / "warm-hf", check="files")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
@@ -199,17 +199,19 @@ def test_memory_does_not_grow_with_the_model(
 
 
 def test_progress_counts_every_byte_twice(stored: StoredModel, tmp_path: Path) -> None:
-    seen: list[ExportProgress] = []
-    done = export(stored, tmp_path / "hf", check="files", watch=seen.append)
-    counts = [state.done for state in seen]
-    assert counts == sorted(counts) and counts[-1] == seen[-1].total == 2 * done.bytes
-    assert list(dict.fromkeys(state.doing for state in seen)) == ["writing", "reading back"]
+    seen: list[tuple[str, int, int]] = []
+    done = export(
+        stored, tmp_path / "hf", check="files", progress=lambda *state: seen.append(state)
+    )
+    steps, counts, totals = zip(*seen, strict=True)
+    assert list(counts) == sorted(counts) and counts[-1] == totals[-1] == 2 * done.bytes
+    assert list(dict.fromkeys(steps)) == ["writing", "reading back"]
 
 
 # ------------------------------------------------------------------ which check
 
 
-def test_transformers_is_asked_if_there_is_memory(
+def test_transformers_is_used_if_there_is_memory(
     stored: StoredModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(*args: Any, **named: Any) -> Any:
@@ -226,8 +228,8 @@ def test_transformers_is_asked_if_there_is_memory(
         export(stored, tmp_path / "hf", check="transformers")
     done = export(stored, tmp_path / "hf")
     assert done.agreement is None
-    assert done.unasked is not None
-    assert "takes 85.1 KiB of memory, more than half of the 170 KiB that are free" in done.unasked
+    assert done.skipped is not None
+    assert "takes 85.1 KiB of memory, more than half of the 170 KiB that are free" in done.skipped
 
 
 @pytest.mark.parametrize("settings", [{}, {"bias": False}], ids=str)
@@ -257,21 +259,21 @@ def test_what_was_not_written_as_it_was_to_be(
 def test_an_export_that_is_interrupted_leaves_nothing(
     stored: StoredModel, tmp_path: Path, moment: str
 ) -> None:
-    def interrupt(state: ExportProgress) -> None:
-        if state.doing == moment:
+    def interrupt(doing: str, done: int, total: int) -> None:
+        if doing == moment:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        export(stored, tmp_path / "hf", check="files", watch=interrupt)
+        export(stored, tmp_path / "hf", check="files", progress=interrupt)
     assert left(tmp_path) == []
 
 
 def export_until_killed(run: Path, folder: Path, moment: str) -> None:
-    def kill(state: ExportProgress) -> None:
-        if state.doing == moment:
+    def kill(doing: str, done: int, total: int) -> None:
+        if doing == moment:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    export(open_stored(str(run)), folder, check="files", shard=8_000, watch=kill)
+    export(open_stored(str(run)), folder, check="files", shard=8_000, progress=kill)
 
 
 def test_an_export_that_is_killed_leaves_nothing_that_looks_whole(
@@ -308,12 +310,12 @@ def test_two_exports_to_one_folder(stored: StoredModel, tmp_path: Path) -> None:
 def test_a_folder_that_is_filled_meanwhile_is_not_touched(
     stored: StoredModel, tmp_path: Path
 ) -> None:
-    def fill(state: ExportProgress) -> None:
+    def fill(*_: object) -> None:
         (tmp_path / "hf").mkdir(exist_ok=True)
         (tmp_path / "hf" / "precious").write_text("x")
 
     with pytest.raises(UserError, match="not empty"):
-        export(stored, tmp_path / "hf", check="files", watch=fill)
+        export(stored, tmp_path / "hf", check="files", progress=fill)
     assert left(tmp_path) == ["hf"] and left(tmp_path / "hf") == ["precious"]
 
 

@@ -1,24 +1,25 @@
-"""Token ids in, token ids out: prefill, then one position at a time with the model's cache, if it
+"""Generates token ids, and text: prefill, then one position at a time with the model's cache, if it
 has one.
 
-    window   the last `context` ids the model sees; when it is full, its older half is forgotten
+    window   the last `context` ids: what the model sees; when full, its older half is dropped
 
-The window rule depends on positions only, so decoding with and without the cache see the same text
-and greedy decoding gives the same ids either way. The engine knows nothing about text;
-`TextGenerator` puts a tokenizer around it.
+The window depends on positions only. So decoding sees the same ids with and without a cache, and
+greedy decoding gives the same ids. The engine knows nothing about text; `TextGenerator` adds a
+tokenizer.
 
 Shapes: B samples, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from gristmill.base.errors import UserError
-from gristmill.models.spec import Cache, CausalLM
+from gristmill.models.spec import CausalLM
 from gristmill.text.tokenizers.tokenizer import Tokenizer
 
 
@@ -27,11 +28,11 @@ class Sampling:
     """How the next token is drawn."""
 
     temperature: float = 0.8
-    """0 takes the likeliest."""
+    """0 takes the most likely token."""
     top_k: int = 50
-    """Only the likeliest so many; 0 allows all."""
+    """Draw from this many of the most likely tokens; 0 allows all."""
     top_p: float = 1.0
-    """Only the likeliest that together have this probability."""
+    """Draw from the most likely tokens that together have this probability."""
     seed: int = 1337
 
     def __post_init__(self) -> None:
@@ -62,41 +63,27 @@ class Engine:
         generator = torch.Generator(device).manual_seed(sampling.seed)
         ids_BT = torch.tensor([prompt] * samples, device=device)
         cache = self.model.new_cache() if self.cached else None
-        forward = self._plain_forward if cache is None else self._cached_forward(cache)
+        window = 0
         try:
             for _ in range(tokens):
-                next_B = draw(forward(ids_BT)[:, : self.ids], sampling, generator)
+                start = window_start(ids_BT.shape[1], self.model.config.context)
+                seen = 0
+                if cache is not None:
+                    if start != window:
+                        cache.clear()
+                        window = start
+                    seen = cache.length
+                logits = self.model(ids_BT[:, start + seen :], cache=cache, last_only=True)
+                assert isinstance(logits, torch.Tensor)
+                next_B = draw(logits[:, -1, : self.ids], sampling, generator)
                 ids_BT = torch.cat((ids_BT, next_B[:, None]), dim=1)
                 yield next_B.tolist()
         finally:
             self.model.train(was_training)
 
-    def _plain_forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
-        start = window_start(ids_BT.shape[1], self.model.config.context)
-        logits = self.model(ids_BT[:, start:], last_only=True)
-        assert isinstance(logits, torch.Tensor)
-        return logits[:, -1]
-
-    def _cached_forward(self, cache: Cache) -> Callable[[torch.Tensor], torch.Tensor]:
-        context = self.model.config.context
-        cached_from = 0
-
-        def forward(ids_BT: torch.Tensor) -> torch.Tensor:
-            nonlocal cached_from
-            start = window_start(ids_BT.shape[1], context)
-            if start != cached_from:
-                cache.clear()
-                cached_from = start
-            new_BT = ids_BT[:, start + cache.length :]
-            logits = self.model(new_BT, cache=cache, last_only=True)
-            assert isinstance(logits, torch.Tensor)
-            return logits[:, -1]
-
-        return forward
-
 
 def window_start(length: int, context: int) -> int:
-    """The first of `length` ids that is still seen."""
+    """The first of `length` ids that is in the window."""
     if length <= context:
         return 0
     half = max(1, context // 2)
@@ -122,17 +109,16 @@ def draw(logits_BV: torch.Tensor, sampling: Sampling, generator: torch.Generator
 
 @dataclass
 class _Draft:
-    """One sample being written."""
+    """One sample that is being generated."""
 
     ids: list[int] = field(default_factory=list)
-    given_out: int = 0
-    """Characters already given out."""
+    yielded: int = 0
+    """Characters already yielded."""
     finished: bool = False
 
 
 class TextGenerator:
-    """Continues text: an engine with a tokenizer, stop strings, and text given out as it
-    appears."""
+    """Continues text: an engine with a tokenizer and stop strings, whose text is streamed."""
 
     def __init__(self, model: CausalLM, tokenizer: Tokenizer, *, cached: bool = True) -> None:
         self.engine = Engine(model, cached=cached, ids=tokenizer.size)
@@ -159,27 +145,17 @@ class TextGenerator:
                 return
         for number, draft in enumerate(drafts):
             if not draft.finished:
-                yield number, self.tokenizer.decode(draft.ids)[draft.given_out :]
+                yield number, self.tokenizer.decode(draft.ids)[draft.yielded :]
 
-    def texts(
-        self,
-        prompt: str,
-        *,
-        tokens: int,
-        sampling: Sampling,
-        samples: int = 1,
-        stop: Sequence[str] = (),
-    ) -> list[str]:
-        """The whole continuations."""
+    def texts(self, prompt: str, *, samples: int = 1, **options: Any) -> list[str]:
+        """The whole continuations; `options` are those of `stream`."""
         texts = [""] * samples
-        for number, piece in self.stream(
-            prompt, tokens=tokens, sampling=sampling, samples=samples, stop=stop
-        ):
+        for number, piece in self.stream(prompt, samples=samples, **options):
             texts[number] += piece
         return texts
 
     def _extend(self, draft: _Draft, next_id: int, stop: Sequence[str]) -> str:
-        """Take in one id and return the text that is certain now."""
+        """Append an id and return the text that is final now."""
         if next_id == self.tokenizer.end_of_text:
             draft.finished = True
         else:
@@ -190,15 +166,15 @@ class TextGenerator:
             draft.finished = True
             text = text[:cut]
         elif not draft.finished:
-            # An unfinished character or a possible beginning of a stop string stays back.
+            # Hold back an incomplete character and a possible beginning of a stop string.
             text = text.rstrip("\N{REPLACEMENT CHARACTER}")
-            text = text[: len(text) - _overlap(text, stop)]
-        new = text[draft.given_out :]
-        draft.given_out = max(draft.given_out, len(text))
+            text = text[: len(text) - _stop_prefix(text, stop)]
+        new = text[draft.yielded :]
+        draft.yielded = max(draft.yielded, len(text))
         return new
 
 
-def _overlap(text: str, stop: Sequence[str]) -> int:
-    """How many characters at the end of a text could begin a stop string."""
+def _stop_prefix(text: str, stop: Sequence[str]) -> int:
+    """How many characters at the end of a text may be the beginning of a stop string."""
     lengths = (n for word in stop for n in range(1, len(word)) if text.endswith(word[:n]))
     return max(lengths, default=0)

@@ -34,14 +34,14 @@ def test_a_stack_is_divided_matrix_by_matrix() -> None:
 
 @given(st.integers(1, 5), st.lists(st.integers(1, 4), min_size=1, max_size=3), st.integers(1, 4))
 def test_divided_twice_every_element_is_held_once(
-    ranks: int, shares: list[int], again: int
+    ranks: int, shards: list[int], again: int
 ) -> None:
-    parts = [share * ranks for share in shares]
+    parts = [shard * ranks for shard in shards]
     whole = np.arange(sum(parts) * 3).reshape(-1, 3)
     seen = []
     for rank in range(ranks):
         pieces = split_slices(whole.shape, dim=0, parts=parts, rank=rank, ranks=ranks)
-        shape = (sum(shares), 3)
+        shape = (sum(shards), 3)
         local = taken(whole, pieces, shape)
         rows = [
             taken(whole, found, (max((p.local.end[0] for p in found), default=0), 3))
@@ -54,9 +54,9 @@ def test_divided_twice_every_element_is_held_once(
 
 def test_boxes_meet() -> None:
     one, two = TensorSlice((0, 2), (4, 6)), TensorSlice((3, 0), (9, 3))
-    assert one.meet(two) == TensorSlice((3, 2), (4, 3))
-    assert one.meet(TensorSlice((4, 2), (5, 3))) is None
-    assert one.meet(two).seen_from(one) == TensorSlice((3, 0), (4, 1))  # type: ignore[union-attr]
+    assert one.intersect(two) == TensorSlice((3, 2), (4, 3))
+    assert one.intersect(TensorSlice((4, 2), (5, 3))) is None
+    assert one.intersect(two).relative_to(one) == TensorSlice((3, 0), (4, 1))  # type: ignore[union-attr]
     assert one.shape == (4, 4) and one.size == 16
 
 

@@ -23,7 +23,7 @@ from torch import nn
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.tensor_slices import ShardSlice, row_slices, split_slices, whole_slice
 from gristmill.base.units import Progress
-from gristmill.checkpoint.layout import CheckpointFolder, Fingerprint, step_of, verify
+from gristmill.checkpoint.layout import CheckpointFolder, step_of, verify
 from gristmill.checkpoint.pieces import PIECES
 from gristmill.checkpoint.state import (
     Snapshot,
@@ -33,7 +33,7 @@ from gristmill.checkpoint.state import (
     restore,
 )
 from gristmill.checkpoint.tensor_reader import open_tensors
-from gristmill.checkpoint.writer import CheckpointWriter, commit_pieces, words_of
+from gristmill.checkpoint.writer import CheckpointWriter, commit_pieces
 from gristmill.config.schema import CheckpointConfig
 from gristmill.optim.spec import ParameterOptimizer, Placement, StateEntry
 from gristmill.parallel.control import ControlGroup
@@ -175,10 +175,11 @@ def save(folder: CheckpointFolder, imagined: Imagined, *, step: int = 1) -> Path
 def save_states(folder: CheckpointFolder, states: Sequence[TrainState]) -> Path:
     """What a writer does, by one process after the other."""
     snapshots = [capture(state) for state in states]
-    staging, told = folder.begin(snapshots[0].step), []
-    for rank, one in enumerate(snapshots):
-        told.append(words_of(one, one.write(staging, rank=rank, ranks=len(states))))
-    return commit_pieces(folder, staging, snapshot=snapshots[0], told=told)
+    staging = folder.begin(snapshots[0].step)
+    reports = [
+        one.write(staging, rank=rank, ranks=len(states)) for rank, one in enumerate(snapshots)
+    ]
+    return commit_pieces(folder, staging, snapshot=snapshots[0], reports=reports)
 
 
 @pytest.fixture
@@ -230,12 +231,14 @@ def test_whole_tensors_are_read_one_at_a_time(folder: CheckpointFolder, writers:
     wrote = Imagined(WORLDS[writers])
     path = save(folder, wrote)
     weights, moments = open_tensors(path), open_tensors(path, "optimizer")
-    assert sorted(weights) == sorted(wrote.shapes) and len(moments) == 3 * len(weights)
-    for name, tensor in weights.items():
+    assert sorted(weights.shapes) == sorted(wrote.shapes)
+    assert len(moments.shapes) == 3 * len(weights.shapes)
+    for name in weights.shapes:
+        tensor, moment = weights.read_exact(name), moments.read_exact(f"exp_avg/{name}")
         assert torch.equal(tensor, wrote.whole(name))
-        assert torch.equal(moments[f"exp_avg/{name}"], wrote.whole(f"exp_avg/{name}"))
+        assert torch.equal(moment, wrote.whole(f"exp_avg/{name}"))
         tensor.zero_()
-        assert torch.equal(weights[name], wrote.whole(name))  # what is read is the reader's own
+        assert torch.equal(weights.read_exact(name), wrote.whole(name))  # what is read is a copy
 
 
 def test_one_process_writes_whole_files(folder: CheckpointFolder) -> None:
@@ -392,9 +395,9 @@ def changed(imagined: Imagined, rank: int, name: str, **values: Any) -> list[Tra
 @pytest.mark.parametrize(
     ("name", "values", "message"),
     [
-        ("out.weight", {"owned": False}, "out.weight: its parts hold 48 of 60 elements"),
-        ("norm.weight", {"owned": True}, r"norm.weight: TensorSlice\(.*\) is in two parts"),
-        ("norm.weight", {"shape": (6,)}, "processes disagree on what model norm.weight is"),
+        ("out.weight", {"owned": False}, "out.weight: its pieces hold 48 of 60 elements"),
+        ("norm.weight", {"owned": True}, r"norm.weight: TensorSlice\(.*\) is in two pieces"),
+        ("norm.weight", {"shape": (6,)}, "ranks disagree on model norm.weight"),
     ],
     ids=["gap", "overlap", "disagreement"],
 )
@@ -406,27 +409,27 @@ def test_what_is_not_whole_is_not_committed(
     assert folder.committed() == []
 
 
-def test_a_parameter_that_nobody_holds_is_missed(folder: CheckpointFolder) -> None:
+def test_a_parameter_that_no_rank_holds_is_missed(folder: CheckpointFolder) -> None:
     states = [Imagined(WORLDS[2]).filled(rank) for rank in range(2)]
     for state in states:
         state.names = frozenset({*state.parameters, "lost"})
-    with pytest.raises(AssertionError, match="nobody holds \\['lost'\\]"):
+    with pytest.raises(AssertionError, match="no rank holds \\['lost'\\]"):
         save_states(folder, states)
     for state in states:
         state.names = frozenset(state.parameters)
     assert verify(save_states(folder, states)) == []
 
 
-def test_what_the_first_process_does_not_see_is_not_committed(folder: CheckpointFolder) -> None:
+def test_what_rank_0_does_not_see_is_not_committed(folder: CheckpointFolder) -> None:
     snapshots = [capture(Imagined(WORLDS[2]).filled(rank)) for rank in range(2)]
     staging, elsewhere = folder.begin(1), folder.root / "elsewhere"
     elsewhere.mkdir()
-    told = [
-        words_of(one, one.write(where, rank=rank, ranks=2))
+    reports = [
+        one.write(where, rank=rank, ranks=2)
         for rank, (one, where) in enumerate(zip(snapshots, (staging, elsewhere), strict=True))
     ]
     with pytest.raises(UserError, match=r"00002-of-00002.safetensors: is missing") as error:
-        commit_pieces(folder, staging, snapshot=snapshots[0], told=told)
+        commit_pieces(folder, staging, snapshot=snapshots[0], reports=reports)
     assert "a file system that all processes share" in str(error.value)
     assert folder.committed() == []
 
@@ -476,12 +479,12 @@ def save_three_times(root: Path) -> dict[str, Any]:
         writer.wait()
         resource.setrlimit(resource.RLIMIT_FSIZE, large)
         failures.append(str(writer.failure or ""))
-        assert rank or not list(root.glob(".*"))  # the first process tidies up
+        assert rank or not list(root.glob(".*"))  # rank 0 tidies up
     return {"said": said, "failures": failures, "defect": defect_heard(root)}
 
 
 def defect_heard(root: Path) -> str:
-    """Two processes take a parameter for theirs; only the first process finds out."""
+    """Two processes take a parameter for theirs; only rank 0 finds out."""
     writer, rank = writer_of(root, []), dist.get_rank()
     state = Imagined(WORLDS[3]).filled(rank, step=9)
     held = state.parameters["norm.weight"]
@@ -511,7 +514,7 @@ def resume_on_two(root: Path) -> dict[str, Any]:
     }
 
 
-def test_processes_save_together_and_others_go_on(
+def test_ranks_save_together_and_others_resume(
     crowd: Callable[..., list[Any]], folder: CheckpointFolder
 ) -> None:
     folder.root.mkdir()
@@ -554,10 +557,10 @@ def save_until_killed(root: Path) -> None:
     writer.finish()
     real = Snapshot.write
 
-    def deadly(self: Snapshot, folder: Path, **place: int) -> list[Fingerprint]:
+    def deadly(self: Snapshot, folder: Path, **place: int) -> dict[str, Any]:
         real(self, folder, **place)
         os.kill(os.getpid(), signal.SIGKILL)
-        return []
+        return {}
 
     if rank == 1:
         Snapshot.write = deadly  # type: ignore[method-assign]

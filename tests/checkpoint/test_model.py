@@ -15,7 +15,7 @@ from gristmill.base.tensor_slices import row_slices, whole_slice
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.model import load_start_weights
 from gristmill.checkpoint.state import TrainState, capture
-from gristmill.checkpoint.writer import commit_pieces, words_of
+from gristmill.checkpoint.writer import commit_pieces
 from gristmill.config.hf import to_hf
 from gristmill.config.model import GPTConfig
 from gristmill.models.build import build_model
@@ -43,8 +43,7 @@ def as_run(model: GPT, folder: Path) -> None:
     snapshot = capture(TrainState(model, optimizer, {}, {"vocab": VOCAB}))
     checkpoints = CheckpointFolder(folder / "checkpoints")
     staging = checkpoints.begin(1)
-    told = [words_of(snapshot, snapshot.write(staging))]
-    commit_pieces(checkpoints, staging, snapshot=snapshot, told=told)
+    commit_pieces(checkpoints, staging, snapshot=snapshot, reports=[snapshot.write(staging)])
 
 
 def as_hf(model: GPT, folder: Path) -> None:
@@ -64,7 +63,7 @@ def second_half(name: str, parameter: nn.Parameter) -> ShardedParameter:
 
 
 @pytest.mark.parametrize("write", [as_run, as_hf])
-def test_a_process_takes_its_share_of_the_start_weights(
+def test_a_rank_loads_its_shard_of_the_start_weights(
     model: GPT, tmp_path: Path, write: object
 ) -> None:
     assert callable(write)
@@ -96,7 +95,7 @@ def test_the_model_of_a_checkpoint_with_a_damaged_optimizer_can_be_read(
     folder = CheckpointFolder(tmp_path / "run/checkpoints")
     (path,) = folder.committed()
     spoil(path / "optimizer.safetensors")
-    assert folder.newest_intact().path is None, "but training cannot go on from it"
+    assert folder.newest_intact().path is None, "but training cannot resume from it"
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     model.initialise(4)
     load_start_weights(model, str(tmp_path / "run"), whole_parameters(model))

@@ -1,7 +1,8 @@
-"""Whether parts make up a whole, against counting every element."""
+"""Whether pieces make up a whole, against counting every element."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +15,10 @@ from gristmill.checkpoint.pieces import (
     Index,
     StoredPiece,
     StoredTensor,
-    TensorShare,
-    faults_of,
+    TensorReport,
     file_name,
-    join_shares,
+    find_faults,
+    merge_reports,
     piece_key,
     read_index,
     write_index,
@@ -26,7 +27,7 @@ from gristmill.checkpoint.pieces import (
 
 def index_of(shape: tuple[int, ...], boxes: list[TensorSlice]) -> Index:
     pieces = [StoredPiece("file", piece_key("x", box, shape), box) for box in boxes]
-    return {"x": StoredTensor(shape, "F32", tuple(pieces))}
+    return {"x": StoredTensor("F32", shape, pieces)}
 
 
 @st.composite
@@ -45,7 +46,7 @@ def divisions(draw: st.DrawFn) -> tuple[tuple[int, ...], list[TensorSlice]]:
     if spoil != "not":
         box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
         steps = [draw(st.integers(-1, 1)) for _ in shape]
-        boxes += {"lose": [], "repeat": [box, box], "move": [box.moved(steps)]}[spoil]
+        boxes += {"lose": [], "repeat": [box, box], "move": [box.shift(steps)]}[spoil]
     return shape, draw(st.permutations(boxes))
 
 
@@ -56,30 +57,23 @@ def test_complete_means_every_element_once(
     shape, boxes = division
     counts = np.zeros([size + 2 for size in shape], dtype=int)
     for box in boxes:
-        counts[box.moved([1] * len(shape)).slices] += 1
+        counts[box.shift([1] * len(shape)).slices] += 1
     expected = np.zeros_like(counts)
     expected[tuple(slice(1, size + 1) for size in shape)] = 1
     empty_outside = any(box.size == 0 for box in boxes)
     if not empty_outside:
-        assert (faults_of(index_of(shape, boxes)) == []) == (counts == expected).all()
+        assert (find_faults(index_of(shape, boxes)) == []) == (counts == expected).all()
     elif not (counts == expected).all():
-        assert faults_of(index_of(shape, boxes))
+        assert find_faults(index_of(shape, boxes))
 
 
 def test_an_index_is_read_as_it_was_written(tmp_path: Path) -> None:
-    shares = [
-        {
-            "a": TensorShare((4, 2), "F32", (TensorSlice((0, 0), (3, 2)),)),
-            "b": TensorShare((), "I64"),
-        },
-        {
-            "a": TensorShare((4, 2), "F32", (TensorSlice((3, 0), (4, 2)),)),
-            "b": TensorShare((), "I64", (TensorSlice((), ()),)),
-        },
+    reports: list[dict[str, TensorReport]] = [
+        {"a": ("F32", (4, 2), [((0, 0), (3, 2))]), "b": ("I64", (), [])},
+        {"a": ("F32", (4, 2), [((3, 0), (4, 2))]), "b": ("I64", (), [((), ())])},
     ]
-    plain = [{name: TensorShare.from_plain(s.plain()) for name, s in one.items()} for one in shares]
-    assert plain == shares
-    index = join_shares("model", shares)
+    index = merge_reports("model", reports)
+    assert merge_reports("model", json.loads(json.dumps(reports))) == index
     write_index(tmp_path / "pieces.json", {"model": index, "optimizer": {}})
     assert read_index(tmp_path, "model") == index
     assert read_index(tmp_path, "optimizer") == {}
@@ -97,9 +91,9 @@ def test_one_process_has_the_plain_names() -> None:
 
 
 @pytest.mark.parametrize("columns", [1, 8])
-def test_thousands_of_parts_are_checked(columns: int) -> None:
+def test_thousands_of_pieces_are_checked(columns: int) -> None:
     rows = 4096 // columns
     boxes = [TensorSlice((r, c), (r + 1, c + 1)) for r in range(rows) for c in range(columns)]
     indexes = {str(n): index_of((rows, columns), boxes)["x"] for n in range(10)}
-    assert faults_of(indexes) == []
-    assert len(faults_of({**indexes, "y": index_of((rows, columns), boxes[1:])["x"]})) == 1
+    assert find_faults(indexes) == []
+    assert len(find_faults({**indexes, "y": index_of((rows, columns), boxes[1:])["x"]})) == 1

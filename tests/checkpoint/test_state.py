@@ -12,7 +12,7 @@ from gristmill.base.errors import UserError
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.state import TrainState, capture, load_weights
 from gristmill.checkpoint.tensor_reader import open_tensors
-from gristmill.checkpoint.writer import commit_pieces, words_of
+from gristmill.checkpoint.writer import commit_pieces
 from gristmill.optim.spec import ParameterOptimizer
 
 VOCAB = 50
@@ -41,8 +41,7 @@ def save_tables(folder: CheckpointFolder, model: Tables) -> Path:
         TrainState(model, ParameterOptimizer(dict(model.named_parameters()), []), {}, {})
     )
     staging = folder.begin(1)
-    told = [words_of(snapshot, snapshot.write(staging))]
-    return commit_pieces(folder, staging, snapshot=snapshot, told=told)
+    return commit_pieces(folder, staging, snapshot=snapshot, reports=[snapshot.write(staging)])
 
 
 @pytest.mark.parametrize(("stored", "wanted"), [(52, 64), (64, 52), (56, 56)])

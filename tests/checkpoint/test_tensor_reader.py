@@ -12,7 +12,7 @@ import torch
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.tensor_slices import TensorSlice
-from gristmill.checkpoint.pieces import PIECES, TensorShare, file_name, join_shares, write_index
+from gristmill.checkpoint.pieces import PIECES, TensorReport, file_name, merge_reports, write_index
 from gristmill.checkpoint.tensor_reader import HF_INDEX, open_hf_tensors, open_tensors
 from gristmill.checkpoint.tensorfile import write_tensors
 
@@ -22,23 +22,25 @@ WHOLE = torch.arange(5.0)
 @pytest.fixture
 def divided(tmp_path: Path) -> Path:
     """A vector of 5 in two files, and another that is whole."""
-    boxes = TensorSlice((0,), (3,)), TensorSlice((3,), (5,))
-    shares = [{"norm": TensorShare((5,), "F32", (box,))} for box in boxes]
-    shares[0]["gate"] = TensorShare((1,), "F32", (TensorSlice((0,), (1,)),))
+    reports: list[dict[str, TensorReport]] = [
+        {"norm": ("F32", (5,), [((0,), (3,))]), "gate": ("F32", (1,), [((0,), (1,))])},
+        {"norm": ("F32", (5,), [((3,), (5,))])},
+    ]
     contents = {"norm[0:3]": WHOLE[:3], "gate": torch.ones(1)}, {"norm[3:5]": WHOLE[3:]}
     for rank, tensors in enumerate(contents):
         write_tensors(tmp_path / file_name("model", rank=rank, ranks=2), tensors)
-    write_index(tmp_path / PIECES, {"model": join_shares("model", shares), "optimizer": {}})
+    write_index(tmp_path / PIECES, {"model": merge_reports("model", reports), "optimizer": {}})
     return tmp_path
 
 
 def test_a_part_is_read_from_where_it_lies(divided: Path) -> None:
     stored = open_tensors(divided)
-    assert torch.equal(stored["norm"], WHOLE) and torch.equal(stored["gate"], torch.ones(1))
+    assert torch.equal(stored.read("norm"), WHOLE)
+    assert torch.equal(stored.read("gate"), torch.ones(1))
     parts = list(stored.parts("norm", TensorSlice((2,), (4,))))
-    assert [part.box for part in parts] == [TensorSlice((2,), (3,)), TensorSlice((3,), (4,))]
-    assert [part.tensor.tolist() for part in parts] == [[2.0], [3.0]]
-    assert len(open_tensors(divided, "optimizer")) == 0
+    assert [place for place, _ in parts] == [TensorSlice((2,), (3,)), TensorSlice((3,), (4,))]
+    assert [part.tolist() for _, part in parts] == [[2.0], [3.0]]
+    assert open_tensors(divided, "optimizer").shapes == {}
 
 
 def _first(values: dict[str, Any]) -> dict[str, Any]:
@@ -59,8 +61,8 @@ def _first(values: dict[str, Any]) -> dict[str, Any]:
         (lambda values: _first(values).update(begin=[0, 0]), "not of the same length"),
         (lambda values: _first(values).update(begin=[0, 0], end=[1, 1]), "outside of shape"),
         (lambda values: _first(values).update(end=[9]), "outside of shape"),
-        (lambda values: _first(values).update(end=[4]), "is in two parts"),
-        (lambda values: _first(values).update(end=[2]), "its parts hold 4 of 5"),
+        (lambda values: _first(values).update(end=[4]), "is in two pieces"),
+        (lambda values: _first(values).update(end=[2]), "its pieces hold 4 of 5"),
         (lambda values: _first(values).update(key="other"), "other cannot be read"),
         (lambda values: _first(values).update(file="absent"), "cannot be read"),
         (lambda values: _first(values).update(key="gate"), r"gate has shape \(1,\)"),
@@ -75,7 +77,7 @@ def test_a_wrong_index_is_refused(
     change(values)
     (divided / PIECES).write_text(json.dumps(values))
     with pytest.raises(UserError, match=message) as error:
-        _ = open_tensors(divided)["norm"]
+        open_tensors(divided).read_exact("norm")
     assert error.value.exit is Exit.DATA
 
 
@@ -87,13 +89,13 @@ def test_a_file_that_is_missing_or_no_file_of_tensors_is_named(tmp_path: Path) -
         (tmp_path / "model.safetensors").write_bytes(b"not tensors")
 
 
-def test_files_are_let_go_and_opened_again(divided: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gristmill.checkpoint.tensor_reader._LET_GO", 8)
+def test_files_are_closed_and_opened_again(divided: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gristmill.checkpoint.tensor_reader._READ_BEFORE_CLOSE", 8)
     stored = open_tensors(divided)
     parts = list(stored.parts("norm", TensorSlice((0,), (5,))))
     assert list(stored._files) == ["model-00002-of-00002.safetensors"]
-    assert torch.equal(torch.cat([part.tensor for part in parts]), WHOLE)  # these stay readable
-    assert torch.equal(stored["norm"], WHOLE)
+    assert torch.equal(torch.cat([part for _, part in parts]), WHOLE)  # these stay readable
+    assert torch.equal(stored.read("norm"), WHOLE)
 
 
 # ------------------------------------------------------------------ Hugging Face folders
@@ -112,10 +114,12 @@ def sharded(tmp_path: Path) -> Path:
 
 def test_several_files_by_their_index(sharded: Path) -> None:
     stored = open_hf_tensors(sharded)
-    assert set(stored) == {"norm", "gate"} and torch.equal(stored["norm"], WHOLE)
+    assert set(stored.shapes) == {"norm", "gate"} and torch.equal(stored.read("norm"), WHOLE)
     (sharded / HF_INDEX).unlink()
     (sharded / "c.safetensors").unlink()
-    assert torch.equal(open_hf_tensors(sharded)["norm"], WHOLE)  # without one, all files there are
+    assert torch.equal(
+        open_hf_tensors(sharded).read("norm"), WHOLE
+    )  # without one, all files there are
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gristmill.checkpoint.tensorfile import DTYPES, Streamed, write_streamed, write_tensors
+from gristmill.checkpoint.tensorfile import DTYPES, StreamedTensor, write_streamed, write_tensors
 
 FLOATS = {
     "one.weight": torch.randn(7, 3),
@@ -50,15 +50,15 @@ def test_every_number_format_is_read_back(tmp_path: Path) -> None:
 def test_tensors_larger_than_what_is_written_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gristmill.checkpoint.tensorfile._AT_ONCE", 64)
+    monkeypatch.setattr("gristmill.checkpoint.tensorfile._CHUNK", 64)
     tensors = {"large": torch.randn(100), "even": torch.randn(32)}
     write_tensors(tmp_path / "ours", tensors)
     save_file(tensors, tmp_path / "theirs")
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
-def in_rows(tensor: torch.Tensor, *, rows: int = 2) -> Streamed:
-    return Streamed(tensor.dtype, tuple(tensor.shape), lambda: iter(tensor.split(rows)))
+def in_rows(tensor: torch.Tensor, *, rows: int = 2) -> StreamedTensor:
+    return StreamedTensor(tensor.dtype, tuple(tensor.shape), lambda: iter(tensor.split(rows)))
 
 
 @pytest.mark.parametrize("metadata", [{}, {"format": "pt"}], ids=str)
@@ -82,7 +82,7 @@ def test_only_one_part_is_made_at_a_time(tmp_path: Path) -> None:
             del part
 
     seen: list[weakref.ref[torch.Tensor]] = []
-    streamed = {"one": Streamed(torch.float32, (10, 3), parts)}
+    streamed = {"one": StreamedTensor(torch.float32, (10, 3), parts)}
     write_streamed(tmp_path / "ours", streamed, metadata={})
     assert load_file(tmp_path / "ours")["one"][:, 0].tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
     assert max(alive) <= 2  # the one before is let go when the next is taken
@@ -90,6 +90,6 @@ def test_only_one_part_is_made_at_a_time(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rows", [4, 6])
 def test_parts_that_are_not_the_tensor(tmp_path: Path, rows: int) -> None:
-    wrong = Streamed(torch.float32, (5, 3), lambda: iter((torch.zeros(rows, 3),)))
+    wrong = StreamedTensor(torch.float32, (5, 3), lambda: iter((torch.zeros(rows, 3),)))
     with pytest.raises(AssertionError, match=f"one was {rows * 12} bytes, not 60"):
         write_streamed(tmp_path / "ours", {"one": wrong}, metadata={})

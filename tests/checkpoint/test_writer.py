@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.units import Progress
 from gristmill.checkpoint import writer as module
-from gristmill.checkpoint.layout import Best, CheckpointFolder, Fingerprint, step_of, verify
+from gristmill.checkpoint.layout import Best, CheckpointFolder, step_of, verify
 from gristmill.checkpoint.state import Snapshot, TrainState, capture
 from gristmill.checkpoint.writer import CheckpointWriter
 from gristmill.config.schema import CheckpointConfig
@@ -56,13 +57,13 @@ def test_snapshots_are_written_and_thinned_out(tmp_path: Path) -> None:
     assert written.said[-1].startswith("saved checkpoint step-00000004")
 
 
-def test_training_goes_on_while_a_snapshot_is_written(
+def test_training_continues_while_a_snapshot_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = threading.Event()
     real = Snapshot.write
 
-    def slow(self: Snapshot, folder: Path, **rank: int) -> list[Fingerprint]:
+    def slow(self: Snapshot, folder: Path, **rank: int) -> dict[str, Any]:
         assert go_on.wait(10)
         return real(self, folder, **rank)
 
@@ -136,12 +137,12 @@ def test_a_disk_that_changes_what_is_written_is_found_out(
     assert written.steps == [1] and list(tmp_path.glob(".*")) == []
 
 
-def test_any_refusal_of_the_disk_is_reported_and_training_goes_on(
+def test_any_refusal_of_the_disk_is_reported_and_training_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = Written(tmp_path / "checkpoints", background=False)
 
-    def gone(self: Snapshot, folder: Path, **rank: int) -> list[Fingerprint]:
+    def gone(self: Snapshot, folder: Path, **rank: int) -> dict[str, Any]:
         shutil.rmtree(folder.parent)  # someone tidies up
         return real(self, folder, **rank)
 

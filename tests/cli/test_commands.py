@@ -131,7 +131,7 @@ def test_export_and_use(trained: Path) -> None:
 
 def test_export_without_transformers(trained: Path) -> None:
     output = run("export", trained / "run", trained / "plain", "--check", "files")
-    assert "as they are in the source; transformers was not asked\n" in output
+    assert "as they are in the source; not compared with transformers\n" in output
     # And once more, from what was written.
     run("export", trained / "plain", trained / "again", "--check", "files")
     contents = {(trained / name / "model.safetensors").read_bytes() for name in ("plain", "again")}

@@ -16,7 +16,6 @@ from gristmill.models.weights import (
     Gpt2Weights,
     WeightsInMemory,
     gpt2_tensors,
-    read_part,
     to_gpt2,
 )
 
@@ -47,11 +46,11 @@ def test_parts_are_parts_of_the_whole(settings: dict[str, Any]) -> None:
         if one.ours is None:
             assert not whole[one.name].any()
             continue
-        for box in (TensorSlice.whole(back.shape(one.ours)), _corner(back.shape(one.ours))):
+        for box in (TensorSlice.whole(back.shapes[one.ours]), _corner(back.shapes[one.ours])):
             ours = model.get_parameter(one.ours)[box.slices]
-            assert torch.equal(read_part(back, one.ours, box), ours)
+            assert torch.equal(back.read(one.ours, box), ours)
     assert ("lm_head.weight" in whole) == (not model.config.tie_head)
-    assert set(back) == {name for name, _ in model.named_parameters()}
+    assert set(back.shapes) == {name for name, _ in model.named_parameters()}
 
 
 def _corner(shape: tuple[int, ...]) -> TensorSlice:
@@ -71,17 +70,16 @@ def test_the_published_names_are_known() -> None:
     model = make()
     plain = {name.removeprefix("transformer."): value for name, value in to_gpt2(model).items()}
     read = Gpt2Weights(WeightsInMemory({**plain, "h.0.attn.bias": torch.ones(1, 1, 6, 6)}), model)
-    assert "h.0.attn.bias" not in set(read)
-    box = TensorSlice.whole(read.shape("blocks.1.mlp.up.weight"))
+    assert "h.0.attn.bias" not in read.shapes
     up = model.get_parameter("blocks.1.mlp.up.weight")
-    assert torch.equal(read_part(read, "blocks.1.mlp.up.weight", box), up)
+    assert torch.equal(read.read("blocks.1.mlp.up.weight"), up)
 
 
 def test_numbers_of_other_formats_become_fp32() -> None:
     model = make()
     half = {name: value.bfloat16() for name, value in to_gpt2(model).items()}
     read = Gpt2Weights(WeightsInMemory(half), model)
-    value = read_part(read, "positions.weight", TensorSlice((1, 2), (4, 8)))
+    value = read.read("positions.weight", TensorSlice((1, 2), (4, 8)))
     assert value.dtype == torch.float32
     assert torch.equal(value, model.get_parameter("positions.weight")[1:4, 2:].bfloat16().float())
 

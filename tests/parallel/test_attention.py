@@ -13,14 +13,14 @@ from gristmill.parallel.attention import (
     CUDA_EFFICIENT,
     CUDA_FLASH,
     PLAIN,
-    Block,
-    Kernel,
-    Part,
+    AttentionKernel,
+    KeyBlock,
+    PartialAttention,
     attend,
     attend_backward,
     kernel_for,
     merge,
-    sums_in,
+    sum_dtype,
 )
 
 SCALE = 0.3
@@ -35,11 +35,11 @@ class Case(NamedTuple):
     masks: list[torch.Tensor | None]
     grad: torch.Tensor
 
-    def block(self, number: int) -> Block:
+    def block(self, number: int) -> KeyBlock:
         mask = self.masks[number]
         causal = number == 0 and mask is None
         key, value = self.keys[number], self.values[number]
-        return Block(self.query, key, value, SCALE, causal, mask)
+        return KeyBlock(self.query, key, value, SCALE, causal, mask)
 
 
 def make_case(
@@ -97,18 +97,17 @@ def as_a_whole(case: Case) -> list[torch.Tensor]:
 
 def in_blocks(case: Case) -> list[torch.Tensor]:
     """The same, block by block."""
-    dtype = sums_in(case.query.dtype)
+    dtype = sum_dtype(case.query.dtype)
     blocks = [case.block(number) for number in range(3)]
     first, *others = (attend(block) for block in blocks)
-    whole = Part(first.y_BHTK.to(dtype), first.log_sum_BHT.clone())
+    whole = PartialAttention(first.y_BHTK.to(dtype), first.log_sum_BHT.clone())
     for part in others:
         merge(whole, part)
-    whole = Part(whole.y_BHTK.to(case.query.dtype), whole.log_sum_BHT)
+    whole = PartialAttention(whole.y_BHTK.to(case.query.dtype), whole.log_sum_BHT)
     gradients = [attend_backward(block, whole, case.grad) for block in blocks]
-    query = sum(one.query_BHTK.to(dtype) for one in gradients)
+    queries, keys, values = zip(*gradients, strict=True)
+    query = sum(one.to(dtype) for one in queries)
     assert isinstance(query, torch.Tensor)
-    keys = [one.key_BGSK for one in gradients]
-    values = [one.value_BGSK for one in gradients]
     return [x.double().cpu() for x in (whole.y_BHTK, query, *keys, *values)]
 
 
@@ -128,7 +127,7 @@ def assert_same(ours: list[torch.Tensor], reference: list[torch.Tensor], toleran
     ],
 )
 def test_blocks_make_the_whole(
-    dtype: torch.dtype, kernel: Kernel, tolerance: float, masked: bool
+    dtype: torch.dtype, kernel: AttentionKernel, tolerance: float, masked: bool
 ) -> None:
     for groups in (4, 2, 1):
         case = make_case(dtype, groups=groups, masked=masked)
@@ -151,8 +150,8 @@ def test_the_plain_kernel_sums_half_precision_in_fp32(
 def test_what_is_not_seen_adds_nothing() -> None:
     y, log_sum = torch.randn(1, 1, 3, 4), torch.tensor([[[0.5, -2.0, -torch.inf]]])
     y[..., 2, :] = 0
-    whole = Part(y.clone(), log_sum.clone())
-    nothing = Part(torch.zeros_like(y), torch.full_like(log_sum, -torch.inf))
+    whole = PartialAttention(y.clone(), log_sum.clone())
+    nothing = PartialAttention(torch.zeros_like(y), torch.full_like(log_sum, -torch.inf))
     merge(whole, nothing)
     assert torch.equal(whole.y_BHTK, y) and torch.equal(whole.log_sum_BHT, log_sum)
     merge(nothing, whole)
@@ -160,8 +159,8 @@ def test_what_is_not_seen_adds_nothing() -> None:
 
 
 def test_merging_is_exact_where_sums_are_beyond_fp32() -> None:
-    whole = Part(torch.ones(1, 1, 1, 2), torch.full((1, 1, 1), 900.0))
-    merge(whole, Part(torch.zeros(1, 1, 1, 2), torch.full((1, 1, 1), 900.0)))
+    whole = PartialAttention(torch.ones(1, 1, 1, 2), torch.full((1, 1, 1), 900.0))
+    merge(whole, PartialAttention(torch.zeros(1, 1, 1, 2), torch.full((1, 1, 1), 900.0)))
     assert torch.equal(whole.y_BHTK, torch.full((1, 1, 1, 2), 0.5))
     assert whole.log_sum_BHT.item() == pytest.approx(900.6931)
 
@@ -169,9 +168,9 @@ def test_merging_is_exact_where_sums_are_beyond_fp32() -> None:
 @pytest.mark.parametrize(
     ("kernel", "masked"), [(CUDA_FLASH, False), (CUDA_EFFICIENT, False), (CUDA_EFFICIENT, True)]
 )
-def test_calls_of_cuda_kernels_fit_their_signatures(kernel: Kernel, masked: bool) -> None:
+def test_calls_of_cuda_kernels_fit_their_signatures(kernel: AttentionKernel, masked: bool) -> None:
     """On tensors without contents, which any machine has; the values need a CUDA device."""
-    groups = 2 if kernel.shares else 4
+    groups = 2 if kernel.grouped else 4
     case = make_case(torch.bfloat16, groups=groups, masked=masked, device="meta")
     for block in (case.block(0), case.block(1)):
         part = kernel.forward(block)
@@ -197,7 +196,7 @@ def test_calls_of_cuda_kernels_fit_their_signatures(kernel: Kernel, masked: bool
     ],
 )
 def test_cuda_blocks_make_the_whole(
-    dtype: torch.dtype, masked: bool, kernel: Kernel, tolerance: float
+    dtype: torch.dtype, masked: bool, kernel: AttentionKernel, tolerance: float
 ) -> None:
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")

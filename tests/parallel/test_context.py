@@ -14,11 +14,11 @@ from torch.nn import functional
 from gristmill.models.documents import document_mask
 from gristmill.parallel.context import (
     heads_attention,
-    pair_of,
-    positions_of,
     ring_attention,
-    share_of_sequence,
-    whole_sequence,
+    ring_step,
+    shard_positions,
+    shard_sequence,
+    unshard_sequence,
 )
 
 Attend = Callable[..., torch.Tensor]
@@ -76,22 +76,22 @@ def divided(
     """This process's part of the same."""
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
 
-    def share(x: torch.Tensor, dim: int = 2) -> torch.Tensor:
-        return share_of_sequence(x, dim, rank=rank, ranks=ranks)
+    def shard(x: torch.Tensor, dim: int = 2) -> torch.Tensor:
+        return shard_sequence(x, dim, rank=rank, ranks=ranks)
 
     # A part as it lies in memory, by position: heads are not the outer dimension of a projection.
     inputs = [
-        share(x).transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in whole[:3]
+        shard(x).transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in whole[:3]
     ]
-    documents = None if whole.documents is None else share(whole.documents, 1)
+    documents = None if whole.documents is None else shard(whole.documents, 1)
     y = attend(*inputs, group=group, scale=scale, documents_BT=documents)
     assert y.dtype == whole.query.dtype
     with torch.no_grad():
         assert torch.equal(attend(*inputs, group=group, scale=scale, documents_BT=documents), y), (
             "two calls give the same bits"
         )
-    gradients = torch.autograd.grad(y, inputs, share(whole.grad), retain_graph=True)
-    again = torch.autograd.grad(y, inputs, share(whole.grad))
+    gradients = torch.autograd.grad(y, inputs, shard(whole.grad), retain_graph=True)
+    again = torch.autograd.grad(y, inputs, shard(whole.grad))
     assert all(torch.equal(one, other) for one, other in zip(gradients, again, strict=True))
     return [y.detach(), *gradients]
 
@@ -102,7 +102,7 @@ def check(attend: Attend, whole: Whole, scale: float | None, group: Any) -> None
     for ours, all_of_it in zip(divided(attend, whole, scale, group), expected, strict=True):
         torch.testing.assert_close(
             ours.double(),
-            share_of_sequence(all_of_it, 2, rank=rank, ranks=ranks),
+            shard_sequence(all_of_it, 2, rank=rank, ranks=ranks),
             rtol=0,
             atol=TOLERANCES[whole.query.dtype],
         )
@@ -112,34 +112,34 @@ def check(attend: Attend, whole: Whole, scale: float | None, group: Any) -> None
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_shares_make_the_whole(ranks: int) -> None:
+def test_shards_make_the_whole(ranks: int) -> None:
     x = torch.randn(2, 24, 3)
-    shares = [share_of_sequence(x, 1, rank=rank, ranks=ranks) for rank in range(ranks)]
-    assert {share.shape for share in shares} == {(2, 24 // ranks, 3)}
-    assert torch.equal(whole_sequence(shares, 1), x)
-    for rank, share in enumerate(shares):
-        assert torch.equal(x[:, positions_of(rank, ranks, 24, "cpu")], share)
+    shards = [shard_sequence(x, 1, rank=rank, ranks=ranks) for rank in range(ranks)]
+    assert {shard.shape for shard in shards} == {(2, 24 // ranks, 3)}
+    assert torch.equal(unshard_sequence(shards, 1), x)
+    for rank, shard in enumerate(shards):
+        assert torch.equal(x[:, shard_positions(rank, ranks, 24)], shard)
 
 
 def test_a_process_holds_an_early_and_a_late_chunk() -> None:
-    assert positions_of(1, 4, 16, "cpu").tolist() == [2, 3, 12, 13]
+    assert shard_positions(1, 4, 16).tolist() == [2, 3, 12, 13]
     with pytest.raises(AssertionError, match="12 positions in 8 chunks"):
-        positions_of(0, 4, 12, "cpu")
+        shard_positions(0, 4, 12)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_pairs_are_all_that_is_seen_and_even(ranks: int) -> None:
+def test_ring_steps_cover_all_that_is_seen_evenly(ranks: int) -> None:
     """Every query meets every key it may see once, and all processes have the same work."""
     length = 4
     counts = torch.zeros(ranks * length, ranks * length, dtype=torch.int)
     work = [0] * ranks
     for rank, source in itertools.product(range(ranks), repeat=2):
-        pair = pair_of(rank, source, length)
-        queries = positions_of(rank, ranks, ranks * length)[pair.queries]
-        keys = positions_of(source, ranks, ranks * length)[pair.keys]
+        step = ring_step(rank, source, length)
+        queries = shard_positions(rank, ranks, ranks * length)[step.queries]
+        keys = shard_positions(source, ranks, ranks * length)[step.keys]
         seen = torch.ones(len(queries), len(keys), dtype=torch.int)
-        counts[queries[:, None], keys] += seen.tril() if pair.own else seen
-        work[rank] += int(seen.tril().sum() if pair.own else seen.sum())
+        counts[queries[:, None], keys] += seen.tril() if step.own else seen
+        work[rank] += int(seen.tril().sum() if step.own else seen.sum())
     assert torch.equal(counts, torch.ones_like(counts).tril())
     assert len(set(work)) == 1
 

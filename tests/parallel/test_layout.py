@@ -51,7 +51,7 @@ def test_every_element_has_one_owner(mesh: Mesh) -> None:
         for rank in range(mesh.processes):
             pieces = layout.slices(name, rank)
             for one, other in itertools.combinations(pieces, 2):
-                assert one.local.meet(other.local) is None
+                assert one.local.intersect(other.local) is None
             if layout.owned(name, rank):
                 for piece in pieces:
                     owned[piece.whole.slices] += 1

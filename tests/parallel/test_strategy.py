@@ -17,6 +17,7 @@ from gristmill.optim.build import build_optimizer
 from gristmill.parallel.build import build_strategy
 from gristmill.parallel.offload import Offload
 from gristmill.parallel.precision import LossScale
+from gristmill.parallel.sharding import ShardedParameters
 from gristmill.parallel.spmd import Spmd
 from gristmill.parallel.world import open_world
 
@@ -239,3 +240,30 @@ def test_an_optimizer_in_host_memory_moves_the_same(
             assert all(one.value.abs().sum() > 0 for one in moments)
     assert results[0] == results[1]
     assert torch.equal(*weights)
+
+
+class Doubling:
+    """A preconditioner that says what it was given."""
+
+    def __init__(self) -> None:
+        self.given: list[float] = []
+
+    def apply(self, parameters: ShardedParameters) -> None:
+        gradients = [one.local.grad for one in parameters.values() if one.local.grad is not None]
+        self.given.append(torch.stack(torch._foreach_norm(gradients)).norm().item())
+        torch._foreach_mul_(gradients, 2.0)
+
+
+@pytest.mark.parametrize(
+    "words", [(), ('precision.compute="fp16"', "precision.loss_scale.initial=1024.0")], ids=str
+)
+def test_a_preconditioner_has_its_place(make_run: MakeRun, words: tuple[str, ...]) -> None:
+    """After the loss scale is gone, before the norm is taken."""
+    batches = [make_batch(windows(4))]
+    plain, _ = make_strategy(make_run(*words))
+    strategy, _ = make_strategy(make_run(*words))
+    strategy.preconditioner = doubling = Doubling()
+    expected, found = step(plain, batches), step(strategy, batches)
+    assert doubling.given == [pytest.approx(expected["norm"], rel=1e-5)]
+    assert found["norm"] == pytest.approx(2 * expected["norm"], rel=1e-5)
+    assert (found["loss"], found["skipped"]) == (expected["loss"], 0.0)

@@ -37,7 +37,11 @@ class Runs:
         newest = CheckpointFolder(folder / "checkpoints").newest_intact().path
         assert newest is not None
         stored = {kind: open_tensors(newest, kind) for kind in ("model", "optimizer")}
-        return {f"{kind}:{name}": one[name] for kind, one in stored.items() for name in one}
+        return {
+            f"{kind}:{name}": one.read_exact(name)
+            for kind, one in stored.items()
+            for name in one.shapes
+        }
 
     def assert_same(self, one: Path, two: Path) -> None:
         """Equal numbers at every step, equal bits at the end."""

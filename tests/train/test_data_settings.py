@@ -102,7 +102,7 @@ def test_another_mixture_or_seed_is_another_run(
     blend = f'data.paths={{"{tokens}"=3,"{second}"=1}}'
     run_training(make_run(blend, 'train.until="2 steps"'))
     word = change.format(tokens=tokens, second=second)
-    with pytest.raises(UserError, match="cannot go on with these settings"):
+    with pytest.raises(UserError, match="cannot be resumed with these settings"):
         run_training(make_run(blend, word, 'train.until="3 steps"'))
 
 

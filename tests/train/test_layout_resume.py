@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.tensor_reader import open_tensors
 from gristmill.config.schema import RunConfig
+from gristmill.parallel.spmd import Spmd
+from gristmill.parallel.strategy import StepResult
 from gristmill.track.metrics import EventRecord, read_metrics
 from gristmill.train.run import run_training
 from gristmill.train.stop import StopRequest
@@ -186,8 +189,8 @@ def test_the_same_layout_goes_on_to_the_bit(
     one, other = (newest(tmp_path / name) for name in ("whole", "halves"))
     for kind in ("model", "optimizer"):
         left, right = open_tensors(one, kind), open_tensors(other, kind)
-        assert left.keys() == right.keys()
-        assert all(left[name].equal(right[name]) for name in left)
+        assert left.shapes == right.shapes
+        assert all(left.read_exact(name).equal(right.read_exact(name)) for name in left.shapes)
 
 
 def stored_steps(folder: Path) -> list[int]:
@@ -245,3 +248,23 @@ def test_another_layout_of_as_many_processes_is_said_to_round_otherwise(
 def warnings_of(folder: Path) -> list[str]:
     records = read_metrics(folder / "metrics.jsonl")
     return [r.text for r in records if isinstance(r, EventRecord) and r.level == "warning"]
+
+
+def stop_without_a_collective(config: RunConfig) -> list[int]:
+    """A strategy whose processes agree on the last step in a way of their own."""
+    real = Spmd.update
+
+    def update(self: Spmd, result: StepResult, *, stop: bool = False) -> StepResult:
+        return replace(real(self, result), stops=None, stop_step=5)
+
+    Spmd.update = update  # type: ignore[method-assign]
+    try:
+        outcome = run_training(config)
+        return [int(outcome.exit), outcome.step]
+    finally:
+        Spmd.update = real  # type: ignore[method-assign]
+
+
+def test_a_strategy_may_agree_on_a_stop_in_its_own_way(crowd: Crowd, make_run: MakeRun) -> None:
+    config = make_run(*SETTINGS)
+    assert crowd(2, stop_without_a_collective, config) == [[Exit.STOPPED, 5]] * 2

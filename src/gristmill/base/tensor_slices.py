@@ -1,9 +1,9 @@
-"""Slices of tensors, as plain numbers: which part of a whole a process holds, and where.
+"""Slices of tensors, as plain numbers: which part of a whole tensor a rank holds, and where.
 
     whole (6, 4), of which rank 1 of 2 has rows 1 and 4:   ShardSlice(whole 1:2, local 0:1)
-    a stack of two matrices, each divided by rows          ShardSlice(whole 4:5, local 1:2)
+    a stack of two matrices, each split by rows            ShardSlice(whole 4:5, local 1:2)
 
-A `TensorSlice` is half open along every dimension; of a tensor without dimensions it has none.
+A `TensorSlice` is half open along every dimension; a slice of a scalar has no dimensions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """A rectangular part of a tensor."""
+    """A rectangular region of a tensor."""
 
     begin: tuple[int, ...]
     end: tuple[int, ...]
@@ -30,27 +30,35 @@ class TensorSlice:
 
     @property
     def size(self) -> int:
-        """Elements inside."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What a tensor is indexed with to get this part of it."""
+        """The index that selects this region of a tensor."""
         return tuple(slice(b, e) for b, e in zip(self.begin, self.end, strict=True))
 
-    def meet(self, other: TensorSlice) -> TensorSlice | None:
-        """The common part of two boxes; None if there is none."""
+    def intersect(self, other: TensorSlice) -> TensorSlice | None:
+        """The common region of two slices; None if they have no element in common."""
         begin = tuple(map(max, self.begin, other.begin))
         end = tuple(map(min, self.end, other.end))
-        return (
-            TensorSlice(begin, end) if all(b < e for b, e in zip(begin, end, strict=True)) else None
+        if any(b >= e for b, e in zip(begin, end, strict=True)):
+            return None
+        return TensorSlice(begin, end)
+
+    def narrow(self, dim: int, begin: int, end: int) -> TensorSlice:
+        """The same slice with other bounds along one dimension."""
+        after = dim + 1
+        return TensorSlice(
+            (*self.begin[:dim], begin, *self.begin[after:]),
+            (*self.end[:dim], end, *self.end[after:]),
         )
 
-    def seen_from(self, outer: TensorSlice) -> TensorSlice:
-        """The same part, counted from the corner of another box that holds it."""
-        return self.moved([-offset for offset in outer.begin])
+    def relative_to(self, outer: TensorSlice) -> TensorSlice:
+        """The same region with offsets from the first element of an enclosing slice."""
+        return self.shift([-offset for offset in outer.begin])
 
-    def moved(self, offsets: Sequence[int]) -> TensorSlice:
+    def shift(self, offsets: Sequence[int]) -> TensorSlice:
         return TensorSlice(
             tuple(b + o for b, o in zip(self.begin, offsets, strict=True)),
             tuple(e + o for e, o in zip(self.end, offsets, strict=True)),
@@ -59,59 +67,46 @@ class TensorSlice:
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """A part of a whole tensor, and the equally shaped part of a smaller one that holds it."""
+    """A slice of a whole tensor, and the equally shaped slice of a rank's tensor that holds it."""
 
     whole: TensorSlice
     local: TensorSlice
 
-    def within(self, local: TensorSlice) -> ShardSlice | None:
-        """What of this piece lies inside a part of the smaller tensor, counted from its corner."""
-        common = self.local.meet(local)
-        if common is None:
-            return None
-        offsets = [w - p for w, p in zip(self.whole.begin, self.local.begin, strict=True)]
-        return ShardSlice(common.moved(offsets), common.seen_from(local))
-
 
 def whole_slice(shape: Sequence[int]) -> tuple[ShardSlice, ...]:
-    """The one piece of a tensor that is held whole."""
-    box = TensorSlice.whole(shape)
-    return (ShardSlice(box, box),)
+    """The slices of a tensor that is not sharded."""
+    whole = TensorSlice.whole(shape)
+    return (ShardSlice(whole, whole),)
 
 
 def split_slices(
     shape: Sequence[int], *, dim: int, parts: Sequence[int], rank: int, ranks: int
 ) -> tuple[ShardSlice, ...]:
-    """What one of several ranks holds of a whole that is divided along a dimension: an equal share
-    of each of the `parts` that are stacked there, one after the other."""
+    """What a rank holds of a tensor that is split along a dimension: an equal shard of each of the
+    `parts` that are stacked there, one after the other."""
     assert sum(parts) == shape[dim] and all(part % ranks == 0 for part in parts)
-    pieces, start, kept = [], 0, 0
+    whole, slices, part_start, local_start = TensorSlice.whole(shape), [], 0, 0
     for part in parts:
-        share = part // ranks
-        begin = [0] * len(shape)
-        begin[dim] = kept
-        end = list(shape)
-        end[dim] = kept + share
-        local = TensorSlice(tuple(begin), tuple(end))
-        offset = [0] * len(shape)
-        offset[dim] = start + rank * share - kept
-        pieces.append(ShardSlice(local.moved(offset), local))
-        start, kept = start + part, kept + share
-    return tuple(pieces)
-
-
-def rows_of_rank(rows: int, *, rank: int, ranks: int) -> tuple[int, int]:
-    """The rows that one of several ranks holds where the last ranks may hold fewer or none."""
-    each = -(-rows // ranks)
-    return min(rows, rank * each), min(rows, (rank + 1) * each)
+        size = part // ranks
+        start = part_start + rank * size
+        local = whole.narrow(dim, local_start, local_start + size)
+        slices.append(ShardSlice(whole.narrow(dim, start, start + size), local))
+        part_start, local_start = part_start + part, local_start + size
+    return tuple(slices)
 
 
 def row_slices(
-    pieces: Sequence[ShardSlice], shape: Sequence[int], *, rank: int, ranks: int
+    slices: Sequence[ShardSlice], shape: Sequence[int], *, rank: int, ranks: int
 ) -> tuple[ShardSlice, ...]:
-    """The same pieces when the tensor of this shape that holds them is divided once more, by
-    rows."""
-    first, last = rows_of_rank(shape[0], rank=rank, ranks=ranks)
-    rows = TensorSlice((first, *(0,) * (len(shape) - 1)), (last, *shape[1:]))
-    found = [piece.within(rows) for piece in pieces]
-    return tuple(piece for piece in found if piece is not None)
+    """What a rank holds of these slices when the tensor of this shape that holds them is split
+    again, by rows; the last ranks may hold fewer rows or none."""
+    each = -(-shape[0] // ranks)
+    first, last = (min(shape[0], number * each) for number in (rank, rank + 1))
+    rows = TensorSlice.whole(shape).narrow(0, first, last)
+    found = []
+    for one in slices:
+        local = one.local.intersect(rows)
+        if local is not None:
+            whole = local.relative_to(one.local).shift(one.whole.begin)
+            found.append(ShardSlice(whole, local.relative_to(rows)))
+    return tuple(found)

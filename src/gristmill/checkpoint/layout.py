@@ -1,38 +1,38 @@
-"""Checkpoint folders: how they are committed, found, checked and thinned out.
+"""Checkpoint folders: how they are committed, found, verified and thinned out.
 
     checkpoints/
     ├── step-00012000/          committed: complete, and never changed again
     │   ├── model.safetensors · optimizer.safetensors · state.json
-    │   │   or, from many processes, their parts (see `pieces.py`) · pieces.json · state.json
+    │   │   or, from several ranks, their files (see `pieces.py`) · pieces.json · state.json
     │   └── MANIFEST            one line per file: sha256, size, name; last: their sha256
     ├── .writing-step-00013000.5ac1e07f
-    │                           not committed: whatever a crash leaves is removed at the next start
+    │                           not committed: left by a crash, removed at the next start
     ├── damaged-step-00012500   set aside: found damaged, never used, never deleted by us
     └── best.json               which step had the best validation loss
 
 A checkpoint is written under its temporary name, every file is flushed, then the folder is renamed
-and its parent flushed. The rename is the commit. There is no pointer to the newest: the newest is
+and its parent flushed. The rename is the commit. No file points to the newest checkpoint: that is
 the one with the highest step whose manifest holds.
 
-Processes that share a run share this folder. They check files together, each its part, and come to
-the same conclusion; what is renamed or removed, the first of them renames or removes.
+The ranks of a run share this folder. They verify files together, each some of them, and reach the
+same conclusion; only rank 0 renames and removes.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 
 from gristmill.base.errors import Exit, Problem, UserError
 from gristmill.base.files import (
     read_json,
     sha256_file,
+    sha256_text,
     storage_errors,
     sync_file,
     sync_folder,
@@ -49,7 +49,7 @@ _LINE = re.compile(r"([0-9a-f]{64}) (\d{1,18}) ([^/]+)")
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What a file's content is known by."""
+    """What identifies a file's content."""
 
     name: str
     sha256: str
@@ -65,11 +65,14 @@ class Best:
 
 
 @dataclass(frozen=True)
-class Found:
-    """The newest checkpoint that is as it was written, and those passed over."""
+class CheckpointSearch:
+    """The newest intact checkpoint, if any, and the damaged ones that are newer."""
 
     path: Path | None
     damaged: list[tuple[Path, list[Problem]]]
+
+
+NameFilter = Callable[[str], bool]
 
 
 def step_of(path: Path) -> int:
@@ -77,15 +80,6 @@ def step_of(path: Path) -> int:
     match = _STEP.fullmatch(path.name)
     assert match, f"{path} is not a checkpoint folder"
     return int(match[1])
-
-
-Which = Callable[[str], bool]
-"""Which files of a checkpoint, by their names."""
-
-
-def everything(name: str) -> bool:
-    """All files."""
-    return True
 
 
 class CheckpointFolder:
@@ -113,7 +107,7 @@ class CheckpointFolder:
 
     def begin(self, step: int) -> Path:
         """An empty folder to write a checkpoint into."""
-        # Nobody else knows this name: not even a process that outlived an earlier start of the run
+        # No other process knows this name: not even one that outlived an earlier start of the run
         # and is still writing the same step.
         staging = self.root / f".writing-step-{step:08d}.{secrets.token_hex(4)}"
         with storage_errors(staging):
@@ -121,11 +115,17 @@ class CheckpointFolder:
         return staging
 
     def commit(self, staging: Path, *, known: Iterable[Fingerprint] = ()) -> Path:
-        """Seal a written folder with its manifest and give it its name. Files whose fingerprint is
-        `known` were flushed by those who wrote them; the others are flushed here."""
+        """Write the manifest of a folder and give the folder its name. Files with a `known`
+        fingerprint were flushed by the ranks that wrote them; the others are flushed here."""
         final = self.root / staging.name.removeprefix(".writing-").partition(".")[0]
         by_name = {one.name: one for one in known}
-        _all_visible(staging, by_name.values())
+        found = (_problem(staging, one, read=False) for one in by_name.values())
+        problems = [problem for problem in found if problem is not None]
+        if problems:
+            remedy = "set `folder` to a place on a file system that all processes share"
+            raise UserError(
+                [*problems[:-1], replace(problems[-1], remedy=remedy)], exit=Exit.STORAGE
+            )
         with storage_errors(staging):
             for file in _write_manifest(staging, by_name):
                 sync_file(file)
@@ -134,150 +134,116 @@ class CheckpointFolder:
             sync_folder(self.root)
         return final
 
-    def newest_intact(self, control: ControlGroup = ALONE, *, read: Which = everything) -> Found:
-        """The newest checkpoint whose files are intact, of those that are not `read` only the size;
-        damaged newer ones are listed."""
+    def newest_intact(
+        self, control: ControlGroup = ALONE, *, read: NameFilter | None = None
+    ) -> CheckpointSearch:
+        """The newest checkpoint that `verify` finds intact, and the damaged ones that are newer."""
         damaged: list[tuple[Path, list[Problem]]] = []
         for name in control.broadcast([path.name for path in reversed(self.committed())]):
             path = self.root / name
             problems = verify(path, control=control, read=read)
             if not problems:
-                return Found(path, damaged)
+                return CheckpointSearch(path, damaged)
             damaged.append((path, problems))
-        return Found(None, damaged)
+        return CheckpointSearch(None, damaged)
 
     def set_aside(self, path: Path, control: ControlGroup = ALONE) -> Path:
         """Rename a damaged checkpoint, so that its step can be saved again and nothing is lost."""
-        name: str = control.broadcast(self._set_aside(path).name if control.is_rank0 else None)
+        aside, number = self.root / f"damaged-{path.name}", 0
+        if control.is_rank0:
+            while aside.exists():
+                number += 1
+                aside = self.root / f"damaged-{path.name}.{number}"
+            os.rename(path, aside)
+            sync_folder(self.root)
+        name: str = control.broadcast(aside.name)
         return self.root / name
 
-    def _set_aside(self, path: Path) -> Path:
-        number = 0
-        while True:
-            suffix = f".{number}" if number else ""
-            aside = self.root / f"damaged-{path.name}{suffix}"
-            if not aside.exists():
-                break
-            number += 1
-        os.rename(path, aside)
-        sync_folder(self.root)
-        return aside
-
     def best(self) -> Best | None:
-        """The best checkpoint so far, if it is still there."""
+        """The best checkpoint so far, if one is marked."""
         file = self.root / "best.json"
-        if not file.is_file():
-            return None
-        values = read_json(file)
-        return Best(int(values["step"]), float(values["loss"]))
+        return Best(**read_json(file)) if file.is_file() else None
 
     def mark_best(self, best: Best) -> None:
-        write_json(self.root / "best.json", {"step": best.step, "loss": best.loss})
+        write_json(self.root / "best.json", asdict(best))
 
     def thin_out(
         self, *, keep: int, keep_every: Duration | None, progress_at: Callable[[int], Progress]
-    ) -> list[Path]:
-        """Delete old checkpoints, newest `keep`, the best and the permanent ones excepted.
+    ) -> None:
+        """Delete old checkpoints, except the newest `keep`, the best and the permanent ones.
 
         Only called after a newer one was committed and verified. A folder is renamed before it is
         emptied, so that a half-deleted one is never mistaken for a checkpoint.
         """
         best = self.best()
-        removed = []
         for path in self.committed()[:-keep]:
             step = step_of(path)
-            if (best and step == best.step) or _permanent(step, keep_every, progress_at):
+            permanent = keep_every is not None and (
+                step == 0 or keep_every.due(progress_at(step - 1), progress_at(step))
+            )
+            if permanent or (best is not None and step == best.step):
                 continue
             doomed = self.root / f".deleting-{path.name}"
             os.rename(path, doomed)
             shutil.rmtree(doomed)
-            removed.append(path)
-        return removed
-
-
-def _permanent(
-    step: int, keep_every: Duration | None, progress_at: Callable[[int], Progress]
-) -> bool:
-    if keep_every is None:
-        return False
-    return step == 0 or keep_every.due(progress_at(step - 1), progress_at(step))
 
 
 # ------------------------------------------------------------------ manifests
 
 
 def _write_manifest(folder: Path, known: dict[str, Fingerprint]) -> list[Path]:
-    """Write the manifest; returns the files, itself among them, that were not known before."""
-    own = [file for file in folder.iterdir() if file.name not in known]
-    files = [*known.values(), *map(_fingerprint, own)]
-    lines = [
-        f"{one.sha256} {one.size} {one.name}\n" for one in sorted(files, key=lambda one: one.name)
+    """Write the manifest; returns it and the files that were not known before."""
+    unknown = [file for file in folder.iterdir() if file.name not in known]
+    files = [
+        *known.values(),
+        *(Fingerprint(one.name, sha256_file(one), one.stat().st_size) for one in unknown),
     ]
-    body = "".join(lines)
-    seal = hashlib.sha256(body.encode()).hexdigest()
+    files.sort(key=lambda one: one.name)
+    body = "".join(f"{one.sha256} {one.size} {one.name}\n" for one in files)
     manifest = folder / MANIFEST
-    manifest.write_text(f"{body}{seal}\n")
-    return [*own, manifest]
-
-
-def _all_visible(folder: Path, files: Iterable[Fingerprint]) -> None:
-    """Refuse to commit what other processes say they wrote and this one does not see."""
-    faults = ((one.name, _fault(folder / one.name, one, content=False)) for one in files)
-    problems = [Problem(fault, str(folder / name)) for name, fault in faults if fault]
-    if problems:
-        remedy = "set `folder` to a place on a file system that all processes share"
-        last = Problem(problems[-1].what, problems[-1].where, remedy)
-        raise UserError([*problems[:-1], last], exit=Exit.STORAGE)
-
-
-def _fingerprint(file: Path) -> Fingerprint:
-    return Fingerprint(file.name, sha256_file(file), file.stat().st_size)
+    manifest.write_text(f"{body}{sha256_text(body)}\n")
+    return [*unknown, manifest]
 
 
 def verify(
-    folder: Path, *, control: ControlGroup = ALONE, read: Which = everything
+    folder: Path, *, control: ControlGroup = ALONE, read: NameFilter | None = None
 ) -> list[Problem]:
-    """Everything that is not as it was written, found by all processes together. Files that are not
-    to be `read` only have to be there, with the right size."""
-    found = _verify_share(folder, rank=control.rank, ranks=control.size, read=read)
-    told = control.all_gather([astuple(problem) for problem in found])
-    problems = {Problem(*values) for those in told for values in those}
+    """Everything in a checkpoint that is not as it was written. All ranks verify it together, file
+    n on rank n modulo their number. Of files that `read` refuses only the size is compared."""
+    try:
+        files = _read_manifest(folder)[control.rank :: control.size]
+    except (OSError, ValueError) as error:
+        what = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else "is damaged"
+        found: list[Problem | None] = [Problem(what, str(folder / MANIFEST))]
+    else:
+        found = [_problem(folder, one, read=read is None or read(one.name)) for one in files]
+    reports = control.all_gather([astuple(problem) for problem in found if problem is not None])
+    problems = {Problem(*values) for report in reports for values in report}
     return sorted(problems, key=lambda problem: problem.where or "")
 
 
-def _verify_share(folder: Path, *, rank: int, ranks: int, read: Which) -> list[Problem]:
-    """What one of several processes finds: file n is for process n mod their number."""
-    where = str(folder / MANIFEST)
-    try:
-        text = (folder / MANIFEST).read_text()
-    except OSError as error:
-        return [Problem(f"cannot be read: {error.strerror}", where)]
-    except UnicodeDecodeError:
-        return [Problem("is damaged", where)]
+def _read_manifest(folder: Path) -> list[Fingerprint]:
+    text = (folder / MANIFEST).read_text()
     body, _, seal = text.removesuffix("\n").rpartition("\n")
     body += "\n"
     lines = [_LINE.fullmatch(line) for line in body.splitlines()]
-    sealed = text == f"{body}{seal}\n" and hashlib.sha256(body.encode()).hexdigest() == seal
     files = [Fingerprint(line[3], line[1], int(line[2])) for line in lines if line]
+    sealed = text == f"{body}{seal}\n" and sha256_text(body) == seal
     if not sealed or len(files) != len(lines):
-        return [Problem("is damaged", where)]
-    return [
-        Problem(fault, str(folder / one.name))
-        for one in files[rank::ranks]
-        if (fault := _fault(folder / one.name, one, content=read(one.name)))
-    ]
+        raise ValueError("the manifest is not as it was written")
+    return files
 
 
-def _fault(file: Path, expected: Fingerprint, *, content: bool) -> str | None:
-    """What is wrong with a file, if anything is."""
+def _problem(folder: Path, expected: Fingerprint, *, read: bool) -> Problem | None:
+    """What is wrong with a file, if anything."""
+    file, fault = folder / expected.name, None
     try:
         if not file.is_file():
-            return "is missing"
-        size = file.stat().st_size
-        if size != expected.size:
-            return f"has {size} bytes, not {expected.size}"
-        if content and sha256_file(file) != expected.sha256:
-            return "has changed bytes"
+            fault = "is missing"
+        elif (size := file.stat().st_size) != expected.size:
+            fault = f"has {size} bytes, not {expected.size}"
+        elif read and sha256_file(file) != expected.sha256:
+            fault = "has changed bytes"
     except OSError as error:
-        return f"cannot be read: {error.strerror}"
-    return None
+        fault = f"cannot be read: {error.strerror}"
+    return None if fault is None else Problem(fault, str(file))

@@ -1,7 +1,7 @@
 """Opening a model: a run folder, one checkpoint, a Hugging Face folder or a Hugging Face name.
 
-A `StoredModel` is all that the disk says of a model, with weights of which any part can be read:
-enough for those who need not compute with it. Loading it gives a `LoadedModel`, which is in memory.
+A `StoredModel` is a model on disk, whose weights can be read region by region: enough where nothing
+is computed with it. Loading it gives a `LoadedModel`, which is in memory.
 """
 
 from __future__ import annotations
@@ -15,12 +15,7 @@ from gristmill.base.downloads import model_folder
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import read_json
 from gristmill.checkpoint.layout import ALONE, MANIFEST, CheckpointFolder, step_of, verify
-from gristmill.checkpoint.state import (
-    check_weights,
-    load_parameters,
-    load_weights,
-    read_state,
-)
+from gristmill.checkpoint.state import check_weights, load_weights, read_state
 from gristmill.checkpoint.tensor_reader import open_hf_tensors, open_tensors
 from gristmill.config.hf import from_hf
 from gristmill.config.model import ModelConfig
@@ -48,12 +43,12 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model on the disk, with its tokenizer."""
+    """A model on disk, with its tokenizer."""
 
     config: ModelConfig
     vocab: int
     weights: Weights
-    """Under our names; those of all parameters are there, in the right shapes."""
+    """Under our names; checked to hold every parameter in the right shape."""
     tokenizer: Tokenizer
     origin: Path
     run: Path | None = None
@@ -76,96 +71,88 @@ def open_model(spec: str, *, device: torch.device, checkpoint: str = "latest") -
 
 
 def open_stored(spec: str, *, checkpoint: str = "latest") -> StoredModel:
-    """Find what `spec` names, and check that it is whole."""
+    """Find what `spec` names, and check that it is intact."""
     path = model_folder(spec, where="MODEL")
     if (path / "run.toml").is_file():
-        return _from_checkpoint(_choose(path, checkpoint))
+        return _from_checkpoint(_choose_checkpoint(path, checkpoint))
     if (path / MANIFEST).is_file():
-        return _from_checkpoint(_intact(path))
-    if (path / "config.json").is_file():
-        return _from_hf(path)
-    raise UserError(
-        f"{spec!r} is neither a run folder (run.toml), a checkpoint ({MANIFEST}) nor a "
-        "Hugging Face model (config.json)",
-        where="MODEL",
-        exit=Exit.DATA,
-    )
+        return _from_checkpoint(_require_intact(path))
+    if not (path / "config.json").is_file():
+        raise UserError(
+            f"{spec!r} is neither a run folder (run.toml), a checkpoint ({MANIFEST}) nor a "
+            "Hugging Face model (config.json)",
+            where="MODEL",
+            exit=Exit.DATA,
+        )
+    config = parse_model(from_hf(read_json(path / "config.json"), where=str(path / "config.json")))
+    assert config.vocab is not None
+    weights = Gpt2Weights(open_hf_tensors(path), outline_model(config, vocab=config.vocab))
+    return StoredModel(config, config.vocab, weights, open_tokenizer(path), path)
+
+
+def _from_checkpoint(path: Path) -> StoredModel:
+    state = read_state(path)
+    config, vocab = parse_model(state["settings"]["model"]), state["settings"]["vocab"]
+    weights = open_tensors(path)
+    check_weights(outline_model(config, vocab=vocab), weights)
+    run = path.resolve().parent.parent
+    tokenizer, step = open_tokenizer(run / "tokenizer"), state["progress"]["steps"]
+    return StoredModel(config, vocab, weights, tokenizer, path, run=run, step=step)
 
 
 def load_start_weights(
     model: CausalLM, start: str, parameters: ShardedParameters, *, control: ControlGroup = ALONE
 ) -> None:
-    """Put the weights of a run folder, a Hugging Face folder or name into what this process holds
-    of a freshly built model."""
+    """Load the weights of a run folder, a Hugging Face folder or name into this rank's shards of a
+    freshly built model."""
     path = model_folder(start)
-    tables = model.vocabulary_parameters()
-    for one in parameters.values():
-        if one.name in tables:
-            one.local.detach().zero_()
-    load_parameters(parameters.values(), _start_weights(path, start, model, control), padded=tables)
+    weights: Weights
+    if (path / "run.toml").is_file():
+        checkpoint = _choose_checkpoint(path, "latest", control)
+        vocab = read_state(checkpoint)["settings"]["vocab"]
+        if vocab != model.vocab:
+            raise UserError(
+                f"the weights in {start!r} are for a vocabulary of {vocab}, not {model.vocab}",
+                where="model.start",
+            )
+        weights = open_tensors(checkpoint)
+    else:
+        outline = outline_model(model.config, vocab=model.vocab)
+        weights = Gpt2Weights(open_hf_tensors(path), outline)
+    load_weights(model, weights, parameters)
 
 
-def _start_weights(path: Path, start: str, model: CausalLM, control: ControlGroup) -> Weights:
-    if not (path / "run.toml").is_file():
-        whole = outline_model(model.config, vocab=model.vocab)
-        return Gpt2Weights(open_hf_tensors(path), whole)
-    chosen = _choose(path, "latest", control)
-    vocab = read_state(chosen)["settings"]["vocab"]
-    if vocab != model.vocab:
-        raise UserError(
-            f"the weights in {start!r} are for a vocabulary of {vocab}, not {model.vocab}",
-            where="model.start",
-        )
-    return open_tensors(chosen)
-
-
-def _choose(run: Path, which: str, control: ControlGroup = ALONE) -> Path:
-    """The checkpoint of a run that is asked for, every byte of whose model is as it was written."""
+def _choose_checkpoint(run: Path, which: str, control: ControlGroup = ALONE) -> Path:
+    """A checkpoint of a run, every byte of whose model is as it was written."""
     folder = CheckpointFolder(run / "checkpoints")
     if which == "latest":
         found = folder.newest_intact(control, read=_of_model).path
         if found is None:
             raise UserError("this run has no intact checkpoint", where=str(run), exit=Exit.DATA)
         return found
-    best = folder.best()
-    if which == "best" and best is None:
-        raise UserError("this run has no best checkpoint yet", where=str(run), exit=Exit.DATA)
-    if which != "best" and not which.isdigit():
+    if which == "best":
+        best = folder.best()
+        if best is None:
+            raise UserError("this run has no best checkpoint yet", where=str(run), exit=Exit.DATA)
+        path = folder.path(best.step)
+    elif which.isdigit():
+        path = folder.path(int(which))
+    else:
         raise UserError(f"{which!r} is not latest, best or a step", where="--checkpoint")
-    path = folder.path(best.step if which == "best" and best else int(which))
     if not path.is_dir():
         steps = ", ".join(str(step_of(p)) for p in folder.committed())
         raise UserError(f"no checkpoint {path.name}", where=str(run), remedy=f"there are: {steps}")
-    return _intact(path)
+    return _require_intact(path)
 
 
 def _of_model(name: str) -> bool:
-    """Whether a file is needed for the model; those of the optimizer are twice as large as all
-    others."""
+    """Whether a file is needed for the model. The optimizer's files are twice as large as all
+    others together."""
     return not name.startswith("optimizer")
 
 
-def _intact(path: Path) -> Path:
+def _require_intact(path: Path) -> Path:
     problems = verify(path, read=_of_model)
     if problems:
         raise UserError(problems, exit=Exit.DATA)
     return path
-
-
-def _from_checkpoint(path: Path) -> StoredModel:
-    state = read_state(path)
-    settings, step = state["settings"], state["progress"]["steps"]
-    config, vocab = parse_model(settings["model"]), settings["vocab"]
-    weights = open_tensors(path)
-    check_weights(outline_model(config, vocab=vocab), weights)
-    run = path.resolve().parent.parent
-    tokenizer = open_tokenizer(run / "tokenizer")
-    return StoredModel(config, vocab, weights, tokenizer, path, run=run, step=step)
-
-
-def _from_hf(path: Path) -> StoredModel:
-    values = read_json(path / "config.json")
-    config = parse_model(from_hf(values, where=str(path / "config.json")))
-    assert config.vocab is not None
-    weights = Gpt2Weights(open_hf_tensors(path), outline_model(config, vocab=config.vocab))
-    return StoredModel(config, config.vocab, weights, open_tokenizer(path), path)

@@ -1,18 +1,18 @@
-"""Tensors of a checkpoint or a Hugging Face folder, read part by part, whoever wrote them.
+"""Tensors of a checkpoint or a Hugging Face folder, read region by region from any layout.
 
-A checkpoint that one process wrote is one file of whole tensors for each kind; `pieces.json` says
-where the parts of all others are. A Hugging Face folder has whole tensors in one file or, by
-`model.safetensors.index.json`, in several. A reader asks for a part of a tensor and gets it from
-wherever it lies: of each file only that part is read.
+A checkpoint of one rank has one file of whole tensors for each kind; `pieces.json` lists the pieces
+of all others. A Hugging Face folder has whole tensors in one file or, with
+`model.safetensors.index.json`, in several. A reader asks for a region of a tensor, and only that
+region is read from each file.
 
-Files are mapped into memory, so nothing is held that was not asked for. Pages that were read stay
-with the process until the file is let go, and those who watch over a shared machine count them. So
-files are let go now and then, and opened again by the next who asks.
+Files are mapped into memory. Pages that were read count as memory of the process until the file is
+closed, and a shared machine may enforce limits on that. So files are closed after some reading and
+opened again when needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,47 +28,26 @@ from gristmill.checkpoint.pieces import (
     Index,
     StoredPiece,
     StoredTensor,
+    check_file_name,
     file_name,
-    plain_name,
     read_index,
 )
 from gristmill.checkpoint.tensorfile import DTYPES
-from gristmill.models.weights import TensorPart
+from gristmill.models.weights import TensorParts, Weights
 
 HF_INDEX = "model.safetensors.index.json"
-_LET_GO = 2**28
-"""Bytes that are read before files are let go."""
+_READ_BEFORE_CLOSE = 2**28
+"""Bytes that are read before files are closed."""
 
 
-class TensorReader(Mapping[str, torch.Tensor]):
-    """Tensors in the files of a folder by name; each is read, whole, when it is asked for."""
+class TensorReader(Weights):
+    """Tensors in the files of a folder, by name."""
 
     def __init__(self, folder: Path, index: Index) -> None:
-        self.folder, self._index = folder, index
+        self.folder, self.where, self._index = folder, str(folder), index
+        self.shapes = {name: tensor.shape for name, tensor in index.items()}
         self._files: dict[str, Any] = {}
-        self._read = 0
-
-    @property
-    def where(self) -> str:
-        return str(self.folder)
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        whole = torch.empty(self.shape(name), dtype=self.dtype(name))
-        for part in self.parts(name, TensorSlice.whole(whole.shape)):
-            whole[part.box.slices] = part.tensor
-        return whole
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._index)
-
-    def __len__(self) -> int:
-        return len(self._index)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._index
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._index[name].shape
+        self._bytes_read = 0
 
     def dtype(self, name: str) -> torch.dtype:
         dtype = self._index[name].dtype
@@ -76,49 +55,48 @@ class TensorReader(Mapping[str, torch.Tensor]):
             raise self._error(f"{name} is of an unknown number format, {dtype!r}")
         return DTYPES[dtype]
 
-    def parts(self, name: str, box: TensorSlice) -> Iterator[TensorPart]:
-        """What is stored of a part of a tensor, piece by piece."""
-        for piece in self._index[name].pieces:
-            common = box.meet(piece.box)
-            if common is not None:
-                yield TensorPart(common, self._slice(name, piece, common.seen_from(piece.box)))
+    def read_exact(self, name: str) -> torch.Tensor:
+        """A whole tensor in its own dtype."""
+        return self.read(name, dtype=self.dtype(name))
 
-    def _slice(self, name: str, piece: StoredPiece, inner: TensorSlice) -> torch.Tensor:
+    def parts(self, name: str, region: TensorSlice) -> TensorParts:
+        for piece in self._index[name].pieces:
+            common = region.intersect(piece.region)
+            if common is not None:
+                yield common, self._read_piece(name, piece, common.relative_to(piece.region))
+
+    def _read_piece(self, name: str, piece: StoredPiece, inner: TensorSlice) -> torch.Tensor:
+        if self._bytes_read >= _READ_BEFORE_CLOSE:
+            self._files.clear()
+            self._bytes_read = 0
         try:
-            opened = self._open(piece.file)
-            found = opened.get_slice(piece.key)
+            if piece.file not in self._files:
+                self._files[piece.file] = safe_open(self.folder / piece.file, framework="pt")
+            file = self._files[piece.file]
+            found = file.get_slice(piece.key)
             shape, dtype = tuple(found.get_shape()), found.get_dtype()
-            if (shape, dtype) == (piece.box.shape, self._index[name].dtype):
+            if (shape, dtype) == (piece.region.shape, self._index[name].dtype):
                 whole = inner.shape == shape
-                tensor: torch.Tensor = (
-                    opened.get_tensor(piece.key) if whole else found[inner.slices]
-                )
-                # Of some columns, the pages of all are read.
-                self._read += tensor.itemsize * sum(tensor.stride()[:1]) * sum(tensor.shape[:1])
+                tensor: torch.Tensor = file.get_tensor(piece.key) if whole else found[inner.slices]
+                # Reading some columns reads the pages of all.
+                row_bytes = tensor.itemsize * sum(tensor.stride()[:1])
+                self._bytes_read += row_bytes * sum(tensor.shape[:1])
                 return tensor
         except (SafetensorError, OSError) as error:
             raise self._error(f"{piece.key} cannot be read: {error}", piece.file) from error
         raise self._error(f"{piece.key} has shape {shape} and format {dtype}", piece.file)
-
-    def _open(self, file: str) -> Any:
-        if self._read >= _LET_GO:
-            self._files.clear()
-            self._read = 0
-        if file not in self._files:
-            self._files[file] = safe_open(self.folder / file, framework="pt")
-        return self._files[file]
 
     def _error(self, what: str, file: str = PIECES) -> UserError:
         return UserError(what, where=str(self.folder / file), exit=Exit.DATA)
 
 
 def open_tensors(folder: Path, kind: str = "model") -> TensorReader:
-    """A checkpoint's tensors of a kind, of which one at a time is in memory."""
+    """A checkpoint's tensors of a kind."""
     if (folder / PIECES).is_file():
         return TensorReader(folder, read_index(folder, kind))
     file = file_name(kind)
     absent = kind == STRATEGY and not (folder / file).exists()
-    return TensorReader(folder, {} if absent else _headers(folder, [file]))
+    return TensorReader(folder, {} if absent else _index_files(folder, [file]))
 
 
 def open_hf_tensors(folder: Path) -> TensorReader:
@@ -130,32 +108,27 @@ def open_hf_tensors(folder: Path) -> TensorReader:
             where=str(folder),
             exit=Exit.DATA,
         )
-    if not (folder / HF_INDEX).is_file():
-        return TensorReader(folder, _headers(folder, files))
-    places = _places(folder / HF_INDEX)
-    index = _headers(folder, sorted(set(places.values())))
-    absent = [name for name in places if name not in index]
-    if absent:
-        raise UserError(
-            [Problem(f"has no {name}", str(folder / places[name])) for name in absent],
-            exit=Exit.DATA,
-        )
-    return TensorReader(folder, {name: index[name] for name in places})
-
-
-def _places(file: Path) -> dict[str, str]:
-    """Which file each tensor of a Hugging Face folder is in."""
+    path = folder / HF_INDEX
+    if not path.is_file():
+        return TensorReader(folder, _index_files(folder, files))
     try:
-        return {name: plain_name(one) for name, one in read_json(file)["weight_map"].items()}
+        weight_map = read_json(path)["weight_map"]
+        files_by_name = {name: check_file_name(file) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"not an index of tensors: {type(error).__name__}: {error}",
-            where=str(file),
-            exit=Exit.DATA,
-        ) from error
+        what = f"not an index of tensors: {type(error).__name__}: {error}"
+        raise UserError(what, where=str(path), exit=Exit.DATA) from error
+    index = _index_files(folder, sorted(set(files_by_name.values())))
+    problems = [
+        Problem(f"has no {name}", str(folder / file))
+        for name, file in files_by_name.items()
+        if name not in index
+    ]
+    if problems:
+        raise UserError(problems, exit=Exit.DATA)
+    return TensorReader(folder, {name: index[name] for name in files_by_name})
 
 
-def _headers(folder: Path, files: Iterable[str]) -> Index:
+def _index_files(folder: Path, files: Iterable[str]) -> Index:
     """The index of files of whole tensors."""
     index = {}
     for file in files:
@@ -168,5 +141,5 @@ def _headers(folder: Path, files: Iterable[str]) -> Index:
         for name, one in slices.items():
             shape = tuple(one.get_shape())
             piece = StoredPiece(file, name, TensorSlice.whole(shape))
-            index[name] = StoredTensor(shape, one.get_dtype(), (piece,))
+            index[name] = StoredTensor(one.get_dtype(), shape, [piece])
     return index

@@ -1,13 +1,13 @@
 """Safetensors files, written with their fingerprint, or while their tensors are still being made.
 
     8 bytes    length of the header, little endian
-    header     JSON: dtype, shape and place of each tensor, filled up with spaces to 8 bytes
+    header     JSON: dtype, shape and offsets of each tensor, padded with spaces to 8 bytes
     tensors    one after the other, without gaps
 
-The bytes are those that the safetensors package would write, which reads them too; only writing is
-done here. Its own writer wants all tensors at once. It gives no fingerprint, so that one could only
-be taken of the file, which proves nothing about what was to be written; and it hides the system's
-error numbers in a text.
+The bytes are the same as those of the safetensors package, which reads the files; only writing is
+done here. The package's writer needs all tensors at once. It returns no fingerprint of what it was
+given, and one taken of the file would not prove that the file is right. It also hides the error
+numbers of the system in a text.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -40,43 +41,35 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Number formats by their names in safetensors files."""
+"""dtypes by their names in safetensors files."""
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_AT_ONCE = 2**24
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_CHUNK = 2**24
+"""Bytes that are hashed and written at a time."""
 
 
 @dataclass(frozen=True)
-class Streamed:
-    """A tensor that need never be in memory as a whole."""
+class StreamedTensor:
+    """A tensor that is written in parts, so that it never has to be in memory as a whole."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     parts: Callable[[], Iterator[torch.Tensor]]
-    """Its elements in their order, in contiguous tensors in host memory."""
+    """Its elements in order, as contiguous tensors in host memory."""
 
     @property
     def bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def dtype_name(tensor: torch.Tensor) -> str:
-    """What safetensors files call a tensor's number format."""
-    return _NAMES[tensor.dtype]
-
-
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> Fingerprint:
-    """Write contiguous tensors in host memory, flush them, and read the file back to prove it."""
-    digest, size = hashlib.sha256(), 0
-
-    def observed() -> Iterator[bytes | memoryview]:
-        nonlocal size
-        for part in _content({name: _at_hand(tensor) for name, tensor in tensors.items()}, {}):
-            digest.update(part)
-            size += len(part)
-            yield part
-
-    _write(path, observed())
+    """Write and flush contiguous tensors in host memory, and read the file back to verify it."""
+    streamed = {
+        name: StreamedTensor(tensor.dtype, tuple(tensor.shape), partial(iter, (tensor,)))
+        for name, tensor in tensors.items()
+    }
+    digest = hashlib.sha256()
+    size = write_streamed(path, streamed, digest=digest)
     written = Fingerprint(path.name, digest.hexdigest(), size)
     if sha256_file(path) != written.sha256:
         raise UserError(
@@ -89,54 +82,46 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> Fingerprin
 
 
 def write_streamed(
-    path: Path, tensors: Mapping[str, Streamed], *, metadata: Mapping[str, str]
-) -> None:
-    """Write and flush tensors whose parts are made while they are written. Whether the file reads
-    back as they are is for the caller to find out."""
-    _write(path, _content(tensors, metadata))
-
-
-def _write(path: Path, content: Iterable[bytes | memoryview]) -> None:
+    path: Path,
+    tensors: Mapping[str, StreamedTensor],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    digest: hashlib._Hash | None = None,
+) -> int:
+    """Write and flush tensors whose parts are made while they are written; returns the size of the
+    file. Reading it back is left to the caller."""
     with path.open("wb") as file:
-        for part in content:
-            file.write(part)
+        for chunk in _chunks(tensors, metadata):
+            if digest is not None:
+                digest.update(chunk)
+            file.write(chunk)
         file.flush()
         os.fsync(file.fileno())
+        return file.tell()
 
 
-def _at_hand(tensor: torch.Tensor) -> Streamed:
-    return Streamed(tensor.dtype, tuple(tensor.shape), lambda: iter((tensor,)))
-
-
-def _content(
-    tensors: Mapping[str, Streamed], metadata: Mapping[str, str]
+def _chunks(
+    tensors: Mapping[str, StreamedTensor], metadata: Mapping[str, str] | None
 ) -> Iterator[bytes | memoryview]:
     # Wide elements first keeps all of them aligned.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     begin = 0
     for name, tensor in ordered:
-        end = begin + tensor.bytes
-        header[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-        begin = end
+        offsets = [begin, begin + tensor.bytes]
+        dtype, shape = DTYPE_NAMES[tensor.dtype], list(tensor.shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+        begin += tensor.bytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little")
     yield text
     for name, tensor in ordered:
-        yield from _bytes(name, tensor)
-
-
-def _bytes(name: str, tensor: Streamed) -> Iterator[memoryview]:
-    written = 0
-    for part in tensor.parts():
-        assert part.is_contiguous() and part.dtype == tensor.dtype, f"{name}: {part.dtype}"
-        data = part.reshape(-1).view(torch.uint8).numpy().data
-        for at in range(0, len(data), _AT_ONCE):
-            yield data[at : at + _AT_ONCE]
-        written += len(data)
-    assert written == tensor.bytes, f"{name} was {written} bytes, not {tensor.bytes}"
+        written = 0
+        for part in tensor.parts():
+            assert part.is_contiguous() and part.dtype == tensor.dtype, f"{name}: {part.dtype}"
+            data = part.reshape(-1).view(torch.uint8).numpy().data
+            for start in range(0, len(data), _CHUNK):
+                yield data[start : start + _CHUNK]
+            written += len(data)
+        assert written == tensor.bytes, f"{name} was {written} bytes, not {tensor.bytes}"

@@ -1,25 +1,24 @@
-"""Saving while training goes on, by one process or by many together.
+"""Saving while training continues, by one rank or by several together.
 
-    all       copy to host memory                        training waits for this only
-    first     room for all? make the staging folder
-    all       write, flush and fingerprint their files   at the same time
-    first     everything there, exactly once? pieces.json, state.json, MANIFEST, rename, thin out
+    all ranks   copy to host memory                        training waits for this only
+    rank 0      is there room? make the staging folder
+    all ranks   write, flush and fingerprint their files   at the same time
+    rank 0      each element there once? pieces.json, state.json, MANIFEST, rename, thin out
 
-After each line all hear how it went. Where the disk refuses one of them, all give the save up, the
-first removes the remains and says who could not write and why, and training continues: the
-checkpoints that exist stay as they are. A defect, or the loss of a process, ends the run instead:
-it is raised by the next `wait`. What it leaves has a name that says so.
+After each line all ranks learn the result. If the disk refuses one of them, all give up this save,
+rank 0 removes its files and reports who could not write and why, and training continues: existing
+checkpoints stay as they are. A defect, or the loss of a process, ends the run instead: the next
+`wait` raises it. The staging folder that it leaves is recognised by its name.
 
-One save is under way at a time: a second waits for the first.
+There is one save at a time: a second waits for the first.
 """
 
 from __future__ import annotations
 
 import shutil
-import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import astuple
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,26 +26,15 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import require_room, storage_errors, write_json
 from gristmill.base.units import Progress, format_bytes
 from gristmill.checkpoint.layout import ALONE, Best, CheckpointFolder, Fingerprint, verify
-from gristmill.checkpoint.pieces import (
-    MODEL,
-    PIECES,
-    Index,
-    TensorShare,
-    faults_of,
-    join_shares,
-    write_index,
-)
+from gristmill.checkpoint.pieces import MODEL, PIECES, find_faults, merge_reports, write_index
 from gristmill.checkpoint.state import IN_PIECES, STATE, Snapshot
 from gristmill.config.schema import CheckpointConfig
 from gristmill.parallel.control import ControlGroup, RefusedError
 
-Words = dict[str, Any]
-"""What a process tells the others, as JSON."""
-
 
 class CheckpointWriter:
-    """Writes snapshots into a run's checkpoint folder and thins out old ones. All processes save
-    the same steps; the control is for this alone, since saving has a thread of its own."""
+    """Writes snapshots into a run's checkpoint folder and thins out old ones. All ranks save the
+    same steps; the control group is used for nothing else, since saving has its own thread."""
 
     def __init__(
         self,
@@ -61,30 +49,24 @@ class CheckpointWriter:
         self.progress_at, self.control = progress_at, control
         self.seconds = 0.0
         self.failure: UserError | None = None
-        self._thread: threading.Thread | None = None
-        self._defect: Exception | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
 
     def save(self, snapshot: Snapshot, *, best: Best | None = None) -> None:
         """Begin to write a snapshot; `best` marks it as the best so far once it is committed."""
         self.wait()
-        if not self.config.background:
+        if self.config.background:
+            self._pending = self._thread.submit(self._write, snapshot, best)
+        else:
             self._write(snapshot, best)
-            return
-        self._thread = threading.Thread(
-            target=self._write_aside, args=(snapshot, best), name="checkpoint"
-        )
-        self._thread.start()
 
     def wait(self) -> None:
-        """Return when nothing is being written."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._defect is not None:
-            raise self._defect
+        """Return when nothing is being written; raises a defect that ended the last save."""
+        if self._pending is not None:
+            self._pending.result()
 
     def finish(self) -> None:
-        """Wait for the last save, and raise what made it fail."""
+        """Wait for the last save, and raise an error if it failed."""
         self.wait()
         if self.failure is not None:
             raise self.failure
@@ -94,110 +76,89 @@ class CheckpointWriter:
         if self.control.is_rank0:
             self.folder.mark_best(best)
 
-    def _write_aside(self, snapshot: Snapshot, best: Best | None) -> None:
-        try:
-            self._write(snapshot, best)
-        except Exception as error:  # raised in the training thread by the next `wait`
-            self._defect = error
-
     def _write(self, snapshot: Snapshot, best: Best | None) -> None:
         started = time.monotonic()
         try:
             size = self._write_together(snapshot, best)
         except RefusedError as refused:
             self.failure = refused
-            if self.control.is_rank0:
-                self.say(f"checkpoint at step {snapshot.step} was not saved: {refused}")
-            return
-        self.failure = None
-        self.seconds = time.monotonic() - started
-        if self.control.is_rank0:
+            message = f"checkpoint at step {snapshot.step} was not saved: {refused}"
+        else:
+            self.failure = None
+            self.seconds = time.monotonic() - started
             name = self.folder.path(snapshot.step).name
-            self.say(f"saved checkpoint {name} ({format_bytes(size)})")
+            message = f"saved checkpoint {name} ({format_bytes(size)})"
+        if self.control.is_rank0:
+            self.say(message)
 
     def _write_together(self, snapshot: Snapshot, best: Best | None) -> int:
-        """The drawing above; returns the bytes of all processes."""
-        control, step = self.control, snapshot.step
-        facts = control.gather({"step": step, "bytes": snapshot.bytes})
-        assert all(one["step"] == step for one in facts), f"not all save the same step: {facts}"
-        size: int = sum(one["bytes"] for one in facts)
-        staging = self.folder.root / control.on_rank0(lambda: self._begin(step, size))
+        """The steps above; returns the bytes of all ranks."""
+        control, folder, config, step = self.control, self.folder, self.config, snapshot.step
+        sizes = control.gather({"step": step, "bytes": snapshot.bytes})
+        assert all(one["step"] == step for one in sizes), f"ranks save different steps: {sizes}"
+        size: int = sum(one["bytes"] for one in sizes)
+
+        def begin() -> str:
+            require_checkpoint_room(folder.root, size)
+            return folder.begin(step).name
+
+        def commit() -> None:
+            commit_pieces(folder, staging, snapshot=snapshot, reports=reports)
+            if best is not None and config.keep_best:
+                folder.mark_best(best)
+            folder.thin_out(
+                keep=config.keep, keep_every=config.keep_every, progress_at=self.progress_at
+            )
+
+        staging = folder.root / control.on_rank0(begin)
         try:
-            told = control.on_all_ranks(lambda: self._contribute(snapshot, staging))
-            control.on_rank0(lambda: self._commit(snapshot, staging, told, best))
+            reports = control.on_all_ranks(
+                lambda: snapshot.write(staging, rank=control.rank, ranks=control.size)
+            )
+            control.on_rank0(commit)
         except RefusedError:
             if control.is_rank0:
                 shutil.rmtree(staging, ignore_errors=True)
             raise
         return size
 
-    def _begin(self, step: int, needed: int) -> str:
-        require_checkpoint_room(self.folder.root, needed)
-        return self.folder.begin(step).name
-
-    def _contribute(self, snapshot: Snapshot, staging: Path) -> Words:
-        """Write this process's files, and say what is in them."""
-        files = snapshot.write(staging, rank=self.control.rank, ranks=self.control.size)
-        return words_of(snapshot, files)
-
-    def _commit(
-        self, snapshot: Snapshot, staging: Path, told: Sequence[Words], best: Best | None
-    ) -> None:
-        commit_pieces(self.folder, staging, snapshot=snapshot, told=told)
-        if best is not None and self.config.keep_best:
-            self.folder.mark_best(best)
-        keep, keep_every = self.config.keep, self.config.keep_every
-        self.folder.thin_out(keep=keep, keep_every=keep_every, progress_at=self.progress_at)
-
-
-# ------------------------------------------------------------------ without a word to others
-
-
-def words_of(snapshot: Snapshot, files: Sequence[Fingerprint]) -> Words:
-    """What a process that has written its files tells the one that commits."""
-    shares = {
-        kind: {name: share.plain() for name, share in one.shares.items()}
-        for kind, one in snapshot.kinds.items()
-    }
-    return {"files": [astuple(file) for file in files], "shares": shares}
-
 
 def commit_pieces(
-    folder: CheckpointFolder, staging: Path, *, snapshot: Snapshot, told: Sequence[Words]
+    folder: CheckpointFolder,
+    staging: Path,
+    *,
+    snapshot: Snapshot,
+    reports: Sequence[Mapping[str, Any]],
 ) -> Path:
-    """Commit what processes, by rank, say they have written, if nothing is missing; `snapshot` is
-    the first one's."""
-    indexes, state = {kind: _complete(kind, told) for kind in snapshot.kinds}, snapshot.state
+    """Commit what all ranks report to have written, if nothing is missing; `snapshot` is that of
+    rank 0."""
+    indexes, state = {}, snapshot.state
+    for kind in snapshot.kinds:
+        index = merge_reports(kind, [report["tensors"][kind] for report in reports])
+        faults = find_faults(index)
+        assert not faults, f"this checkpoint would not be whole: {kind} {'; '.join(faults[:5])}"
+        indexes[kind] = index
     missing = sorted(snapshot.names - indexes[MODEL].keys())
-    assert not missing, f"this checkpoint would not be whole: nobody holds {missing[:5]}"
-    files = [Fingerprint(*values) for words in told for values in words["files"]]
+    assert not missing, f"this checkpoint would not be whole: no rank holds {missing[:5]}"
+    whole = all(
+        piece.key == name
+        for index in indexes.values()
+        for name, tensor in index.items()
+        for piece in tensor.pieces
+    )
+    files = [Fingerprint(*values) for report in reports for values in report["files"]]
     with storage_errors(staging):
-        if len(told) > 1 or any(map(_has_parts, indexes.values())):
+        if len(reports) > 1 or not whole:
             write_index(staging / PIECES, indexes)
-            state = {**state, "version": IN_PIECES, "processes": len(told)}
+            state = {**state, "version": IN_PIECES, "processes": len(reports)}
         write_json(staging / STATE, state)
     path = folder.commit(staging, known=files)
-    # Their writers have read these files back already.
+    # The ranks that wrote these files have read them back already.
     written = {file.name for file in files}
     problems = verify(path, read=lambda name: name not in written)
     if problems:
         raise UserError(problems, exit=Exit.STORAGE)
     return path
-
-
-def _has_parts(index: Index) -> bool:
-    return any(piece.key != name for name, one in index.items() for piece in one.pieces)
-
-
-def _complete(kind: str, told: Sequence[Words]) -> Index:
-    shares = [
-        {name: TensorShare.from_plain(values) for name, values in words["shares"][kind].items()}
-        for words in told
-    ]
-    index = join_shares(kind, shares)
-    faults = faults_of(index)
-    assert not faults, f"this checkpoint would not be whole: {kind} {'; '.join(faults[:5])}"
-    return index
 
 
 def require_checkpoint_room(folder: Path, needed: int) -> None:

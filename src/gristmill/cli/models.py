@@ -18,7 +18,6 @@ from gristmill.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
     from gristmill.checkpoint.model import LoadedModel
-    from gristmill.export import ExportProgress
 
 Model = Annotated[
     str,
@@ -190,18 +189,17 @@ def export(
         stored = open_stored(model, checkpoint=checkpoint)
     with ProgressLine("exporting") as line:
 
-        def show(state: ExportProgress) -> None:
-            text = f"{state.doing}, {format_bytes(state.done)} of {format_bytes(state.total)}"
-            line.update(state.done, state.total, text)
+        def show(doing: str, count: int, total: int) -> None:
+            line.update(count, total, f"{doing}, {format_bytes(count)} of {format_bytes(total)}")
 
-        done = export_model(stored, folder, check=check.value, watch=show)
+        done = export_model(stored, folder, check=check.value, progress=show)
     files = "1 file" if done.files == 1 else f"{done.files} files"
     typer.echo(f"{done.folder}: exported {stored.origin}, {format_bytes(done.bytes)} in {files}")
-    result = done.unasked
+    compared = done.skipped
     if done.agreement is not None:
-        result = (
+        compared = (
             "transformers' logits differ by at most "
             f"{done.agreement.largest_difference:.1e}, {done.agreement.greedy_tokens} greedy "
             "tokens are the same"
         )
-    typer.echo(f"checked: all weights read back as they are in the source; {result}")
+    typer.echo(f"checked: all weights read back as they are in the source; {compared}")

@@ -1,12 +1,13 @@
 """The text a model is evaluated on: token files, plain text, or the run's own validation text.
 
-A model that was trained with documents kept apart is evaluated so too, whatever the text.
+A model that was trained on separated documents is evaluated the same way, on any text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from gristmill.base.errors import UserError
 from gristmill.checkpoint.model import LoadedModel
 from gristmill.config.load import load_run
 from gristmill.data.build import build_rules
-from gristmill.data.dataset import Mixture, open_data, prove_tokenizer
+from gristmill.data.dataset import open_data, prove_tokenizer
 from gristmill.data.documents import JOINED, DocumentRules
 from gristmill.text.sources.reading import open_sources
 from gristmill.text.sources.source import Document
@@ -30,42 +31,35 @@ class EvaluationText:
     name: str
     starts: np.ndarray
     rules: DocumentRules = JOINED
-    """What is done about the borders of documents."""
+    """How the boundaries of documents are treated."""
 
 
 def evaluation_ids(
     loaded: LoadedModel, *, data: str | None, text: Sequence[str] | None
 ) -> EvaluationText:
-    """The ids of the text that is asked for."""
-    return replace(_chosen(loaded, data=data, text=text), rules=_rules(loaded))
-
-
-def _rules(loaded: LoadedModel) -> DocumentRules:
-    """Those of the run that the model came from, except that every token counts."""
-    if loaded.run is None or not (loaded.run / "run.toml").is_file():
-        return JOINED
-    config = load_run(loaded.run / "run.toml", find_model=model_folder)
-    rules = build_rules(config.data, end_of_text=loaded.tokenizer.end_of_text)
-    return replace(rules, unweighted=False)
-
-
-def _chosen(loaded: LoadedModel, *, data: str | None, text: Sequence[str] | None) -> EvaluationText:
+    """The ids of the given text, or of the validation text of the model's run."""
     if data is not None and text:
         raise UserError("give token files or text, not both", where="--data, --text")
     if text:
-        return _encode(loaded, text)
-    if data is not None:
+        chosen = _encode(loaded, text)
+    elif data is not None:
         reader = open_tokens(data)
         remedy = "the model needs its own tokenizer: evaluate on the text itself with --text"
         prove_tokenizer(loaded.tokenizer, reader, where=data, remedy=remedy)
-        return EvaluationText(reader.read(0, len(reader)), data, reader.document_starts)
-    if loaded.run is None:
+        chosen = EvaluationText(reader.read(0, len(reader)), data, reader.document_starts)
+    elif loaded.run is not None:
+        chosen = _held_out(loaded.run)
+    else:
         raise UserError(
             "this model did not come with validation text",
             where="evaluate",
             remedy="name some: --data PREFIX or --text FILE",
         )
-    return _own_validation(loaded)
+    if loaded.run is None or not (loaded.run / "run.toml").is_file():
+        return chosen
+    config = load_run(loaded.run / "run.toml", find_model=model_folder)
+    rules = build_rules(config.data, end_of_text=loaded.tokenizer.end_of_text)
+    return replace(chosen, rules=replace(rules, unweighted=False))  # every token counts
 
 
 def _encode(loaded: LoadedModel, paths: Sequence[str]) -> EvaluationText:
@@ -78,21 +72,15 @@ def _encode(loaded: LoadedModel, paths: Sequence[str]) -> EvaluationText:
     return EvaluationText(np.array(ids, dtype=np.int64), " ".join(paths), np.array(starts))
 
 
-def _own_validation(loaded: LoadedModel) -> EvaluationText:
-    assert loaded.run is not None
-    config = load_run(loaded.run / "run.toml", find_model=model_folder)
+def _held_out(run: Path) -> EvaluationText:
+    """A run's validation text: the parts of its token sets, each of which begins a document."""
+    config = load_run(run / "run.toml", find_model=model_folder)
     sequence = config.data.sequence or config.model.context
     held = open_data(config.data, sequence=sequence).validation
     if held is None:
         raise UserError(
-            "this run has no validation text", where=str(loaded.run), remedy="use --data or --text"
+            "this run has no validation text", where=str(run), remedy="use --data or --text"
         )
-    name = ", ".join(part.path for part in held.splits)
-    return _joined(held, name=name if config.data.validation else f"{name} (held out)")
-
-
-def _joined(held: Mixture, *, name: str) -> EvaluationText:
-    """The parts of several sets as one text; a part begins a document."""
     ids, starts, total = list[np.ndarray](), list[np.ndarray](), 0
     for part in held.splits:
         begin, end = part.tokens.start, part.tokens.stop
@@ -101,6 +89,9 @@ def _joined(held: Mixture, *, name: str) -> EvaluationText:
         starts.append(np.union1d([0], inside - begin) + total)
         ids.append(part.reader.read(begin, end - begin))
         total += end - begin
+    name = ", ".join(part.path for part in held.splits)
     return EvaluationText(
-        ids[0] if len(ids) == 1 else np.concatenate(ids), name, np.concatenate(starts)
+        ids[0] if len(ids) == 1 else np.concatenate(ids),
+        name if config.data.validation else f"{name} (held out)",
+        np.concatenate(starts),
     )

@@ -1,9 +1,9 @@
 """Loss, perplexity and bits per byte of a model on text.
 
 The text is read in windows of the model's context that do not overlap, the last one shorter; every
-token but the first of each window is predicted. For a model that keeps documents apart, so do the
-windows. Bits per byte divide by the bytes of the predicted
-tokens, so that models with different tokenizers can be compared.
+token but the first of each window is predicted. A model that separates documents separates them in
+a window too. Bits per byte divide by the bytes of the predicted tokens, so that models with
+different tokenizers can be compared.
 """
 
 from __future__ import annotations
@@ -49,23 +49,21 @@ def evaluate_loss(
 ) -> Evaluation:
     """Evaluate on a sequence of token ids, on its first `limit` tokens if given.
 
-    Rules that keep documents apart may need to know where these start.
+    Rules that separate documents by the token files need their `starts`.
     """
     ids = ids if limit is None else ids[: limit + 1]
     if len(ids) < 2:
         raise UserError("the text has fewer than two tokens", where="evaluate", exit=Exit.DATA)
     started = time.monotonic()
-    bytes_of = np.array(
-        [len(loaded.tokenizer.token_bytes(i)) for i in range(loaded.tokenizer.size)]
-    )
-    device = loaded.model.device
+    tokenizer, device = loaded.tokenizer, loaded.model.device
+    bytes_of = np.array([len(tokenizer.token_bytes(i)) for i in range(tokenizer.size)])
     total, tokens, text_bytes = 0.0, 0, 0
     for pieces in _windows(len(ids), context=loaded.model.config.context, batch=batch):
         length = int(pieces.counts[0])
         windows_BS = np.stack([ids[begin : begin + length] for begin in pieces.begins])
         marks_BS = None
         if rules.marks == "files":
-            assert starts is not None, "the text knows where its documents start"
+            assert starts is not None, "these rules need the starts of documents"
             marks_BS = marks_in_spans(pieces, starts=starts, length=length)
         part = make_batch(windows_BS, marks_BS=marks_BS, rules=rules).to(device)
         with torch.inference_mode():

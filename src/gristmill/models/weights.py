@@ -1,28 +1,25 @@
-"""Names and layouts of weights here and in Hugging Face's GPT-2: one table, read in both
-directions, part by part.
+"""Names and layouts of weights here and in Hugging Face's GPT-2: one table for both directions.
 
     ours                            Hugging Face                     layout
     embedding.weight                transformer.wte.weight           padded rows added, dropped
     blocks.N.attention.qkv.weight   transformer.h.N.attn.c_attn...   transposed (Conv1D)
 
-A part of a tensor there is a part of one here, with its dimensions exchanged where it is
-transposed. So models that are in no memory as a whole can be brought from one form to the other.
+A region of one tensor is a region of its counterpart, with its dimensions swapped where that is
+transposed. So weights are converted a region at a time, and no model has to fit into memory.
 
 Models without biases are written with zero biases, which compute the same.
 """
 
 from __future__ import annotations
 
-import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
 from gristmill.base.errors import Exit, Problem, UserError
 from gristmill.base.tensor_slices import TensorSlice
-from gristmill.config.model import GPTConfig
 from gristmill.models.gpt import GPT
 from gristmill.models.spec import CausalLM
 
@@ -40,69 +37,47 @@ _LAYER = {
     for kind in ("weight", "bias")
 }
 _AFTER = {"norm.weight": "ln_f.weight", "norm.bias": "ln_f.bias"}
-_TRANSPOSED = re.compile(r"(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight$")
-_VOCABULARY = ("embedding.weight", "head.weight")
 
 
-# ------------------------------------------------------------------ weights, wherever they are
+TensorParts = Iterator[tuple[TensorSlice, torch.Tensor]]
+"""Parts of a tensor, each with its place in the whole tensor."""
 
 
-@dataclass(frozen=True)
-class TensorPart:
-    """A part of a tensor as it lies where it is kept: to be copied, not to be changed."""
+class Weights(ABC):
+    """Tensors by name, in memory or on disk, any region of which can be read."""
 
-    box: TensorSlice
-    tensor: torch.Tensor
+    where: str
+    """Where they are, for messages."""
+    shapes: Mapping[str, tuple[int, ...]]
 
+    @abstractmethod
+    def parts(self, name: str, region: TensorSlice) -> TensorParts:
+        """The stored parts of a region, which must not be changed."""
 
-class Weights(Protocol):
-    """Tensors by name, of which any part can be had."""
-
-    @property
-    def where(self) -> str:
-        """Where they are, for a person."""
-        ...
-
-    def __contains__(self, name: object, /) -> bool: ...
-
-    def __iter__(self) -> Iterator[str]: ...
-
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
-    def parts(self, name: str, box: TensorSlice) -> Iterator[TensorPart]:
-        """What there is of a part of a tensor, piece by piece."""
-        ...
+    def read(
+        self, name: str, region: TensorSlice | None = None, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        """A copy of a tensor, or of a region of it, on the CPU."""
+        region = region or TensorSlice.whole(self.shapes[name])
+        value = torch.empty(region.shape, dtype=dtype)
+        for place, part in self.parts(name, region):
+            value[place.relative_to(region).slices].copy_(part)
+        return value
 
 
-class WeightsInMemory:
-    """Tensors that are at hand, such as a model's own."""
+class WeightsInMemory(Weights):
+    """Tensors in memory, such as a model's own."""
 
     where = "memory"
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name].shape)
-
-    def parts(self, name: str, box: TensorSlice) -> Iterator[TensorPart]:
-        common = box.meet(TensorSlice.whole(self.shape(name)))
+    def parts(self, name: str, region: TensorSlice) -> TensorParts:
+        common = region.intersect(TensorSlice.whole(self.shapes[name]))
         if common is not None:
-            yield TensorPart(common, self._tensors[name].detach()[common.slices])
-
-
-def read_part(weights: Weights, name: str, box: TensorSlice) -> torch.Tensor:
-    """A copy of a part of a tensor, in fp32 on the CPU."""
-    value = torch.empty(box.shape)
-    for part in weights.parts(name, box):
-        value[part.box.seen_from(box).slices].copy_(part.tensor)
-    return value
+            yield common, self._tensors[name].detach()[common.slices]
 
 
 # ------------------------------------------------------------------ Hugging Face's GPT-2
@@ -116,84 +91,75 @@ class Gpt2Tensor:
     shape: tuple[int, ...]
     """Without padding."""
     ours: str | None
-    """None where the model has no such parameter: then it is zero."""
+    """None if the model has no such parameter; then the tensor is zero."""
     transposed: bool
 
-    def turned_box(self, box: TensorSlice) -> TensorSlice:
-        """A part here for a part there, and the other way round."""
-        return TensorSlice(box.begin[::-1], box.end[::-1]) if self.transposed else box
+    def counterpart(self, region: TensorSlice) -> TensorSlice:
+        """The region of our tensor for a region of theirs, and the other way round."""
+        if not self.transposed:
+            return region
+        return TensorSlice(region.begin[::-1], region.end[::-1])
 
-    def turned(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.T if self.transposed else tensor
-
-    def read(self, weights: Weights, box: TensorSlice) -> torch.Tensor:
-        """A part of it, from weights under our names, in fp32 on the CPU."""
+    def read(self, weights: Weights, region: TensorSlice) -> torch.Tensor:
+        """A region of it, from weights under our names, in fp32 on the CPU."""
         if self.ours is None:
-            return torch.zeros(box.shape)
-        return self.turned(read_part(weights, self.ours, self.turned_box(box))).contiguous()
+            return torch.zeros(region.shape)
+        value = weights.read(self.ours, self.counterpart(region))
+        return value.T.contiguous() if self.transposed else value
 
 
 def gpt2_tensors(model: CausalLM) -> list[Gpt2Tensor]:
-    """All that a GPT-2 of this depth has in Hugging Face's form, from the first layer to the last;
-    of the model only shapes are looked at."""
+    """All tensors of a GPT-2 with this model's shapes, in the order in which it computes. The model
+    needs no memory."""
     assert isinstance(model, GPT), "settings that GPT-2 cannot express are refused"
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    found = []
-    for ours, theirs in _names(model.config).items():
-        exists, transposed = ours in shapes, _TRANSPOSED.search(theirs) is not None
-        shape = shapes[ours] if exists else shapes[ours.removesuffix("bias") + "weight"][:1]
-        if ours in _VOCABULARY:
-            shape = (model.vocab, *shape[1:])
-        kept = shape[::-1] if transposed else shape
-        found.append(Gpt2Tensor(theirs, kept, ours if exists else None, transposed))
-    return found
-
-
-def _names(config: GPTConfig) -> dict[str, str]:
-    """Our names and theirs, in the order in which the model computes."""
     names = dict(_BEFORE)
-    for layer in range(config.layers):
+    for layer in range(model.config.layers):
         names |= {o.format(layer=layer): t.format(layer=layer) for o, t in _LAYER.items()}
-    names |= _AFTER
-    head = {} if config.tie_head else {"head.weight": "lm_head.weight"}
-    return {ours: f"transformer.{theirs}" for ours, theirs in names.items()} | head
+    names = {ours: f"transformer.{theirs}" for ours, theirs in (names | _AFTER).items()}
+    if not model.config.tie_head:
+        names["head.weight"] = "lm_head.weight"
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    tables, tensors = model.vocabulary_parameters(), []
+    for ours, theirs in names.items():
+        # The matrices in blocks, c_attn, c_proj and c_fc, are of type Conv1D.
+        exists, transposed = ours in shapes, ".c_" in theirs and theirs.endswith(".weight")
+        shape = shapes[ours] if exists else shapes[ours.removesuffix("bias") + "weight"][:1]
+        if ours in tables:
+            shape = (model.vocab, *shape[1:])
+        shape = shape[::-1] if transposed else shape
+        tensors.append(Gpt2Tensor(theirs, shape, ours if exists else None, transposed))
+    return tensors
 
 
-class Gpt2Weights:
+class Gpt2Weights(Weights):
     """Tensors of Hugging Face's GPT-2 under our names and in our layout, without padding."""
 
     def __init__(self, theirs: Weights, model: CausalLM) -> None:
-        """Refuses tensors that are not those of the model, of which only shapes are looked at."""
+        """Refuses tensors that do not fit the model, which needs no memory."""
         self.where, self._theirs = theirs.where, theirs
-        # The published GPT-2 has names without this beginning.
-        names = {name.removeprefix("transformer."): name for name in theirs}
+        # The published GPT-2 has names without this prefix.
+        names = {name.removeprefix("transformer."): name for name in theirs.shapes}
         self._tensors: dict[str, Gpt2Tensor] = {}
         problems = []
         for one in gpt2_tensors(model):
             name = names.get(one.name.removeprefix("transformer."))
             if name is None:
                 problems.append(f"the weights lack {one.name}")
-            elif theirs.shape(name) != one.shape:
-                problems.append(f"{one.name} has shape {theirs.shape(name)}, not {one.shape}")
+            elif theirs.shapes[name] != one.shape:
+                problems.append(f"{one.name} has shape {theirs.shapes[name]}, not {one.shape}")
             elif one.ours is not None:
                 self._tensors[one.ours] = replace(one, name=name)
         if problems:
             raise UserError([Problem(what, self.where) for what in problems], exit=Exit.DATA)
+        self.shapes = {
+            ours: one.shape[::-1] if one.transposed else one.shape
+            for ours, one in self._tensors.items()
+        }
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def shape(self, name: str) -> tuple[int, ...]:
+    def parts(self, name: str, region: TensorSlice) -> TensorParts:
         one = self._tensors[name]
-        return one.shape[::-1] if one.transposed else one.shape
-
-    def parts(self, name: str, box: TensorSlice) -> Iterator[TensorPart]:
-        one = self._tensors[name]
-        for part in self._theirs.parts(one.name, one.turned_box(box)):
-            yield TensorPart(one.turned_box(part.box), one.turned(part.tensor))
+        for place, part in self._theirs.parts(one.name, one.counterpart(region)):
+            yield one.counterpart(place), part.T if one.transposed else part
 
 
 def to_gpt2(model: CausalLM) -> dict[str, torch.Tensor]:

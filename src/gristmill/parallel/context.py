@@ -1,37 +1,36 @@
-"""Attention over sequences that are divided among processes (context parallel).
+"""Attention over sequences that are sharded over ranks (context parallel).
 
-A sequence is cut into 2R chunks for R processes, and process r holds chunks r and 2R-1-r. What lies
-early sees little, what lies late sees much, so that every process has as much to do as any other:
+A sequence is cut into 2R chunks for R ranks, and rank r holds chunks r and 2R-1-r. Early positions
+see few keys and late ones see many, so that every rank has the same amount of work:
 
     R = 4    chunk    0  1  2  3  4  5  6  7
-             process  0  1  2  3  3  2  1  0
+             rank     0  1  2  3  3  2  1  0
 
-Two ways to attend:
+There are two ways to attend:
 
-    ring    Keys and values go round, from each process to the next, while the ones at hand are
-            attended to. Of R steps, the first is the process's own and causal; keys from an
-            earlier process are seen by all queries, but only its first chunk; keys from a later
-            one are all seen, but only by the second chunk of queries. Half of every pair is never
-            computed. Going back, keys and values go round again, and their gradients with them.
-    heads   One exchange gives every process the whole sequence for its share of the heads, another
-            one gives the result back. Ordinary attention lies between them.
+    ring    Each rank sends keys and values to the next one while it attends to those that it has.
+            In the first of R steps these are its own, and attention is causal. All queries see
+            keys of an earlier rank, but only its first chunk; only the second chunk of queries
+            sees keys of a later rank. The unseen half is never computed. The backward pass sends
+            keys and values round again, and their gradients with them.
+    heads   One all-to-all gives every rank the whole sequence for some of the heads, another one
+            returns the result. In between is ordinary attention.
 
-In the ring every process sends R-1 times what its keys and values are, hidden behind computation
-where chunks are long, and takes any number of heads. Going back their gradients come on top, in
-fp32 since R of them are added up: twice the bytes of a half-precision format. In the exchange it
-sends queries, keys, values and results once, whatever R is, and hides nothing.
+The ring sends R-1 times a rank's keys and values, hidden behind computation where chunks are long,
+for any number of heads; the backward pass sends their gradients too, in fp32 since R of them are
+summed. The all-to-all sends queries, keys, values and results once, and hides nothing.
 
-What communicates is registered with torch as operations of its own: a compiled model holds them
-as they are, in one graph. Operations take a group by its name. None is a group of one.
+Operations that communicate are registered with torch as custom operators, so that a compiled model
+holds them in one graph. They take a group by its name; "" stands for a group of one rank.
 
-Shapes: B samples, T positions of this process, H heads, G key and value heads, K head width; R
-processes, h heads of one of them, S positions of all. A leading 2 is keys and values.
+Shapes: B samples, T positions of this rank, H heads, G key and value heads, K head width; R ranks,
+h heads of one of them, S positions of all. A leading 2 is keys and values.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,21 +39,20 @@ from torch.nn import functional
 
 from gristmill.models.documents import document_mask
 from gristmill.parallel.attention import (
-    Block,
-    Gradients,
-    Part,
+    KeyBlock,
+    PartialAttention,
     attend,
     attend_backward,
     merge,
     repeat_heads,
-    sums_in,
+    sum_dtype,
 )
 
-# ------------------------------------------------------------------ dividing
+# ------------------------------------------------------------------ sharding
 
 
-def share_of_sequence(x: torch.Tensor, dim: int, *, rank: int, ranks: int) -> torch.Tensor:
-    """A process's part of a tensor with a whole sequence along `dim`."""
+def shard_sequence(x: torch.Tensor, dim: int, *, rank: int, ranks: int) -> torch.Tensor:
+    """A rank's shard of a tensor with a whole sequence along `dim`."""
     assert x.shape[dim] % (2 * ranks) == 0, f"{x.shape[dim]} positions in {2 * ranks} chunks"
     if ranks == 1:
         return x
@@ -62,133 +60,129 @@ def share_of_sequence(x: torch.Tensor, dim: int, *, rank: int, ranks: int) -> to
     return torch.cat((chunks[rank], chunks[-1 - rank]), dim)
 
 
-def whole_sequence(shares: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    """The tensor of which these are the processes' parts, by rank."""
-    halves = [share.chunk(2, dim) for share in shares]
+def unshard_sequence(shards: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """The tensor of which these are the shards, by rank."""
+    halves = [shard.chunk(2, dim) for shard in shards]
     return torch.cat([first for first, _ in halves] + [last for _, last in halves[::-1]], dim)
 
 
-def positions_of(
-    rank: int, ranks: int, length: int, device: torch.device | str | None = None
-) -> torch.Tensor:
-    """Where a process's positions lie in the whole sequence of this length."""
-    return share_of_sequence(torch.arange(length, device=device), 0, rank=rank, ranks=ranks)
+def shard_positions(rank: int, ranks: int, length: int) -> torch.Tensor:
+    """The positions of a rank's shard in a whole sequence of this length, on the CPU."""
+    return shard_sequence(torch.arange(length, device="cpu"), 0, rank=rank, ranks=ranks)
 
 
-# ------------------------------------------------------------------ groups
-
-
-def _name(group: dist.ProcessGroup | None) -> str:
+def _group_name(group: dist.ProcessGroup | None) -> str:
     return "" if group is None else group.group_name
 
 
-_named: Any = dist.distributed_c10d
-"""Knows groups by their names, whose type is not the same in all versions of torch."""
-
-
 def _group(name: str) -> dist.ProcessGroup | None:
-    return _named._resolve_process_group(name) if name else None
+    # The type of a group's name differs between versions of torch.
+    by_name: Any = dist.distributed_c10d
+    return by_name._resolve_process_group(name) if name else None
 
 
-class _Arrival(NamedTuple):
-    """Tensors under way: those that come, and those that must not be touched until they came."""
+# ------------------------------------------------------------------ the ring
 
-    tensors: list[torch.Tensor]
+
+class _RingTransfer(NamedTuple):
+    """Tensors that are being received, and those sent, which must not change meanwhile."""
+
+    received: list[torch.Tensor]
     sent: list[torch.Tensor]
     works: list[dist.Work]
 
     def wait(self) -> list[torch.Tensor]:
         for work in self.works:
             work.wait()
-        return self.tensors
+        return self.received
 
 
-class _Ring:
-    """This process's place between two others."""
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
-        self.rank = 0 if group is None else group.rank()
-        self.size = 1 if group is None else group.size()
-
-    def pass_on(self, tensors: list[torch.Tensor]) -> _Arrival:
-        """Start sending tensors to the next process, and receiving such from the one before."""
-        if self.group is None or self.size == 1:
-            return _Arrival(tensors, [], [])
-        after = dist.get_global_rank(self.group, (self.rank + 1) % self.size)
-        before = dist.get_global_rank(self.group, (self.rank - 1) % self.size)
-        arriving = [torch.empty_like(tensor) for tensor in tensors]
-        operations = [dist.P2POp(dist.isend, tensor, after, self.group) for tensor in tensors]
-        operations += [dist.P2POp(dist.irecv, tensor, before, self.group) for tensor in arriving]
-        return _Arrival(arriving, tensors, dist.batch_isend_irecv(operations))
-
-
-# ------------------------------------------------------------------ the ring
-
-
-class Pair(NamedTuple):
-    """Which queries of a process see keys of another, and which of its keys."""
+class RingStep(NamedTuple):
+    """Which of a rank's queries see which of another rank's keys."""
 
     queries: slice
     keys: slice
     own: bool
 
 
-def pair_of(rank: int, source: int, length: int) -> Pair:
-    """What process `rank` has to do with the keys of `source`; each has `length` positions."""
+def ring_step(rank: int, source: int, length: int) -> RingStep:
+    """What `rank` computes with the keys of `source`; each has `length` positions."""
     everything, half = slice(None), length // 2
     if source < rank:
-        return Pair(everything, slice(0, half), own=False)
-    return Pair(slice(half, None) if source > rank else everything, everything, source == rank)
+        return RingStep(everything, slice(0, half), own=False)
+    return RingStep(slice(half, None) if source > rank else everything, everything, source == rank)
 
 
-class _Travelling(NamedTuple):
-    """What goes round."""
+class _Ring:
+    """This rank's place in the ring, and its inputs of attention."""
 
-    kv_2BGTK: torch.Tensor
-    documents_BT: torch.Tensor | None = None
-
-    def block(
+    def __init__(
         self,
-        pair: Pair,
         query_BHTK: torch.Tensor,
-        *,
-        scale: float,
+        key_BGTK: torch.Tensor,
+        value_BGTK: torch.Tensor,
         documents_BT: torch.Tensor | None,
-    ) -> Block:
-        """What is to be computed with it by the process whose queries and documents these are."""
-        key, value = self.kv_2BGTK[:, :, :, pair.keys]
+        scale: float,
+        group: str,
+    ) -> None:
+        self.group = _group(group)
+        self.rank = 0 if self.group is None else self.group.rank()
+        self.size = 1 if self.group is None else self.group.size()
+        self.query, self.documents, self.scale = _aligned(query_BHTK), documents_BT, scale
+        self.held = [torch.stack((key_BGTK, value_BGTK))]
+        if documents_BT is not None:
+            self.held.append(documents_BT.contiguous())
+
+    def send(self, tensors: list[torch.Tensor]) -> _RingTransfer:
+        """Start to send tensors to the next rank, and to receive the like from the one before."""
+        if self.group is None or self.size == 1:
+            return _RingTransfer(tensors, [], [])
+        after = dist.get_global_rank(self.group, (self.rank + 1) % self.size)
+        before = dist.get_global_rank(self.group, (self.rank - 1) % self.size)
+        received = [torch.empty_like(tensor) for tensor in tensors]
+        operations = [dist.P2POp(dist.isend, tensor, after, self.group) for tensor in tensors]
+        operations += [dist.P2POp(dist.irecv, tensor, before, self.group) for tensor in received]
+        return _RingTransfer(received, tensors, dist.batch_isend_irecv(operations))
+
+    def steps(self) -> Iterator[tuple[RingStep, KeyBlock]]:
+        """The keys of all ranks, own ones first; the next are received while these are used."""
+        held, self.held = self.held, []  # freed as soon as they were sent
+        for number in range(self.size):
+            transfer = self.send(held) if number + 1 < self.size else None
+            source = (self.rank - number) % self.size
+            step = ring_step(self.rank, source, self.query.shape[2])
+            yield step, self._block(step, *held)
+            if transfer is not None:
+                held = transfer.wait()
+
+    def _block(
+        self, step: RingStep, kv_2BGTK: torch.Tensor, documents_BT: torch.Tensor | None = None
+    ) -> KeyBlock:
+        key, value = kv_2BGTK[:, :, :, step.keys]
         mask = None
-        if documents_BT is not None and self.documents_BT is not None:
-            if pair.own:
-                mask = document_mask(documents_BT)
+        if self.documents is not None and documents_BT is not None:
+            if step.own:
+                mask = document_mask(self.documents)
             else:
-                theirs = self.documents_BT[:, None, pair.keys]
-                mask = (documents_BT[:, pair.queries, None] == theirs)[:, None]
-        causal = pair.own and mask is None
-        return Block(query_BHTK[:, :, pair.queries], key, value, scale, causal, mask)
-
-
-def _departing(
-    key_BGTK: torch.Tensor, value_BGTK: torch.Tensor, documents_BT: torch.Tensor | None
-) -> list[torch.Tensor]:
-    kv_2BGTK = torch.stack((key_BGTK, value_BGTK))
-    return [kv_2BGTK] if documents_BT is None else [kv_2BGTK, documents_BT.contiguous()]
+                theirs = documents_BT[:, None, step.keys]
+                mask = (self.documents[:, step.queries, None] == theirs)[:, None]
+        query, causal = self.query[:, :, step.queries], step.own and mask is None
+        return KeyBlock(query, key, value, self.scale, causal, mask)
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """The same, laid out so that kernels can read whole pieces of 16 bytes."""
-    steps = (*x.stride()[:-1], x.storage_offset())
-    if x.stride(-1) == 1 and all(step * x.element_size() % 16 == 0 for step in steps):
+    """The same tensor, laid out so that kernels can read vectors of 16 bytes."""
+    strides = (*x.stride()[:-1], x.storage_offset())
+    if x.stride(-1) == 1 and all(stride * x.element_size() % 16 == 0 for stride in strides):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _room_by_position(x_BHTK: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """An empty tensor of this shape, whose heads lie side by side at every position, as the layer
-    that follows reads them."""
-    samples, heads, length, width = x_BHTK.shape
-    return x_BHTK.new_empty(samples, length, heads, width, dtype=dtype).transpose(1, 2)
+def _empty_by_position(x_BHTK: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """An empty tensor of this shape that keeps the heads of a position together, as the next layer
+    reads them."""
+    x_BTHK = x_BHTK.transpose(1, 2)
+    return x_BTHK.new_empty(x_BTHK.shape, dtype=dtype).transpose(1, 2)
 
 
 @torch.library.custom_op(
@@ -197,118 +191,74 @@ def _room_by_position(x_BHTK: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     schema="(Tensor query, Tensor key, Tensor value, Tensor? documents, float scale, str group)"
     " -> (Tensor, Tensor)",
 )
-def _ring_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    documents: torch.Tensor | None,
-    scale: float,
-    group: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result and the logarithms of its sums."""
-    ring, whole = _Ring(_group(group)), None
-    query = _aligned(query)
-    held = _departing(key, value, documents)
-    for step in range(ring.size):
-        arriving = ring.pass_on(held) if step + 1 < ring.size else None
-        pair = pair_of(ring.rank, (ring.rank - step) % ring.size, query.shape[2])
-        part = attend(_Travelling(*held).block(pair, query, scale=scale, documents_BT=documents))
+def _ring_forward(query: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result, and the logarithms of the sums that it was divided by."""
+    whole = None
+    for step, block in _Ring(query, *inputs).steps():
+        part = attend(block)
         if whole is None:
-            room = _room_by_position(query, sums_in(query.dtype))
+            y_BHTK = _empty_by_position(query, sum_dtype(query.dtype)).copy_(part.y_BHTK)
             log_sum_BHT = part.log_sum_BHT.clone(memory_format=torch.contiguous_format)
-            whole = Part(room.copy_(part.y_BHTK), log_sum_BHT)
+            whole = PartialAttention(y_BHTK, log_sum_BHT)
         else:
-            merge(Part(*(one[:, :, pair.queries] for one in whole)), part)
-        if arriving is not None:
-            held = arriving.wait()
+            merge(PartialAttention(*(one[:, :, step.queries] for one in whole)), part)
     assert whole is not None
     return whole.y_BHTK.to(query.dtype), whole.log_sum_BHT
 
 
 @_ring_forward.register_fake
 def _(query: torch.Tensor, *rest: object) -> tuple[torch.Tensor, torch.Tensor]:
-    log_sum_BHT = query.new_empty(query.shape[:-1], dtype=sums_in(query.dtype))
-    return _room_by_position(query, query.dtype), log_sum_BHT
+    log_sum_BHT = query.new_empty(query.shape[:-1], dtype=sum_dtype(query.dtype))
+    return _empty_by_position(query, query.dtype), log_sum_BHT
 
 
 @torch.library.custom_op(
     "gristmill::ring_backward",
     mutates_args=(),
-    schema="(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor? documents, Tensor y,"
-    " Tensor log_sum, float scale, str group) -> (Tensor, Tensor)",
+    schema="(Tensor grad, Tensor y, Tensor log_sum, Tensor query, Tensor key, Tensor value,"
+    " Tensor? documents, float scale, str group) -> (Tensor, Tensor)",
 )
 def _ring_backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    documents: torch.Tensor | None,
-    y: torch.Tensor,
-    log_sum: torch.Tensor,
-    scale: float,
-    group: str,
+    grad: torch.Tensor, y: torch.Tensor, log_sum: torch.Tensor, query: torch.Tensor, *inputs: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of queries, and of keys and values stacked."""
-    ring, query = _Ring(_group(group)), _aligned(query)
-    held = _departing(key, value, documents)
-    dtype = sums_in(query.dtype)
-    grad_query = _room_by_position(query, dtype).zero_()
-    grad_kv = torch.zeros_like(held[0], dtype=dtype)
+    ring, dtype = _Ring(query, *inputs), sum_dtype(query.dtype)
+    grad_query = _empty_by_position(query, dtype).zero_()
+    grad_kv = torch.zeros_like(ring.held[0], dtype=dtype)
     returning = None
-    for step in range(ring.size):
-        arriving = ring.pass_on(held) if step + 1 < ring.size else None
-        pair = pair_of(ring.rank, (ring.rank - step) % ring.size, query.shape[2])
-        block = _Travelling(*held).block(pair, query, scale=scale, documents_BT=documents)
-        whole = Part(y[:, :, pair.queries], log_sum[:, :, pair.queries])
-        gradients = attend_backward(block, whole, grad[:, :, pair.queries])
+    for (queries, keys, _), block in ring.steps():
+        whole = PartialAttention(y[:, :, queries], log_sum[:, :, queries])
+        query_part, key_part, value_part = attend_backward(block, whole, grad[:, :, queries])
         if returning is not None:
             (grad_kv,) = returning.wait()
-        _add_gradients(gradients, pair, grad_query, grad_kv)
-        returning = ring.pass_on([grad_kv])
-        if arriving is not None:
-            held = arriving.wait()
+        grad_query[:, :, queries] += query_part
+        grad_kv[0, :, :, keys] += key_part
+        grad_kv[1, :, :, keys] += value_part
+        returning = ring.send([grad_kv])
     assert returning is not None
     (grad_kv,) = returning.wait()
-    return grad_query.to(query.dtype), grad_kv.to(key.dtype)
+    return grad_query.to(query.dtype), grad_kv.to(inputs[0].dtype)
 
 
 @_ring_backward.register_fake
-def _(
-    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *rest: object
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _room_by_position(query, query.dtype), key.new_empty(2, *key.shape)
+def _(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    _, _, _, query, key, *_ = inputs
+    return _empty_by_position(query, query.dtype), key.new_empty(2, *key.shape)
 
 
-def _add_gradients(
-    gradients: Gradients, pair: Pair, grad_query: torch.Tensor, grad_kv: torch.Tensor
-) -> None:
-    grad_query[:, :, pair.queries] += gradients.query_BHTK
-    grad_kv[0, :, :, pair.keys] += gradients.key_BGSK
-    grad_kv[1, :, :, pair.keys] += gradients.value_BGSK
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    *tensors, ctx.scale, ctx.group = inputs
+    ctx.save_for_backward(*output, *tensors)
 
 
-class _RingAttention(torch.autograd.Function):
-    """Ties the two ways round together."""
+def _differentiate_ring(
+    ctx: Any, grad: torch.Tensor, _: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    query, kv = _ring_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.group)
+    return query, kv[0], kv[1], None, None, None
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        documents: torch.Tensor | None,
-        scale: float,
-        group: str,
-    ) -> torch.Tensor:
-        y, log_sum = _ring_forward(query, key, value, documents, scale, group)
-        ctx.save_for_backward(query, key, value, documents, y, log_sum)
-        ctx.scale, ctx.group = scale, group
-        return y
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, kv = _ring_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.group)
-        return query, kv[0], kv[1], None, None, None
+_ring_forward.register_autograd(_differentiate_ring, setup_context=_save_for_backward)
 
 
 def ring_attention(
@@ -320,15 +270,16 @@ def ring_attention(
     scale: float | None,
     documents_BT: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention over the whole sequence, y_BHTK for this process's positions.
+    """Causal attention over the whole sequence, y_BHTK for this rank's positions.
 
-    All tensors are this process's parts: query_BHTK, key_BGTK, value_BGTK, and the numbers of the
-    documents, outside of which nothing is seen.
+    All tensors are this rank's shards: query_BHTK, key_BGTK, value_BGTK, and the numbers of the
+    documents, across which nothing is seen.
     """
     assert query.shape[2] % 2 == 0 and query.shape[1] % key.shape[1] == 0
-    assert key.shape == value.shape, "keys and values travel as one tensor"
+    assert key.shape == value.shape, "keys and values are sent as one tensor"
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return _RingAttention.apply(query, key, value, documents_BT, scale, _name(group))
+    y_BHTK, _ = _ring_forward(query, key, value, documents_BT, scale, _group_name(group))
+    return y_BHTK
 
 
 # ------------------------------------------------------------------ heads for sequences
@@ -337,29 +288,27 @@ def ring_attention(
 @torch.library.custom_op(
     "gristmill::exchange", mutates_args=(), schema="(Tensor x, str group) -> Tensor"
 )
-def _exchange(x: torch.Tensor, group: str) -> torch.Tensor:
-    """From every process the part that is for this one: row r goes to process r."""
+def _all_to_all(x: torch.Tensor, group: str) -> torch.Tensor:
+    """Send row r to rank r; returns the rows that were sent to this one."""
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
     dist.all_to_all_single(received, x.contiguous(), group=_group(group))
     return received
 
 
-@_exchange.register_fake
+@_all_to_all.register_fake
 def _(x: torch.Tensor, group: str) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-class _Exchange(torch.autograd.Function):
-    """Gradients go back the way their tensors came: the exchange is its own reverse."""
+def _save_group(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, ctx.group = inputs
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: str) -> torch.Tensor:
-        ctx.group = group
-        return _exchange(x, group)
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _exchange(grad, ctx.group), None
+def _send_back(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return _all_to_all(grad, ctx.group), None
+
+
+_all_to_all.register_autograd(_send_back, setup_context=_save_group)
 
 
 def heads_attention(
@@ -378,61 +327,28 @@ def heads_attention(
     ranks = 1 if group is None else group.size()
     groups = math.lcm(key.shape[1], ranks)
     assert query.shape[1] % groups == 0, f"{query.shape[1]} heads for {ranks} processes"
-    times = groups // key.shape[1]
-    parts = query, repeat_heads(key, times), repeat_heads(value, times)
-    sizes = [part.shape[1] // ranks for part in parts]
-    together_RBhTK = torch.cat(
-        [part.unflatten(1, (ranks, -1)).movedim(1, 0) for part in parts], dim=2
+    times, name = groups // key.shape[1], _group_name(group)
+    inputs = query, repeat_heads(key, times), repeat_heads(value, times)
+    if ranks > 1:
+        sizes = [one.shape[1] // ranks for one in inputs]
+        all_RBhTK = torch.cat(
+            [one.unflatten(1, (ranks, -1)).movedim(1, 0) for one in inputs], dim=2
+        )
+        all_BhSK = unshard_sequence(_all_to_all(all_RBhTK, name).unbind(), dim=2)
+        inputs = all_BhSK.split(sizes, dim=1)
+        if documents_BT is not None:
+            copies_RBT = documents_BT.expand(ranks, -1, -1)
+            documents_BT = unshard_sequence(_all_to_all(copies_RBT, name).unbind(), dim=1)
+    query, key, value = inputs
+    mask = None if documents_BT is None else document_mask(documents_BT)
+    times = query.shape[1] // key.shape[1]
+    if mask is not None:
+        # On CUDA, the kernel that takes masks does not support grouped heads.
+        key, value, times = repeat_heads(key, times), repeat_heads(value, times), 1
+    y_BhSK = functional.scaled_dot_product_attention(
+        query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=times > 1
     )
-    query, key, value = _positions_for_heads(together_RBhTK, group).split(sizes, dim=1)
-    y_BhSK = _ordinary(query, key, value, scale=scale, mask=_mask_of_all(documents_BT, group))
-    return _heads_for_positions(y_BhSK, group)
-
-
-def _positions_for_heads(x_RBhTK: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    if x_RBhTK.shape[0] == 1:
-        return x_RBhTK[0]
-    return whole_sequence(_Exchange.apply(x_RBhTK, _name(group)).unbind(), dim=2)
-
-
-def _heads_for_positions(y_BhSK: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    ranks = 1 if group is None else group.size()
     if ranks == 1:
         return y_BhSK
-    shares = [share_of_sequence(y_BhSK, 2, rank=rank, ranks=ranks) for rank in range(ranks)]
-    mine_RBhTK = _Exchange.apply(torch.stack(shares), _name(group))
-    return mine_RBhTK.movedim(0, 1).flatten(1, 2)
-
-
-def _mask_of_all(
-    documents_BT: torch.Tensor | None, group: dist.ProcessGroup | None
-) -> torch.Tensor | None:
-    if documents_BT is None:
-        return None
-    if group is None or group.size() == 1:
-        return document_mask(documents_BT)
-    copies_RBT = documents_BT.expand(group.size(), -1, -1)
-    return document_mask(whole_sequence(_exchange(copies_RBT, _name(group)).unbind(), dim=1))
-
-
-def _ordinary(
-    query_BhSK: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    scale: float | None,
-    mask: torch.Tensor | None,
-) -> torch.Tensor:
-    times = query_BhSK.shape[1] // key.shape[1]
-    if mask is not None:
-        # On CUDA, the kernel that takes masks does not know shared heads.
-        key, value, times = repeat_heads(key, times), repeat_heads(value, times), 1
-    return functional.scaled_dot_product_attention(
-        query_BhSK,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scale,
-        enable_gqa=times > 1,
-    )
+    shards = [shard_sequence(y_BhSK, 2, rank=rank, ranks=ranks) for rank in range(ranks)]
+    return _all_to_all(torch.stack(shards), name).movedim(0, 1).flatten(1, 2)

@@ -76,6 +76,6 @@ def _received(box: TensorSlice, rank: int, control: ControlGroup) -> torch.Tenso
 
 def _put(target: torch.Tensor, box: TensorSlice, tensor: Any) -> None:
     """Copy a part; rows that only pad a sharded vocabulary have no place in the whole."""
-    common = box.meet(TensorSlice.whole(target.shape))
+    common = box.intersect(TensorSlice.whole(target.shape))
     if common is not None:
-        target[common.slices] = tensor[common.seen_from(box).slices].to(target.device)
+        target[common.slices] = tensor[common.relative_to(box).slices].to(target.device)

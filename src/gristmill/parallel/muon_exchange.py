@@ -1,15 +1,16 @@
-"""Matrices that lie in parts on several processes, brought together where they are worked on.
+"""Sharded matrices, gathered on the rank that orthogonalises them for Muon.
 
-    collect     each process sends the parts that it owns to the matrix's worker
-    hand out    each worker sends every process its parts of the result
+    collect     each rank sends the slices that it owns to the matrix's worker
+    hand out    each worker sends every rank its slices of the result
 
-Every matrix has one worker among the processes of its stage, the largest matrices dealt out first,
-so that each matrix is worked on once, whether processes hold shares or copies of it. All sizes
-follow from the layout, so nothing but the numbers themselves is sent.
+Every matrix has one worker among the ranks of its pipeline stage, the largest matrices assigned
+first, so that each matrix is processed once, whether ranks hold shards or copies of it. All sizes
+follow from the layout, so only the numbers themselves are sent.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import prod
@@ -21,44 +22,36 @@ from gristmill.base.tensor_slices import ShardSlice
 from gristmill.parallel.sharding import ShardLayout
 from gristmill.parallel.world import World
 
-Parcels = list[list[torch.Tensor]]
-"""Tensors to or from each process of a stage."""
-
 
 class ShardedMuonExchange:
-    """The way between the processes of one stage; all numbers are in fp32."""
+    """The exchange among the ranks of one stage; all numbers are in fp32."""
 
     def __init__(self, layout: ShardLayout, world: World, *, names: Sequence[str]) -> None:
         axes = [axis for axis in world.mesh.sizes if axis != "pp"]
         self.layout, self.world, self.names = layout, world, names
         self.ranks = world.mesh.group(world.rank, *axes)
         group = world.groups.of(self.ranks)
-        assert group is not None, "a process that is alone has nothing to exchange"
+        assert group is not None, "a single rank has nothing to exchange"
         self.group = group
 
     @cached_property
     def _worker(self) -> dict[str, int]:
-        """Who works on which matrix."""
+        """The rank that processes each matrix."""
         largest_first = sorted(self.names, key=lambda name: (-prod(self.shape(name)), name))
-        return {
-            name: self.ranks[number % len(self.ranks)] for number, name in enumerate(largest_first)
-        }
+        return dict(zip(largest_first, itertools.cycle(self.ranks), strict=False))
 
     @cached_property
     def _held(self) -> dict[tuple[str, int], tuple[ShardSlice, ...]]:
-        """What each process holds of each matrix."""
-        return {
-            (name, rank): self.layout.slices(name, rank)
-            for name in self.names
-            for rank in self.ranks
-        }
+        """What each rank holds of each matrix."""
+        pairs = itertools.product(self.names, self.ranks)
+        return {(name, rank): self.layout.slices(name, rank) for name, rank in pairs}
 
     @cached_property
     def _owned(self) -> dict[tuple[str, int], tuple[ShardSlice, ...]]:
-        """The same without what another process answers for."""
+        """What each rank owns of each matrix."""
         return {
-            (name, rank): pieces if self.layout.owned(name, rank) else ()
-            for (name, rank), pieces in self._held.items()
+            (name, rank): slices if self.layout.owned(name, rank) else ()
+            for (name, rank), slices in self._held.items()
         }
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -67,25 +60,20 @@ class ShardedMuonExchange:
     def collect(
         self, names: Sequence[str], parts: Sequence[torch.Tensor]
     ) -> dict[int, torch.Tensor]:
-        me = self.world.rank
-        mine = self._worked_on(names, me)
-        send = [
-            [
-                parts[place][piece.local.slices]
-                for place in self._worked_on(names, other)
-                for piece in self._owned[names[place], me]
-            ]
-            for other in self.ranks
-        ]
-        pieces = [
-            [(place, piece) for place in mine for piece in self._owned[names[place], other]]
-            for other in self.ranks
-        ]
-        shapes = [[piece.whole.shape for _, piece in some] for some in pieces]
+        me, mine = self.world.rank, self._places(names, self.world.rank)
         whole = {place: parts[place].new_empty(self.shape(names[place])) for place in mine}
-        for some, tensors in zip(pieces, self._swap(send, shapes), strict=True):
-            for (place, piece), tensor in zip(some, tensors, strict=True):
-                whole[place][piece.whole.slices] = tensor
+        send, targets = [], []
+        for other in self.ranks:
+            to_other, from_other = [], []
+            for place in self._places(names, other):
+                owned = self._owned[names[place], me]
+                to_other += [parts[place][one.local.slices] for one in owned]
+            for place in mine:
+                owned = self._owned[names[place], other]
+                from_other += [whole[place][one.whole.slices] for one in owned]
+            send.append(to_other)
+            targets.append(from_other)
+        self._exchange(send, targets)
         return whole
 
     def hand_out(
@@ -94,55 +82,43 @@ class ShardedMuonExchange:
         directions: Mapping[int, torch.Tensor],
         moments: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
-        me = self.world.rank
-        result = {
-            place: torch.empty(
-                _extent(self._held[name, me], self.shape(name)),
-                device=self.world.device.torch_device,
-            )
-            for place, name in enumerate(names)
-        }
+        me, device = self.world.rank, self.world.device.torch_device
+        result = []
+        for name in names:
+            held, shape = self._held[name, me], self.shape(name)
+            ends = zip(*(one.local.end for one in held), strict=True)
+            local = tuple(map(max, ends)) if held else (0, *shape[1:])
+            result.append(torch.empty(local, device=device))
         send, targets = [], []
         for other in self.ranks:
             to_other, from_other = [], []
             for place, direction in directions.items():
                 held = self._held[names[place], other]
-                to_other += [direction[piece.whole.slices] for piece in held]
+                to_other += [direction[one.whole.slices] for one in held]
                 to_other += [moments[place]] if moments else []
-            for place in self._worked_on(names, other):
+            for place in self._places(names, other):
                 held = self._held[names[place], me]
-                from_other += [result[place][piece.local.slices] for piece in held]
+                from_other += [result[place][one.local.slices] for one in held]
                 from_other += [moments[place]] if moments else []
             send.append(to_other)
             targets.append(from_other)
-        shapes = [[tuple(target.shape) for target in some] for some in targets]
-        for some, tensors in zip(targets, self._swap(send, shapes), strict=True):
-            for target, tensor in zip(some, tensors, strict=True):
-                target.copy_(tensor)
-        return [result[place] for place in range(len(names))]
+        self._exchange(send, targets)
+        return result
 
-    def _worked_on(self, names: Sequence[str], rank: int) -> list[int]:
+    def _places(self, names: Sequence[str], rank: int) -> list[int]:
+        """Which of these matrices a rank processes."""
         return [place for place, name in enumerate(names) if self._worker[name] == rank]
 
-    def _swap(self, send: Parcels, shapes: list[list[tuple[int, ...]]]) -> Parcels:
-        """Send each process its tensors; what they sent, whose shapes are known."""
+    def _exchange(self, send: list[list[torch.Tensor]], targets: list[list[torch.Tensor]]) -> None:
+        """Send each rank its tensors, and copy what each rank sends here to its targets."""
         flat = [tensor.reshape(-1) for some in send for tensor in some]
         outgoing = torch.cat([torch.empty(0, device=self.world.device.torch_device), *flat])
-        sizes = [[prod(shape) for shape in some] for some in shapes]
-        arriving = outgoing.new_empty(sum(map(sum, sizes)))
-        dist.all_to_all_single(
-            arriving,
-            outgoing,
-            [sum(some) for some in sizes],
-            [sum(tensor.numel() for tensor in some) for some in send],
-            group=self.group,
+        send_sizes, sizes = (
+            [sum(tensor.numel() for tensor in some) for some in lists] for lists in (send, targets)
         )
-        tensors = iter(arriving.split([size for some in sizes for size in some]))
-        return [[next(tensors).view(shape) for shape in some] for some in shapes]
-
-
-def _extent(pieces: Sequence[ShardSlice], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the tensor that pieces of a whole make up."""
-    if not pieces:
-        return (0, *shape[1:])
-    return tuple(max(piece.local.end[dim] for piece in pieces) for dim in range(len(shape)))
+        received = outgoing.new_empty(sum(sizes))
+        dist.all_to_all_single(received, outgoing, sizes, send_sizes, group=self.group)
+        into = [target for some in targets for target in some]
+        parts = received.split([target.numel() for target in into])
+        for target, part in zip(into, parts, strict=True):
+            target.copy_(part.view(target.shape))

@@ -1,17 +1,18 @@
-"""Layers divided into stages on several processes, through which micro-batches follow one another.
+"""Pipeline parallelism: layers in stages on several ranks, and micro-batches that pass them.
 
-    stages of each process        pp 2, one each: 0 | 1        two each: 0 2 | 1 3
+    stages of each rank        pp 2, one each: 0 | 1        two each: 0 2 | 1 3
 
-torch's own schedules decide who computes what when, and send the residual stream on. Every process
-reads its batches itself, so that nothing else travels. The last stage computes losses, and with
-them the first gradients.
+torch's own schedules decide which stage computes when, and send the residual stream from stage to
+stage. Every rank reads its own batches, so nothing else is sent. The last stage computes losses,
+and with them the first gradients.
 
-Micro-batches of one step have equal shapes. A schedule is made for a number of micro-batches, and
-kept: a batch that grows needs several.
+Micro-batches of one step have equal shapes. A schedule is made for a number of micro-batches and
+kept; a run whose batch grows needs several.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
@@ -41,14 +42,14 @@ _FIELDS = ("tokens_BT", "targets_BT", "weights_BT", "positions_BT", "documents_B
 
 
 def stage_layers(config: ParallelConfig, mesh: Mesh, *, layers: int, rank: int) -> list[range]:
-    """The layers of each stage of a process, by its place in the pipeline."""
+    """The layers of each stage of a rank of the pipeline."""
     stages = mesh.pp * config.stages_each
     each = layers // stages
     return [range(stage * each, (stage + 1) * each) for stage in range(rank, stages, mesh.pp)]
 
 
 def model_shard(config: ParallelConfig, world: World, *, layers: int) -> ModelShard:
-    """Which part of the model this process has."""
+    """The part of the model on this rank."""
     at, mesh = world.at, world.mesh
     if mesh.pp == 1:
         return ModelShard(tp_rank=at["tp"], tp_size=mesh.tp)
@@ -63,20 +64,19 @@ def model_shard(config: ParallelConfig, world: World, *, layers: int) -> ModelSh
 
 
 class StageModule(nn.Module):
-    """Some layers of a model as a module of their own, with the embedding before them or the loss
-    after them."""
+    """Some layers of a model as a module, with the embedding before or the loss after them."""
 
     def __init__(self, model: StagedModel, layers: range, *, first: bool, last: bool) -> None:
         super().__init__()
         self._model, self.layers, self.first, self.last = [model], layers, first, last
         self.scale: torch.Tensor | None = None
         self.totals: list[torch.Tensor] = []
-        # Registered, so that FSDP finds them here.
+        # Registered so that FSDP finds them.
         self.inner = nn.ModuleDict(model.stage_modules(layers, first=first, last=last))
 
     def forward(self, hidden_BTD: torch.Tensor, **batch: torch.Tensor) -> torch.Tensor:
-        """The residual stream after these layers, or the loss. `hidden_BTD` is what the stage
-        before sent; the first stage is sent tokens there, which it has anyway."""
+        """The residual stream after these layers, or the loss. `hidden_BTD` comes from the stage
+        before; the first stage gets its tokens there."""
         result = self._model[0].forward_stage(
             hidden_BTD, self.layers, first=self.first, last=self.last, scale=self.scale, **batch
         )
@@ -87,7 +87,7 @@ class StageModule(nn.Module):
 
 
 class PipelineMicroBatches:
-    """Micro-batches through the stages of all processes."""
+    """Micro-batches through the stages of all ranks."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class PipelineMicroBatches:
         assert group is not None
         self.model, self.stages, self.world, self.config = model, stages, world, config
         self.group: dist.ProcessGroup = group
-        self._made: dict[Any, Any] = {}
+        self._schedules: dict[Any, Any] = {}
 
     def forward_backward(
         self, batches: Sequence[Batch], scale: torch.Tensor, done: Callable[[], None] | None = None
@@ -116,7 +116,7 @@ class PipelineMicroBatches:
         """Forward only, as many batches at a time as keep all stages busy."""
         total = torch.zeros((), dtype=torch.float64)
         for several in _alike(batches, 4 * self.world.mesh.pp):
-            # Schedules want full turns: what is added does not count.
+            # Schedules need a multiple of pp: the batches added here are not counted.
             added = -len(several) % self.world.mesh.pp
             totals = self._run([*several, *several[:1] * added], None, "eval")
             total += sum((one.cpu().double() for one in totals[: len(several)]), total * 0)
@@ -125,7 +125,7 @@ class PipelineMicroBatches:
     def _run(
         self, batches: Sequence[Batch], scale: torch.Tensor | None, verb: str
     ) -> list[torch.Tensor]:
-        """Run a schedule; the losses that were computed here, one for each batch."""
+        """Run a schedule; returns the losses that this rank computed, one for each batch."""
         given = {
             name: torch.cat([getattr(batch, name) for batch in batches])
             for name in _FIELDS
@@ -143,65 +143,54 @@ class PipelineMicroBatches:
     def _schedule(self, batches: Sequence[Batch], verb: str) -> Any:
         shape = tuple(batches[0].tokens_BT.shape)
         key = (len(batches), shape, verb)
-        if key not in self._made:
-            stages = [self._torch_stage(stage, shape) for stage in self.stages]
+        if key not in self._schedules:
+            stages = self._torch_stages(shape)
             kind = self.config.schedule or "1f1b"
             forward_only = verb == "eval"
             options: dict[str, Any] = {"n_microbatches": len(batches), "scale_grads": False}
             if not forward_only or kind in _SEVERAL:
-                options["loss_fn"] = _as_it_is
+                # The last stage returns the loss itself.
+                options["loss_fn"] = lambda output, target: output.sum()
             if kind in _SEVERAL:
-                self._made[key] = _SEVERAL[kind](stages, **options)
+                self._schedules[key] = _SEVERAL[kind](stages, **options)
             else:
-                made = ScheduleGPipe if forward_only else _SINGLE[kind]
-                self._made[key] = made(stages[0], **options)
-        return self._made[key]
+                schedule = ScheduleGPipe if forward_only else _SINGLE[kind]
+                self._schedules[key] = schedule(stages[0], **options)
+        return self._schedules[key]
 
-    def _torch_stage(self, stage: StageModule, shape: tuple[int, ...]) -> PipelineStage:
-        mesh, config = self.world.mesh, self.config
+    def _torch_stages(self, shape: tuple[int, ...]) -> list[PipelineStage]:
+        pp = self.world.mesh.pp
         tokens = torch.empty(shape, dtype=torch.int64, device="meta")
         hidden = cast(StagedModel, self.model).stage_hidden(*shape)
-        number = self.stages.index(stage)
-        return PipelineStage(
-            stage,
-            self.world.at["pp"] + number * mesh.pp,
-            mesh.pp * config.stages_each,
-            self.world.device.torch_device,
-            input_args=(tokens if stage.first else hidden,),
-            output_args=torch.empty(1, device="meta") if stage.last else hidden,
-            group=self.group,
-        )
-
-
-def _kind(batch: Batch) -> tuple[Any, ...]:
-    given = (name for name in _FIELDS if getattr(batch, name) is not None)
-    return (batch.tokens_BT.shape, *given)
+        return [
+            PipelineStage(
+                stage,
+                self.world.at["pp"] + number * pp,
+                pp * self.config.stages_each,
+                self.world.device.torch_device,
+                input_args=(tokens if stage.first else hidden,),
+                output_args=torch.empty(1, device="meta") if stage.last else hidden,
+                group=self.group,
+            )
+            for number, stage in enumerate(self.stages)
+        ]
 
 
 def _alike(batches: Iterable[Batch], most: int) -> Iterator[list[Batch]]:
-    """Batches of equal shape, some at a time."""
-    waiting: list[Batch] = []
-    for batch in batches:
-        if waiting and _kind(batch) != _kind(waiting[0]):
-            yield waiting
-            waiting = []
-        waiting.append(batch)
-        if len(waiting) == most:
-            yield waiting
-            waiting = []
-    if waiting:
-        yield waiting
+    """Consecutive batches of equal shape and fields, at most `most` at a time."""
 
+    def kind(batch: Batch) -> tuple[Any, ...]:
+        return (batch.tokens_BT.shape, *(getattr(batch, name) is None for name in _FIELDS))
 
-def _as_it_is(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The loss is what the last stage returns."""
-    return output.sum()
+    for _, group in itertools.groupby(batches, kind):
+        while several := list(itertools.islice(group, most)):
+            yield several
 
 
 def build_stages(
     config: ParallelConfig, model: CausalLM, world: World, *, layers: int
 ) -> list[StageModule]:
-    """The stages of this process, over the modules of its part of the model."""
+    """The stages of this rank, over the modules of its part of the model."""
     shard = model.shard
     mine = stage_layers(config, world.mesh, layers=layers, rank=world.at["pp"])
     return [

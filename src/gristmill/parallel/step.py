@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from gristmill.data.loader import Batch
-from gristmill.parallel.context import positions_of, share_of_sequence
+from gristmill.parallel.context import shard_positions, shard_sequence
 
 
 class Decision(NamedTuple):
@@ -102,13 +102,13 @@ def shard_sequences(batch: Batch, *, rank: int, ranks: int) -> Batch:
         return batch
     length, positions = batch.tokens_BT.shape[1], batch.positions_BT
     own: dict[str, Any] = {
-        field: share_of_sequence(getattr(batch, field), 1, rank=rank, ranks=ranks)
+        field: shard_sequence(getattr(batch, field), 1, rank=rank, ranks=ranks)
         for field in ("tokens_BT", "targets_BT", "weights_BT", "documents_BT")
         if getattr(batch, field) is not None
     }
     own["positions_BT"] = (
-        positions_of(rank, ranks, length, torch.device("cpu")).expand(batch.samples, -1)
+        shard_positions(rank, ranks, length).expand(batch.samples, -1)
         if positions is None
-        else share_of_sequence(positions, 1, rank=rank, ranks=ranks)
+        else shard_sequence(positions, 1, rank=rank, ranks=ranks)
     )
     return dataclasses.replace(batch, **own)

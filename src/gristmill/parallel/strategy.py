@@ -44,6 +44,8 @@ class StepResult:
     stops: torch.Tensor | None = None
     """How many processes asked to stop before this step's update; None where a strategy does not
     agree on that in every step."""
+    stop_step: int | None = None
+    """The step after which all processes stop, where they agreed on it without a collective."""
     waited: Callable[[], float] | None = None
     """Seconds that this process waited for the others, to be asked when the step is over."""
 

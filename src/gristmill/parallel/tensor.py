@@ -1,13 +1,13 @@
-"""Layers divided over processes: the collectives at their seams.
+"""Tensor parallelism: the collectives where layers that are sharded over ranks begin and end.
 
                     forward                    backward
-    enter           as it is                   sum over processes
-    leave           sum over processes         as it is
-    with the stream divided along the sequence between blocks:
-    enter           gather positions           sum, each its own positions
-    leave           sum, each its own          gather positions
+    enter           as it is                   all-reduce
+    leave           all-reduce                 as it is
+    with the residual stream sharded along the sequence between blocks (sequence parallel):
+    enter           all-gather                 reduce-scatter
+    leave           reduce-scatter             all-gather
 
-The second form moves as many bytes as the first and keeps a share of the stream only.
+The second form moves as many bytes as the first, and a rank keeps only a shard of the stream.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed import _functional_collectives as functional
 from gristmill.models.spec import ShardComm
 
 SEQUENCE = 1
-"""The dimension of positions in a stream (B, T, D)."""
+"""The dimension of positions in a residual stream (B, T, D)."""
 
 # torch 2.13 gave these other names.
 _gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
@@ -31,7 +31,7 @@ _scatter = getattr(functional, "reduce_scatter_single", None) or functional.redu
 
 
 class TensorParallelComm(ShardComm):
-    """Communication among the processes that share layers."""
+    """Communication among the ranks that share layers."""
 
     single = False
 
@@ -49,12 +49,12 @@ class TensorParallelComm(ShardComm):
         self.attend = attend
 
     def enter(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        move = _Gathered if self.sequence_parallel else _Copied
-        return move.apply(x_BTD, self.group)
+        pair = ("gather", "scatter") if self.sequence_parallel else ("copy", "sum")
+        return _Collective.apply(x_BTD, self.group, *pair)
 
     def leave(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        move = _Scattered if self.sequence_parallel else _Summed
-        return move.apply(x_BTD, self.group)
+        pair = ("scatter", "gather") if self.sequence_parallel else ("sum", "copy")
+        return _Collective.apply(x_BTD, self.group, *pair)
 
     def local_positions(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         if not self.sequence_parallel:
@@ -62,82 +62,50 @@ class TensorParallelComm(ShardComm):
         return x.chunk(self.group.size(), dim=dim)[self.group.rank()]
 
     def distinct_rng(self) -> contextlib.AbstractContextManager[None]:
-        return _own_numbers(self.group.rank()) if self.forks_rng else contextlib.nullcontext()
+        return _rng_of_rank(self.group.rank()) if self.forks_rng else contextlib.nullcontext()
 
     def all_max(self, x: torch.Tensor) -> torch.Tensor:
-        return _reduced(x, "max", self.group)
+        return _communicate(x, "max", self.group)
 
     def all_sum(self, x: torch.Tensor) -> torch.Tensor:
-        return _reduced(x, "sum", self.group)
+        return _communicate(x, "sum", self.group)
 
 
-def _reduced(x: torch.Tensor, how: str, group: dist.ProcessGroup) -> torch.Tensor:
-    return functional.wait_tensor(functional.all_reduce(x.contiguous(), how, group))
-
-
-def _gathered(x_BTD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    whole = _gather(x_BTD.contiguous(), SEQUENCE, group)
-    return functional.wait_tensor(whole)
-
-
-def _scattered(x_BTD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    share = _scatter(x_BTD.contiguous(), "sum", SEQUENCE, group)
-    return functional.wait_tensor(share)
-
-
-class _Copied(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
+def _communicate(x: torch.Tensor, how: str, group: dist.ProcessGroup) -> torch.Tensor:
+    if how == "copy":
         return x.view_as(x)
+    x = x.contiguous()
+    if how == "gather":
+        result = _gather(x, SEQUENCE, group)
+    elif how == "scatter":
+        result = _scatter(x, "sum", SEQUENCE, group)
+    else:
+        result = functional.all_reduce(x, how, group)
+    return functional.wait_tensor(result)
+
+
+class _Collective(torch.autograd.Function):
+    """A collective whose gradient is computed by another one."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _reduced(gradients[0], "sum", ctx.group), None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        return _reduced(x, "sum", group)
+    def forward(
+        ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, forward: str, backward: str
+    ) -> torch.Tensor:
+        ctx.group, ctx.how = group, backward
+        return _communicate(x, forward, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0], None
-
-
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _gathered(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _scattered(gradients[0], ctx.group), None
-
-
-class _Scattered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _scattered(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _gathered(gradients[0], ctx.group), None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _communicate(gradients[0], ctx.how, ctx.group), None, None, None
 
 
 @contextlib.contextmanager
-def _own_numbers(rank: int) -> Iterator[None]:
-    """Random numbers that follow from the common ones and the rank, which go on as if nothing had
-    been drawn. They are a function of the generators' state alone, so that what is computed again
-    in the backward pass draws the same."""
+def _rng_of_rank(rank: int) -> Iterator[None]:
+    """Random numbers that follow from the common state and the rank, and leave that state as if
+    nothing had been drawn. They depend on the state alone, so that recomputation in the backward
+    pass draws the same."""
     common = int(torch.randint(2**62, ()))
-    with torch.random.fork_rng(devices=_used_devices()):
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
         torch.manual_seed(common + rank)
         yield
-
-
-def _used_devices() -> list[int]:
-    return [torch.cuda.current_device()] if torch.cuda.is_available() else []

@@ -28,7 +28,7 @@ from gristmill.generate import Sampling, TextGenerator
 from gristmill.parallel.liveness.monitor import Monitor
 from gristmill.parallel.strategy import Strategy
 from gristmill.text.tokenizers.tokenizer import Tokenizer
-from gristmill.train.meter import AHEAD, Meter, StepEvent
+from gristmill.train.meter import Meter, StepEvent
 from gristmill.train.stop import StopRequest
 from gristmill.train.tracker import Tracker
 
@@ -81,9 +81,7 @@ class Hooks:
         """Whether the loop should end now."""
         if self.meter.world.mesh.processes == 1:
             return self.asked_to_stop
-        step = self.meter.stop_step
-        behind = AHEAD if self.meter.world.device.is_async else 0
-        return step is not None and self._steps >= step + behind
+        return self.meter.stop_step is not None and self._steps >= self.meter.stop_step
 
     def at_start(self) -> None:
         for hook in self.hooks:

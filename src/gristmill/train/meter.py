@@ -70,11 +70,14 @@ class Meter:
         self.step_seconds = 0.0
         self.sample_seconds = 0.0
         self.stop_step: int | None = None
-        """The first step in which any process asked to stop."""
+        """The step after which all processes stop: the first by which every one has read the
+        request."""
 
     def add(self, event: StepEvent) -> None:
         """Queue one step's result, and record all steps whose results have arrived."""
         device = self.world.device
+        if self.stop_step is None:
+            self.stop_step = event.result.stop_step
         scalars = device.to_host(_scalars(event.result))
         self._pending.append(_Pending(event, scalars, device.mark()))
         if len(self._pending) > AHEAD:
@@ -102,7 +105,7 @@ class Meter:
     def _record(self, event: StepEvent, scalars: list[float]) -> None:
         loss, norm, skipped, scale, stops = scalars
         if stops and self.stop_step is None:
-            self.stop_step = event.after.steps
+            self.stop_step = event.after.steps + (AHEAD if self.world.device.is_async else 0)
         self.counters.skipped += int(skipped)
         self.counters.nan += int(not math.isfinite(loss))
         # An fp16 overflow only means that the loss scale is still too high.

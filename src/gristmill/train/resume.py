@@ -18,7 +18,7 @@ import torch
 
 from gristmill.base.errors import Exit, Problem, UserError
 from gristmill.base.files import write_atomic, write_json
-from gristmill.checkpoint.layout import Best, CheckpointFolder, Found
+from gristmill.checkpoint.layout import Best, CheckpointFolder, CheckpointSearch
 from gristmill.checkpoint.state import restore
 from gristmill.config.load import changed_settings, dump_run
 from gristmill.config.parallel import Mesh
@@ -91,7 +91,7 @@ def _best(parts: Assembly, checkpoints: CheckpointFolder) -> Best | None:
     return min(known, key=lambda best: best.loss, default=None)
 
 
-def _all_damaged(found: Found, folder: RunFolder) -> UserError:
+def _all_damaged(found: CheckpointSearch, folder: RunFolder) -> UserError:
     return UserError(
         [
             Problem("every checkpoint of this run is damaged", str(folder.checkpoints)),
