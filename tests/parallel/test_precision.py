@@ -44,14 +44,14 @@ def test_fp8_is_used_only_where_it_was_asked_for(pretend: pytest.MonkeyPatch) ->
 
 
 def test_fp8_needs_a_device_that_has_it(pretend: pytest.MonkeyPatch) -> None:
-    assert complaint(CPU) == "no products in fp8: the run is on cpu"
-    assert complaint(CUDA, wanted=False) == "no products in fp8: runtime.kernels is false"
+    assert complaint(CPU) == "fp8 is not available: the run is on cpu"
+    assert complaint(CUDA, wanted=False) == "fp8 is not available: runtime.kernels is false"
     pretend.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     assert complaint(CUDA) == (
-        "no products in fp8: the GPU's compute capability is 8.6, and fp8 begins at 8.9"
+        "fp8 is not available: the GPU has compute capability 8.6, and fp8 needs 8.9"
     )
     pretend.setattr(importlib.util, "find_spec", lambda name: None)
-    assert complaint(CUDA) == "no products in fp8: Triton is not installed"
+    assert complaint(CUDA) == "fp8 is not available: Triton is not installed"
 
 
 def test_without_fp8_every_device_will_do() -> None:
