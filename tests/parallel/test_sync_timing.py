@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gristmill.parallel.sync_timing import Waiting, backward
+from gristmill.parallel.sync_timing import SyncTimer, backward
 
 Crowd = Callable[..., list[Any]]
 
@@ -25,7 +25,7 @@ def a_step() -> tuple[float, float]:
     model = DistributedDataParallel(nn.Linear(4, 4))
     ended = list[float]()
     dist.barrier()
-    waiting = Waiting(torch.device("cpu"))
+    waiting = SyncTimer(torch.device("cpu"))
     loss = model(torch.ones(2, 4)).sum()
     if dist.get_rank() == 1:
         begun = time.thread_time()
