@@ -10,9 +10,10 @@ import torch
 from gristmill.base.errors import Exit, UserError
 from gristmill.config.schema import PrecisionConfig
 from gristmill.models.spec import Kernels
+from gristmill.parallel.device import Device
 from gristmill.parallel.precision import Precision
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+CPU, CUDA = Device(torch.device("cpu")), Device(torch.device("cuda", 0))
 FP8 = PrecisionConfig(compute="bf16", fp8=("head",))
 
 
@@ -24,7 +25,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def complaint(device: torch.device, *, wanted: bool = True) -> str:
+def complaint(device: Device, *, wanted: bool = True) -> str:
     with pytest.raises(UserError) as caught:
         Precision(FP8, device).kernels(wanted=wanted)
     error = caught.value
