@@ -31,7 +31,7 @@ class Exit(enum.IntEnum):
     STORAGE = 74
     """The disk refused: full, read-only, or every checkpoint is damaged."""
     STOPPED = 75
-    """Stopped on request with everything saved; the same command goes on."""
+    """Stopped on request with everything saved; run the same command again to resume."""
     PEER = 76
     """Another process of the run was lost or hung."""
     REFUSED = 77

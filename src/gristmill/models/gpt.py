@@ -189,8 +189,8 @@ class GPT(CausalLM):
             return None
         if name.endswith(("attention.out.weight", "mlp.down.weight")):
             return 0.0 if config.zero_init else config.init_std / math.sqrt(2 * config.layers)
-        own = {"embedding.weight": config.embedding_std, "head.weight": config.head_std}.get(name)
-        return own if own is not None else config.init_std
+        std = {"embedding.weight": config.embedding_std, "head.weight": config.head_std}.get(name)
+        return std if std is not None else config.init_std
 
     # -------------------------------------------------------------- computation
 

@@ -1,4 +1,4 @@
-"""Hooks: validation, samples and checkpoints, run every so many steps and at the end.
+"""Hooks: validation, samples and checkpoints, which run periodically and at the end.
 
     order   validate -> sample -> checkpoint     a checkpoint includes the newest validation loss
 
