@@ -146,7 +146,7 @@ def facts_of(bench: Bench, config: RunConfig, job: Job) -> dict[str, str]:
         code = " ".join(filter(None, ("gristmill", version("gristmill"), code_commit())))
     held, windows_held = bench.validation, len(bench.windows(numbers.sequence))
     return {
-        "device": world.name,
+        "device": world.device.name,
         "software": ", ".join(f"{name} {number}" for name, number in software.items() if number),
         "code": code,
         "model": f"{model.layers} layers, {model.heads} heads, width {model.width}, "

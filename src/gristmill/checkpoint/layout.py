@@ -100,10 +100,12 @@ class CheckpointFolder:
 
     def clean(self, control: ControlGroup = ALONE) -> None:
         """Remove what interrupted writes and deletions left behind."""
-        if control.is_rank0:
+
+        def remove() -> None:
             for leftover in (*self.root.glob(".writing-*"), *self.root.glob(".deleting-*")):
                 shutil.rmtree(leftover)
-        control.barrier()
+
+        control.on_rank0(remove)
 
     def begin(self, step: int) -> Path:
         """An empty folder to write a checkpoint into."""
@@ -149,14 +151,17 @@ class CheckpointFolder:
 
     def set_aside(self, path: Path, control: ControlGroup = ALONE) -> Path:
         """Rename a damaged checkpoint, so that its step can be saved again and nothing is lost."""
-        aside, number = self.root / f"damaged-{path.name}", 0
-        if control.is_rank0:
+
+        def rename() -> str:
+            aside, number = self.root / f"damaged-{path.name}", 0
             while aside.exists():
                 number += 1
                 aside = self.root / f"damaged-{path.name}.{number}"
             os.rename(path, aside)
             sync_folder(self.root)
-        name: str = control.broadcast(aside.name)
+            return aside.name
+
+        name: str = control.on_rank0(rename)
         return self.root / name
 
     def best(self) -> Best | None:
