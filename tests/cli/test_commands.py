@@ -218,7 +218,8 @@ def test_a_signal_saves_and_the_same_command_goes_on(trained: Path) -> None:
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75
     assert "stopping after signal SIGUSR1" in output
-    assert "stopped and saved; the same command goes on" in output
+    assert "stopped and saved at step" in output
+    assert "; run the same command again to resume" in output
     assert json.loads((trained / "signal" / "status.json").read_text())["state"] == "stopped"
 
 
@@ -227,7 +228,7 @@ BAD_INPUT: dict[str, tuple[list[str], str]] = {
     "no token files": (["train", "run.toml", "data.paths=nowhere"], "nowhere"),
     "no tokenizer": (["train", "run.toml", "data.tokenizer=./gone"], "no such tokenizer"),
     "other tokenizer": (["train", "run.toml", "data.tokenizer=bytes"], "made with tokenizer"),
-    "vocabulary too small": (["train", "run.toml", "model.vocab=100"], "the model only 100"),
+    "vocabulary too small": (["train", "run.toml", "model.vocab=100"], "but the model has 100"),
     "text too short": (["train", "run.toml", "model.context=5000"], "too few for one window"),
     "validation too short": (
         ["train", "run.toml", "data.split=\"9999,1\""],

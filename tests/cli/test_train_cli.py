@@ -213,6 +213,7 @@ def test_a_killed_run_is_started_again_and_a_stopped_one_is_not(file: Path, tmp_
     assert "rank 1 of 2 ended first, by signal SIGKILL" in errors
     assert "restarting all processes from step" in errors and "(1 of 1)" in errors
     assert "resuming from step-" in output
-    assert "stopped and saved; the same command goes on" in output
+    assert "stopped and saved at step" in output
+    assert "; run the same command again to resume" in output
     assert json.loads((folder / "status.json").read_text())["state"] == "stopped"
     assert "train --processes=2 --restarts=1 -- " in (folder / "origin.txt").read_text()

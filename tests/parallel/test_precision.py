@@ -10,9 +10,10 @@ import torch
 from gristmill.base.errors import Exit, UserError
 from gristmill.config.schema import PrecisionConfig
 from gristmill.models.spec import Kernels
+from gristmill.parallel.device import Device
 from gristmill.parallel.precision import Precision
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+CPU, CUDA = Device(torch.device("cpu")), Device(torch.device("cuda", 0))
 FP8 = PrecisionConfig(compute="bf16", fp8=("head",))
 
 
@@ -24,7 +25,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def complaint(device: torch.device, *, wanted: bool = True) -> str:
+def complaint(device: Device, *, wanted: bool = True) -> str:
     with pytest.raises(UserError) as caught:
         Precision(FP8, device).kernels(wanted=wanted)
     error = caught.value
@@ -44,14 +45,14 @@ def test_fp8_is_used_only_where_it_was_asked_for(pretend: pytest.MonkeyPatch) ->
 
 
 def test_fp8_needs_a_device_that_has_it(pretend: pytest.MonkeyPatch) -> None:
-    assert complaint(CPU) == "no products in fp8: the run is on cpu"
-    assert complaint(CUDA, wanted=False) == "no products in fp8: runtime.kernels is false"
+    assert complaint(CPU) == "fp8 is not available: the run is on cpu"
+    assert complaint(CUDA, wanted=False) == "fp8 is not available: runtime.kernels is false"
     pretend.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     assert complaint(CUDA) == (
-        "no products in fp8: the GPU's compute capability is 8.6, and fp8 begins at 8.9"
+        "fp8 is not available: the GPU has compute capability 8.6, and fp8 needs 8.9"
     )
     pretend.setattr(importlib.util, "find_spec", lambda name: None)
-    assert complaint(CUDA) == "no products in fp8: Triton is not installed"
+    assert complaint(CUDA) == "fp8 is not available: Triton is not installed"
 
 
 def test_without_fp8_every_device_will_do() -> None:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gristmill.parallel.sync_timing import Waiting, backward
+from gristmill.parallel.device import Device
+from gristmill.parallel.sync_timing import SyncTimer, backward
 
 Crowd = Callable[..., list[Any]]
 
@@ -25,7 +26,7 @@ def a_step() -> tuple[float, float]:
     model = DistributedDataParallel(nn.Linear(4, 4))
     ended = list[float]()
     dist.barrier()
-    waiting = Waiting(torch.device("cpu"))
+    timer = SyncTimer(Device(torch.device("cpu")))
     loss = model(torch.ones(2, 4)).sum()
     if dist.get_rank() == 1:
         begun = time.thread_time()
@@ -35,7 +36,7 @@ def a_step() -> tuple[float, float]:
     (own,) = ended
     returned = time.monotonic()
     dist.all_reduce(torch.ones(()))
-    return waiting.end()(), returned - own
+    return timer.end()(), returned - own
 
 
 def test_the_faster_process_waits(crowd: Crowd) -> None:

@@ -82,14 +82,14 @@ def test_the_records_count_growing_steps(make_run: MakeRun, tmp_path: Path) -> N
     assert [record.tokens for record in steps] == [24 * end for end in ends]
     for record, batch in zip(steps, BATCHES, strict=True):
         assert record.tokens_per_second * record.step_seconds == pytest.approx(24 * batch)
-    assert "batch 2 to 6 x 24 tokens in 1 to 3 parts" in words_of(tmp_path / "run")
+    assert "batch 2 to 6 x 24 tokens in 1 to 3 micro-batches" in words_of(tmp_path / "run")
 
 
 def test_a_batch_that_does_not_grow_is_told_as_before(make_run: MakeRun, tmp_path: Path) -> None:
     run_training(make_run("train.until=1 steps"))
     assert "batch 4 x 24 tokens, fp32" in words_of(tmp_path / "run")
     run_training(make_run("train.until=1 steps", "train.accumulate=2", folder="two"))
-    assert "batch 4 x 24 tokens in 2 parts, fp32" in words_of(tmp_path / "two")
+    assert "batch 4 x 24 tokens in 2 micro-batches, fp32" in words_of(tmp_path / "two")
 
 
 def test_another_micro_batch_goes_on_with_the_same_samples(

@@ -38,7 +38,8 @@ class Exit(enum.IntEnum):
     STORAGE = 74, "storage"
     """The disk refused: full, read-only, or every checkpoint is damaged."""
     STOPPED = 75, "stopped and saved"
-    """Stopped on request with everything saved; the same command resumes."""
+    """Stopped on request with everything saved; run the same command again to
+    resume."""
     PEER = 76, "another process was lost"
     """Another process of the run was lost or hung."""
     REFUSED = 77, "refused for safety"

@@ -1,6 +1,6 @@
-"""From settings to a model: one constructor for each kind of settings.
+"""Builds a model from its settings: one constructor for each settings class.
 
-Models are made without memory, which takes milliseconds at any size, and then given some.
+Models are created on the meta device, which takes milliseconds at any size, then materialised.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ MODELS: dict[type[ModelConfig], Callable[..., CausalLM]] = {GPTConfig: GPT}
 def outline_model(
     config: ModelConfig, *, vocab: int, shard: ModelShard = WHOLE, pad_for: int = 1
 ) -> CausalLM:
-    """A model, or a shard of one, with names and shapes but no memory. `pad_for`: pad the
-    vocabulary of a whole model as for so many processes that share layers."""
+    """A model, or a shard of one, on the meta device. `pad_for`: the tp size to pad the vocabulary
+    of a whole model for."""
     with torch.device("meta"):
         return MODELS[type(config)](config, vocab=vocab, shard=shard, pad_for=pad_for)
 
@@ -29,18 +29,16 @@ def outline_model(
 def materialise(
     module: nn.Module, device: torch.device, *, dtype: torch.dtype | None = None
 ) -> None:
-    """Give what has no memory yet in a module some on a device, parameters in another number format
-    if one is given; buffers that have a value keep it."""
+    """Allocate memory on a device for a module's meta tensors; `dtype` is that of the parameters
+    if given. Buffers that already have values keep them."""
     for inner in module.modules():
         for name, parameter in list(inner.named_parameters(recurse=False)):
             if parameter.is_meta:
                 memory = torch.empty_like(parameter, device=device, dtype=dtype)
                 inner.register_parameter(name, nn.Parameter(memory, parameter.requires_grad))
         for name, buffer in list(inner.named_buffers(recurse=False)):
-            empty = buffer.is_meta
-            inner._buffers[name] = (
-                torch.empty_like(buffer, device=device) if empty else buffer.to(device)
-            )
+            moved = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+            inner._buffers[name] = moved
 
 
 def build_model(
@@ -51,8 +49,7 @@ def build_model(
     shard: ModelShard = WHOLE,
     dtype: torch.dtype | None = None,
 ) -> CausalLM:
-    """A model with memory allocated on the device and weights not yet set; `dtype` is the number
-    format of its weights if not fp32."""
+    """A model on the device with uninitialised weights, in fp32 unless `dtype` is given."""
     model = outline_model(config, vocab=vocab, shard=shard)
     if device.type != "meta":
         materialise(model, device, dtype=dtype)

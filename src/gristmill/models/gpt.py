@@ -1,14 +1,13 @@
-"""The native GPT: GPT-2 as published by default, its modern variants by settings.
+"""The native GPT: GPT-2 as published by default, modern variants by settings.
 
     tokens -> embedding (+ positions) -> blocks -> norm -> head (-> cap) -> logits or loss
 
-A model may be a shard only: some of the layers, and a part of each. Its parameters keep the names
-that they have in the whole model.
+A model may be a shard: some of the layers, and a part of each. Parameters keep the names they have
+in the whole model.
 
-Weights are drawn per parameter from a generator seeded by the run's seed and the parameter's name,
-so that no weight depends on the order in which others are made, nor on how the model is sharded.
-Projections onto the residual stream get a standard deviation smaller by sqrt(2 layers), as in
-GPT-2.
+Each parameter is drawn from its own generator, seeded by the run's seed and the parameter's name,
+so initial weights do not depend on the order of creation or the sharding. Output projections of
+attention and MLP have their standard deviation divided by sqrt(2 layers), as in GPT-2.
 
 Shapes: B samples, T positions, D width, V vocabulary.
 """
@@ -37,8 +36,7 @@ from gristmill.plan.arithmetic import TokenCost, token_cost
 
 
 class GPT(CausalLM):
-    """A decoder-only transformer whose embedding has `rows` rows, of which `vocab` can be
-    predicted."""
+    """A decoder-only transformer; of the `rows` rows of its embedding, `vocab` can be predicted."""
 
     casts_weights: ClassVar[bool] = True
     config: GPTConfig
@@ -74,28 +72,25 @@ class GPT(CausalLM):
         self.tie()
 
     def tie(self) -> None:
-        """Make embedding and head one parameter, if they are to be and both are here."""
+        """Tie the head to the embedding, if the settings say so and this shard has both."""
         if self.config.tie_head and self.shard.first and self.shard.last:
             self.head.weight = self.embedding.weight
 
-    # -------------------------------------------------------------- its parameters
+    # -------------------------------------------------------------- parameters
 
     def canonical_name(self, name: str) -> str:
-        """A parameter's name in the whole model, where a tied head is the embedding."""
         return "embedding.weight" if self.config.tie_head and name == "head.weight" else name
 
     def roles(self) -> dict[str, Role]:
-        """What each parameter is for, by its name in the whole model."""
         named = [(self.canonical_name(name), p) for name, p in self.named_parameters()]
         return {name: _role(name, parameter) for name, parameter in named}
 
     def vocabulary_parameters(self) -> frozenset[str]:
-        """Embeddings of tokens and the head."""
         tables = ("embedding", "head", "values")
         return frozenset(name for name in self.roles() if name.partition(".")[0] in tables)
 
     def stacked_rows(self) -> dict[str, tuple[int, ...]]:
-        """Queries, keys and values; the two halves of a gated feed-forward part."""
+        """QKV, and the two halves of SwiGLU."""
         return {
             name: split.parts
             for name, split in self.splits().items()
@@ -106,8 +101,8 @@ class GPT(CausalLM):
         return [f"blocks.{layer}" for layer in self.layers]
 
     def recompute_blocks(self, recompute: Recompute) -> None:
-        """Selective recomputation keeps products and recomputes activations, so the two are not
-        fused where it applies."""
+        """Selective recomputation saves matmuls and recomputes activations, so it turns off the
+        fused MLP."""
         for number, layer in enumerate(self.layers):
             if recompute.kind == "selective" and recompute.concerns(number):
                 block = self.blocks[str(layer)]
@@ -122,11 +117,11 @@ class GPT(CausalLM):
         return KVCache(self.config.context)
 
     def splits(self) -> dict[str, Split]:
-        """By heads, inner features and rows of the vocabulary."""
+        """Split by heads, inner features and vocabulary rows."""
         config, rows = self.config, Split(0, (self.rows,))
         query, key = config.width, config.groups * config.head_width
         gates = 2 if config.activation == "swiglu" else 1
-        within = {
+        in_block = {
             "attention.qkv.weight": Split(0, (query, key, key)),
             "attention.qkv.bias": Split(0, (query, key, key)),
             "attention.out.weight": Split(1, (query,)),
@@ -138,18 +133,18 @@ class GPT(CausalLM):
         tables = {f"values.{layer}.weight": Split(1, (key,)) for layer in config.value_layers}
         known = {"embedding.weight": rows, "head.weight": rows, **tables}
         for layer in self.layers:
-            known |= {f"blocks.{layer}.{name}": split for name, split in within.items()}
+            known |= {f"blocks.{layer}.{name}": split for name, split in in_block.items()}
         return {name: known[name] for name, _ in self.named_parameters() if name in known}
 
     def partial_gradients(self) -> list[str]:
-        """With sequence parallelism, whatever is not divided: it has seen some positions only.
-        Otherwise the norms of queries and keys, which have seen some heads only."""
-        everywhere = [name for name, _ in self.named_parameters() if name not in self.splits()]
+        """With sequence parallelism, all replicated parameters: each rank sees only some positions.
+        Otherwise the query and key norms: each rank sees only some heads."""
+        replicated = [name for name, _ in self.named_parameters() if name not in self.splits()]
         if self.comm.sequence_parallel:
-            return everywhere
-        return [name for name in everywhere if ".query_norm." in name or ".key_norm." in name]
+            return replicated
+        return [name for name in replicated if ".query_norm." in name or ".key_norm." in name]
 
-    # -------------------------------------------------------------- how it begins
+    # -------------------------------------------------------------- initialisation
 
     def initialise(self, seed: int, names: Iterable[str] | None = None) -> None:
         """Normal matrices and embeddings, zero biases, unit gains."""
@@ -172,20 +167,21 @@ class GPT(CausalLM):
     def _initial(
         self, name: str, shape: tuple[int, ...], seed: int, device: torch.device
     ) -> torch.Tensor:
-        """What a whole parameter begins as; rows that only pad the vocabulary are zero."""
-        spread = self._spread(name, len(shape))
-        if spread is None:
+        """Initial values of a whole parameter; padding rows of the vocabulary are zero."""
+        std = self._initial_std(name, len(shape))
+        if std is None:
             return torch.ones(shape, device=device)
         value = torch.zeros(shape, device=device)
-        if spread:
+        if std:
+            digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
             generator = torch.Generator(device)
-            generator.manual_seed(_named_seed(seed, name))
+            generator.manual_seed(int.from_bytes(digest[:7], "little"))
             drawn = value[: self.vocab] if name in ("embedding.weight", "head.weight") else value
-            drawn.normal_(0.0, spread, generator=generator)
+            drawn.normal_(0.0, std, generator=generator)
         return value
 
-    def _spread(self, name: str, dims: int) -> float | None:
-        """Standard deviation of a parameter at the start; None for gains, which start at one."""
+    def _initial_std(self, name: str, dims: int) -> float | None:
+        """Initial standard deviation of a parameter; None for gains, which start at one."""
         config = self.config
         if name.startswith("values.") or name.endswith(("bias", "value_gate.weight")):
             return 0.0
@@ -193,10 +189,10 @@ class GPT(CausalLM):
             return None
         if name.endswith(("attention.out.weight", "mlp.down.weight")):
             return 0.0 if config.zero_init else config.init_std / math.sqrt(2 * config.layers)
-        own = {"embedding.weight": config.embedding_std, "head.weight": config.head_std}.get(name)
-        return own if own is not None else config.init_std
+        std = {"embedding.weight": config.embedding_std, "head.weight": config.head_std}.get(name)
+        return std if std is not None else config.init_std
 
-    # -------------------------------------------------------------- what it computes
+    # -------------------------------------------------------------- computation
 
     def forward(
         self,
@@ -220,7 +216,7 @@ class GPT(CausalLM):
         if targets_BT is not None:
             return self.loss(x_BTD, targets_BT, weights_BT, scale)
         hidden_BTD = self.norm(x_BTD[:, -1:] if last_only else x_BTD)
-        assert self.comm.single, "logits are asked of whole models only"
+        assert self.comm.single, "only whole models compute logits"
         return capped(self.head(hidden_BTD)[..., : self.vocab], self.config.logit_cap)
 
     def block_context(
@@ -231,11 +227,11 @@ class GPT(CausalLM):
         *,
         cache: KVCache | None = None,
     ) -> BlockContext:
-        """What the blocks need to know about a batch; positions are (T) or (B, T)."""
+        """The inputs that all blocks share for a batch; positions are (T) or (B, T)."""
         if positions is None:
             begin = cache.length if cache is not None else 0
-            length = tokens_BT.shape[1]
-            positions = torch.arange(begin, begin + length, device=tokens_BT.device)
+            end = begin + tokens_BT.shape[1]
+            positions = torch.arange(begin, end, device=tokens_BT.device)
         angles = None if self.rotary is None else self.rotary(positions)
         mask: torch.Tensor | BlockMask | None = None
         if documents_BT is not None and self.comm.attend is None:
@@ -257,14 +253,14 @@ class GPT(CausalLM):
         return dropped
 
     def _rows(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Rows of the embedding; zero for tokens whose row another process has."""
+        """Rows of the embedding; zero for tokens whose row is on another rank."""
         if self.shard.tp_size == 1:
             rows: torch.Tensor = self.embedding(tokens_BT)
             return rows
         count = self.embedding.num_embeddings
-        here_BT = tokens_BT - self.shard.tp_rank * count
-        inside_BT = (here_BT >= 0) & (here_BT < count)
-        found: torch.Tensor = self.embedding(here_BT.clamp(0, count - 1))
+        local_BT = tokens_BT - self.shard.tp_rank * count
+        inside_BT = (local_BT >= 0) & (local_BT < count)
+        found: torch.Tensor = self.embedding(local_BT.clamp(0, count - 1))
         return found * inside_BT[..., None]
 
     def run_blocks(
@@ -276,15 +272,11 @@ class GPT(CausalLM):
     ) -> torch.Tensor:
         """The residual stream after some of the blocks."""
         for layer in layers:
-            x_BTD = self.blocks[str(layer)](x_BTD, context, self._looked_up(layer, tokens_BT))
+            looked_up_BTV = None
+            if layer in self.config.value_layers:
+                looked_up_BTV = self.values[str(layer)](tokens_BT).to(self.compute)
+            x_BTD = self.blocks[str(layer)](x_BTD, context, looked_up_BTV)
         return x_BTD
-
-    def _looked_up(self, layer: int, tokens_BT: torch.Tensor) -> torch.Tensor | None:
-        """What a layer with value embeddings adds to its values."""
-        if layer not in self.config.value_layers:
-            return None
-        table: torch.Tensor = self.values[str(layer)](tokens_BT)
-        return table.to(self.compute)
 
     def loss(
         self,
@@ -293,7 +285,7 @@ class GPT(CausalLM):
         weights_BT: torch.Tensor | None,
         scale: torch.Tensor | None,
     ) -> Loss:
-        """The loss of the residual stream after the last block."""
+        """The loss, from the residual stream after the last block."""
         hidden_BTD = self.comm.enter(self.norm(x_BTD))
         return linear_cross_entropy(
             hidden_BTD.flatten(0, 1),
@@ -314,11 +306,10 @@ class GPT(CausalLM):
     def stage_modules(
         self, layers: Sequence[int], *, first: bool, last: bool
     ) -> Mapping[str, nn.Module]:
-        """The modules of a pipeline stage."""
-        around = ["embedding", "positions", "embedding_norm"] if first else []
-        around += ["norm", "head"] if last else []
+        ends = ["embedding", "positions", "embedding_norm"] if first else []
+        ends += ["norm", "head"] if last else []
         names = [str(layer) for layer in layers]
-        modules = {name: getattr(self, name) for name in around}
+        modules = {name: getattr(self, name) for name in ends}
         modules |= {f"block-{name}": self.blocks[name] for name in names}
         modules |= {f"values-{name}": self.values[name] for name in names if name in self.values}
         return {name: module for name, module in modules.items() if module is not None}
@@ -337,16 +328,15 @@ class GPT(CausalLM):
         positions_BT: torch.Tensor | None = None,
         documents_BT: torch.Tensor | None = None,
     ) -> torch.Tensor | Loss:
-        """The residual stream after some layers, or the loss after the last."""
         context = self.block_context(tokens_BT, positions_BT, documents_BT)
         x_BTD = self.embed(tokens_BT, context) if first else hidden_BTD
         x_BTD = self.run_blocks(x_BTD, layers, tokens_BT, context)
         return self.loss(x_BTD, targets_BT, weights_BT, scale) if last else x_BTD
 
     def stage_hidden(self, samples: int, length: int) -> torch.Tensor:
-        """The residual stream, of which sequence parallelism sends a part."""
-        parts = self.shard.tp_size if self.comm.sequence_parallel else 1
-        shape = (samples, length // parts, self.config.width)
+        """The residual stream, sharded along the sequence with sequence parallelism."""
+        shards = self.shard.tp_size if self.comm.sequence_parallel else 1
+        shape = (samples, length // shards, self.config.width)
         return torch.empty(shape, dtype=self.compute, device="meta", requires_grad=True)
 
     def tied_across_stages(self) -> list[str]:
@@ -355,9 +345,7 @@ class GPT(CausalLM):
 
 
 def _role(name: str, parameter: torch.Tensor) -> Role:
-    if parameter.dim() < 2:
-        return Role.VECTOR
-    if name.endswith("value_gate.weight"):
+    if parameter.dim() < 2 or name.endswith("value_gate.weight"):
         return Role.VECTOR
     tables = {
         "embedding": Role.EMBEDDING,
@@ -366,8 +354,3 @@ def _role(name: str, parameter: torch.Tensor) -> Role:
         "head": Role.HEAD,
     }
     return tables.get(name.partition(".")[0], Role.MATRIX)
-
-
-def _named_seed(seed: int, name: str) -> int:
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    return int.from_bytes(digest[:7], "little")

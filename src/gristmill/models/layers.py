@@ -1,13 +1,13 @@
-"""The parts of a transformer block, each chosen by the model's settings.
+"""The layers of a transformer block, chosen by the model's settings.
 
-Weights are kept in fp32 and converted to the number format of their input: the format of the
-embedded tokens is that of the whole pass, and gradients arrive in fp32.
+Weights are kept in fp32 and cast to the dtype of their input. The embedding's output sets the dtype
+of the whole forward pass; weight gradients are fp32.
 
-Positions are one row for all samples (T) or a row for each (B, T). A mask says which positions
-attend to which, where it is not simply all earlier ones.
+Positions have shape (T), shared by all samples, or (B, T). A mask is given only where attention is
+not plain causal attention.
 
-A process may hold only some heads and inner features (see `models/spec.py`): products into them are
-column-parallel, products out of them row-parallel and summed over the processes.
+A process may hold only some heads and inner features (see `models/spec.py`): linears into them are
+column-parallel, linears out of them are row-parallel and all-reduced.
 
 Shapes: B samples, T positions, D width, H heads, G key and value heads, K head width, F inner
 width.
@@ -31,21 +31,21 @@ _ARM = platform.machine() in ("aarch64", "arm64")
 
 
 class BlockContext(NamedTuple):
-    """What all blocks of one forward pass share."""
+    """The inputs that all blocks of one forward pass share."""
 
     positions: torch.Tensor
     mask: torch.Tensor | BlockMask | None = None
     rotary: RotaryAngles | None = None
-    """How queries and keys are rotated, for models with rotary positions."""
+    """For models with rotary positions."""
     cache: KVCache | None = None
     kernels: Kernels = Kernels()
     comm: ShardComm = ShardComm()
     documents_BT: torch.Tensor | None = None
-    """The documents that positions belong to, where the mask is made from them elsewhere."""
+    """The document of each position, for `comm.attend`, which builds its own mask."""
 
 
 class Linear(nn.Linear):
-    """A linear layer that computes in the format of its input."""
+    """A linear layer that computes in the dtype of its input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
@@ -53,7 +53,7 @@ class Linear(nn.Linear):
 
 
 class RowParallelLinear(Linear):
-    """A linear layer whose input features may be divided among processes."""
+    """A linear layer whose input features may be sharded over processes."""
 
     def forward(self, x: torch.Tensor, comm: ShardComm | None = None) -> torch.Tensor:
         if comm is None or comm.single:
@@ -61,13 +61,13 @@ class RowParallelLinear(Linear):
         return self.reduce(functional.linear(x, self.weight.to(x.dtype)), comm)
 
     def reduce(self, products: torch.Tensor, comm: ShardComm) -> torch.Tensor:
-        """The layer's result, from this process's products."""
+        """The layer's output, from this process's partial products."""
         y = comm.leave(products)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 class LayerNorm(nn.LayerNorm):
-    """The same for LayerNorm; sums are formed in fp32."""
+    """LayerNorm in the dtype of its input; sums are accumulated in fp32."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = None if self.weight is None else self.weight.to(x.dtype)
@@ -76,7 +76,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.RMSNorm):
-    """The same for RMSNorm."""
+    """RMSNorm in the dtype of its input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = None if self.weight is None else self.weight.to(x.dtype)
@@ -84,7 +84,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 def build_norm(config: GPTConfig, width: int | None = None) -> nn.Module:
-    """Normalisation over the last dimension."""
+    """The norm the settings ask for, over the last dimension."""
     width, gain = width or config.width, config.norm_gain
     if config.norm == "layernorm":
         return LayerNorm(
@@ -94,11 +94,10 @@ def build_norm(config: GPTConfig, width: int | None = None) -> nn.Module:
 
 
 class Rotary(nn.Module):
-    """Angles by which pairs of query and key features are rotated, growing with the position.
+    """Rotary position embedding.
 
-    Feature i and feature i + K/2 form a pair, rotated by position x base^(-2i/K). Cosines and sines
-    are kept in tables: formed inside a kernel for every element, they would cost more than
-    attention itself.
+    Features i and i + K/2 form a pair, rotated by position x base^(-2i/K). Cosines and sines are
+    kept in tables: computed per element inside a kernel, they would cost more than attention.
     """
 
     cos_TK: torch.Tensor
@@ -123,11 +122,9 @@ class Rotary(nn.Module):
 
     def forward(self, positions: torch.Tensor) -> RotaryAngles:
         cos, sin = self.cos_TK[positions], self.sin_TK[positions]
-        return (
-            RotaryAngles(cos, sin)
-            if positions.dim() == 1
-            else RotaryAngles(cos[:, None], sin[:, None])
-        )
+        if positions.dim() == 1:
+            return RotaryAngles(cos, sin)
+        return RotaryAngles(cos[:, None], sin[:, None])
 
 
 class RotaryAngles(NamedTuple):
@@ -138,12 +135,12 @@ class RotaryAngles(NamedTuple):
 
     def apply(self, x_BHTK: torch.Tensor) -> torch.Tensor:
         first, second = x_BHTK.float().chunk(2, dim=-1)
-        turned = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
-        return torch.cat(turned, dim=-1).type_as(x_BHTK)
+        rotated = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
+        return torch.cat(rotated, dim=-1).type_as(x_BHTK)
 
 
 class Attention(nn.Module):
-    """Causal self-attention with as many key and value heads as the settings say."""
+    """Causal self-attention, multi-head or grouped-query."""
 
     def __init__(self, config: GPTConfig, layer: int, ranks: int = 1) -> None:
         super().__init__()
@@ -151,20 +148,18 @@ class Attention(nn.Module):
         self.heads, self.groups = config.heads // ranks, config.groups // ranks
         self.head_width = config.head_width
         self.dropout = config.dropout
-        inner = self.heads * self.head_width
-        both = 2 * self.groups * self.head_width
-        self.qkv = Linear(config.width, inner + both, bias=config.bias)
-        self.out = RowParallelLinear(inner, config.width, bias=config.bias)
-        self.query_norm = self._head_norm(config) if config.qk_norm else None
-        self.key_norm = self._head_norm(config) if config.qk_norm else None
-        self.value_gate = (
-            Linear(min(GATE_FEATURES, config.width), self.groups, bias=False)
-            if layer in config.value_layers
-            else None
-        )
-
-    def _head_norm(self, config: GPTConfig) -> nn.Module:
-        return RMSNorm(self.head_width, config.norm_eps, elementwise_affine=config.norm_gain)
+        query, both = self.heads * self.head_width, 2 * self.groups * self.head_width
+        self.qkv = Linear(config.width, query + both, bias=config.bias)
+        self.out = RowParallelLinear(query, config.width, bias=config.bias)
+        self.query_norm = self.key_norm = self.value_gate = None
+        if config.qk_norm:
+            self.query_norm, self.key_norm = (
+                RMSNorm(self.head_width, config.norm_eps, elementwise_affine=config.norm_gain)
+                for _ in range(2)
+            )
+        if layer in config.value_layers:
+            gates = min(GATE_FEATURES, config.width)
+            self.value_gate = Linear(gates, self.groups, bias=False)
 
     def forward(
         self, x_BTD: torch.Tensor, context: BlockContext, looked_up_BTV: torch.Tensor | None
@@ -178,9 +173,8 @@ class Attention(nn.Module):
         if context.rotary is not None:
             query, key = context.rotary.apply(query), context.rotary.apply(key)
         if context.comm.attend is not None:
-            documents = context.documents_BT
             y_BHTK = context.comm.attend(
-                query, key, value, scale=self.scale, documents_BT=documents
+                query, key, value, scale=self.scale, documents_BT=context.documents_BT
             )
         else:
             with context.comm.distinct_rng():
@@ -191,8 +185,8 @@ class Attention(nn.Module):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: BlockContext
     ) -> torch.Tensor:
         positions, mask, cache = context.positions, context.mask, context.cache
+        grouped = self.groups != self.heads
         if isinstance(mask, BlockMask):
-            grouped = self.groups != self.heads
             attended: torch.Tensor = flex_attention(
                 query, key, value, block_mask=mask, scale=self.scale, enable_gqa=grouped
             )
@@ -211,19 +205,18 @@ class Attention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=causal,
             scale=self.scale,
-            enable_gqa=self.groups != self.heads,
+            enable_gqa=grouped,
         )
 
     def _project(self, x_BTD: torch.Tensor) -> list[torch.Tensor]:
         widths = [heads * self.head_width for heads in (self.heads, self.groups, self.groups)]
-        parts = self.qkv(x_BTD).split(widths, dim=-1)
-        return [self._by_head(part) for part in parts]
+        return [self._by_head(x) for x in self.qkv(x_BTD).split(widths, dim=-1)]
 
-    def _by_head(self, part: torch.Tensor) -> torch.Tensor:
-        return part.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+    def _by_head(self, x_BTF: torch.Tensor) -> torch.Tensor:
+        return x_BTF.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
 
     def _gated(self, looked_up_BTV: torch.Tensor, x_BTD: torch.Tensor) -> torch.Tensor:
-        """Value embeddings, each head's times a factor from 0 to 2 that the input decides."""
+        """Value embeddings, gated per head by a factor from 0 to 2 computed from the input."""
         assert self.value_gate is not None
         gate_BTG = 2 * torch.sigmoid(self.value_gate(x_BTD[..., : self.value_gate.in_features]))
         return self._by_head(looked_up_BTV) * gate_BTG.transpose(1, 2)[..., None]
@@ -232,9 +225,9 @@ class Attention(nn.Module):
 def gelu(x: torch.Tensor) -> torch.Tensor:
     """GELU with the error function.
 
-    A contiguous tensor in fp32 on a CPU is handed to oneDNN by torch, whose gradient takes four
-    times as long on ARM as that of torch's own vectorised kernel. A transposed view is not handed
-    on, and nothing is copied: result and gradient lie in memory as they would without.
+    For a contiguous fp32 tensor on a CPU torch calls oneDNN, whose backward takes four times as
+    long on ARM as torch's own vectorised kernel. A transposed view avoids that without a copy:
+    output and gradient keep their memory layout.
     """
     if _ARM and x.device.type == "cpu":
         return functional.gelu(x.mT).mT
@@ -242,7 +235,7 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
 
 
 class MLP(nn.Module):
-    """The feed-forward part of a block; swiglu has a gate beside the inner layer."""
+    """The MLP of a block; swiglu adds a gate."""
 
     def __init__(self, config: GPTConfig, ranks: int = 1) -> None:
         super().__init__()
@@ -256,7 +249,11 @@ class MLP(nn.Module):
         x_BTD = context.comm.enter(x_BTD)
         worth = worth_fusing(x_BTD, inner=self.inner, activation=self.activation)
         if context.kernels.mlp and self.may_fuse and worth:
-            return self.down.reduce(self._fused(x_BTD), context.comm)
+            dtype = x_BTD.dtype
+            bias = None if self.up.bias is None else self.up.bias.to(dtype)
+            weights = self.up.weight.to(dtype), bias, self.down.weight.to(dtype)
+            y_BTD = fused_mlp(x_BTD.flatten(0, 1), *weights, self.activation).view_as(x_BTD)
+            return self.down.reduce(y_BTD, context.comm)
         inner_BTF = self.up(x_BTD)
         match self.activation:
             case "gelu":
@@ -270,15 +267,9 @@ class MLP(nn.Module):
                 inner_BTF = functional.silu(gate_BTF) * inner_BTF
         return self.down(inner_BTF, context.comm)
 
-    def _fused(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        dtype = x_BTD.dtype
-        bias = None if self.up.bias is None else self.up.bias.to(dtype)
-        weights = self.up.weight.to(dtype), bias, self.down.weight.to(dtype)
-        return fused_mlp(x_BTD.flatten(0, 1), *weights, self.activation).view_as(x_BTD)
-
 
 class Block(nn.Module):
-    """Attention and feed-forward, each normalised before and added to the residual stream."""
+    """A pre-norm transformer block: attention and MLP, each added to the residual stream."""
 
     def __init__(self, config: GPTConfig, layer: int, ranks: int = 1) -> None:
         super().__init__()
@@ -296,5 +287,4 @@ class Block(nn.Module):
     ) -> torch.Tensor:
         attended = self.attention(self.attention_norm(x_BTD), context, looked_up_BTV)
         x_BTD = x_BTD + self.dropout(attended)
-        inner = self.mlp(self.mlp_norm(x_BTD), context)
-        return x_BTD + self.dropout(inner)
+        return x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD), context))

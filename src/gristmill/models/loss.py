@@ -1,21 +1,21 @@
-"""Cross-entropy of the next token, without ever holding the logits of all tokens.
+"""Cross-entropy of the next token without materialising the logits of all tokens.
 
-For N tokens, hidden states h, head W and counting weights w, the loss is the sum
+For N tokens, hidden states h, head W and loss weights w, the loss is the sum
 
     sum_n  w_n (logsumexp(z_n) - z_n[target_n])      z_n = cap tanh(W h_n / cap), or W h_n
 
-computed over slices of tokens. When gradients are wanted they are formed slice by slice in the same
-pass, in the place of the logits: dW and dh are kept, the logits never are, and the work is the
-three matrix products that the plain way needs too. The price: the scale of the loss has to be known
-in the forward pass, which also lets fp16 gradients be scaled before they are rounded.
+computed over slices of tokens. Gradients are computed in the same pass, slice by slice, overwriting
+the logits: dW and dh are kept, and the work is the usual three matrix products. The price: the
+scale of the loss must be known in the forward pass. This also scales fp16 gradients before they are
+rounded.
 
-With the Triton kernel the logits stay in the format of the hidden states and are turned into their
-gradient at once, computed in fp32; without it plain operations on fp32 logits do the same. The
-products may be in fp8 where gradients are wanted (`kernels/head_fp8.py`); a loss that is only
-measured never is. The whole is one opaque operator for the compiler.
+The Triton kernel keeps logits in the dtype of the hidden states and overwrites them with their
+gradient, computed in fp32; without it plain operations on fp32 logits do the same. In training the
+products may be in fp8 (`kernels/head_fp8.py`), in evaluation never. To the compiler the whole is
+one opaque operator.
 
-The head's rows may be divided among processes. Each forms its part of the logits, and only three
-numbers a token are exchanged: the largest, the sum of exponentials, and the target's.
+The head's rows may be sharded over processes. Each computes its part of the logits, and they
+exchange only three numbers per token: maximum, sum of exponentials, and the target's logit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SLICE_BYTES = 2**31
 CPU_SLICE_BYTES = 16 * 2**20
 """The same on the CPU, where a slice should stay in the cache."""
 SLICE_TOKENS, CPU_SLICE_TOKENS = 64, 256
-"""The least tokens of a slice, on a GPU and on the CPU: products of fewer rows are slow."""
+"""Minimum tokens per slice, on a GPU and on the CPU: products with fewer rows are slow."""
 
 
 def linear_cross_entropy(
@@ -49,10 +49,10 @@ def linear_cross_entropy(
     comm: ShardComm | None = None,
     first: int = 0,
 ) -> Loss:
-    """Loss summed over tokens; rows of the head from `vocab` on are padding and cannot be
-    predicted. `kernel`: in Triton. `fp8`: matrix products in fp8 (in Triton too) if there will be
-    gradients. `comm`, `first`: to the processes that have other rows of the head, and the number
-    of the first row here; plain operations compute what is divided."""
+    """Loss summed over tokens; rows of the head from `vocab` on are padding and are never
+    predicted. `kernel`: use Triton. `fp8`: matrix products in fp8 (also Triton) in training.
+    `comm`, `first`: for a head with sharded rows, which plain operations compute; `first` is the
+    index of the first row here."""
     if scale is None:
         scale = torch.ones((), device=hidden_ND.device)
     others = None if comm is None or comm.single else comm
@@ -64,12 +64,12 @@ def linear_cross_entropy(
 
 
 def capped(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
-    """Logits softly held below a cap."""
+    """Soft-capped logits."""
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def slice_length(rows: int, *, width: int, device: torch.device) -> int:
-    """Tokens per slice, so that its logits of `width` bytes each fit the allowance."""
+    """Tokens per slice, such that its logits of `width` bytes each fit into SLICE_BYTES."""
     cpu = device.type == "cpu"
     allowance = CPU_SLICE_BYTES if cpu else SLICE_BYTES
     least = CPU_SLICE_TOKENS if cpu else SLICE_TOKENS
@@ -107,9 +107,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         d_hidden, d_head = ctx.saved_tensors
-        outer = gradients[0]
-        nothing = (None,) * 10
-        return d_hidden * outer.to(d_hidden.dtype), d_head * outer.to(d_head.dtype), *nothing
+        outer, rest = gradients[0], (None,) * 10
+        return d_hidden * outer.to(d_hidden.dtype), d_head * outer.to(d_head.dtype), *rest
 
 
 @torch.library.custom_op("gristmill::linear_cross_entropy", mutates_args=())
@@ -128,11 +127,14 @@ def _sliced(
     """The summed loss and the scaled gradients of hidden states and head (empty if not wanted)."""
     dtype = hidden_ND.dtype
     width = dtype.itemsize if kernel or fp8 else 4
-    head: _Head = (
-        _fp8_head(head_VD, dtype, vocab, cap)
-        if fp8 and wants_gradient
-        else _PlainHead(head_VD.to(dtype), vocab, cap, kernel)
-    )
+    head: _Head
+    if fp8 and wants_gradient:
+        from gristmill.models.kernels.head_fp8 import Fp8Head
+
+        assert dtype is torch.bfloat16, "checked with the settings"
+        head = Fp8Head(head_VD, vocab=vocab, cap=cap)
+    else:
+        head = _PlainHead(head_VD.to(dtype), vocab, cap, kernel)
     return _over_slices(
         head, hidden_ND, head_VD, targets_N, weights_N, scale, width, wants_gradient
     )
@@ -148,11 +150,11 @@ def _over_slices(
     width: int,
     wants_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same, slice by slice; a logit takes `width` bytes."""
+    """The same for a head in some format; a logit takes `width` bytes."""
     device = hidden_ND.device
     total = torch.zeros((), dtype=torch.float32, device=device)
     d_hidden = torch.empty_like(hidden_ND) if wants_gradient else hidden_ND.new_empty(0)
-    # Sums over slices are formed in fp32, whatever the head's own format.
+    # Accumulated over slices in fp32, whatever the head's dtype.
     d_head = torch.zeros(head_VD.shape if wants_gradient else 0, dtype=torch.float32, device=device)
     scale = scale.float()
     step = slice_length(head_VD.shape[0], width=width, device=device)
@@ -163,8 +165,11 @@ def _over_slices(
         weights = ones if weights_N is None else weights_N[part].float()
         if wants_gradient:
             losses, d_logits = head.losses(hidden, targets, scale * weights, d_hidden[part])
-            _add_product(d_head, d_logits, hidden)
-            del d_logits  # the next slice's take their place
+            if d_logits.dtype == d_head.dtype:
+                d_head.addmm_(d_logits.T, hidden)
+            else:
+                d_head += d_logits.T @ hidden
+            del d_logits  # frees the memory for the next slice
         else:
             losses, _ = head.losses(hidden, targets, None, None)
         total += (losses * weights).sum()
@@ -183,7 +188,7 @@ def _(
 
 
 class _Head(Protocol):
-    """A head in some format, and what it does with slices of tokens."""
+    """A head in some format, which computes the losses of slices of tokens."""
 
     def losses(
         self,
@@ -192,16 +197,9 @@ class _Head(Protocol):
         factors_N: torch.Tensor | None,
         d_hidden_ND: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Losses of a slice and, with the factors that its rows have, the gradient of its logits;
-        that of its hidden states is written where there is room for it."""
+        """Losses of a slice and, if rows have factors, the gradient of its logits; the gradient of
+        its hidden states is written to `d_hidden_ND` if given."""
         ...
-
-
-def _fp8_head(head_VD: torch.Tensor, dtype: torch.dtype, vocab: int, cap: float | None) -> _Head:
-    from gristmill.models.kernels.head_fp8 import Fp8Head
-
-    assert dtype is torch.bfloat16, "the rules saw to that"
-    return Fp8Head(head_VD, vocab=vocab, cap=cap)
 
 
 _SINGLE = ShardComm()
@@ -209,7 +207,7 @@ _SINGLE = ShardComm()
 
 @dataclass(frozen=True)
 class _PlainHead:
-    """The head, or the rows of it from `first` on, in the format of the hidden states."""
+    """The head, or its rows from `first` on, in the dtype of the hidden states."""
 
     head_VD: torch.Tensor
     vocab: int
@@ -225,32 +223,28 @@ class _PlainHead:
         factors_N: torch.Tensor | None,
         d_hidden_ND: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        compute = self._triton_slice if self.kernel else self._plain_slice
+        vocab, cap = self.vocab, self.cap
         logits_NV = hidden_ND @ self.head_VD.T
-        losses_N, d_logits_NV = compute(logits_NV, targets_N, factors_N)
+        if self.kernel:
+            from gristmill.models.kernels.cross_entropy import cross_entropy_
+
+            losses_N = cross_entropy_(logits_NV, targets_N, factors_N, vocab=vocab, cap=cap)
+        else:
+            losses_N, logits_NV = self._plain_losses(logits_NV, targets_N, factors_N)
         if d_hidden_ND is not None:
-            torch.mm(d_logits_NV, self.head_VD, out=d_hidden_ND)
-        return losses_N, d_logits_NV
+            torch.mm(logits_NV, self.head_VD, out=d_hidden_ND)
+        return losses_N, logits_NV
 
-    def _triton_slice(
+    def _plain_losses(
         self, logits_NV: torch.Tensor, targets_N: torch.Tensor, factors_N: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        from gristmill.models.kernels.cross_entropy import cross_entropy_
-
-        losses = cross_entropy_(logits_NV, targets_N, factors_N, vocab=self.vocab, cap=self.cap)
-        return losses, logits_NV
-
-    def _plain_slice(
-        self, logits_NV: torch.Tensor, targets_N: torch.Tensor, factors_N: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Losses of one slice, and the gradient in the place of the logits where factors are
-        given."""
+        """Losses of one slice; where factors are given, the gradient overwrites the logits."""
         comm, columns = self.comm, logits_NV.shape[1]
         vocab, cap = self.vocab, self.cap
         dtype, logits_NV = logits_NV.dtype, logits_NV.float()
         slope_NV = None
         if cap is not None:
-            # tanh x = 2 sigmoid(2 x) - 1, which takes half the time on a CPU.
+            # tanh x = 2 sigmoid(2 x) - 1, which is twice as fast on a CPU.
             logits_NV = logits_NV.mul_(2 / cap).sigmoid_().mul_(2).sub_(1)
             slope_NV = 1 - logits_NV.square() if factors_N is not None else None
             logits_NV.mul_(cap)
@@ -270,13 +264,3 @@ class _PlainHead:
             if slope_NV is not None:
                 logits_NV.mul_(slope_NV)
         return losses_N, logits_NV.to(dtype)
-
-
-def _add_product(
-    d_head_VD: torch.Tensor, d_logits_NV: torch.Tensor, hidden_ND: torch.Tensor
-) -> None:
-    """Add one slice's gradient to the head's, which may be in a wider format."""
-    if d_logits_NV.dtype == d_head_VD.dtype:
-        d_head_VD.addmm_(d_logits_NV.T, hidden_ND)
-    else:
-        d_head_VD += d_logits_NV.T @ hidden_ND

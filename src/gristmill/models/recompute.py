@@ -1,11 +1,10 @@
-"""Activations that are computed again in the backward pass instead of being kept.
+"""Activation checkpointing: the backward pass recomputes activations instead of saving them.
 
-    full        only the inputs of blocks are kept: least memory, a third more time
-    selective   results of matrix products and of attention are kept as well, so that only norms,
-                activations and the like are computed again; activations must then not be part of
-                a product, as they are in our kernels
+    full        saves only the inputs of blocks: least memory, a third more time
+    selective   also saves the outputs of matrix products and attention, and recomputes norms,
+                activation functions and the like; needs the unfused MLP
 
-Either holds for every n-th block; the blocks between keep everything.
+Either applies to every n-th block; the other blocks save everything.
 """
 
 from __future__ import annotations
@@ -42,17 +41,17 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 @dataclass(frozen=True)
 class Recompute:
-    """What is computed again, and in which blocks."""
+    """What is recomputed, and in which blocks."""
 
     kind: Literal["none", "selective", "full"] = "none"
     every: int = 1
 
     def concerns(self, number: int) -> bool:
-        """Whether anything of a block is computed again."""
+        """Whether a block recomputes anything."""
         return self.kind != "none" and number % self.every == 0
 
     def wrap(self, block: nn.Module, number: int) -> None:
-        """Make a block compute again what it should."""
+        """Checkpoint a block's activations, if it is one of those concerned."""
         if not self.concerns(number):
             return
         plain = block.forward

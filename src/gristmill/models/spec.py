@@ -1,15 +1,14 @@
-"""What the rest of the program may ask of a model.
+"""The interface between models and the rest of the program.
 
-Everything goes through `forward`, so that wrappers (compilation, sharding) see every call:
+Every call goes through `forward`, so that wrappers (compilation, FSDP) see it:
 
     model(tokens_BT)                               -> logits_BTV, or _B1V with last_only
     model(tokens_BT, targets=, weights=, scale=)   -> Loss, for training and validation
-    model(tokens_BT, cache=Cache)                  -> logits, the cache grown by T
-    model(tokens_BT, positions=, documents=, ...)  -> the same with packed documents kept apart
+    model(tokens_BT, cache=Cache)                  -> logits; the cache grows by T
+    model(tokens_BT, positions=, documents=, ...)  -> the same for packed documents
 
-A model may be a shard of one that several processes compute together. It knows its `ModelShard`,
-says by `Split`s how its parameters are divided, and reaches the other shards through a `ShardComm`;
-how that communicates is not its business.
+A model may be one shard of a larger one. It has a `ModelShard`, declares with `Split`s how its
+parameters are divided, and communicates with the other shards only through a `ShardComm`.
 
 Shapes: B samples, T positions, D width, V vocabulary, H heads, K head width.
 """
@@ -32,23 +31,23 @@ from gristmill.plan.arithmetic import TokenCost
 
 
 class Kernels(NamedTuple):
-    """Which of our own kernels a model uses; plain operations compute the rest."""
+    """Which custom kernels a model uses; plain torch operations compute the rest."""
 
     loss: bool = False
     mlp: bool = False
     head_fp8: bool = False
-    """Matrix products of the head in fp8, where there will be gradients."""
+    """Matrix products of the head in fp8, in training only."""
     document_blocks: bool = False
-    """Attention that skips what packed documents do not see; only where it is compiled."""
+    """Block-sparse attention within packed documents; only where it is compiled."""
 
 
 class Loss(NamedTuple):
     """A loss summed over the counted tokens of a batch."""
 
     scaled: torch.Tensor
-    """The sum times the scale that was asked for: what is differentiated."""
+    """The sum times the requested scale, for `backward`."""
     total: torch.Tensor
-    """The plain sum in nats, detached: what is reported."""
+    """The plain sum in nats, detached, for reports."""
 
 
 # ------------------------------------------------------------------ sharded models
@@ -56,59 +55,58 @@ class Loss(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelShard:
-    """The part of a model that one process holds: some layers, and of each layer a share of the
-    heads, inner features and vocabulary rows."""
+    """The part of a model that one process holds: some layers (pp), and a shard of each layer's
+    heads, inner features and vocabulary rows (tp)."""
 
     layers: tuple[int, ...] | None = None
-    """None for all of them."""
+    """None for all layers."""
     first: bool = True
-    """With the embedding."""
+    """Whether it includes the embedding."""
     last: bool = True
-    """With the last norm and the head."""
+    """Whether it includes the final norm and the head."""
     tp_rank: int = 0
     tp_size: int = 1
-    """Processes that share each layer."""
 
 
 WHOLE = ModelShard()
 
 
 class Split(NamedTuple):
-    """A parameter that is divided among the processes that share a layer."""
+    """How tensor parallelism divides a parameter."""
 
     dim: int
     parts: tuple[int, ...]
-    """Sizes along it of the matrices that are stacked in the whole parameter, each divided by
-    itself."""
+    """Sizes along `dim` of the matrices stacked in the whole parameter; each is split by itself."""
 
 
 class ShardComm:
-    """How a model shard communicates with the others. This one is for a model that is whole."""
+    """How a model shard communicates with the other shards. This base class is for a whole model
+    and communicates nothing."""
 
     single = True
-    """Whether there are no other shards, so that nothing is communicated."""
+    """Whether there are no other shards."""
     forks_rng = False
-    """Whether `distinct_rng` forks the random state, which a compiled graph cannot hold."""
+    """Whether `distinct_rng` forks the random state, which a compiled graph cannot contain."""
     sequence_parallel = False
-    """Whether the residual stream between blocks is divided among the shards along the sequence."""
+    """Whether the residual stream between blocks is sharded along the sequence."""
     attend: Callable[..., torch.Tensor] | None = None
-    """Attention over sequences of which this process has a part; None where it has all."""
+    """Attention for context parallelism; None where this process has whole sequences."""
 
     def enter(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """The input of column-parallel products, with all positions. Its gradient is the sum of all
-        shards' gradients."""
+        """The input of column-parallel linears, with all positions; backward sums its gradient over
+        all shards."""
         return x_BTD
 
     def leave(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """The sum of all shards' row-parallel products, laid out as the residual stream."""
+        """Row-parallel products summed over all shards, laid out as the residual stream."""
         return x_BTD
 
     def local_positions(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Those positions, along a dimension, for which this process has the residual stream."""
+        """The positions along `dim` whose residual stream this process holds."""
         return x
 
     def distinct_rng(self) -> contextlib.AbstractContextManager[None]:
-        """Random numbers that differ between shards which otherwise draw the same."""
+        """A context in which each shard draws different random numbers."""
         return contextlib.nullcontext()
 
     def all_max(self, x: torch.Tensor) -> torch.Tensor:
@@ -116,7 +114,7 @@ class ShardComm:
         return x
 
     def all_sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over all shards; for numbers that are not differentiated."""
+        """The sum over all shards, without a gradient."""
         return x
 
 
@@ -124,18 +122,18 @@ class ShardComm:
 
 
 class Cache(Protocol):
-    """What a model remembers of the positions it has already seen."""
+    """The state of a model between calls while it generates."""
 
     length: int
-    """How many these are."""
+    """Positions already processed."""
 
     def clear(self) -> None:
-        """Forget everything; the memory is used again."""
+        """Reset to empty and keep the memory."""
 
 
 @dataclass
 class KVCache:
-    """Keys and values of the positions a model has already seen, one pair of tensors per layer."""
+    """Keys and values of the positions already processed, one pair of tensors per layer."""
 
     capacity: int
     keys_BHTK: list[torch.Tensor] = field(default_factory=list)
@@ -145,19 +143,18 @@ class KVCache:
     def extend(
         self, layer: int, key_BHTK: torch.Tensor, value_BHTK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append one layer's new keys and values and return all of them."""
+        """Append a layer's new keys and values; returns all of that layer's."""
         if layer == len(self.keys_BHTK):
             shape = (*key_BHTK.shape[:2], self.capacity, key_BHTK.shape[3])
             self.keys_BHTK.append(key_BHTK.new_empty(shape))
             self.values_BHTK.append(value_BHTK.new_empty(shape))
         end = self.length + key_BHTK.shape[2]
-        assert end <= self.capacity, "the caller keeps within the context"
+        assert end <= self.capacity, "the caller stays within the context"
         self.keys_BHTK[layer][:, :, self.length : end] = key_BHTK
         self.values_BHTK[layer][:, :, self.length : end] = value_BHTK
         return self.keys_BHTK[layer][:, :, :end], self.values_BHTK[layer][:, :, :end]
 
     def clear(self) -> None:
-        """Forget everything; the memory is used again."""
         self.length = 0
 
 
@@ -165,28 +162,28 @@ class KVCache:
 
 
 class CausalLM(nn.Module):
-    """A causal language model. Models are built without memory, on the device `meta`; placing one
-    gives it memory, buffers and start weights, block by block.
+    """A causal language model. Models are built on the meta device; placing one allocates memory,
+    computes buffers and draws initial weights, block by block.
 
-    Required: `forward`, `roles`, `block_names`, `initialise`, `token_cost`. The rest has a default
-    that fits a model without the ability in question; abilities are declared with the settings
-    (`ModelConfig.abilities`), so that whoever needs one is refused when the run file is read.
+    Required: `forward`, `roles`, `block_names`, `initialise`, `token_cost`. The other methods have
+    defaults for a model without the ability in question. Abilities are declared with the settings
+    (`ModelConfig.abilities`), so a run file that needs a missing one is refused when it is read.
     """
 
     casts_weights: ClassVar[bool] = False
-    """Whether layers convert their fp32 weights to the number format of their input themselves;
-    the `forward` of a model whose layers do not runs under `self.autocast()`."""
+    """Whether layers cast their fp32 weights to the dtype of their input themselves; if not,
+    `forward` runs under `self.autocast()`."""
 
     def __init__(self, config: ModelConfig, *, vocab: int, shard: ModelShard = WHOLE) -> None:
-        """`vocab`: how many ids can be predicted; there may be more rows, which are padding."""
+        """`vocab`: ids that can be predicted; further rows of the embedding are padding."""
         super().__init__()
         self.config, self.vocab, self.shard = config, vocab, shard
         self.compute: torch.dtype = torch.float32
-        """The number format of activations."""
+        """The dtype of activations."""
         self.kernels = Kernels()
         self.comm = ShardComm()
 
-    # -------------------------------------------------------------- what it computes
+    # -------------------------------------------------------------- computation
 
     @abstractmethod
     def forward(
@@ -204,7 +201,7 @@ class CausalLM(nn.Module):
         """Logits, or the loss if there are targets."""
 
     def new_cache(self) -> Cache | None:
-        """A cache for generating text; None if the model has no use for one."""
+        """A cache for generation; None if the model uses none."""
         return None
 
     @abstractmethod
@@ -216,61 +213,57 @@ class CausalLM(nn.Module):
         return next(self.parameters()).device
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
-        """Computes in the model's number format although its weights are kept in fp32."""
+        """Compute in the model's dtype with fp32 weights."""
         half = self.compute is not torch.float32
         return torch.autocast(self.device.type, dtype=self.compute, enabled=half)
 
-    # -------------------------------------------------------------- its parameters
+    # -------------------------------------------------------------- parameters
 
     @abstractmethod
     def roles(self) -> dict[str, Role]:
-        """What each parameter is for, by its name in the whole model."""
+        """The role of each parameter, by its name in the whole model."""
 
     def canonical_name(self, name: str) -> str:
-        """A parameter's name in the whole model, under which checkpoints know it: that of the first
-        of several names that are tied together."""
+        """A parameter's name in the whole model and in checkpoints; of tied names, the first."""
         return name
 
     def vocabulary_parameters(self) -> frozenset[str]:
-        """Parameters, by name in the whole model, with a row for each token, which may be padded
-        with more rows."""
+        """Parameters with one row per token, by name in the whole model; they may be padded."""
         return frozenset()
 
     def stacked_rows(self) -> dict[str, tuple[int, ...]]:
-        """Rows, in the whole model, of each matrix in parameters that are several matrices stacked
-        on top of one another."""
+        """Parameters that stack several matrices, with the rows of each in the whole model."""
         return {}
 
-    # -------------------------------------------------------------- how it begins
+    # -------------------------------------------------------------- initialisation
 
     @abstractmethod
     def initialise(self, seed: int, names: Iterable[str] | None = None) -> None:
-        """Draw weights, all or those named. What a parameter begins as depends on the seed and its
-        name only, not on the order of calls nor on how the model is sharded."""
+        """Draw all weights, or those named. Initial weights depend only on the seed and the
+        parameter's name, not on the order of calls or the sharding."""
 
     def reset_buffers(self) -> None:
-        """Compute the buffers that were made without memory."""
+        """Compute the buffers, which are empty after memory is allocated."""
 
     def tie(self) -> None:
-        """Make parameters that are tied together one, after they were given memory."""
+        """Tie parameters again after memory is allocated."""
 
-    # -------------------------------------------------------------- its blocks
+    # -------------------------------------------------------------- blocks
 
     @abstractmethod
     def block_names(self) -> Sequence[str]:
-        """The modules, by name and in order, that are alike: they are recomputed, compiled, sharded
-        and divided into pipeline stages one by one."""
+        """The repeated modules, in order: the units of recomputation, compilation, FSDP and
+        pipeline stages."""
 
     def recompute_blocks(self, recompute: Recompute) -> None:
-        """Let the backward pass compute activations again instead of keeping them."""
+        """Turn on activation checkpointing."""
         for number, name in enumerate(self.block_names()):
             recompute.wrap(self.get_submodule(name), number)
 
     # -------------------------------------------------------------- Ability.TENSOR
 
     def splits(self) -> dict[str, Split]:
-        """How parameters are divided among processes that share layers; those not named here are
-        on each of them."""
+        """How tensor parallelism divides parameters; those not listed are replicated."""
         return {}
 
     def whole_shape(self, name: str) -> tuple[int, ...]:
@@ -282,13 +275,12 @@ class CausalLM(nn.Module):
         return tuple(shape)
 
     def partial_gradients(self) -> list[str]:
-        """Parameters that every process sharing layers has, and whose gradient is the sum of all
-        processes' gradients."""
+        """Replicated parameters whose gradients must be summed over tp."""
         return []
 
 
 class StagedModel(Protocol):
-    """What a model with Ability.PIPELINE offers besides."""
+    """The additional methods of a model with Ability.PIPELINE."""
 
     def stage_modules(
         self, layers: Sequence[int], *, first: bool, last: bool
@@ -309,11 +301,11 @@ class StagedModel(Protocol):
         positions_BT: torch.Tensor | None = None,
         documents_BT: torch.Tensor | None = None,
     ) -> torch.Tensor | Loss:
-        """The residual stream after some layers, or the loss after the last; `hidden_BTD` is what
-        the stage before sent."""
+        """The output of a stage, or the loss after the last; `hidden_BTD` is the previous stage's
+        output."""
 
     def stage_hidden(self, samples: int, length: int) -> torch.Tensor:
-        """What one stage sends to the next for micro-batches of this shape, without memory."""
+        """A meta tensor shaped like a stage's output for micro-batches of this shape."""
 
     def tied_across_stages(self) -> list[str]:
-        """Parameters, by name in the whole model, that the first and the last stage both hold."""
+        """Parameters, by name in the whole model, that the first and last stage both hold."""

@@ -1,4 +1,4 @@
-"""AdamW: one fused kernel for all parameters of a group."""
+"""AdamW: one fused kernel per parameter group."""
 
 from __future__ import annotations
 
@@ -63,20 +63,20 @@ def adam_step(
     divisor: torch.Tensor,
     skip: torch.Tensor,
 ) -> None:
-    """Move those of a group's parameters that have a gradient."""
-    moving = [parameter for parameter in parameters if parameter.grad is not None]
-    if not moving:
+    """Update those parameters of a group that have a gradient."""
+    updated = [parameter for parameter in parameters if parameter.grad is not None]
+    if not updated:
         return
-    for parameter in moving:
+    for parameter in updated:
         if not state[parameter]:
             state[parameter]["step"] = torch.zeros((), device=parameter.device)
             state[parameter]["exp_avg"] = torch.zeros_like(parameter)
             state[parameter]["exp_avg_sq"] = torch.zeros_like(parameter)
-    states = [state[parameter] for parameter in moving]
+    states = [state[parameter] for parameter in updated]
     beta1, beta2 = group["betas"]
     adamw(
-        list(moving),
-        [parameter.grad for parameter in moving if parameter.grad is not None],
+        list(updated),
+        [parameter.grad for parameter in updated if parameter.grad is not None],
         [one["exp_avg"] for one in states],
         [one["exp_avg_sq"] for one in states],
         [],

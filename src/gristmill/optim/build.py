@@ -1,4 +1,4 @@
-"""From settings to an optimizer over a model's parameters: one constructor for each kind."""
+"""Builds an optimizer from its settings: one constructor for each settings class."""
 
 from __future__ import annotations
 
@@ -16,28 +16,27 @@ from gristmill.optim.spec import Optimizer
 
 
 class DescribedModel(Protocol):
-    """What an optimizer may ask a model about its parameters, by name."""
+    """What an optimizer needs to know about a model's parameters, by name."""
 
     def roles(self) -> dict[str, Role]:
-        """What each parameter is for."""
+        """The role of each parameter."""
 
     def stacked_rows(self) -> dict[str, tuple[int, ...]]:
-        """Rows of each matrix in parameters that are several matrices stacked on top of one
-        another."""
+        """Parameters that stack several matrices, with the rows of each."""
 
 
 @dataclass(frozen=True)
 class OptimizerInputs:
-    """Everything that an optimizer can be built from."""
+    """Everything an optimizer can be built from."""
 
     config: Any
     parameters: Mapping[str, nn.Parameter]
-    """What is moved, by name: of sharded parameters, the shards that this process keeps."""
+    """What it updates, by name; of sharded parameters, this process's shards."""
     model: DescribedModel
     compiled: bool | None
-    """Whether a step of its own is compiled; on CUDA only if None."""
+    """Whether to compile its step; None compiles on CUDA only."""
     exchange: MuonExchange | None
-    """The way to the processes that hold other parts of the same matrices."""
+    """Communication with the processes that hold other shards of the same matrices."""
 
 
 OPTIMIZERS: dict[type[OptimizerConfig], Callable[[OptimizerInputs], Optimizer]] = {
@@ -61,7 +60,7 @@ def build_optimizer(
     compiled: bool | None = None,
     exchange: MuonExchange | None = None,
 ) -> Optimizer:
-    """The optimizer that a run asks for, over those parameters that are trained."""
-    moving = {name: one for name, one in parameters.items() if one.requires_grad}
-    given = OptimizerInputs(config, moving, model, compiled, exchange)
+    """The optimizer of a run, over the parameters that require gradients."""
+    trained = {name: one for name, one in parameters.items() if one.requires_grad}
+    given = OptimizerInputs(config, trained, model, compiled, exchange)
     return OPTIMIZERS[type(config)](given)

@@ -1,22 +1,22 @@
-"""Muon: matrices move by orthogonal directions, everything else by Adam, in one optimizer.
+"""Muon for matrices and Adam for everything else, in one optimizer.
 
     role                             rule                      state in fp32, per parameter
     matrix                           optim/orthogonal.py       momentum (R, C); second_moment (L)
     embedding, table, head, vector   fused AdamW               exp_avg, exp_avg_sq, step
 
-A parameter group is what one call can do: all matrices of equal shape and parts, or all parameters
-of one other role. Each role's rate is its own setting, held as a factor of the matrices' rate, so
-that one schedule fits all.
+A parameter group is updated in one call: all matrices of equal shape and parts, or all parameters
+of one other role. Each role has its own rate, stored as a factor of the matrices' rate, so that one
+schedule serves all.
 
-With rate lr, whose peak is LR, a step takes off this much of a matrix:
+With learning rate lr and peak rate LR, weight decay subtracts from a matrix W
 
     plain      lr weight_decay W
     cautious   lr (lr / LR) weight_decay W, where the direction has the sign of W
 
-Directions need memory for the moment of a step, so a group is stepped in pieces of a limited size.
+Updates need temporary memory, so a group is updated in chunks of limited size.
 
-Where processes hold shards of matrices, a `MuonExchange` gathers each matrix on one of them, which
-finds its direction, and scatters the result; all else is done on the shards.
+Where processes hold shards of matrices, a `MuonExchange` gathers each matrix on one process, which
+orthogonalises it, and scatters the result; everything else happens on the shards.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from gristmill.optim.orthogonal import (
 from gristmill.optim.spec import ParameterOptimizer, Placement
 
 ADAM_LR = 4e-3
-"""Peak rate of a role that was not given its own."""
+"""Default peak rate of a role."""
 
 PIECE = 2**27
-"""Elements that are orthogonalised at once, unless one matrix has more."""
+"""Elements that are orthogonalised at once, unless a single matrix has more."""
 
 _NONE = torch.empty(0)
 
@@ -62,24 +62,24 @@ class MuonExchange(Protocol):
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a whole matrix."""
 
-    def collect(
-        self, names: Sequence[str], parts: Sequence[torch.Tensor]
+    def gather(
+        self, names: Sequence[str], shards: Sequence[torch.Tensor]
     ) -> dict[int, torch.Tensor]:
-        """From every process's parts of the named matrices, those whole ones that this process is
-        to work on, by their place in the list."""
+        """The whole matrices assigned to this process, by index in `names`, from all processes'
+        shards."""
 
-    def hand_out(
+    def scatter(
         self,
         names: Sequence[str],
         directions: Mapping[int, torch.Tensor],
         moments: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """This process's parts of the directions of all named matrices; moments, which are whole
-        everywhere, become those of the process that worked on the matrix."""
+        """This process's shards of the directions of all named matrices. Moments, which are
+        replicated, are overwritten by those of the process that computed the direction."""
 
 
 class Muon(ParameterOptimizer):
-    """Steps parameters by their role."""
+    """Updates each parameter by its role."""
 
     placements: ClassVar[Mapping[str, Placement]] = {
         **ADAM_PLACEMENTS,
@@ -97,8 +97,7 @@ class Muon(ParameterOptimizer):
         compiled: bool | None = None,
         exchange: MuonExchange | None = None,
     ) -> None:
-        """`compiled` is None for CUDA only; with an `exchange` the parameters are shards of
-        matrices."""
+        """`compiled`: None compiles on CUDA only. With `exchange`, parameters are shards."""
         matrices = {name: p for name, p in parameters.items() if roles[name] is Role.MATRIX}
         shapes = {
             name: tuple(p.shape) if exchange is None else exchange.shape(name)
@@ -115,71 +114,69 @@ class Muon(ParameterOptimizer):
 
     @torch.no_grad()
     def step(self, *, divisor: torch.Tensor, skip: torch.Tensor) -> None:
-        """Move every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         for number, group in enumerate(self.param_groups):
             if group["role"] is not Role.MATRIX:
                 adam_step(self.state, group["params"], group, divisor=divisor, skip=skip)
                 continue
             scalars = self._step_scalars(number, group, divisor, skip)
-            moving = [parameter for parameter in group["params"] if parameter.grad is not None]
+            updated = [parameter for parameter in group["params"] if parameter.grad is not None]
             if self.exchange is not None:
                 self._step_shards(group, scalars, self.exchange)
-            elif moving:
-                self._step_matrices(group, scalars, moving)
+            elif updated:
+                self._step_matrices(group, scalars, updated)
 
     def _step_scalars(
         self, number: int, group: Group, divisor: torch.Tensor, skip: torch.Tensor
     ) -> StepScalars:
-        """A group's changing numbers on the device, put there without waiting for it."""
+        """A group's step-dependent scalars on the device, set without a sync."""
         if number not in self._scalars:
             lr, decay, momentum = torch.zeros(3, device=divisor.device).unbind()
             self._scalars[number] = StepScalars(lr, decay, momentum, divisor, skip)
-        kept = self._scalars[number]
-        follow = group["lr"] / group["peak_lr"] if group["rule"].cautious else 1.0
-        kept.lr.fill_(group["lr"])
-        kept.decay.fill_(group["lr"] * follow * group["weight_decay"])
-        kept.momentum.fill_(group["momentum"])
-        return kept._replace(divisor=divisor.reshape(()), skip=skip.reshape(()))
+        scalars = self._scalars[number]
+        relative = group["lr"] / group["peak_lr"] if group["rule"].cautious else 1.0
+        scalars.lr.fill_(group["lr"])
+        scalars.decay.fill_(group["lr"] * relative * group["weight_decay"])
+        scalars.momentum.fill_(group["momentum"])
+        return scalars._replace(divisor=divisor.reshape(()), skip=skip.reshape(()))
 
     def _step_shards(self, group: Group, scalars: StepScalars, exchange: MuonExchange) -> None:
-        """The same where processes hold shards of the matrices. Every process takes part in every
-        exchange, even with an empty shard or without any gradient."""
+        """Update sharded matrices. Every process takes part in every exchange, even with an empty
+        shard or no gradient."""
         rule, members = group["rule"], list(zip(group["names"], group["params"], strict=True))
-        device = group["params"][0].device
-        find = self._made(find_directions, rule, device)
-        for piece in _pieces(members, size=sum(rule.parts) * group["columns"]):
-            names, parameters = [name for name, _ in piece], [p for _, p in piece]
+        find = self._maybe_compiled(find_directions, rule, group["params"][0].device)
+        for chunk in _pieces(members, size=sum(rule.parts) * group["columns"]):
+            names, parameters = [name for name, _ in chunk], [p for _, p in chunk]
             states = [self._matrix_state(p, rule, group["columns"]) for p in parameters]
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
             momenta = [state["momentum"] for state in states]
             moments = [] if rule.beta2 is None else [state["second_moment"] for state in states]
             advanced = advance_momenta(gradients, momenta, scalars, rule)
-            mine = exchange.collect(names, advanced)
-            found: dict[int, torch.Tensor] = {}
-            if mine:
-                own = [moments[place] for place in mine] if moments else []
-                whole = find(list(mine.values()), own, scalars, rule)
-                found = dict(zip(mine, whole.unbind(), strict=True))
-            directions = exchange.hand_out(names, found, moments)
+            assigned = exchange.gather(names, advanced)
+            computed: dict[int, torch.Tensor] = {}
+            if assigned:
+                its_moments = [moments[index] for index in assigned] if moments else []
+                stacked = find(list(assigned.values()), its_moments, scalars, rule)
+                computed = dict(zip(assigned, stacked.unbind(), strict=True))
+            directions = exchange.scatter(names, computed, moments)
             move_weights([p.detach() for p in parameters], directions, scalars, rule)
 
-    def _made(
+    def _maybe_compiled(
         self, function: Callable[..., Any], rule: MuonRule, device: torch.device
     ) -> Callable[..., Any]:
-        """A function, compiled if that is wanted."""
         compiled = device.type == "cuda" if self.compiled is None else self.compiled
         return _compiled(function, rule) if compiled else function
 
     def _step_matrices(
-        self, group: Group, scalars: StepScalars, moving: Sequence[nn.Parameter]
+        self, group: Group, scalars: StepScalars, updated: Sequence[nn.Parameter]
     ) -> None:
-        rule, device = group["rule"], moving[0].device
-        update = self._made(update_matrices, rule, device)
-        for piece in _pieces(moving, size=moving[0].numel()):
-            states = [self._matrix_state(p, rule, p.shape[1]) for p in piece]
+        rule = group["rule"]
+        update = self._maybe_compiled(update_matrices, rule, updated[0].device)
+        for chunk in _pieces(updated, size=updated[0].numel()):
+            states = [self._matrix_state(p, rule, p.shape[1]) for p in chunk]
             update(
-                [parameter.detach() for parameter in piece],
-                [parameter.grad for parameter in piece],
+                [parameter.detach() for parameter in chunk],
+                [parameter.grad for parameter in chunk],
                 [state["momentum"] for state in states],
                 [] if rule.beta2 is None else [state["second_moment"] for state in states],
                 scalars,
@@ -193,7 +190,7 @@ class Muon(ParameterOptimizer):
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(parameter, dtype=torch.float32)
         length = sum(rule.moments(columns))
-        # Moments of another length come from a run that split its matrices in another way.
+        # A checkpoint with another `optim.split` has moments of another length: start over.
         if rule.beta2 is not None and state.get("second_moment", _NONE).numel() != length:
             state["second_moment"] = torch.zeros(length, device=parameter.device)
         return state
@@ -201,17 +198,17 @@ class Muon(ParameterOptimizer):
 
 @cache
 def _compiled(function: Any, rule: MuonRule) -> Callable[..., Any]:
-    # Compilations are counted per code object, and few are allowed: each rule has its own.
+    # torch limits recompilations per code object, so each rule gets its own.
     name = f"{function.__name__}_{sum(rule.parts)}_rows"
-    own = FunctionType(function.__code__.replace(), function.__globals__, name)
-    return torch.compile(own, dynamic=False)
+    copy = FunctionType(function.__code__.replace(), function.__globals__, name)
+    return torch.compile(copy, dynamic=False)
 
 
-def _pieces(moving: Sequence[Any], *, size: int) -> Iterable[Sequence[Any]]:
-    """Equal matrices of a size in as few even pieces as the limit allows."""
+def _pieces(matrices: Sequence[Any], *, size: int) -> Iterable[Sequence[Any]]:
+    """Equal matrices of a size, in as few even chunks as PIECE allows."""
     at_once = max(1, PIECE // size)
-    length = math.ceil(len(moving) / math.ceil(len(moving) / at_once))
-    return (moving[begin : begin + length] for begin in range(0, len(moving), length))
+    length = math.ceil(len(matrices) / math.ceil(len(matrices) / at_once))
+    return (matrices[begin : begin + length] for begin in range(0, len(matrices), length))
 
 
 # ------------------------------------------------------------------ groups
@@ -250,7 +247,7 @@ def _matrix_groups(
 def _rule(
     config: MuonConfig, *, rows: tuple[int, ...], columns: int, device: torch.device
 ) -> MuonRule:
-    # Half the bits lose nothing here: the iteration itself is no closer to orthogonal.
+    # bf16 costs no accuracy: the iteration's own error is larger.
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     normalises = config.normalise == "neurons"
     return MuonRule(
@@ -269,6 +266,8 @@ def _adam_groups(
     groups = []
     for role in (Role.EMBEDDING, Role.TABLE, Role.HEAD, Role.VECTOR):
         members = [parameter for name, parameter in parameters.items() if roles[name] is role]
+        if not members:
+            continue
         lr: float = getattr(config, f"{role}_lr") or ADAM_LR
         group = {
             "params": members,
@@ -279,6 +278,5 @@ def _adam_groups(
             "eps": config.adam_eps,
             "weight_decay": 0.0 if role is Role.VECTOR else config.adam_weight_decay,
         }
-        if members:
-            groups.append(group)
+        groups.append(group)
     return groups

@@ -1,16 +1,16 @@
-"""The arithmetic of Muon: one pure function that moves many equal matrices at once.
+"""The arithmetic of Muon: one function that updates many equal matrices at once.
 
-For each matrix W (R, C) with gradient g, with a momentum mu, a rate lr and a factor s of its shape:
+For each matrix W (R, C) with gradient g, momentum mu, rate lr and shape factor s:
 
     m <- mu m + (1 - mu) g
     u  = mu m + (1 - mu) g      with nesterov; else m
     X  = u / (margin |u|)       then, for each row (a, b, c) of coefficients,
-    X <- a X + (b A + c A A) X  with A = X X^T, which leaves singular vectors and moves values to 1
-    W <- W - lr s X - decay W   decay only where X and W have the same sign, if it is cautious
+    X <- a X + (b A + c A A) X  with A = X X^T: keeps singular vectors, moves singular values to 1
+    W <- W - lr s X - decay W   if cautious, decay only where X and W have the same sign
 
-All steps of the iteration are batched matrix products over equal shapes, on the side with fewer
-rows. Scalars that change from step to step are tensors, so that a compiled function is made
-once; a step that is skipped computes as always and then keeps what was.
+The iteration is batched matrix products over equal shapes, on the shorter side. Scalars that change
+from step to step are tensors, so that functions compile once. A skipped step computes as usual and
+then keeps the old values.
 
 Shapes: N matrices, R rows, C columns; S the shorter and L the longer of the two.
 """
@@ -27,8 +27,8 @@ import torch
 Row = tuple[float, float, float]
 
 QUINTIC: Row = (3.4445, -4.7750, 2.0315)
-"""The same polynomial at every step: steep at zero. After five, values that were above 0.003 of the
-norm are between 0.68 and 1.20."""
+"""The same polynomial at every step, steep at zero. After five steps, singular values that were
+above 0.003 of the norm are between 0.68 and 1.20."""
 
 POLAR_EXPRESS: tuple[Row, ...] = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
@@ -37,13 +37,13 @@ POLAR_EXPRESS: tuple[Row, ...] = (
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
-"""Each the best polynomial for the interval that the one before leaves, for a margin of 2 %."""
+"""Each is optimal for the interval that the previous one leaves, for a margin of 2 %."""
 
 POLISH: Row = (1.875, -1.25, 0.375)
-"""Leaves 1 as it is to the third order: what follows when the best polynomials are used up."""
+"""Cubic convergence to 1, for steps beyond POLAR_EXPRESS."""
 
 TINY = 1e-12
-"""Keeps a division by a norm finite; far below the norm of any gradient that matters."""
+"""Keeps a division by a norm finite; far below any relevant gradient norm."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,14 @@ class Iteration:
 
     rows: tuple[Row, ...]
     margin: float
-    """The norm is taken this much larger, so that rounding never leaves the polynomials' range."""
+    """The norm is multiplied by this, so that rounding never leaves the polynomials' range."""
     dtype: torch.dtype
 
 
 def build_iteration(
     kind: Literal["polar-express", "quintic"], *, steps: int, dtype: torch.dtype
 ) -> Iteration:
-    """An iteration of a number of steps with one kind of coefficients."""
+    """An iteration with a number of steps and a kind of coefficients."""
     if kind == "quintic":
         return Iteration((QUINTIC,) * steps, margin=1.0, dtype=dtype)
     more = max(0, steps - len(POLAR_EXPRESS))
@@ -67,7 +67,7 @@ def build_iteration(
 
 
 def orthogonalise(x_NRC: torch.Tensor, iteration: Iteration) -> torch.Tensor:
-    """Each matrix with its singular values moved close to 1, in the iteration's number format."""
+    """Each matrix with its singular values moved close to 1, in the iteration's dtype."""
     if x_NRC.shape[1] > x_NRC.shape[2]:
         transposed: torch.Tensor = orthogonalise(_in_order(x_NRC.mT), iteration).mT
         return transposed
@@ -81,12 +81,12 @@ def orthogonalise(x_NRC: torch.Tensor, iteration: Iteration) -> torch.Tensor:
 
 
 def _in_order(x: torch.Tensor) -> torch.Tensor:
-    """A factor of a product: on some CPUs a transposed one costs a millisecond, however small."""
+    """A matmul operand: on some CPUs a transposed one costs a millisecond, however small."""
     return x.contiguous() if x.device.type == "cpu" else x
 
 
 def shape_scale(kind: Literal["shape", "rms"], rows: int, columns: int) -> float:
-    """What an orthogonal matrix of a shape is multiplied by."""
+    """The factor of an orthogonal matrix of a shape."""
     if kind == "rms":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1.0, rows / columns))
@@ -95,12 +95,11 @@ def shape_scale(kind: Literal["shape", "rms"], rows: int, columns: int) -> float
 def equalise(
     x_NRC: torch.Tensor, moment_NL: torch.Tensor, beta: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divide each line along the longer side by its root mean square over time, keeping the norm
-    of the whole; returns the new moments too."""
-    tall = x_NRC.shape[1] >= x_NRC.shape[2]
-    short = 2 if tall else 1
+    """Divide each line along the longer side by the root of its running mean square, keeping the
+    matrix norm; returns the new moments too."""
+    short = 2 if x_NRC.shape[1] >= x_NRC.shape[2] else 1
     moment_NL = torch.lerp(x_NRC.square().mean(dim=short), moment_NL, beta)
-    # A line that never had a gradient is zero and stays so.
+    # A line that never had a gradient stays zero.
     equal_NRC = x_NRC * moment_NL.clamp(min=1e-10).rsqrt().unsqueeze(short)
     norms = [torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True) for x in (x_NRC, equal_NRC)]
     return equal_NRC * (norms[0] / (norms[1] + TINY)), moment_NL
@@ -108,25 +107,25 @@ def equalise(
 
 @dataclass(frozen=True)
 class MuonRule:
-    """What is the same for all steps of a batch of equal matrices."""
+    """The constants of a group of equal matrices."""
 
     parts: tuple[int, ...]
-    """Rows of the matrices that are stacked in each parameter."""
+    """Rows of the matrices stacked in each parameter."""
     scales: tuple[float, ...]
-    """What each part's direction is multiplied by."""
+    """The factor of each part's direction."""
     iteration: Iteration
     nesterov: bool
     cautious: bool
     beta2: float | None
-    """Memory of the moments that lines are equalised with; None leaves lines as they are."""
+    """NorMuon's decay rate of second moments; None does not equalise lines."""
 
     def moments(self, columns: int) -> tuple[int, ...]:
-        """StepScalars that each part keeps for equalising: one for each line of the longer side."""
+        """The number of second moments of each part: one per line of the longer side."""
         return tuple(max(rows, columns) for rows in self.parts)
 
 
 class StepScalars(NamedTuple):
-    """What changes from step to step: tensors without dimensions, on the device."""
+    """What changes from step to step: zero-dimensional tensors on the device."""
 
     lr: torch.Tensor
     decay: torch.Tensor
@@ -143,7 +142,7 @@ def update_matrices(
     scalars: StepScalars,
     rule: MuonRule,
 ) -> None:
-    """Move equal matrices and their state by one step, in place."""
+    """Update equal matrices and their state, in place."""
     advanced = advance_momenta(gradients, momenta, scalars, rule)
     direction_NRC = find_directions(advanced, moments, scalars, rule)
     move_weights(weights, direction_NRC.unbind(), scalars, rule)
@@ -155,14 +154,14 @@ def advance_momenta(
     scalars: StepScalars,
     rule: MuonRule,
 ) -> list[torch.Tensor]:
-    """Move the momenta, in place; what is to be orthogonalised. Works on any part of a matrix."""
+    """Update the momenta in place; returns what to orthogonalise. Works on shards too."""
     skipped = scalars.skip > 0
     advanced = []
     for gradient, momentum in zip(gradients, momenta, strict=True):
         scaled = gradient.float() / scalars.divisor
-        moved = torch.lerp(scaled, momentum, scalars.momentum)
-        advanced.append(torch.lerp(scaled, moved, scalars.momentum) if rule.nesterov else moved)
-        momentum.copy_(torch.where(skipped, momentum, moved))
+        new = torch.lerp(scaled, momentum, scalars.momentum)
+        advanced.append(torch.lerp(scaled, new, scalars.momentum) if rule.nesterov else new)
+        momentum.copy_(torch.where(skipped, momentum, new))
     return advanced
 
 
@@ -172,11 +171,11 @@ def find_directions(
     scalars: StepScalars,
     rule: MuonRule,
 ) -> torch.Tensor:
-    """The directions of whole matrices; their moments move, in place."""
+    """The directions of whole matrices; updates their second moments in place."""
     direction_NRC, moments_NL = _directions(torch.stack(list(advanced)), moments, rule)
     skipped = scalars.skip > 0
-    for moment, moved in zip(moments, moments_NL, strict=True):
-        moment.copy_(torch.where(skipped, moment, moved))
+    for moment, new in zip(moments, moments_NL, strict=True):
+        moment.copy_(torch.where(skipped, moment, new))
     return direction_NRC
 
 
@@ -186,7 +185,7 @@ def move_weights(
     scalars: StepScalars,
     rule: MuonRule,
 ) -> None:
-    """Move weights, in place. Works on any part of a matrix."""
+    """Update weights in place. Works on shards too."""
     skipped = scalars.skip > 0
     for weight, direction in zip(weights, directions, strict=True):
         before = weight.float()
@@ -199,22 +198,20 @@ def move_weights(
 def _directions(
     u_NRC: torch.Tensor, moments: Sequence[torch.Tensor], rule: MuonRule
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-    """Orthogonal directions of stacked matrices, part by part, equal parts together."""
-    columns = u_NRC.shape[2]
-    pieces = torch.split(u_NRC, list(rule.parts), dim=1)
-    lengths = list(rule.moments(columns))
-    olds = torch.split(torch.stack(list(moments)), lengths, dim=1) if moments else ()
-    made: dict[int, torch.Tensor] = {}
-    news: dict[int, torch.Tensor] = {}
+    """Orthogonal directions of stacked matrices, part by part, with equal parts batched."""
+    parts = torch.split(u_NRC, list(rule.parts), dim=1)
+    lengths = list(rule.moments(u_NRC.shape[2]))
+    old = torch.split(torch.stack(list(moments)), lengths, dim=1) if moments else ()
+    directions: dict[int, torch.Tensor] = {}
+    new: dict[int, torch.Tensor] = {}
     for rows in sorted(set(rule.parts)):
         which = [number for number, other in enumerate(rule.parts) if other == rows]
-        x_NRC = orthogonalise(torch.cat([pieces[n] for n in which]), rule.iteration).float()
+        x_NRC = orthogonalise(torch.cat([parts[n] for n in which]), rule.iteration).float()
         if rule.beta2 is not None:
-            old_NL = torch.cat([olds[n] for n in which])
-            x_NRC, new_NL = equalise(x_NRC, old_NL, rule.beta2)
-            news.update(zip(which, new_NL.chunk(len(which)), strict=True))
+            x_NRC, new_NL = equalise(x_NRC, torch.cat([old[n] for n in which]), rule.beta2)
+            new.update(zip(which, new_NL.chunk(len(which)), strict=True))
         scaled = (x_NRC * rule.scales[which[0]]).chunk(len(which))
-        made.update(zip(which, scaled, strict=True))
+        directions.update(zip(which, scaled, strict=True))
     order = range(len(rule.parts))
-    joined = torch.cat([made[n] for n in order], dim=1)
-    return joined, torch.cat([news[n] for n in order], dim=1).unbind() if moments else ()
+    joined = torch.cat([directions[n] for n in order], dim=1)
+    return joined, torch.cat([new[n] for n in order], dim=1).unbind() if moments else ()

@@ -5,13 +5,13 @@ Time is counted in samples. With w the end of the warm-up and e the end of the d
     s < w    peak (s + batch) / w                   the last warm-up step has the full rate
     s >= w   a shape of t = (s - w) / (e - w)       from 1 at t = 0 to min_lr at t = 1 and after
 
-where s is the number of samples before the step and batch the number in it, so that no step of a
-run has a rate of zero. While the batch grows the rate may grow with it, by its `lr_power`:
+where s is the number of samples before the step and batch the number in it, so no step has a rate
+of zero. During a batch ramp the rate may scale with the batch, by `lr_power`:
 
-    rate (batch / full batch) ** power              the whole rate, its lowest value included
+    rate (batch / full batch) ** power              min_lr included
 
-Momentum may rise too, in a line over the first samples. Whatever else of an optimizer depends on
-progress belongs here: `Schedule.apply` is the one place that sets it.
+Momentum may warm up linearly too. `Schedule.apply` is the only place that sets optimizer settings
+which depend on progress.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Height = Callable[[float], float]
 
 @dataclass(frozen=True)
 class Rise:
-    """A number that goes in a line from one value to another, and stays there."""
+    """A value that changes linearly from `start` to `end` over `samples`, then stays."""
 
     start: float
     end: float
@@ -57,7 +57,7 @@ class Rise:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The rate over a run; `shape` maps samples since the start to a height from 0 to 1."""
+    """The learning rate over a run; `shape` maps samples since the start to a factor 0 to 1."""
 
     peak: float
     floor: float
@@ -65,20 +65,19 @@ class Schedule:
     ramp: BatchRamp
     shape: Shape
     batch_power: float = 0.0
-    """The power of the batch, as a part of the full one, that the rate is multiplied by."""
+    """The exponent of batch / full batch, which multiplies the rate."""
     momentum: Rise | None = None
 
     def rate(self, progress: Progress) -> float:
         """The learning rate of the step that starts at `progress`."""
         batch = self.ramp.batch_at(progress.samples)
-        part: float = (batch / self.ramp.full) ** self.batch_power
+        factor: float = (batch / self.ramp.full) ** self.batch_power
         if progress.samples < self.warmup:
-            return part * self.peak * min(1.0, (progress.samples + batch) / self.warmup)
-        return part * (self.floor + (self.peak - self.floor) * self.shape(progress.samples))
+            return factor * self.peak * min(1.0, (progress.samples + batch) / self.warmup)
+        return factor * (self.floor + (self.peak - self.floor) * self.shape(progress.samples))
 
     def apply(self, optimizer: Optimizer, progress: Progress) -> float:
-        """Set the rate of all parameter groups, and the momentum of those that have one; returns
-        the rate."""
+        """Set each group's rate, and its momentum if it has one; returns the learning rate."""
         rate = self.rate(progress)
         for group in optimizer.param_groups:
             group["lr"] = rate * group.get("lr_factor", 1.0)
@@ -108,7 +107,7 @@ def _half_cosine(time: float) -> float:
 
 
 def _decaying(settings: Settings, numbers: Resolved, height: Height) -> Shape:
-    """Stretch a height over the time from the warm-up's to the decay's end."""
+    """Stretch a height over the time from the end of warm-up to the end of decay."""
     assert isinstance(settings, LinearSchedule | CosineSchedule | PolynomialSchedule)
     begin = numbers.samples_of(settings.warmup)
     end = numbers.samples if settings.decay is None else numbers.samples_of(settings.decay)
@@ -121,9 +120,9 @@ def _restarts(settings: CosineRestartsSchedule, numbers: Resolved, peak: float) 
     length = max(1, end - begin)
 
     def height(samples: int) -> float:
-        # In whole samples, so that rounding cannot turn the start of a wave into its end.
-        into_wave = (samples - begin) * settings.cycles % length
-        return _half_cosine(into_wave / length) if samples < end else 0.0
+        # In whole samples: rounding must not turn the start of a cycle into its end.
+        into_cycle = (samples - begin) * settings.cycles % length
+        return _half_cosine(into_cycle / length) if samples < end else 0.0
 
     return height
 

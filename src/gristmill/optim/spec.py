@@ -1,11 +1,9 @@
-"""What the rest of the program may ask of an optimizer, and of anything else whose state belongs in
-a checkpoint.
+"""The interface of optimizers, and of anything else with state in a checkpoint.
 
-A step is decided on the device: the strategy passes the number that gradients are divided by and
-whether to skip, both as tensors, and an optimizer that does not take them cannot be called. State
-is named by its kind (`exp_avg`) and by what it belongs to: a parameter, a module, anything with a
-name. For every kind the optimizer says how it lies on the processes of a run; shapes say nothing
-about that.
+Clipping and skipping are decided on the device: the strategy passes the divisor of the gradients
+and a skip flag, both as tensors, and every optimizer must accept them. State is named by its kind
+(`exp_avg`) and its key: a parameter, a module, anything with a name. For every kind the optimizer
+declares how it is placed on the processes; nothing is guessed from shapes.
 """
 
 from __future__ import annotations
@@ -19,14 +17,14 @@ from torch import nn
 
 
 class Placement(Enum):
-    """How a kind of state lies on the processes of a run."""
+    """How a kind of state is placed on the processes of a run."""
 
     SHARDED = "sharded"
-    """Of the parameter's shape, and divided as the parameter is."""
+    """Same shape and sharding as the parameter."""
     REPLICATED = "replicated"
-    """Of any shape, and the same on every process that holds a part of what it belongs to."""
+    """Any shape; equal on every process that holds a shard of its key."""
     PER_WORKER = "per worker"
-    """Of any shape, and different on every process."""
+    """Any shape; different on every process."""
 
 
 class StateEntry(NamedTuple):
@@ -34,7 +32,7 @@ class StateEntry(NamedTuple):
 
     kind: str
     key: str
-    """What it belongs to: a parameter's name in the whole model, or any other name."""
+    """A parameter's name in the whole model, or any other name."""
     value: torch.Tensor
 
 
@@ -43,30 +41,30 @@ class CheckpointState(Protocol):
 
     @property
     def placements(self) -> Mapping[str, Placement]:
-        """How each kind of state lies on the processes."""
+        """How each kind of state is placed."""
         ...
 
     def entries(self) -> Iterator[StateEntry]:
-        """All that has to be saved."""
+        """Everything to save."""
         ...
 
     def expects(self, kind: str, key: str) -> bool:
-        """Whether this process has a place for an entry."""
+        """Whether this process loads an entry."""
         ...
 
     def load_entry(self, entry: StateEntry) -> None: ...
 
 
 class Optimizer(CheckpointState, Protocol):
-    """Moves parameters along their gradients."""
+    """Updates parameters from their gradients."""
 
     param_groups: list[dict[str, Any]]
-    """Parameters with settings in common. The schedule sets `lr` in each, multiplied by its
-    `lr_factor` where it has one, and `momentum` in those that have one."""
+    """Parameters with common settings. The schedule sets `lr` in each group, times its `lr_factor`
+    if it has one, and `momentum` in those that have it."""
 
     def step(self, *, divisor: torch.Tensor, skip: torch.Tensor) -> None:
-        """Divide gradients by `divisor` and move every parameter that has one; if `skip` is 1,
-        leave parameters and state as they are."""
+        """Divide gradients by `divisor` and update every parameter that has one; if `skip` is 1,
+        leave parameters and state unchanged."""
         ...
 
 

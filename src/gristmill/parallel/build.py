@@ -1,10 +1,10 @@
-"""From settings and processes to a strategy, which runs the steps: read it from top to bottom.
+"""Builds the strategy of a run; read it from top to bottom.
 
     build_strategy   place the model -> shard its parameters -> gradient sync -> optimizer
-    place_model      outline without memory -> communication -> block by block: memory, start
-                     weights, compilation, FSDP -> what lies around the blocks
+    place_model      meta model -> communication -> compile and checkpoint blocks -> block by block:
+                     memory, initial weights, FSDP -> the same for embedding, norm and head
 
-No process ever holds more than its shard of the weights and one block.
+No process ever holds more than its shard of the weights and one whole block.
 """
 
 from __future__ import annotations
@@ -40,22 +40,20 @@ from gristmill.parallel.world import World
 _ATTENTION = {"ring": ring_attention, "heads": heads_attention}
 
 GRAPHS = 128
-"""Compiled versions of a function that a process may hold."""
+"""Maximum number of compiled versions of a function in a process."""
 
 
 def build_strategy(
     config: RunConfig, *, vocab: int, world: World, control: ControlGroup | None = None
 ) -> Strategy:
-    """Everything that runs the steps of a run, with start weights in place."""
+    """The strategy of a run, with initial weights."""
     precision = Precision(config.precision, world.device)
     model, stages = place_model(config, vocab=vocab, world=world, precision=precision)
     parameters = shard_parameters(model, world.mesh, world.rank)
     sync = build_gradient_sync(
         model, parameters, world, config=config.parallel, reduce=precision.reduce
     )
-    compiled = None
-    if _compiles(config, world) == "whole":
-        compiled = _compiled(model)
+    compiled = _compiled(model) if _compiles(config, world) == "whole" else None
     micro_batches: MicroBatches = SequentialMicroBatches(model, sync, compiled)
     if stages:
         micro_batches = PipelineMicroBatches(model, stages, world, config=config.parallel)
@@ -68,11 +66,11 @@ def build_strategy(
                 remedy="remove it",
             )
         offload = Offload(parameters)
-    moved = parameters if offload is None else offload.parameters
+    optimized = parameters if offload is None else offload.parameters
     optimizer = build_optimizer(
         config.optim,
         model,
-        parameters={name: one.local for name, one in moved.items()},
+        parameters={name: one.local for name, one in optimized.items()},
         compiled=config.runtime.compiles(world.device.kind),
         exchange=_muon_exchange(model, world),
     )
@@ -93,8 +91,7 @@ def build_strategy(
 def place_model(
     config: RunConfig, *, vocab: int, world: World, precision: Precision | None = None
 ) -> tuple[CausalLM, list[StageModule]]:
-    """This process's shard of the model, with start weights, and its stages if it is one of a
-    pipeline."""
+    """This process's shard of the model, with initial weights, and its pipeline stages, if any."""
     precision = precision or Precision(config.precision, world.device)
     device, seed = world.device.torch_device, config.train.seed
     layers = len(outline_model(config.model, vocab=vocab).block_names())
@@ -109,29 +106,28 @@ def place_model(
     blocks = [model.get_submodule(name) for name in model.block_names()]
     if _compiles(config, world) == "blocks":
         for block in blocks:
-            # Wrappers stay outside of what is compiled, and all blocks have one graph.
+            # Wrappers stay outside of the compiled function, and all blocks share one graph.
             block.forward = _compiled(block.forward, whole_graph=not model.comm.forks_rng)
     model.recompute_blocks(Recompute(config.train.recompute, config.train.recompute_every or 1))
     for block in blocks:
-        _begin(model, block, device, seed=seed)
+        _initialise(model, block, device, seed=seed)
         if world.mesh.shards_rows:
             fsdp(block, compute=precision.dtype)
-    _begin(model, model, device, seed=seed)
+    _initialise(model, model, device, seed=seed)
     if device.type != "meta":
         model.tie()
         model.reset_buffers()
     stages = build_stages(config.parallel, model, world, layers=layers) if world.mesh.pp > 1 else []
     if world.mesh.shards_rows:
-        ends: Sequence[nn.Module] = stages or [model]
-        for module in ends:
-            # Embedding and head sum their gradients over many tokens: in fp32, and so are gathered.
-            fsdp(module, compute=torch.float32)
+        roots: Sequence[nn.Module] = stages or [model]
+        for root in roots:
+            # Gradients of embedding and head sum over many tokens, so both stay in fp32.
+            fsdp(root, compute=torch.float32)
     return model, stages
 
 
-def _begin(model: CausalLM, module: nn.Module, device: torch.device, *, seed: int) -> None:
-    """Give what has no memory yet in a module of a model memory and start weights; on the device
-    `meta`, which has none, nothing."""
+def _initialise(model: CausalLM, module: nn.Module, device: torch.device, *, seed: int) -> None:
+    """Materialise and initialise a module's meta parameters, unless the device is `meta`."""
     if device.type == "meta":
         return
     inside = set(module.parameters())
@@ -142,18 +138,14 @@ def _begin(model: CausalLM, module: nn.Module, device: torch.device, *, seed: in
 
 
 def build_comm(config: RunConfig, world: World) -> ShardComm:
-    """How this model shard communicates with the others."""
-    parallel, tensor, context = (
-        config.parallel,
-        world.groups.along("tp"),
-        world.groups.along("cp"),
-    )
+    """The communication of this model shard with the others."""
+    parallel, tp, cp = config.parallel, world.groups.along("tp"), world.groups.along("cp")
     attend: Any = None
-    if context is not None:
-        attend = partial(_ATTENTION[parallel.attention or "ring"], group=context)
-    if tensor is not None:
+    if cp is not None:
+        attend = partial(_ATTENTION[parallel.attention or "ring"], group=cp)
+    if tp is not None:
         return TensorParallelComm(
-            tensor,
+            tp,
             sequence_parallel=True if parallel.sequence is None else parallel.sequence,
             dropout=config.model.dropout > 0,
             attend=attend,
@@ -164,7 +156,7 @@ def build_comm(config: RunConfig, world: World) -> ShardComm:
 
 
 def _muon_exchange(model: CausalLM, world: World) -> ShardedMuonExchange | None:
-    """Communication between processes that hold shards of matrices; None for a process alone."""
+    """Muon's communication between processes with shards or copies; None if there are none."""
     if world.mesh.processes == world.mesh.pp:
         return None
     names = [name for name, role in model.roles().items() if role is Role.MATRIX]
@@ -172,8 +164,8 @@ def _muon_exchange(model: CausalLM, world: World) -> ShardedMuonExchange | None:
 
 
 def _compiles(config: RunConfig, world: World) -> Literal["whole", "blocks"] | None:
-    """What of the model is compiled. Around blocks that communicate the rest cannot be. And in one
-    graph with the whole model, torch 2.11 computes wrong gradients of attention in blocks."""
+    """Whether to compile the whole model or block by block. With several processes only blocks can
+    be compiled. With document masks, torch 2.11 computes wrong attention gradients in one graph."""
     if not config.runtime.compiles(world.device.kind):
         return None
     masked = config.data.documents == "masked" or config.data.reset_attention
@@ -182,9 +174,9 @@ def _compiles(config: RunConfig, world: World) -> Literal["whole", "blocks"] | N
 
 
 def _compiled(function: Any, *, whole_graph: bool = True) -> Any:
-    """A model or a block of it, compiled for the shapes that it meets."""
-    # torch counts the versions of a function over all models of a process, stops at 8, and what has
-    # to be one graph fails then.
+    """A model or block, compiled with static shapes."""
+    # torch counts versions of a function over all models of a process. At its limit of 8, fullgraph
+    # compilation fails.
     dynamo = torch._dynamo.config
     dynamo.recompile_limit = max(GRAPHS, dynamo.recompile_limit)
     return torch.compile(function, dynamic=False, fullgraph=whole_graph)

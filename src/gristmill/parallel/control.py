@@ -1,11 +1,11 @@
-"""What the processes of a run agree on over the host network: small facts, as JSON.
+"""Control messages between the processes of a run: small JSON values over gloo.
 
-Gradients and activations travel in groups of their own, on the devices' network. A control group is
-for everything small beside them, and belongs to one thread: work in the background has a control
-group of its own. A control group of one process answers itself.
+Gradients and activations use their own process groups on the device network. A control group
+carries small messages and belongs to one thread; background threads have their own. With one
+process nothing is sent.
 
-What one process cannot do for a reason that the user can mend is refused by all of them together,
-so that none waits for the others.
+If one process raises a UserError, all processes raise it together, so that none waits for the
+others.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from gristmill.base.errors import Exit, Problem, UserError
 
 
 class RefusedError(UserError):
-    """Something that some process could not do, and that all have given up."""
+    """A failure on some rank, raised on all ranks."""
 
 
 class ControlGroup:
-    """All processes of a run; `group` is one on the CPU, None where there is one process."""
+    """All processes of a run; `group` is a gloo group, None for a single process."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
@@ -38,42 +38,38 @@ class ControlGroup:
     def is_rank0(self) -> bool:
         return self.rank == 0
 
-    def all_gather(self, fact: Any) -> list[Any]:
-        """What every process says, by rank, on all of them."""
+    def all_gather(self, value: Any) -> list[Any]:
+        """Every process's value, by rank, on all ranks."""
         if self.group is None:
-            return [fact]
-        mine = _encoded(fact)
-        longest, lengths = self._lengths(mine)
-        texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(texts, _padded(mine, longest), group=self.group)
+            return [value]
+        padded, lengths = self._padded(value)
+        texts = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(texts, padded, group=self.group)
         return [_decoded(text, length) for text, length in zip(texts, lengths, strict=True)]
 
-    def gather(self, fact: Any) -> list[Any]:
-        """What every process says, by rank, on rank 0; an empty list on the others. What each of
-        many processes says may be long: nobody else has to hear it."""
+    def gather(self, value: Any) -> list[Any]:
+        """Every process's value, by rank, on rank 0; an empty list on the others. For values that
+        may be long."""
         if self.group is None:
-            return [fact]
-        mine = _encoded(fact)
-        longest, lengths = self._lengths(mine)
-        texts = None
-        if self.is_rank0:
-            texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.gather(_padded(mine, longest), texts, dst=0, group=self.group)
+            return [value]
+        padded, lengths = self._padded(value)
+        texts = [torch.empty_like(padded) for _ in lengths] if self.is_rank0 else None
+        dist.gather(padded, texts, dst=0, group=self.group)
         return [_decoded(text, n) for text, n in zip(texts or (), lengths, strict=False)]
 
-    def broadcast(self, fact: Any) -> Any:
-        """What rank 0 says; what the others would say is not asked for."""
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value."""
         if self.group is None:
-            return fact
-        mine = _encoded(fact if self.is_rank0 else None)
-        length = torch.tensor([len(mine)])
+            return value
+        text = _encoded(value if self.is_rank0 else None)
+        length = torch.tensor([len(text)])
         dist.broadcast(length, src=0, group=self.group)
-        text = mine if self.is_rank0 else torch.empty(int(length), dtype=torch.uint8)
+        text = text if self.is_rank0 else torch.empty(int(length), dtype=torch.uint8)
         dist.broadcast(text, src=0, group=self.group)
         return _decoded(text, int(length))
 
     def any(self, yes: bool) -> bool:
-        """Whether it is so for any process."""
+        """Whether any process passes True."""
         if self.group is None:
             return yes
         flag = torch.tensor([int(yes)])
@@ -81,52 +77,50 @@ class ControlGroup:
         return bool(flag)
 
     def barrier(self) -> None:
-        """Return when all have come here."""
+        """Wait for all processes."""
         self.any(False)
 
     def on_rank0(self, act: Callable[[], Any]) -> Any:
-        """What rank 0 does for all; all hear what came of it."""
+        """Call a function on rank 0; all ranks get its result or its failure."""
         result, failure, defect = _tried(act) if self.is_rank0 else (None, None, None)
         self._raise_failures(failure, defect)
         return self.broadcast(result)
 
     def on_all_ranks(self, act: Callable[[], Any]) -> list[Any]:
-        """What every process does. If none failed, rank 0 hears what came of it, by rank."""
+        """Call a function on every rank. All raise if any fails; rank 0 gets the results."""
         result, failure, defect = _tried(act)
         self._raise_failures(failure, defect)
         return self.gather(result)
 
-    def _lengths(self, mine: torch.Tensor) -> tuple[int, list[int]]:
-        own, all_of = torch.tensor([len(mine)]), torch.zeros(self.size, dtype=torch.int64)
-        dist.all_gather(list(all_of.split(1)), own, group=self.group)
-        return int(all_of.max()), all_of.tolist()
+    def _padded(self, value: Any) -> tuple[torch.Tensor, list[int]]:
+        """A value as bytes, padded to the longest of all processes, and the lengths of all."""
+        text = _encoded(value)
+        lengths = torch.zeros(self.size, dtype=torch.int64)
+        dist.all_gather(list(lengths.split(1)), torch.tensor([len(text)]), group=self.group)
+        padded = torch.zeros(int(lengths.max()), dtype=torch.uint8)
+        padded[: len(text)] = text
+        return padded, lengths.tolist()
 
     def _raise_failures(self, failure: dict[str, Any] | None, defect: Exception | None) -> None:
         """Raise on all processes what went wrong on any of them."""
         if not self.any(failure is not None):
             return
-        told = self.all_gather(failure)
+        failures = self.all_gather(failure)
         if defect is not None:
             raise defect
-        raise _joined(told)
+        raise _joined(failures)
 
 
-def _encoded(fact: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(json.dumps(fact).encode()), dtype=torch.uint8)
+def _encoded(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
 def _decoded(text: torch.Tensor, length: int) -> Any:
     return json.loads(text[:length].numpy().tobytes())
 
 
-def _padded(text: torch.Tensor, length: int) -> torch.Tensor:
-    padded = torch.zeros(length, dtype=torch.uint8)
-    padded[: len(text)] = text
-    return padded
-
-
 def _tried(act: Callable[[], Any]) -> tuple[Any, dict[str, Any] | None, Exception | None]:
-    """The result of an act, or how it failed; a defect is also given as it is."""
+    """The result of a call, or its failure as JSON, with the exception if it is a defect."""
     try:
         return act(), None, None
     except UserError as error:
@@ -134,7 +128,7 @@ def _tried(act: Callable[[], Any]) -> tuple[Any, dict[str, Any] | None, Exceptio
     except OSError as error:
         what, where = f"the disk refused: {error.strerror}", str(error.filename)
         return None, _refusal(UserError(what, where=where, exit=Exit.STORAGE)), None
-    except Exception as error:  # raised when the others know of it
+    except Exception as error:  # raised after the others know of it
         return None, {"defect": f"{type(error).__name__}: {error}"}, error
 
 
@@ -143,15 +137,15 @@ def _refusal(error: UserError) -> dict[str, Any]:
     return {"refused": problems, "exit": int(error.exit), "host": socket.gethostname()}
 
 
-def _joined(told: Sequence[dict[str, Any] | None]) -> UserError:
-    """One error for what the processes, by rank, say of their failures."""
-    failed = {rank: failure for rank, failure in enumerate(told) if failure is not None}
+def _joined(failures: Sequence[dict[str, Any] | None]) -> UserError:
+    """One error from the failures of all processes, by rank."""
+    failed = {rank: failure for rank, failure in enumerate(failures) if failure is not None}
     for rank, failure in failed.items():
         if "defect" in failure:
             return UserError(f"rank {rank} failed: {failure['defect']}", exit=Exit.PEER)
     rank, failure = next(iter(failed.items()))
     problems = [Problem(*values) for values in failure["refused"]]
-    if len(told) > 1:
+    if len(failures) > 1:
         others = f" (and {len(failed) - 1} other ranks)" if len(failed) > 1 else ""
         who = f"rank {rank} on {failure['host']}{others}"
         problems = [Problem(f"{who}: {one.what}", one.where, one.remedy) for one in problems]

@@ -1,19 +1,19 @@
-"""Data parallelism: how the gradients of all processes come together, and who keeps what.
+"""Data parallelism: gradient synchronisation, and sharding of parameters.
 
-    dp_shard 1    every process has all weights (DDP); gradients are summed over the processes
+    dp_shard 1    every process has all weights (DDP); gradients are all-reduced
     dp_shard n    weights, gradients and optimizer state are sharded by rows (FSDP2); weights are
-                  gathered block by block while they are needed, gradients are reduce-scattered
+                  all-gathered block by block as needed, gradients are reduce-scattered
 
-Gradients are summed, never averaged: the loss was divided by the tokens of the whole step already.
-What a process keeps of each parameter is reached as a plain tensor (`ShardedParameter.local`), so
-that optimizers and checkpoints need not know which of the two it is.
+Gradients are summed, never averaged: the loss is already divided by the tokens of the whole step.
+Optimizers and checkpoints see each process's shard as a plain tensor (`ShardedParameter.local`) in
+both cases.
 """
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,19 +30,18 @@ from gristmill.parallel.sharding import ShardedParameter, ShardedParameters, Sha
 from gristmill.parallel.world import World
 
 BUCKET = 2**24
-"""Elements of gradients that are sent at once."""
+"""Gradient elements per all-reduce."""
 
 
 def shard_parameters(model: CausalLM, mesh: Mesh, rank: int) -> dict[str, ShardedParameter]:
-    """What a process keeps of each parameter of a model that is in its place, by name in the whole
-    model."""
+    """A process's shard of each parameter of a placed model, by name in the whole model."""
     layout, found = ShardLayout.of(model, mesh), {}
     for name, parameter in model.named_parameters():
         local = parameter
         if isinstance(parameter, DTensor):
             local = nn.Parameter(parameter.to_local().detach(), parameter.requires_grad)
         whole = model.canonical_name(name)
-        # Of a parameter that both ends of a pipeline hold, the last stage has a copy.
+        # Of a parameter tied across pipeline stages, the last stage has a copy.
         owned = layout.owned(name, rank) and (whole == name or model.shard.first)
         slices = layout.slices(name, rank)
         found[whole] = ShardedParameter(whole, layout.shapes[name], local, slices, owned)
@@ -50,23 +49,22 @@ def shard_parameters(model: CausalLM, mesh: Mesh, rank: int) -> dict[str, Sharde
 
 
 class GradientSync:
-    """How the gradients of a model come together. This is for a process that is alone."""
+    """Synchronises the gradients of a model. This base class is for a single process."""
 
     def __init__(self, model: CausalLM, parameters: ShardedParameters) -> None:
         self.model, self.parameters = model, parameters
         self.forward: Callable[..., Any] = model
-        """The model as training calls it."""
+        """The model to call in training."""
 
     def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Within it one micro-batch runs forward and backward; gradients are those of all processes
-        after the last."""
+        """The context for forward and backward of one micro-batch; the last one synchronises."""
         return contextlib.nullcontext()
 
     def finish(self) -> None:
         """Put the step's gradients where the optimizer finds them."""
 
     def clear(self) -> None:
-        """Forget the gradients."""
+        """Drop the gradients."""
         for parameter in self.model.parameters():
             parameter.grad = None
         for sharded in self.parameters.values():
@@ -74,7 +72,7 @@ class GradientSync:
 
 
 class DDPSync(GradientSync):
-    """All weights on every process, gradients summed while the backward pass runs."""
+    """All weights on every process; gradients are all-reduced during the backward pass."""
 
     def __init__(
         self,
@@ -86,7 +84,7 @@ class DDPSync(GradientSync):
     ) -> None:
         super().__init__(model, parameters)
         with warnings.catch_warnings():
-            # torch 2.13 deprecates the only name that earlier versions know.
+            # Deprecated since torch 2.13; earlier versions know no other name.
             warnings.filterwarnings("ignore", ".*broadcast_buffers.*", FutureWarning)
             self.wrapped = DistributedDataParallel(
                 model,
@@ -95,7 +93,7 @@ class DDPSync(GradientSync):
                 init_sync=False,
                 gradient_as_bucket_view=True,
             )
-        self.wrapped.register_comm_hook(_Summing(group, dtype), _start_sum)
+        self.wrapped.register_comm_hook(_ReduceState(group, dtype), _reduce_hook)
         self.forward = self.wrapped
 
     def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[Any]:
@@ -103,8 +101,8 @@ class DDPSync(GradientSync):
 
 
 class LateSync(GradientSync):
-    """All weights on every process, gradients summed after the last backward pass: for pipelines,
-    whose schedules compute gradients in an order of their own."""
+    """All weights on every process; gradients are all-reduced after the last backward pass, for
+    pipelines, whose schedules compute gradients in their own order."""
 
     def __init__(
         self,
@@ -118,13 +116,18 @@ class LateSync(GradientSync):
         self.group, self.dtype = group, dtype
 
     def finish(self) -> None:
+        bucket: list[torch.Tensor] = []
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        for bucket in _buckets(gradients):
-            sum_together(bucket, self.group, dtype=self.dtype)
+        for gradient in gradients:
+            if bucket and sum(one.numel() for one in bucket) + gradient.numel() > BUCKET:
+                sum_together(bucket, self.group, dtype=self.dtype)
+                bucket = []
+            bucket.append(gradient)
+        sum_together(bucket, self.group, dtype=self.dtype)
 
 
 class FSDPSync(GradientSync):
-    """Weights sharded by rows."""
+    """Weights sharded by rows (FSDP2)."""
 
     def __init__(
         self, model: CausalLM, parameters: ShardedParameters, *, config: ParallelConfig
@@ -148,32 +151,18 @@ class FSDPSync(GradientSync):
             self.parameters[self.model.canonical_name(name)].local.grad = local
 
 
-def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Tensors in the order given, in lists that are sent at once."""
-    bucket: list[torch.Tensor] = []
-    size = 0
-    for tensor in tensors:
-        if bucket and size + tensor.numel() > BUCKET:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(tensor)
-        size += tensor.numel()
-    if bucket:
-        yield bucket
-
-
-class _Summing(NamedTuple):
-    """How gradients are summed."""
+class _ReduceState(NamedTuple):
+    """The state of DDP's communication hook."""
 
     group: dist.ProcessGroup
     dtype: torch.dtype
 
 
-def _start_sum(how: _Summing, bucket: Any) -> Any:
-    """Sum a bucket of gradients, in a narrower format if that is asked for."""
+def _reduce_hook(state: _ReduceState, bucket: Any) -> Any:
+    """All-reduce a bucket of gradients, in the reduce dtype."""
     gradients = bucket.buffer()
-    sent = gradients.to(how.dtype)
-    work = dist.all_reduce(sent, group=how.group, async_op=True)
+    sent = gradients.to(state.dtype)
+    work = dist.all_reduce(sent, group=state.group, async_op=True)
 
     def arrived(future: Any) -> torch.Tensor:
         return gradients if sent is gradients else gradients.copy_(sent)
@@ -181,8 +170,8 @@ def _start_sum(how: _Summing, bucket: Any) -> Any:
     return work.get_future().then(arrived)
 
 
-# DDP reads these, and knows types only, not their names.
-_start_sum.__annotations__.update(
+# DDP checks these annotations and needs types, not strings.
+_reduce_hook.__annotations__.update(
     bucket=torch._C._distributed_c10d.GradBucket,
     **{"return": torch.futures.Future[torch.Tensor]},
 )
@@ -196,8 +185,8 @@ def shard_module(
     compute: torch.dtype,
     reduce: torch.dtype,
 ) -> None:
-    """Let FSDP2 shard a module's weights, apart from those of inner modules that are sharded
-    already. Weights are gathered in the number format `compute`, in which gradients arrive too."""
+    """Shard a module with FSDP2, except for inner modules that are already sharded. Weights are
+    gathered, and gradients computed, in `compute`."""
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute is torch.float32 else compute,
         reduce_dtype=None if reduce is torch.float32 and compute is torch.float32 else reduce,
@@ -206,7 +195,7 @@ def shard_module(
     sharded = fully_shard(
         module,
         mesh=_device_mesh(world),
-        # A pipeline's schedule gathers weights and sums gradients once in a step.
+        # A pipeline schedule gathers weights and reduces gradients once per step.
         reshard_after_forward=config.keep in (None, "nothing") and world.mesh.pp == 1,
         mp_policy=policy,
     )
@@ -215,11 +204,11 @@ def shard_module(
 
 
 def _device_mesh(world: World) -> DeviceMesh:
-    """The processes that hold copies (rows) of shards (columns), as FSDP2 wants them."""
+    """FSDP2's device mesh: replicas (rows) of shards (columns)."""
     mesh, rank = world.mesh, world.rank
     shards = world.groups.along(*ROW_AXES)
     assert shards is not None
-    # A model without memory is sharded too, but not on a device.
+    # Models on the meta device are sharded too.
     kind = "cpu" if world.device.kind == "meta" else world.device.kind
     if mesh.dp_replicate == 1:
         return DeviceMesh.from_group(shards, kind, mesh_dim_names=("shard",))
@@ -238,7 +227,7 @@ def build_gradient_sync(
     config: ParallelConfig,
     reduce: torch.dtype,
 ) -> GradientSync:
-    """How the gradients of a model that is in its place in the mesh come together."""
+    """The gradient synchronisation of a placed model."""
     if world.mesh.shards_rows:
         return FSDPSync(model, parameters, config=config)
     group = world.groups.along("dp_replicate", *ROW_AXES)
@@ -251,7 +240,7 @@ def build_gradient_sync(
 def sum_together(
     tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, *, dtype: torch.dtype | None = None
 ) -> None:
-    """Sum tensors over a group, each in its place, in one go; sent in another format if given."""
+    """All-reduce tensors in place with one collective, in `dtype` if given."""
     if not tensors:
         return
     flat = torch.cat([tensor.flatten() for tensor in tensors])

@@ -1,5 +1,4 @@
-"""What differs between kinds of devices: the only place that asks which kind one is, for memory,
-time, copies to the host and peak rates."""
+"""Everything that depends on the kind of device: memory, timing, copies to the host, peak rates."""
 
 from __future__ import annotations
 
@@ -20,13 +19,13 @@ from gristmill.plan.hardware import peak_flops
 
 @dataclass(frozen=True)
 class Device:
-    """A device that a process computes on."""
+    """The device of a process."""
 
     torch_device: torch.device
 
     @property
     def kind(self) -> str:
-        """cpu, cuda or mps; meta for a device without memory."""
+        """cpu, cuda, mps or meta."""
         return self.torch_device.type
 
     @cached_property
@@ -43,38 +42,38 @@ class Device:
 
     @property
     def backend(self) -> str:
-        """What processes on such devices communicate with."""
+        """The torch.distributed backend for such devices."""
         return "cpu:gloo,cuda:nccl" if self.kind == "cuda" else "gloo"
 
     @property
     def pins_memory(self) -> bool:
-        """Whether copies from pinned host memory run beside computation."""
+        """Whether copies from pinned host memory overlap with computation."""
         return self.kind == "cuda"
 
     def synchronize(self) -> None:
-        """Wait until the device has done all that was asked of it."""
+        """Wait for all queued work."""
         if self.kind == "cuda":
             torch.cuda.synchronize(self.torch_device)
         elif self.kind == "mps":
             torch.mps.synchronize()
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A small tensor's copy on the host, complete once a mark made after it is reached."""
+        """A copy on the host, complete once a later mark is reached."""
         if not self.pins_memory:
             return tensor.cpu()
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
     def mark(self) -> Mark:
-        """A point in the device's own time: after everything that was asked of it so far."""
+        """A mark after all work queued so far."""
         return Mark(self)
 
     def free_memory(self) -> int | None:
-        """Bytes that are free on a device with memory of its own."""
+        """Free device memory in bytes; None for devices that use host memory."""
         return torch.cuda.mem_get_info(self.torch_device)[0] if self.kind == "cuda" else None
 
     def memory_peak(self) -> int:
-        """The largest amount of memory held since the start, in bytes."""
+        """Peak memory since the start, in bytes."""
         if self.kind == "cuda":
             return torch.cuda.max_memory_allocated(self.torch_device)
         if self.kind == "mps":
@@ -83,13 +82,12 @@ class Device:
         return peak if sys.platform == "darwin" else 1024 * peak
 
     def peak_flops(self, compute: str, *, tf32: bool) -> float | None:
-        """Operations per second that matrix products in a number format can reach; None if the
-        device is not a known one."""
+        """Peak FLOP/s of matrix products in a number format; None for an unknown device."""
         return peak_flops(self.name, "tf32" if compute == "fp32" and tf32 else compute)
 
 
 class Mark:
-    """A point in a device's own time."""
+    """A point in a device's timeline, like a CUDA event."""
 
     def __init__(self, device: Device) -> None:
         self.event = torch.cuda.Event(enable_timing=True) if device.is_async else None
@@ -111,30 +109,28 @@ class Mark:
 
 
 def select_device(asked: str) -> torch.device:
-    """The device asked for; `auto` takes the best there is."""
+    """The requested device; `auto` takes the best available."""
     available = {
         "cuda": torch.cuda.is_available(),
         "mps": torch.backends.mps.is_available(),
         "cpu": True,
     }
-    if asked == "auto":
-        return torch.device(next(name for name, there in available.items() if there))
-    if not available[asked]:
-        there = ", ".join(name for name, yes in available.items() if yes)
+    usable = [name for name, is_available in available.items() if is_available]
+    if asked != "auto" and asked not in usable:
         raise UserError(
             f"this machine has no {asked} device that torch can use",
             where="runtime.device",
-            remedy=f'available: {there}; "auto" takes the best',
+            remedy=f'available: {", ".join(usable)}; "auto" takes the best',
         )
-    return torch.device(asked)
+    return torch.device(usable[0] if asked == "auto" else asked)
 
 
 @dataclass(frozen=True)
 class MatrixRate:
-    """How fast a device multiplies two large square matrices: what a step could reach at best."""
+    """Measured speed of a large matrix product: an upper bound for a training step."""
 
     flops: float
-    """Operations per second."""
+    """FLOP/s."""
     size: int
     """Rows and columns of both matrices."""
     format: str
@@ -142,7 +138,7 @@ class MatrixRate:
 
 
 def matrix_rate(device: Device) -> MatrixRate:
-    """Measure the best of a few large matrix products, in the format that suits the device."""
+    """Time a few large matrix products, in bf16 on CUDA, else fp32, and take the fastest."""
     on_gpu = device.kind == "cuda"
     size, products = (8192, 10) if on_gpu else (1024, 1)
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -160,7 +156,7 @@ def matrix_rate(device: Device) -> MatrixRate:
 
 @contextlib.contextmanager
 def memory_explained(hint: str) -> Iterator[None]:
-    """Turn running out of device memory into advice."""
+    """Turn an out-of-memory error into a UserError with advice."""
     try:
         yield
     except torch.OutOfMemoryError as error:

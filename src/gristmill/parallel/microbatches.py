@@ -1,5 +1,4 @@
-"""How the micro-batches of a step go through a model: one after the other, forward and backward, or
-as a pipeline (`pipeline.py`)."""
+"""Runs the micro-batches of a step, one after the other or as a pipeline (`pipeline.py`)."""
 
 from __future__ import annotations
 
@@ -16,13 +15,13 @@ from gristmill.parallel.sync_timing import backward
 
 
 class MicroBatches(Protocol):
-    """A way of running micro-batches, which are on the device."""
+    """A way to run micro-batches, which are already on the device."""
 
     def forward_backward(
         self, batches: Sequence[Batch], scale: torch.Tensor, done: Callable[[], None] | None = None
     ) -> torch.Tensor:
-        """Gradients of the scaled loss; returns the sum of the plain losses that were computed
-        here. `done` is called when this process's own gradients are there."""
+        """Accumulate gradients of the scaled loss; returns the sum of this process's unscaled
+        losses. `done` is called when this process's own gradients are computed."""
         ...
 
     def forward(self, batches: Iterable[Batch]) -> torch.Tensor:
@@ -31,7 +30,7 @@ class MicroBatches(Protocol):
 
 
 class SequentialMicroBatches:
-    """Every micro-batch through the whole model; `compiled` is the model as training calls it."""
+    """Runs every micro-batch through the whole model; training calls `compiled` if given."""
 
     def __init__(
         self, model: CausalLM, sync: GradientSync, compiled: Callable[..., Any] | None = None

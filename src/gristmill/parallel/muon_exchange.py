@@ -1,7 +1,7 @@
 """Sharded matrices, gathered on the rank that orthogonalises them for Muon.
 
-    collect     each rank sends the slices that it owns to the matrix's worker
-    hand out    each worker sends every rank its slices of the result
+    gather      each rank sends the slices that it owns to the matrix's worker
+    scatter     each worker sends every rank its slices of the result
 
 Every matrix has one worker among the ranks of its pipeline stage, the largest matrices assigned
 first, so that each matrix is processed once, whether ranks hold shards or copies of it. All sizes
@@ -57,17 +57,17 @@ class ShardedMuonExchange:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.layout.shapes[name]
 
-    def collect(
-        self, names: Sequence[str], parts: Sequence[torch.Tensor]
+    def gather(
+        self, names: Sequence[str], shards: Sequence[torch.Tensor]
     ) -> dict[int, torch.Tensor]:
         me, mine = self.world.rank, self._places(names, self.world.rank)
-        whole = {place: parts[place].new_empty(self.shape(names[place])) for place in mine}
+        whole = {place: shards[place].new_empty(self.shape(names[place])) for place in mine}
         send, targets = [], []
         for other in self.ranks:
             to_other, from_other = [], []
             for place in self._places(names, other):
                 owned = self._owned[names[place], me]
-                to_other += [parts[place][one.local.slices] for one in owned]
+                to_other += [shards[place][one.local.slices] for one in owned]
             for place in mine:
                 owned = self._owned[names[place], other]
                 from_other += [whole[place][one.whole.slices] for one in owned]
@@ -76,7 +76,7 @@ class ShardedMuonExchange:
         self._exchange(send, targets)
         return whole
 
-    def hand_out(
+    def scatter(
         self,
         names: Sequence[str],
         directions: Mapping[int, torch.Tensor],

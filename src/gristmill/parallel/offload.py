@@ -1,11 +1,11 @@
-"""Optimizer state in host memory: for models whose moments do not fit the device beside them.
+"""Optimizer offload: optimizer state in host memory, for models too large for the device.
 
     device    weights, gradients, activations
-    host      a copy of this process's weights, and everything that the optimizer keeps
+    host      a copy of this process's weights, and all optimizer state
 
-A step sends gradients to the host, moves the copies there, and sends weights back: 8 bytes over the
-bus for each parameter held, which many micro-batches in a step hide best. To the optimizer, and to
-checkpoints, the copies are the parameters.
+A step copies gradients to the host, updates the weights there, and copies them back: 8 bytes over
+the bus per parameter, amortised over the micro-batches of a step. To the optimizer and to
+checkpoints, the host copies are the parameters.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from gristmill.parallel.sharding import ShardedParameters
 
 
 class Offload:
-    """Copies in host memory of what a process holds."""
+    """Host copies of a process's parameters."""
 
     def __init__(self, parameters: ShardedParameters) -> None:
-        self.on_device = parameters
-        self.parameters = {
-            name: replace(one, local=_host_copy(one.local)) for name, one in parameters.items()
-        }
+        self.on_device, self.parameters = parameters, {}
+        for name, one in parameters.items():
+            copy = torch.empty_like(one.local, device="cpu", pin_memory=one.local.is_cuda)
+            copy.copy_(one.local.detach())
+            local = nn.Parameter(copy, one.local.requires_grad)
+            self.parameters[name] = replace(one, local=local)
 
     def send_weights(self) -> None:
-        """Make the device's weights those of the host."""
+        """Copy the host's weights to the device."""
         for name, one in self.parameters.items():
             self.on_device[name].local.detach().copy_(one.local.detach(), non_blocking=True)
 
@@ -38,14 +40,8 @@ class Offload:
         for name, one in self.parameters.items():
             gradient = self.on_device[name].local.grad
             one.local.grad = None if gradient is None else gradient.to("cpu", non_blocking=True)
-        # The last copies wait for all before them: after these the host may read.
+        # These blocking copies also wait for the gradients queued before them.
         optimizer.step(divisor=divisor.cpu(), skip=skip.cpu())
         self.send_weights()
         for one in self.parameters.values():
             one.local.grad = None
-
-
-def _host_copy(parameter: nn.Parameter) -> nn.Parameter:
-    copy = torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda)
-    copy.copy_(parameter.detach())
-    return nn.Parameter(copy, parameter.requires_grad)

@@ -1,11 +1,11 @@
-"""Number formats of the computation, and the loss scale that fp16 needs.
+"""Mixed precision, and the loss scale for fp16.
 
-Weights, gradients and the optimizer's state are in fp32; a model computes in the format of its
-activations (see `models/layers.py`), and parts of it in fp8 where that was asked for.
+Weights, gradients and optimizer state are in fp32; a model computes in the dtype of its activations
+(see `models/layers.py`), and parts of it in fp8 if the settings say so.
 
-The dynamic loss scale follows Megatron: an overflow uses up one unit of hysteresis, and once that
-is spent halves the scale (not below the minimum); `window` steps in a row without overflow double
-it and refill the hysteresis. All of it is arithmetic on the device, so no step waits for the host.
+The dynamic loss scale follows Megatron: an overflow uses up one unit of hysteresis; once that is
+spent, each overflow halves the scale (not below the minimum); `window` consecutive steps without
+overflow double it and refill the hysteresis. It is all computed on the device, without a sync.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LossScale:
         )
 
     def update(self, overflow: torch.Tensor) -> None:
-        """Take note of one step; `overflow` is a boolean on the device."""
+        """Update after a step; `overflow` is a boolean on the device."""
         patience = self.patience - overflow.int()
         halved = (self.scale * 0.5).clamp(min=self.config.minimum)
         clean = torch.where(overflow, 0, self.clean + 1)
@@ -70,19 +70,19 @@ class LossScale:
 
 @dataclass(frozen=True)
 class Precision:
-    """How a run computes."""
+    """The number formats and kernels of a run."""
 
     config: PrecisionConfig
     device: Device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The number format of the model's activations."""
+        """The dtype of the model's activations."""
         return _DTYPES[self.config.compute]
 
     @property
     def reduce(self) -> torch.dtype:
-        """The format in which gradients of several processes are summed."""
+        """The dtype in which gradients are reduced over processes."""
         return _DTYPES[self.config.reduce or "fp32"]
 
     def loss_scale(self) -> LossScale | None:
@@ -94,19 +94,19 @@ class Precision:
         )
 
     def kernels(self, *, wanted: bool) -> Kernels:
-        """The kernels of a run on its device. fp8 has no plain version, so that without its kernel
-        there is no run."""
+        """The kernels of a run on its device. fp8 has no fallback, so without its kernel the run is
+        refused."""
         usable = kernels_for(self.device.torch_device) if wanted else Kernels()
         if self.config.fp8 and not usable.head_fp8:
             raise UserError(
-                f"no products in fp8: {self._obstacle(wanted)}",
+                f"fp8 is not available: {self._fp8_obstacle(wanted)}",
                 where="precision.fp8",
-                remedy="leave it out, or train on an NVIDIA GPU since Ada and Hopper, with kernels",
+                remedy="remove it, or train on an NVIDIA GPU (Ada, Hopper or newer) with kernels",
             )
         return usable._replace(head_fp8="head" in self.config.fp8)
 
-    def _obstacle(self, wanted: bool) -> str:
-        """Why there is no kernel for fp8."""
+    def _fp8_obstacle(self, wanted: bool) -> str:
+        """Why there is no fp8 kernel."""
         if self.device.kind != "cuda":
             return f"the run is on {self.device.kind}"
         if not wanted:
@@ -114,4 +114,4 @@ class Precision:
         if not kernels_for(self.device.torch_device).loss:
             return "Triton is not installed"
         major, minor = torch.cuda.get_device_capability(self.device.torch_device)
-        return f"the GPU's compute capability is {major}.{minor}, and fp8 begins at 8.9"
+        return f"the GPU has compute capability {major}.{minor}, and fp8 needs 8.9"

@@ -1,13 +1,12 @@
-"""Which part of every parameter a process holds, and where that lies in the whole.
+"""Which slices of every parameter a process holds.
 
-A parameter is divided at most twice: by the model itself over tp, along the dimension and in the
-parts that it states, and what results by rows over dp_shard and cp together, if weights are sharded
-over data-parallel processes at all. On all other axes processes hold copies.
+A parameter is divided at most twice: over tp, as the model's `Split`s declare, and then by rows
+over dp_shard and cp together, if weights are sharded at all. On all other axes processes hold
+copies.
 
-However a model is sharded (over layers, features, rows), norms, optimizers and checkpoints see the
-same thing: a plain tensor in this process's memory, and the slices of the whole parameter that it
-is made of. Among the processes that hold a slice exactly one owns it: it counts in norms, and it is
-written by that process.
+However a model is sharded, norms, optimizers and checkpoints see the same thing: a plain local
+tensor, and the slices of the whole parameter it is made of. Of the processes that hold a slice,
+exactly one owns it, counts it in norms and writes it.
 """
 
 from __future__ import annotations
@@ -26,32 +25,31 @@ from gristmill.models.spec import CausalLM, Split
 
 @dataclass(frozen=True)
 class ShardedParameter:
-    """This process's part of one parameter."""
+    """This process's shard of one parameter."""
 
     name: str
     """The parameter's name in the whole model."""
     shape: tuple[int, ...]
     """The whole parameter's shape."""
     local: nn.Parameter
-    """What is kept here, as a plain tensor; it shares its memory with the model's own."""
+    """The shard as a plain tensor, which shares memory with the model's parameter."""
     slices: tuple[ShardSlice, ...]
-    """Where it lies in the whole; none if this process's part is empty."""
+    """Its slices of the whole; none if the shard is empty."""
     owned: bool = True
-    """Whether this process is the one that counts it and writes it."""
+    """Whether this process counts it in norms and writes it."""
 
     @property
     def writes_replicated(self) -> bool:
-        """Whether this process writes state of this parameter that is not sharded, such as a
-        counter of its optimizer."""
+        """Whether this process writes the parameter's replicated state, such as step counters."""
         origin = (0,) * len(self.shape)
-        return self.owned and any(piece.whole.begin == origin for piece in self.slices)
+        return self.owned and any(part.whole.begin == origin for part in self.slices)
 
 
 ShardedParameters = Mapping[str, ShardedParameter]
 
 
 def whole_parameters(model: nn.Module) -> dict[str, ShardedParameter]:
-    """The parameters of a model that is in one place."""
+    """The parameters of a model that is not sharded."""
     return {
         name: ShardedParameter(name, tuple(one.shape), one, whole_slice(one.shape))
         for name, one in model.named_parameters()
@@ -71,11 +69,11 @@ def owned_squares(parameters: ShardedParameters) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """How the parameters of one pipeline stage lie on its processes: arithmetic, no tensors."""
+    """How the parameters of one pipeline stage are sharded over its processes."""
 
     mesh: Mesh
     shapes: Mapping[str, tuple[int, ...]]
-    """Of the whole parameters."""
+    """Shapes of the whole parameters."""
     splits: Mapping[str, Split]
 
     @classmethod
@@ -84,22 +82,21 @@ class ShardLayout:
         return cls(mesh, shapes, model.splits())
 
     def slices(self, name: str, rank: int) -> tuple[ShardSlice, ...]:
-        """What of a parameter a process holds, and where in its own tensor."""
+        """The slices of a parameter that a process holds, and where they are in its tensor."""
         shape, place = self.shapes[name], self.mesh.place(rank)
         slices, local = whole_slice(shape), list(shape)
         if name in self.splits:
             dim, parts = self.splits[name]
-            tensor = {"rank": place["tp"], "ranks": self.mesh.tp}
-            slices = split_slices(shape, dim=dim, parts=parts, **tensor)
+            slices = split_slices(shape, dim=dim, parts=parts, rank=place["tp"], ranks=self.mesh.tp)
             local[dim] //= self.mesh.tp
         if self.mesh.shards_rows:
-            among = self.mesh.group(rank, *ROW_AXES)
-            slices = row_slices(slices, local, rank=among.index(rank), ranks=len(among))
+            group = self.mesh.group(rank, *ROW_AXES)
+            slices = row_slices(slices, local, rank=group.index(rank), ranks=len(group))
         return slices
 
     def owned(self, name: str, rank: int) -> bool:
-        """Whether a process is the one, of all that hold equal copies of the same slices, that owns
-        them. Owners alternate by name, so that writing is spread over the copies."""
-        axes = self.mesh.copy_axes
-        holders = self.mesh.group(rank, *axes, *(() if name in self.splits else ("tp",)))
+        """Whether a process owns its slices, among all that hold copies of them. The owner depends
+        on the name, to spread writing over the copies."""
+        axes = [*self.mesh.copy_axes, *(() if name in self.splits else ("tp",))]
+        holders = self.mesh.group(rank, *axes)
         return holders[crc32(name.encode()) % len(holders)] == rank

@@ -1,16 +1,16 @@
-"""A step that all processes make together, however the model and the batch are divided.
+"""Training steps in SPMD style: every process runs the same step on its shard of model and batch.
 
-    accumulate   forward and backward over the micro-batches; gradients are summed on the way
-    update       reduce         what is still missing of the sums over processes
-                 unscale        if a preconditioner wants the true gradients
+    accumulate   forward and backward over the micro-batches, with gradient synchronisation
+    update       reduce         the gradients that synchronisation does not cover
+                 unscale        if a preconditioner needs true gradients
                  precondition
-                 norm           of the whole gradient, agreed on with loss and wishes to stop
+                 norm           of the whole gradient, all-reduced with loss and stop requests
                  clip           as a divisor
                  step           or skip, if loss or gradient is not finite
 
-The loss is the sum over all counted tokens of the step divided by their number, so gradients of all
-processes are summed and nothing is averaged. Loss and norm are summed over all processes in one
-collective, so all of them decide alike.
+The loss is the sum over all counted tokens of the step divided by their number, so gradients are
+summed over processes, not averaged. Loss and norm are all-reduced in one collective, so all
+processes decide alike.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from gristmill.parallel.world import World
 
 
 class Spmd:
-    """Runs steps of one model on all processes."""
+    """Runs training steps of one model on all processes."""
 
     tensors = None
 
@@ -70,20 +70,19 @@ class Spmd:
     ) -> None:
         self.model, self.optimizer, self.sync = model, optimizer, sync
         self.parameters = parameters if offload is None else offload.parameters
-        """What the optimizer moves and checkpoints hold."""
+        """What the optimizer updates and checkpoints save."""
         self.micro_batches, self.loss_scale, self.offload = micro_batches, loss_scale, offload
         self.preconditioner = preconditioner
         self.world, self.control = world, control
         self.clip, self.seed = config.train.clip, config.train.seed
         self._everyone = world.groups.along(*world.mesh.sizes)
         self._timer: SyncTimer | None = None
-        # Processes that share layers compute the same loss: one of them reports it.
+        # All tp ranks compute the same loss: one of them reports it.
         self._reports_loss = model.shard.last and world.at["tp"] == 0
         self._partial = self._partial_gradients()
 
     def _partial_gradients(self) -> list[tuple[list[torch.nn.Parameter], dist.ProcessGroup]]:
-        """Parameters whose gradients are still to be summed after the backward pass, and over which
-        processes."""
+        """Parameters whose gradients need a sum after the backward pass, and over which group."""
         groups, tied = self.world.groups, list[str]()
         wanted = [(self.model.partial_gradients(), groups.along("tp"))]
         if Ability.PIPELINE in self.model.config.abilities:
@@ -91,9 +90,9 @@ class Spmd:
         if tied:
             stages = self.world.mesh.group(self.world.rank, "pp")
             wanted.append((tied, groups.of([stages[0], stages[-1]])))
-        held = self.sync.parameters
+        sharded = self.sync.parameters
         return [
-            ([held[name].local for name in names if name in held], group)
+            ([sharded[name].local for name in names if name in sharded], group)
             for names, group in wanted
             if group is not None
         ]
@@ -104,35 +103,43 @@ class Spmd:
         done = None if self._timer is None else self._timer.done
         self.model.train()
         if self.model.config.dropout:
-            torch.manual_seed(step_seed(self.seed, progress.steps, self._place()))
-        parts = self.world.mesh.data
+            # tp ranks draw the same numbers, unless they have different positions.
+            at = self.world.at
+            place = [at[axis] for axis in ("dp_replicate", "dp_shard", "cp", "pp")]
+            place.append(at["tp"] * self.model.comm.sequence_parallel)
+            torch.manual_seed(step_seed(self.seed, progress.steps, place))
+        data_ranks = self.world.mesh.data
         counted = count_tokens(
             batches,
-            parts=parts,
+            ranks=data_ranks,
             group=self.world.groups.along("dp_replicate", "dp_shard"),
             device=self.world.device.torch_device,
         )
         scale = 1.0 / counted
         if self.loss_scale is not None:
             scale = scale * self.loss_scale.scale
-        mine = [self._on_device(batch) for batch in batches]
-        total = self.micro_batches.forward_backward(mine, scale, done)
+        local = [self._on_device(batch) for batch in batches]
+        total = self.micro_batches.forward_backward(local, scale, done)
         return StepResult(
-            samples=parts * sum(batch.samples for batch in batches),
-            tokens=parts * sum(batch.tokens for batch in batches),
+            samples=data_ranks * sum(batch.samples for batch in batches),
+            tokens=data_ranks * sum(batch.tokens for batch in batches),
             loss=total / counted,
             loss_scale=None if self.loss_scale is None else self.loss_scale.scale,
         )
 
     @record_function("gristmill::update")
     def update(self, result: StepResult, *, stop: bool = False) -> StepResult:
-        """The phases above, in their order."""
+        """The phases listed above, in order."""
         self.sync.finish()
         for parameters, group in self._partial:
             sum_together([p.grad for p in parameters if p.grad is not None], group)
         scale = result.loss_scale
         if self.preconditioner is not None:
-            scale = self._precondition(self.preconditioner, scale)
+            if scale is not None:
+                local = [one.local.grad for one in self.sync.parameters.values()]
+                torch._foreach_div_([gradient for gradient in local if gradient is not None], scale)
+            self.preconditioner.apply(self.sync.parameters)
+            scale = None
         loss, squares, stops = self._agree(result.loss, stop)
         waited = None if self._timer is None else self._timer.end()
         decision = decide(loss, squares, scale=scale, clip=self.clip)
@@ -152,37 +159,26 @@ class Spmd:
             waited=waited,
         )
 
-    def _precondition(
-        self, preconditioner: Preconditioner, scale: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """Replace gradients by preconditioned ones; the loss scale that is left on them."""
-        if scale is not None:
-            locals_ = [one.local.grad for one in self.sync.parameters.values()]
-            torch._foreach_div_([gradient for gradient in locals_ if gradient is not None], scale)
-        preconditioner.apply(self.sync.parameters)
-        return None
-
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean loss over the counted tokens of all batches."""
         self.model.eval()
         counted = 0.0
 
-        def mine() -> Iterator[Batch]:
+        def local() -> Iterator[Batch]:
             nonlocal counted
             ranks, rank = self.world.mesh.data, self.world.data_rank
             for batch in divide_batches(batches, rank=rank, ranks=ranks):
                 counted += batch.counted
                 yield self._on_device(batch)
 
-        total = self.micro_batches.forward(mine()).item()
-        # Processes with parts of one sequence have their own losses, but all count its tokens.
-        own = [total, counted / self.world.mesh.cp] if self._reports_loss else [0.0, 0.0]
-        said = self.control.all_gather(own)
-        return sum(one[0] for one in said) / sum(one[1] for one in said)
+        total = self.micro_batches.forward(local()).item()
+        # cp ranks have different losses, but all of them count the tokens of a sequence.
+        sums = [total, counted / self.world.mesh.cp] if self._reports_loss else [0.0, 0.0]
+        totals, counts = zip(*self.control.all_gather(sums), strict=True)
+        return float(sum(totals) / sum(counts))
 
     def whole(self) -> CausalLM | None:
-        """All of the model on rank 0."""
         if self._everyone is None:
             return self.model
         return gather_model(self.model, self.sync.parameters, self.world, self.control)
@@ -200,25 +196,16 @@ class Spmd:
             self.offload.send_weights()
 
     def _on_device(self, batch: Batch) -> Batch:
-        """This process's part of the sequences of a batch."""
-        mesh, at = self.world.mesh, self.world.at
-        return shard_sequences(batch, rank=at["cp"], ranks=mesh.cp).to(
-            self.world.device.torch_device
-        )
+        """This process's shard of a batch's sequences, on the device."""
+        shard = shard_sequences(batch, rank=self.world.at["cp"], ranks=self.world.mesh.cp)
+        return shard.to(self.world.device.torch_device)
 
     def _agree(self, loss: torch.Tensor, stop: bool) -> tuple[torch.Tensor, ...]:
-        """Loss, squared norm and wishes to stop, summed over all processes."""
+        """Loss, squared norm and stop requests, summed over all processes."""
         squares, stops = owned_squares(self.sync.parameters), torch.full_like(loss, stop)
         if self._everyone is None:
             return loss, squares, stops
-        own = loss if self._reports_loss else torch.zeros_like(loss)
-        sums = torch.stack([own, squares, stops])
+        reported = loss if self._reports_loss else torch.zeros_like(loss)
+        sums = torch.stack([reported, squares, stops])
         dist.all_reduce(sums, group=self._everyone)
         return tuple(sums)
-
-    def _place(self) -> list[int]:
-        """What this process's random numbers depend on. Processes that share layers draw the same,
-        unless they have different positions."""
-        at = self.world.at
-        shared = ("dp_replicate", "dp_shard", "cp", "pp")
-        return [*(at[axis] for axis in shared), at["tp"] * self.model.comm.sequence_parallel]

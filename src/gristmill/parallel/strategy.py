@@ -1,15 +1,15 @@
-"""The verbs behind which all ways of running a step hide.
+"""The interface of strategies, which run training steps.
 
     accumulate        forward and backward over the micro-batches of a step
-    update            one decision for all: overflow, norm, clip, step or skip
+    update            one decision for all ranks: overflow, norm, clip, step or skip
     evaluate          forward only
-    whole             the model in one place, to write samples with
-    state, load       what a checkpoint must keep besides weights, optimizer and progress, as JSON
-    tensors           the same, as tensors
-    weights_changed   weights were loaded from outside
+    whole             the whole model on rank 0, to generate samples
+    state, load       further checkpoint state, as JSON
+    tensors           further checkpoint state, as tensors
+    weights_changed   called after weights were loaded
 
-Losses are summed and tokens counted over everything that belongs to the step, then divided once.
-Results stay on the device: reading one as a Python float waits for the device.
+Losses are summed and tokens counted over the whole step, then divided once. Results stay on the
+device: reading one as a Python float waits for it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gristmill.parallel.sharding import ShardedParameters
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did; tensors are scalars on the device."""
+    """The result of one step; tensors are scalars on the device."""
 
     samples: int
     tokens: int
@@ -38,28 +38,28 @@ class StepResult:
     grad_norm: torch.Tensor | None = None
     """Norm of the whole gradient before clipping."""
     skipped: torch.Tensor | None = None
-    """1 if the weights were left as they were, because loss or gradient was not finite."""
+    """1 if the update was skipped because loss or gradient was not finite."""
     loss_scale: torch.Tensor | None = None
-    """The scale this step was computed with, in fp16."""
+    """The loss scale of this step, in fp16."""
     stops: torch.Tensor | None = None
-    """How many processes asked to stop before this step's update; None where a strategy does not
-    agree on that in every step."""
+    """How many processes asked to stop before this step's update; None if the strategy does not
+    exchange that in every step."""
     stop_step: int | None = None
     """The step after which all processes stop, where they agreed on it without a collective."""
     waited: Callable[[], float] | None = None
-    """Seconds that this process waited for the others, to be asked when the step is over."""
+    """Seconds this process waited for the others; call it after the step is done."""
 
 
 class Preconditioner(Protocol):
     """Replaces gradients before their norm is taken."""
 
     def apply(self, parameters: ShardedParameters) -> None:
-        """Change the gradients of what this process holds, in place."""
+        """Change this process's gradients in place."""
         ...
 
 
 class Strategy(Protocol):
-    """How a step is run. It owns the model, what this process keeps of its parameters, and the
+    """Runs steps. It owns this process's shard of the model and its parameters, and the
     optimizer."""
 
     @property
@@ -69,7 +69,7 @@ class Strategy(Protocol):
 
     @property
     def parameters(self) -> ShardedParameters:
-        """What the optimizer moves and checkpoints hold."""
+        """What the optimizer updates and checkpoints save."""
         ...
 
     @property
@@ -77,19 +77,19 @@ class Strategy(Protocol):
 
     @property
     def tensors(self) -> CheckpointState | None:
-        """Tensors of its own that belong in a checkpoint, for each process if it likes."""
+        """The strategy's own tensors to save, per process if it needs to."""
         ...
 
     def accumulate(self, batches: Sequence[Batch], progress: Progress) -> StepResult: ...
 
     def update(self, result: StepResult, *, stop: bool = False) -> StepResult:
-        """`stop`: this process asks to stop; every process hears of it in the result."""
+        """`stop`: this process asks to stop; all processes see it in the result."""
         ...
 
     def evaluate(self, batches: Iterable[Batch]) -> float: ...
 
     def whole(self) -> CausalLM | None:
-        """All of the model on rank 0, for use between steps; None on the others."""
+        """The whole model on rank 0, for use between steps; None on the others."""
         ...
 
     def state(self) -> dict[str, Any]: ...

@@ -1,13 +1,12 @@
-"""How long a process of several waits for the others in a step.
+"""Measures how long a process waits for the others in a step.
 
-    on the CPU   a collective blocks the thread that computes: the time of the step in which this
-                 thread did not compute
-    on a GPU     collectives have streams of their own, and most hide behind the backward pass: from
+    on the CPU   collectives block the computing thread: the step's wall time minus its thread time
+    on a GPU     collectives have their own streams, and most overlap with the backward pass: from
                  the end of this process's backward pass to the end of the last collective
 
-Given up: on a GPU, what is waited for in the middle of a pass (gathered weights, a neighbour in a
-pipeline) counts as computing, since only a profiler can tell the two apart. On the CPU, a thread
-that has to wait for a processor counts as waiting.
+Given up: on a GPU, waiting inside a pass (for gathered weights, for another pipeline stage) counts
+as computing, since only a profiler can tell them apart. On the CPU, waiting for a core counts as
+waiting for others.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from gristmill.parallel.device import Device
 
 
 class SyncTimer:
-    """Measures the waiting of one step, from now on."""
+    """Measures the wait of one step, which starts now."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -34,8 +33,8 @@ class SyncTimer:
         self._done = self.device.mark()
 
     def end(self) -> Callable[[], float]:
-        """Gradients are those of all processes. The seconds, to be asked for when the device has
-        come so far."""
+        """Gradients are synchronised. Returns a function for the seconds waited, to call once the
+        device has finished."""
         end = self.device.mark()
         if self.device.is_async:
             return lambda: end.seconds_since(self._done)
@@ -44,10 +43,9 @@ class SyncTimer:
 
 
 def backward(loss: torch.Tensor, done: Callable[[], None]) -> None:
-    """The backward pass of a loss; `done` is called at its end, before it waits for exchanges that
-    it began."""
-    # Wrappers put hooks on the loss, and their waiting at the end of the pass. This tensor's hook
-    # is called before those, so that what it puts there comes first.
+    """Run the backward pass; `done` is called at its end, before it waits for collectives."""
+    # Wrappers (DDP, FSDP) hook the loss and queue their waiting as callbacks at the end of the
+    # pass. This tensor's hook runs before theirs, so its callback comes first.
     start = loss.clone()
     engine = torch.autograd.Variable._execution_engine
     start.register_hook(lambda gradient: engine.queue_callback(done))

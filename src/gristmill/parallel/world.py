@@ -1,9 +1,8 @@
-"""The processes of a run and their devices: how they find one another, and in which groups.
+"""The processes of a run: rendezvous, devices and process groups.
 
-Every pair of processes that exchange tensors does so in the group of an axis of the mesh, or of
-several axes together. Groups are known by a purpose and their members. Only members take part in
-making a group and wait for one another, so that a group which only some ranks make cannot hang the
-others, and starting takes as long in a large world as in a small one.
+Tensors are exchanged in the process group of a mesh axis, or of several axes together. Groups are
+identified by purpose and members. Only members take part in creating a group, so a group that some
+ranks create cannot hang the others, and startup time does not grow with the world.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from gristmill.parallel.control import ControlGroup
 from gristmill.parallel.device import Device, select_device
 
 MARGIN = 60
-"""Seconds that a collective waits longer than the settings say, since the monitor, which ends the
-run in time, can name the process to blame."""
+"""Seconds that collectives wait beyond the configured limit, so that the monitor ends the run first
+and can name the process to blame."""
 
 
 class Groups:
-    """The groups of processes that this process is in, by axes of the mesh."""
+    """The process groups of this process, by mesh axes."""
 
     def __init__(self, mesh: Mesh, rank: int, *, timeout: timedelta | None = None) -> None:
         self.mesh, self.rank, self.timeout = mesh, rank, timeout
         self._known: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
 
     def along(self, *axes: str) -> dist.ProcessGroup | None:
-        """Processes that differ from this one on these axes only; None if there are no others."""
+        """The processes that differ from this one only on these axes; None if there are none."""
         return self.of(self.mesh.group(self.rank, *axes))
 
     def of(
@@ -49,7 +48,7 @@ class Groups:
         backend: str | None = None,
         timeout: timedelta | None = None,
     ) -> dist.ProcessGroup | None:
-        """A group of these processes, this one among them, for one purpose."""
+        """A group of these processes, which include this one, for one purpose."""
         if len(ranks) == 1:
             return None
         key = (purpose, tuple(ranks))
@@ -71,7 +70,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class World:
-    """This process's device, and its place among the processes of the run."""
+    """This process's device, rank and groups."""
 
     device: Device
     place: Place = field(default_factory=Place)
@@ -88,17 +87,17 @@ class World:
 
     @property
     def at(self) -> dict[str, int]:
-        """Where this process stands on every axis."""
+        """This process's mesh coordinates."""
         return self.mesh.place(self.place.rank)
 
     @property
     def data_rank(self) -> int:
-        """Which part of a step's batch is this process's."""
+        """This process's data-parallel rank."""
         return self.at["dp_replicate"] * self.mesh.dp_shard + self.at["dp_shard"]
 
     def control_group(self, purpose: str, *, timeout: float | None = None) -> ControlGroup:
-        """A control group of all processes, for one thread; collectives in it wait for `timeout`
-        seconds, as long as those in a step if None."""
+        """A control group of all processes, for one thread; the default timeout is that of
+        collectives in a step."""
         longer = None if timeout is None else timedelta(seconds=timeout + MARGIN)
         ranks = list(range(self.mesh.processes))
         return ControlGroup(
@@ -114,8 +113,7 @@ def open_world(
     parallel: ParallelConfig | None = None,
     place: Place | None = None,
 ) -> World:
-    """Set up this process: device, threads, number formats, determinism, and the way to the
-    others."""
+    """Set up this process: device, threads, TF32, determinism and process groups."""
     mesh, place = mesh or Mesh(), place or Place()
     chosen = select_device(config.device)
     device = Device(_own_gpu(place) if chosen.type == "cuda" else chosen)
@@ -134,13 +132,13 @@ def open_world(
 
 
 def _own_gpu(place: Place) -> torch.device:
-    """The GPU of this process; where each process sees only its own, that is the first."""
+    """The GPU of this process; if each process sees only one, that is GPU 0."""
     count = torch.cuda.device_count()
     if place.local_rank >= count > 1:
         raise UserError(
-            f"process {place.local_rank} of this node has no GPU of its own: there are {count}",
+            f"local rank {place.local_rank} has no GPU: this node has {count}",
             where="runtime.device",
-            remedy=f"start at most {count} processes on a node",
+            remedy=f"start at most {count} processes per node",
         )
     device = torch.device("cuda", place.local_rank if count > 1 else 0)
     torch.cuda.set_device(device)
@@ -153,7 +151,7 @@ def _rendezvous(
     """Wait for all processes of the run."""
     if place.address is None:
         raise UserError(
-            f"started as one of {place.world} processes without an address to meet at",
+            f"started as one of {place.world} processes without a rendezvous address",
             where="environment MASTER_ADDR, MASTER_PORT",
             remedy="start with torchrun or `gristmill train --processes N`, or set both",
         )
@@ -163,8 +161,7 @@ def _rendezvous(
     begun = time.monotonic()
     try:
         store, rank, world = next(rendezvous("env://", place.rank, place.world, timeout=start))
-        # A launcher that starts all processes again may keep its store, and with it the addresses
-        # of those that are gone.
+        # A launcher that restarts all processes may keep its store, with the old addresses in it.
         store = dist.PrefixStore(f"attempt-{place.attempt}", store)  # type: ignore[attr-defined]
         dist.init_process_group(
             device.backend, store=store, rank=rank, world_size=world, timeout=timeout
@@ -175,12 +172,12 @@ def _rendezvous(
             f"rank {place.rank} on {place.host} did not find all {place.world} processes at "
             f"{host}:{port} within {waited} seconds: {str(error).splitlines()[0]}",
             where="parallel.start_timeout",
-            remedy="see whether all processes were started, and whether the address is theirs",
+            remedy="check that all processes were started and can reach this address",
             exit=Exit.PEER,
         ) from error
 
 
 def close_world() -> None:
-    """Leave the other processes."""
+    """Destroy the process groups."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,13 +1,13 @@
-"""Parameters and floating-point operations of a model, by formula.
+"""Parameters and FLOPs of a model, by formula.
 
-With L layers, C width, T sequence length and N weights in matrix products (the head counted, a tied
-embedding therefore once, position and unused embedding rows not), one training token costs
+With L layers, C width, T sequence length and N weights in matrix products (including the head, so a
+tied embedding counts once; excluding position and other embeddings), one training token costs
 
-    PaLM counting     6 N + 12 L C T     attention as if every token saw the whole window
-    causal counting   6 N +  6 L C T     attention as it is
+    PaLM counting     6 N + 12 L C T     as if every token attended to the whole window
+    causal counting   6 N +  6 L C T     only the causal half
 
-Recomputed activations and optimizer arithmetic are never counted. Both are reported, because peers
-use one or the other and the same speed reads 7 % apart at 124M.
+Recomputation and the optimizer are never counted. Both are reported because other programs use one
+or the other, and at 124M they differ by 7 %.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gristmill.config.schema import RunConfig
 
 @dataclass(frozen=True)
 class TokenCost:
-    """Floating-point operations to train on one token, in both countings."""
+    """FLOPs to train on one token, in both countings."""
 
     palm: float
     causal: float
@@ -35,18 +35,17 @@ def block_matrices(model: GPTConfig) -> int:
 
 
 def block_vectors(model: GPTConfig) -> int:
-    """Biases and norm gains of one block; gates of value embeddings are not counted."""
+    """Biases and norm gains of one block, without the gates of value embeddings."""
     width, head = model.width, model.head_width
     gains = 2 * norm_vectors(model) + (2 * head if model.qk_norm and model.norm_gain else 0)
     if not model.bias:
         return gains
     up = model.inner * (2 if model.activation == "swiglu" else 1)
-    linear = head * (model.heads + 2 * model.groups) + width + up + width
-    return gains + linear
+    return gains + head * (model.heads + 2 * model.groups) + width + up + width
 
 
 def norm_vectors(model: GPTConfig) -> int:
-    """Gains and biases of one normalisation of the stream."""
+    """Gains and biases of one norm of the residual stream."""
     if not model.norm_gain:
         return 0
     return model.width * (2 if model.bias and model.norm == "layernorm" else 1)
@@ -59,7 +58,7 @@ def value_tables(model: GPTConfig, *, rows: int) -> int:
 
 
 def count_parameters(model: GPTConfig, *, rows: int) -> int:
-    """All parameters of a model whose embedding has `rows` rows; shared ones once."""
+    """All parameters of a model whose embedding has `rows` rows; tied ones count once."""
     embedding = rows * model.width * (1 if model.tie_head else 2)
     positions = model.context * model.width if model.positions == "learned" else 0
     norms = norm_vectors(model) * (2 if model.embedding_norm else 1)
@@ -68,13 +67,13 @@ def count_parameters(model: GPTConfig, *, rows: int) -> int:
 
 
 def count_multiplied(model: GPTConfig, *, rows: int) -> int:
-    """Weights that every token is multiplied with: the matrices of all blocks and the head. Of an
-    embedding or a table a token reads one row only."""
+    """Weights in matrix products: the matrices of all blocks and the head, but not embeddings and
+    tables, of which a token reads one row."""
     return model.layers * block_matrices(model) + rows * model.width
 
 
 def checkpoint_bytes(config: RunConfig, *, rows: int) -> int:
-    """Bytes of a checkpoint: weights in fp32 and the optimizer's state."""
+    """Size of a checkpoint: fp32 weights and optimizer state."""
     size = count_parameters(config.model, rows=rows)
     matrices = config.model.layers * block_matrices(config.model)
     inside, outside = (config.optim.state_bytes(role) for role in (Role.MATRIX, Role.EMBEDDING))
@@ -82,7 +81,7 @@ def checkpoint_bytes(config: RunConfig, *, rows: int) -> int:
 
 
 def token_cost(model: GPTConfig, *, rows: int, sequence: int) -> TokenCost:
-    """Cost of training on one token in windows of `sequence`."""
+    """Cost of training on one token at a sequence length."""
     weights = count_multiplied(model, rows=rows)
     attention = model.layers * model.heads * model.head_width * sequence
     return TokenCost(palm=6 * weights + 12 * attention, causal=6 * weights + 6 * attention)

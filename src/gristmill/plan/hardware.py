@@ -8,8 +8,8 @@ from importlib import resources
 
 
 def peak_flops(device_name: str, number_format: str = "bf16") -> float | None:
-    """Dense operations per second of the device of that name in a number format (bf16, fp16, tf32
-    or fp32); None if it is not in the table."""
+    """Peak dense FLOP/s of a device in a number format (bf16, fp16, tf32 or fp32); None if the
+    device is not in the table."""
     table = tomllib.loads((resources.files("gristmill.plan") / "hardware.toml").read_text())
     name = device_name.lower()
     for row in table["device"]:

@@ -1,8 +1,8 @@
-"""The place where data, model, optimizer and strategy meet: from settings to the parts of a run.
+"""From settings to everything a run needs: data, model, optimizer and strategy meet here.
 
     data, tokenizer -> numbers -> world -> strategy (model, optimizer) -> state
 
-Everything a user can get wrong is found here, before the first step.
+User errors are found here, before the first step.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ class Assembly:
     strategy: Strategy
     control: ControlGroup
     outline: CausalLM
-    """The whole model, without memory."""
+    """The whole model on the meta device."""
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model."""
+        """Number of parameters of the whole model."""
         return sum(parameter.numel() for parameter in self.outline.parameters())
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint: weights in fp32 and the optimizer's state."""
+        """Size of a checkpoint: fp32 weights and optimizer state."""
         roles, optim = self.outline.roles(), self.config.optim
         return sum(
             (4 + optim.state_bytes(roles[name])) * parameter.numel()
@@ -73,8 +73,7 @@ def assemble(
     world: World | None = None,
     control: ControlGroup | None = None,
 ) -> Assembly:
-    """Open and build everything, with start weights in place; the world is this process alone if
-    not given."""
+    """Open and build everything, with initial weights loaded. Without `world`, one process."""
     world = world or open_world(config.runtime, tf32=config.precision.tf32)
     data = open_data(config.data, sequence=config.data.sequence or config.model.context)
     tokenizer = _open_tokenizer(config, data)
@@ -112,11 +111,10 @@ def assemble(
 
 
 def _open_tokenizer(config: RunConfig, data: RunData) -> Tokenizer:
-    """The tokenizer the token files were made with, proven by its fingerprint or by the ids."""
+    """The tokenizer the token files were made with, checked by its fingerprint or by the ids."""
     train = data.train.splits
-    held = data.validation.splits if config.data.validation and data.validation else ()
     given = config.data.tokenizer or f"{train[0].path}.tokenizer"
-    known = any(part.reader.info.tokenizer is not None for part in train)
+    known = any(split.reader.info.tokenizer is not None for split in train)
     if not known and not config.data.tokenizer and not Path(given).exists():
         raise UserError(
             "these token files do not say which tokenizer made them",
@@ -126,15 +124,16 @@ def _open_tokenizer(config: RunConfig, data: RunData) -> Tokenizer:
         )
     tokenizer = open_tokenizer(given)
     remedy = "give the tokenizer that the token files were made with, or prepare them again"
-    for part in train:
-        where = f"data.tokenizer {given}" if len(train) == 1 else f"data.paths {part.path}"
-        prove_tokenizer(tokenizer, part.reader, where=where, remedy=remedy)
-    for part in held:
-        where = f"data.validation {part.path}"
-        prove_tokenizer(tokenizer, part.reader, where=where, remedy=remedy)
+    for split in train:
+        where = f"data.tokenizer {given}" if len(train) == 1 else f"data.paths {split.path}"
+        prove_tokenizer(tokenizer, split.reader, where=where, remedy=remedy)
+    if config.data.validation and data.validation:
+        for split in data.validation.splits:
+            where = f"data.validation {split.path}"
+            prove_tokenizer(tokenizer, split.reader, where=where, remedy=remedy)
     if config.model.vocab is not None and config.model.vocab < tokenizer.size:
         raise UserError(
-            f"the tokenizer has {tokenizer.size} ids, and the model only {config.model.vocab}",
+            f"the tokenizer has {tokenizer.size} ids, but the model has {config.model.vocab}",
             where="model.vocab",
             remedy="leave model.vocab out, or prepare the text with a smaller tokenizer",
         )
@@ -144,17 +143,17 @@ def _open_tokenizer(config: RunConfig, data: RunData) -> Tokenizer:
 def _identity(
     config: RunConfig, numbers: Resolved, data: RunData, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """What must stay the same for a run to go on exactly."""
-    own_seed = {} if config.data.seed is None else {"data.seed": config.data.seed}
+    """What must stay the same for a run to resume exactly."""
+    data_seed = {} if config.data.seed is None else {"data.seed": config.data.seed}
     return {
         **_of_model(config.model.identity()),
         "model.vocab": numbers.vocab,
         "tokenizer": tokenizer.fingerprint,
-        "data.paths (content)": _each(data, lambda part: part.reader.info.fingerprint),
-        "data.split (tokens)": _each(data, lambda part: [part.tokens.start, part.tokens.stop]),
+        "data.paths (content)": _each(data, lambda split: split.reader.info.fingerprint),
+        "data.split (tokens)": _each(data, lambda split: [split.tokens.start, split.tokens.stop]),
         "data.order": config.data.order,
         "data.sequence": numbers.sequence,
-        **own_seed,
+        **data_seed,
         **order_identity(config.data, data.train, _order_spec(config.data, numbers)),
         "train.seed": config.train.seed,
         "optim.type": config.optim.type,
@@ -166,28 +165,28 @@ def _of_model(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _each(data: RunData, fact: Callable[[DatasetSplit], Any]) -> Any:
-    """A fact about each set that is trained on, as it is if there is one set."""
-    facts = [fact(part) for part in data.train.splits]
+    """A fact about each training set; a single set's fact is not wrapped in a list."""
+    facts = [fact(split) for split in data.train.splits]
     return facts[0] if len(facts) == 1 else facts
 
 
 def document_rules(parts: Assembly) -> DocumentRules:
-    """What is done about the borders of documents."""
+    """How document boundaries are treated."""
     return build_rules(parts.config.data, end_of_text=parts.tokenizer.end_of_text)
 
 
 def _order_spec(data: DataConfig, numbers: Resolved, folder: RunFolder | None = None) -> OrderSpec:
-    own = None if folder is None else folder.path / "index"
+    in_run = None if folder is None else folder.path / "index"
     return OrderSpec(
         sequence=numbers.sequence,
         seed=numbers.data_seed,
         samples=numbers.asked_samples,
-        cache=Path(data.cache) if data.cache else own,
+        cache=Path(data.cache) if data.cache else in_run,
     )
 
 
 def build_loader(parts: Assembly) -> Loader:
-    """The stream of training batches."""
+    """The loader of training batches."""
     numbers, data = parts.numbers, parts.config.data
     return Loader(
         build_stream(data, parts.data.train, _order_spec(data, numbers, parts.folder)),
@@ -202,15 +201,15 @@ def build_loader(parts: Assembly) -> Loader:
 
 
 def build_validate(parts: Assembly, tracker: Tracker) -> Validate | None:
-    """Validation along the way, if any text is held out."""
-    held = parts.data.validation
-    if held is None:
+    """The validation hook, if there is validation data."""
+    held_out = parts.data.validation
+    if held_out is None:
         return None
     return Validate(
         parts.numbers.validate_every,
         strategy=parts.strategy,
         batches=lambda: validation_batches(
-            held,
+            held_out,
             sequence=parts.numbers.sequence,
             windows=parts.config.validation.windows,
             batch=parts.numbers.micro_batch,
@@ -224,7 +223,7 @@ def build_validate(parts: Assembly, tracker: Tracker) -> Validate | None:
 def build_hooks(
     parts: Assembly, tracker: Tracker, writer: CheckpointWriter, validate: Validate | None
 ) -> list[Hook]:
-    """Everything periodic, in the order in which it acts."""
+    """All hooks, in the order in which they run."""
     config, hooks = parts.config, list[Hook]()
     if validate is not None:
         hooks.append(validate)
@@ -254,7 +253,7 @@ def build_hooks(
 
 
 def build_meter(parts: Assembly, tracker: Tracker) -> Meter:
-    """What turns step results into records."""
+    """The meter that turns step results into records."""
     config, numbers = parts.config, parts.numbers
     return Meter(
         tracker,

@@ -1,4 +1,4 @@
-"""What a run runs on: versions, machine, code."""
+"""The environment of a run: versions, machine, commit."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def version(package: str) -> str | None:
 
 
 def code_commit() -> str | None:
-    """The commit of the working copy that this code runs from, with + if files have changed."""
+    """The git commit this code runs from, with a + if the working tree is dirty."""
     here = Path(__file__).resolve().parent
     if not any((folder / ".git").exists() for folder in here.parents):
         return None
     try:
-        words = ("git", "-C", str(here), "describe", "--always", "--dirty=+", "--exclude=*")
-        found = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True)
+        command = ("git", "-C", str(here), "describe", "--always", "--dirty=+", "--exclude=*")
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return found.stdout.strip() or None
+    return done.stdout.strip() or None

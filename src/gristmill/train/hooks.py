@@ -1,11 +1,11 @@
-"""What happens along the way: each hook says when it is due and acts then, and once at the end.
+"""Hooks: validation, samples and checkpoints, which run periodically and at the end.
 
-    order   validate -> sample -> checkpoint     the checkpoint knows the newest validation loss
+    order   validate -> sample -> checkpoint     a checkpoint includes the newest validation loss
 
-Before hooks act, all step results are settled; the time they take does not count as training speed.
-A stop asked for by a signal or the time limit ends the loop after the step in progress; it saves.
-Of several processes any may be asked. Each step tells all of them of such wishes, and all end after
-the same step: the first at which every process is sure to have read them.
+Hooks run after all pending step results are read. Their time does not count as training time.
+A signal or the time limit ends the loop after the current step, with a checkpoint. Any process may
+receive the request. Every step all-reduces it, and all processes stop after the same step: the
+first by which every one of them has read it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from gristmill.train.tracker import Tracker
 
 
 class Hook(Protocol):
-    """Something done every now and then."""
+    """Something that runs periodically."""
 
     phase: str
-    """What the run is doing meanwhile, in a word."""
+    """The phase the run is in meanwhile, for the monitor."""
 
     def at_start(self) -> None:
         """Before the first step of a new run."""
@@ -48,12 +48,12 @@ class Hook(Protocol):
     def act(self, event: StepEvent) -> None: ...
 
     def at_end(self, *, finished: bool) -> None:
-        """After the last step; `finished` is False when the run was stopped before its horizon."""
+        """After the last step; `finished` is False if the run stops before its horizon."""
         ...
 
 
 class Hooks:
-    """Runs the hooks that are due, and knows whether to stop."""
+    """Runs the hooks that are due, and decides whether to stop."""
 
     def __init__(
         self,
@@ -73,26 +73,26 @@ class Hooks:
 
     @property
     def asked_to_stop(self) -> bool:
-        """Whether this process was asked for an end."""
+        """Whether this process was asked to stop."""
         return self.stop.reason is not None
 
     @property
     def stopping(self) -> bool:
-        """Whether the loop is to end now."""
+        """Whether the loop should end now."""
         if self.meter.world.mesh.processes == 1:
             return self.asked_to_stop
         return self.meter.stop_step is not None and self._steps >= self.meter.stop_step
 
     def at_start(self) -> None:
         for hook in self.hooks:
-            self._say(hook.phase)
+            self._phase(hook.phase)
             hook.at_start()
-        # The first step may compile the model, which takes as long as starting.
-        self._say("start")
+        # The first step may compile the model, so the start limit applies to it.
+        self._phase("start")
         self.meter.restart_clock()
 
-    def _say(self, phase: str) -> None:
-        """Let the other processes know what this one is doing."""
+    def _phase(self, phase: str) -> None:
+        """Report this process's phase to the others."""
         if self.monitor is not None:
             self.monitor.phase(phase, self._steps)
 
@@ -103,10 +103,10 @@ class Hooks:
         if due:
             self.meter.settle()
             for hook in due:
-                self._say(hook.phase)
+                self._phase(hook.phase)
                 hook.act(event)
             self.meter.restart_clock()
-        self._say("step")
+        self._phase("step")
         # The next step may be the first of a larger batch.
         step_seconds = self.meter.sample_seconds * self.batch_at(event.after.samples)
         self.stop.check_time(reserve=2 * (step_seconds + self.writer.seconds))
@@ -118,14 +118,14 @@ class Hooks:
             reason = self.stop.reason or "a request to another process"
             self.tracker.say(f"stopping after {reason}")
         for hook in self.hooks:
-            self._say(hook.phase)
+            self._phase(hook.phase)
             hook.at_end(finished=finished)
-        self._say("end")
+        self._phase("end")
         self.tracker.flush()
 
 
 class Validate:
-    """Measures the loss on the fixed validation windows."""
+    """Measures the loss on a fixed set of validation windows."""
 
     phase = "validation"
 
@@ -142,11 +142,6 @@ class Validate:
         self.tracker, self.state = tracker, state
         self._done_at: int | None = None
 
-    @property
-    def best(self) -> Best | None:
-        """The best loss so far."""
-        return self.state.best
-
     def at_start(self) -> None:
         self._measure()
 
@@ -160,15 +155,8 @@ class Validate:
         if finished and self._done_at != self.state.progress.steps:
             self._measure()
 
-    def best_now(self) -> Best | None:
-        """The best loss, if this very step has it."""
-        if self.best is not None and self.best.step == self.state.progress.steps:
-            return self.best
-        return None
-
     def _measure(self) -> None:
-        started = time.monotonic()
-        windows = 0
+        started, windows = time.monotonic(), 0
 
         def counted() -> Iterable[Batch]:
             nonlocal windows
@@ -177,11 +165,11 @@ class Validate:
                 yield batch
 
         loss = self.strategy.evaluate(counted())
-        step = self.state.progress.steps
-        better = step > 0 and math.isfinite(loss) and (not self.best or loss < self.best.loss)
+        step = self._done_at = self.state.progress.steps
+        best = self.state.best
+        better = step > 0 and math.isfinite(loss) and (best is None or loss < best.loss)
         if better:
             self.state.best = Best(step, loss)
-        self._done_at = step
         self.tracker.validation(
             loss,
             perplexity=math.exp(min(loss, 700.0)),
@@ -192,7 +180,7 @@ class Validate:
 
 
 class Sample:
-    """Lets the model write."""
+    """Generates text from the prompts of the run file."""
 
     phase = "samples"
 
@@ -242,7 +230,7 @@ class Sample:
 
 
 class Checkpoint:
-    """Saves the state, also when validation has just found it to be the best."""
+    """Saves the state periodically, and whenever validation finds a new best loss."""
 
     phase = "save"
 
@@ -262,7 +250,7 @@ class Checkpoint:
         self._saved_at = state.progress.steps if resumed else None
 
     def at_start(self) -> None:
-        """Nothing: the start can be made again from the settings."""
+        """Nothing to save: initial weights follow from the settings."""
 
     def due(self, event: StepEvent) -> bool:
         if self.every.due(event.before, event.after):
@@ -280,13 +268,13 @@ class Checkpoint:
             self._save(best)
         self.writer.finish()
         if best is not None:
-            # The last validation came after the last save, whose step turns out to be the best.
+            # The final validation may find the best loss at a step that was already saved.
             self.writer.mark_best(best)
 
     def _best_now(self) -> Best | None:
-        if not self.keep_best or self.validate is None:
-            return None
-        return self.validate.best_now()
+        """The best loss, if it is this step's."""
+        best = self.state.best if self.keep_best and self.validate is not None else None
+        return best if best is not None and best.step == self.state.progress.steps else None
 
     def _save(self, best: Best | None) -> None:
         self._saved_at = self.state.progress.steps

@@ -1,4 +1,4 @@
-"""The training loop: the only one."""
+"""The training loop."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def train(
     hooks: Hooks,
     until: Duration,
 ) -> bool:
-    """Run steps until the horizon or until a hook asks to stop; everything periodic is a hook.
-    Returns whether the horizon was reached, by whatever step a stop was asked for."""
+    """Run steps until the horizon, or until a stop is requested; everything periodic is a hook.
+    Returns whether the horizon was reached, even if a stop was requested too."""
     if state.progress.steps == 0:
         hooks.at_start()
     while not state.progress.reached(until) and not hooks.stopping:
-        asked = time.monotonic()
+        started = time.monotonic()
         micro_batches = next(batches)
-        waited = time.monotonic() - asked
+        waited = time.monotonic() - started
         before = state.progress
         lr = schedule.apply(state.optimizer, before)
         result = strategy.accumulate(micro_batches, before)

@@ -1,9 +1,8 @@
-"""From step results on the device to records, without making the device wait.
+"""Turns step results on the device into records without stalling the device.
 
-On a GPU the host runs ahead of the device. Each step's few numbers are copied to pinned memory
-behind the step's own kernels, and read when the copy has arrived, so a record may be written a
-step or two after its step, never more. `settle` waits for all of them: before a validation, a save,
-or the end.
+On a GPU the host runs ahead. Each step queues an asynchronous copy of its scalars to pinned memory,
+and the host reads them when the copy is done, so a record is written at most two steps late.
+`settle` waits for all of them: before a validation, a save, or the end.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from gristmill.track.metrics import StepRecord
 from gristmill.train.tracker import Tracker
 
 AHEAD = 2
-"""Steps that the host may be ahead of the numbers that it has read."""
+"""How many steps the host may run ahead of the results it has read."""
 
 
 @dataclass(frozen=True)
 class StepEvent:
-    """A step that was just made, as the hooks see it."""
+    """A completed step, as the hooks see it."""
 
     before: Progress
     after: Progress
@@ -49,7 +48,7 @@ class _Pending:
 
 
 class Meter:
-    """Turns the results of steps into records, and keeps count of what went wrong."""
+    """Turns step results into records, and counts skipped and NaN steps."""
 
     def __init__(
         self,
@@ -66,16 +65,16 @@ class Meter:
         self.cost, self.world, self.bad_steps = cost, world, bad_steps
         self.peak = peak_flops
         self._pending: deque[_Pending] = deque()
-        self._bad_in_a_row = 0
+        self._consecutive_bad = 0
         self._last = world.device.mark()
         self.step_seconds = 0.0
         self.sample_seconds = 0.0
         self.stop_step: int | None = None
-        """The step after which all processes stop, once one has asked for it: the first at which
-        each of them is sure to have read that."""
+        """The step after which all processes stop: the first by which every one has read the
+        request."""
 
     def add(self, event: StepEvent) -> None:
-        """Take in one step's result, and report all steps whose numbers have arrived."""
+        """Queue one step's result, and record all steps whose results have arrived."""
         device = self.world.device
         if self.stop_step is None:
             self.stop_step = event.result.stop_step
@@ -86,12 +85,12 @@ class Meter:
         self._report()
 
     def settle(self) -> None:
-        """Wait for all steps and report them."""
+        """Wait for all steps and record them."""
         self.world.device.synchronize()
         self._report()
 
     def restart_clock(self) -> None:
-        """Leave the time since the last step out of the next one's."""
+        """Exclude the time since the last step from the next step's time."""
         self._last = self.world.device.mark()
 
     def _report(self) -> None:
@@ -109,25 +108,25 @@ class Meter:
             self.stop_step = event.after.steps + (AHEAD if self.world.device.is_async else 0)
         self.counters.skipped += int(skipped)
         self.counters.nan += int(not math.isfinite(loss))
-        # An overflow in fp16 only means that the loss scale is still being found.
+        # An fp16 overflow only means that the loss scale is still too high.
         overflow = skipped and math.isfinite(loss) and event.result.loss_scale is not None
-        self._bad_in_a_row = self._bad_in_a_row + 1 if skipped and not overflow else 0
+        self._consecutive_bad = self._consecutive_bad + 1 if skipped and not overflow else 0
         if self.every.due(event.before, event.after) or event.after.steps == 1:
             self.tracker.write(self._step_record(event, loss, norm, scale))
-        if self._bad_in_a_row >= self.bad_steps:
+        if self._consecutive_bad >= self.bad_steps:
             raise UserError(
-                f"loss or gradient was not finite for {self._bad_in_a_row} steps in a row, up to "
-                f"step {event.after.steps}; the weights are as they were before",
+                f"loss or gradient was not finite for {self._consecutive_bad} consecutive steps, "
+                f"up to step {event.after.steps}; these steps did not change the weights",
                 where="training",
-                remedy="lower optim.lr, lengthen the warm-up, or look at the data from "
+                remedy="lower optim.lr, lengthen the warm-up, or inspect the data from "
                 f"sample {event.before.samples} on",
                 exit=Exit.DATA,
             )
 
     def _step_record(self, event: StepEvent, loss: float, norm: float, scale: float) -> StepRecord:
         rate = event.result.tokens / self.step_seconds if self.step_seconds else math.inf
-        each = rate / self.world.mesh.processes
-        palm, causal = each * self.cost.palm, each * self.cost.causal
+        per_process = rate / self.world.mesh.processes
+        palm, causal = per_process * self.cost.palm, per_process * self.cost.causal
         return StepRecord(
             step=event.after.steps,
             samples=event.after.samples,
@@ -152,8 +151,7 @@ class Meter:
 
 
 def _scalars(result: StepResult) -> torch.Tensor:
-    assert result.grad_norm is not None, "results are metered after the update"
-    assert result.skipped is not None, "results are metered after the update"
+    assert result.grad_norm is not None and result.skipped is not None, "called after the update"
     scale = result.loss_scale if result.loss_scale is not None else result.loss.new_ones(())
     stops = result.stops if result.stops is not None else result.loss.new_zeros(())
     return torch.stack((result.loss.detach(), result.grad_norm, result.skipped, scale, stops))

@@ -1,8 +1,8 @@
-"""What a run folder holds, and how a run goes on with it.
+"""Resuming from a run folder.
 
-newest intact checkpoint -> state      damaged newer ones are set aside, and said so
+newest intact checkpoint -> state      damaged newer ones are set aside with a warning
 metrics.jsonl                          cut back to the checkpoint's step
-run.toml, origin.txt, environment.json, tokenizer/   written for this start
+run.toml, origin.txt, environment.json, tokenizer/   rewritten at every start
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Resumed:
 
 
 def resume(parts: Assembly) -> Resumed:
-    """Load the newest intact checkpoint, if there is one, and make the folder fit it."""
+    """Load the newest intact checkpoint, if there is one, and bring the folder in line with it."""
     folder, notes = parts.folder, []
     checkpoints, control = CheckpointFolder(folder.checkpoints), parts.control
     checkpoints.clean(control)
@@ -58,28 +58,34 @@ def resume(parts: Assembly) -> Resumed:
 
 
 def _fit_folder(parts: Assembly) -> list[str]:
-    """Make what else the folder holds fit the state; what changed in the settings."""
+    """Bring the rest of the folder in line with the state; returns the changed settings."""
     folder, best, changed = parts.folder, parts.state.best, []
     if best is not None and parts.config.checkpoint.keep_best:
-        # A run may have been killed after a save and before the mark.
+        # The run may have been killed between a save and its best.json.
         CheckpointFolder(folder.checkpoints).mark_best(best)
-    # At step 0 what was measured before the first step is measured again.
+    # At step 0 the initial validation runs again.
     cut_metrics(folder.metrics, after=parts.state.progress.steps or -1)
     if folder.holds_run():
         changed = [f"changed: {line}" for line in changed_settings(folder.settings, parts.config)]
-    _write_run_files(parts)
+    write_atomic(folder.settings, dump_run(parts.config))
+    when = datetime.now().astimezone().isoformat(timespec="seconds")
+    earlier = folder.origin.read_text() if folder.origin.is_file() else ""
+    write_atomic(folder.origin, f"{earlier}{when}  {shlex.join(sys.argv)}\n")
+    environment = describe_environment(parts.world, parameters=parts.parameters)
+    write_json(folder.environment, environment)
+    parts.tokenizer.save(folder.tokenizer)
     return changed
 
 
 def _best(parts: Assembly, checkpoints: CheckpointFolder) -> Best | None:
-    """The best loss up to here; a mark may be of a validation that came after the last save."""
+    """The best loss up to this step; best.json may come from a validation after the last save."""
     state, keep = parts.state, parts.config.checkpoint.keep_best
     known = [
         best
         for best in (state.best, checkpoints.best())
         if best is not None
         and best.step <= state.progress.steps
-        # One whose checkpoint is gone is not worth keeping in mind, if there should be one.
+        # With keep_best, a best loss whose checkpoint is gone does not count.
         and (checkpoints.path(best.step).is_dir() or not keep)
     ]
     return min(known, key=lambda best: best.loss, default=None)
@@ -93,7 +99,7 @@ def _all_damaged(found: CheckpointSearch, folder: RunFolder) -> UserError:
             Problem(
                 "nothing was changed",
                 str(folder.path),
-                "restore one from a backup, or start anew with --fresh, which moves the old run "
+                "restore one from a backup, or start over with --fresh, which moves the old run "
                 "aside",
             ),
         ],
@@ -109,21 +115,10 @@ def _resume_differences(saved: dict[str, Any], parts: Assembly) -> list[str]:
         before["layout"] = Mesh(**saved["layout"])
         now |= {"layout": mesh, "micro_batch": parts.state.micro_batch}
     else:
-        # Checkpoints did not always say how the processes were laid out.
+        # Old checkpoints do not record the layout.
         now["processes"] = mesh.processes
     return [
         f"{name} was {before.get(name)} and is now {value}: losses agree only within rounding"
         for name, value in now.items()
         if before.get(name) != value
     ]
-
-
-def _write_run_files(parts: Assembly) -> None:
-    folder = parts.folder
-    write_atomic(folder.settings, dump_run(parts.config))
-    when = datetime.now().astimezone().isoformat(timespec="seconds")
-    before = folder.origin.read_text() if folder.origin.is_file() else ""
-    write_atomic(folder.origin, f"{before}{when}  {shlex.join(sys.argv)}\n")
-    environment = describe_environment(parts.world, parameters=parts.parameters)
-    write_json(folder.environment, environment)
-    parts.tokenizer.save(folder.tokenizer)

@@ -1,7 +1,7 @@
-"""A run from start to end: lock the folder, build, resume, train, say how it ended.
+"""A run from start to end: lock the folder, build, resume, train, report the outcome.
 
-Of several processes the first speaks: it holds the folder, and writes all but its share of the
-checkpoints and the others' logs.
+Rank 0 locks the folder and writes everything in it, except the other ranks' checkpoint shards and
+logs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from gristmill.train.assemble import (
     build_meter,
     build_validate,
 )
-from gristmill.train.hooks import Hooks, Validate
+from gristmill.train.hooks import Hooks
 from gristmill.train.loop import train
 from gristmill.train.resume import Resumed, resume
 from gristmill.train.stop import StopRequest
@@ -57,14 +57,14 @@ class Outcome:
 def run_training(
     config: RunConfig, *, fresh: bool = False, stop: StopRequest | None = None
 ) -> Outcome:
-    """Train, or go on with the run that the folder holds. `stop`: who listens for signals already;
-    if nobody does, this does while it runs."""
+    """Train, or resume the run in the folder. `stop`: handles signals already; if None, signals
+    are handled while this runs."""
     place, folder = Place.current(), run_folder(config)
     mesh = check_mesh(config, processes=place.world)
-    listening = contextlib.nullcontext(stop) if stop is not None else StopRequest()
+    handler = contextlib.nullcontext(stop) if stop is not None else StopRequest()
     limits = Limits.of(config.parallel, save=config.checkpoint.timeout)
     monitor = Monitor(place, limits=limits, log=folder.rank_log(place.rank))
-    with _placed(folder, monitor), listening as stop, monitor:
+    with _located_errors(folder, monitor), handler as stop, monitor:
         if config.train.time_limit is not None:
             stop.time_limit = parse_seconds(config.train.time_limit)
         world = open_world(
@@ -76,7 +76,15 @@ def run_training(
         )
         control = world.control_group("run")
         lock = FolderLock(folder.path)
-        new = control.on_rank0(lambda: _take(folder, lock, fresh=fresh))
+
+        def claim() -> bool:
+            if fresh:
+                move_aside(folder)
+            new = folder.create()
+            lock.acquire()
+            return new
+
+        new = control.on_rank0(claim)
         try:
             outcome = _locked_training(config, folder, world, control, stop, monitor)
         except UserError:
@@ -85,14 +93,14 @@ def run_training(
             raise
         finally:
             lock.release()
-    # Not on the way out of an error: the others may never answer.
+    # Not after an error: the other ranks may never answer.
     close_world()
     return outcome
 
 
 @contextlib.contextmanager
-def _placed(folder: RunFolder, monitor: Monitor) -> Iterator[None]:
-    """Let an error that nobody expected say where it happened, and where more is written."""
+def _located_errors(folder: RunFolder, monitor: Monitor) -> Iterator[None]:
+    """Note on unexpected errors where they happened and which log has more."""
     try:
         yield
     except UserError:
@@ -100,20 +108,11 @@ def _placed(folder: RunFolder, monitor: Monitor) -> Iterator[None]:
     except Exception as error:
         rank = monitor.place.rank
         log = folder.rank_log(rank) if rank else folder.log
-        words = [monitor.where] if monitor.active else []
-        words += [f"the log is {log}"] if log.is_file() else []
-        if words:
-            error.add_note("; ".join(words))
+        notes = [monitor.where] if monitor.active else []
+        notes += [f"the log is {log}"] if log.is_file() else []
+        if notes:
+            error.add_note("; ".join(notes))
         raise
-
-
-def _take(folder: RunFolder, lock: FolderLock, *, fresh: bool) -> bool:
-    """Make the folder this run's; whether it is new."""
-    if fresh:
-        move_aside(folder)
-    new = folder.create()
-    lock.acquire()
-    return new
 
 
 def _locked_training(
@@ -141,7 +140,7 @@ def _locked_training(
         _announce(parts, tracker, resumed)
         outcome = _run(parts, tracker, stop, monitor)
     except BaseException as error:
-        # When another process is lost, what fails here is only a consequence.
+        # When another process is lost, this error is only a consequence.
         cause = monitor.explain(error) or error
         _note_failure(parts, tracker, cause)
         if cause is not error:
@@ -157,11 +156,11 @@ def _announce(parts: Assembly, tracker: Tracker, resumed: Resumed) -> None:
     tracker.say(
         f"{parts.config.name}: {format_count(parts.parameters)} parameters, "
         f"vocabulary {numbers.vocab}, "
-        f"batch {_batch_words(numbers)}, "
+        f"batch {_describe_batch(numbers)}, "
         f"{parts.config.precision.described} on {parts.world.device.name}"
     )
     if parts.world.mesh.processes > 1:
-        tracker.say(_mesh_words(parts))
+        tracker.say(_mesh_table(parts))
     if resumed.checkpoint is not None:
         tracker.say(f"resuming from {resumed.checkpoint.name}")
     elif parts.config.model.start is not None:
@@ -172,11 +171,11 @@ def _announce(parts: Assembly, tracker: Tracker, resumed: Resumed) -> None:
         parts.folder.write_status("running", step=state.progress.steps, steps=numbers.steps)
 
 
-def _mesh_words(parts: Assembly) -> str:
-    """The mesh as a small table, and where this process stands in it."""
+def _mesh_table(parts: Assembly) -> str:
+    """The mesh as a small table, with this process's coordinates."""
     mesh, at = parts.world.mesh, parts.world.at
     rows = [
-        f"    {axis:<13}{size:>4}   {at[axis]:>4}  {_AXIS_WORDS[axis]}"
+        f"    {axis:<13}{size:>4}   {at[axis]:>4}  {_AXES[axis]}"
         for axis, size in mesh.sizes.items()
         if size > 1
     ]
@@ -186,21 +185,21 @@ def _mesh_words(parts: Assembly) -> str:
     return "\n".join([head, "    axis         size   here", *rows])
 
 
-_AXIS_WORDS = {
-    "pp": "stages of layers",
-    "dp_replicate": "copies of the model",
-    "dp_shard": "shares of weights and of the batch",
-    "cp": "parts of every sequence",
-    "tp": "parts of every layer",
+_AXES = {
+    "pp": "pipeline stages",
+    "dp_replicate": "replicas of the model",
+    "dp_shard": "shards of the weights and the batch",
+    "cp": "shards of every sequence",
+    "tp": "shards of every layer",
 }
 
 
-def _batch_words(numbers: Resolved) -> str:
+def _describe_batch(numbers: Resolved) -> str:
     first, sizes, times = numbers.ramp.first, str(numbers.batch), str(numbers.accumulate)
     if first < numbers.batch:
         sizes, times = f"{first} to {sizes}", f"{first // numbers.micro_batch} to {times}"
-    words = f"{sizes} x {numbers.sequence} tokens"
-    return f"{words} in {times} parts" if numbers.accumulate > 1 else words
+    batch = f"{sizes} x {numbers.sequence} tokens"
+    return f"{batch} in {times} micro-batches" if numbers.accumulate > 1 else batch
 
 
 def _run(parts: Assembly, tracker: Tracker, stop: StopRequest, monitor: Monitor) -> Outcome:
@@ -208,7 +207,7 @@ def _run(parts: Assembly, tracker: Tracker, stop: StopRequest, monitor: Monitor)
     if state.progress.reached(config.train.until) and _validated(parts):
         tracker.say(
             f"nothing to do: the run is complete at step {state.progress.steps}; "
-            "raise train.until to go on"
+            "raise train.until to train further"
         )
         best = CheckpointFolder(parts.folder.checkpoints).best()
         return _finish(parts, Exit.DONE, best.loss if best else None)
@@ -247,29 +246,25 @@ def _run(parts: Assembly, tracker: Tracker, stop: StopRequest, monitor: Monitor)
     finally:
         batches.close()
         writer.wait()
-    tracker.say(_closing_words(parts, validate, stopped=not finished))
-    best = validate.best if validate is not None else None
-    exit = Exit.DONE if finished else Exit.STOPPED
-    return _finish(parts, exit, best.loss if best else None)
+    best = state.best if validate is not None else None
+    outcome = "done" if finished else "stopped and saved"
+    outcome += f" at step {state.progress.steps} after {format_seconds(state.counters.seconds)}"
+    if best is not None:
+        outcome += f", best validation loss {best.loss:.4f} at step {best.step}"
+    if not finished:
+        outcome += "; run the same command again to resume"
+    tracker.say(outcome)
+    return _finish(parts, Exit.DONE if finished else Exit.STOPPED, best.loss if best else None)
 
 
 def _validated(parts: Assembly) -> bool:
-    """Whether the last validation of a finished run was made: one may have been stopped before."""
+    """Whether a finished run has its final validation; it may have been stopped just before."""
 
     def recorded() -> bool:
         step, records = parts.state.progress.steps, read_metrics(parts.folder.metrics)
         return any(isinstance(one, ValidationRecord) and one.step == step for one in records)
 
     return parts.data.validation is None or bool(parts.control.on_rank0(recorded))
-
-
-def _closing_words(parts: Assembly, validate: Validate | None, *, stopped: bool) -> str:
-    words = "stopped and saved; the same command goes on" if stopped else "done"
-    state = parts.state
-    words += f" at step {state.progress.steps} after {format_seconds(state.counters.seconds)}"
-    if validate is not None and validate.best is not None:
-        words += f", best validation loss {validate.best.loss:.4f} at step {validate.best.step}"
-    return words
 
 
 def _finish(parts: Assembly, exit: Exit, best_loss: float | None) -> Outcome:

@@ -1,5 +1,5 @@
-"""Requests to stop a run early, with a save. Imports nothing slow, so that signals can be caught
-from the very start."""
+"""Requests to stop a run early, with a checkpoint. Imports nothing slow, so that signals are
+handled from the very start."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class StopRequest:
-    """Asks the loop to stop: on TERM, INT or USR1, or when the time limit comes near.
+    """Asks the loop to stop: on TERM, INT or USR1, or shortly before the time limit.
 
-    The handlers only note the signal. A second INT exits at once, without a save.
+    The handlers only record the signal. A second INT exits at once, without a checkpoint.
     """
 
     def __init__(self) -> None:

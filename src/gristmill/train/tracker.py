@@ -1,4 +1,4 @@
-"""One entry point for all records of a run, from any thread."""
+"""The single, thread-safe entry point for all records of a run."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Tracker:
                 sink.flush()
 
     def close(self) -> None:
-        """Close all, last to first, so that a failure to close still reaches the earlier ones."""
+        """Close all sinks, last to first, so that earlier ones can still record a failure."""
         with self._lock, ExitStack() as stack:
             for sink in self.sinks:
                 stack.callback(sink.close)
@@ -75,15 +75,14 @@ def build_tracker(
     clock: Callable[[], Progress],
     rank: int = 0,
 ) -> Tracker:
-    """The console, the files of the run folder and the services a run asks for; on ranks other than
-    0 only a log file.
+    """Console, run folder and tracking services on rank 0; only a log file on other ranks.
 
-    The failure of a file or service becomes one warning on the console; training continues.
+    If a file or service fails, the console shows one warning and training continues.
     """
     horizon = Horizon(steps, samples)
     if rank > 0:
-        own = LogSink(folder.rank_log(rank), horizon=horizon)
-        return Tracker([Guarded(own, name="its log", report=lambda w: None)], clock=clock)
+        log = LogSink(folder.rank_log(rank), horizon=horizon)
+        return Tracker([Guarded(log, name="its log", report=lambda w: None)], clock=clock)
     console = console_sink(horizon=horizon, start_step=clock().steps, name=config.name)
     sinks: dict[str, Sink] = {
         "metrics.jsonl": JsonlSink(folder.metrics),
@@ -92,7 +91,7 @@ def build_tracker(
     if config.track.tensorboard:
         sinks["TensorBoard"] = TensorBoardSink(folder.path / "tensorboard")
     if config.track.wandb is not None:
-        # An id that no other run has, and that stays the same when this one resumes.
+        # A unique id that survives a resume.
         run_id = folder.path / "wandb-id.txt"
         if not run_id.is_file():
             write_atomic(run_id, uuid.uuid4().hex[:12])
@@ -104,7 +103,7 @@ def build_tracker(
             settings={"run.toml": dump_run(config), **config.model_dump(mode="json")},
             run_id=run_id.read_text(),
         )
-    # A terminal that goes away (a closed window, `| head`) must not end the run either.
+    # A terminal that goes away (a closed window, `| head`) must not end the run.
     terminal = Guarded(console, name="the terminal", report=lambda warning: None)
     guarded = [Guarded(sink, name=name, report=terminal.write) for name, sink in sinks.items()]
     return Tracker([terminal, *guarded], clock=clock)

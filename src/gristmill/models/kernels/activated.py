@@ -1,17 +1,16 @@
-"""Matrix products with an activation at their end, so that its input need not be read again.
+"""Matrix products with a fused activation, which need not read its input from memory.
 
-    forward    h = x W^T + b,  y = f(h)      stores h and y, or y alone where it tells enough
-    backward   dh = (dy V^T) f'(h)           V the weights of the next layer, turned
+    forward    h = x W^T + b,  y = f(h)      stores h and y, or only y where that is enough
+    backward   dh = (dy V^T) f'(h)           V: transposed weights of the next layer
 
-    f           kept for the backward pass
+    f           saved for the backward pass
     gelu_tanh   h
     relu2       y, since f'(h) = 2 relu(h) = 2 sqrt(y)
 
-One kernel for both: a few programs for each of the device's processors, each computing one tile of
-the result after the other, tiles in an order that keeps operands in the cache. Operands come by the
-copy engine of Hopper and later, which also stores the results. Sums are in fp32; h is rounded
-before f, as it is where the two are separate. Sizes are multiples of the tile's; other shapes take
-the plain way.
+One persistent kernel for both: one or two programs per SM, each computing one output tile after
+another, in an order that keeps operands in the cache. Loads and stores use the tensor memory
+accelerator of Hopper and later. Sums are in fp32; h is rounded before f, as in the unfused version.
+Sizes must be multiples of the tile's; other shapes use the unfused version.
 """
 
 from __future__ import annotations
@@ -28,25 +27,25 @@ from gristmill.models.kernels.tanh import tanh
 
 
 class Tiles(NamedTuple):
-    """How a product is divided: rows, columns and depth of a tile, and what computes it."""
+    """Rows, columns and depth of a tile, and how it is launched."""
 
     M: int
     N: int
     K: int
     warps: int
     programs: int
-    """For each processor."""
+    """Per SM."""
 
 
-# The fastest of ten on an H200. Two programs on a processor hide the end of one tile behind the
-# products of the other; the backward pass, which also loads what was kept, has no room for that.
+# The fastest of ten on an H200. With two programs per SM the epilogue of one overlaps with the
+# products of the other; the backward pass, which also loads saved values, has no room for that.
 FORWARD, BACKWARD = Tiles(128, 128, 64, 4, 2), Tiles(128, 256, 64, 8, 1)
 
 
 def linear_activation(
     x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, activation: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """f(x W^T + b), and f's input where the backward pass needs it (else nothing)."""
+    """f's input, empty if the backward pass does not need it, and f(x W^T + b)."""
     shape = (x_MK.shape[0], weight_NK.shape[0])
     out_MN = x_MK.new_empty(shape)
     keeps = activation != "relu2"
@@ -58,7 +57,7 @@ def linear_activation(
 def activation_backward(
     d_MK: torch.Tensor, weight_NK: torch.Tensor, kept_MN: torch.Tensor, activation: str
 ) -> torch.Tensor:
-    """(d W^T) f'(h), with h or f(h) as it was kept."""
+    """(d W^T) f'(h), from the saved h or f(h)."""
     out_MN = torch.empty_like(kept_MN)
     _launch(d_MK, weight_NK, None, kept_MN, out_MN, activation=activation, backward=True)
     return out_MN
@@ -77,7 +76,7 @@ def _launch(
     (m, k), n = a_MK.shape, b_NK.shape[0]
     tile = BACKWARD if backward else FORWARD
     assert m % tile.M == n % tile.N == k % tile.K == 0, "whole tiles"
-    programs = min((m // tile.M) * (n // tile.N), tile.programs * _processors(a_MK.device))
+    programs = min((m // tile.M) * (n // tile.N), tile.programs * _sm_count(a_MK.device))
     _activated_product[(programs,)](
         TensorDescriptor.from_tensor(a_MK, [tile.M, tile.K]),
         TensorDescriptor.from_tensor(b_NK, [tile.N, tile.K]),
@@ -101,7 +100,7 @@ def _launch(
 
 
 @cache
-def _processors(device: torch.device) -> int:
+def _sm_count(device: torch.device) -> int:
     if device.type != "cuda":
         return 3  # for the interpreter
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -119,7 +118,7 @@ def _activated(h, ACTIVATION: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def _slope(kept, ACTIVATION: tl.constexpr, NATIVE: tl.constexpr):
-    """f'(h), from what was kept of the forward pass."""
+    """f'(h), from what the forward pass saved."""
     if ACTIVATION == "relu2":
         return 2.0 * tl.sqrt(kept)
     t = tanh(0.7978845608028654 * kept * (1.0 + 0.044715 * kept * kept), NATIVE)
@@ -141,7 +140,7 @@ def _finish(
     BIASED: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Store one piece of the result."""
+    """Apply the activation to half a tile and store it."""
     if BACKWARD:
         old = kept.load([row, column])
         dtype = old.dtype
@@ -182,7 +181,7 @@ def _activated_product(
     half: tl.constexpr = TILE_N // 2
     program = tl.program_id(0)
     for turn in tl.range(0, rounds, flatten=True):
-        # In the last round programs without a tile of their own do the last one again.
+        # In the last round, programs without a tile repeat the last one.
         tile = tl.minimum(program + turn * PROGRAMS, tiles - 1)
         row, column = tile // across * TILE_M, tile % across * TILE_N
         sums = tl.zeros((TILE_M, TILE_N), tl.float32)

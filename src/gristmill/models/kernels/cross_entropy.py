@@ -1,21 +1,21 @@
-"""Cross-entropy over rows of logits, and its gradient in their place: one kernel.
+"""Cross-entropy over rows of logits, overwritten by its gradient, in one kernel.
 
-A program holds one row of logits z with target t and computes, with c the soft cap,
+A program handles one row of logits z with target t and computes, with c the soft cap,
 
     y = c tanh(z / c)                                      (y = z without a cap)
     loss = log sum exp(y) - y_t
     dz = f (exp(y - log sum exp(y)) - [v = t]) (1 - (y / c)^2)
 
-in two passes over the row, in powers of two: the first keeps a maximum and a sum for each lane,
-which meet at the end, the second writes. A row of 50 thousand bf16 logits fits the cache, so memory
-sees it read once and written once. Everything is computed in fp32, whatever the logits' format.
-Columns from `vocab` on are padding: never predicted, gradient zero.
+in two passes over the row, in base 2: the first keeps a maximum and a sum per lane, reduced at the
+end, the second writes. A row of 50 thousand bf16 logits fits the cache, so it is read from memory
+once and written once. All arithmetic is in fp32. Columns from `vocab` on are padding: never
+predicted, gradient zero.
 
-The gradient may be written a second time, in fp8. A probability of one in 50 thousand is 2^-16,
-where e5m2 ends: scaled so that a gradient of 1 is 2^13, what is kept goes from 2^-29 to 1.
+The kernel can also write the gradient in fp8. A probability of one in 50 thousand is 2^-16, the
+smallest number of e5m2; scaled so that a gradient of 1 is 2^13, gradients from 2^-29 to 1 survive.
 
-For half-precision logits tanh is the GPU's own instruction, exact to 11 bits, three more than a
-bf16 logit has.
+For half-precision logits tanh is the GPU's instruction, accurate to 11 bits, three more than a bf16
+logit has.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from gristmill.models.kernels.tanh import tanh
 BLOCK = 2048
 WARPS = 8
 LOW_CAP = 40.0
-"""Up to this cap no power of two is lost if a row's maximum is taken to be the cap: the smallest of
-them, 2^(-2 cap / log 2), is above 2^-126, where numbers of fp32 begin to lose bits."""
+"""Up to this cap, the cap can stand in for a row's maximum without underflow: the smallest power,
+2^(-2 cap / log 2), is above 2^-126, where fp32 numbers become subnormal."""
 
 
 def cross_entropy_(
@@ -43,10 +43,10 @@ def cross_entropy_(
     cap: float | None,
     copy: Fp8 | None = None,
 ) -> torch.Tensor:
-    """Losses of all rows in fp32; where `factors_N` is given, logits become factor x gradient, and
-    `copy`, of rows in one piece, the same in fp8."""
+    """fp32 losses of all rows. With `factors_N`, factor x gradient overwrites the logits, and
+    `copy`, if given, receives the same in fp8."""
     rows, columns = logits_NV.shape
-    assert logits_NV.stride(1) == 1, "rows of logits lie in one piece"
+    assert logits_NV.stride(1) == 1, "rows must be contiguous"
     losses_N = torch.empty(rows, dtype=torch.float32, device=logits_NV.device)
     _rows[(rows,)](
         logits_NV,
@@ -73,7 +73,7 @@ def cross_entropy_(
 
 @triton.jit
 def _capped(z, cap, CAPPED: tl.constexpr, QUICK: tl.constexpr):
-    """Logits in fp32, capped, in units of log 2: the GPU's own exponential is a power of two."""
+    """Capped fp32 logits in units of log 2, since the GPU's exponential is exp2."""
     if CAPPED:
         z = cap * tanh(z / cap, QUICK)
     return z * 1.4426950408889634
@@ -81,7 +81,7 @@ def _capped(z, cap, CAPPED: tl.constexpr, QUICK: tl.constexpr):
 
 @triton.jit
 def _gradient(z, log_sum, factor, cap, target, CAPPED: tl.constexpr):
-    """Of capped logits in units of log 2; `target` is 1 for the target's and 0 for others."""
+    """Gradient of capped logits in units of log 2; `target` is 1 in the target's column, else 0."""
     gradient = factor * (tl.exp2(z - log_sum) - target)
     if CAPPED:
         # Padding may have z = -inf; any finite slope leaves its gradient at 0.
@@ -100,8 +100,8 @@ def _read(
     QUICK: tl.constexpr,
     END: tl.constexpr,
 ):
-    """Capped logits of some columns of a row; only the last block has columns to mask, so that all
-    others are read in wide pieces."""
+    """Capped logits of some columns of a row. Only the last block needs a mask; the others use wide
+    loads."""
     if END:
         z = tl.load(line + at, mask=at < VOCAB, other=0.0).to(tl.float32)
     else:
@@ -114,8 +114,8 @@ def _read(
 
 @triton.jit
 def _take(sums, tops, z, cap, BOUNDED: tl.constexpr):
-    """Add a block to the running sums of powers; `tops` are the lanes' maxima. With a low cap it
-    serves as the maximum of all, since no logit is above it."""
+    """Add a block to the running sums of powers; `tops` are the lanes' maxima. A low cap replaces
+    the maxima, since no logit exceeds it."""
     if BOUNDED:
         return sums + tl.exp2(z - 1.4426950408889634 * cap), tops
     higher = tl.maximum(tops, z)
@@ -135,7 +135,7 @@ def _log_sum(
     """log2 of the sum of a row's powers, in one pass over it."""
     lanes = tl.arange(0, BLOCK)
     whole: tl.constexpr = VOCAB // BLOCK * BLOCK
-    # A finite start, so that lanes without any column stay at zero.
+    # A finite initial maximum keeps lanes without a column at zero.
     sums, tops = tl.zeros((BLOCK,), tl.float32), tl.full((BLOCK,), -1e30, tl.float32)
     for begin in range(0, whole, BLOCK):
         z = _read(line, begin + lanes, cap, VOCAB, CAPPED, QUICK, END=False)
@@ -159,7 +159,7 @@ def _store(
     NATIVE: tl.constexpr,
     END: tl.constexpr,
 ):
-    """Write the gradient of some columns, and its copy."""
+    """Write the gradient of some columns, and its fp8 copy."""
     inside = at < COLUMNS if END else None
     tl.store(line + at, gradient.to(line.dtype.element_ty), mask=inside)
     if COPY:

@@ -7,13 +7,12 @@
     s_h = max|h| / 448   s_W = max|W| / 448     on the device, for each slice and for each call
     s_g = 2^-13 max|f|                          f: factors of the rows' gradients
 
-No gradient is lost because a batch is large or rows count little, since the scale takes that in.
-The gradient of the head is not in fp8: that would need both operands turned, which costs as much as
-is gained. Sums are in fp32 where gradients are formed; the logits, sums of a few hundred to a few
-thousand products, leave that to the tensor cores.
+The scale s_g adapts to the batch size and the loss weights, so small factors lose no gradients.
+The gradient of the head stays in bf16: fp8 would need both operands transposed, which costs as much
+as it gains. Gradients accumulate in fp32; the logits, sums of a few hundred to a few thousand
+products, accumulate in the tensor cores.
 
-Given up: one scale serves a whole matrix. A single number far above the rest costs all others their
-low digits.
+Given up: one scale per matrix. A single outlier costs all other numbers their low digits.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from gristmill.models.kernels.cross_entropy import cross_entropy_
 from gristmill.models.kernels.fp8 import E5M2, MULTIPLE, Fp8, product, quantised
 
 SHIFT = 2.0**13
-"""What the largest gradient of a slice may become; e5m2 holds seven times as much."""
+"""The largest scaled gradient of a slice; e5m2 goes up to seven times as much."""
 
 
 class Fp8Head:
-    """The head of one call in fp8."""
+    """The head in fp8, for one call."""
 
     def __init__(self, head_VD: torch.Tensor, *, vocab: int, cap: float | None) -> None:
-        assert not any(size % MULTIPLE for size in head_VD.shape), "the rules saw to that"
+        assert not any(size % MULTIPLE for size in head_VD.shape), "checked with the settings"
         self.head_VD = quantised(head_VD)
-        self.turned_DV = Fp8(self.head_VD.values.T.contiguous(), self.head_VD.scale)
+        self.head_DV = Fp8(self.head_VD.values.T.contiguous(), self.head_VD.scale)
         self.vocab, self.cap = vocab, cap
 
     def losses(
@@ -43,13 +42,12 @@ class Fp8Head:
         factors_N: torch.Tensor | None,
         d_hidden_ND: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As of every head."""
         assert factors_N is not None and d_hidden_ND is not None, "for training only"
         logits_NV = product(quantised(hidden_ND), self.head_VD, dtype=torch.bfloat16, fast=True)
-        largest = factors_N.abs().amax().clamp(min=2.0**-100)  # all rows may count nothing
+        largest = factors_N.abs().amax().clamp(min=2.0**-100)  # all factors may be zero
         copy_NV = Fp8(torch.empty_like(logits_NV, dtype=E5M2), largest / SHIFT)
         losses_N = cross_entropy_(
             logits_NV, targets_N, factors_N, vocab=self.vocab, cap=self.cap, copy=copy_NV
         )
-        d_hidden_ND.copy_(product(copy_NV, self.turned_DV, dtype=torch.bfloat16, fast=False))
+        d_hidden_ND.copy_(product(copy_NV, self.head_DV, dtype=torch.bfloat16, fast=False))
         return losses_N, logits_NV

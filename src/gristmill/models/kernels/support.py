@@ -1,4 +1,4 @@
-"""Which kernels a device can run. Asked once, outside of all that is compiled."""
+"""Which kernels a device can run. Checked once, outside compiled code."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from gristmill.models.spec import Kernels
 
 COPY_ENGINE = (9, 0)
-"""The first compute capability that copies whole tiles: Hopper's."""
+"""First compute capability with a tensor memory accelerator: Hopper."""
 FP8 = (8, 9)
-"""The first that multiplies in fp8: Ada's."""
+"""First compute capability with fp8 products: Ada."""
 
 
 def kernels_for(device: torch.device) -> Kernels:

@@ -1,4 +1,4 @@
-"""tanh inside kernels: the GPU's own instruction, exact to 11 bits, or from an exponential."""
+"""tanh inside kernels: the GPU's instruction, accurate to 11 bits, or computed from exp2."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def tanh(x, NATIVE: tl.constexpr):
-    """Of numbers in fp32; `NATIVE` for the GPU's own."""
+    """tanh of fp32 numbers; `NATIVE` uses the GPU's instruction."""
     if NATIVE:
         return tl.inline_asm_elementwise(
             "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
