@@ -117,20 +117,19 @@ class Recurrent(CausalLM):
         last_only: bool = False,
     ) -> torch.Tensor | Loss:
         assert cache is None or isinstance(cache, Memory)
-        with self.autocast():
-            x_BTD = self.letters(tokens_BT).to(self.compute)
-            for number, cell in enumerate(self.stack):
-                seen_BTD = cell(x_BTD, None if cache is None else cache.states.get(number))
-                if cache is not None:
-                    cache.states[number] = seen_BTD[:, -1]
-                x_BTD = x_BTD + seen_BTD
+        x_BTD = self.letters(tokens_BT).to(self.compute)
+        for number, cell in enumerate(self.stack):
+            seen_BTD = cell(x_BTD, None if cache is None else cache.states.get(number))
             if cache is not None:
-                cache.length += tokens_BT.shape[1]
-            if targets_BT is None:
-                kept_BTD = x_BTD[:, -1:] if last_only else x_BTD
-                return self.scores(kept_BTD)[..., : self.vocab]
+                cache.states[number] = seen_BTD[:, -1]
+            x_BTD = x_BTD + seen_BTD
+        if cache is not None:
+            cache.length += tokens_BT.shape[1]
+        if targets_BT is None:
+            kept_BTD = x_BTD[:, -1:] if last_only else x_BTD
+            return self.scores(kept_BTD)[..., : self.vocab]
         return linear_cross_entropy(
-            x_BTD.flatten(0, 1).to(self.compute),
+            x_BTD.flatten(0, 1),
             self.scores.weight,
             targets_BT.flatten(),
             None if weights_BT is None else weights_BT.flatten(),

@@ -19,7 +19,7 @@ import contextlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -171,8 +171,8 @@ class CausalLM(nn.Module):
     """
 
     casts_weights: ClassVar[bool] = False
-    """Whether layers cast their fp32 weights to the dtype of their input themselves; if not,
-    `forward` runs under `self.autocast()`."""
+    """Whether layers cast their fp32 weights to the dtype of their input themselves; if not, the
+    model is called under autocast."""
 
     def __init__(self, config: ModelConfig, *, vocab: int, shard: ModelShard = WHOLE) -> None:
         """`vocab`: ids that can be predicted; further rows of the embedding are padding."""
@@ -184,6 +184,12 @@ class CausalLM(nn.Module):
         self.comm = ShardComm()
 
     # -------------------------------------------------------------- computation
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.casts_weights or self.compute is torch.float32:
+            return super().__call__(*args, **kwargs)
+        with torch.autocast(self.device.type, dtype=self.compute):
+            return super().__call__(*args, **kwargs)
 
     @abstractmethod
     def forward(
@@ -211,11 +217,6 @@ class CausalLM(nn.Module):
     @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
-
-    def autocast(self) -> contextlib.AbstractContextManager[None]:
-        """Compute in the model's dtype with fp32 weights."""
-        half = self.compute is not torch.float32
-        return torch.autocast(self.device.type, dtype=self.compute, enabled=half)
 
     # -------------------------------------------------------------- parameters
 
