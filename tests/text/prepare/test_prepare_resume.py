@@ -297,9 +297,18 @@ def test_control_c_says_how_to_go_on(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in.jsonl", 200_000)
     command = [sys.executable, "-m", "gristmill", "prepare", str(source), "-o",
                str(tmp_path / "out" / "set"), "-t", "bytes", "--workers", "2"]  # fmt: skip
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    # Tests that a shell runs in the background ignore Ctrl-C, and their children would too.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
     while not (tmp_path / "out" / ".set.bin.part").exists():
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
