@@ -115,14 +115,3 @@ def test_adamw_moves_as_torchs_own_does() -> None:
         theirs.step()
     for mine, reference in zip(network.parameters(), other.parameters(), strict=True):
         assert torch.equal(mine, reference)
-
-
-def test_an_optimizer_that_takes_no_decision_cannot_be_stepped() -> None:
-    """It would train unclipped and never skip."""
-
-    class Deaf:
-        def step(self) -> None:
-            raise AssertionError("not reached")
-
-    with pytest.raises(TypeError, match="divisor"):
-        Deaf().step(divisor=torch.tensor(1.0), skip=torch.tensor(0.0))

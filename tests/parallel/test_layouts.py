@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from gristmill.base.process import Place
-from gristmill.base.units import Progress
+from gristmill.base.units import Progress, parse_seconds
 from gristmill.config.load import load_text
 from gristmill.config.resolve import resolve
 from gristmill.config.rules import check_mesh
@@ -263,6 +263,23 @@ def test_a_gathered_model_takes_no_more_than_it_computes_with(crowd: Crowd) -> N
     answer, nothing = crowd(2, gathered)
     assert nothing is None
     assert answer == {"dtypes": {"torch.bfloat16"}, "same": True}
+
+
+def timeouts() -> list[float]:
+    config = load_text(RUN, ('parallel.timeout="10s"',), place="run.toml")
+    mesh, place = check_mesh(config, processes=2), Place.current()
+    world = open_world(config.runtime, mesh=mesh, parallel=config.parallel, place=place)
+    groups = [
+        world.control_group("run").group,
+        world.control_group("checkpoints", timeout=parse_seconds("1h")).group,
+    ]
+    backends = [group._get_backend(torch.device("cpu")) for group in groups if group is not None]
+    return [backend.options._timeout.total_seconds() for backend in backends]
+
+
+def test_processes_wait_longer_for_one_another_in_a_save_than_in_a_step(crowd: Crowd) -> None:
+    """Collectives outlast the monitor, which names the process to blame, by a minute."""
+    assert crowd(2, timeouts) == [[70.0, 3660.0]] * 2
 
 
 def compiled_dropout() -> list[Curve]:

@@ -267,3 +267,13 @@ def test_a_preconditioner_has_its_place(make_run: MakeRun, words: tuple[str, ...
     assert doubling.given == [pytest.approx(expected["norm"], rel=1e-5)]
     assert found["norm"] == pytest.approx(2 * expected["norm"], rel=1e-5)
     assert (found["loss"], found["skipped"]) == (expected["loss"], 0.0)
+
+
+def test_an_optimizer_that_takes_no_decision_cannot_train(make_run: MakeRun) -> None:
+    """It would train unclipped and never skip, and nobody would notice."""
+    strategy, model = make_strategy(make_run())
+    strategy.optimizer = torch.optim.SGD(model.parameters())  # type: ignore[assignment]
+    before = model.head.weight.detach().clone()
+    with pytest.raises(TypeError, match="divisor"):
+        step(strategy, [make_batch(windows(4))])
+    assert torch.equal(model.head.weight, before)

@@ -116,3 +116,10 @@ def test_an_unknown_device_has_no_peak(device: str) -> None:
 )
 def test_a_device_is_not_taken_for_one_with_a_similar_name(device: str, other: str) -> None:
     assert peak_flops(device) != peak_flops(other)
+
+
+def test_each_number_format_has_its_own_peak() -> None:
+    """What a step reaches in fp32 is a share of fp32's peak, not of bf16's."""
+    formats = ("bf16", "fp16", "tf32", "fp32")
+    peaks = [peak_flops("NVIDIA A100-SXM4-80GB", one) for one in formats]
+    assert peaks == [312e12, 312e12, 156e12, 19.5e12]

@@ -26,7 +26,7 @@ from gristmill.evaluate.loss import evaluate_loss
 from gristmill.export import export
 from gristmill.generate import Engine, Sampling
 from gristmill.models import build
-from gristmill.models.build import build_model, outline_model
+from gristmill.models.build import build_model, materialise, outline_model
 from gristmill.models.loss import linear_cross_entropy
 from gristmill.models.spec import WHOLE, Cache, CausalLM, Loss, ModelShard
 from gristmill.plan.arithmetic import TokenCost
@@ -285,7 +285,7 @@ def test_it_generates_and_is_evaluated(known: None, tokens: Path, tmp_path: Path
         (("parallel.cp=2",), "parallel.cp: needs context parallelism"),
         (("parallel.pp=2",), "parallel.pp: needs pipeline stages"),
         (('data.documents="masked"',), "data.documents: needs attention masks for packed"),
-        (('precision.fp8=["head"]', 'precision.compute="bf16"'), "needs output head in fp8"),
+        (('precision.fp8=["head"]', 'precision.compute="bf16"'), "needs an output head in fp8"),
     ],
 )
 def test_what_it_cannot_do_is_refused_when_the_file_is_read(
@@ -309,3 +309,13 @@ def test_an_outline_has_no_memory(known: None) -> None:
     assert all(one.is_meta for one in (*model.parameters(), *model.buffers()))
     small = build_model(config.model_copy(update={"size": 8}), vocab=300, device=CPU)
     assert small.get_buffer("stack.1.slowest")[0] == pytest.approx(0.01)
+
+
+def test_buffers_with_a_value_keep_it_when_a_model_gets_memory(known: None) -> None:
+    """Models from elsewhere compute some of their buffers when they are built."""
+    config = RecurrentConfig(recurrent=True, size=8, cells=1, context=8)
+    model = outline_model(config, vocab=300)
+    model.register_buffer("inverse_frequencies", torch.arange(4.0), persistent=False)
+    materialise(model, CPU)
+    assert model.get_buffer("inverse_frequencies").tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert not any(one.is_meta for one in (*model.parameters(), *model.buffers()))

@@ -25,11 +25,10 @@ class Role(StrEnum):
 
 
 class Ability(StrEnum):
-    """Something that not every model can do. The value completes "this model has no ..."."""
+    """Something that not every model can do. The value completes "this setting needs ..."."""
 
     TENSOR = "tensor parallelism"
     CONTEXT = "context parallelism"
     PIPELINE = "pipeline stages"
-    CACHE = "key/value cache"
     DOCUMENTS = "attention masks for packed documents"
-    FP8_HEAD = "output head in fp8"
+    FP8_HEAD = "an output head in fp8"
