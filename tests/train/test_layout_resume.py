@@ -145,8 +145,9 @@ def all_go_on(configs: list[RunConfig], stop_at: int | None) -> list[int]:
 def test_written_under_any_layout_and_read_under_any(
     crowd: Crowd, make_run: MakeRun, tmp_path: Path, runs: Runs, optimizer: str
 ) -> None:
-    """Two steps and a checkpoint under each layout; from each of these, one step under each."""
-    settings = settings_with(optimizer, steps=3)
+    """Two steps and a checkpoint under each layout, or three where all have to hear of the stop
+    first; from each of these, the rest of four under each."""
+    settings = settings_with(optimizer, steps=4)
 
     def train(layout: str, folders: list[str], stop_at: int | None, exit: Exit) -> None:
         processes, text = MATRIX[layout]
