@@ -38,7 +38,7 @@ from gristmill.config.schema import RunConfig
 from gristmill.optim.schedule import build_schedule
 from gristmill.track.folder import RunFolder
 from gristmill.track.sinks import JsonlSink
-from gristmill.train.assemble import assemble, build_loader, build_meter
+from gristmill.train.assemble import assemble, build_health, build_loader, build_meter
 from gristmill.train.meter import StepEvent
 from gristmill.train.tracker import Tracker
 
@@ -286,7 +286,7 @@ def build_ours(config: RunConfig, folder: Path) -> System:
     schedule = build_schedule(config, parts.numbers)
     progress = Progress()
     tracker = Tracker([JsonlSink(folder / "metrics.jsonl")], clock=lambda: progress)
-    meter = build_meter(parts, tracker)
+    meter = build_meter(parts, tracker, build_health(parts, tracker))
     batches = build_loader(parts).starting_at(progress)
 
     def step() -> torch.Tensor:

@@ -255,7 +255,7 @@ def stop_without_a_collective(config: RunConfig) -> list[int]:
     """A strategy whose processes agree on the last step in a way of their own."""
     real = Spmd.update
 
-    def update(self: Spmd, result: StepResult, *, stop: bool = False) -> StepResult:
+    def update(self: Spmd, result: StepResult, **unused: Any) -> StepResult:
         return replace(real(self, result), stops=None, stop_step=5)
 
     Spmd.update = update  # type: ignore[method-assign]

@@ -38,7 +38,7 @@ from gristmill.tokens.store import open_tokens
 from gristmill.track.folder import RunFolder
 from gristmill.track.metrics import StepRecord, read_metrics
 from gristmill.track.sinks import JsonlSink
-from gristmill.train.assemble import Assembly, assemble, build_loader, build_meter
+from gristmill.train.assemble import Assembly, assemble, build_health, build_loader, build_meter
 from gristmill.train.hooks import Hooks
 from gristmill.train.loop import train
 from gristmill.train.meter import Meter, StepEvent
@@ -211,7 +211,7 @@ def _measure(parts: Assembly, *, warm_up: int, steps: int, random_tokens: bool) 
     numbers, folder, device = parts.numbers, parts.folder, parts.world.device
     folder.path.mkdir()
     tracker = Tracker([JsonlSink(folder.metrics)], clock=lambda: parts.state.progress)
-    meter = build_meter(parts, tracker)
+    meter = build_meter(parts, tracker, build_health(parts, tracker))
     writer = CheckpointWriter(
         CheckpointFolder(folder.checkpoints),
         parts.config.checkpoint,
@@ -224,7 +224,8 @@ def _measure(parts: Assembly, *, warm_up: int, steps: int, random_tokens: bool) 
         tracker=tracker,
         stop=StopRequest(),
         writer=writer,
-        batch_at=numbers.ramp.batch_at,
+        numbers=numbers,
+        control=parts.control,
     )
     schedule = build_schedule(parts.config, numbers)
     batches = build_loader(parts).starting_at(parts.state.progress)

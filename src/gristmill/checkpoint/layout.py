@@ -172,16 +172,39 @@ class CheckpointFolder:
     def mark_best(self, best: Best) -> None:
         write_json(self.root / "best.json", asdict(best))
 
+    def newest_before(self, step: int) -> int | None:
+        """The step of the newest checkpoint from before a step."""
+        return max((n for n in map(step_of, self.committed()) if n < step), default=None)
+
+    def set_aside_after(self, step: int, target: Path) -> list[int]:
+        """Move the checkpoints of later steps into another folder; returns their steps."""
+        later = [path for path in self.committed() if step_of(path) > step]
+        with storage_errors(target):
+            target.mkdir(parents=True)
+            # The newest first: if this is interrupted, the run is never left without those between.
+            for path in reversed(later):
+                os.rename(path, target / path.name)
+            sync_folder(target)
+            sync_folder(self.root)
+        return [step_of(path) for path in later]
+
     def thin_out(
-        self, *, keep: int, keep_every: Duration | None, progress_at: Callable[[int], Progress]
+        self,
+        *,
+        keep: int,
+        keep_every: Duration | None,
+        progress_at: Callable[[int], Progress],
+        good_before: int | None = None,
     ) -> None:
-        """Delete old checkpoints, except the newest `keep`, the best and the permanent ones.
+        """Delete old checkpoints, except the newest `keep`, the best and the permanent ones. While
+        a spike lasts, which began at step `good_before`, those from before it do not count, and
+        none of them is deleted.
 
         Only called after a newer one was committed and verified. A folder is renamed before it is
         emptied, so that a half-deleted one is never mistaken for a checkpoint.
         """
-        best = self.best()
-        for path in self.committed()[:-keep]:
+        best, first = self.best(), 0 if good_before is None else good_before
+        for path in [path for path in self.committed() if step_of(path) >= first][:-keep]:
             step = step_of(path)
             permanent = keep_every is not None and (
                 step == 0 or keep_every.due(progress_at(step - 1), progress_at(step))

@@ -89,6 +89,8 @@ class TrainState:
     """What the strategy keeps as plain numbers."""
     strategy_tensors: CheckpointState | None = None
     """What it keeps as tensors."""
+    health: dict[str, Any] = field(default_factory=dict)
+    """What judges the steps of the run, as plain numbers."""
     rank: int = 0
     ranks: int = 1
     writes_unowned: bool = True
@@ -214,6 +216,7 @@ def capture(state: TrainState) -> Snapshot:
             "identity": state.identity,
             "settings": state.settings,
             "strategy": state.strategy,
+            "health": state.health,
             "counters": dataclasses.asdict(state.counters),
             "best": None if state.best is None else dataclasses.asdict(state.best),
             "layout": state.layout,
@@ -251,7 +254,7 @@ def restore(state: TrainState, folder: Path) -> dict[str, Any]:
         _restore_entries(state.strategy_tensors, open_tensors(folder, STRATEGY), state)
     state.progress = Progress(**values["progress"])
     state.counters = Counters(**values["counters"])
-    state.strategy = values["strategy"]
+    state.strategy, state.health = values["strategy"], values.get("health", {})
     state.best = Best(**values["best"]) if values.get("best") else None
     return values
 

@@ -52,13 +52,16 @@ class CheckpointWriter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
 
-    def save(self, snapshot: Snapshot, *, best: Best | None = None) -> None:
-        """Begin to write a snapshot; `best` marks it as the best so far once it is committed."""
+    def save(
+        self, snapshot: Snapshot, *, best: Best | None = None, good_before: int | None = None
+    ) -> None:
+        """Begin to write a snapshot; `best` marks it as the best so far once it is committed.
+        Checkpoints before step `good_before` are kept beside the newest."""
         self.wait()
         if self.config.background:
-            self._pending = self._thread.submit(self._write, snapshot, best)
+            self._pending = self._thread.submit(self._write, snapshot, best, good_before)
         else:
-            self._write(snapshot, best)
+            self._write(snapshot, best, good_before)
 
     def wait(self) -> None:
         """Return when nothing is being written; raises a defect that ended the last save."""
@@ -76,10 +79,10 @@ class CheckpointWriter:
         if self.control.is_rank0:
             self.folder.mark_best(best)
 
-    def _write(self, snapshot: Snapshot, best: Best | None) -> None:
+    def _write(self, snapshot: Snapshot, best: Best | None, good_before: int | None) -> None:
         started = time.monotonic()
         try:
-            size = self._write_together(snapshot, best)
+            size = self._write_together(snapshot, best, good_before)
         except RefusedError as refused:
             self.failure = refused
             message = f"checkpoint at step {snapshot.step} was not saved: {refused}"
@@ -91,7 +94,9 @@ class CheckpointWriter:
         if self.control.is_rank0:
             self.say(message)
 
-    def _write_together(self, snapshot: Snapshot, best: Best | None) -> int:
+    def _write_together(
+        self, snapshot: Snapshot, best: Best | None, good_before: int | None
+    ) -> int:
         """The steps above; returns the bytes of all ranks."""
         control, folder, config, step = self.control, self.folder, self.config, snapshot.step
         sizes = control.gather({"step": step, "bytes": snapshot.bytes})
@@ -107,7 +112,10 @@ class CheckpointWriter:
             if best is not None and config.keep_best:
                 folder.mark_best(best)
             folder.thin_out(
-                keep=config.keep, keep_every=config.keep_every, progress_at=self.progress_at
+                keep=config.keep,
+                keep_every=config.keep_every,
+                progress_at=self.progress_at,
+                good_before=good_before,
             )
 
         staging = folder.root / control.on_rank0(begin)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from gristmill.base.errors import UserError
+from gristmill.base.errors import Exit, UserError
 from gristmill.cli.options import Overrides
 
 
@@ -21,6 +21,15 @@ def train(
         bool,
         typer.Option("--fresh", help="Start over; an existing run is moved aside, not deleted."),
     ] = False,
+    start_from: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="STEP",
+            help="Go back to the checkpoint of this step, or to the best one (--from best), and "
+            "train from there; what came after it is set aside, not deleted.",
+        ),
+    ] = None,
     processes: Annotated[
         int,
         typer.Option(
@@ -48,6 +57,9 @@ def train(
     from gristmill.config.load import load_run
 
     config = load_run(run, settings or (), find_model=model_folder)
+    if fresh and start_from is not None:
+        what = "--fresh starts over, and --from goes back to a checkpoint"
+        raise UserError(what, where="command line", remedy="leave out one of them", exit=Exit.USAGE)
     if (processes > 1 or restarts > 0) and not supervised:
         from gristmill.base.process import Place
         from gristmill.config.rules import check_mesh
@@ -68,6 +80,14 @@ def train(
         folder = run_folder(config)
         if fresh:
             move_aside(folder)
+        if start_from is not None:
+            from gristmill.base.files import FolderLock
+            from gristmill.train.resume import find_step, go_back
+
+            # Once, here: a restart continues from what was reached since.
+            step = find_step(folder, start_from)
+            with FolderLock(folder.path):
+                go_back(folder, step)
         # As typed, since the run folder keeps it; a supervised process starts no others.
         options = (f"--processes={processes}", *([f"--restarts={restarts}"] if restarts else ()))
         command = (sys.executable, "-m", "gristmill", "train", *options, "--", str(run))
@@ -80,7 +100,7 @@ def train(
     with StopRequest() as stop:
         from gristmill.train.run import run_training
 
-        outcome = run_training(config, fresh=fresh, stop=stop)
+        outcome = run_training(config, fresh=fresh, start_from=start_from, stop=stop)
     raise typer.Exit(outcome.exit)
 
 

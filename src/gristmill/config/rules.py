@@ -119,6 +119,11 @@ def _batch_fits(config: RunConfig) -> Iterator[Problem]:
         yield no_effect(
             "train.recompute_every", "with recompute = 'none'", "remove it, or set recompute"
         )
+    if train.guard is not None and train.guard.action != "rollback":
+        for name in ("patience", "rollbacks"):
+            if getattr(train.guard, name) is not None:
+                remedy = 'remove it, or set train.guard.action = "rollback"'
+                yield no_effect(f"train.guard.{name}", "when steps are skipped", remedy)
     if train.ramp is None or isinstance(parts, Problem):
         return
     if broken := list(ramp_problems(train, parts)):

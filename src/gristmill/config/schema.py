@@ -136,6 +136,23 @@ class RampConfig(Settings):
     """Multiply a step's learning rate by (its batch / full batch) to this power, such as 0.5."""
 
 
+class GuardConfig(Settings):
+    """What to do about steps whose loss or gradient norm is far above its recent values."""
+
+    action: Literal["skip", "rollback"] = "skip"
+    """skip: such a step does not change the weights. rollback: after `patience` such steps in a row
+    the run goes back to the newest checkpoint from before them, and passes over their batches."""
+    threshold: Annotated[float, Field(gt=0)] = 6.0
+    """How far above the median of the recent values is too far, in robust standard deviations
+    (1.4826 times the median absolute deviation)."""
+    window: Annotated[int, Field(ge=16)] = 128
+    """How many recent steps are compared with; at least 16. The first ones are not judged."""
+    patience: Count | None = None
+    """For rollback: how many such steps in a row; 3 if not given."""
+    rollbacks: Count | None = None
+    """For rollback: stop with an error when this many did not help; 10 if not given."""
+
+
 class TrainConfig(Settings):
     """How long and in which portions."""
 
@@ -163,7 +180,12 @@ class TrainConfig(Settings):
     time_limit: WallTime | None = None
     """Save and stop in time to end before this much wall-clock time, such as "3h30m"."""
     bad_steps: Count = 50
-    """Stop when this many steps in a row had a non-finite loss or gradient."""
+    """Stop when this many steps in a row had a non-finite loss or gradient, or were skipped by the
+    guard."""
+    guard: GuardConfig | None = None
+    """Protect the run from spikes, such as by guard.action = "skip"; off if not given. In any case
+    steps with a non-finite loss or gradient are skipped, and checkpoints from before a spike are
+    kept until the loss has recovered."""
 
 
 class ValidateConfig(Settings):

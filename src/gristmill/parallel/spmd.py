@@ -6,7 +6,7 @@
                  precondition
                  norm           of the whole gradient, all-reduced with loss and stop requests
                  clip           as a divisor
-                 step           or skip, if loss or gradient is not finite
+                 step           or skip, if loss or gradient is not finite or above its limit
 
 The loss is the sum over all counted tokens of the step divided by their number, so gradients are
 summed over processes, not averaged. Loss and norm are all-reduced in one collective, so all
@@ -43,7 +43,7 @@ from gristmill.parallel.step import (
     shard_sequences,
     step_seed,
 )
-from gristmill.parallel.strategy import Preconditioner, StepResult
+from gristmill.parallel.strategy import Preconditioner, StepLimits, StepResult
 from gristmill.parallel.sync_timing import SyncTimer
 from gristmill.parallel.world import World
 
@@ -128,7 +128,9 @@ class Spmd:
         )
 
     @record_function("gristmill::update")
-    def update(self, result: StepResult, *, stop: bool = False) -> StepResult:
+    def update(
+        self, result: StepResult, *, stop: bool = False, limits: StepLimits | None = None
+    ) -> StepResult:
         """The phases listed above, in order."""
         self.sync.finish()
         for parameters, group in self._partial:
@@ -142,14 +144,14 @@ class Spmd:
             scale = None
         loss, squares, stops = self._agree(result.loss, stop)
         waited = None if self._timer is None else self._timer.end()
-        decision = decide(loss, squares, scale=scale, clip=self.clip)
+        decision = decide(loss, squares, scale=scale, clip=self.clip, limits=limits)
         if self.offload is not None:
             self.offload.step(self.optimizer, divisor=decision.divisor, skip=decision.skip)
         else:
             self.optimizer.step(divisor=decision.divisor, skip=decision.skip)
         self.sync.clear()
         if self.loss_scale is not None:
-            self.loss_scale.update(decision.skip > 0)
+            self.loss_scale.update(decision.overflow)
         return dataclasses.replace(
             result,
             loss=loss,

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from gristmill.data.loader import Batch
 from gristmill.parallel.context import shard_positions, shard_sequence
+from gristmill.parallel.strategy import StepLimits
 
 
 class Decision(NamedTuple):
@@ -29,18 +30,29 @@ class Decision(NamedTuple):
     divisor: torch.Tensor
     """Gradients are divided by this."""
     skip: torch.Tensor
-    """1 if loss or gradient is not finite, else 0."""
+    """1 if loss or gradient is not finite, or above its limit, else 0."""
+    overflow: torch.Tensor
+    """Whether one of them is not finite."""
 
 
 def decide(
-    loss: torch.Tensor, squares: torch.Tensor, *, scale: torch.Tensor | None, clip: float
+    loss: torch.Tensor,
+    squares: torch.Tensor,
+    *,
+    scale: torch.Tensor | None,
+    clip: float,
+    limits: StepLimits | None = None,
 ) -> Decision:
     """Combine unscaling and clipping, given the squared norm of the scaled gradient."""
     scale = torch.ones_like(loss) if scale is None else scale
     norm = squares.sqrt() / scale
-    bad = ~(torch.isfinite(norm) & torch.isfinite(loss))
+    overflow = ~(torch.isfinite(norm) & torch.isfinite(loss))
     excess = (norm / clip).clamp(min=1.0) if clip else torch.ones_like(norm)
-    return Decision(norm, scale * torch.where(bad, 1.0, excess), bad.float())
+    skip = overflow
+    if limits is not None:
+        skip = overflow | (loss > limits.loss) | (norm > limits.norm)
+    divisor = scale * torch.where(overflow, 1.0, excess)
+    return Decision(norm, divisor, skip.float(), overflow)
 
 
 def count_tokens(

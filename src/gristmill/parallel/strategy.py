@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -25,6 +25,13 @@ from gristmill.data.loader import Batch
 from gristmill.models.spec import CausalLM
 from gristmill.optim.spec import CheckpointState, Optimizer
 from gristmill.parallel.sharding import ShardedParameters
+
+
+class StepLimits(NamedTuple):
+    """A step with a larger loss or gradient norm does not change the weights."""
+
+    loss: float
+    norm: float
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,7 @@ class StepResult:
     grad_norm: torch.Tensor | None = None
     """Norm of the whole gradient before clipping."""
     skipped: torch.Tensor | None = None
-    """1 if the update was skipped because loss or gradient was not finite."""
+    """1 if the update was skipped: loss or gradient was not finite, or above its limit."""
     loss_scale: torch.Tensor | None = None
     """The loss scale of this step, in fp16."""
     stops: torch.Tensor | None = None
@@ -82,8 +89,11 @@ class Strategy(Protocol):
 
     def accumulate(self, batches: Sequence[Batch], progress: Progress) -> StepResult: ...
 
-    def update(self, result: StepResult, *, stop: bool = False) -> StepResult:
-        """`stop`: this process asks to stop; all processes see it in the result."""
+    def update(
+        self, result: StepResult, *, stop: bool = False, limits: StepLimits | None = None
+    ) -> StepResult:
+        """`stop`: this process asks to stop; all processes see it in the result. `limits`: skip the
+        update if the step is above them."""
         ...
 
     def evaluate(self, batches: Iterable[Batch]) -> float: ...

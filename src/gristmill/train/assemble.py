@@ -31,8 +31,9 @@ from gristmill.parallel.strategy import Strategy
 from gristmill.parallel.world import World, open_world
 from gristmill.text.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from gristmill.track.folder import RunFolder
+from gristmill.train.health import RunHealth
 from gristmill.train.hooks import Checkpoint, Hook, Sample, Validate
-from gristmill.train.meter import Meter
+from gristmill.train.meter import AHEAD, Meter
 from gristmill.train.tracker import Tracker
 
 
@@ -220,8 +221,23 @@ def build_validate(parts: Assembly, tracker: Tracker) -> Validate | None:
     )
 
 
+def build_health(parts: Assembly, tracker: Tracker) -> RunHealth:
+    """What judges the steps, as it was when the state was saved."""
+
+    def warn(text: str) -> None:
+        tracker.say(text, level="warning")
+
+    health = RunHealth(parts.config.train.guard, lag=AHEAD, warn=warn)
+    health.load(parts.state.health)
+    return health
+
+
 def build_hooks(
-    parts: Assembly, tracker: Tracker, writer: CheckpointWriter, validate: Validate | None
+    parts: Assembly,
+    tracker: Tracker,
+    writer: CheckpointWriter,
+    validate: Validate | None,
+    health: RunHealth,
 ) -> list[Hook]:
     """All hooks, in the order in which they run."""
     config, hooks = parts.config, list[Hook]()
@@ -247,12 +263,13 @@ def build_hooks(
             strategy=parts.strategy,
             validate=validate,
             keep_best=config.checkpoint.keep_best,
+            health=health,
         )
     )
     return hooks
 
 
-def build_meter(parts: Assembly, tracker: Tracker) -> Meter:
+def build_meter(parts: Assembly, tracker: Tracker, health: RunHealth) -> Meter:
     """The meter that turns step results into records."""
     config, numbers = parts.config, parts.numbers
     return Meter(
@@ -264,5 +281,6 @@ def build_meter(parts: Assembly, tracker: Tracker) -> Meter:
         peak_flops=parts.world.device.peak_flops(
             config.precision.compute, tf32=config.precision.tf32
         ),
+        health=health,
         bad_steps=config.train.bad_steps,
     )

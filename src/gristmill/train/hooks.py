@@ -18,16 +18,19 @@ from typing import Protocol
 
 from gristmill.base.errors import UserError
 from gristmill.base.files import write_atomic
-from gristmill.base.units import Duration
+from gristmill.base.units import Duration, Progress
 from gristmill.checkpoint.layout import Best
 from gristmill.checkpoint.state import TrainState, capture
 from gristmill.checkpoint.writer import CheckpointWriter
+from gristmill.config.resolve import Resolved
 from gristmill.config.schema import SampleConfig
 from gristmill.data.loader import Batch
 from gristmill.generate import Sampling, TextGenerator
+from gristmill.parallel.control import ControlGroup
 from gristmill.parallel.liveness.monitor import Monitor
-from gristmill.parallel.strategy import Strategy
+from gristmill.parallel.strategy import StepLimits, Strategy
 from gristmill.text.tokenizers.tokenizer import Tokenizer
+from gristmill.train.health import GoBack, RunHealth
 from gristmill.train.meter import Meter, StepEvent
 from gristmill.train.stop import StopRequest
 from gristmill.train.tracker import Tracker
@@ -52,8 +55,16 @@ class Hook(Protocol):
         ...
 
 
+class GoBackError(Exception):
+    """The run must go back to a checkpoint; raised on all processes after the same step."""
+
+    def __init__(self, back: GoBack, checkpoint: int) -> None:
+        super().__init__(f"going back to step {checkpoint}")
+        self.back, self.checkpoint = back, checkpoint
+
+
 class Hooks:
-    """Runs the hooks that are due, and decides whether to stop."""
+    """Runs the hooks that are due, and decides whether to stop or to go back."""
 
     def __init__(
         self,
@@ -63,13 +74,15 @@ class Hooks:
         tracker: Tracker,
         stop: StopRequest,
         writer: CheckpointWriter,
-        batch_at: Callable[[int], int],
+        numbers: Resolved,
+        control: ControlGroup,
         monitor: Monitor | None = None,
     ) -> None:
         self.hooks, self.meter, self.tracker, self.stop = hooks, meter, tracker, stop
         self.monitor = monitor
-        self.writer, self.batch_at = writer, batch_at
-        self._steps = 0
+        self.writer, self.numbers, self.control = writer, numbers, control
+        self._progress = Progress()
+        """That of the last step taken."""
 
     @property
     def asked_to_stop(self) -> bool:
@@ -81,7 +94,20 @@ class Hooks:
         """Whether the loop should end now."""
         if self.meter.world.mesh.processes == 1:
             return self.asked_to_stop
-        return self.meter.stop_step is not None and self._steps >= self.meter.stop_step
+        return self.meter.stop_step is not None and self._progress.steps >= self.meter.stop_step
+
+    def skip_limits(self, step: int) -> StepLimits | None:
+        """The limits above which a step must not change the weights."""
+        return self.meter.health.skip_limits(step)
+
+    def pass_over(self, before: Progress) -> Progress | None:
+        """The progress after a step that is passed over; None if the next step is not."""
+        if not self.meter.health.passes_over(before.samples):
+            return None
+        # The processes may not have read the same steps yet.
+        self.meter.settle()
+        samples = self.numbers.ramp.batch_at(before.samples)
+        return before.after(samples=samples, tokens=samples * self.numbers.sequence)
 
     def at_start(self) -> None:
         for hook in self.hooks:
@@ -94,26 +120,53 @@ class Hooks:
     def _phase(self, phase: str) -> None:
         """Report this process's phase to the others."""
         if self.monitor is not None:
-            self.monitor.phase(phase, self._steps)
+            self.monitor.phase(phase, self._progress.steps)
 
     def after_step(self, event: StepEvent) -> None:
-        self._steps = event.after.steps
+        self._progress = event.after
         self.meter.add(event)
-        due = [hook for hook in self.hooks if hook.due(event)]
-        if due:
+        hooks = [hook for hook in self.hooks if hook.due(event)]
+        if hooks:
             self.meter.settle()
-            for hook in due:
+            for hook in hooks:
                 self._phase(hook.phase)
                 hook.act(event)
             self.meter.restart_clock()
         self._phase("step")
         # The next step may be the first of a larger batch.
-        step_seconds = self.meter.sample_seconds * self.batch_at(event.after.samples)
+        batch = self.numbers.ramp.batch_at(event.after.samples)
+        step_seconds = self.meter.sample_seconds * batch
         self.stop.check_time(reserve=2 * (step_seconds + self.writer.seconds))
+        due = self.meter.health.rollback_at
+        if due is not None and due <= event.after.steps:
+            self._go_back()
+
+    def _go_back(self) -> None:
+        """Go back to before the spike, if there is a checkpoint from before it."""
+        health = self.meter.health
+        self.meter.settle()
+        self.writer.wait()
+        back = health.go_back(self._progress.samples)
+        # The update before the first bad step may be what went wrong.
+        step = self.control.on_rank0(lambda: self.writer.folder.newest_before(back.step - 1))
+        if step is None:
+            health.rollback_at = None
+            text = f"cannot go back: there is no checkpoint from before step {back.step - 1}"
+            self.tracker.say(text, level="warning")
+            return
+        most = health.most_rollbacks
+        if back.rollbacks > most:
+            raise health.failure(f"it went back {most} times, which did not help")
+        raise GoBackError(back, step)
 
     def at_end(self, *, finished: bool) -> None:
         self.meter.settle()
+        health = self.meter.health
+        if finished and health.rollback_at is not None:
+            self._go_back()
         self.tracker.flush()
+        if finished:
+            health.check_end(uniform=math.log(self.numbers.vocab))
         if not finished:
             reason = self.stop.reason or "a request to another process"
             self.tracker.say(f"stopping after {reason}")
@@ -230,7 +283,8 @@ class Sample:
 
 
 class Checkpoint:
-    """Saves the state periodically, and whenever validation finds a new best loss."""
+    """Saves the state periodically, and whenever validation finds a new best loss; after a
+    non-finite step it waits for a good one. The end of a run is always saved."""
 
     phase = "save"
 
@@ -243,9 +297,12 @@ class Checkpoint:
         strategy: Strategy,
         validate: Validate | None,
         keep_best: bool,
+        health: RunHealth,
     ) -> None:
         self.every, self.writer, self.state, self.strategy = every, writer, state, strategy
-        self.validate, self.keep_best = validate, keep_best
+        self.validate, self.keep_best, self.health = validate, keep_best, health
+        self._late = False
+        """Whether a save was put off."""
         resumed = writer.folder.path(state.progress.steps).is_dir()
         self._saved_at = state.progress.steps if resumed else None
 
@@ -253,13 +310,16 @@ class Checkpoint:
         """Nothing to save: initial weights follow from the settings."""
 
     def due(self, event: StepEvent) -> bool:
-        if self.every.due(event.before, event.after):
+        if self._late or self.every.due(event.before, event.after):
             return True
         return self.keep_best and self.validate is not None and self.validate.due(event)
 
     def act(self, event: StepEvent) -> None:
         best = self._best_now()
-        if best is not None or self.every.due(event.before, event.after):
+        if best is None and not self._late and not self.every.due(event.before, event.after):
+            return
+        self._late = self.health.non_finite > 0
+        if not self._late:
             self._save(best)
 
     def at_end(self, *, finished: bool) -> None:
@@ -279,4 +339,5 @@ class Checkpoint:
     def _save(self, best: Best | None) -> None:
         self._saved_at = self.state.progress.steps
         self.state.strategy = self.strategy.state()
-        self.writer.save(capture(self.state), best=best)
+        self.state.health = self.health.state()
+        self.writer.save(capture(self.state), best=best, good_before=self.health.good_before)

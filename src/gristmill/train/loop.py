@@ -32,9 +32,14 @@ def train(
         micro_batches = next(batches)
         waited = time.monotonic() - started
         before = state.progress
+        if (after := hooks.pass_over(before)) is not None:
+            state.progress = after
+            continue
         lr = schedule.apply(state.optimizer, before)
         result = strategy.accumulate(micro_batches, before)
-        result = strategy.update(result, stop=hooks.asked_to_stop)
+        result = strategy.update(
+            result, stop=hooks.asked_to_stop, limits=hooks.skip_limits(before.steps + 1)
+        )
         state.progress = before.after(samples=result.samples, tokens=result.tokens)
         hooks.after_step(StepEvent(before, state.progress, result, lr=lr, data_wait=waited))
     finished = state.progress.reached(until)

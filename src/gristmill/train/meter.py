@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 
-from gristmill.base.errors import Exit, UserError
 from gristmill.base.units import Duration, Progress
 from gristmill.checkpoint.state import Counters
 from gristmill.parallel.device import Mark
@@ -22,6 +21,7 @@ from gristmill.parallel.strategy import StepResult
 from gristmill.parallel.world import World
 from gristmill.plan.arithmetic import TokenCost
 from gristmill.track.metrics import StepRecord
+from gristmill.train.health import RunHealth, StepOutcome
 from gristmill.train.tracker import Tracker
 
 AHEAD = 2
@@ -59,13 +59,13 @@ class Meter:
         cost: TokenCost,
         world: World,
         peak_flops: float | None,
+        health: RunHealth,
         bad_steps: int,
     ) -> None:
         self.tracker, self.counters, self.every = tracker, counters, every
         self.cost, self.world, self.bad_steps = cost, world, bad_steps
-        self.peak = peak_flops
+        self.peak, self.health = peak_flops, health
         self._pending: deque[_Pending] = deque()
-        self._consecutive_bad = 0
         self._last = world.device.mark()
         self.step_seconds = 0.0
         self.sample_seconds = 0.0
@@ -108,20 +108,20 @@ class Meter:
             self.stop_step = event.after.steps + (AHEAD if self.world.device.is_async else 0)
         self.counters.skipped += int(skipped)
         self.counters.nan += int(not math.isfinite(loss))
+        before, after = event.before, event.after
         # An fp16 overflow only means that the loss scale is still too high.
-        overflow = skipped and math.isfinite(loss) and event.result.loss_scale is not None
-        self._consecutive_bad = self._consecutive_bad + 1 if skipped and not overflow else 0
-        if self.every.due(event.before, event.after) or event.after.steps == 1:
+        fp16 = event.result.loss_scale is not None
+        overflow = bool(skipped) and math.isfinite(loss) and not math.isfinite(norm) and fp16
+        if self.every.due(before, after) or after.steps == 1:
             self.tracker.write(self._step_record(event, loss, norm, scale))
-        if self._consecutive_bad >= self.bad_steps:
-            raise UserError(
-                f"loss or gradient was not finite for {self._consecutive_bad} consecutive steps, "
-                f"up to step {event.after.steps}; these steps did not change the weights",
-                where="training",
-                remedy="lower optim.lr, lengthen the warm-up, or inspect the data from "
-                f"sample {event.before.samples} on",
-                exit=Exit.DATA,
+        self.health.observe(
+            StepOutcome(
+                after.steps, before.samples, after.samples, loss, norm, bool(skipped), overflow
             )
+        )
+        if self.health.bad >= self.bad_steps:
+            skipped_all = f"{self.health.bad} steps in a row were skipped, up to step {after.steps}"
+            raise self.health.failure(skipped_all)
 
     def _step_record(self, event: StepEvent, loss: float, norm: float, scale: float) -> StepRecord:
         rate = event.result.tokens / self.step_seconds if self.step_seconds else math.inf

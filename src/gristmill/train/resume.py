@@ -7,9 +7,11 @@ run.toml, origin.txt, environment.json, tokenizer/   rewritten at every start
 
 from __future__ import annotations
 
+import re
 import shlex
+import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,14 @@ from typing import Any
 import torch
 
 from gristmill.base.errors import Exit, Problem, UserError
-from gristmill.base.files import write_atomic, write_json
-from gristmill.checkpoint.layout import Best, CheckpointFolder, CheckpointSearch
+from gristmill.base.files import storage_errors, write_atomic, write_json
+from gristmill.checkpoint.layout import (
+    Best,
+    CheckpointFolder,
+    CheckpointSearch,
+    step_of,
+    verify,
+)
 from gristmill.checkpoint.state import restore
 from gristmill.config.load import changed_settings, dump_run
 from gristmill.config.parallel import Mesh
@@ -26,6 +34,8 @@ from gristmill.track.folder import RunFolder
 from gristmill.track.metrics import cut_metrics
 from gristmill.train.assemble import Assembly
 from gristmill.train.environment import describe_environment
+
+_STEP_NAME = re.compile(r"(?:step-)?(\d{1,18})")
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,43 @@ def resume(parts: Assembly) -> Resumed:
         notes.append(f"skipped damaged checkpoint {path.name} ({what}); it is now {aside.name}")
     notes += control.on_rank0(lambda: _fit_folder(parts))
     return Resumed(found.path, notes)
+
+
+def find_step(folder: RunFolder, which: str) -> int:
+    """The step of the checkpoint that a user names: a step, or "best". It must be intact."""
+    checkpoints = CheckpointFolder(folder.checkpoints)
+    steps = [step_of(path) for path in checkpoints.committed()]
+    known = f"there are checkpoints of steps {', '.join(map(str, steps))}" if steps else None
+    if which == "best":
+        best = checkpoints.best()
+        if best is None:
+            what = "no checkpoint is marked as the best"
+            raise UserError(what, where=folder.checkpoints, remedy=known)
+        step = best.step
+    else:
+        number = _STEP_NAME.fullmatch(which)
+        step = -1 if number is None else int(number[1])
+    if step not in steps:
+        what = f"there is no checkpoint of step {which}" if known else "there are no checkpoints"
+        raise UserError(what, where=str(folder.checkpoints), remedy=known)
+    problems = verify(checkpoints.path(step))
+    if problems:
+        raise UserError([*problems[:-1], replace(problems[-1], remedy=known)], exit=Exit.STORAGE)
+    return step
+
+
+def go_back(folder: RunFolder, step: int) -> Path:
+    """Make a checkpoint the newest of a run: everything after it is set aside, with the metrics as
+    they were. Returns the folder where it is."""
+    target, number = folder.set_aside / f"after-step-{step:08d}", 0
+    while target.exists():
+        number += 1
+        target = target.with_name(f"after-step-{step:08d}.{number}")
+    CheckpointFolder(folder.checkpoints).set_aside_after(step, target)
+    if folder.metrics.is_file():
+        with storage_errors(target):
+            shutil.copyfile(folder.metrics, target / folder.metrics.name)
+    return target
 
 
 def _fit_folder(parts: Assembly) -> list[str]:

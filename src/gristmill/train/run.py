@@ -7,9 +7,11 @@ logs.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from gristmill.base.errors import Exit, UserError
@@ -32,14 +34,16 @@ from gristmill.track.metrics import ValidationRecord, read_metrics
 from gristmill.train.assemble import (
     Assembly,
     assemble,
+    build_health,
     build_hooks,
     build_loader,
     build_meter,
     build_validate,
 )
-from gristmill.train.hooks import Hooks
+from gristmill.train.health import GoBack, RunHealth
+from gristmill.train.hooks import GoBackError, Hooks
 from gristmill.train.loop import train
-from gristmill.train.resume import Resumed, resume
+from gristmill.train.resume import Resumed, find_step, go_back, resume
 from gristmill.train.stop import StopRequest
 from gristmill.train.tracker import Tracker, build_tracker
 
@@ -55,10 +59,15 @@ class Outcome:
 
 
 def run_training(
-    config: RunConfig, *, fresh: bool = False, stop: StopRequest | None = None
+    config: RunConfig,
+    *,
+    fresh: bool = False,
+    start_from: str | None = None,
+    stop: StopRequest | None = None,
 ) -> Outcome:
-    """Train, or resume the run in the folder. `stop`: handles signals already; if None, signals
-    are handled while this runs."""
+    """Train, or resume the run in the folder: from its newest checkpoint, or from the one that
+    `start_from` names. `stop`: handles signals already; if None, signals are handled while this
+    runs."""
     place, folder = Place.current(), run_folder(config)
     mesh = check_mesh(config, processes=place.world)
     handler = contextlib.nullcontext(stop) if stop is not None else StopRequest()
@@ -80,12 +89,16 @@ def run_training(
         def claim() -> bool:
             if fresh:
                 move_aside(folder)
+            step = None if start_from is None else find_step(folder, start_from)
             new = folder.create()
             lock.acquire()
+            if step is not None:
+                go_back(folder, step)
             return new
 
-        new = control.on_rank0(claim)
+        new = False
         try:
+            new = control.on_rank0(claim)
             outcome = _locked_training(config, folder, world, control, stop, monitor)
         except UserError:
             if new and world.is_rank0:
@@ -125,30 +138,50 @@ def _locked_training(
 ) -> Outcome:
     parts = assemble(config, folder, world, control)
     require_checkpoint_room(folder.path, parts.checkpoint_bytes)
-    resumed = resume(parts)
-    monitor.phase("start", parts.state.progress.steps)
-    tracker = build_tracker(
-        config,
-        folder,
-        steps=parts.numbers.steps,
-        samples=parts.numbers.samples_at_end(parts.state.progress),
-        clock=lambda: parts.state.progress,
-        rank=world.rank,
-    )
-    monitor.on_exit = lambda message: _note_failure(parts, tracker, UserError(message))
-    try:
-        _announce(parts, tracker, resumed)
-        outcome = _run(parts, tracker, stop, monitor)
-    except BaseException as error:
-        # When another process is lost, this error is only a consequence.
-        cause = monitor.explain(error) or error
-        _note_failure(parts, tracker, cause)
-        if cause is not error:
-            raise cause from error
-        raise
-    finally:
-        tracker.close()
-    return outcome
+    went_back: tuple[GoBack, RunHealth] | None = None
+    notes = list[str]()
+    while True:
+        resumed = resume(parts)
+        resumed.notes.extend(notes)
+        monitor.phase("start", parts.state.progress.steps)
+        tracker = build_tracker(
+            config,
+            folder,
+            steps=parts.numbers.steps,
+            samples=parts.numbers.samples_at_end(parts.state.progress),
+            clock=lambda: parts.state.progress,
+            rank=world.rank,
+        )
+        monitor.on_exit = partial(_note_exit, parts, tracker)
+        health = build_health(parts, tracker)
+        if went_back is not None:
+            health.went_back(*went_back)
+        try:
+            _announce(parts, tracker, resumed)
+            return _run(parts, tracker, stop, monitor, health)
+        except GoBackError as error:
+            aside = control.on_rank0(partial(_set_aside, folder, error.checkpoint))
+            went_back = (error.back, health)
+            # For the next round, whose records begin at that step.
+            where = f"went back to step {error.checkpoint}; what came after it is in {aside}"
+            notes = [f"{error.back}; {where}"]
+        except BaseException as error:
+            # When another process is lost, this error is only a consequence.
+            cause = monitor.explain(error) or error
+            _note_failure(parts, tracker, cause)
+            if cause is not error:
+                raise cause from error
+            raise
+        finally:
+            tracker.close()
+
+
+def _set_aside(folder: RunFolder, step: int) -> str:
+    return str(go_back(folder, step).relative_to(folder.path))
+
+
+def _note_exit(parts: Assembly, tracker: Tracker, message: str) -> None:
+    _note_failure(parts, tracker, UserError(message))
 
 
 def _announce(parts: Assembly, tracker: Tracker, resumed: Resumed) -> None:
@@ -202,9 +235,12 @@ def _describe_batch(numbers: Resolved) -> str:
     return f"{batch} in {times} micro-batches" if numbers.accumulate > 1 else batch
 
 
-def _run(parts: Assembly, tracker: Tracker, stop: StopRequest, monitor: Monitor) -> Outcome:
+def _run(
+    parts: Assembly, tracker: Tracker, stop: StopRequest, monitor: Monitor, health: RunHealth
+) -> Outcome:
     config, state, numbers = parts.config, parts.state, parts.numbers
     if state.progress.reached(config.train.until) and _validated(parts):
+        health.check_end(uniform=math.log(numbers.vocab))
         tracker.say(
             f"nothing to do: the run is complete at step {state.progress.steps}; "
             "raise train.until to train further"
@@ -221,14 +257,14 @@ def _run(parts: Assembly, tracker: Tracker, stop: StopRequest, monitor: Monitor)
         ),
     )
     validate = build_validate(parts, tracker)
-    meter = build_meter(parts, tracker)
     hooks = Hooks(
-        build_hooks(parts, tracker, writer, validate),
-        meter=meter,
+        build_hooks(parts, tracker, writer, validate, health),
+        meter=build_meter(parts, tracker, health),
         tracker=tracker,
         stop=stop,
         writer=writer,
-        batch_at=numbers.ramp.batch_at,
+        numbers=numbers,
+        control=parts.control,
         monitor=monitor,
     )
     batches = build_loader(parts).starting_at(state.progress)
@@ -251,6 +287,8 @@ def _run(parts: Assembly, tracker: Tracker, stop: StopRequest, monitor: Monitor)
     outcome += f" at step {state.progress.steps} after {format_seconds(state.counters.seconds)}"
     if best is not None:
         outcome += f", best validation loss {best.loss:.4f} at step {best.step}"
+    if state.counters.skipped:
+        outcome += f", {state.counters.skipped} steps skipped"
     if not finished:
         outcome += "; run the same command again to resume"
     tracker.say(outcome)

@@ -1,0 +1,338 @@
+"""Whether a run is healthy: which of its steps are outliers, and since when.
+
+    value      loss or gradient norm of a step, as all processes see it
+    limit      median + threshold x spread of the last `window` values, where the spread is the
+               median absolute deviation, scaled to a standard deviation; norms on a
+               logarithmic scale
+    outlier    a step with a value above its limit
+    spike      a non-finite step, or several outliers in a row; it lasts until the loss was below
+               its old limit for some steps in a row
+
+While a spike lasts, checkpoints from before it are kept; after a non-finite step nothing is saved.
+With `[train.guard]`, outliers are skipped, or the run goes back to a checkpoint from before them
+and passes over their batches.
+
+Every process reaches the same conclusions at the same step: results are read late on a GPU, sooner
+or later by chance, so a step counts only from `lag` steps after it. All of this is part of a
+checkpoint, so that a resumed run decides as an uninterrupted one would.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gristmill.base.errors import Exit, UserError
+from gristmill.config.schema import GuardConfig
+from gristmill.parallel.strategy import StepLimits
+
+FEWEST = 16
+"""Values that are needed before any is judged, without a guard."""
+IN_A_ROW = 3
+"""Outliers in a row that make a spike."""
+CALM = 8
+"""Steps in a row below the old limit that end a spike."""
+MOST_ROLLBACKS = 10
+SMALLEST_SPREAD = 0.005
+"""The spread is at least this fraction of the median, since values may hardly vary at all."""
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """One step, as its results tell."""
+
+    step: int
+    begin: int
+    """Samples before the step."""
+    end: int
+    """Samples after it."""
+    loss: float
+    norm: float
+    skipped: bool
+    """Whether the weights stayed as they were."""
+    overflow: bool = False
+    """Whether they did because the fp16 loss scale was still too high, which is normal."""
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.norm)
+
+
+@dataclass(frozen=True)
+class Spike:
+    """Where steps began to be bad."""
+
+    step: int
+    """The first bad step."""
+    begin: int
+    """Samples before the step that precedes it, which may have caused it."""
+    limit: float | None
+    """The loss must stay below this to count as recovered; None if any finite loss will do."""
+
+
+class RobustSpread:
+    """The last values of a number, and the limit for the next."""
+
+    def __init__(self, *, window: int, threshold: float, fewest: int, factors: bool) -> None:
+        """`factors`: values vary by factors, as norms do, so their logarithms are compared."""
+        self.values = deque[float](maxlen=window)
+        self.threshold, self.fewest, self.factors = threshold, fewest, factors
+
+    def limit(self) -> float:
+        if len(self.values) < self.fewest:
+            return math.inf
+        values = [math.log(value) for value in self.values] if self.factors else self.values
+        median = statistics.median(values)
+        deviation = 1.4826 * statistics.median(abs(value - median) for value in values)
+        if self.factors:
+            return math.exp(median + self.threshold * max(deviation, SMALLEST_SPREAD))
+        return median + self.threshold * max(deviation, SMALLEST_SPREAD * abs(median))
+
+    def add(self, value: float) -> None:
+        """Values above the limit count as the limit: a single one hardly moves it, but a lasting
+        change becomes the new normal."""
+        limit = self.limit()
+        if math.isfinite(value) and not (self.factors and value <= 0):
+            self.values.append(min(value, limit))
+
+
+class RunHealth:
+    """Judges the steps of a run, one after the other."""
+
+    def __init__(self, guard: GuardConfig | None, *, lag: int, warn: Callable[[str], None]) -> None:
+        self.guard, self.lag, self.warn = guard, lag, warn
+        settings = guard or GuardConfig()
+        # Judging alone does no harm. The guard must know what is normal, which changes at first.
+        fewest = FEWEST if guard is None else settings.window
+        self.patience = settings.patience or IN_A_ROW
+        self.most_rollbacks = settings.rollbacks or MOST_ROLLBACKS
+        self._losses, self._norms = (
+            RobustSpread(
+                window=settings.window,
+                threshold=settings.threshold,
+                fewest=fewest,
+                factors=factors,
+            )
+            for factors in (False, True)
+        )
+        self._limits: dict[int, StepLimits] = {}
+        """The limits that apply from a step on."""
+        self._streak = self._calm = 0
+        self._previous: int | None = None
+        """Samples before the last step that was observed."""
+        self._first: Spike | None = None
+        """The first step of the streak."""
+        self.spike: Spike | None = None
+        self.bad = 0
+        """Steps in a row, up to the last, that were not finite or that the guard skipped."""
+        self.non_finite = 0
+        """Steps in a row, up to the last, that were not finite: their state is not worth saving."""
+        self.loss: float | None = None
+        """The loss of the last step that was observed."""
+        self.rollback_at: int | None = None
+        """The step after which the run goes back."""
+        self.rollbacks = 0
+        self.passed_over: list[tuple[int, int]] = []
+        """Ranges of samples that were not trained on, in order."""
+
+    # -------------------------------------------------------------- judging
+
+    def limits(self, step: int) -> StepLimits | None:
+        """The limits of a step that is about to be taken; None if there are none."""
+        known = [start for start in self._limits if start <= step]
+        return self._limits[max(known)] if known else None
+
+    def skip_limits(self, step: int) -> StepLimits | None:
+        """Those above which the step must not change the weights."""
+        skips = self.guard is not None and self.guard.action == "skip"
+        return self.limits(step) if skips else None
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """Judge a step."""
+        limits = self.limits(outcome.step)
+        self.loss = outcome.loss
+        if not outcome.overflow:
+            guarded = outcome.skipped and outcome.finite
+            self.bad = self.bad + 1 if outcome.skipped else 0
+            self.non_finite = 0 if outcome.finite else self.non_finite + 1
+            if guarded:
+                self._pass_over(outcome.begin, outcome.end)
+                self.warn(f"skipped step {outcome.step}: {_described(outcome, limits)}")
+            outlier = not outcome.finite or guarded or self._is_outlier(outcome, limits)
+            self._count(outcome, limits, outlier)
+            self._losses.add(outcome.loss)
+            self._norms.add(outcome.norm)
+        # Limits that no coming step needs are dropped.
+        applies = outcome.step + 1 + self.lag
+        needed = max((start for start in self._limits if start <= outcome.step + 1), default=0)
+        self._limits = {start: one for start, one in self._limits.items() if start >= needed}
+        self._limits[applies] = StepLimits(self._losses.limit(), self._norms.limit())
+        self._previous = outcome.begin
+
+    def _is_outlier(self, outcome: StepOutcome, limits: StepLimits | None) -> bool:
+        if limits is None:
+            return False
+        # Clipping takes care of a large gradient, unless the guard is asked to.
+        norm = self.guard is not None and outcome.norm > limits.norm
+        return outcome.loss > limits.loss or norm
+
+    def _count(self, outcome: StepOutcome, limits: StepLimits | None, outlier: bool) -> None:
+        """Follow streaks and spikes."""
+        self._streak = self._streak + 1 if outlier else 0
+        if self._streak == 1:
+            limit = None if limits is None or math.isinf(limits.loss) else limits.loss
+            before = outcome.begin if self._previous is None else self._previous
+            self._first = Spike(outcome.step, before, limit)
+        if (
+            self.guard is not None
+            and self.guard.action == "rollback"
+            and self._streak == self.patience
+            and self.rollback_at is None
+        ):
+            self.rollback_at = outcome.step + self.lag
+        if self.spike is not None:
+            self._follow(self.spike, outcome)
+        elif self._streak >= IN_A_ROW or not outcome.finite:
+            self.spike, self._calm = self._first, 0
+            self.warn(
+                f"step {outcome.step}: {_described(outcome, limits)}; checkpoints from before "
+                f"step {outcome.step - self._streak + 1} are kept until the loss recovers"
+            )
+
+    def _follow(self, spike: Spike, outcome: StepOutcome) -> None:
+        """Find out whether a spike is over."""
+        limit = math.inf if spike.limit is None else spike.limit
+        calm = outcome.finite and not outcome.skipped and outcome.loss <= limit
+        self._calm = self._calm + 1 if calm else 0
+        if self._calm == CALM:
+            self.spike = None
+            self.warn(f"the loss has recovered from the spike at step {spike.step}")
+
+    # -------------------------------------------------------------- consequences
+
+    @property
+    def good_before(self) -> int | None:
+        """Checkpoints before this step must be kept; None if all are as good."""
+        return None if self.spike is None else self.spike.step
+
+    def passes_over(self, sample: int) -> bool:
+        """Whether the step that begins with a sample is passed over."""
+        return any(begin <= sample < end for begin, end in self.passed_over)
+
+    def go_back(self, end: int) -> GoBack:
+        """What to do when `rollback_at` is reached; `end` are the samples so far."""
+        assert self._first is not None
+        return GoBack(self._first.step, self._first.begin, end, self.rollbacks + 1)
+
+    def went_back(self, back: GoBack, then: RunHealth) -> None:
+        """Continue without what led to a spike. This is the health of the older checkpoint, `then`
+        that of the run when it went back."""
+        for begin, end in (*then.passed_over, (back.begin, back.end)):
+            self._pass_over(begin, end)
+        self.rollbacks = back.rollbacks
+
+    def _pass_over(self, begin: int, end: int) -> None:
+        ranges = list[tuple[int, int]]()
+        for one in sorted([*self.passed_over, (begin, end)]):
+            if ranges and one[0] <= ranges[-1][1]:
+                ranges[-1] = (ranges[-1][0], max(ranges[-1][1], one[1]))
+            else:
+                ranges.append(one)
+        self.passed_over = ranges
+
+    def failure(self, what: str) -> UserError:
+        """The error of a run that has gone bad."""
+        since, inspect = "the start", ""
+        if self.spike is not None:
+            since = f"step {self.spike.step}"
+            inspect = f", or inspect the data from sample {self.spike.begin} on"
+        return UserError(
+            f"the run has diverged since {since}: {what}",
+            where="training",
+            remedy=f"lower optim.lr or lengthen the warm-up{inspect}; the same command resumes "
+            "from the newest checkpoint, and with --from STEP from an older one",
+            exit=Exit.DATA,
+        )
+
+    def check_end(self, *, uniform: float) -> None:
+        """Refuse to call a run done that ends in a spike; `uniform` is the loss of guessing."""
+        if self.non_finite:
+            count = f"the last {self.non_finite} steps" if self.non_finite > 1 else "the last step"
+            raise self.failure(f"loss or gradient of {count} was not finite")
+        if self.spike is not None and self.loss is not None and self.loss > 1.05 * uniform:
+            what = f"it ends with a loss of {self.loss:.4g}, and guessing has {uniform:.4g}"
+            raise self.failure(what)
+
+    # -------------------------------------------------------------- checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """All of it as JSON, which has no infinity."""
+
+        def plain(limits: StepLimits) -> list[float | None]:
+            return [value if math.isfinite(value) else None for value in limits]
+
+        return {
+            "losses": list(self._losses.values),
+            "norms": list(self._norms.values),
+            "limits": [[start, *plain(one)] for start, one in self._limits.items()],
+            "streak": self._streak,
+            "calm": self._calm,
+            "previous": self._previous,
+            "first": None if self._first is None else asdict(self._first),
+            "spike": None if self.spike is None else asdict(self.spike),
+            "bad": self.bad,
+            "non_finite": self.non_finite,
+            "loss": self.loss if self.loss is not None and math.isfinite(self.loss) else None,
+            "rollback_at": self.rollback_at,
+            "rollbacks": self.rollbacks,
+            "passed_over": self.passed_over,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """The state of a checkpoint; empty for those of older versions."""
+        if not state:
+            return
+        self._losses.values.extend(state["losses"])
+        self._norms.values.extend(state["norms"])
+        self._limits = {
+            start: StepLimits(*(math.inf if value is None else value for value in values))
+            for start, *values in state["limits"]
+        }
+        self._streak, self._calm = state["streak"], state["calm"]
+        self._previous = state["previous"]
+        self._first = None if state["first"] is None else Spike(**state["first"])
+        self.spike = None if state["spike"] is None else Spike(**state["spike"])
+        self.bad, self.non_finite, self.loss = state["bad"], state["non_finite"], state["loss"]
+        self.rollback_at, self.rollbacks = state["rollback_at"], state["rollbacks"]
+        self.passed_over = [(begin, end) for begin, end in state["passed_over"]]
+
+
+@dataclass(frozen=True)
+class GoBack:
+    """Go back to a checkpoint from before a spike, and pass over the samples that led to it."""
+
+    step: int
+    """The first bad step."""
+    begin: int
+    end: int
+    """The range of samples to pass over."""
+    rollbacks: int
+    """How many there were, this one included."""
+
+    def __str__(self) -> str:
+        return (
+            f"loss or gradient norm spiked at step {self.step}: samples {self.begin} to "
+            f"{self.end - 1} are passed over (rollback {self.rollbacks})"
+        )
+
+
+def _described(outcome: StepOutcome, limits: StepLimits | None) -> str:
+    where = f"samples {outcome.begin} to {outcome.end - 1}"
+    if not outcome.finite or limits is None:
+        return f"loss or gradient is not finite, and the update was skipped ({where})"
+    loss = f"loss {outcome.loss:.4g} (limit {limits.loss:.4g})"
+    return f"{loss}, gradient norm {outcome.norm:.3g} (limit {limits.norm:.3g}), {where}"
