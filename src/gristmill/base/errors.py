@@ -35,6 +35,8 @@ class Exit(enum.IntEnum):
     INTERNAL = 70, "a defect"
     """A defect of the program, with a traceback. The last line names it, and the log if there is
     one: please report it, with the command."""
+    DEVICE = 71, "a faulty device"
+    """Two computations that must agree to the bit do not: a device or its memory is faulty."""
     STORAGE = 74, "storage"
     """The disk refused: full, read-only, or every checkpoint is damaged."""
     STOPPED = 75, "stopped and saved"

@@ -48,8 +48,8 @@ app = typer.Typer(
     cls=_Commands,
     help="Text in, language model out: pretrain GPT models from raw text.",
     epilog="Exit status: 0 done, 75 stopped and saved (the same command resumes), 2 wrong command "
-    "line, 65 bad data, 74 storage, 76 another process was lost, 77 refused for safety, "
-    "78 wrong settings, 70 a defect.",
+    "line, 65 bad data, 71 a faulty device, 74 storage, 76 another process was lost, 77 refused "
+    "for safety, 78 wrong settings, 70 a defect.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -42,6 +42,8 @@ def layout_problems(config: RunConfig, *, processes: int | None = None) -> Itera
         if config.precision.reduce is not None and mesh.data * mesh.cp == 1:
             why = f"with {mesh}: no gradients of data-parallel processes are summed"
             yield no_effect("precision.reduce", why)
+        if config.parallel.compare is not None and not mesh.has_copies:
+            yield no_effect("parallel.compare", f"with {mesh}: no weights are held twice")
 
 
 def _processes_to_start(config: RunConfig, processes: int) -> str:

@@ -18,7 +18,7 @@ from typing import Literal
 
 from gristmill.base.errors import Problem
 from gristmill.config.settings import Settings
-from gristmill.config.values import Count, Patience, Size
+from gristmill.config.values import Count, Interval, Patience, Size
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -62,6 +62,9 @@ class ParallelConfig(Settings):
     wait less. zero-bubble: also computes gradients of weights while a device would wait."""
     stages: Count | None = None
     """Groups of layers on each device; 2 for interleaved and zero-bubble if not given, else 1."""
+    compare: Interval | None = None
+    """How often processes that hold copies of the same weights and optimizer state compare them to
+    the bit, and at the end; never if not given. The run ends when they differ, before it saves."""
     start_timeout: Patience = "10m"
     """How long processes wait for one another at the start; at least "5s"."""
     timeout: Patience = "10m"
@@ -107,6 +110,11 @@ class Mesh:
         """Axes along which processes hold equal copies of the same part of the weights, apart from
         what tp does not divide."""
         return ("dp_replicate",) if self.shards_rows else ("dp_replicate", *ROW_AXES)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether any weights are held by several processes; tp does not divide all of them."""
+        return math.prod(self.sizes[axis] for axis in (*self.copy_axes, "tp")) > 1
 
     def place(self, rank: int) -> dict[str, int]:
         """Where a process stands on every axis."""

@@ -42,7 +42,7 @@ _TERM = 0.2
 _TICK = 0.05
 _INTERRUPTED = 128 + signal.SIGINT
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-_PERMANENT = (Exit.USAGE, Exit.DATA, Exit.STORAGE, Exit.REFUSED, Exit.CONFIG)
+_PERMANENT = (Exit.USAGE, Exit.DATA, Exit.DEVICE, Exit.STORAGE, Exit.REFUSED, Exit.CONFIG)
 """Failures that a restart would meet again."""
 
 

@@ -31,6 +31,7 @@ from gristmill.parallel.strategy import Strategy
 from gristmill.parallel.world import World, open_world
 from gristmill.text.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from gristmill.track.folder import RunFolder
+from gristmill.train.compare import CompareReplicas
 from gristmill.train.health import RunHealth
 from gristmill.train.hooks import Checkpoint, Hook, Sample, Validate
 from gristmill.train.meter import AHEAD, Meter
@@ -253,6 +254,15 @@ def build_hooks(
                 state=parts.state,
                 seed=config.train.seed,
                 folder=parts.folder.samples,
+            )
+        )
+    if config.parallel.compare is not None:
+        hooks.append(
+            CompareReplicas(
+                config.parallel.compare,
+                strategy=parts.strategy,
+                control=parts.control,
+                state=parts.state,
             )
         )
     hooks.append(

@@ -1,6 +1,8 @@
-"""Hooks: validation, samples and checkpoints, which run periodically and at the end.
+"""Hooks: validation, samples, comparisons and checkpoints, which run periodically and at the end.
 
-    order   validate -> sample -> checkpoint     a checkpoint includes the newest validation loss
+    order   validate -> sample -> compare -> checkpoint
+
+A checkpoint includes the newest validation loss, and is not saved if copies differ.
 
 Hooks run after all pending step results are read. Their time does not count as training time.
 A signal or the time limit ends the loop after the current step, with a checkpoint. Any process may
