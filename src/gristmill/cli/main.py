@@ -23,7 +23,7 @@ import typer
 from typer.core import TyperGroup
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.cli import bench, inspect, models, prepare, tokenizer, tokens, train
+from gristmill.cli import bench, inspect, models, prepare, replay, tokenizer, tokens, train
 
 _WIDTH = 300
 """Characters of an error's message that the last line repeats."""
@@ -60,6 +60,7 @@ app.command("prepare")(prepare.prepare)
 app.add_typer(tokens.tokens, name="tokens")
 app.add_typer(tokenizer.tokenizer, name="tokenizer")
 app.command("train")(train.train)
+app.command("replay")(replay.replay)
 app.command("bench")(bench.bench)
 app.command("evaluate")(models.evaluate)
 app.command("generate")(models.generate)

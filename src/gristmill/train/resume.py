@@ -58,7 +58,7 @@ def resume(parts: Assembly) -> Resumed:
         saved = restore(parts.state, found.path)
         parts.strategy.load(parts.state.strategy)
         parts.state.best = _best(parts, checkpoints)
-        notes += _resume_differences(saved, parts)
+        notes += resume_differences(saved, parts)
     for path, problems in found.damaged:
         aside = checkpoints.set_aside(path, control)
         what = "; ".join(str(problem) for problem in problems)
@@ -71,7 +71,7 @@ def find_step(folder: RunFolder, which: str) -> int:
     """The step of the checkpoint that a user names: a step, or "best". It must be intact."""
     checkpoints = CheckpointFolder(folder.checkpoints)
     steps = [step_of(path) for path in checkpoints.committed()]
-    known = f"there are checkpoints of steps {', '.join(map(str, steps))}" if steps else None
+    known = known_steps(checkpoints)
     if which == "best":
         best = checkpoints.best()
         if best is None:
@@ -88,6 +88,12 @@ def find_step(folder: RunFolder, which: str) -> int:
     if problems:
         raise UserError([*problems[:-1], replace(problems[-1], remedy=known)], exit=Exit.STORAGE)
     return step
+
+
+def known_steps(checkpoints: CheckpointFolder) -> str | None:
+    """A remedy that names the checkpoints there are."""
+    steps = ", ".join(str(step_of(path)) for path in checkpoints.committed())
+    return f"there are checkpoints of steps {steps}" if steps else None
 
 
 def go_back(folder: RunFolder, step: int) -> Path:
@@ -154,7 +160,7 @@ def _all_damaged(found: CheckpointSearch, folder: RunFolder) -> UserError:
     )
 
 
-def _resume_differences(saved: dict[str, Any], parts: Assembly) -> list[str]:
+def resume_differences(saved: dict[str, Any], parts: Assembly) -> list[str]:
     """Reasons why the rest of the run may not be bit-identical to an uninterrupted one."""
     mesh, before = parts.world.mesh, {"processes": 1, **saved}
     now = {"torch": torch.__version__, "threads": torch.get_num_threads()}

@@ -1,0 +1,270 @@
+"""Computing steps of a run again, to tell a faulty device from a bad batch.
+
+The steps from a checkpoint up to the one in question are computed twice, with the run's own loop,
+and compared with each other and with what the run recorded:
+
+    both replays differ                  the device does not compute reliably
+    both agree, the record differs       the run computed something else then: a fault that passed,
+                                         or other versions, threads or processes
+    all agree                            the device is not to blame: look at batch and settings
+
+Nothing is written into the run folder.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from gristmill.base.errors import Exit, UserError
+from gristmill.base.units import Duration, Unit
+from gristmill.checkpoint.layout import CheckpointFolder, verify
+from gristmill.checkpoint.state import restore
+from gristmill.checkpoint.writer import CheckpointWriter
+from gristmill.config.load import changed_settings
+from gristmill.config.rules import check_mesh
+from gristmill.config.schema import RunConfig
+from gristmill.data.loader import Batch
+from gristmill.optim.schedule import build_schedule
+from gristmill.parallel.replicas import held_checksums
+from gristmill.parallel.world import open_world
+from gristmill.track.folder import run_folder
+from gristmill.track.metrics import Record, StepRecord, read_metrics
+from gristmill.train.assemble import Assembly, assemble, build_health, build_loader, build_meter
+from gristmill.train.hooks import Hooks
+from gristmill.train.loop import train
+from gristmill.train.meter import StepEvent
+from gristmill.train.resume import known_steps, resume_differences
+from gristmill.train.stop import StopRequest
+from gristmill.train.tracker import Tracker
+
+TOLERANCE = 0.02
+"""Relative difference that other versions, threads or layouts may make."""
+
+
+class StepNumbers(NamedTuple):
+    """What is compared of a step."""
+
+    loss: float
+    norm: float
+
+
+class WorstSample(NamedTuple):
+    """A sample of the step, and its loss with the weights from before the step."""
+
+    sample: int
+    loss: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What two replays found."""
+
+    start: int
+    """The step of the checkpoint they began at."""
+    step: int
+    first: Mapping[int, StepNumbers]
+    second: Mapping[int, StepNumbers]
+    recorded: Mapping[int, StepNumbers]
+    equal_weights: bool
+    """Whether both ended with the same bits in weights and optimizer state."""
+    differences: list[str]
+    """Why the record may differ within rounding."""
+    changed: list[str]
+    """Settings that are not those of the run."""
+    worst: list[WorstSample]
+
+    @property
+    def repeats(self) -> bool:
+        """Whether both replays agree to the bit."""
+        return self.equal_weights and all(
+            _same(self.first[step], self.second[step], exact=True) for step in self.first
+        )
+
+    @property
+    def departs_at(self) -> int | None:
+        """The first step that the run recorded otherwise."""
+        return next(
+            (
+                step
+                for step, found in self.first.items()
+                if step in self.recorded
+                and not _same(found, self.recorded[step], exact=not self.differences)
+            ),
+            None,
+        )
+
+
+def _same(one: StepNumbers, other: StepNumbers, *, exact: bool) -> bool:
+    return all(
+        a == b
+        or (math.isnan(a) and math.isnan(b))
+        or (not exact and math.isclose(a, b, rel_tol=TOLERANCE))
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+class _Collect:
+    """A sink that keeps the numbers of steps."""
+
+    def __init__(self, progress: Callable[[int], None]) -> None:
+        self.steps: dict[int, StepNumbers] = {}
+        self.progress = progress
+
+    def write(self, record: Record) -> None:
+        if isinstance(record, StepRecord):
+            self.steps[record.step] = StepNumbers(record.loss, record.grad_norm)
+            self.progress(record.step)
+
+    def flush(self) -> None:
+        """Nothing is buffered."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def replay_step(
+    config: RunConfig, step: int, *, progress: Callable[[int, int, int], None]
+) -> Replay:
+    """Compute the steps up to `step` twice. `progress` gets the round, the step and the first."""
+    folder = run_folder(config)
+    checkpoints = CheckpointFolder(folder.checkpoints)
+    start = checkpoints.newest_before(step)
+    if start is None:
+        raise UserError(
+            f"there is no checkpoint from before step {step}",
+            where=folder.checkpoints,
+            remedy=known_steps(checkpoints),
+        )
+    path = checkpoints.path(start)
+    if problems := verify(path):
+        raise UserError(problems, exit=Exit.STORAGE)
+    changed = changed_settings(folder.settings, config) if folder.holds_run() else []
+    was_deterministic = config.runtime.deterministic
+    config = _for_replay(config)
+    mesh = check_mesh(config, processes=1)
+    world = open_world(config.runtime, tf32=config.precision.tf32, mesh=mesh)
+    parts = assemble(config, folder, world)
+    rounds, sums, worst, differences = [], [], list[WorstSample](), list[str]()
+    for number in (1, 2):
+        saved = restore(parts.state, path)
+        parts.strategy.load(parts.state.strategy)
+        differences = resume_differences(saved, parts)
+        if parts.world.device.is_async and not was_deterministic:
+            differences.append("the run did not use deterministic kernels")
+
+        def tell(done: int, number: int = number) -> None:
+            progress(number, done, start)
+
+        collect = _Collect(tell)
+        _train_to(parts, step - 1, collect)
+        if number == 2:
+            worst = _worst_samples(parts)
+        _train_to(parts, step, collect)
+        rounds.append(collect.steps)
+        sums.append(held_checksums(parts.strategy.parameters, parts.strategy.optimizer))
+    recorded = {
+        one.step: StepNumbers(one.loss, one.grad_norm)
+        for one in (read_metrics(folder.metrics) if folder.metrics.is_file() else ())
+        if isinstance(one, StepRecord) and start < one.step <= step
+    }
+    return Replay(
+        start=start,
+        step=step,
+        first=rounds[0],
+        second=rounds[1],
+        recorded=recorded,
+        equal_weights=sums[0] == sums[1],
+        differences=differences,
+        changed=changed,
+        worst=worst,
+    )
+
+
+def _for_replay(config: RunConfig) -> RunConfig:
+    """Record every step, never give up, and compute the same twice, on a GPU too."""
+    changes = {
+        "track": {"every": Duration(1, Unit.STEPS)},
+        "train": {"bad_steps": 10**9},
+        "runtime": {"deterministic": True},
+    }
+    tables = {name: getattr(config, name).model_copy(update=new) for name, new in changes.items()}
+    return config.model_copy(update=tables)
+
+
+class _ReplayHooks(Hooks):
+    """Reads results, and draws no consequences from them."""
+
+    def after_step(self, event: StepEvent) -> None:
+        self.meter.add(event)
+
+    def at_end(self, *, finished: bool) -> None:
+        self.meter.settle()
+
+
+def _train_to(parts: Assembly, step: int, collect: _Collect) -> None:
+    """Continue the loop up to a step, without hooks."""
+    tracker = Tracker([collect], clock=lambda: parts.state.progress)
+    health = build_health(parts, tracker)
+    config, numbers = parts.config, parts.numbers
+    hooks = _ReplayHooks(
+        [],
+        meter=build_meter(parts, tracker, health),
+        tracker=tracker,
+        stop=StopRequest(),
+        writer=CheckpointWriter(
+            CheckpointFolder(parts.folder.checkpoints),
+            config.checkpoint,
+            progress_at=numbers.progress_at,
+            say=tracker.say,
+        ),
+        numbers=numbers,
+        control=parts.control,
+    )
+    batches = build_loader(parts).starting_at(parts.state.progress)
+    try:
+        train(
+            parts.state,
+            batches=batches,
+            strategy=parts.strategy,
+            schedule=build_schedule(config, numbers),
+            hooks=hooks,
+            until=Duration(step, Unit.STEPS),
+        )
+    finally:
+        batches.close()
+    parts.state.health = health.state()
+
+
+def _worst_samples(parts: Assembly, count: int = 3) -> list[WorstSample]:
+    """The samples of the next step with the highest loss."""
+    first = parts.state.progress.samples
+    found = [
+        WorstSample(first + number, parts.strategy.evaluate([sample]), _text(parts, sample))
+        for number, sample in enumerate(_single(build_loader(parts).step_batches(first)))
+    ]
+    # A loss that is not finite is the worst of all.
+    found.sort(key=lambda one: one.loss if math.isfinite(one.loss) else math.inf, reverse=True)
+    return found[:count]
+
+
+def _single(batches: list[Batch]) -> Iterator[Batch]:
+    """The samples of batches, one by one."""
+    for batch in batches:
+        for row in range(batch.samples):
+            parts = {
+                name: value[row : row + 1]
+                for name, value in vars(batch).items()
+                if name.endswith("_BT") and value is not None
+            }
+            weights = parts.get("weights_BT")
+            counted = float(batch.tokens_BT.shape[1] if weights is None else weights.sum())
+            yield replace(batch, **parts, counted=counted)
+
+
+def _text(parts: Assembly, sample: Batch) -> str:
+    ids: list[int] = sample.tokens_BT[0, :24].tolist()
+    return parts.tokenizer.decode(ids)
