@@ -78,6 +78,21 @@ def make_run(tokens: Path, tmp_path: Path) -> Callable[..., RunConfig]:
     return make
 
 
+@pytest.fixture(scope="session")
+def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Token files in which, read in order by 4 samples of 24 tokens, the batches of steps 41, and
+    61 to 64, are noise."""
+    rng, per_step = random.Random(3), 4 * 24
+    text = " ".join(rng.choices(WORDS[:9], k=3000))[: 110 * per_step]
+    for steps in (range(41, 42), range(61, 65)):
+        begin, end = (steps.start - 1) * per_step, (steps.stop - 1) * per_step
+        noise = "".join(chr(rng.randrange(33, 126)) for _ in range(end - begin))
+        text = text[:begin] + noise + text[end:]
+    prefix = tmp_path_factory.mktemp("poisoned") / "text"
+    prepare_documents([Document(text, "text:1")], tokenizer=open_tokenizer("bytes"), output=prefix)
+    return prefix
+
+
 # ------------------------------------------------------------------ several processes
 
 CONTEXT = multiprocessing.get_context("forkserver")

@@ -24,6 +24,7 @@ from gristmill.models.build import build_model
 from gristmill.models.loss import linear_cross_entropy
 from gristmill.parallel.build import build_strategy
 from gristmill.parallel.world import Groups, open_world
+from gristmill.train.replay import replay_step
 from gristmill.train.run import run_training
 from gristmill.train.stop import StopRequest
 
@@ -150,6 +151,52 @@ def test_resume_is_exact_with_deterministic_kernels(
         return [(r["step"], r["loss"]) for r in records if r["kind"] in ("step", "validation")]
 
     assert numbers("parted") == numbers("whole")
+
+
+@pytest.mark.parametrize("action", ["skip", "rollback"])
+def test_the_guard_decides_alike_although_results_are_read_late(
+    make_run: MakeRun,
+    poisoned: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    action: str,
+) -> None:
+    settings = (
+        'runtime.device="cuda"',
+        "runtime.deterministic=true",
+        f'data.paths="{poisoned}"',
+        'data.split="100,0"',
+        'data.order="sequential"',
+        'train.until="90 steps"',
+        'checkpoint.every="10 steps"',
+        'schedule.type="constant"',
+        f'train.guard.action="{action}"',
+        "train.guard.window=20",
+    )
+    assert run_training(make_run(*settings, folder="whole")).step == 90
+    counter = itertools.count(1)
+
+    def stop_often(self: StopRequest, *, reserve: float) -> None:
+        if next(counter) % 21 == 0:
+            self.reason = "a test"
+
+    monkeypatch.setattr(StopRequest, "check_time", stop_often)
+    parted = make_run(*settings, folder="parted")
+    while run_training(parted).step < 90:
+        pass
+    found = replay_step(parted, 85, progress=lambda *done: None)
+    torch.use_deterministic_algorithms(False)
+
+    def numbers(folder: str) -> list[tuple[int, float]]:
+        lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
+        records = [json.loads(line) for line in lines]
+        return [(r["step"], r["loss"]) for r in records if r["kind"] == "step"]
+
+    assert numbers("parted") == numbers("whole")
+    state = json.loads((tmp_path / "whole/checkpoints/step-00000090/state.json").read_text())
+    ranges = state["health"]["passed_over"]
+    assert ranges == ([[160, 164], [240, 256]] if action == "skip" else [[236, 260]])
+    assert found.repeats and found.departs_at is None and found.differences == []
 
 
 def test_records_come_in_order_and_complete(make_run: MakeRun, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +14,6 @@ from gristmill.checkpoint.layout import CheckpointFolder, step_of
 from gristmill.checkpoint.state import read_state
 from gristmill.config.schema import GuardConfig, RunConfig
 from gristmill.parallel.strategy import StepLimits
-from gristmill.text.prepare.prepare import prepare_documents
-from gristmill.text.sources.source import Document
-from gristmill.text.tokenizers.tokenizer import open_tokenizer
 from gristmill.track.metrics import EventRecord, StepRecord, read_metrics
 from gristmill.train.health import CALM, FEWEST, RobustSpread, RunHealth, StepOutcome
 from gristmill.train.run import run_training
@@ -26,7 +22,7 @@ if TYPE_CHECKING:
     from conftest import Runs
 
 MakeRun = Callable[..., RunConfig]
-BATCH, SEQUENCE = 4, 24
+BATCH = 4
 
 
 def steps_of(folder: Path) -> list[int]:
@@ -248,24 +244,6 @@ def test_a_checkpoint_that_is_not_there_changes_nothing(make_run: MakeRun, tmp_p
 
 
 # ------------------------------------------------------------------ poisoned batches
-
-
-@pytest.fixture(scope="session")
-def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Text in which the batches of steps 41, and 61 to 64, are random bytes."""
-    rng, per_step = random.Random(3), BATCH * SEQUENCE
-    words = "the mill turns and grinds the corn into flour".split()
-    text = " ".join(rng.choices(words, k=3000))[: 110 * per_step]
-
-    def bytes_of(steps: range) -> str:
-        return "".join(chr(rng.randrange(33, 126)) for _ in range(len(steps) * per_step))
-
-    for steps in (range(41, 42), range(61, 65)):
-        begin, end = (steps.start - 1) * per_step, (steps.stop - 1) * per_step
-        text = text[:begin] + bytes_of(steps) + text[end:]
-    prefix = tmp_path_factory.mktemp("poisoned") / "text"
-    prepare_documents([Document(text, "text:1")], tokenizer=open_tokenizer("bytes"), output=prefix)
-    return prefix
 
 
 def guarded(make_run: MakeRun, tokens: Path, action: str, *more: str, folder: str) -> RunConfig:

@@ -1,0 +1,228 @@
+"""Faults while text is prepared, damage to token files, and hostile text."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from fault_kit import (
+    DAMAGE,
+    ERRORS,
+    WRITES,
+    Operations,
+    Verdict,
+    count_operations,
+    die,
+    fresh,
+    gristmill,
+    refuse,
+    sha256,
+)
+from fault_training import RUN, write_text
+
+from gristmill.base.errors import Exit
+
+PREPARE = ("prepare", "text", "-o", "out/tokens", "--tokenizer", "bytes")
+
+
+def write_corpus(folder: Path, *, files: int = 4, documents: int = 400) -> None:
+    """JSON lines in several files."""
+    fresh(folder)
+    for number in range(files):
+        rng = random.Random(number)
+        lines = (
+            json.dumps({"text": " ".join(rng.choices(["mill", "corn", "flour", "water"], k=60))})
+            for _ in range(documents)
+        )
+        (folder / f"part-{number}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def products(folder: Path) -> dict[str, str]:
+    """The bytes of the token files in a folder; journals and locks are not among them."""
+    return {
+        str(path.relative_to(folder)): sha256(path)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.suffix in (".bin", ".idx", ".npy")
+    }
+
+
+@dataclass(frozen=True)
+class KilledPreparations:
+    """SIGKILL at random moments and at file operations, a refusing disk: the same command then
+    yields the same bytes."""
+
+    name: str = "preparing killed, or refused by the disk"
+    count: int = 140
+
+    def faults(self, folder: Path, rng: random.Random, count: int) -> Iterator[Verdict]:
+        write_corpus(folder / "text")
+        words = (*PREPARE, "--split", "90,10", "--workers", "1")
+        two = (*PREPARE, "--split", "90,10", "--workers", "2")
+        out = folder / "out"
+        out.mkdir()
+        total = count_operations(folder, *words)
+        reference = products(out)
+        began = time.monotonic()
+        fresh(out)
+        gristmill(folder, *two)
+        duration = time.monotonic() - began
+        for number in range(count):
+            fresh(out)
+            kind = number % 3
+            if kind == 0:
+                after = rng.uniform(0, duration)
+                fault, used = f"killed after {after:.3f} s", two
+                ended = gristmill(folder, *used, after=after)
+            else:
+                at, why = rng.randrange(total), rng.choice(list(ERRORS))
+                act = die if kind == 1 else refuse(ERRORS[why])
+                names = Operations().names if kind == 1 else WRITES
+                fault = f"{'killed' if kind == 1 else why} at operation {at} of {total}"
+                used = words
+                ended = gristmill(folder, *used, before=Operations(names, at=at, act=act).install)
+            again = ended if ended.code == 0 else gristmill(folder, *used)
+            expected = ended.code in (0, -signal.SIGKILL, int(Exit.STORAGE))
+            yield Verdict(
+                fault,
+                lost="" if again.code == 0 else f"the same command ends with {again.code}",
+                different="" if again.code or products(out) == reference else "other bytes",
+                unclear=again.unclear or ("" if expected else ended.unclear or f"{ended.code}"),
+            )
+
+
+@dataclass(frozen=True)
+class DamagedTokenFiles:
+    """Any damage to token files, their manifests and indices is found by `tokens verify`, and that
+    to ids by training too."""
+
+    name: str = "damaged token files"
+    count: int = 240
+
+    def faults(self, folder: Path, rng: random.Random, count: int) -> Iterator[Verdict]:
+        write_text(folder / "text.txt")
+        plain = ("prepare", "text.txt", "--tokenizer", "bytes", "--documents", "line")
+        for layout in ("flat", "megatron"):
+            words = ("-o", f"whole/{layout}/tokens", "--format", layout)
+            made = gristmill(folder, *plain, *words)
+            assert made.code == 0, made.output
+        (folder / "run.toml").write_text(RUN.format(steps=12))
+        for number in range(count):
+            layout = ("flat", "megatron")[number % 2]
+            broken = folder / "tokens"
+            shutil.rmtree(broken, ignore_errors=True)
+            shutil.copytree(folder / "whole" / layout, broken)
+            names = [path for path in sorted(broken.iterdir()) if path.is_file()]
+            ids = [path for path in names if path.suffix == ".bin"]
+            trains = number % 4 == 0
+            file = rng.choice(ids if trains else names)
+            before = sha256(file)
+            how = rng.choice(DAMAGE)(file, rng)
+            if file.exists() and sha256(file) == before:
+                continue
+            fault = f"{layout} {file.name}: {how}, {'train' if trains else 'verify'}"
+            shutil.rmtree(folder / "victim", ignore_errors=True)
+            paths = f"data.paths={broken / 'tokens'}"
+            command = (
+                ("train", "run.toml", paths) if trains else ("tokens", "verify", "tokens/tokens")
+            )
+            ended = gristmill(folder, *command)
+            yield Verdict(fault, noticed=ended.code != 0, unclear=ended.unclear)
+
+
+@dataclass(frozen=True)
+class HostileText:
+    """Files that no tool expects: every line is kept or counted, or the command refuses."""
+
+    name: str = "hostile text"
+    count: int = 100
+
+    def faults(self, folder: Path, rng: random.Random, count: int) -> Iterator[Verdict]:
+        for _ in range(count):
+            fresh(folder)
+            name, write = rng.choice(list(HOSTILE.items()))
+            kept = write(folder, rng)
+            ended = gristmill(folder, *PREPARE)
+            lost = ""
+            if ended.code == 0:
+                lost = _ledger_fault(folder, kept)
+            elif kept is not None:
+                lost = f"refused with status {ended.code}: {ended.output.strip()[-200:]}"
+            yield Verdict(name, lost=lost, unclear=ended.unclear)
+
+
+def _ledger_fault(folder: Path, kept: int | None) -> str:
+    """What is wrong with the counts of a preparation."""
+    check = gristmill(folder, "tokens", "verify", "out/tokens")
+    if check.code:
+        return f"verify: {check.output.strip()[-200:]}"
+    counts = json.loads((folder / "out" / "tokens.ledger.json").read_text())
+    found = counts["kept"]
+    if counts["lines"] != found + sum(counts["dropped"].values()):
+        return "lines are not accounted for"
+    return "" if kept is None or found == kept else f"kept {found} documents, not {kept}"
+
+
+def _json_lines(folder: Path, rng: random.Random) -> int:
+    """Good lines and broken ones, which are told apart by the standard library."""
+    good = json.dumps({"text": "the mill turns"}).encode()
+    broken = [
+        b'{"text": "cut',
+        b'{"text": 5}',
+        b'{"other": "x"}',
+        b"[]",
+        b"null",
+        b'"text"',
+        b'{"text": "\xff\xfe"}',
+        b'{"text": null}',
+        b"{" * 5000,
+        b'{"text": "a"} trailing',
+    ]
+    lines = [rng.choice([good, good, rng.choice(broken)]) for _ in range(60)]
+    (folder / "text").mkdir()
+    (folder / "text" / "a.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    return sum(line == good for line in lines)
+
+
+def _files(write: Callable[[random.Random], dict[str, bytes]]) -> Callable[..., None]:
+    def make(folder: Path, rng: random.Random) -> None:
+        (folder / "text").mkdir()
+        for name, content in write(rng).items():
+            (folder / "text" / name).write_bytes(content)
+
+    return make
+
+
+HOSTILE: dict[str, Callable[[Path, random.Random], int | None]] = {
+    "broken JSON lines": _json_lines,
+    "random bytes as text": _files(lambda rng: {"a.txt": rng.randbytes(5000)}),
+    "random bytes as JSON": _files(lambda rng: {"a.jsonl": rng.randbytes(5000)}),
+    "random bytes as Parquet": _files(lambda rng: {"a.parquet": b"PAR1" + rng.randbytes(900)}),
+    "random bytes as gzip": _files(lambda rng: {"a.txt.gz": b"\x1f\x8b" + rng.randbytes(900)}),
+    "random bytes as zstd": _files(lambda rng: {"a.txt.zst": rng.randbytes(900)}),
+    "cut gzip": _files(
+        lambda rng: {"a.txt.gz": gzip.compress(b"the mill " * 999)[: rng.randrange(20, 60)]}
+    ),
+    "UTF-16": _files(lambda rng: {"a.txt": ("the mill turns " * 50).encode("utf-16")}),
+    "NUL and control bytes": _files(
+        lambda rng: {"a.txt": bytes(rng.randrange(32) for _ in range(4000))}
+    ),
+    "one long line": _files(lambda rng: {"a.jsonl": b'{"text": "' + b"mill " * 300_000 + b'"}'}),
+    "deep JSON": _files(lambda rng: {"a.jsonl": b'{"text": ' + b"[" * 100_000}),
+    "an empty file": _files(lambda rng: {"a.txt": b"", "b.txt": b"the mill turns"}),
+    "only empty files": _files(lambda rng: {"a.txt": b"", "b.jsonl": b"\n\n"}),
+    "CSV without end": _files(lambda rng: {"a.csv": b'text\n"the mill ' + b"turns\n" * 2000}),
+    "special tokens": _files(lambda rng: {"a.txt": b"<|endoftext|>" * 500}),
+    "many formats": _files(
+        lambda rng: {"a.txt": b"mill", "b.jsonl": b'{"text": "x"}\n', "c.csv": b"text\nmill\n"}
+    ),
+}
+
+
+GROUPS = (KilledPreparations(), DamagedTokenFiles(), HostileText())
