@@ -72,8 +72,12 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise DataError("no such file", where=path) from error
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror}", where=path) from error
     except ValueError as error:
         raise DataError(f"not valid JSON: {error}", where=path) from error
+    except RecursionError as error:
+        raise DataError("not valid JSON: nested too deeply", where=path) from error
 
 
 def sha256_file(path: Path) -> str:

@@ -24,7 +24,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 
@@ -73,6 +73,13 @@ class CheckpointSearch:
 
 
 NameFilter = Callable[[str], bool]
+ContentCheck = Callable[[Path], list[Problem]]
+
+
+def find_step(path: Path) -> int | None:
+    """The step in the name of a checkpoint's folder; None if it was given another name."""
+    match = _STEP.fullmatch(path.absolute().name)
+    return None if match is None else int(match[1])
 
 
 def step_of(path: Path) -> int:
@@ -137,13 +144,19 @@ class CheckpointFolder:
         return final
 
     def newest_intact(
-        self, control: ControlGroup = ALONE, *, read: NameFilter | None = None
+        self,
+        control: ControlGroup = ALONE,
+        *,
+        read: NameFilter | None = None,
+        check: ContentCheck = lambda path: [],
     ) -> CheckpointSearch:
-        """The newest checkpoint that `verify` finds intact, and the damaged ones that are newer."""
+        """The newest checkpoint that `verify` finds intact, and the damaged ones that are newer.
+        `check` finds what is wrong with the content of one that has every byte it was written
+        with; on all ranks it must find the same."""
         damaged: list[tuple[Path, list[Problem]]] = []
         for name in control.broadcast([path.name for path in reversed(self.committed())]):
             path = self.root / name
-            problems = verify(path, control=control, read=read)
+            problems = verify(path, control=control, read=read) or check(path)
             if not problems:
                 return CheckpointSearch(path, damaged)
             damaged.append((path, problems))
@@ -222,9 +235,24 @@ def verify(
         found: list[Problem | None] = [Problem(what, str(folder / MANIFEST))]
     else:
         found = [_problem(folder, one, read=read is None or read(one.name)) for one in files]
-    reports = control.all_gather([astuple(problem) for problem in found if problem is not None])
-    problems = {Problem(*values) for report in reports for values in report}
+    return merge_problems([one for one in found if one is not None], control)
+
+
+def merge_problems(found: Sequence[Problem], control: ControlGroup) -> list[Problem]:
+    """What any of the ranks has found, on all of them."""
+    reports = control.all_gather([astuple(problem) for problem in found])
+    problems = {Problem(*values): None for report in reports for values in report}
     return sorted(problems, key=lambda problem: problem.where or "")
+
+
+_MOST_PROBLEMS = 3
+
+
+def describe_problems(problems: Sequence[Problem]) -> str:
+    """The first problems of a checkpoint in one line: every file and tensor may have one."""
+    more = len(problems) - _MOST_PROBLEMS
+    shown = [str(problem) for problem in problems[:_MOST_PROBLEMS]]
+    return "; ".join([*shown, f"and {more} more"] if more > 0 else shown)
 
 
 def _read_manifest(folder: Path) -> list[Fingerprint]:

@@ -27,7 +27,8 @@ from gristmill.base.files import require_room, storage_errors, write_json
 from gristmill.base.units import Progress, format_bytes
 from gristmill.checkpoint.layout import ALONE, Best, CheckpointFolder, Fingerprint, verify
 from gristmill.checkpoint.pieces import MODEL, PIECES, find_faults, merge_reports, write_index
-from gristmill.checkpoint.state import IN_PIECES, STATE, Snapshot
+from gristmill.checkpoint.state import Snapshot
+from gristmill.checkpoint.state_file import IN_PIECES, STATE
 from gristmill.config.schema import CheckpointConfig
 from gristmill.parallel.control import ControlGroup, RefusedError
 

@@ -51,6 +51,8 @@ class Assembly:
     control: ControlGroup
     outline: CausalLM
     """The whole model on the meta device."""
+    notes: tuple[str, ...] = ()
+    """What the user should know about the weights that the run starts from."""
 
     @property
     def parameters(self) -> int:
@@ -83,8 +85,10 @@ def assemble(
         "the model itself does not fit: shard it with [parallel], or choose a smaller one"
     ):
         strategy = build_strategy(config, vocab=numbers.vocab, world=world, control=control)
+    notes: tuple[str, ...] = ()
     if config.model.start is not None:
-        load_start_weights(strategy.model, config.model.start, strategy.parameters, control=control)
+        start, held = config.model.start, strategy.parameters
+        notes = load_start_weights(strategy.model, start, held, control=control)
         strategy.weights_changed()
     outline = outline_model(config.model, vocab=numbers.vocab, pad_for=world.mesh.tp)
     state = TrainState(
@@ -106,7 +110,7 @@ def assemble(
         writes_unowned=not any(place for axis, place in world.at.items() if axis != "pp"),
     )
     return Assembly(
-        config, numbers, folder, data, tokenizer, world, state, strategy, control, outline
+        config, numbers, folder, data, tokenizer, world, state, strategy, control, outline, notes
     )
 
 

@@ -16,7 +16,7 @@ import torch
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.units import Duration, Progress
-from gristmill.checkpoint.state import Counters
+from gristmill.checkpoint.state_file import Counters
 from gristmill.parallel.device import Mark
 from gristmill.parallel.strategy import StepResult
 from gristmill.parallel.world import World

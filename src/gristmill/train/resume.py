@@ -1,6 +1,6 @@
 """Resuming from a run folder.
 
-newest intact checkpoint -> state      damaged newer ones are set aside with a warning
+newest usable checkpoint -> state      damaged newer ones are set aside with a warning
 metrics.jsonl                          cut back to the checkpoint's step
 run.toml, origin.txt, environment.json, tokenizer/   rewritten at every start
 """
@@ -16,10 +16,17 @@ from typing import Any
 
 import torch
 
-from gristmill.base.errors import Exit, Problem, UserError
+from gristmill.base.errors import DataError, Exit, Problem, UserError
 from gristmill.base.files import write_atomic, write_json
-from gristmill.checkpoint.layout import Best, CheckpointFolder, CheckpointSearch
+from gristmill.checkpoint.layout import (
+    Best,
+    CheckpointFolder,
+    CheckpointSearch,
+    describe_problems,
+    merge_problems,
+)
 from gristmill.checkpoint.state import restore
+from gristmill.checkpoint.state_file import STATE
 from gristmill.config.load import changed_settings, dump_run
 from gristmill.config.parallel import Mesh
 from gristmill.track.folder import RunFolder
@@ -37,24 +44,47 @@ class Resumed:
 
 
 def resume(parts: Assembly) -> Resumed:
-    """Load the newest intact checkpoint, if there is one, and bring the folder in line with it."""
-    folder, notes = parts.folder, []
+    """Load the newest checkpoint that can be used, if there is one, and bring the folder in line
+    with it."""
+    folder, notes, saved = parts.folder, list[str](), dict[str, Any]()
     checkpoints, control = CheckpointFolder(folder.checkpoints), parts.control
     checkpoints.clean(control)
-    found = checkpoints.newest_intact(control)
+
+    def load(path: Path) -> list[Problem]:
+        """Load a checkpoint; returns why it cannot be used."""
+        found: list[Problem] = []
+
+        def attempt() -> None:
+            try:
+                saved.update(_load(parts, path))
+            except DataError as error:
+                found.extend(error.problems)
+
+        control.on_all_ranks(attempt)
+        return merge_problems(found, control)
+
+    found = checkpoints.newest_intact(control, check=load)
     if found.path is None and found.damaged:
         raise _all_damaged(found, folder)
     if found.path is not None:
-        saved = restore(parts.state, found.path)
-        parts.strategy.load(parts.state.strategy)
         parts.state.best = _best(parts, checkpoints)
         notes += _resume_differences(saved, parts)
     for path, problems in found.damaged:
         aside = checkpoints.set_aside(path, control)
-        what = "; ".join(str(problem) for problem in problems)
+        what = describe_problems(problems)
         notes.append(f"skipped damaged checkpoint {path.name} ({what}); it is now {aside.name}")
     notes += control.on_rank0(lambda: _fit_folder(parts))
     return Resumed(found.path, notes)
+
+
+def _load(parts: Assembly, path: Path) -> dict[str, Any]:
+    """Put a checkpoint into the state and the strategy; returns the content of its state.json."""
+    saved = restore(parts.state, path)
+    try:
+        parts.strategy.load(parts.state.strategy)
+    except ValueError as error:
+        raise DataError(f"strategy: {error}", where=path / STATE) from error
+    return saved
 
 
 def _fit_folder(parts: Assembly) -> list[str]:
@@ -95,7 +125,7 @@ def _all_damaged(found: CheckpointSearch, folder: RunFolder) -> UserError:
     return UserError(
         [
             Problem("every checkpoint of this run is damaged", str(folder.checkpoints)),
-            *(problem for _, problems in found.damaged for problem in problems),
+            *(Problem(describe_problems(problems)) for _, problems in found.damaged),
             Problem(
                 "nothing was changed",
                 str(folder.path),

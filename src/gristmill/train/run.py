@@ -165,7 +165,8 @@ def _announce(parts: Assembly, tracker: Tracker, resumed: Resumed) -> None:
         tracker.say(f"resuming from {resumed.checkpoint.name}")
     elif parts.config.model.start is not None:
         tracker.say(f"starting from the weights in {parts.config.model.start}")
-    for note in (*resumed.notes, *doubts(parts.config, numbers)):
+    starting = () if resumed.checkpoint is not None else parts.notes
+    for note in (*starting, *resumed.notes, *doubts(parts.config, numbers)):
         tracker.say(note, level="warning")
     if parts.world.is_rank0:
         parts.folder.write_status("running", step=state.progress.steps, steps=numbers.steps)
