@@ -80,6 +80,17 @@ def read_json(path: Path) -> Any:
         raise DataError("not valid JSON: nested too deeply", where=path) from error
 
 
+def set_aside(path: Path) -> Path:
+    """Rename a damaged file or folder to a name that nothing else has; returns the new path."""
+    aside, number = path.with_name(f"damaged-{path.name}"), 0
+    while aside.exists() or aside.is_symlink():
+        number += 1
+        aside = path.with_name(f"damaged-{path.name}.{number}")
+    os.rename(path, aside)
+    sync_folder(path.parent)
+    return aside
+
+
 def sha256_file(path: Path) -> str:
     """The SHA-256 of a file's content, in hexadecimal."""
     with path.open("rb") as file:

@@ -8,7 +8,7 @@
     ├── .writing-step-00013000.5ac1e07f
     │                           not committed: left by a crash, removed at the next start
     ├── damaged-step-00012500   set aside: found damaged, never used, never deleted by us
-    └── best.json               which step had the best validation loss
+    └── best.json               which step had the best validation loss; with a checksum
 
 A checkpoint is written under its temporary name, every file is flushed, then the folder is renamed
 and its parent flushed. The rename is the commit. No file points to the newest checkpoint: that is
@@ -20,6 +20,8 @@ same conclusion; only rank 0 renames and removes.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import re
 import secrets
@@ -27,10 +29,12 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from gristmill.base.errors import Exit, Problem, UserError
+from gristmill.base.errors import DataError, Exit, Problem, UserError
 from gristmill.base.files import (
     read_json,
+    set_aside,
     sha256_file,
     sha256_text,
     storage_errors,
@@ -42,6 +46,7 @@ from gristmill.base.units import Duration, Progress
 from gristmill.parallel.control import ControlGroup
 
 MANIFEST = "MANIFEST"
+_SEAL = "sha256"
 ALONE = ControlGroup()
 _STEP = re.compile(r"step-(\d{8,})")
 _LINE = re.compile(r"([0-9a-f]{64}) (\d{1,18}) ([^/]+)")
@@ -62,6 +67,21 @@ class Best:
 
     step: int
     loss: float
+
+    @classmethod
+    def of(cls, value: Any) -> Best:
+        """From a value of a JSON file; a `ValueError` if this is something else."""
+        if isinstance(value, dict) and set(value) == {"step", "loss"}:
+            best = cls(**value)
+            numbers = type(best.step) is int and type(best.loss) in (int, float)
+            if numbers and best.step >= 0 and math.isfinite(best.loss):
+                return best
+        raise ValueError("not a step and its loss")
+
+    @property
+    def seal(self) -> str:
+        """What tells whether a bit of it has changed on the disk."""
+        return sha256_text(f"{self.step} {self.loss!r}")
 
 
 @dataclass(frozen=True)
@@ -165,25 +185,39 @@ class CheckpointFolder:
     def set_aside(self, path: Path, control: ControlGroup = ALONE) -> Path:
         """Rename a damaged checkpoint, so that its step can be saved again and nothing is lost."""
 
-        def rename() -> str:
-            aside, number = self.root / f"damaged-{path.name}", 0
-            while aside.exists():
-                number += 1
-                aside = self.root / f"damaged-{path.name}.{number}"
-            os.rename(path, aside)
-            sync_folder(self.root)
-            return aside.name
-
-        name: str = control.on_rank0(rename)
+        name: str = control.on_rank0(lambda: set_aside(path).name)
         return self.root / name
 
+    @property
+    def best_file(self) -> Path:
+        return self.root / "best.json"
+
     def best(self) -> Best | None:
-        """The best checkpoint so far, if one is marked."""
-        file = self.root / "best.json"
-        return Best(**read_json(file)) if file.is_file() else None
+        """The best checkpoint so far, if one is marked; refuses a damaged file."""
+        if not self.best_file.is_file():
+            return None
+        value = read_json(self.best_file)
+        seal = value.pop(_SEAL, None) if isinstance(value, dict) else None
+        try:
+            best = Best.of(value)
+        except ValueError as error:
+            raise DataError(str(error), where=self.best_file) from error
+        # Older versions wrote no seal, but mostly the same into the checkpoint itself.
+        good = seal == best.seal if seal is not None else self._saved_loss(best) == best.loss
+        if not good:
+            raise DataError("has changed bytes", where=self.best_file)
+        return best
+
+    def _saved_loss(self, best: Best) -> float:
+        """The loss that the best checkpoint itself has for its step; the one given if it has
+        none."""
+        with contextlib.suppress(DataError, ValueError, KeyError, TypeError):
+            saved = Best.of(read_json(self.path(best.step) / "state.json")["best"])
+            return saved.loss if saved.step == best.step else best.loss
+        return best.loss
 
     def mark_best(self, best: Best) -> None:
-        write_json(self.root / "best.json", asdict(best))
+        write_json(self.best_file, {**asdict(best), _SEAL: best.seal})
 
     def thin_out(
         self, *, keep: int, keep_every: Duration | None, progress_at: Callable[[int], Progress]
@@ -193,7 +227,10 @@ class CheckpointFolder:
         Only called after a newer one was committed and verified. A folder is renamed before it is
         emptied, so that a half-deleted one is never mistaken for a checkpoint.
         """
-        best = self.best()
+        try:
+            best = self.best()
+        except DataError:
+            return  # one of these may be the best, and the next resume finds out which
         for path in self.committed()[:-keep]:
             step = step_of(path)
             permanent = keep_every is not None and (

@@ -115,8 +115,15 @@ def open_stored(spec: str, *, checkpoint: str = "latest") -> StoredModel:
 
 def _from_checkpoint(path: Path, *, notes: tuple[str, ...] = ()) -> StoredModel:
     config, vocab, weights = _open_content(path)
-    run = path.resolve().parent.parent
-    tokenizer, step = open_tokenizer(run / "tokenizer"), read_state(path)["progress"]["steps"]
+    run, state = path.resolve().parent.parent, read_state(path)
+    tokenizer, step = open_tokenizer(run / "tokenizer"), state["progress"]["steps"]
+    if state["identity"].get("tokenizer", tokenizer.fingerprint) != tokenizer.fingerprint:
+        raise UserError(
+            "not the tokenizer that this model was trained with",
+            where=str(run / "tokenizer"),
+            remedy=f"`gristmill train {run}` writes it anew, and trains no step if the run is done",
+            exit=Exit.DATA,
+        )
     return StoredModel(config, vocab, weights, tokenizer, path, run=run, step=step, notes=notes)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from gristmill.base.errors import DataError, Exit, UserError
 from gristmill.base.files import read_json
 from gristmill.base.units import Progress
-from gristmill.checkpoint.layout import find_step
+from gristmill.checkpoint.layout import Best, find_step
 from gristmill.config.parallel import AXES
 
 FORMAT = "gristmill-checkpoint"
@@ -84,22 +84,14 @@ def _fault(values: dict[str, Any], *, step: int | None) -> str | None:
     if steps is None or (step is not None and steps != step):
         return f"progress.steps is {steps}, but the name of the folder says {step}"
     best, layout = values.get("best"), values.get("layout")
-    if best is not None and not is_best(best, at=steps):
-        return f"best is {shown(best)}, not a step and its loss"
+    try:
+        if best is not None and Best.of(best).step > steps:
+            return f"best is {shown(best)}, a later step"
+    except ValueError as error:
+        return f"best is {shown(best)}, {error}"
     if layout is not None and not _is_mesh(layout):
         return f"layout is {shown(layout)}, not the sizes of a mesh"
     return None
-
-
-def is_best(value: Any, *, at: int) -> bool:
-    """Whether a value can be the best validation of a run that is `at` a step."""
-    return (
-        isinstance(value, dict)
-        and set(value) == {"step", "loss"}
-        and is_count(value["step"])
-        and value["step"] <= at
-        and _is_finite(value["loss"])
-    )
 
 
 def is_count(value: Any) -> bool:

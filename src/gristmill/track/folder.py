@@ -28,6 +28,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from gristmill.base.errors import DataError
 from gristmill.base.files import FolderLock, read_json, storage_errors, write_json
 from gristmill.config.schema import RunConfig
 
@@ -110,8 +111,13 @@ class RunFolder:
         write_json(self.status, {"state": state, **facts, "updated": updated})
 
     def read_status(self) -> dict[str, Any]:
-        """What `write_status` wrote last; empty before the first time."""
-        return dict(read_json(self.status)) if self.status.is_file() else {}
+        """What `write_status` wrote last; empty before the first time, or if it is damaged: the
+        next start writes it anew."""
+        with contextlib.suppress(DataError):
+            status = read_json(self.status)
+            if isinstance(status, dict) and isinstance(status.get("step", 0), int):
+                return status
+        return {}
 
 
 def run_folder(config: RunConfig) -> RunFolder:

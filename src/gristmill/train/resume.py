@@ -2,14 +2,16 @@
 
 newest usable checkpoint -> state      damaged newer ones are set aside with a warning
 metrics.jsonl                          cut back to the checkpoint's step
+best.json                              checked, rebuilt if it is damaged
 run.toml, origin.txt, environment.json, tokenizer/   rewritten at every start
 """
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 
 from gristmill.base.errors import DataError, Exit, Problem, UserError
-from gristmill.base.files import write_atomic, write_json
+from gristmill.base.files import set_aside, storage_errors, write_atomic, write_json
 from gristmill.checkpoint.layout import (
     Best,
     CheckpointFolder,
@@ -30,7 +32,7 @@ from gristmill.checkpoint.state_file import STATE
 from gristmill.config.load import changed_settings, dump_run
 from gristmill.config.parallel import Mesh
 from gristmill.track.folder import RunFolder
-from gristmill.track.metrics import cut_metrics
+from gristmill.track.metrics import cut_metrics, validation_loss
 from gristmill.train.assemble import Assembly
 from gristmill.train.environment import describe_environment
 
@@ -56,6 +58,7 @@ def resume(parts: Assembly) -> Resumed:
 
         def attempt() -> None:
             try:
+                saved.clear()
                 saved.update(_load(parts, path))
             except DataError as error:
                 found.extend(error.problems)
@@ -66,8 +69,10 @@ def resume(parts: Assembly) -> Resumed:
     found = checkpoints.newest_intact(control, check=load)
     if found.path is None and found.damaged:
         raise _all_damaged(found, folder)
+    best, told = control.on_rank0(lambda: _find_best(parts, checkpoints))
+    parts.state.best = None if best is None else Best(*best)
+    notes += told
     if found.path is not None:
-        parts.state.best = _best(parts, checkpoints)
         notes += _resume_differences(saved, parts)
     for path, problems in found.damaged:
         aside = checkpoints.set_aside(path, control)
@@ -88,37 +93,65 @@ def _load(parts: Assembly, path: Path) -> dict[str, Any]:
 
 
 def _fit_folder(parts: Assembly) -> list[str]:
-    """Bring the rest of the folder in line with the state; returns the changed settings."""
-    folder, best, changed = parts.folder, parts.state.best, []
+    """Bring the rest of the folder in line with the state; returns what the user should know. These
+    files are records of the run: a damaged one is set aside and never keeps the run from
+    resuming."""
+    folder, best, notes = parts.folder, parts.state.best, list[str]()
     if best is not None and parts.config.checkpoint.keep_best:
         # The run may have been killed between a save and its best.json.
         CheckpointFolder(folder.checkpoints).mark_best(best)
     # At step 0 the initial validation runs again.
-    cut_metrics(folder.metrics, after=parts.state.progress.steps or -1)
+    damaged = cut_metrics(folder.metrics, after=parts.state.progress.steps or -1)
+    if damaged:
+        aside = folder.metrics.with_name(f"damaged-{folder.metrics.name}")
+        with storage_errors(aside), aside.open("ab") as file:
+            file.write(b"".join(damaged))
+        lines = "1 damaged line" if len(damaged) == 1 else f"{len(damaged)} damaged lines"
+        notes.append(f"moved {lines} of {folder.metrics.name} to {aside.name}")
     if folder.holds_run():
-        changed = [f"changed: {line}" for line in changed_settings(folder.settings, parts.config)]
+        try:
+            changed = changed_settings(folder.settings, parts.config)
+            notes += [f"changed: {line}" for line in changed]
+        except (ValueError, RecursionError) as error:
+            notes.append(_set_aside(folder.settings, str(error)))
     write_atomic(folder.settings, dump_run(parts.config))
     when = datetime.now().astimezone().isoformat(timespec="seconds")
-    earlier = folder.origin.read_text() if folder.origin.is_file() else ""
-    write_atomic(folder.origin, f"{earlier}{when}  {shlex.join(sys.argv)}\n")
+    earlier = folder.origin.read_bytes() if folder.origin.is_file() else b""
+    write_atomic(folder.origin, earlier + f"{when}  {shlex.join(sys.argv)}\n".encode())
     environment = describe_environment(parts.world, parameters=parts.parameters)
     write_json(folder.environment, environment)
     parts.tokenizer.save(folder.tokenizer)
-    return changed
+    return notes
 
 
-def _best(parts: Assembly, checkpoints: CheckpointFolder) -> Best | None:
-    """The best loss up to this step; best.json may come from a validation after the last save."""
-    state, keep = parts.state, parts.config.checkpoint.keep_best
-    known = [
+def _set_aside(file: Path, why: str) -> str:
+    """Rename a damaged file; returns a message."""
+    return f"{file.name} is damaged ({why}); it is now {set_aside(file).name}, and written anew"
+
+
+def _find_best(
+    parts: Assembly, checkpoints: CheckpointFolder
+) -> tuple[tuple[int, float] | None, list[str]]:
+    """The best loss up to this step, and what the user should know about it."""
+    state, keep, notes = parts.state, parts.config.checkpoint.keep_best, list[str]()
+    known, steps = [state.best], state.progress.steps
+    try:
+        # best.json may come from a validation after the last save.
+        known.append(checkpoints.best())
+    except DataError as error:
+        notes.append(_set_aside(checkpoints.best_file, error.problems[0].what))
+        loss = validation_loss(parts.folder.metrics, step=steps)
+        known.append(None if loss is None or not math.isfinite(loss) else Best(steps, loss))
+    possible = [
         best
-        for best in (state.best, checkpoints.best())
+        for best in known
         if best is not None
-        and best.step <= state.progress.steps
+        and best.step <= steps
         # With keep_best, a best loss whose checkpoint is gone does not count.
         and (checkpoints.path(best.step).is_dir() or not keep)
     ]
-    return min(known, key=lambda best: best.loss, default=None)
+    best = min(possible, key=lambda best: best.loss, default=None)
+    return None if best is None else astuple(best), notes
 
 
 def _all_damaged(found: CheckpointSearch, folder: RunFolder) -> UserError:

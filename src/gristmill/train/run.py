@@ -28,7 +28,7 @@ from gristmill.parallel.liveness.monitor import Monitor
 from gristmill.parallel.liveness.verdict import Limits
 from gristmill.parallel.world import World, close_world, open_world
 from gristmill.track.folder import RunFolder, move_aside, run_folder
-from gristmill.track.metrics import ValidationRecord, read_metrics
+from gristmill.track.metrics import validation_loss
 from gristmill.train.assemble import (
     Assembly,
     assemble,
@@ -210,7 +210,7 @@ def _run(parts: Assembly, tracker: Tracker, stop: StopRequest, monitor: Monitor)
             f"nothing to do: the run is complete at step {state.progress.steps}; "
             "raise train.until to train further"
         )
-        best = CheckpointFolder(parts.folder.checkpoints).best()
+        best = state.best if parts.data.validation is not None else None
         return _finish(parts, Exit.DONE, best.loss if best else None)
     writer = CheckpointWriter(
         CheckpointFolder(parts.folder.checkpoints),
@@ -262,8 +262,8 @@ def _validated(parts: Assembly) -> bool:
     """Whether a finished run has its final validation; it may have been stopped just before."""
 
     def recorded() -> bool:
-        step, records = parts.state.progress.steps, read_metrics(parts.folder.metrics)
-        return any(isinstance(one, ValidationRecord) and one.step == step for one in records)
+        step = parts.state.progress.steps
+        return validation_loss(parts.folder.metrics, step=step) is not None
 
     return parts.data.validation is None or bool(parts.control.on_rank0(recorded))
 
