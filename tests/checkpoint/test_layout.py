@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -190,10 +191,8 @@ def test_no_flipped_bit_of_best_json_is_believed(folder: CheckpointFolder) -> No
         flipped = bytearray(content)
         flipped[bit // 8] ^= 1 << bit % 8
         folder.best_file.write_bytes(flipped)
-        try:
+        with contextlib.suppress(DataError):
             assert folder.best() == best, f"bit {bit}"  # white space, or the case of an exponent
-        except DataError as error:
-            assert error.problems[0].where == str(folder.best_file)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.model import open_stored
 from gristmill.config.schema import RunConfig
 from gristmill.track.metrics import EventRecord, ValidationRecord, read_metrics
+from gristmill.train.hooks import Checkpoint
+from gristmill.train.meter import StepEvent
 from gristmill.train.run import run_training
 
 MakeRun = Callable[..., RunConfig]
@@ -85,7 +87,7 @@ def test_the_best_loss_is_rebuilt(
     if late:
         rewrite(folder.path(6), lambda content: content.state.update(best=None))
     folder.best_file.write_text(json.dumps({"step": 6, "loss": 1.0, "sha256": before.seal}))
-    with pytest.raises(UserError, match="best.json: has changed bytes"):
+    with pytest.raises(UserError, match=r"best\.json: has changed bytes"):
         open_stored(str(run), checkpoint="best")
     assert run_training(make_run(*SETTINGS)).best_loss == before.loss
     assert folder.best() == before
@@ -113,3 +115,58 @@ def test_a_tokenizer_that_is_not_that_of_the_model_is_refused(run: Path) -> None
     shutil.copytree(other, run / "tokenizer")
     with pytest.raises(UserError, match="not the tokenizer that this model was trained with"):
         open_stored(str(run))
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("state", ["done", "running", None])
+def test_a_run_without_its_checkpoints_does_not_start_over(
+    run: Path, make_run: MakeRun, state: str | None
+) -> None:
+    """Whether its status or only its records tell that there were some."""
+    shutil.rmtree(run / "checkpoints")
+    if state is None:
+        (run / "status.json").unlink()
+    else:
+        (run / "status.json").write_text(json.dumps({"state": state, "step": 6}))
+    if state == "done":
+        (run / "metrics.jsonl").write_text("")
+    before = contents(run)
+    with pytest.raises(UserError, match="none of its checkpoints is here") as error:
+        run_training(make_run(*SETTINGS))
+    assert error.value.exit is Exit.STORAGE
+    assert "--fresh" in str(error.value) and "came to step 6" in str(error.value)
+    assert contents(run) == before
+    assert run_training(make_run(*SETTINGS), fresh=True).step == 6
+    (old,) = run.parent.glob("run.old-*")
+    assert {path.relative_to(old) for path in contents(old)} >= {
+        path.relative_to(run) for path in before
+    }
+
+
+def test_a_run_that_never_saved_starts_over_and_says_so(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(self: Checkpoint, event: StepEvent) -> bool:
+        if event.after.steps == 2:
+            raise KeyboardInterrupt
+        return False
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Checkpoint, "due", killed)
+        run_training(make_run(*SETTINGS))
+    assert run_training(make_run(*SETTINGS)).step == 6
+    assert "the run came to step 2, but no checkpoint was saved; starting over at step 0" in (
+        warnings(tmp_path / "run")
+    )
+
+
+def test_fresh_moves_a_run_aside_that_has_no_settings_left(run: Path, make_run: MakeRun) -> None:
+    (run / "run.toml").unlink()
+    for number in (1, 2):
+        run_training(make_run('train.until="1 steps"'), fresh=True)
+        assert len(list(run.parent.glob("run.old-*"))) == number
+    first, *_ = sorted(run.parent.glob("run.old-*"))
+    assert (first / "checkpoints/step-00000006").is_dir()

@@ -31,6 +31,7 @@ from gristmill.checkpoint.state import Snapshot
 from gristmill.checkpoint.state_file import IN_PIECES, STATE
 from gristmill.config.schema import CheckpointConfig
 from gristmill.parallel.control import ControlGroup, RefusedError
+from gristmill.track.metrics import SAVED_CHECKPOINT
 
 
 class CheckpointWriter:
@@ -88,7 +89,7 @@ class CheckpointWriter:
             self.failure = None
             self.seconds = time.monotonic() - started
             name = self.folder.path(snapshot.step).name
-            message = f"saved checkpoint {name} ({format_bytes(size)})"
+            message = f"{SAVED_CHECKPOINT} {name} ({format_bytes(size)})"
         if self.control.is_rank0:
             self.say(message)
 

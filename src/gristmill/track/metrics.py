@@ -37,6 +37,9 @@ from typing import Any, ClassVar, Literal, get_args, get_type_hints
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import storage_errors
 
+SAVED_CHECKPOINT = "saved checkpoint"
+"""How the text of the event begins that tells of a new checkpoint."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProgressStamp:

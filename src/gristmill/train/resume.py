@@ -67,8 +67,10 @@ def resume(parts: Assembly) -> Resumed:
         return merge_problems(found, control)
 
     found = checkpoints.newest_intact(control, check=load)
-    if found.path is None and found.damaged:
-        raise _all_damaged(found, folder)
+    if found.path is None:
+        if found.damaged:
+            raise _all_damaged(found, folder)
+        notes += control.on_rank0(lambda: _check_lost(folder))
     best, told = control.on_rank0(lambda: _find_best(parts, checkpoints))
     parts.state.best = None if best is None else Best(*best)
     notes += told
@@ -166,6 +168,22 @@ def _all_damaged(found: CheckpointSearch, folder: RunFolder) -> UserError:
                 "aside",
             ),
         ],
+        exit=Exit.STORAGE,
+    )
+
+
+def _check_lost(folder: RunFolder) -> list[str]:
+    """Refuse to train a run from the beginning again that has no checkpoint any more; returns what
+    the user should know about one that never had any."""
+    step = max(folder.last_step(), folder.read_status().get("step", 0))
+    if not folder.has_saved():
+        again = f"the run came to step {step}, but no checkpoint was saved; starting over at step 0"
+        return [again] if step > 0 else []
+    raise UserError(
+        f"this run came to step {step}, but none of its checkpoints is here",
+        where=folder.checkpoints,
+        remedy="put one back to resume the run, or start over with --fresh, which moves the old "
+        "run aside",
         exit=Exit.STORAGE,
     )
 
