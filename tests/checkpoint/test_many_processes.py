@@ -457,6 +457,7 @@ def writer_of(root: Path, said: list[str]) -> CheckpointWriter:
         CheckpointConfig(keep=2),
         progress_at=lambda step: Progress(step, step, step),
         say=said.append,
+        warn=said.append,
         control=ControlGroup(dist.new_group(backend="gloo")),
     )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from gristmill.base.errors import Exit, UserError
+from gristmill.checkpoint import writer
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.model import open_stored
 from gristmill.config.schema import RunConfig
@@ -154,9 +155,11 @@ def test_a_run_that_never_saved_starts_over_and_says_so(
             raise KeyboardInterrupt
         return False
 
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+    config = make_run(*SETTINGS)
+    with monkeypatch.context() as patched:
         patched.setattr(Checkpoint, "due", killed)
-        run_training(make_run(*SETTINGS))
+        with pytest.raises(KeyboardInterrupt):
+            run_training(config)
     assert run_training(make_run(*SETTINGS)).step == 6
     assert "the run came to step 2, but no checkpoint was saved; starting over at step 0" in (
         warnings(tmp_path / "run")
@@ -170,3 +173,17 @@ def test_fresh_moves_a_run_aside_that_has_no_settings_left(run: Path, make_run: 
         assert len(list(run.parent.glob("run.old-*"))) == number
     first, *_ = sorted(run.parent.glob("run.old-*"))
     assert (first / "checkpoints/step-00000006").is_dir()
+
+
+def test_a_checkpoint_that_could_not_be_saved_is_a_warning(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rooms = iter([0, 10**9])
+
+    def check(folder: Path, needed: int) -> None:
+        if next(rooms) < needed:
+            raise UserError("no room", exit=Exit.STORAGE)
+
+    monkeypatch.setattr(writer, "require_checkpoint_room", check)
+    assert run_training(make_run(*SETTINGS)).exit is Exit.DONE
+    assert warnings(tmp_path / "run") == ["checkpoint at step 3 was not saved: no room"]

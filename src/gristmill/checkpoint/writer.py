@@ -45,9 +45,10 @@ class CheckpointWriter:
         *,
         progress_at: Callable[[int], Progress],
         say: Callable[[str], None],
+        warn: Callable[[str], None],
         control: ControlGroup = ALONE,
     ) -> None:
-        self.folder, self.config, self.say = folder, config, say
+        self.folder, self.config, self.say, self.warn = folder, config, say, warn
         self.progress_at, self.control = progress_at, control
         self.seconds = 0.0
         self.failure: UserError | None = None
@@ -84,14 +85,14 @@ class CheckpointWriter:
             size = self._write_together(snapshot, best)
         except RefusedError as refused:
             self.failure = refused
-            message = f"checkpoint at step {snapshot.step} was not saved: {refused}"
+            if self.control.is_rank0:
+                self.warn(f"checkpoint at step {snapshot.step} was not saved: {refused}")
         else:
             self.failure = None
             self.seconds = time.monotonic() - started
             name = self.folder.path(snapshot.step).name
-            message = f"{SAVED_CHECKPOINT} {name} ({format_bytes(size)})"
-        if self.control.is_rank0:
-            self.say(message)
+            if self.control.is_rank0:
+                self.say(f"{SAVED_CHECKPOINT} {name} ({format_bytes(size)})")
 
     def _write_together(self, snapshot: Snapshot, best: Best | None) -> int:
         """The steps above; returns the bytes of all ranks."""

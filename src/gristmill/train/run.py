@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from gristmill.base.errors import Exit, UserError
@@ -217,6 +218,7 @@ def _run(parts: Assembly, tracker: Tracker, stop: StopRequest, monitor: Monitor)
         config.checkpoint,
         progress_at=numbers.progress_at,
         say=tracker.say,
+        warn=partial(tracker.say, level="warning"),
         control=parts.world.control_group(
             "checkpoints", timeout=parse_seconds(config.checkpoint.timeout)
         ),
