@@ -226,3 +226,27 @@ def test_nothing_is_deleted_while_the_best_is_not_known(folder: CheckpointFolder
     folder.best_file.write_text("damaged")
     folder.thin_out(keep=2, keep_every=None, progress_at=progress_at)
     assert len(folder.committed()) == 5
+
+
+def test_only_the_link_to_a_checkpoint_is_deleted(folder: CheckpointFolder, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for step in (1, 2, 3):
+        shutil.move(write(folder, step), elsewhere)
+        folder.path(step).symlink_to(elsewhere / folder.path(step).name)
+    assert folder.newest_intact().path == folder.path(3)
+    folder.path(2).rename(folder.root / ".deleting-step-00000002")  # what a crash leaves
+    folder.thin_out(keep=1, keep_every=None, progress_at=progress_at)
+    folder.clean()
+    assert [path.name for path in folder.root.iterdir()] == ["step-00000003"]
+    assert all(verify(elsewhere / folder.path(step).name) == [] for step in (1, 2, 3))
+
+
+def test_files_of_others_are_left_alone(folder: CheckpointFolder) -> None:
+    write(folder, 1)
+    strays = [".writing-x", ".writing-step-00000002.ab", ".deleting-me", "step-00000009", "notes"]
+    for name in strays:
+        (folder.root / name).write_text("mine")
+    folder.clean()
+    assert folder.newest_intact().path == folder.path(1)
+    assert sorted(path.name for path in folder.root.iterdir()) == sorted([*strays, "step-00000001"])

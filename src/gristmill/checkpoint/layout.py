@@ -129,8 +129,9 @@ class CheckpointFolder:
         """Remove what interrupted writes and deletions left behind."""
 
         def remove() -> None:
-            for leftover in (*self.root.glob(".writing-*"), *self.root.glob(".deleting-*")):
-                shutil.rmtree(leftover)
+            for kind in (".writing", ".deleting"):
+                for leftover in self.root.glob(f"{kind}-step-*"):
+                    _remove(leftover)
 
         control.on_rank0(remove)
 
@@ -240,7 +241,16 @@ class CheckpointFolder:
                 continue
             doomed = self.root / f".deleting-{path.name}"
             os.rename(path, doomed)
-            shutil.rmtree(doomed)
+            _remove(doomed)
+
+
+def _remove(path: Path) -> None:
+    """Delete a folder. Of a link only itself: what it leads to was put there by somebody else, and
+    so were plain files."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.is_dir():
+        shutil.rmtree(path)
 
 
 # ------------------------------------------------------------------ manifests

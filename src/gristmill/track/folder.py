@@ -28,7 +28,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from gristmill.base.errors import DataError
+from gristmill.base.errors import DataError, Exit, UserError
 from gristmill.base.files import FolderLock, read_json, storage_errors, write_json
 from gristmill.config.schema import RunConfig
 from gristmill.track.metrics import SAVED_CHECKPOINT
@@ -68,8 +68,16 @@ class RunFolder:
         """Make the folder and its subfolders unless they exist; whether the folder is new."""
         new = not self.path.exists()
         for folder in (self.path, *self._subfolders):
-            with storage_errors(folder):
-                folder.mkdir(parents=True, exist_ok=True)
+            try:
+                with storage_errors(folder):
+                    folder.mkdir(parents=True, exist_ok=True)
+            except (FileExistsError, NotADirectoryError) as error:
+                raise UserError(
+                    "this is no folder, or a link to one that is not there",
+                    where=folder,
+                    remedy="remove or repair it, or set `folder` to another place",
+                    exit=Exit.STORAGE,
+                ) from error
         return new
 
     def remove_unused(self) -> None:
