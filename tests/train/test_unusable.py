@@ -100,7 +100,8 @@ CHANGES: dict[str, tuple[Callable[[Content], Any], str]] = {
         lambda content: content.state["counters"].update(nan="7"),
         "counters.nan is '7'",
     ),
-    "best": (put("state", "best", {"step": 900, "loss": 1.0}), "not a step and its loss"),
+    "best": (put("state", "best", {"step": 900, "loss": 1.0}), "a later step"),
+    "best loss": (put("state", "best", {"step": 3, "loss": "1"}), "not a step and its loss"),
     "layout": (put("state", "layout", {"tp": "two"}), "not the sizes of a mesh"),
 }
 ADAM = ("step", "exp_avg", "exp_avg_sq")

@@ -211,7 +211,11 @@ def _choose_checkpoint(run: Path, which: str, control: ControlGroup = ALONE) -> 
         )
         return _Choice(found.path, tuple(notes))
     if which == "best":
-        best = folder.best()
+        try:
+            best = folder.best()
+        except DataError as error:
+            remedy = "name a step with --checkpoint; the next resume of the run rebuilds this file"
+            raise DataError([replace(error.problems[0], remedy=remedy)]) from error
         if best is None:
             raise UserError("this run has no best checkpoint yet", where=str(run), exit=Exit.DATA)
         path = folder.path(best.step)

@@ -28,7 +28,7 @@ from gristmill.track.sinks import (
     WandbSink,
 )
 
-_RUN_ID = re.compile(rb"[0-9a-f]{12}")
+_RUN_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}\n?")
 
 
 class Tracker:
@@ -108,7 +108,7 @@ def build_tracker(
             name=config.name,
             mode=config.track.wandb.mode,
             settings={"run.toml": dump_run(config), **config.model_dump(mode="json")},
-            run_id=run_id.read_text(),
+            run_id=run_id.read_text().strip(),
         )
     # A terminal that goes away (a closed window, `| head`) must not end the run.
     terminal = Guarded(console, name="the terminal", report=lambda warning: None)
