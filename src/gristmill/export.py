@@ -269,7 +269,7 @@ def _compare(
             else:
                 found = converted.read(one.ours, rows)
                 wanted = stored.weights.read(one.ours, rows)
-            # As integers, since NaN does not equal itself.
+            # As integers: 0 and -0 are equal, but not the same bits.
             if not torch.equal(found.view(torch.int32), wanted.view(torch.int32)):
                 raise UserError(
                     f"{one.name} does not read back as it is in the source; nothing was exported",
