@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import inspect
+import json
 import multiprocessing
 import os
 import random
+import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
+from gristmill.checkpoint.layout import CheckpointFolder, step_of
 from gristmill.config.load import load_text
 from gristmill.config.schema import RunConfig
 from gristmill.text.prepare.prepare import prepare_documents
@@ -91,6 +96,35 @@ def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prefix = tmp_path_factory.mktemp("poisoned") / "text"
     prepare_documents([Document(text, "text:1")], tokenizer=open_tokenizer("bytes"), output=prefix)
     return prefix
+
+
+@dataclass
+class Content:
+    """What the checkpoint of one process holds."""
+
+    model: dict[str, torch.Tensor]
+    optimizer: dict[str, torch.Tensor]
+    state: Any
+
+
+@pytest.fixture
+def rewrite() -> Callable[[Path, Callable[[Content], Any]], None]:
+    """Commit a checkpoint again with other content, for which its manifest then holds."""
+
+    def write(path: Path, change: Callable[[Content], Any]) -> None:
+        folder = CheckpointFolder(path.parent)
+        staging = folder.begin(step_of(path))
+        tensors = (load_file(path / f"{kind}.safetensors") for kind in ("model", "optimizer"))
+        content = Content(*tensors, json.loads((path / "state.json").read_text()))
+        change(content)
+        save_file(content.model, staging / "model.safetensors")
+        save_file(content.optimizer, staging / "optimizer.safetensors")
+        state = content.state if isinstance(content.state, str) else json.dumps(content.state)
+        (staging / "state.json").write_text(state)
+        shutil.rmtree(path)
+        folder.commit(staging)
+
+    return write
 
 
 # ------------------------------------------------------------------ several processes

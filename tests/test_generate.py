@@ -149,3 +149,12 @@ def test_stop_strings_and_end_of_text_end_a_sample() -> None:
     stream = generator.stream("", tokens=9, sampling=GREEDY, samples=3, stop=["STOP"])
     first = "".join(piece for number, piece in stream if number == 0)
     assert first == "grain "  # the beginning of a stop string is held back
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling()], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_no_token_is_chosen_from_logits_that_are_not_finite(sampling: Sampling, bad: float) -> None:
+    logits = torch.zeros(2, 9)
+    logits[1, 4] = bad
+    with pytest.raises(UserError, match="NaN or infinite logits"):
+        draw(logits, sampling, torch.Generator())

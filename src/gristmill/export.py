@@ -4,7 +4,7 @@ with the number of layers, and verifies it before the folder gets its name.
     DIR/  model.safetensors, or model-00001-of-0000N.safetensors ... and an index of them
           tokenizer files · generation_config.json · config.json
 
-    read some rows of a tensor from the source -> fp32, transposed -> append them to a file
+    read some rows of a tensor from the source -> finite? -> fp32, transposed -> append to a file
     read some rows from both, folder and source -> are the bits the same?
     transformers loads the folder, we the source -> same logits and greedy tokens?
 
@@ -32,7 +32,7 @@ from typing import Literal
 
 import torch
 
-from gristmill.base.errors import Exit, UserError, optional
+from gristmill.base.errors import DataError, Exit, UserError, optional
 from gristmill.base.files import (
     FolderLock,
     require_room,
@@ -45,12 +45,13 @@ from gristmill.base.memory import free_memory
 from gristmill.base.tensor_slices import TensorSlice
 from gristmill.base.units import format_bytes
 from gristmill.checkpoint.model import StoredModel
+from gristmill.checkpoint.state import FiniteCheck
 from gristmill.checkpoint.tensor_reader import HF_INDEX, open_hf_tensors
 from gristmill.checkpoint.tensorfile import StreamedTensor, write_streamed
 from gristmill.config.hf import to_hf
 from gristmill.config.model import GPTConfig
 from gristmill.generate import Engine, Sampling
-from gristmill.models.weights import Gpt2Tensor, Gpt2Weights, Weights, gpt2_tensors
+from gristmill.models.weights import Gpt2Tensor, Gpt2Weights, gpt2_tensors
 
 TOLERANCE = 1e-5
 SHARD = 5 * 10**9
@@ -126,7 +127,7 @@ def export(
         progress(doing, done, 2 * size)
 
     with _staged(folder) as staging:
-        _write_weights(stored.weights, staging, files, advance)
+        _write_weights(stored, staging, files, advance)
         _compare(stored, staging, tensors, advance)
         stored.tokenizer.save(staging)
         write_json(staging / "generation_config.json", {"bos_token_id": end, "eos_token_id": end})
@@ -218,11 +219,11 @@ def _divide(tensors: Sequence[Gpt2Tensor], *, limit: int) -> dict[str, list[Gpt2
 
 
 def _write_weights(
-    weights: Weights, folder: Path, files: dict[str, list[Gpt2Tensor]], advance: _Advance
+    stored: StoredModel, folder: Path, files: dict[str, list[Gpt2Tensor]], advance: _Advance
 ) -> None:
     for file, tensors in files.items():
         content = {
-            one.name: StreamedTensor(_DTYPE, one.shape, partial(_read_rows, weights, one, advance))
+            one.name: StreamedTensor(_DTYPE, one.shape, partial(_read_rows, stored, one, advance))
             for one in tensors
         }
         write_streamed(folder / file, content, metadata={"format": "pt"})
@@ -233,9 +234,16 @@ def _write_weights(
         write_json(folder / HF_INDEX, index)
 
 
-def _read_rows(weights: Weights, tensor: Gpt2Tensor, advance: _Advance) -> Iterator[torch.Tensor]:
+def _read_rows(
+    stored: StoredModel, tensor: Gpt2Tensor, advance: _Advance
+) -> Iterator[torch.Tensor]:
     for rows in _row_regions(tensor.shape):
-        value = tensor.read(weights, rows)
+        value, found = tensor.read(stored.weights, rows), FiniteCheck()
+        found.add(tensor.ours or tensor.name, value)
+        try:
+            found.require(str(stored.origin))
+        except DataError as error:
+            raise stored.unusable(error) from error
         yield value
         advance("writing", value.nbytes)
 
@@ -261,7 +269,7 @@ def _compare(
             else:
                 found = converted.read(one.ours, rows)
                 wanted = stored.weights.read(one.ours, rows)
-            # As integers, since NaN does not equal itself.
+            # As integers: 0 and -0 are equal, but not the same bits.
             if not torch.equal(found.view(torch.int32), wanted.view(torch.int32)):
                 raise UserError(
                     f"{one.name} does not read back as it is in the source; nothing was exported",
@@ -298,7 +306,8 @@ def _compare_with_transformers(
     prompt, greedy = prompt_BT[0].tolist(), Sampling(temperature=0.0)
     continuation = [ids[0] for ids in Engine(ours).stream(prompt, tokens=tokens, sampling=greedy)]
     same = prompt + continuation == greedy_BT[0].tolist()
-    if difference > allowed or not same:
+    # A difference that is not a number is not small either.
+    if not difference <= allowed or not same:
         raise UserError(
             f"transformers' logits differ by {difference:.1e} (allowed: {allowed:.0e}) and its "
             f"greedy tokens are {'the same' if same else 'different'}; nothing was exported",

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from gristmill.base.errors import UserError
+from gristmill.base.errors import DataError, UserError
 from gristmill.models.spec import CausalLM
 from gristmill.text.tokenizers.tokenizer import Tokenizer
 
@@ -91,8 +91,10 @@ def window_start(length: int, context: int) -> int:
 
 
 def draw(logits_BV: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> torch.Tensor:
-    """One id per row."""
+    """One id per row. Refuses logits that are not finite, which have no most likely id."""
     logits_BV = logits_BV.float()
+    if not logits_BV.isfinite().all():
+        raise DataError("the model computes NaN or infinite logits, so it cannot choose a token")
     if sampling.temperature == 0:
         return logits_BV.argmax(dim=-1)
     logits_BV = logits_BV / sampling.temperature

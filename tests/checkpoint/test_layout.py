@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from gristmill.base.errors import DataError
 from gristmill.base.units import Duration, Progress
 from gristmill.checkpoint.layout import MANIFEST, Best, CheckpointFolder, step_of, verify
 
@@ -178,3 +180,73 @@ def test_a_damaged_checkpoint_set_aside_is_kept(folder: CheckpointFolder) -> Non
         assert folder.set_aside(write(folder, 4)).name == name
     assert folder.committed() == []
     assert len(list(folder.root.glob("damaged-*/model.safetensors"))) == 2
+
+
+def test_no_flipped_bit_of_best_json_is_believed(folder: CheckpointFolder) -> None:
+    folder.root.mkdir()
+    best = Best(12, 4.00216007232666)
+    folder.mark_best(best)
+    content = folder.best_file.read_bytes()
+    for bit in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        folder.best_file.write_bytes(flipped)
+        with contextlib.suppress(DataError):
+            assert folder.best() == best, f"bit {bit}"  # white space, or the case of an exponent
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "3", "{}", '{"step": 2}', '{"step": "2", "loss": 1.0}', "[" * 99_999]
+)
+def test_what_is_no_best_json_is_refused(folder: CheckpointFolder, content: str) -> None:
+    write(folder, 2)
+    folder.best_file.write_text(content)
+    with pytest.raises(DataError):
+        folder.best()
+
+
+def test_a_best_json_of_an_older_version_is_compared_with_its_checkpoint(
+    folder: CheckpointFolder,
+) -> None:
+    staging = folder.begin(2)
+    (staging / "state.json").write_text('{"best": {"step": 2, "loss": 1.5}}')
+    folder.commit(staging)
+    folder.best_file.write_text('{"step": 2, "loss": 1.5}')
+    assert folder.best() == Best(2, 1.5)
+    folder.best_file.write_text('{"step": 2, "loss": 1.0}')
+    with pytest.raises(DataError, match="has changed bytes"):
+        folder.best()
+    folder.best_file.write_text('{"step": 3, "loss": 1.0}')
+    assert folder.best() == Best(3, 1.0)  # nothing is known about it
+
+
+def test_nothing_is_deleted_while_the_best_is_not_known(folder: CheckpointFolder) -> None:
+    for step in range(1, 6):
+        write(folder, step)
+    folder.best_file.write_text("damaged")
+    folder.thin_out(keep=2, keep_every=None, progress_at=progress_at)
+    assert len(folder.committed()) == 5
+
+
+def test_only_the_link_to_a_checkpoint_is_deleted(folder: CheckpointFolder, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for step in (1, 2, 3):
+        shutil.move(write(folder, step), elsewhere)
+        folder.path(step).symlink_to(elsewhere / folder.path(step).name)
+    assert folder.newest_intact().path == folder.path(3)
+    folder.path(2).rename(folder.root / ".deleting-step-00000002")  # what a crash leaves
+    folder.thin_out(keep=1, keep_every=None, progress_at=progress_at)
+    folder.clean()
+    assert [path.name for path in folder.root.iterdir()] == ["step-00000003"]
+    assert all(verify(elsewhere / folder.path(step).name) == [] for step in (1, 2, 3))
+
+
+def test_files_of_others_are_left_alone(folder: CheckpointFolder) -> None:
+    write(folder, 1)
+    strays = [".writing-x", ".writing-step-00000002.ab", ".deleting-me", "step-00000009", "notes"]
+    for name in strays:
+        (folder.root / name).write_text("mine")
+    folder.clean()
+    assert folder.newest_intact().path == folder.path(1)
+    assert sorted(path.name for path in folder.root.iterdir()) == sorted([*strays, "step-00000001"])

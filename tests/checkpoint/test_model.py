@@ -12,6 +12,7 @@ from torch import nn
 from gristmill.base.errors import UserError
 from gristmill.base.files import write_json
 from gristmill.base.tensor_slices import row_slices, whole_slice
+from gristmill.base.units import Progress
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.model import load_start_weights
 from gristmill.checkpoint.state import TrainState, capture
@@ -40,7 +41,9 @@ def as_run(model: GPT, folder: Path) -> None:
     folder.mkdir()
     (folder / "run.toml").write_text("")
     optimizer = ParameterOptimizer(dict(model.named_parameters()), [])
-    snapshot = capture(TrainState(model, optimizer, {}, {"vocab": VOCAB}))
+    progress = Progress(1, 1, 1)
+    settings = {"model": model.config.model_dump(exclude_none=True), "vocab": VOCAB}
+    snapshot = capture(TrainState(model, optimizer, {}, settings, progress=progress))
     checkpoints = CheckpointFolder(folder / "checkpoints")
     staging = checkpoints.begin(1)
     commit_pieces(checkpoints, staging, snapshot=snapshot, reports=[snapshot.write(staging)])

@@ -33,12 +33,14 @@ class Written:
 
     def __init__(self, root: Path, *, background: bool = True) -> None:
         self.said: list[str] = []
+        self.warned: list[str] = []
         self.folder = CheckpointFolder(root)
         self.writer = CheckpointWriter(
             self.folder,
             CheckpointConfig(keep=2, background=background),
             progress_at=lambda step: Progress(step, step, step),
             say=self.said.append,
+            warn=self.warned.append,
         )
 
     @property
@@ -108,7 +110,7 @@ def test_a_full_disk_is_found_before_writing(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10))
     written.writer.save(snapshot(2))
     assert written.steps == [1]
-    assert "a checkpoint needs 32 B, and the disk has 10 B free" in written.said[-1]
+    assert "a checkpoint needs 32 B, and the disk has 10 B free" in written.warned[-1]
     with pytest.raises(UserError) as error:
         written.writer.finish()
     assert error.value.exit is Exit.STORAGE
@@ -133,7 +135,7 @@ def test_a_disk_that_changes_what_is_written_is_found_out(
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", flip)
         written.writer.save(snapshot(2))
-    assert "does not read back as it was written" in written.said[-1]
+    assert "does not read back as it was written" in written.warned[-1]
     assert written.steps == [1] and list(tmp_path.glob(".*")) == []
 
 
@@ -150,7 +152,7 @@ def test_any_refusal_of_the_disk_is_reported_and_training_continues(
     with monkeypatch.context() as patched:
         patched.setattr(Snapshot, "write", gone)
         written.writer.save(snapshot(1))
-    assert "the disk refused: No such file or directory" in written.said[-1]
+    assert "the disk refused: No such file or directory" in written.warned[-1]
     written.writer.save(snapshot(2))
     written.writer.finish()
     assert written.steps == [2]
@@ -174,7 +176,7 @@ def test_a_disk_that_fills_up_while_writing(tmp_path: Path) -> None:
             written.writer.save(big)
         finally:
             module.require_checkpoint_room = module_room
-        assert "the disk is full" in written.said[-1]
+        assert "the disk is full" in written.warned[-1]
         assert written.steps == [1]
         assert verify(written.folder.path(1)) == []
         assert list((small / "checkpoints").glob(".*")) == []

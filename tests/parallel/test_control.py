@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.parallel.control import ControlGroup, RefusedError
+from gristmill.parallel.control import ControlGroup, RefusedError, _joined, _refusal
 
 
 def meet() -> dict[str, Any]:
@@ -83,3 +83,21 @@ def test_one_process_answers_itself() -> None:
 
 def _no_room() -> None:
     raise UserError("no room")
+
+
+def test_an_error_of_the_disk_without_a_number_keeps_its_message() -> None:
+    def act() -> None:
+        raise OSError("Cannot call rmtree on a symbolic link")
+
+    with pytest.raises(UserError) as error:
+        ControlGroup().on_rank0(act)
+    assert str(error.value) == "the disk refused: Cannot call rmtree on a symbolic link"
+
+
+def test_what_all_ranks_report_alike_names_none_of_them() -> None:
+    def said(*failures: UserError | None) -> str:
+        return str(_joined([None if one is None else _refusal(one) for one in failures]))
+
+    assert said(UserError("wrong", where="a"), UserError("wrong", where="a")) == "a: wrong"
+    assert "rank 1 on " in said(None, UserError("wrong"))
+    assert "(and 1 other ranks)" in said(UserError("wrong"), UserError("worse"))

@@ -207,3 +207,16 @@ def test_settings_that_cannot_be_compared_are_named(tmp_path: Path) -> None:
     runs = [bare_run(tmp_path / name, [event(1)], settings="a = = 1") for name in ("a", "b")]
     with pytest.raises(UserError, match="not valid TOML"):
         write_report(runs, tmp_path / "report.html")
+
+
+def test_damage_is_left_out_with_a_warning(tmp_path: Path) -> None:
+    folder = RunFolder(bare_run(tmp_path / "run", [event(1)]))
+    folder.metrics.write_text(folder.metrics.read_text() + "damaged\n" + to_json(event(2)) + "\n")
+    folder.environment.write_text("{damaged")
+    folder.status.write_text("[]")
+    told: list[str] = []
+    (shown,) = contents(write_report([folder.path], folder.report, warn=told.append))["runs"]
+    assert [one["text"] for one in shown["events"]["newest"]] == ["event 1", "event 2"]
+    assert shown["state"] == "unknown" and shown["environment"] == {}
+    assert "left out 1 damaged line, first line 2" in told[0]
+    assert "environment.json: not valid JSON" in told[1]

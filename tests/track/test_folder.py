@@ -110,3 +110,23 @@ def test_the_last_step_is_that_of_a_checkpoint_or_of_the_last_record(tmp_path: P
     assert folder.last_step() == 90
     folder.metrics.write_text('"step"\n[]\n{"loss": 1}\n')
     assert folder.last_step() == 90
+
+
+@pytest.mark.parametrize("link", [True, False])
+def test_a_folder_that_is_none_is_named(tmp_path: Path, link: bool) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    if link:
+        folder.checkpoints.symlink_to(tmp_path / "nowhere")
+    else:
+        folder.checkpoints.touch()
+    with pytest.raises(UserError, match="this is no folder") as error:
+        folder.create()
+    assert error.value.problems[0].where == str(folder.checkpoints)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"state": "done", "step": "7"}', "[" * 99_999])
+def test_a_damaged_status_is_none(tmp_path: Path, content: str) -> None:
+    folder = RunFolder(tmp_path)
+    folder.status.write_text(content)
+    assert folder.read_status() == {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gristmill.base.errors import Exit, UserError
+from gristmill.track import metrics
 from gristmill.track.metrics import (
     EventRecord,
     Record,
@@ -23,6 +24,7 @@ from gristmill.track.metrics import (
     from_json,
     read_metrics,
     to_json,
+    validation_loss,
 )
 
 counts = st.integers(min_value=0, max_value=2**62)
@@ -177,3 +179,83 @@ def test_damage_before_the_end_is_named_by_its_line(tmp_path: Path, damage: str)
     with pytest.raises(UserError, match="line 2 cannot be read") as caught:
         read_metrics(path)
     assert caught.value.exit is Exit.DATA
+    damaged: dict[int, str] = {}
+    assert read_metrics(path, damaged=damaged.__setitem__) == [event(1), event(2)]
+    assert list(damaged) == [2]
+
+
+def test_no_flipped_bit_keeps_a_file_from_being_cut(tmp_path: Path) -> None:
+    """Of the lines, only the damaged one may be lost; if it cannot be read, it is returned."""
+    path = tmp_path / "metrics.jsonl"
+    lines = [(to_json(event(step)) + "\n").encode() for step in (1, 2, 3)]
+    for bit in range(8 * len(lines[1])):
+        flipped = bytearray(lines[1])
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(lines[0] + flipped + lines[2])
+        damaged = cut_metrics(path, after=2)
+        left = path.read_bytes()
+        assert left.startswith(lines[0]), f"bit {bit}"
+        if flipped.endswith(b"\n"):
+            assert left in (lines[0], lines[0] + flipped) and lines[2] not in left
+            assert b"".join(damaged) in (b"", flipped)
+
+
+def write_long(path: Path, steps: int) -> None:
+    """Records with the disorder that events of another thread cause."""
+    records = [event(step + 3 if step % 50 == 0 else step, "x" * 90) for step in range(steps)]
+    path.write_text("".join(to_json(record) + "\n" for record in records))
+
+
+@pytest.mark.parametrize("after", [0, 49, 50, 51, 2499, 2998, 5000])
+def test_cutting_a_long_file_gives_what_filtering_it_would(tmp_path: Path, after: int) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_long(path, 3000)
+    wanted = [record for record in read_metrics(path) if record.step <= after]
+    assert cut_metrics(path, after=after) == []
+    assert read_metrics(path) == wanted
+
+
+def test_only_the_end_of_a_long_file_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Damage at its beginning is neither found nor changed."""
+    path, parse, parsed = tmp_path / "metrics.jsonl", metrics._parse, list[str]()
+
+    def counting(line: str) -> dict[str, Any]:
+        parsed.append(line)
+        return parse(line)
+
+    monkeypatch.setattr(metrics, "_parse", counting)
+    write_long(path, 6000)
+    beginning = b"damaged\n" * 10_000
+    path.write_bytes(beginning + path.read_bytes())
+    assert cut_metrics(path, after=5990) == []
+    assert validation_loss(path, step=5990) is None
+    assert 9 < len(parsed) < 3000
+    assert path.read_bytes().startswith(beginning)
+    assert from_json(path.read_text().splitlines()[-1]) == event(5990, "x" * 90)
+
+
+def test_a_line_longer_than_a_block_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    records = [event(1), event(2, "x" * 300_000), event(3)]
+    path.write_text("".join(to_json(record) + "\n" for record in records))
+    cut_metrics(path, after=2)
+    assert read_metrics(path) == records[:2]
+
+
+def test_the_validation_loss_of_a_step_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert validation_loss(path, step=1) is None
+    write_long(path, 2000)
+    record = ValidationRecord(
+        step=7, samples=1, tokens=1, time=1.0, loss=math.inf, perplexity=1.0, windows=1,
+        seconds=1.0, best=True,
+    )  # fmt: skip
+    with path.open("a") as file:
+        for step, loss in ((1500, 3.5), (2000, math.nan)):
+            file.write(to_json(replace(record, step=step, loss=loss)) + "\n")
+        file.write("damaged\n" + to_json(event(2000)) + "\n")
+    assert validation_loss(path, step=1500) == 3.5
+    assert math.isnan(validation_loss(path, step=2000) or 0.0)
+    assert validation_loss(path, step=1999) is None

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -207,6 +210,70 @@ def test_a_full_disk_does_not_stop_the_others() -> None:
     assert len(warnings) == 2
     assert kept.records.count(STEP) == 3
     assert all("No space left" in warning.text for warning in warnings)
+
+
+@contextmanager
+def disk_full_at(size: int) -> Iterator[None]:
+    """Files of this process cannot grow beyond a size."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limit[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+
+def at_step(step: int) -> StepRecord:
+    return replace(STEP, step=step)
+
+
+def texts(records: Sequence[Record]) -> list[str]:
+    return [record.text for record in records if isinstance(record, EventRecord)]
+
+
+def test_records_are_written_when_there_is_room_again(tmp_path: Path) -> None:
+    """The disk is full in the middle of a line."""
+    path, told = tmp_path / "metrics.jsonl", Kept()
+    sink = Guarded(JsonlSink(path), name="metrics.jsonl", report=told.write, keep=100)
+    sink.write(at_step(1))
+    with disk_full_at(path.stat().st_size + 50):
+        for step in range(2, 40):
+            sink.write(at_step(step))
+            sink.flush()
+        assert read_metrics(path) == [at_step(1)] and path.read_bytes().endswith(b"\n")
+    sink.write(at_step(40))
+    sink.close()
+    *steps, told_late = read_metrics(path)
+    assert steps == [at_step(step) for step in range(1, 41)]
+    first, second = texts(told.records)
+    assert "metrics.jsonl cannot be written (OSError: [Errno 27] File too large)" in first
+    assert second == "metrics.jsonl can be written again: 39 records were written late"
+    assert texts([told_late]) == [second]
+
+
+def test_what_does_not_fit_into_memory_is_counted(tmp_path: Path) -> None:
+    path, told = tmp_path / "train.log", Kept()
+    log = LogSink(path, horizon=Horizon(100, 100))
+    sink = Guarded(log, name="train.log", report=told.write, keep=10)
+    with disk_full_at(0):
+        for step in range(1, 31):
+            sink.write(at_step(step))
+    sink.flush()
+    *steps, last = path.read_text().splitlines()
+    assert [one.split(" | ")[0].split()[-1] for one in steps] == [f"{n}/100" for n in range(21, 31)]
+    (lost,) = texts(told.records)[1:]
+    assert lost.endswith("10 records were written late, and 20 older ones are lost")
+    assert last.endswith(f"warning: {lost}")
+
+
+def test_what_could_not_be_written_to_the_end_is_told(tmp_path: Path) -> None:
+    told = Kept()
+    sink = Guarded(JsonlSink(tmp_path / "m"), name="m", report=told.write, keep=10)
+    with disk_full_at(0):
+        for step in range(1, 31):
+            sink.write(at_step(step))
+        sink.close()
+    assert texts(told.records)[-1] == "30 records could not be written to m"
 
 
 def test_trouble_while_closing_still_reaches_the_sinks_before() -> None:

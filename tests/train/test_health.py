@@ -11,7 +11,7 @@ import pytest
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.checkpoint.layout import CheckpointFolder, step_of
-from gristmill.checkpoint.state import read_state
+from gristmill.checkpoint.state_file import read_state
 from gristmill.config.schema import GuardConfig, RunConfig
 from gristmill.parallel.strategy import StepLimits
 from gristmill.track.metrics import EventRecord, StepRecord, read_metrics

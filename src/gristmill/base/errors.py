@@ -84,7 +84,7 @@ class UserError(Exception):
 
 
 class DataError(UserError):
-    """Input data (text, token files, a tokenizer) is missing or damaged."""
+    """Data that is read (text, token files, a tokenizer, a checkpoint) is missing or damaged."""
 
     exit = Exit.DATA
 

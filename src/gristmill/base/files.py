@@ -72,8 +72,23 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise DataError("no such file", where=path) from error
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror}", where=path) from error
     except ValueError as error:
         raise DataError(f"not valid JSON: {error}", where=path) from error
+    except RecursionError as error:
+        raise DataError("not valid JSON: nested too deeply", where=path) from error
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged file or folder to a name that nothing else has; returns the new path."""
+    aside, number = path.with_name(f"damaged-{path.name}"), 0
+    while aside.exists() or aside.is_symlink():
+        number += 1
+        aside = path.with_name(f"damaged-{path.name}.{number}")
+    os.rename(path, aside)
+    sync_folder(path.parent)
+    return aside
 
 
 def sha256_file(path: Path) -> str:

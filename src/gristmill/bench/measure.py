@@ -217,6 +217,7 @@ def _measure(parts: Assembly, *, warm_up: int, steps: int, random_tokens: bool) 
         parts.config.checkpoint,
         progress_at=numbers.progress_at,
         say=tracker.say,
+        warn=tracker.say,
     )
     hooks = _ProfiledHooks(
         [],

@@ -8,7 +8,7 @@
     ├── .writing-step-00013000.5ac1e07f
     │                           not committed: left by a crash, removed at the next start
     ├── damaged-step-00012500   set aside: found damaged, never used, never deleted by us
-    └── best.json               which step had the best validation loss
+    └── best.json               which step had the best validation loss; with a checksum
 
 A checkpoint is written under its temporary name, every file is flushed, then the folder is renamed
 and its parent flushed. The rename is the commit. No file points to the newest checkpoint: that is
@@ -20,17 +20,21 @@ same conclusion; only rank 0 renames and removes.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from gristmill.base.errors import Exit, Problem, UserError
+from gristmill.base.errors import DataError, Exit, Problem, UserError
 from gristmill.base.files import (
     read_json,
+    set_aside,
     sha256_file,
     sha256_text,
     storage_errors,
@@ -42,6 +46,7 @@ from gristmill.base.units import Duration, Progress
 from gristmill.parallel.control import ControlGroup
 
 MANIFEST = "MANIFEST"
+_SEAL = "sha256"
 ALONE = ControlGroup()
 _STEP = re.compile(r"step-(\d{8,})")
 _LINE = re.compile(r"([0-9a-f]{64}) (\d{1,18}) ([^/]+)")
@@ -63,6 +68,21 @@ class Best:
     step: int
     loss: float
 
+    @classmethod
+    def of(cls, value: Any) -> Best:
+        """From a value of a JSON file; a `ValueError` if this is something else."""
+        if isinstance(value, dict) and set(value) == {"step", "loss"}:
+            best = cls(**value)
+            numbers = type(best.step) is int and type(best.loss) in (int, float)
+            if numbers and best.step >= 0 and math.isfinite(best.loss):
+                return best
+        raise ValueError("not a step and its loss")
+
+    @property
+    def seal(self) -> str:
+        """What tells whether a bit of it has changed on the disk."""
+        return sha256_text(f"{self.step} {self.loss!r}")
+
 
 @dataclass(frozen=True)
 class CheckpointSearch:
@@ -73,6 +93,13 @@ class CheckpointSearch:
 
 
 NameFilter = Callable[[str], bool]
+ContentCheck = Callable[[Path], list[Problem]]
+
+
+def find_step(path: Path) -> int | None:
+    """The step in the name of a checkpoint's folder; None if it was given another name."""
+    match = _STEP.fullmatch(path.absolute().name)
+    return None if match is None else int(match[1])
 
 
 def step_of(path: Path) -> int:
@@ -102,8 +129,9 @@ class CheckpointFolder:
         """Remove what interrupted writes and deletions left behind."""
 
         def remove() -> None:
-            for leftover in (*self.root.glob(".writing-*"), *self.root.glob(".deleting-*")):
-                shutil.rmtree(leftover)
+            for kind in (".writing", ".deleting"):
+                for leftover in self.root.glob(f"{kind}-step-*"):
+                    _remove(leftover)
 
         control.on_rank0(remove)
 
@@ -137,13 +165,19 @@ class CheckpointFolder:
         return final
 
     def newest_intact(
-        self, control: ControlGroup = ALONE, *, read: NameFilter | None = None
+        self,
+        control: ControlGroup = ALONE,
+        *,
+        read: NameFilter | None = None,
+        check: ContentCheck = lambda path: [],
     ) -> CheckpointSearch:
-        """The newest checkpoint that `verify` finds intact, and the damaged ones that are newer."""
+        """The newest checkpoint that `verify` finds intact, and the damaged ones that are newer.
+        `check` finds what is wrong with the content of one that has every byte it was written
+        with; on all ranks it must find the same."""
         damaged: list[tuple[Path, list[Problem]]] = []
         for name in control.broadcast([path.name for path in reversed(self.committed())]):
             path = self.root / name
-            problems = verify(path, control=control, read=read)
+            problems = verify(path, control=control, read=read) or check(path)
             if not problems:
                 return CheckpointSearch(path, damaged)
             damaged.append((path, problems))
@@ -152,25 +186,39 @@ class CheckpointFolder:
     def set_aside(self, path: Path, control: ControlGroup = ALONE) -> Path:
         """Rename a damaged checkpoint, so that its step can be saved again and nothing is lost."""
 
-        def rename() -> str:
-            aside, number = self.root / f"damaged-{path.name}", 0
-            while aside.exists():
-                number += 1
-                aside = self.root / f"damaged-{path.name}.{number}"
-            os.rename(path, aside)
-            sync_folder(self.root)
-            return aside.name
-
-        name: str = control.on_rank0(rename)
+        name: str = control.on_rank0(lambda: set_aside(path).name)
         return self.root / name
 
+    @property
+    def best_file(self) -> Path:
+        return self.root / "best.json"
+
     def best(self) -> Best | None:
-        """The best checkpoint so far, if one is marked."""
-        file = self.root / "best.json"
-        return Best(**read_json(file)) if file.is_file() else None
+        """The best checkpoint so far, if one is marked; refuses a damaged file."""
+        if not self.best_file.is_file():
+            return None
+        value = read_json(self.best_file)
+        seal = value.pop(_SEAL, None) if isinstance(value, dict) else None
+        try:
+            best = Best.of(value)
+        except ValueError as error:
+            raise DataError(str(error), where=self.best_file) from error
+        # Older versions wrote no seal, but mostly the same into the checkpoint itself.
+        good = seal == best.seal if seal is not None else self._saved_loss(best) == best.loss
+        if not good:
+            raise DataError("has changed bytes", where=self.best_file)
+        return best
+
+    def _saved_loss(self, best: Best) -> float:
+        """The loss that the best checkpoint itself has for its step; the one given if it has
+        none."""
+        with contextlib.suppress(DataError, ValueError, KeyError, TypeError):
+            saved = Best.of(read_json(self.path(best.step) / "state.json")["best"])
+            return saved.loss if saved.step == best.step else best.loss
+        return best.loss
 
     def mark_best(self, best: Best) -> None:
-        write_json(self.root / "best.json", asdict(best))
+        write_json(self.best_file, {**asdict(best), _SEAL: best.seal})
 
     def newest_before(self, step: int) -> int | None:
         """The step of the newest checkpoint from before a step."""
@@ -203,7 +251,11 @@ class CheckpointFolder:
         Only called after a newer one was committed and verified. A folder is renamed before it is
         emptied, so that a half-deleted one is never mistaken for a checkpoint.
         """
-        best, first = self.best(), 0 if good_before is None else good_before
+        try:
+            best = self.best()
+        except DataError:
+            return  # one of these may be the best, and the next resume finds out which
+        first = 0 if good_before is None else good_before
         for path in [path for path in self.committed() if step_of(path) >= first][:-keep]:
             step = step_of(path)
             permanent = keep_every is not None and (
@@ -213,7 +265,16 @@ class CheckpointFolder:
                 continue
             doomed = self.root / f".deleting-{path.name}"
             os.rename(path, doomed)
-            shutil.rmtree(doomed)
+            _remove(doomed)
+
+
+def _remove(path: Path) -> None:
+    """Delete a folder. Of a link only itself: what it leads to was put there by somebody else, and
+    so were plain files."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.is_dir():
+        shutil.rmtree(path)
 
 
 # ------------------------------------------------------------------ manifests
@@ -245,9 +306,24 @@ def verify(
         found: list[Problem | None] = [Problem(what, str(folder / MANIFEST))]
     else:
         found = [_problem(folder, one, read=read is None or read(one.name)) for one in files]
-    reports = control.all_gather([astuple(problem) for problem in found if problem is not None])
-    problems = {Problem(*values) for report in reports for values in report}
+    return merge_problems([one for one in found if one is not None], control)
+
+
+def merge_problems(found: Sequence[Problem], control: ControlGroup) -> list[Problem]:
+    """What any of the ranks has found, on all of them."""
+    reports = control.all_gather([astuple(problem) for problem in found])
+    problems = {Problem(*values): None for report in reports for values in report}
     return sorted(problems, key=lambda problem: problem.where or "")
+
+
+_MOST_PROBLEMS = 3
+
+
+def describe_problems(problems: Sequence[Problem]) -> str:
+    """The first problems of a checkpoint in one line: every file and tensor may have one."""
+    more = len(problems) - _MOST_PROBLEMS
+    shown = [str(problem) for problem in problems[:_MOST_PROBLEMS]]
+    return "; ".join([*shown, f"and {more} more"] if more > 0 else shown)
 
 
 def _read_manifest(folder: Path) -> list[Fingerprint]:

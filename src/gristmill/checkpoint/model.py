@@ -6,17 +6,26 @@ is computed with it. Loading it gives a `LoadedModel`, which is in memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from pydantic import ValidationError
 
 from gristmill.base.downloads import model_folder
-from gristmill.base.errors import Exit, UserError
+from gristmill.base.errors import DataError, Exit, Problem, UserError
 from gristmill.base.files import read_json
-from gristmill.checkpoint.layout import ALONE, MANIFEST, CheckpointFolder, step_of, verify
-from gristmill.checkpoint.state import check_weights, load_weights, read_state
-from gristmill.checkpoint.tensor_reader import open_hf_tensors, open_tensors
+from gristmill.checkpoint.layout import (
+    ALONE,
+    MANIFEST,
+    CheckpointFolder,
+    describe_problems,
+    step_of,
+    verify,
+)
+from gristmill.checkpoint.state import check_weights, load_weights
+from gristmill.checkpoint.state_file import STATE, is_count, read_state, shown
+from gristmill.checkpoint.tensor_reader import TensorReader, open_hf_tensors, open_tensors
 from gristmill.config.hf import from_hf
 from gristmill.config.model import ModelConfig
 from gristmill.config.schema import parse_model
@@ -53,6 +62,8 @@ class StoredModel:
     origin: Path
     run: Path | None = None
     step: int | None = None
+    notes: tuple[str, ...] = ()
+    """What the user should know about the choice of this checkpoint."""
 
     def outline(self) -> CausalLM:
         """The model with names and shapes only."""
@@ -61,8 +72,17 @@ class StoredModel:
     def load(self, device: torch.device) -> LoadedModel:
         """The model in memory."""
         model = build_model(self.config, vocab=self.vocab, device=device)
-        load_weights(model, self.weights)
+        try:
+            load_weights(model, self.weights)
+        except DataError as error:
+            raise self.unusable(error) from error
         return LoadedModel(model.eval(), self.tokenizer, self.origin, self.run, self.step)
+
+    def unusable(self, error: DataError) -> DataError:
+        """An error about the weights, with what to do about it."""
+        *others, last = error.problems
+        remedy = "choose another checkpoint of this run with --checkpoint" if self.run else None
+        return DataError([*others, replace(last, remedy=remedy)])
 
 
 def open_model(spec: str, *, device: torch.device, checkpoint: str = "latest") -> LoadedModel:
@@ -74,64 +94,128 @@ def open_stored(spec: str, *, checkpoint: str = "latest") -> StoredModel:
     """Find what `spec` names, and check that it is intact."""
     path = model_folder(spec, where="MODEL")
     if (path / "run.toml").is_file():
-        return _from_checkpoint(_choose_checkpoint(path, checkpoint))
+        chosen = _choose_checkpoint(path, checkpoint)
+        return _from_checkpoint(chosen.path, notes=chosen.notes)
     if (path / MANIFEST).is_file():
         return _from_checkpoint(_require_intact(path))
-    if not (path / "config.json").is_file():
+    file = path / "config.json"
+    if not file.is_file():
         raise UserError(
             f"{spec!r} is neither a run folder (run.toml), a checkpoint ({MANIFEST}) nor a "
             "Hugging Face model (config.json)",
             where="MODEL",
             exit=Exit.DATA,
         )
-    config = parse_model(from_hf(read_json(path / "config.json"), where=str(path / "config.json")))
+    config = parse_model(from_hf(read_json(file), where=str(file)))
     assert config.vocab is not None
-    weights = Gpt2Weights(open_hf_tensors(path), outline_model(config, vocab=config.vocab))
+    stored = open_hf_tensors(path)
+    weights = Gpt2Weights(stored, _outline(config, vocab=config.vocab, stored=stored, where=file))
     return StoredModel(config, config.vocab, weights, open_tokenizer(path), path)
 
 
-def _from_checkpoint(path: Path) -> StoredModel:
-    state = read_state(path)
-    config, vocab = parse_model(state["settings"]["model"]), state["settings"]["vocab"]
-    weights = open_tensors(path)
-    check_weights(outline_model(config, vocab=vocab), weights)
-    run = path.resolve().parent.parent
+def _from_checkpoint(path: Path, *, notes: tuple[str, ...] = ()) -> StoredModel:
+    config, vocab, weights = _open_content(path)
+    run, state = path.resolve().parent.parent, read_state(path)
     tokenizer, step = open_tokenizer(run / "tokenizer"), state["progress"]["steps"]
-    return StoredModel(config, vocab, weights, tokenizer, path, run=run, step=step)
+    if state["identity"].get("tokenizer", tokenizer.fingerprint) != tokenizer.fingerprint:
+        raise UserError(
+            "not the tokenizer that this model was trained with",
+            where=str(run / "tokenizer"),
+            remedy=f"`gristmill train {run}` writes it anew, and trains no step if the run is done",
+            exit=Exit.DATA,
+        )
+    return StoredModel(config, vocab, weights, tokenizer, path, run=run, step=step, notes=notes)
+
+
+def _open_content(path: Path) -> tuple[ModelConfig, int, TensorReader]:
+    """The settings, vocabulary and weights of a checkpoint, checked against each other."""
+    settings, where = read_state(path)["settings"], path / STATE
+    try:
+        config = parse_model(settings.get("model"))
+    except ValidationError as error:
+        first = error.errors()[0]
+        what = f"settings.model{''.join(f'.{part}' for part in first['loc'])}: {first['msg']}"
+        raise DataError(what, where=where) from error
+    vocab = _vocab(path)
+    weights = open_tensors(path)
+    check_weights(_outline(config, vocab=vocab, stored=weights, where=where), weights)
+    return config, vocab, weights
+
+
+def _vocab(path: Path) -> int:
+    """The vocabulary of a checkpoint's model."""
+    vocab = read_state(path)["settings"].get("vocab")
+    if not is_count(vocab):
+        raise DataError(f"settings.vocab is {shown(vocab)}", where=path / STATE)
+    return int(vocab)
+
+
+def _outline(config: ModelConfig, *, vocab: int, stored: Weights, where: Path) -> CausalLM:
+    """The model with names and shapes only. Settings that ask for more than is stored are refused
+    before they take time or memory."""
+    layers = getattr(config, "layers", 0)
+    if layers > len(stored.shapes):
+        what = f"{layers} layers, but only {len(stored.shapes)} tensors are stored"
+        raise DataError(what, where=where)
+    try:
+        return outline_model(config, vocab=vocab)
+    except (RuntimeError, OverflowError, TypeError) as error:
+        # Even a tensor without memory has a largest size.
+        raise DataError(f"no model has these sizes: {error}", where=where) from error
 
 
 def load_start_weights(
     model: CausalLM, start: str, parameters: ShardedParameters, *, control: ControlGroup = ALONE
-) -> None:
+) -> tuple[str, ...]:
     """Load the weights of a run folder, a Hugging Face folder or name into this rank's shards of a
-    freshly built model."""
-    path = model_folder(start)
+    freshly built model; returns what the user should know about them."""
+    path, notes = model_folder(start), tuple[str, ...]()
     weights: Weights
     if (path / "run.toml").is_file():
-        checkpoint = _choose_checkpoint(path, "latest", control)
-        vocab = read_state(checkpoint)["settings"]["vocab"]
+        chosen = _choose_checkpoint(path, "latest", control)
+        vocab, notes = _vocab(chosen.path), chosen.notes
         if vocab != model.vocab:
             raise UserError(
                 f"the weights in {start!r} are for a vocabulary of {vocab}, not {model.vocab}",
                 where="model.start",
             )
-        weights = open_tensors(checkpoint)
+        weights = open_tensors(chosen.path)
     else:
         outline = outline_model(model.config, vocab=model.vocab)
         weights = Gpt2Weights(open_hf_tensors(path), outline)
-    load_weights(model, weights, parameters)
+    control.on_all_ranks(lambda: load_weights(model, weights, parameters))
+    return notes
 
 
-def _choose_checkpoint(run: Path, which: str, control: ControlGroup = ALONE) -> Path:
+@dataclass(frozen=True)
+class _Choice:
     """A checkpoint of a run, every byte of whose model is as it was written."""
+
+    path: Path
+    notes: tuple[str, ...] = ()
+    """Why it is not the newest."""
+
+
+def _choose_checkpoint(run: Path, which: str, control: ControlGroup = ALONE) -> _Choice:
     folder = CheckpointFolder(run / "checkpoints")
     if which == "latest":
-        found = folder.newest_intact(control, read=_of_model).path
-        if found is None:
-            raise UserError("this run has no intact checkpoint", where=str(run), exit=Exit.DATA)
-        return found
+        found = folder.newest_intact(control, read=_of_model, check=_content_problems)
+        if found.path is None:
+            what = "this run has no intact checkpoint" if found.damaged else "no checkpoint yet"
+            problems = [problem for _, damaged in found.damaged for problem in damaged]
+            raise UserError([Problem(what, str(run)), *problems], exit=Exit.DATA)
+        instead = f"using {found.path.name} instead"
+        notes = (
+            f"{path.name} is damaged ({describe_problems(problems)}); {instead}"
+            for path, problems in found.damaged
+        )
+        return _Choice(found.path, tuple(notes))
     if which == "best":
-        best = folder.best()
+        try:
+            best = folder.best()
+        except DataError as error:
+            remedy = "name a step with --checkpoint; the next resume of the run rebuilds this file"
+            raise DataError([replace(error.problems[0], remedy=remedy)]) from error
         if best is None:
             raise UserError("this run has no best checkpoint yet", where=str(run), exit=Exit.DATA)
         path = folder.path(best.step)
@@ -142,7 +226,16 @@ def _choose_checkpoint(run: Path, which: str, control: ControlGroup = ALONE) -> 
     if not path.is_dir():
         steps = ", ".join(str(step_of(p)) for p in folder.committed())
         raise UserError(f"no checkpoint {path.name}", where=str(run), remedy=f"there are: {steps}")
-    return _require_intact(path)
+    return _Choice(_require_intact(path))
+
+
+def _content_problems(path: Path) -> list[Problem]:
+    """Why the model of a checkpoint cannot be used, though its files are intact."""
+    try:
+        _open_content(path)
+    except DataError as error:
+        return error.problems
+    return []
 
 
 def _of_model(name: str) -> bool:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gristmill.base.errors import Exit, Problem, UserError
+from gristmill.base.errors import DataError, Problem
 from gristmill.base.files import read_json, write_atomic
 from gristmill.base.tensor_slices import TensorSlice
 
@@ -155,10 +155,10 @@ def read_index(folder: Path, kind: str) -> Index:
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"not an index of pieces: {type(error).__name__}: {error}"
-        raise UserError(what, where=str(path), exit=Exit.DATA) from error
+        raise DataError(what, where=path) from error
     faults = find_faults(index)
     if faults:
-        raise UserError([Problem(fault, str(path)) for fault in faults], exit=Exit.DATA)
+        raise DataError([Problem(fault, str(path)) for fault in faults])
     return index
 
 

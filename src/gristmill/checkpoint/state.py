@@ -3,14 +3,16 @@
     model.safetensors       weights under their own names; shared ones once
     optimizer.safetensors   its state, named KIND/PARAMETER, such as exp_avg/norm.weight
     strategy.safetensors    the same for a strategy that keeps tensors; most do not
-    state.json              progress, identity of the run, loss scale, counters, best loss so far,
-                            and what the last bits of its numbers depend on
+    state.json              everything else (see `state_file.py`)
 
 Of a sharded model each rank writes the slices that it owns and reads the slices that it holds,
 whatever the layout was when they were written (`pieces.py`, `tensor_reader.py`). For each kind of
 other state its owner declares the placement on the ranks (`optim/spec.py`): sharded like a
 parameter; replicated, and written by one rank; or one per rank, stored as a tensor with a row for
 each.
+
+Before a checkpoint is used, the names, shapes and formats of its tensors are compared with those of
+the model and the optimizer, and all numbers must be finite. Each rank checks what it loads.
 
 There is no random state: dropout and data order are functions of the seed and progress. Learning
 rate and other settings are not here either: they come from the run file, so changing them takes
@@ -29,8 +31,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gristmill.base.errors import Exit, Problem, UserError
-from gristmill.base.files import read_json, storage_errors
+from gristmill.base.errors import DataError, Problem, UserError
+from gristmill.base.files import storage_errors
 from gristmill.base.tensor_slices import TensorSlice, whole_slice
 from gristmill.base.units import Progress
 from gristmill.checkpoint.layout import Best
@@ -42,30 +44,13 @@ from gristmill.checkpoint.pieces import (
     file_name,
     piece_key,
 )
+from gristmill.checkpoint.state_file import FORMAT, VERSION, Counters, read_state
 from gristmill.checkpoint.tensor_reader import TensorReader, open_tensors
 from gristmill.checkpoint.tensorfile import DTYPE_NAMES, write_tensors
 from gristmill.models.spec import CausalLM
 from gristmill.models.weights import Weights
 from gristmill.optim.spec import CheckpointState, Optimizer, Placement, StateEntry
 from gristmill.parallel.sharding import ShardedParameter, whole_parameters
-
-FORMAT = "gristmill-checkpoint"
-VERSION = 1
-IN_PIECES = 2
-"""The version of a checkpoint with `pieces.json`."""
-STATE = "state.json"
-
-
-@dataclass
-class Counters:
-    """What happened so far."""
-
-    skipped: int = 0
-    """Steps that left the weights as they were."""
-    nan: int = 0
-    """Steps whose loss was not finite."""
-    seconds: float = 0.0
-    """Wall-clock time spent training."""
 
 
 @dataclass
@@ -154,7 +139,7 @@ class Contribution:
                 case Placement.SHARDED:
                     self.add_sharded(name, value, state.parameters[key])
                     continue
-                case Placement.REPLICATED:
+                case Placement.REPLICATED | Placement.SCALAR:
                     shape, region = tuple(value.shape), TensorSlice.whole(value.shape)
                     writes = state.writes_unowned
                     if parameter is not None:
@@ -228,31 +213,24 @@ def capture(state: TrainState) -> Snapshot:
     )
 
 
-def read_state(folder: Path) -> dict[str, Any]:
-    """The checked content of state.json."""
-    values = read_json(folder / STATE)
-    if values.get("format") != FORMAT or values.get("version") not in (VERSION, IN_PIECES):
-        raise UserError(
-            f"written in format {values.get('format')!r} version {values.get('version')!r}; "
-            f"this program reads {FORMAT!r} versions {VERSION} and {IN_PIECES}",
-            where=str(folder / STATE),
-            exit=Exit.DATA,
-        )
-    return dict(values)
-
-
 # ------------------------------------------------------------------ reading
 
 
 def restore(state: TrainState, folder: Path) -> dict[str, Any]:
-    """Put a checkpoint's content into a freshly built state; returns state.json's content."""
+    """Put a checkpoint's content into a freshly built state; returns state.json's content. A
+    `DataError` means that the content cannot be used. Another checkpoint can still be restored
+    after it: everything that was loaded until then is overwritten."""
     values = read_state(folder)
     _check_identity(values["identity"], state, folder)
-    load_parameters(state.parameters.values(), open_tensors(folder), padded=state.padded)
-    _restore_entries(state.optimizer, open_tensors(folder, OPTIMIZER), state)
+    weights = open_tensors(folder)
+    _check_dtypes({one.name: one.local.dtype for one in state.parameters.values()}, weights)
+    load_parameters(state.parameters.values(), weights, padded=state.padded)
+    progress, stored = Progress(**values["progress"]), open_tensors(folder, OPTIMIZER)
+    _check_optimizer(state, stored, stepped=progress.steps > 0)
+    _restore_entries(state.optimizer, stored, state)
     if state.strategy_tensors is not None:
         _restore_entries(state.strategy_tensors, open_tensors(folder, STRATEGY), state)
-    state.progress = Progress(**values["progress"])
+    state.progress = progress
     state.counters = Counters(**values["counters"])
     state.strategy, state.health = values["strategy"], values.get("health", {})
     state.best = Best(**values["best"]) if values.get("best") else None
@@ -262,26 +240,27 @@ def restore(state: TrainState, folder: Path) -> dict[str, Any]:
 def load_parameters(
     parameters: Collection[ShardedParameter], weights: Weights, *, padded: frozenset[str]
 ) -> None:
-    """Read this rank's shards of weights. Rows of `padded` parameters that are not stored stay as
-    they are."""
+    """Read this rank's shards of weights, and refuse them if they are not finite. Rows of `padded`
+    parameters that are not stored are padding and become 0."""
     _check_shapes({one.name: one.shape for one in parameters}, weights, padded=padded)
+    loaded = FiniteCheck()
     for one in parameters:
-        _fill(one.local.detach(), one, weights, one.name)
+        target = one.local.detach()
+        if one.name in padded:
+            target.zero_()
+        _fill(target, one, weights, one.name)
+        loaded.add(one.name, target)
+    loaded.require(weights.where)
 
 
 def load_weights(
     model: CausalLM, weights: Weights, shards: Mapping[str, ShardedParameter] | None = None
 ) -> None:
-    """Read weights into a new model: into this rank's `shards` of it, or into the whole model. Rows
-    of vocabulary tables that are not stored are padding and become 0."""
+    """Read weights into a new model: into this rank's `shards` of it, or into the whole model."""
     if shards is None:
         check_weights(model, weights)
         shards = whole_parameters(model)
-    tables = model.vocabulary_parameters()
-    for one in shards.values():
-        if one.name in tables:
-            one.local.detach().zero_()
-    load_parameters(shards.values(), weights, padded=tables)
+    load_parameters(shards.values(), weights, padded=model.vocabulary_parameters())
 
 
 def check_weights(model: CausalLM, weights: Weights) -> None:
@@ -289,28 +268,89 @@ def check_weights(model: CausalLM, weights: Weights) -> None:
     have more rows or fewer, as long as they have the vocabulary."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     tables, stored = model.vocabulary_parameters(), weights.shapes
-    enough = frozenset(n for n in tables if n in stored and stored[n][0] >= model.vocab)
+    enough = frozenset(n for n in tables if stored.get(n) and stored[n][0] >= model.vocab)
     _check_shapes(shapes, weights, padded=enough)
 
 
+class FiniteCheck:
+    """Finds tensors with NaN or infinity, and waits for the device only once."""
+
+    def __init__(self) -> None:
+        self._flags: dict[str, torch.Tensor] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        if tensor.is_floating_point() and tensor.numel():
+            # Their extremes tell, without a copy of the tensor: 0 times anything finite is 0.
+            low, high = tensor.aminmax()
+            self._flags[name] = (low * 0 + high * 0).float()
+
+    def require(self, where: str) -> None:
+        """Refuse the tensors if any of them has such a number."""
+        if not self._flags:
+            return
+        flags = torch.stack(list(self._flags.values())).tolist()
+        names = [name for name, flag in zip(self._flags, flags, strict=True) if flag != 0]
+        if names:
+            others = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
+            raise DataError(f"NaN or infinite numbers in {names[0]}{others}", where=where)
+
+
 def _check_shapes(
-    wanted: Mapping[str, tuple[int, ...]], weights: Weights, *, padded: frozenset[str]
+    wanted: Mapping[str, tuple[int, ...]], stored: Weights, *, padded: frozenset[str]
 ) -> None:
-    """Refuse weights of other shapes; `padded` ones may differ in the number of rows."""
+    """Refuse tensors of other shapes; `padded` ones may differ in the number of rows."""
     problems = []
     for name, shape in wanted.items():
-        found, first = weights.shapes.get(name), 1 if name in padded else 0
+        found, first = stored.shapes.get(name), 1 if name in padded else 0
         if found is None:
             problems.append(f"there is no {name}")
         elif len(found) != len(shape) or found[first:] != shape[first:]:
             problems.append(f"{name} has shape {found}, not {shape}")
     if problems:
-        raise UserError([Problem(what, weights.where) for what in problems], exit=Exit.DATA)
+        raise DataError([Problem(what, stored.where) for what in problems])
+
+
+def _check_dtypes(wanted: Mapping[str, torch.dtype], stored: TensorReader) -> None:
+    """Refuse tensors of another number format than the state that they are loaded into has."""
+    problems = [
+        f"{name} is stored as {stored.dtype(name)}, not {dtype}"
+        for name, dtype in wanted.items()
+        if name in stored.shapes and stored.dtype(name) != dtype
+    ]
+    if problems:
+        raise DataError([Problem(what, stored.where) for what in problems])
+
+
+def _check_optimizer(state: TrainState, stored: TensorReader, *, stepped: bool) -> None:
+    """Refuse optimizer state that does not fit the parameters. The kernels check nothing: a tensor
+    of another shape lets them write outside of their memory."""
+    optimizer, held = state.optimizer, state.parameters
+    for name, kinds in optimizer.stepped_kinds().items():
+        missing = [f"{kind}/{name}" for kind in kinds if f"{kind}/{name}" not in stored.shapes]
+        # No parameter has any state before the first step.
+        if missing and (stepped or len(missing) < len(kinds)):
+            raise DataError([Problem(f"there is no {one}", stored.where) for one in missing])
+    shapes, dtypes, padded = {}, {}, set()
+    for name in stored.shapes:
+        kind, _, key = name.partition("/")
+        if key not in held or not optimizer.expects(kind, key):
+            continue
+        dtypes[name] = held[key].local.dtype
+        match optimizer.placements[kind]:
+            case Placement.SHARDED:
+                shapes[name] = held[key].shape
+                padded |= {name} if key in state.padded else set()
+            case Placement.SCALAR:
+                shapes[name] = ()
+    _check_shapes(shapes, stored, padded=frozenset(padded))
+    _check_dtypes(dtypes, stored)
 
 
 def _restore_entries(source: CheckpointState, stored: TensorReader, state: TrainState) -> None:
-    """Load the entries that an optimizer or a strategy expects."""
+    """Load the entries that an optimizer or a strategy expects, once all of them are found to be
+    finite."""
     device = next(iter(state.parameters.values())).local.device
+    entries, loaded = [], FiniteCheck()
     for name in stored.shapes:
         kind, _, key = name.partition("/")
         if not source.expects(kind, key):
@@ -321,19 +361,24 @@ def _restore_entries(source: CheckpointState, stored: TensorReader, state: Train
                 shape, dtype = parameter.local.shape, stored.dtype(name)
                 value = torch.zeros(shape, dtype=dtype, device=parameter.local.device)
                 _fill(value, parameter, stored, name)
-            case Placement.REPLICATED:
+            case Placement.REPLICATED | Placement.SCALAR:
                 value = stored.read_exact(name).to(device)
             case Placement.PER_WORKER:
-                ranks = stored.shapes[name][0]
-                if ranks != state.ranks:
+                ranks = stored.shapes[name][:1]
+                if ranks != (state.ranks,):
+                    was = "".join(map(str, ranks))
                     raise UserError(
-                        f"{name} was saved by {ranks} processes, each with its own, and now there "
+                        f"{name} was saved by {was} processes, each with its own, and now there "
                         f"are {state.ranks}",
                         where=stored.where,
-                        remedy=f"resume with {ranks} processes",
+                        remedy=f"resume with {was} processes",
                     )
                 value = stored.read_exact(name)[state.rank].to(device)
-        source.load_entry(StateEntry(kind, key, value))
+        loaded.add(name, value)
+        entries.append(StateEntry(kind, key, value))
+    loaded.require(stored.where)
+    for entry in entries:
+        source.load_entry(entry)
 
 
 def _fill(target: torch.Tensor, parameter: ShardedParameter, stored: Weights, name: str) -> None:

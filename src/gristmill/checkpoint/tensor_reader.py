@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from gristmill.base.errors import Exit, Problem, UserError
+from gristmill.base.errors import DataError, Problem
 from gristmill.base.files import read_json
 from gristmill.base.tensor_slices import TensorSlice
 from gristmill.checkpoint.pieces import (
@@ -86,8 +86,8 @@ class TensorReader(Weights):
             raise self._error(f"{piece.key} cannot be read: {error}", piece.file) from error
         raise self._error(f"{piece.key} has shape {shape} and format {dtype}", piece.file)
 
-    def _error(self, what: str, file: str = PIECES) -> UserError:
-        return UserError(what, where=str(self.folder / file), exit=Exit.DATA)
+    def _error(self, what: str, file: str = PIECES) -> DataError:
+        return DataError(what, where=self.folder / file)
 
 
 def open_tensors(folder: Path, kind: str = "model") -> TensorReader:
@@ -103,10 +103,9 @@ def open_hf_tensors(folder: Path) -> TensorReader:
     """The tensors of a Hugging Face folder; only safetensors, which run no code when read."""
     files = [file.name for file in sorted(folder.glob("*.safetensors"))]
     if not files:
-        raise UserError(
+        raise DataError(
             "no .safetensors file here; pickled weights are not read, since they can run code",
-            where=str(folder),
-            exit=Exit.DATA,
+            where=folder,
         )
     path = folder / HF_INDEX
     if not path.is_file():
@@ -116,7 +115,7 @@ def open_hf_tensors(folder: Path) -> TensorReader:
         files_by_name = {name: check_file_name(file) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"not an index of tensors: {type(error).__name__}: {error}"
-        raise UserError(what, where=str(path), exit=Exit.DATA) from error
+        raise DataError(what, where=path) from error
     index = _index_files(folder, sorted(set(files_by_name.values())))
     problems = [
         Problem(f"has no {name}", str(folder / file))
@@ -124,7 +123,7 @@ def open_hf_tensors(folder: Path) -> TensorReader:
         if name not in index
     ]
     if problems:
-        raise UserError(problems, exit=Exit.DATA)
+        raise DataError(problems)
     return TensorReader(folder, {name: index[name] for name in files_by_name})
 
 
@@ -136,8 +135,7 @@ def _index_files(folder: Path, files: Iterable[str]) -> Index:
             opened: Any = safe_open(folder / file, framework="pt")
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
-            where = str(folder / file)
-            raise UserError(f"cannot be read: {error}", where=where, exit=Exit.DATA) from error
+            raise DataError(f"cannot be read: {error}", where=folder / file) from error
         for name, one in slices.items():
             shape = tuple(one.get_shape())
             piece = StoredPiece(file, name, TensorSlice.whole(shape))

@@ -27,9 +27,11 @@ from gristmill.base.files import require_room, storage_errors, write_json
 from gristmill.base.units import Progress, format_bytes
 from gristmill.checkpoint.layout import ALONE, Best, CheckpointFolder, Fingerprint, verify
 from gristmill.checkpoint.pieces import MODEL, PIECES, find_faults, merge_reports, write_index
-from gristmill.checkpoint.state import IN_PIECES, STATE, Snapshot
+from gristmill.checkpoint.state import Snapshot
+from gristmill.checkpoint.state_file import IN_PIECES, STATE
 from gristmill.config.schema import CheckpointConfig
 from gristmill.parallel.control import ControlGroup, RefusedError
+from gristmill.track.metrics import SAVED_CHECKPOINT
 
 
 class CheckpointWriter:
@@ -43,9 +45,10 @@ class CheckpointWriter:
         *,
         progress_at: Callable[[int], Progress],
         say: Callable[[str], None],
+        warn: Callable[[str], None],
         control: ControlGroup = ALONE,
     ) -> None:
-        self.folder, self.config, self.say = folder, config, say
+        self.folder, self.config, self.say, self.warn = folder, config, say, warn
         self.progress_at, self.control = progress_at, control
         self.seconds = 0.0
         self.failure: UserError | None = None
@@ -85,14 +88,14 @@ class CheckpointWriter:
             size = self._write_together(snapshot, best, good_before)
         except RefusedError as refused:
             self.failure = refused
-            message = f"checkpoint at step {snapshot.step} was not saved: {refused}"
+            if self.control.is_rank0:
+                self.warn(f"checkpoint at step {snapshot.step} was not saved: {refused}")
         else:
             self.failure = None
             self.seconds = time.monotonic() - started
             name = self.folder.path(snapshot.step).name
-            message = f"saved checkpoint {name} ({format_bytes(size)})"
-        if self.control.is_rank0:
-            self.say(message)
+            if self.control.is_rank0:
+                self.say(f"{SAVED_CHECKPOINT} {name} ({format_bytes(size)})")
 
     def _write_together(
         self, snapshot: Snapshot, best: Best | None, good_before: int | None

@@ -114,7 +114,11 @@ def report(
 
     if output is None and len(runs) > 1:
         output = Path("report.html")
-    page = write_report(runs, output or runs[0] / "report.html")
+    page = write_report(
+        runs,
+        output or runs[0] / "report.html",
+        warn=lambda text: typer.echo(f"warning: {text}", err=True),
+    )
     typer.echo(f"written to {page}")
 
 

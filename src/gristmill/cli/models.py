@@ -17,7 +17,7 @@ from gristmill.base.units import format_bytes, format_count, format_seconds
 from gristmill.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
-    from gristmill.checkpoint.model import LoadedModel
+    from gristmill.checkpoint.model import LoadedModel, StoredModel
 
 Model = Annotated[
     str,
@@ -26,18 +26,30 @@ Model = Annotated[
     ),
 ]
 Which = Annotated[
-    str, typer.Option("--checkpoint", help="Of a run folder: latest, best or a step.")
+    str,
+    typer.Option(
+        "--checkpoint",
+        help="Of a run folder: latest (the newest that is intact), best or a step.",
+    ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
 
 
 def _open(model: str, *, checkpoint: str, device: str) -> LoadedModel:
-    from gristmill.checkpoint.model import open_model
+    from gristmill.checkpoint.model import open_stored
     from gristmill.parallel.device import select_device
 
     if device not in ("auto", "cpu", "cuda", "mps"):
         raise UserError(f"{device!r} is not auto, cpu, cuda or mps", where="--device")
-    return open_model(model, device=select_device(device), checkpoint=checkpoint)
+    stored = open_stored(model, checkpoint=checkpoint)
+    _warn(stored)
+    return stored.load(select_device(device))
+
+
+def _warn(stored: StoredModel) -> None:
+    """Say on stderr what the user did not ask for, such as an older checkpoint."""
+    for note in stored.notes:
+        typer.echo(f"warning: {note}", err=True)
 
 
 def evaluate(
@@ -187,6 +199,7 @@ def export(
     with ProgressLine("opening") as line:
         line.update(0, None, model)
         stored = open_stored(model, checkpoint=checkpoint)
+    _warn(stored)
     with ProgressLine("exporting") as line:
 
         def show(doing: str, count: int, total: int) -> None:

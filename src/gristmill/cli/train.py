@@ -82,10 +82,10 @@ def train(
             move_aside(folder)
         if start_from is not None:
             from gristmill.base.files import FolderLock
-            from gristmill.train.resume import find_step, go_back
+            from gristmill.train.go_back import choose_step, go_back
 
             # Once, here: a restart continues from what was reached since.
-            step = find_step(folder, start_from)
+            step = choose_step(folder, start_from)
             with FolderLock(folder.path):
                 go_back(folder, step)
         # As typed, since the run folder keeps it; a supervised process starts no others.

@@ -125,10 +125,10 @@ def dump_run(config: RunConfig) -> str:
 
 
 def changed_settings(file: Path, config: RunConfig) -> list[str]:
-    """What differs between a written run file and settings, one line each."""
-    before, now = (
-        _flatten(tomllib.loads(text), whole=()) for text in (file.read_text(), dump_run(config))
-    )
+    """What differs between a written run file and settings, one line each; a `ValueError` if the
+    file is damaged."""
+    texts = (file.read_text(encoding="utf-8"), dump_run(config))
+    before, now = (_flatten(tomllib.loads(text), whole=()) for text in texts)
     return [
         f"{'.'.join(path)} from {before.get(path)!r} to {now.get(path)!r}"
         for path in dict.fromkeys((*before, *now))

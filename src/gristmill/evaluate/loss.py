@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from gristmill.base.errors import Exit, UserError
+from gristmill.base.errors import DataError, Exit, UserError
 from gristmill.checkpoint.model import LoadedModel
 from gristmill.data.documents import JOINED, DocumentRules, marks_in_spans
 from gristmill.data.loader import make_batch
@@ -80,6 +80,9 @@ def evaluate_loss(
         if progress is not None:
             progress(tokens, len(ids) - 1)
     mean = total / tokens
+    if not math.isfinite(mean):
+        what = f"the loss is {mean}: the model computes numbers that are not finite"
+        raise DataError(what, where=loaded.origin)
     return Evaluation(
         loss=mean,
         perplexity=math.exp(mean) if mean < 700 else math.inf,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +14,7 @@ from gristmill.config.roles import Role
 from gristmill.optim.spec import ParameterOptimizer, Placement
 
 ADAM_PLACEMENTS = {
-    "step": Placement.REPLICATED,
+    "step": Placement.SCALAR,
     "exp_avg": Placement.SHARDED,
     "exp_avg_sq": Placement.SHARDED,
 }
@@ -48,6 +48,9 @@ class AdamW(ParameterOptimizer):
             for decayed, decay in decays.items()
         ]
         super().__init__(parameters, groups)
+
+    def stepped_kinds(self) -> Mapping[str, Collection[str]]:
+        return dict.fromkeys(self.parameters, ADAM_PLACEMENTS)
 
     @torch.no_grad()
     def step(self, *, divisor: torch.Tensor, skip: torch.Tensor) -> None:

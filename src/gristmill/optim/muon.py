@@ -22,7 +22,7 @@ orthogonalises it, and scatters the result; everything else happens on the shard
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from types import FunctionType
 from typing import Any, ClassVar, Protocol
@@ -109,8 +109,15 @@ class Muon(ParameterOptimizer):
             *_adam_groups(config, parameters, roles=roles),
         ]
         super().__init__(parameters, groups)
-        self.compiled, self.exchange = compiled, exchange
+        self.compiled, self.exchange, self._matrices = compiled, exchange, frozenset(matrices)
         self._scalars: dict[int, StepScalars] = {}
+
+    def stepped_kinds(self) -> Mapping[str, Collection[str]]:
+        # The second moment is missing after a run with another `optim.normalise`.
+        return {
+            name: ("momentum",) if name in self._matrices else ADAM_PLACEMENTS
+            for name in self.parameters
+        }
 
     @torch.no_grad()
     def step(self, *, divisor: torch.Tensor, skip: torch.Tensor) -> None:
@@ -191,7 +198,7 @@ class Muon(ParameterOptimizer):
             state["momentum"] = torch.zeros_like(parameter, dtype=torch.float32)
         length = sum(rule.moments(columns))
         # A checkpoint with another `optim.split` has moments of another length: start over.
-        if rule.beta2 is not None and state.get("second_moment", _NONE).numel() != length:
+        if rule.beta2 is not None and state.get("second_moment", _NONE).shape != (length,):
             state["second_moment"] = torch.zeros(length, device=parameter.device)
         return state
 

@@ -8,7 +8,7 @@ declares how it is placed on the processes; nothing is guessed from shapes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -21,6 +21,8 @@ class Placement(Enum):
 
     SHARDED = "sharded"
     """Same shape and sharding as the parameter."""
+    SCALAR = "scalar"
+    """One number; equal on every process that holds a shard of its key."""
     REPLICATED = "replicated"
     """Any shape; equal on every process that holds a shard of its key."""
     PER_WORKER = "per worker"
@@ -67,6 +69,10 @@ class Optimizer(CheckpointState, Protocol):
         leave parameters and state unchanged."""
         ...
 
+    def stepped_kinds(self) -> Mapping[str, Collection[str]]:
+        """The kinds of state that every parameter here has once it was updated, by its name."""
+        ...
+
 
 class ParameterOptimizer:
     """An optimizer that keeps state for each parameter."""
@@ -85,6 +91,9 @@ class ParameterOptimizer:
         for name, parameter in self.parameters.items():
             for kind, value in self.state[parameter].items():
                 yield StateEntry(kind, name, value)
+
+    def stepped_kinds(self) -> Mapping[str, Collection[str]]:
+        return {}
 
     def expects(self, kind: str, key: str) -> bool:
         return kind in self.placements and key in self.parameters

@@ -126,8 +126,9 @@ def _tried(act: Callable[[], Any]) -> tuple[Any, dict[str, Any] | None, Exceptio
     except UserError as error:
         return None, _refusal(error), None
     except OSError as error:
-        what, where = f"the disk refused: {error.strerror}", str(error.filename)
-        return None, _refusal(UserError(what, where=where, exit=Exit.STORAGE)), None
+        # Some errors of the standard library have a message only.
+        what = f"the disk refused: {error.strerror or error}"
+        return None, _refusal(UserError(what, where=error.filename, exit=Exit.STORAGE)), None
     except Exception as error:  # raised after the others know of it
         return None, {"defect": f"{type(error).__name__}: {error}"}, error
 
@@ -145,7 +146,8 @@ def _joined(failures: Sequence[dict[str, Any] | None]) -> UserError:
             return UserError(f"rank {rank} failed: {failure['defect']}", exit=Exit.PEER)
     rank, failure = next(iter(failed.items()))
     problems = [Problem(*values) for values in failure["refused"]]
-    if len(failures) > 1:
+    # What all ranks report alike is the fault of none.
+    if any(one is None or one["refused"] != failure["refused"] for one in failures):
         others = f" (and {len(failed) - 1} other ranks)" if len(failed) > 1 else ""
         who = f"rank {rank} on {failure['host']}{others}"
         problems = [Problem(f"{who}: {one.what}", one.where, one.remedy) for one in problems]

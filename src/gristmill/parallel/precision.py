@@ -10,6 +10,7 @@ overflow double it and refill the hysteresis. It is all computed on the device, 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,10 +63,18 @@ class LossScale:
             "patience": self.patience.item(),
         }
 
-    def load(self, state: dict[str, Any]) -> None:
-        self.scale.fill_(state["scale"])
-        self.clean.fill_(int(state["clean"]))
-        self.patience.fill_(int(state["patience"]))
+    def load(self, state: Any) -> None:
+        """Load what `state` returned; a `ValueError` says that this is something else."""
+        try:
+            scale, clean, patience = (float(state[name]) for name in self.state())
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"not the state of a loss scale: {type(error).__name__}") from error
+        limit = 2.0**31
+        if not 0 < scale < math.inf or not 0 <= clean < limit or not -limit < patience < limit:
+            raise ValueError(f"a loss scale of {scale} after {clean} steps, patience {patience}")
+        self.scale.fill_(scale)
+        self.clean.fill_(int(clean))
+        self.patience.fill_(int(patience))
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,14 @@ import json
 import math
 import statistics
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from gristmill.base.errors import Exit, Problem, UserError
+from gristmill.base.errors import DataError, Exit, Problem, UserError
 from gristmill.base.files import read_json, write_atomic
 from gristmill.report.plots import STEP_CURVES, VALIDATION_CURVES, buckets, make_plot
 from gristmill.track.folder import RunFolder
@@ -42,8 +42,11 @@ MOST_EVENTS = 500
 _LAST_RECORDS = 20
 
 
-def write_report(runs: Sequence[Path], output: Path) -> Path:
-    """Write the page for one run, or for several to compare; returns its path."""
+def write_report(
+    runs: Sequence[Path], output: Path, *, warn: Callable[[str], None] = lambda text: None
+) -> Path:
+    """Write the page for one run, or for several to compare; returns its path. What is damaged is
+    left out, and `warn` is called with a message."""
     folders = [RunFolder(run) for run in runs]
     # Folder names, or whole paths if two folders have the same name.
     names = [run.resolve().name for run in runs]
@@ -51,8 +54,8 @@ def write_report(runs: Sequence[Path], output: Path) -> Path:
         names = [str(run) for run in runs]
     content = {
         "runs": [
-            _run(folder, name=name, records=records)
-            for folder, name, records in zip(folders, names, _read(folders), strict=True)
+            _run(folder, name=name, records=records, warn=warn)
+            for folder, name, records in zip(folders, names, _read(folders, warn), strict=True)
         ],
         "differences": _differences(folders) if len(folders) > 1 else [],
         "made": datetime.now().astimezone().isoformat(timespec="minutes"),
@@ -62,12 +65,18 @@ def write_report(runs: Sequence[Path], output: Path) -> Path:
     return output
 
 
-def _read(folders: Sequence[RunFolder]) -> list[list[Record]]:
+def _read(folders: Sequence[RunFolder], warn: Callable[[str], None]) -> list[list[Record]]:
     """The records of every run; refuses with all problems together."""
     found, problems = [], []
     for folder in folders:
-        where = str(folder.path)
-        records = read_metrics(folder.metrics) if folder.metrics.is_file() else []
+        where, records = str(folder.path), list[Record]()
+        if folder.metrics.is_file():
+            damaged: dict[int, str] = {}
+            records = read_metrics(folder.metrics, damaged=damaged.__setitem__)
+            if damaged:
+                first = next(f"line {number} ({why})" for number, why in damaged.items())
+                lines = "line" if len(damaged) == 1 else "lines"
+                warn(f"{folder.metrics}: left out {len(damaged)} damaged {lines}, first {first}")
         if not folder.holds_run():
             remedy = "give the folder that holds run.toml, such as runs/NAME"
             problems.append(Problem("this folder holds no run", where, remedy))
@@ -90,12 +99,14 @@ def _page(content: Mapping[str, Any], *, title: str) -> str:
     return f"{before}{html.escape(title)}{middle}{data}{after}"
 
 
-def _run(folder: RunFolder, *, name: str, records: Sequence[Record]) -> dict[str, Any]:
+def _run(
+    folder: RunFolder, *, name: str, records: Sequence[Record], warn: Callable[[str], None]
+) -> dict[str, Any]:
     steps = [record for record in records if isinstance(record, StepRecord)]
     validations = [record for record in records if isinstance(record, ValidationRecord)]
     events = [asdict(record) for record in records if isinstance(record, EventRecord)]
     start = records[0].time
-    environment = read_json(folder.environment) if folder.environment.is_file() else {}
+    environment = _environment(folder, warn)
     parameters = environment.get("parameters")
     status = folder.read_status()
     return {
@@ -110,9 +121,21 @@ def _run(folder: RunFolder, *, name: str, records: Sequence[Record]) -> dict[str
         "validation": make_plot(validations, names=VALIDATION_CURVES, start=start),
         "samples": _samples(records),
         "events": {"total": len(events), "newest": events[-MOST_EVENTS:]},
-        "settings": folder.settings.read_text("utf-8"),
+        "settings": folder.settings.read_text("utf-8", errors="replace"),
         "environment": {key: _shown(value) for key, value in _flat(environment).items()},
     }
+
+
+def _environment(folder: RunFolder, warn: Callable[[str], None]) -> dict[str, Any]:
+    """What environment.json says; nothing if it is missing or damaged."""
+    if not folder.environment.is_file():
+        return {}
+    try:
+        environment = read_json(folder.environment)
+    except DataError as error:
+        warn(f"left out what is damaged: {error}")
+        return {}
+    return environment if isinstance(environment, dict) else {}
 
 
 def _summary(
@@ -181,7 +204,7 @@ def _differences(folders: Sequence[RunFolder]) -> list[dict[str, Any]]:
     for folder in folders:
         try:
             settings.append(_flat(tomllib.loads(folder.settings.read_text("utf-8"))))
-        except tomllib.TOMLDecodeError as error:
+        except ValueError as error:
             raise UserError(
                 f"not valid TOML: {error}", where=str(folder.settings), exit=Exit.DATA
             ) from error

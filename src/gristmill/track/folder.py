@@ -29,11 +29,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from gristmill.base.errors import DataError, Exit, UserError
 from gristmill.base.files import FolderLock, read_json, storage_errors, write_json
 from gristmill.config.schema import RunConfig
+from gristmill.track.metrics import SAVED_CHECKPOINT
 
 State = Literal["running", "done", "stopped", "failed"]
 _STEP = re.compile(r"step-(\d{8,})")
+_SAVED = f'"text": "{SAVED_CHECKPOINT} '.encode()
 _TAIL = 1 << 16
 """Bytes at the end of the metrics that are searched for the last record."""
 
@@ -67,8 +70,16 @@ class RunFolder:
         """Make the folder and its subfolders unless they exist; whether the folder is new."""
         new = not self.path.exists()
         for folder in (self.path, *self._subfolders):
-            with storage_errors(folder):
-                folder.mkdir(parents=True, exist_ok=True)
+            try:
+                with storage_errors(folder):
+                    folder.mkdir(parents=True, exist_ok=True)
+            except (FileExistsError, NotADirectoryError) as error:
+                raise UserError(
+                    "this is no folder, or a link to one that is not there",
+                    where=folder,
+                    remedy="remove or repair it, or set `folder` to another place",
+                    exit=Exit.STORAGE,
+                ) from error
         return new
 
     def remove_unused(self) -> None:
@@ -87,6 +98,23 @@ class RunFolder:
     def holds_run(self) -> bool:
         """Whether a run was started here."""
         return self.settings.is_file()
+
+    def has_records(self) -> bool:
+        """Whether anything is left of a run, even without its settings."""
+        files = (self.settings, self.metrics, self.log, self.status)
+        checkpoints = self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
+        return checkpoints or any(file.exists() for file in files)
+
+    def has_saved(self) -> bool:
+        """Whether the run has saved a checkpoint by its own account. Reads the metrics up to the
+        first that was saved."""
+        status = self.read_status()
+        if status.get("state") in ("done", "stopped") and status.get("step", 0) > 0:
+            return True
+        if not self.metrics.is_file():
+            return False
+        with self.metrics.open("rb") as file:
+            return any(_SAVED in line for line in file)
 
     def newest_step(self) -> int | None:
         """The step of the newest committed checkpoint, intact or not; None if there is none."""
@@ -112,8 +140,13 @@ class RunFolder:
         write_json(self.status, {"state": state, **facts, "updated": updated})
 
     def read_status(self) -> dict[str, Any]:
-        """What `write_status` wrote last; empty before the first time."""
-        return dict(read_json(self.status)) if self.status.is_file() else {}
+        """What `write_status` wrote last; empty before the first time, or if it is damaged: the
+        next start writes it anew."""
+        with contextlib.suppress(DataError):
+            status = read_json(self.status)
+            if isinstance(status, dict) and isinstance(status.get("step", 0), int):
+                return status
+        return {}
 
 
 def run_folder(config: RunConfig) -> RunFolder:
@@ -122,11 +155,15 @@ def run_folder(config: RunConfig) -> RunFolder:
 
 
 def move_aside(folder: RunFolder) -> None:
-    """Rename an existing run, so that nothing is lost."""
-    if not folder.holds_run():
+    """Rename an existing run, or what is left of one, so that nothing is lost."""
+    if not folder.has_records():
         return
     lock = FolderLock(folder.path)
     lock.acquire()
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    os.rename(folder.path, folder.path.with_name(f"{folder.path.name}.old-{stamp}"))
+    aside, number = folder.path.with_name(f"{folder.path.name}.old-{stamp}"), 1
+    while aside.exists():
+        number += 1
+        aside = folder.path.with_name(f"{folder.path.name}.old-{stamp}-{number}")
+    os.rename(folder.path, aside)
     lock.release()

@@ -13,21 +13,32 @@ finite, so those are the strings "nan", "inf" and "-inf". Keys and kinds that th
 know are ignored, so that it can read the files of newer versions.
 
 A process that dies while writing leaves a cut last line; reading skips it and `cut_metrics` removes
-it. Any other line that cannot be read is damage, and is reported with its number rather than
-skipped: a curve with a silent hole is worse than a message.
+it. Any other line that cannot be read is damage, and is reported with its number: a curve with a
+silent hole is worse than a message. Damage never keeps a run from resuming.
+
+The file of a long run is large. What a resume needs is at its end, so it is read backwards, block
+by block. Records are nearly in the order of their steps: an event may come before the records of a
+few steps that are still on the device, which is far less than a block.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.files import write_atomic
+from gristmill.base.files import storage_errors
+
+SAVED_CHECKPOINT = "saved checkpoint"
+"""How the text of the event begins that tells of a new checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,39 +202,125 @@ def _parse(line: str) -> dict[str, Any]:
     return value
 
 
-_Decoded = TypeVar("_Decoded")
+Damaged = Callable[[int, str], None]
+"""Called with the number of a line that cannot be read, and why."""
 
 
-def _read_lines(path: Path, decode: Callable[[str], _Decoded]) -> Iterator[tuple[bytes, _Decoded]]:
-    """Every line and what it decodes to, without a cut last one."""
+def read_metrics(path: Path, *, damaged: Damaged | None = None) -> list[Record]:
+    """All records of a file; a cut last line is skipped. Other lines that cannot be read are passed
+    to `damaged`, or refused if it is None."""
+    records = []
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                decoded = decode(line.decode())
-            except ValueError as error:
+                record = from_json(line.decode())
+            except (ValueError, RecursionError) as error:
                 if not line.endswith(b"\n"):
-                    return
-                raise UserError(
-                    f"line {number} cannot be read: {error}",
-                    where=str(path),
-                    remedy="remove that line; the others are kept",
-                    exit=Exit.DATA,
-                ) from error
-            yield line, decoded
+                    break
+                if damaged is None:
+                    raise UserError(
+                        f"line {number} cannot be read: {error}",
+                        where=str(path),
+                        remedy="remove that line; the others are kept",
+                        exit=Exit.DATA,
+                    ) from error
+                damaged(number, str(error))
+                continue
+            if record is not None:
+                records.append(record)
+    return records
 
 
-def read_metrics(path: Path) -> list[Record]:
-    """All records of a file; a cut last line is skipped."""
-    return [record for _, record in _read_lines(path, from_json) if record is not None]
+# ------------------------------------------------------------------ from the end
+
+_BLOCK = 1 << 16
+_LINES = re.compile(rb"[^\n]*\n|[^\n]+")
 
 
-def cut_metrics(path: Path, *, after: int) -> None:
-    """Drop the records of all steps after the one given, and a cut last line.
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A line of the file."""
+
+    offset: int
+    data: bytes
+    value: dict[str, Any] | None
+    """Its record, None if it cannot be read."""
+
+    @property
+    def step(self) -> int | None:
+        return None if self.value is None else self.value["step"]
+
+
+def _read_backwards(path: Path) -> Iterator[list[_Line]]:
+    """The lines of a file, in blocks from the last to the first; those of a block in order."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        end, size = file.seek(0, os.SEEK_END), _BLOCK
+        while end > 0:
+            begin = max(0, end - size)
+            file.seek(begin)
+            data = file.read(end - begin)
+            if begin > 0:
+                # The line that the block begins in belongs to the block before.
+                skipped = data.find(b"\n") + 1
+                if skipped in (0, len(data)):
+                    size *= 2  # a line that is longer than the block
+                    continue
+                begin, data = begin + skipped, data[skipped:]
+            yield [
+                _Line(begin + found.start(), found[0], _try_parse(found[0]))
+                for found in _LINES.finditer(data)
+            ]
+            end, size = begin, _BLOCK
+
+
+def _try_parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        return _parse(line.decode())
+    except (ValueError, RecursionError):
+        return None
+
+
+def validation_loss(path: Path, *, step: int) -> float | None:
+    """The validation loss of a step at the end of a file; None if it was not measured."""
+    for lines in _read_backwards(path):
+        values = [line.value for line in lines if line.value is not None]
+        for value in reversed(values):
+            if (value.get("kind"), value["step"]) == (ValidationRecord.kind, step):
+                with contextlib.suppress(ValueError):
+                    record = from_json(json.dumps(value))
+                    assert isinstance(record, ValidationRecord)
+                    return record.loss
+        if values and all(value["step"] < step for value in values):
+            break
+    return None
+
+
+def cut_metrics(path: Path, *, after: int) -> list[bytes]:
+    """Drop the records of all steps after the one given, a cut last line, and lines near the end
+    that cannot be read; returns the latter.
 
     A run that resumes from an older checkpoint repeats those steps and writes them anew. Lines are
     kept byte for byte, so that what a newer version wrote survives. A missing file stays missing.
     """
-    if not path.exists():
-        return
-    kept = (line for line, value in _read_lines(path, _parse) if value["step"] <= after)
-    write_atomic(path, b"".join(line if line.endswith(b"\n") else line + b"\n" for line in kept))
+    tail: list[_Line] = []
+    for lines in _read_backwards(path):
+        tail[:0] = lines
+        steps = [line.step for line in lines if line.step is not None]
+        if steps and max(steps) <= after:
+            break
+    kept = [line for line in tail if line.step is not None and line.step <= after]
+    whole = [line for line in kept if line.data.endswith(b"\n")]
+    first = next((line for line, other in zip_longest(tail, whole) if line is not other), None)
+    if first is None:
+        return []
+    rest = [line.data.removesuffix(b"\n") for line in kept if line.offset >= first.offset]
+    # If the process dies in between, the next cut finds what is left of these lines.
+    with storage_errors(path), path.open("r+b") as file:
+        file.seek(first.offset)
+        file.write(b"".join(line + b"\n" for line in rest))
+        file.truncate()
+        file.flush()
+        os.fsync(file.fileno())
+    return [line.data for line in tail if line.step is None and line.data.endswith(b"\n")]

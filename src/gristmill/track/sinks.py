@@ -7,12 +7,17 @@
              └─ Guarded ── WandbSink        Weights & Biases, for the extra "wandb"
 
 A sink that fails (a full disk, a lost network) must not cost the run: `Guarded` turns the first
-failure into one warning, which it reports to the caller, and drops everything from then on. It does
-not try the sink again later: half a curve with a warning is better than unexplained holes.
+failure into one warning, which it reports to the caller.
+
+- A file of the run folder may be writable again later. Until then its records are kept in memory,
+  the newest `KEPT_RECORDS` of them, and then written in order. If any were lost, the file says so.
+- Any other sink gets nothing from then on: half a curve with a warning is better than unexplained
+  holes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import html
 import json
 import math
@@ -56,46 +61,99 @@ class Sink(Protocol):
         """Flush and release everything; nothing is written afterwards."""
 
 
-class Guarded:
-    """A sink whose failure becomes one warning instead of the end of the run."""
+KEPT_RECORDS = 10_000
+"""Records that are kept in memory while a file cannot be written."""
 
-    def __init__(self, sink: Sink, *, name: str, report: Callable[[EventRecord], None]) -> None:
-        self._sink, self._name, self._report = sink, name, report
+
+class Guarded:
+    """A sink whose failure becomes one warning instead of the end of the run. With `keep`, that
+    many records wait in memory while the system refuses to write them."""
+
+    def __init__(
+        self, sink: Sink, *, name: str, report: Callable[[EventRecord], None], keep: int = 0
+    ) -> None:
+        self._sink, self._name, self._report, self._keep = sink, name, report, keep
+        self._waiting: deque[Record] = deque()
+        self._refused = False
+        """Whether the last attempt to write was refused."""
+        self._late = self._lost = 0
         self._failed = False
         self._last = ProgressStamp(step=0, samples=0, tokens=0, time=0.0)
 
     def write(self, record: Record) -> None:
+        if self._failed:
+            return
         self._last = record
-        self._attempt(lambda: self._sink.write(record))
+        self._waiting.append(record)
+        self._late += self._refused
+        self._attempt(self._write_waiting)
+        while len(self._waiting) > self._keep:
+            self._waiting.popleft()
+            self._lost += 1
 
     def flush(self) -> None:
-        self._attempt(self._sink.flush)
+        if not self._failed:
+            self._attempt(self._flush)
 
     def close(self) -> None:
         """Close the sink, even a failed one, since it may still hold a file or a connection."""
-        self._attempt(self._sink.close, despite_failure=True)
+        self.flush()
+        if self._waiting and not self._failed:
+            count = len(self._waiting) + self._lost
+            self._warn(f"{count} records could not be written to {self._name}")
+        self._attempt(self._sink.close)
         self._failed = True
 
-    def _attempt(self, action: Callable[[], None], *, despite_failure: bool = False) -> None:
-        if self._failed and not despite_failure:
-            return
+    def _flush(self) -> None:
+        self._write_waiting()
+        self._sink.flush()
+
+    def _write_waiting(self) -> None:
+        while self._waiting:
+            self._sink.write(self._waiting[0])
+            self._waiting.popleft()
+        if self._refused:
+            self._refused = False
+            late, lost, self._late, self._lost = self._late, self._lost, 0, 0
+            text = f"{self._name} can be written again: {late - lost} records were written late"
+            text += f", and {lost} older ones are lost" if lost else ""
+            told = self._event("warning", text)
+            self._report(told)
+            self._sink.write(told)
+
+    def _attempt(self, action: Callable[[], None]) -> None:
         try:
             action()
         # Loggers, remote ones above all, raise anything, and the run is worth more.
         except Exception as error:
             if self._failed:
                 return
-            self._failed = True
-            warning = EventRecord(
-                step=self._last.step,
-                samples=self._last.samples,
-                tokens=self._last.tokens,
-                time=time.time(),
-                level="warning",
-                text=f"{self._name} failed and gets no more records "
-                f"({type(error).__name__}: {error}); training continues",
-            )
-            self._report(warning)
+            why = f"({type(error).__name__}: {error})"
+            if not self._keep or not isinstance(error, OSError):
+                self._failed = True
+                self._warn(
+                    f"{self._name} failed and gets no more records {why}; training continues"
+                )
+            elif not self._refused:
+                self._refused, self._late = True, len(self._waiting)
+                self._warn(
+                    f"{self._name} cannot be written {why}; training continues, and its records "
+                    "are kept in memory until it can"
+                )
+
+    def _warn(self, text: str) -> None:
+        self._report(self._event("warning", text))
+
+    def _event(self, level: Literal["info", "warning", "error"], text: str) -> EventRecord:
+        last = self._last
+        return EventRecord(
+            step=last.step,
+            samples=last.samples,
+            tokens=last.tokens,
+            time=time.time(),
+            level=level,
+            text=text,
+        )
 
 
 @dataclass(frozen=True)
@@ -118,7 +176,8 @@ class EtaEstimator:
         self._seen: deque[tuple[int, float]] = deque(maxlen=100)
 
     def seconds_left(self, record: StepRecord) -> float:
-        self._seen.append((record.samples, record.time))
+        if not self._seen or self._seen[-1] != (record.samples, record.time):
+            self._seen.append((record.samples, record.time))
         (first, first_time), (samples, now) = self._seen[0], self._seen[-1]
         if samples > first:
             seconds = max(now - first_time, 0.0) / (samples - first)
@@ -187,16 +246,28 @@ def printable(text: str) -> str:
 
 
 class _TextFile:
-    """A file that grows by whole lines, each written at once."""
+    """A file that grows by whole lines, each written at once or not at all."""
 
     def __init__(self, path: Path) -> None:
         with storage_errors(path):
-            # A lone surrogate, as in a prompt from a command line in another encoding, becomes
-            # the escape that JSON itself uses for it.
-            self._file = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
+            # Without a buffer, which would keep what could not be written and write it twice.
+            self._file = path.open("ab", buffering=0)
+
+    def append(self, line: str) -> None:
+        # A lone surrogate, as in a prompt from a command line in another encoding, becomes the
+        # escape that JSON itself uses for it.
+        data = memoryview(f"{line}\n".encode(errors="backslashreplace"))
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError:
+            # A full disk takes the beginning of a line.
+            with contextlib.suppress(OSError):
+                self._file.truncate(size)
+            raise
 
     def flush(self) -> None:
-        self._file.flush()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -210,7 +281,7 @@ class JsonlSink(_TextFile):
     """Appends to `metrics.jsonl`."""
 
     def write(self, record: Record) -> None:
-        self._file.write(to_json(record) + "\n")
+        self.append(to_json(record))
 
 
 class LogSink(_TextFile):
@@ -224,7 +295,7 @@ class LogSink(_TextFile):
         left = self._eta.seconds_left(record) if isinstance(record, StepRecord) else None
         when = datetime.fromtimestamp(record.time).astimezone().isoformat(timespec="seconds")
         text = line(record, horizon_steps=self._steps, seconds_left=left)
-        self._file.write(f"{when} {text}\n")
+        self.append(f"{when} {text}")
 
 
 _STEP_SCALARS = {

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gristmill.base.errors import Exit, UserError
+from gristmill.base.errors import DataError, Exit, UserError
 from gristmill.checkpoint.model import load_start_weights
 from gristmill.checkpoint.state import TrainState
+from gristmill.checkpoint.state_file import STATE
 from gristmill.checkpoint.writer import CheckpointWriter
 from gristmill.config.resolve import Resolved, resolve
 from gristmill.config.schema import DataConfig, RunConfig
@@ -53,6 +54,8 @@ class Assembly:
     control: ControlGroup
     outline: CausalLM
     """The whole model on the meta device."""
+    notes: tuple[str, ...] = ()
+    """What the user should know about the weights that the run starts from."""
 
     @property
     def parameters(self) -> int:
@@ -85,8 +88,10 @@ def assemble(
         "the model itself does not fit: shard it with [parallel], or choose a smaller one"
     ):
         strategy = build_strategy(config, vocab=numbers.vocab, world=world, control=control)
+    notes: tuple[str, ...] = ()
     if config.model.start is not None:
-        load_start_weights(strategy.model, config.model.start, strategy.parameters, control=control)
+        start, held = config.model.start, strategy.parameters
+        notes = load_start_weights(strategy.model, start, held, control=control)
         strategy.weights_changed()
     outline = outline_model(config.model, vocab=numbers.vocab, pad_for=world.mesh.tp)
     state = TrainState(
@@ -108,7 +113,7 @@ def assemble(
         writes_unowned=not any(place for axis, place in world.at.items() if axis != "pp"),
     )
     return Assembly(
-        config, numbers, folder, data, tokenizer, world, state, strategy, control, outline
+        config, numbers, folder, data, tokenizer, world, state, strategy, control, outline, notes
     )
 
 
@@ -229,7 +234,12 @@ def build_health(parts: Assembly, tracker: Tracker) -> RunHealth:
         tracker.say(text, level="warning")
 
     health = RunHealth(parts.config.train.guard, lag=AHEAD, warn=warn)
-    health.load(parts.state.health)
+    try:
+        health.load(parts.state.health)
+    except (KeyError, TypeError, ValueError) as error:
+        what = f"`health` cannot be read: {type(error).__name__}: {error}"
+        where = f"{STATE} of step {parts.state.progress.steps}"
+        raise DataError(what, where=where, remedy="go back with --from STEP") from error
     return health
 
 

@@ -274,11 +274,11 @@ class Sample:
         if model is None:
             return
         generator, pages = TextGenerator(model, self.tokenizer), []
-        for prompt in self.config.prompts:
-            (text,) = generator.texts(prompt, tokens=self.config.tokens, sampling=self.sampling)
-            self.tracker.sample(prompt, text)
-            pages.append(f"{prompt}{text}\n")
         try:
+            for prompt in self.config.prompts:
+                (text,) = generator.texts(prompt, tokens=self.config.tokens, sampling=self.sampling)
+                self.tracker.sample(prompt, text)
+                pages.append(f"{prompt}{text}\n")
             write_atomic(self.folder / f"step-{step:08d}.txt", "---\n".join(pages))
         except UserError as error:
             self.tracker.say(f"the samples were not written: {error}", level="warning")

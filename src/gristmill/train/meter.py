@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from gristmill.base.units import Duration, Progress
-from gristmill.checkpoint.state import Counters
+from gristmill.checkpoint.state_file import Counters
 from gristmill.parallel.device import Mark
 from gristmill.parallel.strategy import StepResult
 from gristmill.parallel.world import World

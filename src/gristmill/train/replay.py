@@ -33,10 +33,11 @@ from gristmill.parallel.world import open_world
 from gristmill.track.folder import run_folder
 from gristmill.track.metrics import Record, StepRecord, read_metrics
 from gristmill.train.assemble import Assembly, assemble, build_health, build_loader, build_meter
+from gristmill.train.go_back import known_steps
 from gristmill.train.hooks import Hooks
 from gristmill.train.loop import train
 from gristmill.train.meter import StepEvent
-from gristmill.train.resume import known_steps, resume_differences
+from gristmill.train.resume import resume_differences
 from gristmill.train.stop import StopRequest
 from gristmill.train.tracker import Tracker
 
@@ -220,6 +221,7 @@ def _train_to(parts: Assembly, step: int, collect: _Collect) -> None:
             config.checkpoint,
             progress_at=numbers.progress_at,
             say=tracker.say,
+            warn=tracker.say,
         ),
         numbers=numbers,
         control=parts.control,

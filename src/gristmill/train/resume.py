@@ -1,41 +1,40 @@
 """Resuming from a run folder.
 
-newest intact checkpoint -> state      damaged newer ones are set aside with a warning
+newest usable checkpoint -> state      damaged newer ones are set aside with a warning
 metrics.jsonl                          cut back to the checkpoint's step
+best.json                              checked, rebuilt if it is damaged
 run.toml, origin.txt, environment.json, tokenizer/   rewritten at every start
 """
 
 from __future__ import annotations
 
-import re
+import math
 import shlex
-import shutil
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gristmill.base.errors import Exit, Problem, UserError
-from gristmill.base.files import storage_errors, write_atomic, write_json
+from gristmill.base.errors import DataError, Exit, Problem, UserError
+from gristmill.base.files import set_aside, storage_errors, write_atomic, write_json
 from gristmill.checkpoint.layout import (
     Best,
     CheckpointFolder,
     CheckpointSearch,
-    step_of,
-    verify,
+    describe_problems,
+    merge_problems,
 )
 from gristmill.checkpoint.state import restore
+from gristmill.checkpoint.state_file import STATE
 from gristmill.config.load import changed_settings, dump_run
 from gristmill.config.parallel import Mesh
 from gristmill.track.folder import RunFolder
-from gristmill.track.metrics import cut_metrics
+from gristmill.track.metrics import cut_metrics, validation_loss
 from gristmill.train.assemble import Assembly
 from gristmill.train.environment import describe_environment
-
-_STEP_NAME = re.compile(r"(?:step-)?(\d{1,18})")
 
 
 @dataclass(frozen=True)
@@ -47,108 +46,121 @@ class Resumed:
 
 
 def resume(parts: Assembly) -> Resumed:
-    """Load the newest intact checkpoint, if there is one, and bring the folder in line with it."""
-    folder, notes = parts.folder, []
+    """Load the newest checkpoint that can be used, if there is one, and bring the folder in line
+    with it."""
+    folder, notes, saved = parts.folder, list[str](), dict[str, Any]()
     checkpoints, control = CheckpointFolder(folder.checkpoints), parts.control
     checkpoints.clean(control)
-    found = checkpoints.newest_intact(control)
-    if found.path is None and found.damaged:
-        raise _all_damaged(found, folder)
+
+    def load(path: Path) -> list[Problem]:
+        """Load a checkpoint; returns why it cannot be used."""
+        found: list[Problem] = []
+
+        def attempt() -> None:
+            try:
+                saved.clear()
+                saved.update(_load(parts, path))
+            except DataError as error:
+                found.extend(error.problems)
+
+        control.on_all_ranks(attempt)
+        return merge_problems(found, control)
+
+    found = checkpoints.newest_intact(control, check=load)
+    if found.path is None:
+        if found.damaged:
+            raise _all_damaged(found, folder)
+        notes += control.on_rank0(lambda: _check_lost(folder))
+    best, told = control.on_rank0(lambda: _find_best(parts, checkpoints))
+    parts.state.best = None if best is None else Best(*best)
+    notes += told
     if found.path is not None:
-        saved = restore(parts.state, found.path)
-        parts.strategy.load(parts.state.strategy)
-        parts.state.best = _best(parts, checkpoints)
         notes += resume_differences(saved, parts)
     for path, problems in found.damaged:
         aside = checkpoints.set_aside(path, control)
-        what = "; ".join(str(problem) for problem in problems)
+        what = describe_problems(problems)
         notes.append(f"skipped damaged checkpoint {path.name} ({what}); it is now {aside.name}")
     notes += control.on_rank0(lambda: _fit_folder(parts))
     return Resumed(found.path, notes)
 
 
-def find_step(folder: RunFolder, which: str) -> int:
-    """The step of the checkpoint that a user names: a step, or "best". It must be intact."""
-    checkpoints = CheckpointFolder(folder.checkpoints)
-    steps = [step_of(path) for path in checkpoints.committed()]
-    known = known_steps(checkpoints)
-    if which == "best":
-        best = checkpoints.best()
-        if best is None:
-            what = "no checkpoint is marked as the best"
-            raise UserError(what, where=folder.checkpoints, remedy=known)
-        step = best.step
-    else:
-        number = _STEP_NAME.fullmatch(which)
-        step = -1 if number is None else int(number[1])
-    if step not in steps:
-        what = f"there is no checkpoint of step {which}" if known else "there are no checkpoints"
-        raise UserError(what, where=str(folder.checkpoints), remedy=known)
-    problems = verify(checkpoints.path(step))
-    if problems:
-        raise UserError([*problems[:-1], replace(problems[-1], remedy=known)], exit=Exit.STORAGE)
-    return step
-
-
-def known_steps(checkpoints: CheckpointFolder) -> str | None:
-    """A remedy that names the checkpoints there are."""
-    steps = ", ".join(str(step_of(path)) for path in checkpoints.committed())
-    return f"there are checkpoints of steps {steps}" if steps else None
-
-
-def go_back(folder: RunFolder, step: int) -> Path:
-    """Make a checkpoint the newest of a run: everything after it is set aside, with the metrics as
-    they were. Returns the folder where it is."""
-    target, number = folder.set_aside / f"after-step-{step:08d}", 0
-    while target.exists():
-        number += 1
-        target = target.with_name(f"after-step-{step:08d}.{number}")
-    CheckpointFolder(folder.checkpoints).set_aside_after(step, target)
-    if folder.metrics.is_file():
-        with storage_errors(target):
-            shutil.copyfile(folder.metrics, target / folder.metrics.name)
-    return target
+def _load(parts: Assembly, path: Path) -> dict[str, Any]:
+    """Put a checkpoint into the state and the strategy; returns the content of its state.json."""
+    saved = restore(parts.state, path)
+    try:
+        parts.strategy.load(parts.state.strategy)
+    except ValueError as error:
+        raise DataError(f"strategy: {error}", where=path / STATE) from error
+    return saved
 
 
 def _fit_folder(parts: Assembly) -> list[str]:
-    """Bring the rest of the folder in line with the state; returns the changed settings."""
-    folder, best, changed = parts.folder, parts.state.best, []
+    """Bring the rest of the folder in line with the state; returns what the user should know. These
+    files are records of the run: a damaged one is set aside and never keeps the run from
+    resuming."""
+    folder, best, notes = parts.folder, parts.state.best, list[str]()
     if best is not None and parts.config.checkpoint.keep_best:
         # The run may have been killed between a save and its best.json.
         CheckpointFolder(folder.checkpoints).mark_best(best)
     # At step 0 the initial validation runs again.
-    cut_metrics(folder.metrics, after=parts.state.progress.steps or -1)
+    damaged = cut_metrics(folder.metrics, after=parts.state.progress.steps or -1)
+    if damaged:
+        aside = folder.metrics.with_name(f"damaged-{folder.metrics.name}")
+        with storage_errors(aside), aside.open("ab") as file:
+            file.write(b"".join(damaged))
+        lines = "1 damaged line" if len(damaged) == 1 else f"{len(damaged)} damaged lines"
+        notes.append(f"moved {lines} of {folder.metrics.name} to {aside.name}")
     if folder.holds_run():
-        changed = [f"changed: {line}" for line in changed_settings(folder.settings, parts.config)]
+        try:
+            changed = changed_settings(folder.settings, parts.config)
+            notes += [f"changed: {line}" for line in changed]
+        except (ValueError, RecursionError) as error:
+            notes.append(_set_aside(folder.settings, str(error)))
     write_atomic(folder.settings, dump_run(parts.config))
     when = datetime.now().astimezone().isoformat(timespec="seconds")
-    earlier = folder.origin.read_text() if folder.origin.is_file() else ""
-    write_atomic(folder.origin, f"{earlier}{when}  {shlex.join(sys.argv)}\n")
+    earlier = folder.origin.read_bytes() if folder.origin.is_file() else b""
+    write_atomic(folder.origin, earlier + f"{when}  {shlex.join(sys.argv)}\n".encode())
     environment = describe_environment(parts.world, parameters=parts.parameters)
     write_json(folder.environment, environment)
     parts.tokenizer.save(folder.tokenizer)
-    return changed
+    return notes
 
 
-def _best(parts: Assembly, checkpoints: CheckpointFolder) -> Best | None:
-    """The best loss up to this step; best.json may come from a validation after the last save."""
-    state, keep = parts.state, parts.config.checkpoint.keep_best
-    known = [
+def _set_aside(file: Path, why: str) -> str:
+    """Rename a damaged file; returns a message."""
+    return f"{file.name} is damaged ({why}); it is now {set_aside(file).name}, and written anew"
+
+
+def _find_best(
+    parts: Assembly, checkpoints: CheckpointFolder
+) -> tuple[tuple[int, float] | None, list[str]]:
+    """The best loss up to this step, and what the user should know about it."""
+    state, keep, notes = parts.state, parts.config.checkpoint.keep_best, list[str]()
+    known, steps = [state.best], state.progress.steps
+    try:
+        # best.json may come from a validation after the last save.
+        known.append(checkpoints.best())
+    except DataError as error:
+        notes.append(_set_aside(checkpoints.best_file, error.problems[0].what))
+        loss = validation_loss(parts.folder.metrics, step=steps)
+        known.append(None if loss is None or not math.isfinite(loss) else Best(steps, loss))
+    possible = [
         best
-        for best in (state.best, checkpoints.best())
+        for best in known
         if best is not None
-        and best.step <= state.progress.steps
+        and best.step <= steps
         # With keep_best, a best loss whose checkpoint is gone does not count.
         and (checkpoints.path(best.step).is_dir() or not keep)
     ]
-    return min(known, key=lambda best: best.loss, default=None)
+    best = min(possible, key=lambda best: best.loss, default=None)
+    return None if best is None else astuple(best), notes
 
 
 def _all_damaged(found: CheckpointSearch, folder: RunFolder) -> UserError:
     return UserError(
         [
             Problem("every checkpoint of this run is damaged", str(folder.checkpoints)),
-            *(problem for _, problems in found.damaged for problem in problems),
+            *(Problem(describe_problems(problems)) for _, problems in found.damaged),
             Problem(
                 "nothing was changed",
                 str(folder.path),
@@ -156,6 +168,22 @@ def _all_damaged(found: CheckpointSearch, folder: RunFolder) -> UserError:
                 "aside",
             ),
         ],
+        exit=Exit.STORAGE,
+    )
+
+
+def _check_lost(folder: RunFolder) -> list[str]:
+    """Refuse to train a run from the beginning again that has no checkpoint any more; returns what
+    the user should know about one that never had any."""
+    step = max(folder.last_step(), folder.read_status().get("step", 0))
+    if not folder.has_saved():
+        again = f"the run came to step {step}, but no checkpoint was saved; starting over at step 0"
+        return [again] if step > 0 else []
+    raise UserError(
+        f"this run came to step {step}, but none of its checkpoints is here",
+        where=folder.checkpoints,
+        remedy="put one back to resume the run, or start over with --fresh, which moves the old "
+        "run aside",
         exit=Exit.STORAGE,
     )
 

@@ -30,7 +30,7 @@ from gristmill.parallel.liveness.monitor import Monitor
 from gristmill.parallel.liveness.verdict import Limits
 from gristmill.parallel.world import World, close_world, open_world
 from gristmill.track.folder import RunFolder, move_aside, run_folder
-from gristmill.track.metrics import ValidationRecord, read_metrics
+from gristmill.track.metrics import validation_loss
 from gristmill.train.assemble import (
     Assembly,
     assemble,
@@ -40,10 +40,11 @@ from gristmill.train.assemble import (
     build_meter,
     build_validate,
 )
+from gristmill.train.go_back import choose_step, go_back
 from gristmill.train.health import GoBack, RunHealth
 from gristmill.train.hooks import GoBackError, Hooks
 from gristmill.train.loop import train
-from gristmill.train.resume import Resumed, find_step, go_back, resume
+from gristmill.train.resume import Resumed, resume
 from gristmill.train.stop import StopRequest
 from gristmill.train.tracker import Tracker, build_tracker
 
@@ -89,7 +90,7 @@ def run_training(
         def claim() -> bool:
             if fresh:
                 move_aside(folder)
-            step = None if start_from is None else find_step(folder, start_from)
+            step = None if start_from is None else choose_step(folder, start_from)
             new = folder.create()
             lock.acquire()
             if step is not None:
@@ -198,7 +199,8 @@ def _announce(parts: Assembly, tracker: Tracker, resumed: Resumed) -> None:
         tracker.say(f"resuming from {resumed.checkpoint.name}")
     elif parts.config.model.start is not None:
         tracker.say(f"starting from the weights in {parts.config.model.start}")
-    for note in (*resumed.notes, *doubts(parts.config, numbers)):
+    starting = () if resumed.checkpoint is not None else parts.notes
+    for note in (*starting, *resumed.notes, *doubts(parts.config, numbers)):
         tracker.say(note, level="warning")
     if parts.world.is_rank0:
         parts.folder.write_status("running", step=state.progress.steps, steps=numbers.steps)
@@ -245,13 +247,14 @@ def _run(
             f"nothing to do: the run is complete at step {state.progress.steps}; "
             "raise train.until to train further"
         )
-        best = CheckpointFolder(parts.folder.checkpoints).best()
+        best = state.best if parts.data.validation is not None else None
         return _finish(parts, Exit.DONE, best.loss if best else None)
     writer = CheckpointWriter(
         CheckpointFolder(parts.folder.checkpoints),
         config.checkpoint,
         progress_at=numbers.progress_at,
         say=tracker.say,
+        warn=partial(tracker.say, level="warning"),
         control=parts.world.control_group(
             "checkpoints", timeout=parse_seconds(config.checkpoint.timeout)
         ),
@@ -299,8 +302,8 @@ def _validated(parts: Assembly) -> bool:
     """Whether a finished run has its final validation; it may have been stopped just before."""
 
     def recorded() -> bool:
-        step, records = parts.state.progress.steps, read_metrics(parts.folder.metrics)
-        return any(isinstance(one, ValidationRecord) and one.step == step for one in records)
+        step = parts.state.progress.steps
+        return validation_loss(parts.folder.metrics, step=step) is not None
 
     return parts.data.validation is None or bool(parts.control.on_rank0(recorded))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 import uuid
@@ -17,6 +18,7 @@ from gristmill.track.console import console_sink
 from gristmill.track.folder import RunFolder
 from gristmill.track.metrics import EventRecord, Record, SampleRecord, ValidationRecord
 from gristmill.track.sinks import (
+    KEPT_RECORDS,
     Guarded,
     Horizon,
     JsonlSink,
@@ -25,6 +27,8 @@ from gristmill.track.sinks import (
     TensorBoardSink,
     WandbSink,
 )
+
+_RUN_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}\n?")
 
 
 class Tracker:
@@ -77,33 +81,40 @@ def build_tracker(
 ) -> Tracker:
     """Console, run folder and tracking services on rank 0; only a log file on other ranks.
 
-    If a file or service fails, the console shows one warning and training continues.
+    If a file or service fails, the console shows one warning and training continues. Records of
+    the files are written when there is room again.
     """
     horizon = Horizon(steps, samples)
     if rank > 0:
         log = LogSink(folder.rank_log(rank), horizon=horizon)
-        return Tracker([Guarded(log, name="its log", report=lambda w: None)], clock=clock)
+        kept = Guarded(log, name="its log", report=lambda w: None, keep=KEPT_RECORDS)
+        return Tracker([kept], clock=clock)
     console = console_sink(horizon=horizon, start_step=clock().steps, name=config.name)
-    sinks: dict[str, Sink] = {
+    files: dict[str, Sink] = {
         "metrics.jsonl": JsonlSink(folder.metrics),
         "train.log": LogSink(folder.log, horizon=horizon),
     }
+    services: dict[str, Sink] = {}
     if config.track.tensorboard:
-        sinks["TensorBoard"] = TensorBoardSink(folder.path / "tensorboard")
+        services["TensorBoard"] = TensorBoardSink(folder.path / "tensorboard")
     if config.track.wandb is not None:
         # A unique id that survives a resume.
         run_id = folder.path / "wandb-id.txt"
-        if not run_id.is_file():
+        if not run_id.is_file() or not _RUN_ID.fullmatch(run_id.read_bytes()):
             write_atomic(run_id, uuid.uuid4().hex[:12])
-        sinks["Weights & Biases"] = WandbSink(
+        services["Weights & Biases"] = WandbSink(
             folder.path,
             project=config.track.wandb.project,
             name=config.name,
             mode=config.track.wandb.mode,
             settings={"run.toml": dump_run(config), **config.model_dump(mode="json")},
-            run_id=run_id.read_text(),
+            run_id=run_id.read_text().strip(),
         )
     # A terminal that goes away (a closed window, `| head`) must not end the run.
     terminal = Guarded(console, name="the terminal", report=lambda warning: None)
-    guarded = [Guarded(sink, name=name, report=terminal.write) for name, sink in sinks.items()]
+    guarded = [
+        Guarded(sink, name=name, report=terminal.write, keep=keep)
+        for sinks, keep in ((files, KEPT_RECORDS), (services, 0))
+        for name, sink in sinks.items()
+    ]
     return Tracker([terminal, *guarded], clock=clock)
