@@ -198,7 +198,7 @@ def test_a_polite_stop_in_a_bad_stretch_saves_and_counts_on(
     assert run_training(wild).exit is Exit.STOPPED
     assert steps_of(tmp_path / "run") == [8, 10, 12, 22]
     stop_after(10**9)
-    with pytest.raises(UserError, match="20 steps in a row were skipped, up to step 33"):
+    with pytest.raises(UserError, match="20 steps in a row, up to step 33, were not finite"):
         run_training(wild)
 
 

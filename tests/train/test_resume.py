@@ -447,7 +447,7 @@ def test_training_that_breaks_down_stops(
         return hidden * torch.nan if calls > 5 and self.training else hidden
 
     monkeypatch.setattr(GPT, "run_blocks", broken)
-    message = "not finite for 3 consecutive steps, up to step 8"
+    message = "3 steps in a row, up to step 8, were not finite"
     with pytest.raises(UserError, match=message) as error:
         run_training(config)
     assert "lower optim.lr" in str(error.value)

@@ -1,4 +1,4 @@
-"""Going back to an older checkpoint: what came after it is set aside, and resuming does the rest."""
+"""Going back to a checkpoint: what came after it is set aside, and resuming does the rest."""
 
 from __future__ import annotations
 

@@ -120,8 +120,10 @@ class Meter:
             )
         )
         if self.health.bad >= self.bad_steps:
-            skipped_all = f"{self.health.bad} steps in a row were skipped, up to step {after.steps}"
-            raise self.health.failure(skipped_all)
+            raise self.health.failure(
+                f"{self.health.bad} steps in a row, up to step {after.steps}, were not finite or "
+                "above the guard's limits"
+            )
 
     def _step_record(self, event: StepEvent, loss: float, norm: float, scale: float) -> StepRecord:
         rate = event.result.tokens / self.step_seconds if self.step_seconds else math.inf
