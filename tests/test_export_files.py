@@ -389,5 +389,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
         checkpoint.rename(checkpoint.with_name(".writing-step-00000000"))
     )
     with pytest.raises(UserError, match=r"there is no blocks\.2\.") as error:
-        open_stored(str(run))
+        open_stored(str(run), checkpoint="0")
     assert len(error.value.problems) == 12 and error.value.exit is Exit.DATA
+    with pytest.raises(UserError, match=r"no intact checkpoint\n.*no blocks\.2\..*; and 9 more"):
+        open_stored(str(run))

@@ -201,9 +201,9 @@ def _choose_checkpoint(run: Path, which: str, control: ControlGroup = ALONE) -> 
     if which == "latest":
         found = folder.newest_intact(control, read=_of_model, check=_content_problems)
         if found.path is None:
-            what = "this run has no intact checkpoint" if found.damaged else "no checkpoint yet"
-            problems = [problem for _, damaged in found.damaged for problem in damaged]
-            raise UserError([Problem(what, str(run)), *problems], exit=Exit.DATA)
+            what = f"this run has no {'intact ' if found.damaged else ''}checkpoint"
+            each = [Problem(describe_problems(problems)) for _, problems in found.damaged]
+            raise UserError([Problem(what, str(run)), *each], exit=Exit.DATA)
         instead = f"using {found.path.name} instead"
         notes = (
             f"{path.name} is damaged ({describe_problems(problems)}); {instead}"
