@@ -19,6 +19,7 @@ from gristmill.checkpoint.writer import CheckpointWriter
 from gristmill.config.resolve import Resolved, resolve
 from gristmill.config.schema import DataConfig, RunConfig
 from gristmill.data.build import OrderSpec, build_rules, build_stream, order_identity
+from gristmill.data.content_check import ContentCheck
 from gristmill.data.dataset import DatasetSplit, RunData, open_data, prove_tokenizer
 from gristmill.data.documents import DocumentRules
 from gristmill.data.loader import Loader, validation_batches
@@ -31,7 +32,7 @@ from gristmill.parallel.strategy import Strategy
 from gristmill.parallel.world import World, open_world
 from gristmill.text.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from gristmill.track.folder import RunFolder
-from gristmill.train.hooks import Checkpoint, Hook, Sample, Validate
+from gristmill.train.hooks import CheckContent, Checkpoint, Hook, Sample, Validate
 from gristmill.train.meter import Meter
 from gristmill.train.tracker import Tracker
 
@@ -196,8 +197,16 @@ def build_loader(parts: Assembly) -> Loader:
         rank=parts.world.data_rank,
         ranks=parts.world.mesh.data,
         pin=parts.world.device.pins_memory,
+        vocab=numbers.vocab,
         ramp=numbers.ramp,
     )
+
+
+def build_content_check(parts: Assembly) -> ContentCheck:
+    """The comparison of the token files with their checksums, by one process of each node."""
+    wanted = parts.config.data.verify and parts.world.place.local_rank == 0
+    mixtures = (parts.data.train, parts.data.validation) if wanted else ()
+    return ContentCheck(split.path for held in mixtures if held for split in held.splits)
 
 
 def build_validate(parts: Assembly, tracker: Tracker) -> Validate | None:
@@ -214,6 +223,7 @@ def build_validate(parts: Assembly, tracker: Tracker) -> Validate | None:
             windows=parts.config.validation.windows,
             batch=parts.numbers.micro_batch,
             rules=document_rules(parts),
+            vocab=parts.numbers.vocab,
         ),
         tracker=tracker,
         state=parts.state,
@@ -221,10 +231,16 @@ def build_validate(parts: Assembly, tracker: Tracker) -> Validate | None:
 
 
 def build_hooks(
-    parts: Assembly, tracker: Tracker, writer: CheckpointWriter, validate: Validate | None
+    parts: Assembly,
+    tracker: Tracker,
+    writer: CheckpointWriter,
+    validate: Validate | None,
+    check: ContentCheck,
 ) -> list[Hook]:
     """All hooks, in the order in which they run."""
     config, hooks = parts.config, list[Hook]()
+    if check.in_background:
+        hooks.append(CheckContent(check, tracker=tracker, state=parts.state))
     if validate is not None:
         hooks.append(validate)
     if config.sample is not None:

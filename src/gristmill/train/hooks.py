@@ -1,6 +1,8 @@
 """Hooks: validation, samples and checkpoints, which run periodically and at the end.
 
-    order   validate -> sample -> checkpoint     a checkpoint includes the newest validation loss
+    order   check content -> validate -> sample -> checkpoint
+
+A checkpoint includes the newest validation loss, and none is saved after damage was found.
 
 Hooks run after all pending step results are read. Their time does not count as training time.
 A signal or the time limit ends the loop after the current step, with a checkpoint. Any process may
@@ -13,16 +15,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from gristmill.base.errors import UserError
+from gristmill.base.errors import DataError, UserError
 from gristmill.base.files import write_atomic
-from gristmill.base.units import Duration
+from gristmill.base.units import Duration, format_bytes
 from gristmill.checkpoint.layout import Best
 from gristmill.checkpoint.state import TrainState, capture
 from gristmill.checkpoint.writer import CheckpointWriter
 from gristmill.config.schema import SampleConfig
+from gristmill.data.content_check import ContentCheck
 from gristmill.data.loader import Batch
 from gristmill.generate import Sampling, TextGenerator
 from gristmill.parallel.liveness.monitor import Monitor
@@ -122,6 +126,39 @@ class Hooks:
             hook.at_end(finished=finished)
         self._phase("end")
         self.tracker.flush()
+
+
+class CheckContent:
+    """Ends the run once a token file is found damaged, before anything else is saved."""
+
+    phase = "content check"
+
+    def __init__(self, check: ContentCheck, *, tracker: Tracker, state: TrainState) -> None:
+        self.check, self.tracker, self.state = check, tracker, state
+        self._first_step = state.progress.steps
+        self._reported = False
+
+    def at_start(self) -> None:
+        self._report()
+
+    def due(self, event: StepEvent) -> bool:
+        return self.check.done and not self._reported
+
+    def act(self, event: StepEvent) -> None:
+        self._report()
+
+    def at_end(self, *, finished: bool) -> None:
+        self._report()
+
+    def _report(self) -> None:
+        damage, step = self.check.damage, self.state.progress.steps
+        if damage is not None:
+            read = f"steps {self._first_step} to {step} may have trained on it"
+            raise DataError([replace(damage, what=f"{damage.what}; {read}")])
+        if self.check.done and not self._reported:
+            self._reported = True
+            size = format_bytes(self.check.bytes)
+            self.tracker.say(f"the token files are intact: {size} agree with their checksums")
 
 
 class Validate:

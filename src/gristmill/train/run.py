@@ -21,6 +21,7 @@ from gristmill.checkpoint.writer import CheckpointWriter, require_checkpoint_roo
 from gristmill.config.resolve import Resolved
 from gristmill.config.rules import check_mesh, doubts
 from gristmill.config.schema import RunConfig
+from gristmill.data.content_check import ContentCheck
 from gristmill.optim.schedule import build_schedule
 from gristmill.parallel.control import ControlGroup
 from gristmill.parallel.device import memory_explained
@@ -32,6 +33,7 @@ from gristmill.track.metrics import ValidationRecord, read_metrics
 from gristmill.train.assemble import (
     Assembly,
     assemble,
+    build_content_check,
     build_hooks,
     build_loader,
     build_meter,
@@ -125,6 +127,8 @@ def _locked_training(
 ) -> Outcome:
     parts = assemble(config, folder, world, control)
     require_checkpoint_room(folder.path, parts.checkpoint_bytes)
+    check = build_content_check(parts)
+    control.on_all_ranks(check.start)
     resumed = resume(parts)
     monitor.phase("start", parts.state.progress.steps)
     tracker = build_tracker(
@@ -138,7 +142,7 @@ def _locked_training(
     monitor.on_exit = lambda message: _note_failure(parts, tracker, UserError(message))
     try:
         _announce(parts, tracker, resumed)
-        outcome = _run(parts, tracker, stop, monitor)
+        outcome = _run(parts, tracker, stop, monitor, check)
     except BaseException as error:
         # When another process is lost, this error is only a consequence.
         cause = monitor.explain(error) or error
@@ -147,6 +151,7 @@ def _locked_training(
             raise cause from error
         raise
     finally:
+        check.stop()
         tracker.close()
     return outcome
 
@@ -202,7 +207,9 @@ def _describe_batch(numbers: Resolved) -> str:
     return f"{batch} in {times} micro-batches" if numbers.accumulate > 1 else batch
 
 
-def _run(parts: Assembly, tracker: Tracker, stop: StopRequest, monitor: Monitor) -> Outcome:
+def _run(
+    parts: Assembly, tracker: Tracker, stop: StopRequest, monitor: Monitor, check: ContentCheck
+) -> Outcome:
     config, state, numbers = parts.config, parts.state, parts.numbers
     if state.progress.reached(config.train.until) and _validated(parts):
         tracker.say(
@@ -223,7 +230,7 @@ def _run(parts: Assembly, tracker: Tracker, stop: StopRequest, monitor: Monitor)
     validate = build_validate(parts, tracker)
     meter = build_meter(parts, tracker)
     hooks = Hooks(
-        build_hooks(parts, tracker, writer, validate),
+        build_hooks(parts, tracker, writer, validate, check),
         meter=meter,
         tracker=tracker,
         stop=stop,
