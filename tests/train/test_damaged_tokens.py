@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gristmill.base.errors import DataError, Exit
+from gristmill.base.errors import DataError, Exit, UserError
 from gristmill.config.schema import RunConfig
 from gristmill.data.content_check import ContentCheck
 from gristmill.train.run import run_training
@@ -38,8 +38,9 @@ def test_damage_is_found_before_the_first_step(
     config = make_run()
     update = {setting: str(reversed_ids), "split": "9,1" if setting == "paths" else None}
     config = config.model_copy(update={"data": config.data.model_copy(update=update)})
-    with pytest.raises(DataError, match=r"reversed.bin: the content is not what was written"):
+    with pytest.raises(UserError, match=r"reversed.bin: the content is not what was") as caught:
         run_training(config)
+    assert caught.value.exit is Exit.DATA
     assert not (tmp_path / "run").exists()
 
 
