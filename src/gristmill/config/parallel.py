@@ -108,6 +108,11 @@ class Mesh:
         what tp does not divide."""
         return ("dp_replicate",) if self.shards_rows else ("dp_replicate", *ROW_AXES)
 
+    @property
+    def shards(self) -> int:
+        """Parts into which the weights are divided; every other process holds a copy of one."""
+        return self.processes // math.prod(self.sizes[axis] for axis in self.copy_axes)
+
     def place(self, rank: int) -> dict[str, int]:
         """Where a process stands on every axis."""
         place = {}

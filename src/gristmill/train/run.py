@@ -17,7 +17,7 @@ from gristmill.base.files import FolderLock
 from gristmill.base.process import Place
 from gristmill.base.units import format_count, format_seconds, parse_seconds
 from gristmill.checkpoint.layout import CheckpointFolder
-from gristmill.checkpoint.writer import CheckpointWriter, require_checkpoint_room
+from gristmill.checkpoint.writer import CheckpointWriter
 from gristmill.config.resolve import Resolved
 from gristmill.config.rules import check_mesh, doubts
 from gristmill.config.schema import RunConfig
@@ -88,7 +88,8 @@ def run_training(
 
         new = control.on_rank0(claim)
         try:
-            outcome = _locked_training(config, folder, world, control, stop, monitor)
+            with memory_explained("free some, or use a machine with more"):
+                outcome = _locked_training(config, folder, world, control, stop, monitor)
         except UserError:
             if new and world.is_rank0:
                 folder.remove_unused()
@@ -125,8 +126,7 @@ def _locked_training(
     stop: StopRequest,
     monitor: Monitor,
 ) -> Outcome:
-    parts = assemble(config, folder, world, control)
-    require_checkpoint_room(folder.path, parts.checkpoint_bytes)
+    parts = assemble(config, folder, world, control, saves=True)
     check = build_content_check(parts)
     control.on_all_ranks(check.start)
     resumed = resume(parts)
@@ -239,7 +239,7 @@ def _run(
         monitor=monitor,
     )
     batches = build_loader(parts).starting_at(state.progress)
-    advice = 'set train.micro_batch lower, or train.recompute = "full"'
+    advice = 'set train.micro_batch lower (and train.batch), or train.recompute = "full"'
     try:
         with memory_explained(advice):
             finished = train(
