@@ -91,7 +91,7 @@ def measure(name: str, config: DataConfig, options: argparse.Namespace) -> None:
     stream = build_stream(config, train, spec)
     rules = build_rules(config, end_of_text=END)
     micro_batch = options.batch // options.accumulate
-    loader = Loader(stream, micro_batch, options.accumulate, rules=rules)
+    loader = Loader(stream, micro_batch, options.accumulate, rules=rules, vocab=VOCABULARY)
     loader.step_batches(0)
     opened = time.perf_counter() - started
     tokens = loader.batch * options.sequence

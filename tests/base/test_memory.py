@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gristmill.base.memory import free_memory, keep_freed_memory
+from gristmill.base.memory import free_memory, keep_freed_memory, memory_limit
 
 MACHINE = "MemTotal: 9000 kB\nMemFree: 100 kB\nMemAvailable: 8000 kB\n"
 
@@ -69,6 +69,45 @@ def test_a_limit_of_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     put(tmp_path, {"proc/meminfo": MACHINE, "proc/self/statm": "2 1 1 1 0 1 0\n"})
     monkeypatch.setattr(resource, "getrlimit", lambda which: (100_000, 200_000))
     assert free_memory(tmp_path) == 100_000 - 2 * resource.getpagesize()
+
+
+@pytest.mark.parametrize(
+    ("files", "processes", "expected"),
+    [
+        ({}, 1, 10_240_000),
+        ({}, 4, 2_560_000),
+        ({"proc/meminfo": "MemTotal: 100 kB\nSwapTotal: 50 kB\n"}, 1, 153_600),
+        (
+            {
+                "proc/meminfo": "MemTotal: 100 kB\nSwapTotal: 50 kB\n",
+                "proc/self/cgroup": "0::/\n",
+                f"{NEW}/memory.max": "7000\n",
+                f"{NEW}/memory.current": "6000\n",
+            },
+            1,
+            7000 + 51_200,
+        ),
+    ],
+    ids=["machine", "shared by four", "with swap", "container"],
+)
+def test_what_a_process_could_have_at_most(
+    tmp_path: Path, files: dict[str, str], processes: int, expected: int
+) -> None:
+    put(tmp_path, {"proc/meminfo": "MemTotal: 10000 kB\nSwapTotal: 0 kB\n", **files})
+    assert memory_limit(tmp_path, processes=processes) == expected
+
+
+def test_addresses_limit_every_process_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path, {"proc/meminfo": "MemTotal: 10000 kB\nSwapTotal: 0 kB\n"})
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (100_000, 200_000))
+    assert memory_limit(tmp_path, processes=4) == 100_000
+
+
+def test_a_system_that_tells_nothing_limits_nothing(tmp_path: Path) -> None:
+    assert memory_limit(tmp_path) is None
+    assert (memory_limit() or free_memory()) >= free_memory()
 
 
 def test_this_machine_has_memory(tmp_path: Path) -> None:

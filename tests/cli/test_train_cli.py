@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -159,42 +160,76 @@ def records(folder: Path) -> int:
 INTERRUPTED = """
 import os, signal, sys
 
-class WhenTorchIsImported:
+class WhenImported:
     def find_spec(self, name, path, target=None):
         if name == "torch":
             sys.meta_path.remove(self)
             os.kill(os.getpid(), signal.SIGTERM)
 
-sys.meta_path.insert(0, WhenTorchIsImported())
+sys.meta_path.insert(0, WhenImported())
 """
 
 
-def test_a_signal_before_torch_is_there_stops_with_a_save(file: Path, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(INTERRUPTED)
-    done = subprocess.run(
+def train_with(hook: str, file: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Train in a process that runs some code as soon as Python has started."""
+    (folder / "sitecustomize.py").write_text(hook)
+    environment = {name: text for name, text in os.environ.items() if name[:8] != "MIMALLOC"}
+    paths = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.run(
         [sys.executable, "-m", "gristmill", "train", str(file)],
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        env=environment | {"PYTHONPATH": paths},
         capture_output=True,
         text=True,
         timeout=120,
     )
+
+
+def test_a_signal_before_torch_is_there_stops_with_a_save(file: Path, tmp_path: Path) -> None:
+    done = train_with(INTERRUPTED, file, tmp_path)
     assert done.returncode == Exit.STOPPED, done.stderr
     assert "stopped and saved" in done.stdout
+
+
+def test_a_signal_before_anything_has_begun_has_the_same_status(file: Path, tmp_path: Path) -> None:
+    done = train_with(INTERRUPTED.replace("torch", "typer"), file, tmp_path)
+    assert done.returncode == Exit.STOPPED, done.stderr
+    assert done.stderr.startswith("stopped by SIGTERM before the run began")
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_allocator_is_told_before_torch_is_there(file: Path, tmp_path: Path) -> None:
     shown = "sys.exit(os.environ.get('MIMALLOC_PURGE_DELAY', 'not set'))"
     hook = INTERRUPTED.replace("os.kill(os.getpid(), signal.SIGTERM)", shown)
-    (tmp_path / "sitecustomize.py").write_text(hook)
-    environment = {k: v for k, v in os.environ.items() if k != "MIMALLOC_PURGE_DELAY"}
-    done = subprocess.run(
-        [sys.executable, "-m", "gristmill", "train", str(file)],
-        env=environment | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.stderr.splitlines()[-1] == "1000"
+    assert train_with(hook, file, tmp_path).stderr.splitlines()[-1] == "1000"
+
+
+ON_TERMINAL = """
+import fcntl, os, sys, termios
+
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_closed_terminal_stops_with_a_save(file: Path, tmp_path: Path, processes: int) -> None:
+    """As when the connection to a machine is lost: HUP, and nothing can be printed any more."""
+    folder = tmp_path / "run"
+    words = [str(file), "train.until=100k steps", "--processes", str(processes)]
+    terminal, its_end = os.openpty()
+    command = [sys.executable, "-c", ON_TERMINAL, "-m", "gristmill", "train", *words]
+    streams = {"stdin": its_end, "stdout": its_end, "stderr": its_end}
+    process = subprocess.Popen(command, start_new_session=True, **streams)
+    os.close(its_end)
+    while records(folder) < 5:
+        assert process.poll() is None
+        # A process waits while nobody reads what it prints.
+        if select.select([terminal], [], [], 0.02)[0]:
+            os.read(terminal, 1 << 16)
+    os.close(terminal)
+    assert process.wait(120) == Exit.STOPPED
+    assert json.loads((folder / "status.json").read_text())["state"] == "stopped"
+    assert "stopping after signal SIGHUP" in (folder / "train.log").read_text()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes where Linux shows them")

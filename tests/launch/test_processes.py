@@ -351,7 +351,7 @@ def supervisor(job: Callable[..., Job], tmp_path: Path) -> Callable[..., subproc
 
 POLITE = """
     heard = []
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, lambda number, frame: heard.append(number))
     ready()
     while not heard:
@@ -362,7 +362,11 @@ POLITE = """
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP],
+    ids=lambda one: one.name,
+)
 def test_signals_are_forwarded_once(
     supervisor: Callable[..., subprocess.Popen[str]], tmp_path: Path, number: signal.Signals
 ) -> None:

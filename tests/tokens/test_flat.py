@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -118,10 +119,15 @@ def test_cut_longer_and_missing_files_are_refused(tmp_path: Path, suffix: str) -
         open_tokens(tmp_path / "set")
 
 
+def unsealed(path: Path) -> str:
+    """A manifest as earlier programs wrote it, which has no checksum of its own."""
+    return re.sub(r',\s+"seal": "[0-9a-f]{64}"', "", path.read_text())
+
+
 def test_counts_must_fit_the_files(tmp_path: Path) -> None:
     write(tmp_path / "set", [[1, 2, 3], [4]])
     path = tmp_path / "set.json"
-    path.write_text(path.read_text().replace('"tokens": 4', '"tokens": 3'))
+    path.write_text(unsealed(path).replace('"tokens": 4', '"tokens": 3'))
     with pytest.raises(UserError, match="hold 4 tokens in 2 documents"):
         open_tokens(tmp_path / "set")
 
@@ -141,7 +147,7 @@ def test_counts_must_fit_the_files(tmp_path: Path) -> None:
 def test_a_bad_manifest_is_refused(tmp_path: Path, old: str, new: str, words: str) -> None:
     write(tmp_path / "set", [[1, 2, 3], [4]])
     path = tmp_path / "set.json"
-    text = path.read_text()
+    text = unsealed(path)
     assert old in text
     path.write_text(text.replace(old, new, 1))
     with pytest.raises(UserError, match=words) as caught:

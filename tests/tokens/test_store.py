@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,14 @@ from hypothesis import strategies as st
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import sha256_file
 from gristmill.tokens import reader, store
-from gristmill.tokens.format import NewSet
-from gristmill.tokens.store import create_tokens, inspect_tokens, open_tokens, verify_tokens
+from gristmill.tokens.format import NewSet, read_manifest
+from gristmill.tokens.store import (
+    create_tokens,
+    find_manifest,
+    inspect_tokens,
+    open_tokens,
+    verify_tokens,
+)
 
 DOCUMENTS = [[5, 6, 7], [8], [9] * 8, [250, 3]]
 
@@ -39,6 +46,7 @@ def forge_checksums(prefix: Path) -> None:
     manifest = json.loads(path.read_text())
     for suffix, facts in manifest["files"].items():
         facts["sha256"] = sha256_file(prefix.with_suffix(suffix))
+    del manifest["seal"]
     path.write_text(json.dumps(manifest))
 
 
@@ -170,3 +178,33 @@ def test_wrong_starts_are_found(prefix: Path, starts: list[int], words: str) -> 
     problems = verify_tokens(prefix)
     assert len(problems) == 1
     assert words in problems[0].what
+
+
+# ------------------------------------------------------------------ every flipped bit
+
+
+def test_no_flipped_bit_of_a_manifest_goes_unnoticed(prefix: Path) -> None:
+    path, missed = prefix.with_suffix(".json"), []
+    content = path.read_bytes()
+    for at in range(len(content)):
+        flipped = content[at] ^ (1 << at % 7)
+        path.write_bytes(content[:at] + bytes([flipped]) + content[at + 1 :])
+        try:
+            read_manifest(prefix)
+        except UserError:
+            continue
+        missed.append(at)
+    assert missed == []
+    # The last one flipped the end of the file, and `verify` reports what reading it does.
+    assert verify_tokens(prefix) != []
+    path.write_bytes(content)
+    assert verify_tokens(prefix) == []
+
+
+def test_a_manifest_of_an_earlier_program_is_read_and_known_to_be_unsealed(prefix: Path) -> None:
+    manifest = find_manifest(prefix)
+    assert manifest is not None and manifest.sealed
+    forge_checksums(prefix)
+    earlier = find_manifest(prefix)
+    assert earlier == replace(manifest, sealed=False)
+    assert verify_tokens(prefix) == []

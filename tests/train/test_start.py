@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
-from gristmill.base.errors import UserError
+from gristmill.base.errors import Exit, UserError
+from gristmill.config.parallel import Mesh
 from gristmill.config.resolve import resolve
 from gristmill.config.schema import RunConfig
-from gristmill.plan.arithmetic import checkpoint_bytes
+from gristmill.parallel.device import Device
+from gristmill.parallel.world import World
+from gristmill.plan.arithmetic import ModelSize, gpt_size
+from gristmill.train import assemble as assemble_module
+from gristmill.train.assemble import require_memory
 from gristmill.train.run import run_training
 
 MakeRun = Callable[..., RunConfig]
@@ -56,7 +64,7 @@ def test_a_checkpoint_is_as_large_as_announced(
         (tmp_path / f"run/checkpoints/step-00000003/{name}.safetensors").stat().st_size
         for name in ("model", "optimizer")
     )
-    announced = checkpoint_bytes(config, rows=resolve(config, vocab=257).padded_vocab)
+    announced = gpt_size(config, rows=resolve(config, vocab=257).padded_vocab).checkpoint
     assert announced <= taken < 1.03 * announced
 
 
@@ -67,3 +75,82 @@ def test_momentum_that_rises_longer_than_the_run_is_said(make_run: MakeRun, tmp_
     assert len(warnings) == 1 and "warning" in warnings[0]
     run_training(make_run('train.until="3 steps"', folder="other"))
     assert "momentum" not in (tmp_path / "other/train.log").read_text()
+
+
+# ------------------------------------------------------------------ what does not fit
+
+
+@pytest.fixture
+def nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*words: object, **more: object) -> None:
+        raise AssertionError("this would have taken minutes")
+
+    monkeypatch.setattr(assemble_module, "build_strategy", fail)
+    monkeypatch.setattr(assemble_module, "outline_model", fail)
+
+
+@pytest.mark.usefixtures("nothing_is_built")
+@pytest.mark.parametrize("size", ["model.layers=100000000", "model.width=2000000"])
+def test_a_model_that_memory_cannot_hold_is_refused_first(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: str
+) -> None:
+    monkeypatch.setattr(assemble_module, "memory_limit", lambda processes: 2**36)
+    with pytest.raises(UserError, match="parameters do not fit: weights, gradients and") as caught:
+        run_training(make_run(size))
+    assert caught.value.exit is Exit.CONFIG
+    assert "this process can have at most 64 GiB" in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("nothing_is_built")
+def test_a_checkpoint_that_the_disk_cannot_hold_is_refused_first(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assemble_module, "memory_limit", lambda processes: None)
+    with pytest.raises(UserError, match=r"a checkpoint needs .* TiB, and the disk has") as caught:
+        run_training(make_run("model.layers=100000000"))
+    assert caught.value.exit is Exit.STORAGE
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_just_fits_is_not_refused(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_run('train.until="1 steps"')
+    needed = gpt_size(config, rows=resolve(config, vocab=257).padded_vocab).training
+    monkeypatch.setattr(assemble_module, "memory_limit", lambda processes: needed)
+    assert run_training(config).exit is Exit.DONE
+    monkeypatch.setattr(assemble_module, "memory_limit", lambda processes: needed - 1)
+    with pytest.raises(UserError, match="do not fit"):
+        run_training(config)
+
+
+@dataclass(frozen=True)
+class FakeGPU(Device):
+    total: int = 0
+
+    def total_memory(self) -> int:
+        return self.total
+
+
+@pytest.mark.parametrize(
+    ("mesh", "offload", "least"),
+    [
+        (Mesh(), False, 16_000),
+        (Mesh(dp_replicate=4), False, 16_000),
+        (Mesh(dp_shard=4), False, 4000),
+        (Mesh(dp_replicate=2, dp_shard=4, tp=2, pp=2), False, 1000),
+        (Mesh(cp=4), False, 16_000),
+        (Mesh(dp_shard=2, cp=4), False, 2000),
+        (Mesh(), True, 8000),
+    ],
+)
+def test_the_memory_of_a_gpu_holds_its_shard(
+    make_run: MakeRun, mesh: Mesh, offload: bool, least: int
+) -> None:
+    config = make_run(*(['runtime.offload="optimizer"', "runtime.device=cuda"] * offload))
+    for total in (least, least - 1):
+        world = World(FakeGPU(torch.device("cpu"), total), mesh=mesh)
+        refused = pytest.raises(UserError, match=r"and the GPU has \S+ (B|KiB)")
+        with refused if total < least else contextlib.nullcontext():
+            require_memory(config, ModelSize(1000, 8000), world)

@@ -1,4 +1,4 @@
-"""How much memory this process may still allocate.
+"""How much memory this process may still allocate, and how much it could ever have.
 
     the machine    MemAvailable of /proc/meminfo; without it, all physical memory
     cgroups        the limit of a container or a job, minus what is used and cannot be reclaimed
@@ -14,6 +14,7 @@ import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 _FILE_PAGES = ("active_file", "inactive_file")
 _CGROUPS = {
@@ -25,7 +26,24 @@ _CGROUPS = {
 
 def free_memory(root: Path = Path("/")) -> int:
     """Bytes that this process may still allocate; `root` is where `proc` and `sys` are."""
-    return max(0, min([_of_machine(root), *_of_cgroups(root), *_of_addresses(root)]))
+    in_groups = (group.limit - group.used for group in _cgroups(root))
+    return max(0, min([_of_machine(root), *in_groups, *_of_addresses(root)]))
+
+
+def memory_limit(root: Path = Path("/"), *, processes: int = 1) -> int | None:
+    """Bytes that this process can certainly not exceed, even if nothing else ran: of the machine's
+    memory and swap it has an equal part with the `processes` like it. None if not known."""
+    facts = {
+        name: int(value.split()[0]) * 1024
+        for name, _, value in (line.partition(":") for line in _lines(root / "proc/meminfo"))
+        if name in ("MemTotal", "SwapTotal")
+    }
+    swap = facts.get("SwapTotal", 0)
+    limits = [(facts["MemTotal"] + swap) // processes] if "MemTotal" in facts else []
+    limits += [group.limit + swap for group in _cgroups(root)]
+    addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
+    limits += [addresses] if addresses != resource.RLIM_INFINITY else []
+    return min(limits, default=None)
 
 
 def _of_machine(root: Path) -> int:
@@ -35,7 +53,14 @@ def _of_machine(root: Path) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _of_cgroups(root: Path) -> Iterator[int]:
+class _Cgroup(NamedTuple):
+    """Bytes that a control group may use and does use, without file pages."""
+
+    limit: int
+    used: int
+
+
+def _cgroups(root: Path) -> Iterator[_Cgroup]:
     for line in _lines(root / "proc/self/cgroup"):
         _, controller, path = line.split(":", 2)
         if controller not in _CGROUPS:
@@ -49,7 +74,7 @@ def _of_cgroups(root: Path) -> Iterator[int]:
                 facts = dict(line.split() for line in _lines(folder / "memory.stat"))
                 # In v1, numbers with `total_` include the groups below.
                 kept = (facts.get(f"total_{name}", facts.get(name, "0")) for name in _FILE_PAGES)
-                yield int(limit[0]) - int(used[0]) + sum(map(int, kept))
+                yield _Cgroup(int(limit[0]), int(used[0]) - sum(map(int, kept)))
 
 
 def _of_addresses(root: Path) -> Iterator[int]:

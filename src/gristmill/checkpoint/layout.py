@@ -93,7 +93,7 @@ class CheckpointSearch:
 
 
 NameFilter = Callable[[str], bool]
-ContentCheck = Callable[[Path], list[Problem]]
+CheckpointCheck = Callable[[Path], list[Problem]]
 
 
 def find_step(path: Path) -> int | None:
@@ -169,7 +169,7 @@ class CheckpointFolder:
         control: ControlGroup = ALONE,
         *,
         read: NameFilter | None = None,
-        check: ContentCheck = lambda path: [],
+        check: CheckpointCheck = lambda path: [],
     ) -> CheckpointSearch:
         """The newest checkpoint that `verify` finds intact, and the damaged ones that are newer.
         `check` finds what is wrong with the content of one that has every byte it was written

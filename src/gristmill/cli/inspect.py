@@ -62,7 +62,7 @@ def _derived(config: RunConfig) -> None:
     from gristmill.base.units import format_bytes, format_count
     from gristmill.config.resolve import resolve
     from gristmill.config.rules import doubts
-    from gristmill.plan.arithmetic import checkpoint_bytes, count_parameters, token_cost
+    from gristmill.plan.arithmetic import gpt_size, token_cost
     from gristmill.tokens.store import open_tokens
 
     vocab, source = config.model.vocab, "model.vocab"
@@ -76,7 +76,7 @@ def _derived(config: RunConfig) -> None:
         if vocab is None:
             vocab, source = 50257, "assumed: the token files do not say"
     numbers = resolve(config, vocab=vocab)
-    size = count_parameters(config.model, rows=numbers.padded_vocab)
+    size = gpt_size(config, rows=numbers.padded_vocab)
     cost = token_cost(config.model, rows=numbers.padded_vocab, sequence=numbers.sequence)
     total = numbers.samples * numbers.sequence
     *growing, full = numbers.ramp.ramp_steps
@@ -86,7 +86,7 @@ def _derived(config: RunConfig) -> None:
     )
     typer.echo("\n# which means")
     rows = {
-        "parameters": f"{size:,}",
+        "parameters": f"{size.parameters:,}",
         "vocabulary": f"{numbers.vocab:,}, padded to {numbers.padded_vocab:,} ({source})",
         "batch": f"{numbers.batch} samples of {numbers.sequence} tokens = {numbers.micro_batch} "
         f"x {numbers.accumulate} accumulated = {numbers.tokens_per_step:,} tokens",
@@ -96,8 +96,7 @@ def _derived(config: RunConfig) -> None:
         f"({format_count(cost.palm)} a token; {format_count(cost.causal)} counting attention as "
         "causal)",
         "validate": f"every {numbers.validate_every}",
-        "checkpoint": f"every {numbers.checkpoint_every}, "
-        f"{format_bytes(checkpoint_bytes(config, rows=numbers.padded_vocab))} each",
+        "checkpoint": f"every {numbers.checkpoint_every}, {format_bytes(size.checkpoint)} each",
     }
     for name, text in (*rows.items(), *(("warning", doubt) for doubt in doubts(config, numbers))):
         typer.echo(f"# {name:<11} {text}")

@@ -116,6 +116,11 @@ class Mesh:
         """Whether any weights are held by several processes; tp does not divide all of them."""
         return math.prod(self.sizes[axis] for axis in (*self.copy_axes, "tp")) > 1
 
+    @property
+    def shards(self) -> int:
+        """Parts into which the weights are divided; every other process holds a copy of one."""
+        return self.processes // math.prod(self.sizes[axis] for axis in self.copy_axes)
+
     def place(self, rank: int) -> dict[str, int]:
         """Where a process stands on every axis."""
         place = {}

@@ -130,8 +130,9 @@ def portions(train: TrainConfig, *, parts: int | None = None) -> Portions | Prob
 
 
 def divisors(number: int) -> list[int]:
-    """Numbers that divide another."""
-    return [n for n in range(1, number + 1) if number % n == 0]
+    """Numbers that divide another, in order."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def nearest(choices: list[int], wanted: int) -> str:

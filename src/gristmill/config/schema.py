@@ -56,6 +56,9 @@ class DataConfig(Settings):
     """As Megatron's eod-mask-loss: predictions from an end-of-text id do not count in the loss."""
     in_memory: bool = False
     """Read the token files into memory at the start; they are memory-mapped otherwise."""
+    verify: bool = True
+    """Compare all token files with the checksums in their manifests at every start: small sets
+    before the first step, large ones in the background. Damage ends the run."""
     cache: str | None = None
     """Folder for sample indices, which runs may share; inside the run's folder if not given."""
 

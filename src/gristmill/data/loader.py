@@ -118,6 +118,8 @@ class Loader:
     rank: int = 0
     ranks: int = 1
     pin: bool = False
+    vocab: int | None = None
+    """Every id must be below this number; not checked if not given."""
     ramp: BatchRamp | None = None
     """How the batch grows to its full size; constant if not given."""
 
@@ -142,13 +144,14 @@ class Loader:
         end = first_sample + self.batch_at(first_sample)
         step = np.arange(first_sample, end, dtype=np.int64)
         mine = step.reshape(-1, self.ranks, self.micro_batch)[:, self.rank]
-        samples = self.stream.read(mine.reshape(-1), marks=self.rules.marks == "files")
+        marks = self.rules.marks == "files"
+        samples = self.stream.read(mine.reshape(-1), marks=marks, vocab=self.vocab)
         shape = (-1, self.micro_batch, self.stream.sequence + 1)
-        ids, marks = samples.ids_BS.reshape(shape), samples.marks_BS
+        ids, marks_BS = samples.ids_BS.reshape(shape), samples.marks_BS
         return [
             make_batch(
                 ids_BS,
-                marks_BS=None if marks is None else marks.reshape(shape)[number],
+                marks_BS=None if marks_BS is None else marks_BS.reshape(shape)[number],
                 rules=self.rules,
                 pin=self.pin,
             )
@@ -193,7 +196,13 @@ class Loader:
 
 
 def validation_batches(
-    held: Mixture, *, sequence: int, windows: int, batch: int, rules: DocumentRules = JOINED
+    held: Mixture,
+    *,
+    sequence: int,
+    windows: int,
+    batch: int,
+    rules: DocumentRules = JOINED,
+    vocab: int | None = None,
 ) -> Iterator[Batch]:
     """The fixed validation windows, in order: those of the first set first."""
     for split in held.splits:
@@ -204,7 +213,8 @@ def validation_batches(
         for first in range(0, len(starts), batch):
             begins = starts[first : first + batch]
             spans = TokenSpans(begins, np.full(len(begins), length))
-            samples = split.source.read(spans, length=length, marks=rules.marks == "files")
+            marks = rules.marks == "files"
+            samples = split.source.read(spans, length=length, marks=marks, vocab=vocab)
             yield make_batch(samples.ids_BS, marks_BS=samples.marks_BS, rules=rules)
 
 

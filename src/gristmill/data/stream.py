@@ -5,6 +5,9 @@
 Single windows are gathered in one call, as rows of a sliding view; spans of documents one by one,
 or if they are very short by the positions of all their tokens. With 16-bit ids this takes about
 1 ns per token for windows, 2 for spans of 500 tokens and 12 for those of 32.
+
+Ids outside the model's vocabulary are refused here, before they reach a device: on a GPU they would
+end the process with an assertion that names neither file nor position.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+from gristmill.base.errors import DataError
 from gristmill.data.blend import Blend, choose
 from gristmill.data.documents import marks_in_spans
 from gristmill.data.megatron_order import RowTable
@@ -45,12 +49,35 @@ class OpenTokenSet:
     rows: RowTable | None = None
     """The rows of the set, for Megatron's order."""
 
-    def read(self, spans: TokenSpans, *, length: int, marks: bool) -> Samples:
-        """The ids of spans as samples of `length`, with the set's own document marks."""
+    def read(
+        self, spans: TokenSpans, *, length: int, marks: bool, vocab: int | None = None
+    ) -> Samples:
+        """The ids of spans as samples of `length`, with the set's own document marks. All ids must
+        be below `vocab` if it is given."""
         found = None
         if marks:
             found = marks_in_spans(spans, starts=self.reader.document_starts, length=length)
-        return Samples(self.gather(spans, length=length), found)
+        ids_BS = self.gather(spans, length=length)
+        if vocab is not None and (
+            ids_BS.max() >= vocab or (ids_BS.dtype.kind == "i" and ids_BS.min() < 0)
+        ):
+            raise self._outside(ids_BS.reshape(-1), spans, vocab=vocab)
+        return Samples(ids_BS, found)
+
+    def _outside(self, ids: np.ndarray, spans: TokenSpans, *, vocab: int) -> DataError:
+        """Names the first id outside the vocabulary, and where it is."""
+        first = int(np.flatnonzero((ids < 0) | (ids >= vocab))[0])
+        ends = np.cumsum(spans.counts)
+        span = int(np.searchsorted(ends, first, side="right"))
+        position = int(spans.begins[span] + first - (ends[span] - spans.counts[span]))
+        file, token = self.reader.locate(position)
+        inside = "" if token == position else f" (token {position} of the set)"
+        return DataError(
+            f"token {token}{inside} is the id {ids[first]}, outside the vocabulary of {vocab}",
+            where=file,
+            remedy="the file is damaged, or another tokenizer made it; to look at every id: "
+            f"gristmill tokens verify {self.path}",
+        )
 
     def gather(self, spans: TokenSpans, *, length: int) -> np.ndarray:
         """The ids of spans, as rows of `length`, in their stored type."""
@@ -82,11 +109,14 @@ class SampleStream:
     """None for a single set."""
     sequence: int
 
-    def read(self, samples: np.ndarray, *, marks: bool = False) -> Samples:
-        """The T + 1 ids of each sample."""
+    def read(
+        self, samples: np.ndarray, *, marks: bool = False, vocab: int | None = None
+    ) -> Samples:
+        """The T + 1 ids of each sample, all below `vocab` if it is given."""
         length = self.sequence + 1
         if self.blend is None:
-            return self.sets[0].read(self.indices[0].spans(samples), length=length, marks=marks)
+            spans = self.indices[0].spans(samples)
+            return self.sets[0].read(spans, length=length, marks=marks, vocab=vocab)
         choice = choose(self.blend, samples)
         dtype = np.result_type(*(tokens.reader.info.dtype for tokens in self.sets))
         ids_BS = np.empty((len(samples), length), dtype)
@@ -94,7 +124,7 @@ class SampleStream:
         for number in np.unique(choice.sets).tolist():
             rows = np.flatnonzero(choice.sets == number)
             spans = self.indices[number].spans(choice.samples[rows])
-            found = self.sets[number].read(spans, length=length, marks=marks)
+            found = self.sets[number].read(spans, length=length, marks=marks, vocab=vocab)
             ids_BS[rows] = found.ids_BS
             if marks_BS is not None:
                 marks_BS[rows] = found.marks_BS

@@ -5,8 +5,8 @@
     ├── rank 1                                     writes to RUN/logs/rank-00001.log
     └── rank 2                                     writes to RUN/logs/rank-00002.log
 
-TERM, INT and USR1 are forwarded once; a second INT kills. If a process fails, the others may wait
-for it for ever: they have a moment to report and exit, then they get TERM, then KILL.
+TERM, INT, HUP and USR1 are forwarded once; a second INT kills. If a process fails, the others may
+wait for it for ever: they have a moment to report and exit, then they get TERM, then KILL.
 
 The process that ended first is not always the one that failed: one that lost its peer may end
 before that peer does. A process that exits with `Exit.PEER` is therefore blamed only if no other
@@ -32,6 +32,7 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.base.exit_report import START, read_exit_report
 from gristmill.base.files import FolderLock, storage_errors
 from gristmill.base.process import usable_cores
+from gristmill.base.signals import INTERRUPTED, stop_signals
 from gristmill.launch.lifeline import SUPERVISOR
 from gristmill.track.folder import RunFolder
 
@@ -40,8 +41,6 @@ GRACE = 5.0
 _TERM = 0.2
 """The part of these that passes before TERM, which would end a process before it has reported."""
 _TICK = 0.05
-_INTERRUPTED = 128 + signal.SIGINT
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _PERMANENT = (Exit.USAGE, Exit.DATA, Exit.DEVICE, Exit.STORAGE, Exit.REFUSED, Exit.CONFIG)
 """Failures that a restart would meet again."""
 
@@ -166,7 +165,9 @@ def _note_failure(job: Job, cause: Ending, message: str) -> None:
 
 
 def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    # The terminal may be gone.
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -177,7 +178,7 @@ def _collected_signals() -> Iterator[list[signal.Signals]]:
     def note(number: int, frame: FrameType | None) -> None:
         seen.append(signal.Signals(number))
 
-    before = {number: signal.signal(number, note) for number in _FORWARDED}
+    before = {number: signal.signal(number, note) for number in stop_signals()}
     try:
         yield seen
     finally:
@@ -244,7 +245,7 @@ class _Crew:
     def status(self) -> int:
         """The exit status if nothing failed."""
         if self.interrupted_twice:
-            return _INTERRUPTED
+            return INTERRUPTED
         stopped = any(one.wanted or one.code == Exit.STOPPED for one in self.endings)
         return Exit.STOPPED if stopped else Exit.DONE
 
@@ -277,7 +278,7 @@ class _Crew:
         # What a process returns that is ended by a signal from here before it can stop in order.
         wanted = {-number for number in self.forwarded}
         if signal.SIGINT in self.forwarded:
-            wanted.add(_INTERRUPTED)
+            wanted.add(INTERRUPTED)
         if self.ended_here:
             wanted |= {-signal.SIGTERM, -signal.SIGKILL}
         codes = {rank: process.poll() for rank, process in self.running.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
+import re
 import resource
 import sys
 import time
@@ -14,6 +15,7 @@ from functools import cached_property
 import torch
 
 from gristmill.base.errors import UserError
+from gristmill.base.units import format_bytes
 from gristmill.plan.hardware import peak_flops
 
 
@@ -71,6 +73,10 @@ class Device:
     def free_memory(self) -> int | None:
         """Free device memory in bytes; None for devices that use host memory."""
         return torch.cuda.mem_get_info(self.torch_device)[0] if self.kind == "cuda" else None
+
+    def total_memory(self) -> int | None:
+        """All device memory in bytes; None for devices that use host memory."""
+        return torch.cuda.mem_get_info(self.torch_device)[1] if self.kind == "cuda" else None
 
     def memory_peak(self) -> int:
         """Peak memory since the start, in bytes."""
@@ -156,10 +162,26 @@ def matrix_rate(device: Device) -> MatrixRate:
 
 @contextlib.contextmanager
 def memory_explained(hint: str) -> Iterator[None]:
-    """Turn an out-of-memory error into a UserError with advice."""
+    """Turn an out-of-memory error of the device or of the host into a UserError with advice."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        raise UserError(
-            f"the device has too little memory: {str(error).splitlines()[0]}", remedy=hint
-        ) from error
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        what = _too_little_memory(error)
+        if what is None:
+            raise
+        raise UserError(what, remedy=hint) from error
+
+
+def _too_little_memory(error: Exception) -> str | None:
+    """What an out-of-memory error says; None for any other error."""
+    words = (str(error).splitlines() or ["an allocation failed"])[0]
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"the device has too little memory: {words}"
+    if isinstance(error, MemoryError):
+        return f"this machine has too little memory: {words}"
+    # On the host torch raises a plain RuntimeError.
+    if not any(name in str(error) for name in ("DefaultCPUAllocator", "std::bad_alloc")):
+        return None
+    size = re.search(r"tried to allocate (\d+) bytes", str(error))
+    tried = f": could not allocate {format_bytes(int(size[1]))} more" if size else ""
+    return f"this machine has too little memory{tried}"

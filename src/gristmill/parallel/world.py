@@ -27,6 +27,8 @@ from gristmill.parallel.device import Device, select_device
 MARGIN = 60
 """Seconds that collectives wait beyond the configured limit, so that the monitor ends the run first
 and can name the process to blame."""
+MOST_THREADS = 1024
+"""CPU threads that a process may ask for on a machine with few cores."""
 
 
 class Groups:
@@ -118,6 +120,7 @@ def open_world(
     chosen = select_device(config.device)
     device = Device(_own_gpu(place) if chosen.type == "cuda" else chosen)
     if config.threads is not None:
+        _require_threads(config.threads)
         torch.set_num_threads(config.threads)
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     if config.deterministic and device.kind == "cuda":
@@ -129,6 +132,18 @@ def open_world(
         _rendezvous(device, place, parallel, timeout=timeout)
     groups = Groups(mesh, place.rank, timeout=timeout)
     return World(device, place, mesh, groups)
+
+
+def _require_threads(threads: int) -> None:
+    """Refuse a number of threads at which torch crashes instead of raising an error."""
+    cores = os.cpu_count() or 1
+    most = max(MOST_THREADS, 4 * cores)
+    if threads > most:
+        raise UserError(
+            f"{threads:,} threads are too many: this machine has {cores} cores",
+            where="runtime.threads",
+            remedy=f"give at most {most:,}; more threads than cores only make a run slower",
+        )
 
 
 def _own_gpu(place: Place) -> torch.device:

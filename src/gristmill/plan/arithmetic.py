@@ -27,6 +27,29 @@ class TokenCost:
     causal: float
 
 
+@dataclass(frozen=True)
+class ModelSize:
+    """What a whole model weighs, in bytes; weights and gradients are fp32."""
+
+    parameters: int
+    state: int
+    """Bytes of optimizer state."""
+
+    @property
+    def weights(self) -> int:
+        return 4 * self.parameters
+
+    @property
+    def checkpoint(self) -> int:
+        """Weights and optimizer state."""
+        return self.weights + self.state
+
+    @property
+    def training(self) -> int:
+        """Weights, gradients and optimizer state: the least that training keeps in memory."""
+        return 2 * self.weights + self.state
+
+
 def block_matrices(model: GPTConfig) -> int:
     """Weights in the matrix products of one block."""
     attention = model.width * model.head_width * (2 * model.heads + 2 * model.groups)
@@ -72,12 +95,12 @@ def count_multiplied(model: GPTConfig, *, rows: int) -> int:
     return model.layers * block_matrices(model) + rows * model.width
 
 
-def checkpoint_bytes(config: RunConfig, *, rows: int) -> int:
-    """Size of a checkpoint: fp32 weights and optimizer state."""
+def gpt_size(config: RunConfig, *, rows: int) -> ModelSize:
+    """What a GPT weighs with the optimizer of its run."""
     size = count_parameters(config.model, rows=rows)
     matrices = config.model.layers * block_matrices(config.model)
     inside, outside = (config.optim.state_bytes(role) for role in (Role.MATRIX, Role.EMBEDDING))
-    return 4 * size + inside * matrices + outside * (size - matrices)
+    return ModelSize(size, inside * matrices + outside * (size - matrices))
 
 
 def token_cost(model: GPTConfig, *, rows: int, sequence: int) -> TokenCost:

@@ -6,19 +6,22 @@ A set named PREFIX is a few files that start with PREFIX, one of them the manife
                    "tokens": 5, "documents": 2, "vocab_size": 257, "end_of_text": 256,
                    "text_bytes": 3, "tokenizer": {"type": "bytes", "fingerprint": "…", …},
                    "content": "…", "files": {".bin": {"bytes": 10, "sha256": "…"}, …},
-                   "created_by": "gristmill 0.1.0"}
+                   "created_by": "gristmill 0.1.0", "seal": "…"}
 
 The manifest is written last, so a set without one is unfinished, or another program made it: see
 `gristmill.tokens.foreign`. It names its files by what follows PREFIX, so that a set may be moved
 and renamed. "content" is the SHA-256 of the ids in their stored type, however they are divided into
-files. Documents are not empty and lie end to end: document i begins at `document_starts[i]` and
-ends where the next one begins. Opening a set compares the sizes of its files only, since a terabyte
-of tokens must open at once; `verify_tokens` compares the checksums.
+files. "seal" is the SHA-256 of the rest of the manifest, as JSON with sorted keys and no spaces;
+manifests of earlier programs have none. Documents are not empty and lie end to end: document i
+begins at `document_starts[i]` and ends where the next one begins. Opening a set compares the sizes
+of its files only, since a terabyte of tokens must open at once; `verify_tokens` compares the
+checksums.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,15 +31,20 @@ import numpy as np
 import numpy.typing as npt
 
 from gristmill.base.errors import DataError, Problem, UserError
-from gristmill.base.files import read_json, write_json
+from gristmill.base.files import read_json, sha256_text, write_json
 
 KIND = "gristmill token set"
 VERSION = 1
 COPY_AGAIN = "copy the set again from where it came, or prepare it again"
+_SEAL = "seal"
 _SAME_NAMES = (
     "format", "dtype", "tokens", "documents", "vocab_size", "end_of_text", "text_bytes",
 )  # fmt: skip
 """What the manifest calls as `TokenSetInfo` does."""
+_UNSEALED = {
+    "kind", "version", *_SAME_NAMES, "tokenizer", "content", "token_file", "files", "created_by",
+}  # fmt: skip
+"""All keys of manifests without a seal."""
 DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "int64")
 """The types an id may be stored in; we write uint16, uint32 and int32 only."""
 
@@ -82,6 +90,8 @@ class Manifest:
     """The tokenizer's spec; its "fingerprint" says which tokenizer it was."""
     files: Mapping[str, FileFacts]
     """The files of the set, by what follows PREFIX in their names."""
+    sealed: bool = True
+    """Whether the manifest has a checksum of its own, so that damage to it is noticed."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +147,14 @@ def write_manifest(prefix: Path, manifest: Manifest) -> None:
         "files": {suffix: vars(facts) for suffix, facts in manifest.files.items()},
         "created_by": program_version(),
     }
-    write_json(file_of(prefix, ".json"), value)
+    write_json(file_of(prefix, ".json"), {**value, _SEAL: _seal(value)})
+
+
+def _seal(value: Mapping[str, Any]) -> str:
+    """The checksum of a manifest without its seal."""
+    kept = {key: one for key, one in value.items() if key != _SEAL}
+    text = json.dumps(kept, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+    return sha256_text(text)
 
 
 def is_manifest(path: Path) -> bool:
@@ -161,6 +178,13 @@ def read_manifest(prefix: Path) -> Manifest:
             where=path,
             remedy=f"read it with the program that wrote it: {value.get('created_by')}",
         )
+    unknown = sorted(value.keys() - _UNSEALED)
+    if _SEAL in value and value[_SEAL] != _seal(value):
+        what = "the manifest is not what was written: its checksum differs"
+        raise DataError(what, where=path, remedy=COPY_AGAIN)
+    if _SEAL not in value and unknown:
+        what = f"the manifest is damaged: it has no checksum, but the unknown key {unknown[0]!r}"
+        raise DataError(what, where=path, remedy=COPY_AGAIN)
     try:
         return _parse_manifest(value)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -196,7 +220,7 @@ def _parse_manifest(value: dict[str, Any]) -> Manifest:
         fingerprint=str(content),
         text_bytes=None if value["text_bytes"] is None else int(value["text_bytes"]),
     )
-    return Manifest(info=info, tokenizer=value["tokenizer"], files=files)
+    return Manifest(info, value["tokenizer"], files, sealed=_SEAL in value)
 
 
 def size_problems(prefix: Path, manifest: Manifest) -> list[Problem]:

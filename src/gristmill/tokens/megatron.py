@@ -73,6 +73,8 @@ class MegatronIndex:
     unit: int
     documents: npt.NDArray[Any]
     """The first sequence of each document, and at the end the number of sequences."""
+    end: int | None = None
+    """Where the last sequence ends, in the same units, if the index states it."""
 
 
 def read_files(prefix: Path, manifest: Manifest | None = None) -> TokenFiles:
@@ -127,10 +129,13 @@ def _read_old_index(path: Path, begin: bytes, *, size: int) -> MegatronIndex:
         raise _damaged(path, f"{items} items have {sizes} dimensions: they are no rows of ids")
     offset = _OLD_HEADER.size + 8 * (items + 1)
     _check_size(path, size=size, expected=offset + 8 * (2 * items + 1 + entries), modes=0)
+    _check_dimensions(path, map_array(path, "<i8", offset=_OLD_HEADER.size, count=items + 1))
+    begins = map_array(path, "<i8", offset=offset, count=items + 1)
     return MegatronIndex(
         dtype=dtype,
         lengths=map_array(path, "<i8", offset=offset + 8 * (items + 1), count=items),
-        begins=map_array(path, "<i8", offset=offset, count=items),
+        begins=begins[:-1],
+        end=int(begins[-1]),
         unit=width,
         documents=map_array(path, "<i8", offset=offset + 8 * (2 * items + 1), count=entries),
     )
@@ -158,6 +163,19 @@ def _check_size(path: Path, *, size: int, expected: int, modes: int) -> None:
         raise _damaged(
             path, f"the index is {how}: {size} bytes, and its header promises {expected}"
         )
+
+
+def _check_dimensions(path: Path, firsts: npt.NDArray[Any]) -> None:
+    """Check that every item has one dimension: the first of item n is number n."""
+    for begin in range(0, len(firsts), _PIECE):
+        piece = firsts[begin : begin + _PIECE]
+        wrong = np.flatnonzero(piece != np.arange(begin, begin + len(piece)))
+        if len(wrong):
+            item, first = begin + int(wrong[0]), piece[wrong[0]]
+            what = (
+                f"the sizes of item {item} begin at {first} instead of {item}: it is no row of ids"
+            )
+            raise _damaged(path, what)
 
 
 def _check_documents(path: Path, index: MegatronIndex) -> None:
@@ -200,6 +218,9 @@ def _check_sequences(prefix: Path, index: MegatronIndex, *, size: int) -> None:
             what = f"sequence {begin + number} begins at byte {start}, and {other}"
             raise _damaged(path, what)
         tokens = int(ends[-1])
+    if index.end not in (None, tokens * width // index.unit):
+        what = f"the last sequence ends at {index.end}, and all lengths add up to {tokens}"
+        raise _damaged(path, what)
     if tokens * width != size:
         how = "cut short" if size < tokens * width else "too long"
         raise DataError(

@@ -106,6 +106,11 @@ class TokenReader:
         lengths = self.sequence_lengths.astype(np.int64)
         return cast(Starts, (np.cumsum(lengths) - lengths)[lengths > 0])
 
+    def locate(self, position: int) -> tuple[Path, int]:
+        """The file that holds a position of the set, and the number of that token in the file."""
+        number = bisect_right(self._ends, position)
+        return self._shards[number].path, position - (self._ends[number - 1] if number else 0)
+
     @property
     def files(self) -> tuple[Path, ...]:
         """The files that hold the ids."""

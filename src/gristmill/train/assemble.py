@@ -13,13 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from gristmill.base.errors import DataError, Exit, UserError
+from gristmill.base.memory import memory_limit
+from gristmill.base.units import format_bytes, format_count
 from gristmill.checkpoint.model import load_start_weights
 from gristmill.checkpoint.state import TrainState
 from gristmill.checkpoint.state_file import STATE
-from gristmill.checkpoint.writer import CheckpointWriter
+from gristmill.checkpoint.writer import CheckpointWriter, require_checkpoint_room
+from gristmill.config.model import GPTConfig
 from gristmill.config.resolve import Resolved, resolve
 from gristmill.config.schema import DataConfig, RunConfig
 from gristmill.data.build import OrderSpec, build_rules, build_stream, order_identity
+from gristmill.data.content_check import ContentCheck
 from gristmill.data.dataset import DatasetSplit, RunData, open_data, prove_tokenizer
 from gristmill.data.documents import DocumentRules
 from gristmill.data.loader import Loader, validation_batches
@@ -30,11 +34,12 @@ from gristmill.parallel.control import ControlGroup
 from gristmill.parallel.device import memory_explained
 from gristmill.parallel.strategy import Strategy
 from gristmill.parallel.world import World, open_world
+from gristmill.plan.arithmetic import ModelSize, gpt_size
 from gristmill.text.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from gristmill.track.folder import RunFolder
 from gristmill.train.compare import CompareReplicas
 from gristmill.train.health import RunHealth
-from gristmill.train.hooks import Checkpoint, Hook, Sample, Validate
+from gristmill.train.hooks import Checkpoint, Hook, Sample, StopOnDamage, Validate
 from gristmill.train.meter import AHEAD, Meter
 from gristmill.train.tracker import Tracker
 
@@ -62,28 +67,26 @@ class Assembly:
         """Number of parameters of the whole model."""
         return sum(parameter.numel() for parameter in self.outline.parameters())
 
-    @property
-    def checkpoint_bytes(self) -> int:
-        """Size of a checkpoint: fp32 weights and optimizer state."""
-        roles, optim = self.outline.roles(), self.config.optim
-        return sum(
-            (4 + optim.state_bytes(roles[name])) * parameter.numel()
-            for name, parameter in self.outline.named_parameters()
-        )
-
 
 def assemble(
     config: RunConfig,
     folder: RunFolder,
     world: World | None = None,
     control: ControlGroup | None = None,
+    *,
+    saves: bool = False,
 ) -> Assembly:
-    """Open and build everything, with initial weights loaded. Without `world`, one process."""
+    """Open and build everything, with initial weights loaded. Without `world`, one process.
+    `saves`: whether checkpoints are saved, so that the disk must have room for one."""
     world = world or open_world(config.runtime, tf32=config.precision.tf32)
     data = open_data(config.data, sequence=config.data.sequence or config.model.context)
     tokenizer = _open_tokenizer(config, data)
     numbers = resolve(config, vocab=tokenizer.size, mesh=world.mesh)
     control = control or ControlGroup()
+    size = _model_size(config, numbers, tp=world.mesh.tp)
+    require_memory(config, size, world)
+    if saves:
+        require_checkpoint_room(folder.path, size.checkpoint)
     with memory_explained(
         "the model itself does not fit: shard it with [parallel], or choose a smaller one"
     ):
@@ -115,6 +118,45 @@ def assemble(
     return Assembly(
         config, numbers, folder, data, tokenizer, world, state, strategy, control, outline, notes
     )
+
+
+def _model_size(config: RunConfig, numbers: Resolved, *, tp: int) -> ModelSize:
+    """The sizes of the whole model, before anything is built."""
+    if isinstance(config.model, GPTConfig):
+        # By formula: even to outline a model of absurd size can take minutes.
+        return gpt_size(config, rows=numbers.padded_vocab)
+    outline = outline_model(config.model, vocab=numbers.vocab, pad_for=tp)
+    roles, sizes = outline.roles(), {n: p.numel() for n, p in outline.named_parameters()}
+    state = sum(config.optim.state_bytes(roles[name]) * size for name, size in sizes.items())
+    return ModelSize(sum(sizes.values()), state)
+
+
+def require_memory(config: RunConfig, size: ModelSize, world: World) -> None:
+    """Refuse a model whose weights, gradients and optimizer state alone, without any activations,
+    are larger than the memory of this process could ever be."""
+    on_device, held = world.device.total_memory(), "weights, gradients and optimizer state"
+    if world.device.kind == "meta":
+        return
+    limits: list[tuple[str, int, int | None]] = []
+    host = memory_limit(processes=world.place.local_world or 1)
+    if on_device is None:
+        limits.append((held, size.training, host))
+    elif config.runtime.offload is None:
+        limits.append((held, size.training, on_device))
+    else:
+        limits.append(("weights and gradients", 2 * size.weights, on_device))
+        limits.append((held, size.training, host))
+    for what, whole, most in limits:
+        needed = whole // world.mesh.shards
+        if most is not None and needed > most:
+            each = " in each process" if world.mesh.processes > 1 else ""
+            has = "the GPU has" if most == on_device else "this process can have at most"
+            raise UserError(
+                f"{format_count(size.parameters)} parameters do not fit: {what} alone are at "
+                f"least {format_bytes(needed)}{each}, and {has} {format_bytes(most)}",
+                where="model",
+                remedy="choose a smaller model, or shard it over more devices with [parallel]",
+            )
 
 
 def _open_tokenizer(config: RunConfig, data: RunData) -> Tokenizer:
@@ -203,8 +245,16 @@ def build_loader(parts: Assembly) -> Loader:
         rank=parts.world.data_rank,
         ranks=parts.world.mesh.data,
         pin=parts.world.device.pins_memory,
+        vocab=numbers.vocab,
         ramp=numbers.ramp,
     )
+
+
+def build_content_check(parts: Assembly) -> ContentCheck:
+    """The comparison of the token files with their checksums, by one process of each node."""
+    wanted = parts.config.data.verify and parts.world.place.local_rank == 0
+    mixtures = (parts.data.train, parts.data.validation) if wanted else ()
+    return ContentCheck(split.path for held in mixtures if held for split in held.splits)
 
 
 def build_validate(parts: Assembly, tracker: Tracker) -> Validate | None:
@@ -221,6 +271,7 @@ def build_validate(parts: Assembly, tracker: Tracker) -> Validate | None:
             windows=parts.config.validation.windows,
             batch=parts.numbers.micro_batch,
             rules=document_rules(parts),
+            vocab=parts.numbers.vocab,
         ),
         tracker=tracker,
         state=parts.state,
@@ -249,9 +300,12 @@ def build_hooks(
     writer: CheckpointWriter,
     validate: Validate | None,
     health: RunHealth,
+    check: ContentCheck,
 ) -> list[Hook]:
     """All hooks, in the order in which they run."""
     config, hooks = parts.config, list[Hook]()
+    if check.in_background:
+        hooks.append(StopOnDamage(check, tracker=tracker, state=parts.state))
     if validate is not None:
         hooks.append(validate)
     if config.sample is not None:

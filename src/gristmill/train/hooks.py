@@ -1,8 +1,9 @@
 """Hooks: validation, samples, comparisons and checkpoints, which run periodically and at the end.
 
-    order   validate -> sample -> compare -> checkpoint
+    order   stop on damage -> validate -> sample -> compare -> checkpoint
 
-A checkpoint includes the newest validation loss, and is not saved if copies differ.
+A checkpoint includes the newest validation loss. None is saved after token files were found damaged
+or copies of the weights differ.
 
 Hooks run after all pending step results are read. Their time does not count as training time.
 A signal or the time limit ends the loop after the current step, with a checkpoint. Any process may
@@ -15,17 +16,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from gristmill.base.errors import UserError
+from gristmill.base.errors import DataError, UserError
 from gristmill.base.files import write_atomic
-from gristmill.base.units import Duration, Progress
+from gristmill.base.units import Duration, Progress, format_bytes
 from gristmill.checkpoint.layout import Best
 from gristmill.checkpoint.state import TrainState, capture
 from gristmill.checkpoint.writer import CheckpointWriter
 from gristmill.config.resolve import Resolved
 from gristmill.config.schema import SampleConfig
+from gristmill.data.content_check import ContentCheck
 from gristmill.data.loader import Batch
 from gristmill.generate import Sampling, TextGenerator
 from gristmill.parallel.control import ControlGroup
@@ -177,6 +180,39 @@ class Hooks:
             hook.at_end(finished=finished)
         self._phase("end")
         self.tracker.flush()
+
+
+class StopOnDamage:
+    """Ends the run once a token file is found damaged, before anything else is saved."""
+
+    phase = "content check"
+
+    def __init__(self, check: ContentCheck, *, tracker: Tracker, state: TrainState) -> None:
+        self.check, self.tracker, self.state = check, tracker, state
+        self._first_step = state.progress.steps
+        self._reported = False
+
+    def at_start(self) -> None:
+        self._report()
+
+    def due(self, event: StepEvent) -> bool:
+        return self.check.done and not self._reported
+
+    def act(self, event: StepEvent) -> None:
+        self._report()
+
+    def at_end(self, *, finished: bool) -> None:
+        self._report()
+
+    def _report(self) -> None:
+        damage, step = self.check.damage, self.state.progress.steps
+        if damage is not None:
+            read = f"steps {self._first_step} to {step} may have trained on it"
+            raise DataError([replace(damage, what=f"{damage.what}; {read}")])
+        if self.check.done and not self._reported:
+            self._reported = True
+            size = format_bytes(self.check.bytes)
+            self.tracker.say(f"the token files are intact: {size} agree with their checksums")
 
 
 class Validate:

@@ -19,10 +19,11 @@ from gristmill.base.files import FolderLock
 from gristmill.base.process import Place
 from gristmill.base.units import format_count, format_seconds, parse_seconds
 from gristmill.checkpoint.layout import CheckpointFolder
-from gristmill.checkpoint.writer import CheckpointWriter, require_checkpoint_room
+from gristmill.checkpoint.writer import CheckpointWriter
 from gristmill.config.resolve import Resolved
 from gristmill.config.rules import check_mesh, doubts
 from gristmill.config.schema import RunConfig
+from gristmill.data.content_check import ContentCheck
 from gristmill.optim.schedule import build_schedule
 from gristmill.parallel.control import ControlGroup
 from gristmill.parallel.device import memory_explained
@@ -34,6 +35,7 @@ from gristmill.track.metrics import validation_loss
 from gristmill.train.assemble import (
     Assembly,
     assemble,
+    build_content_check,
     build_health,
     build_hooks,
     build_loader,
@@ -100,7 +102,8 @@ def run_training(
         new = False
         try:
             new = control.on_rank0(claim)
-            outcome = _locked_training(config, folder, world, control, stop, monitor)
+            with memory_explained("free some, or use a machine with more"):
+                outcome = _locked_training(config, folder, world, control, stop, monitor)
         except UserError:
             if new and world.is_rank0:
                 folder.remove_unused()
@@ -137,8 +140,17 @@ def _locked_training(
     stop: StopRequest,
     monitor: Monitor,
 ) -> Outcome:
-    parts = assemble(config, folder, world, control)
-    require_checkpoint_room(folder.path, parts.checkpoint_bytes)
+    parts = assemble(config, folder, world, control, saves=True)
+    check = build_content_check(parts)
+    control.on_all_ranks(check.start)
+    try:
+        return _train(parts, stop, monitor, check)
+    finally:
+        check.stop()
+
+
+def _train(parts: Assembly, stop: StopRequest, monitor: Monitor, check: ContentCheck) -> Outcome:
+    """Resume and train; again each time that the run goes back to an older checkpoint."""
     went_back: tuple[GoBack, RunHealth] | None = None
     notes = list[str]()
     while True:
@@ -146,12 +158,12 @@ def _locked_training(
         resumed.notes.extend(notes)
         monitor.phase("start", parts.state.progress.steps)
         tracker = build_tracker(
-            config,
-            folder,
+            parts.config,
+            parts.folder,
             steps=parts.numbers.steps,
             samples=parts.numbers.samples_at_end(parts.state.progress),
             clock=lambda: parts.state.progress,
-            rank=world.rank,
+            rank=parts.world.rank,
         )
         monitor.on_exit = partial(_note_exit, parts, tracker)
         health = build_health(parts, tracker)
@@ -159,9 +171,10 @@ def _locked_training(
             health.went_back(*went_back)
         try:
             _announce(parts, tracker, resumed)
-            return _run(parts, tracker, stop, monitor, health)
+            return _run(parts, tracker, stop, monitor, health, check)
         except GoBackError as error:
-            aside = control.on_rank0(partial(_set_aside, folder, error.checkpoint))
+            set_aside = partial(_set_aside, parts.folder, error.checkpoint)
+            aside = parts.control.on_rank0(set_aside)
             went_back = (error.back, health)
             # For the next round, whose records begin at that step.
             where = f"went back to step {error.checkpoint}; what came after it is in {aside}"
@@ -238,7 +251,12 @@ def _describe_batch(numbers: Resolved) -> str:
 
 
 def _run(
-    parts: Assembly, tracker: Tracker, stop: StopRequest, monitor: Monitor, health: RunHealth
+    parts: Assembly,
+    tracker: Tracker,
+    stop: StopRequest,
+    monitor: Monitor,
+    health: RunHealth,
+    check: ContentCheck,
 ) -> Outcome:
     config, state, numbers = parts.config, parts.state, parts.numbers
     if state.progress.reached(config.train.until) and _validated(parts):
@@ -261,7 +279,7 @@ def _run(
     )
     validate = build_validate(parts, tracker)
     hooks = Hooks(
-        build_hooks(parts, tracker, writer, validate, health),
+        build_hooks(parts, tracker, writer, validate, health, check),
         meter=build_meter(parts, tracker, health),
         tracker=tracker,
         stop=stop,
@@ -271,7 +289,7 @@ def _run(
         monitor=monitor,
     )
     batches = build_loader(parts).starting_at(state.progress)
-    advice = 'set train.micro_batch lower, or train.recompute = "full"'
+    advice = 'set train.micro_batch lower (and train.batch), or train.recompute = "full"'
     try:
         with memory_explained(advice):
             finished = train(

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+from gristmill.base.signals import stop_signals
 
 
 class StopRequest:
-    """Asks the loop to stop: on TERM, INT or USR1, or shortly before the time limit.
+    """Asks the loop to stop: on TERM, INT, HUP or USR1, or shortly before the time limit.
 
     The handlers only record the signal. A second INT exits at once, without a checkpoint.
     """
@@ -25,7 +25,7 @@ class StopRequest:
         self._before: dict[signal.Signals, Callable[..., object] | int | None] = {}
 
     def __enter__(self) -> StopRequest:
-        for number in _SIGNALS:
+        for number in stop_signals():
             self._before[number] = signal.signal(number, self._note)
         return self
 
