@@ -234,6 +234,8 @@ BAD_INPUT: dict[str, tuple[list[str], str]] = {
         ["train", "run.toml", "data.split=\"9999,1\""],
         "the validation text has",
     ),
+    "nothing to validate": (["config", "run.toml", 'data.split="9999:1"'], "validation text has"),
+    "nothing to train on": (["config", "run.toml", 'data.split="1:9999"'], "training text has"),
     "no such device": (["train", "run.toml", "runtime.device=\"mps\""], "no mps device"),
     "not a model": (["generate", "bpe", "x"], "neither a run folder"),
     "unknown device": (["generate", "run", "x", "--device", "tpu"], "is not auto, cpu"),

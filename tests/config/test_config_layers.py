@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from gristmill.base.units import Duration, Unit, parse_split
+from gristmill.base.units import Duration, Unit, parse_split, split_shares
 from gristmill.config.load import changed_settings, dump_run, load_preset, load_text, preset_names
 from gristmill.config.optim import (
     AdamWConfig,
@@ -22,6 +22,7 @@ from gristmill.config.optim import (
     MuonConfig,
 )
 from gristmill.config.resolve import resolve
+from gristmill.config.rules import doubts
 from gristmill.config.schema import RunConfig, SampleConfig
 
 BASE = """\
@@ -299,6 +300,24 @@ def test_a_split_is_fractions_of_one(parts: list[int]) -> None:
     else:
         assert fractions == pytest.approx([part / sum(parts) for part in parts])
         assert sum(fractions) == pytest.approx(1)
+
+
+def test_a_split_has_colons_or_commas() -> None:
+    shares = [949.0, 50.0, 1.0]
+    for text in ("949,50,1", "949:50:1", "949, 50, 1", " 949 : 50 : 1 "):
+        assert split_shares(text) == shares, text
+    for text in ("949:50,1", "949;50;1", "949::50", ":", "949:"):
+        assert split_shares(text) is None, text
+
+
+@pytest.mark.parametrize(("split", "warned"), [("100,0", True), ("1:0:1", True), ("9:1", False)])
+def test_validation_without_text_is_a_doubt(split: str, warned: bool) -> None:
+    asked = load("", f'data.split="{split}"', "validate.windows=8")
+    found = [one for one in doubts(asked, resolve(asked, vocab=257)) if "is validated" in one]
+    assert len(found) == warned
+    assert all(f'data.split = "{split}" holds nothing out' in one for one in found)
+    silent = load("", f'data.split="{split}"')
+    assert doubts(silent, resolve(silent, vocab=257)) == []
 
 
 def test_samples_are_off_unless_asked_for() -> None:

@@ -2,7 +2,7 @@
 
     Duration   "600k steps", "1M samples", "20B tokens"    an interval, a horizon, a warm-up
     Progress   steps, samples and tokens done so far       the only clock of a run
-    a split    "969,30,1"                                  shares of a whole
+    a split    "969,30,1", "969:30:1"                      shares of a whole
 
 A step is one optimizer update, a sample one window of text, which counts as `sequence` tokens.
 """
@@ -132,7 +132,7 @@ def parse_seconds(text: str) -> float:
 def split_shares(split: str) -> list[float] | None:
     """Proportions of a split string as they are written, or None if it is not one."""
     try:
-        parts = [float(part) for part in split.split(",")]
+        parts = [float(part) for part in split.split(":" if ":" in split else ",")]
     except ValueError:
         return None
     if len(parts) not in (2, 3) or min(parts) < 0 or not all(map(math.isfinite, parts)):

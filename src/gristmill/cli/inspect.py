@@ -38,8 +38,8 @@ def config(
         raise UserError("give a run file, --schema or --presets", where="config")
     else:
         loaded = load_run(run, settings or (), find_model=model_folder)
-        typer.echo(dump_run(loaded), nl=False)
-        _derived(loaded)
+        derived = _derived(loaded)
+        typer.echo(dump_run(loaded) + "\n" + "\n".join(derived))
 
 
 def _list_presets() -> None:
@@ -58,23 +58,26 @@ def _list_presets() -> None:
     typer.echo("parameters with GPT-2's vocabulary of 50257 (gpt3: padded to 51200)")
 
 
-def _derived(config: RunConfig) -> None:
+def _derived(config: RunConfig) -> list[str]:
+    """The numbers that follow from the settings and the token files, as comments."""
     from gristmill.base.units import format_bytes, format_count
     from gristmill.config.resolve import resolve
     from gristmill.config.rules import doubts
+    from gristmill.data.dataset import open_data
     from gristmill.plan.arithmetic import gpt_size, token_cost
-    from gristmill.tokens.store import open_tokens
+    from gristmill.tokens.store import TokensNotFoundError
 
-    vocab, source = config.model.vocab, "model.vocab"
-    if vocab is None:
-        try:
-            paths = config.data.paths
-            source = paths if isinstance(paths, str) else next(iter(paths))
-            vocab = open_tokens(source).info.vocab_size
-        except UserError:
-            vocab, source = 50257, "assumed: the token files are not there yet"
-        if vocab is None:
-            vocab, source = 50257, "assumed: the token files do not say"
+    vocab, source = 50257, "assumed: the token files do not say"
+    try:
+        # As `train` opens them, so that what it would refuse is refused here.
+        data = config.data.model_copy(update={"in_memory": False})
+        first = open_data(data, sequence=data.sequence or config.model.context).train.splits[0]
+        if first.reader.info.vocab_size is not None:
+            vocab, source = first.reader.info.vocab_size, first.path
+    except TokensNotFoundError:
+        source = "assumed: the token files are not there yet"
+    if config.model.vocab is not None:
+        source = "model.vocab"
     numbers = resolve(config, vocab=vocab)
     size = gpt_size(config, rows=numbers.padded_vocab)
     cost = token_cost(config.model, rows=numbers.padded_vocab, sequence=numbers.sequence)
@@ -84,7 +87,6 @@ def _derived(config: RunConfig) -> None:
         f"from {numbers.ramp.first} samples in {len(growing)} stages before the full batch, "
         f"which begins after {numbers.ramp.steps_to(full.begin):,} steps"
     )
-    typer.echo("\n# which means")
     rows = {
         "parameters": f"{size.parameters:,}",
         "vocabulary": f"{numbers.vocab:,}, padded to {numbers.padded_vocab:,} ({source})",
@@ -98,8 +100,8 @@ def _derived(config: RunConfig) -> None:
         "validate": f"every {numbers.validate_every}",
         "checkpoint": f"every {numbers.checkpoint_every}, {format_bytes(size.checkpoint)} each",
     }
-    for name, text in (*rows.items(), *(("warning", doubt) for doubt in doubts(config, numbers))):
-        typer.echo(f"# {name:<11} {text}")
+    lines = (*rows.items(), *(("warning", doubt) for doubt in doubts(config, numbers)))
+    return ["# which means", *(f"# {name:<11} {text}" for name, text in lines)]
 
 
 def report(

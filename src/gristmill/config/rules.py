@@ -53,6 +53,20 @@ def check(
 
 def doubts(config: RunConfig, numbers: Resolved) -> list[str]:
     """What is no mistake in itself but seldom wanted, in words."""
+    return [*_no_validation(config), *_long_rise(config, numbers)]
+
+
+def _no_validation(config: RunConfig) -> Iterator[str]:
+    data, asked = config.data, sorted(config.validation.model_fields_set)
+    shares = None if data.split is None else parse_split(data.split)
+    if asked and data.validation is None and shares is not None and not shares[1]:
+        yield (
+            f"nothing is validated, although [validate] sets {' and '.join(asked)}: data.split = "
+            f'"{data.split}" holds nothing out; give a share to validation, such as "99,1"'
+        )
+
+
+def _long_rise(config: RunConfig, numbers: Resolved) -> list[str]:
     rise = config.optim.momentum_rise
     if rise is None or rise.start == rise.end:
         return []

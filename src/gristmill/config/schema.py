@@ -31,7 +31,7 @@ class DataConfig(Settings):
     """Token files to validate on, in the same forms; part of `paths` is held out if not given."""
     split: str | None = None
     """Proportions of `paths` for training, validation and, optionally, an unread test set, such as
-    "969,30,1"; "99,1" if neither this nor `validation` is given."""
+    "969,30,1" or "969:30:1"; "99,1" if neither this nor `validation` is given."""
     tokenizer: str | None = None
     """Tokenizer folder or file; found beside the token files if not given."""
     sequence: Count | None = None

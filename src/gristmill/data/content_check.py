@@ -69,7 +69,7 @@ class ContentCheck:
         self._thread.start()
         if not self.in_background:
             self._thread.join()
-        self.require_intact()
+            self.require_intact()
 
     def stop(self) -> None:
         """Give up comparing, without waiting for it."""

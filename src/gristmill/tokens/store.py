@@ -34,6 +34,10 @@ from gristmill.tokens.writer import TokenWriter
 _QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
+class TokensNotFoundError(DataError):
+    """There is no token set of this name, or none that is finished."""
+
+
 @dataclass(frozen=True)
 class Format:
     """How sets of one format are read and written."""
@@ -193,10 +197,10 @@ def find_manifest(prefix: Path) -> Manifest | None:
     return None
 
 
-def _not_found(prefix: Path, *, format: str | None) -> UserError:
+def _not_found(prefix: Path, *, format: str | None) -> TokensNotFoundError:
     manifest = file_of(prefix, ".json")
     if any(file_of(prefix, suffix).exists() for suffix in (".bin", ".starts")):
-        return DataError(
+        return TokensNotFoundError(
             f"the token set is unfinished: it has no manifest {manifest.name}",
             where=prefix,
             remedy="prepare it again; plain ids of nanoGPT can be read after: gristmill tokens "
@@ -214,7 +218,7 @@ def _not_found(prefix: Path, *, format: str | None) -> UserError:
         remedy = f"the folder {folder} holds no token sets; make one with: gristmill prepare"
     kind = f"token set of the format {format}" if format else "token set"
     what = f"there is no {kind} here: looked for {manifest}"
-    return DataError(what, where=prefix, remedy=remedy)
+    return TokensNotFoundError(what, where=prefix, remedy=remedy)
 
 
 def _histogram(lengths: Starts) -> dict[int, int]:
