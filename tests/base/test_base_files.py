@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import (
     FolderLock,
+    OutputLock,
     open_bytes,
     read_json,
     require_room,
@@ -305,3 +306,34 @@ def test_a_disk_without_room(tmp_path: Path) -> None:
         require_room(place, needed=10**18, purpose="a corpus", remedy="take another")
     assert caught.value.exit is Exit.STORAGE
     assert "make room, or take another" in str(caught.value)
+
+
+def test_an_output_lock_leaves_no_file_and_survives_its_removal(tmp_path: Path) -> None:
+    first, second = (OutputLock(tmp_path / "new" / "set", purpose="writing") for _ in range(2))
+    with first:
+        with pytest.raises(UserError, match=rf"\(process {os.getpid()} on ") as caught:
+            second.acquire()
+        assert caught.value.exit is Exit.REFUSED
+        with OutputLock(tmp_path / "new" / "set", purpose="other"):
+            pass
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_lock_file_that_its_holder_removed_meanwhile_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, third = (OutputLock(tmp_path / "set", purpose="writing") for _ in range(3))
+    first.acquire()
+    real = os.open
+
+    def released_after_opening(*arguments: object) -> int:
+        handle = real(*arguments)  # type: ignore[arg-type]
+        first.release()
+        return handle
+
+    monkeypatch.setattr(os, "open", released_after_opening)
+    second.acquire()
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="another process is writing"):
+        third.acquire()
+    second.release()

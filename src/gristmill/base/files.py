@@ -105,6 +105,15 @@ def require_room(path: Path, *, needed: int, purpose: str, remedy: str) -> None:
         )
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, unless a file is in the way."""
+    nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not nearest.is_dir():
+        raise UserError("this is a file, not a folder", where=str(nearest), exit=Exit.STORAGE)
+    with storage_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
     """Turn a full or read-only disk into an error that names the path and the free space."""
@@ -240,11 +249,79 @@ class FolderLock:
                 remedy="wait for it to end, or give this run another name or folder",
                 exit=Exit.REFUSED,
             ) from error
-        os.ftruncate(handle, 0)
-        os.write(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        _sign(handle)
         self._handle = handle
 
     def release(self) -> None:
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
+
+
+class OutputLock:
+    """Lets one process at a time write the files of one name.
+
+    The lock is a hidden file beside them, and the kernel releases it when its process ends, however
+    it ends. Whoever releases the lock also removes the file.
+    """
+
+    def __init__(self, name: Path, *, purpose: str) -> None:
+        """`purpose` sets apart locks for the same name, and what they protect."""
+        self.path = name.with_name(f".{name.name}.{purpose}.lock")
+        self._name = name
+        self._handle: int | None = None
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    def acquire(self) -> None:
+        """Make the folder if need be, and take the lock or say who has it."""
+        make_folder(self.path.parent)
+        with storage_errors(self._name):
+            while self._handle is None:
+                handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError as error:
+                    holder = os.read(handle, 200).decode(errors="replace").strip()
+                    os.close(handle)
+                    by = f" ({holder})" if holder else ""
+                    raise UserError(
+                        f"another process is writing this token set{by}",
+                        where=self._name,
+                        remedy="wait for it to end, or give the new set another name",
+                        exit=Exit.REFUSED,
+                    ) from error
+                except OSError:
+                    # Some network file systems have no locks.
+                    self._handle = handle
+                    return
+                # The last holder may have removed the file after it was opened here.
+                if _is_at(handle, self.path):
+                    self._handle = handle
+                else:
+                    os.close(handle)
+        _sign(self._handle)
+
+    def release(self) -> None:
+        if self._handle is not None:
+            self.path.unlink(missing_ok=True)
+            os.close(self._handle)
+            self._handle = None
+
+
+def _sign(handle: int) -> None:
+    """Write into a lock who holds it."""
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    """Whether a path still leads to an open file."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False

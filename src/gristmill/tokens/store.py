@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gristmill.base.errors import DataError, Exit, Problem, UserError
+from gristmill.base.errors import DataError, Problem, UserError
 from gristmill.base.files import sha256_file
 from gristmill.tokens import flat, megatron, shards
 from gristmill.tokens.foreign import Reading, open_foreign
@@ -121,9 +121,6 @@ def create_tokens(new: NewSet) -> TokenWriter:
             where=str(path),
             remedy="give a folder and a name, such as tokens/books",
         )
-    nearest = next(folder for folder in path.absolute().parents if folder.exists())
-    if not nearest.is_dir():
-        raise UserError("this is a file, not a folder", where=str(nearest), exit=Exit.STORAGE)
     chosen = _format(new.format, where=path)
     if new.shard_size is not None and not chosen.sharded:
         several = ", ".join(name for name, row in FORMATS.items() if row.sharded)

@@ -7,7 +7,8 @@ under the set's name before `finish`; then, with everything on the disk,
     -> the new files are renamed into place -> the new manifest is written
 
 so a manifest never describes files of another set, and files of two sets never look like one (see
-`gristmill.tokens.foreign` for what is read without a manifest).
+`gristmill.tokens.foreign` for what is read without a manifest). A lock, held from the first byte
+until nothing more is written, keeps a second process away.
 
 A set can outlive its process. Its hidden files then have names that another process finds again,
 and `save` returns the length and checksum of each. The process that resumes cuts them back to that
@@ -19,7 +20,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import fcntl
 import hashlib
 import io
 import os
@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gristmill.base.errors import DataError, Exit, UserError
-from gristmill.base.files import sha256_file, storage_errors, sync_folder
+from gristmill.base.files import OutputLock, sha256_file, storage_errors, sync_folder
 from gristmill.tokens.format import (
     FileFacts,
     Manifest,
@@ -55,8 +55,6 @@ class TokenWriter(abc.ABC):
     """A token set that is being written; formats say which files it has and how they are filled."""
 
     def __init__(self, new: NewSet, *, dtype: str) -> None:
-        if not new.state:
-            _refuse_existing(new)
         state = new.state or {}
         self._new = new
         self._dtype = dtype
@@ -70,9 +68,16 @@ class TokenWriter(abc.ABC):
         """Files that are only needed while the set is written."""
         self._content = hashlib.sha256()
         """Of the ids."""
-        with storage_errors(new.prefix):
-            new.prefix.parent.mkdir(parents=True, exist_ok=True)
-            self._open_files()
+        self._lock = OutputLock(new.prefix, purpose="writing")
+        self._lock.acquire()
+        try:
+            if not new.state:
+                _refuse_existing(new)
+            with storage_errors(new.prefix):
+                self._open_files()
+        except BaseException:
+            self.close()
+            raise
 
     @abc.abstractmethod
     def _open_files(self) -> None:
@@ -153,6 +158,7 @@ class TokenWriter(abc.ABC):
         """Close the files, and leave what was saved for another process."""
         for file in (*self._files, *self._scratch):
             file.release()
+        self._lock.release()
 
     def finish(self, *, text_bytes: int | None = None, may_be_empty: bool = False) -> TokenSetInfo:
         """Put the set in place, its manifest last.
@@ -198,6 +204,7 @@ class TokenWriter(abc.ABC):
         """
         for file in (*self._files, *self._scratch):
             file.discard()
+        self._lock.release()
 
 
 def shard_suffixes(prefix: Path, ending: str) -> list[str]:
@@ -272,8 +279,6 @@ class HashedFile:
             if not self._temporary.is_file() or self._temporary.stat().st_size < self.bytes:
                 raise _changed(self._temporary)
         raw = io.FileIO(os.open(self._temporary, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
-        if lasting:
-            _lock(raw, where=final)
         raw.truncate(self.bytes)
         self._file = io.BufferedRandom(raw, _BUFFER)
         self.hash = hashlib.sha256()
@@ -327,23 +332,6 @@ class HashedFile:
     def discard(self) -> None:
         self.release()
         self._temporary.unlink(missing_ok=True)
-
-
-def _lock(file: io.FileIO, *, where: Path) -> None:
-    """Keep other processes away until the file is closed."""
-    try:
-        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
-        raise UserError(
-            "another process is writing this token set",
-            where=str(where),
-            remedy="wait for it to end, or give the new set another name",
-            exit=Exit.REFUSED,
-        ) from error
-    except OSError:
-        # Some network file systems have no locks.
-        return
 
 
 def _changed(path: Path) -> UserError:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from gristmill.base.files import storage_errors, write_json
+from gristmill.base.files import make_folder, write_json
 from gristmill.text.prepare.ledger import LEDGER_FILE, HopelessError, Ledger
 from gristmill.text.prepare.parts import WHOLE
 from gristmill.text.prepare.request import PrepareRequest
@@ -84,9 +84,7 @@ class Outputs:
         self._tokenizer = tokenizer
         self._resumable = states is not None
         self._keys: list[_OpenKey] = []
-        folder = request.name.parent
-        with storage_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
+        make_folder(request.name.parent)
         try:
             for number, key in enumerate(request.options.keys):
                 self._open(key, states[number] if states else None)

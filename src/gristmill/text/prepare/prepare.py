@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.files import read_json, write_json
+from gristmill.base.files import OutputLock, read_json, write_json
 from gristmill.text.prepare.ledger import HopelessError
 from gristmill.text.prepare.outputs import Outputs, PreparedKey
 from gristmill.text.prepare.parts import spans_of
@@ -152,6 +152,8 @@ def prepare(
     sources = find_sources(request.sources, request.options)
     plan = _WorkPlan(sources, request)
     with ExitStack() as stack:
+        # Before the journal is read: what it describes may be about to get its final name.
+        stack.enter_context(OutputLock(request.name, purpose="prepare"))
         count = request.workers or _worker_count(plan.bytes_total)
         workers = Workers(count) if count > 1 else None
         if workers:
@@ -192,8 +194,8 @@ def prepare(
                 if journal:
                     journal.remove()
             raise
-    if journal:
-        journal.remove()
+        if journal:
+            journal.remove()
         outputs.abandon()
     done, seconds = outputs.text_bytes, time.perf_counter() - plan.began
     return PrepareResult(made, done, done - before, seconds, outputs.encoder)
