@@ -90,7 +90,16 @@ def prepare(
     ] = None,
     part: Annotated[
         str | None,
-        typer.Option(help='Do one part of the work, such as 2/8, or "slurm" in a job array.'),
+        typer.Option(
+            help="Do one part of the work: 2/8; 2 with --parts 8; or slurm or pbs, where it is the "
+            "number of the task.",
+        ),
+    ] = None,
+    parts: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="How many parts there are; without --part, the scheduler says which."
+        ),
     ] = None,
     overwrite: Overwrite = False,
     corpora: Annotated[
@@ -108,7 +117,7 @@ def prepare(
     After a kill or an interruption, the same command resumes. With --split the sets are named
     OUTPUT_train and OUTPUT_val, or by replacing {split} in OUTPUT.
     """
-    from gristmill.text.prepare.parts import WHOLE, parse_part
+    from gristmill.text.prepare.parts import parse_part
     from gristmill.text.prepare.request import PrepareRequest
 
     if separator is not None and (not separator or documents is not DocumentSplit.FILE):
@@ -128,7 +137,7 @@ def prepare(
         format=format.value,
         shard_size=shard_size,
         holdout=_holdout(corpus, split, seed),
-        part=parse_part(part) if part else WHOLE,
+        part=parse_part(part, parts=parts),
         workers=workers,
         overwrite=overwrite,
     )
