@@ -26,6 +26,8 @@ from gristmill.base.errors import DataError, Exit, UserError, optional
 from gristmill.base.units import format_bytes
 
 _DECOMPRESSED_BUFFER = 1 << 18
+DECOMPRESSED_PIECE = 1 << 13
+"""The most bytes before damage that are lost with it."""
 _ZSTD_PIECE = 1 << 13
 """Small, since 4 bytes of zstd can stand for 128 KiB."""
 
@@ -131,6 +133,22 @@ def storage_errors(path: Path) -> Iterator[None]:
         raise UserError(what, where=path, remedy=remedy, exit=Exit.STORAGE) from error
 
 
+class _SmallReads(io.RawIOBase):
+    """Reads a decompressor of the standard library in small steps: at damage, a large one would
+    lose everything that it had decompressed before."""
+
+    def __init__(self, decompressor: Any) -> None:
+        self._decompressor = decompressor
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        piece = self._decompressor.read1(min(len(buffer), DECOMPRESSED_PIECE))
+        buffer[: len(piece)] = piece
+        return len(piece)
+
+
 class _Decompressed(io.BufferedReader):
     """Closes the compressed file too, which the decompressors of the standard library do not."""
 
@@ -184,9 +202,9 @@ class _ZstdFrames(io.RawIOBase):
 
 
 _MAGIC: tuple[tuple[bytes, Callable[[BinaryIO], Any]], ...] = (
-    (b"\x1f\x8b", lambda file: gzip.GzipFile(fileobj=file)),
-    (b"BZh", bz2.BZ2File),
-    (b"\xfd7zXZ\x00", lzma.LZMAFile),
+    (b"\x1f\x8b", lambda file: _SmallReads(gzip.GzipFile(fileobj=file))),
+    (b"BZh", lambda file: _SmallReads(bz2.BZ2File(file))),
+    (b"\xfd7zXZ\x00", lambda file: _SmallReads(lzma.LZMAFile(file))),
     (b"\x28\xb5\x2f\xfd", _ZstdFrames),
 )
 

@@ -13,7 +13,7 @@ from gristmill.base.errors import UserError
 from gristmill.base.units import format_bytes, format_count, format_seconds
 from gristmill.cli.options import Documents, JsonKeys, Output, Overwrite, ShardSize, TokenFormat
 from gristmill.cli.progress import ProgressLine
-from gristmill.text.sources.source import DocumentSplit, ReadOptions
+from gristmill.text.sources.source import DocumentSplit, OnDamage, ReadOptions
 
 if TYPE_CHECKING:
     from gristmill.text.prepare.prepare import PrepareResult
@@ -73,6 +73,13 @@ def prepare(
     strict: Annotated[
         bool, typer.Option(help="Stop at the first line that would be dropped.")
     ] = False,
+    on_damage: Annotated[
+        OnDamage,
+        typer.Option(
+            help="A file that cannot be read to its end stops the work, or is left out as a whole "
+            "and named in the ledger.",
+        ),
+    ] = OnDamage.STOP,
     format: Annotated[TokenFormat, typer.Option(help="Format of the token files.")] = (
         TokenFormat.FLAT
     ),
@@ -134,6 +141,7 @@ def prepare(
         options=ReadOptions(tuple(json_key or ("text",)), documents, separator),
         append_end_of_text=append_eod,
         strict=strict,
+        on_damage=on_damage,
         format=format.value,
         shard_size=shard_size,
         holdout=_holdout(corpus, split, seed),
@@ -189,8 +197,8 @@ def _open_tokenizer(
 
 def _prepare(request: PrepareRequest, *, expected: int | None = None) -> None:
     """Prepare and report; `expected` bytes of text are the total if the sources do not tell."""
-    from gristmill.text.prepare.prepare import PrepareProgress
     from gristmill.text.prepare.prepare import prepare as prepare_tokens
+    from gristmill.text.prepare.work_plan import PrepareProgress
 
     first: PrepareProgress | None = None
     with ProgressLine("preparing") as line:
@@ -266,6 +274,10 @@ def report_prepared(result: PrepareResult) -> None:
             typer.echo(f"    {place.origin}: {place.reason.value}")
         if dropped > 5:
             typer.echo(f"    more places: {key.ledger_file}")
+        for why, count in ledger.skipped.items():
+            typer.echo(f"  skipped {count:,}: {why.value}")
+        for skipped in ledger.skipped_places[:5]:
+            typer.echo(f"    {skipped.origin}: {skipped.what}")
     rate = format_bytes(result.new_text_bytes / max(result.seconds, 1e-9))
     by = f", encoded by {result.encoder}" if result.encoder else ""
     typer.echo(f"{format_seconds(result.seconds)}, {rate}/s{by}")

@@ -245,13 +245,12 @@ def test_another_request_is_refused_and_loses_nothing(
     with pytest.raises(UserError, match="differs in: append_eod") as caught:
         run(source, tmp_path / "out", append_end_of_text=False)
     assert caught.value.exit is Exit.REFUSED
-    with source.open("a") as file:
-        file.write('{"text": "one more"}\n')
+    other = write_lines(tmp_path / "other.jsonl", 40)
     with pytest.raises(UserError, match="differs in: sources"):
-        run(source, tmp_path / "out")
+        run(other, tmp_path / "out")
     assert files_of(tmp_path / "out") == before
-    assert run(source, tmp_path / "out", overwrite=True) == []
-    run(source, tmp_path / "whole")
+    assert run(other, tmp_path / "out", overwrite=True) == []
+    run(other, tmp_path / "whole")
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 

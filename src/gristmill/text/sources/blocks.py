@@ -10,8 +10,6 @@ result does not depend on the number of workers, and work can resume at the end 
 
 from __future__ import annotations
 
-import lzma
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -21,8 +19,6 @@ from gristmill.base.files import open_bytes
 from gristmill.base.units import format_bytes
 from gristmill.text.sources.source import ReadOptions, Reason, Source
 
-# Raised by a failing disk, and by a truncated or corrupt compressed file.
-DAMAGE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 BOM = b"\xef\xbb\xbf"
 """The byte order mark that some programs put before UTF-8."""
 

@@ -27,7 +27,6 @@ from typing import Any
 from gristmill.base.files import open_bytes
 from gristmill.text.sources.blocks import (
     BOM,
-    DAMAGE,
     ReadError,
     SourceFormat,
     TextBlock,
@@ -36,7 +35,7 @@ from gristmill.text.sources.blocks import (
     too_long,
 )
 from gristmill.text.sources.lines import parse_object, values_of
-from gristmill.text.sources.source import LINE_LIMIT, ReadOptions, Reason, Source
+from gristmill.text.sources.source import DAMAGE, LINE_LIMIT, ReadOptions, Reason, Source
 
 _FIRST_READ = 1 << 10
 _LONGEST_TOKEN = 12

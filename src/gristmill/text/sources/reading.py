@@ -15,22 +15,33 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 from gristmill.base.errors import DataError, UserError
 from gristmill.text.sources.blocks import (
-    DAMAGE,
     ReadError,
     SourceFormat,
     TextBlock,
     TextRows,
+    damaged,
     failed_rows,
 )
 from gristmill.text.sources.columnar import ARROW, PARQUET
 from gristmill.text.sources.datasets import DATASET, PREFIX, DatasetSource
 from gristmill.text.sources.json_values import ARRAY, CONCATENATED, json_format
 from gristmill.text.sources.lines import JSON_LINES, SEPARATED_TEXT, TEXT_BY_SPLIT
-from gristmill.text.sources.source import Document, Dropped, Item, ReadOptions, Reason, Source
+from gristmill.text.sources.source import (
+    BLOCK_BYTES,
+    DAMAGE,
+    Document,
+    Dropped,
+    Item,
+    ReadOptions,
+    Reason,
+    Source,
+)
 from gristmill.text.sources.tables import CSV, TSV
 
 STDIN = "-"
@@ -96,10 +107,14 @@ def cut_source(source: Source, options: ReadOptions, begin: int) -> Iterator[Tex
     position, disk = begin, 0
     try:
         for block in format_of(source, options).cut(source, options, begin):
+            rows = block.content
+            if isinstance(rows, TextRows) and rows.failure:
+                block = replace(block, content=replace(rows, failure=_cause(rows.failure, source)))
             yield block
             position, disk = block.end, block.disk
     except (ReadError, *DAMAGE) as error:
-        yield TextBlock(position, position, disk, failed_rows(options, error))
+        rows = failed_rows(options, _cause(error, source))
+        yield TextBlock(position, position, disk, rows)
 
 
 def read_block(source: Source, block: TextBlock, options: ReadOptions) -> TextRows:
@@ -109,9 +124,24 @@ def read_block(source: Source, block: TextBlock, options: ReadOptions) -> TextRo
     read = format_of(source, options).read
     assert read is not None
     try:
-        return read(source, block, options)
+        rows = read(source, block, options)
     except (ReadError, *DAMAGE) as error:
-        return failed_rows(options, error)
+        rows = failed_rows(options, error)
+    return replace(rows, failure=_cause(rows.failure, source)) if rows.failure else rows
+
+
+def _cause(failure: Exception, source: Source) -> ReadError:
+    """Why a source cannot be read; what damaged data decompresses to is seldom valid."""
+    if not isinstance(failure, ReadError):
+        return damaged(failure)
+    if source.path and source.size is not None and not source.can_seek:
+        try:
+            with closing(source.open()) as stream:
+                while stream.read(BLOCK_BYTES):
+                    pass
+        except DAMAGE as error:
+            return damaged(error)
+    return failure
 
 
 class SourceReader:
