@@ -214,3 +214,29 @@ def test_an_unknown_tokenizer_is_no_contradiction(corn: Path, ours_first: bool) 
     train, held = pair if ours_first else reversed(pair)
     parts = open_data(DataConfig(paths=train, validation=held), sequence=8)
     assert parts.validation is not None
+
+
+def test_a_folder_is_no_name_for_token_files(
+    corn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    before = sorted(tmp_path.iterdir())
+    for command in (("prepare", "text.txt", "-t", "bytes"), ("tokens", "merge", corn)):
+        for output in ("new/", "there", "there/"):
+            with pytest.raises(UserError, match=rf"is a folder.*\n.*: -o {output.strip('/')}/NAME"):
+                run(*command, "-o", output)
+        with pytest.raises(UserError, match="name is empty"):
+            run(*command, "-o", "")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_the_column_of_a_dataset_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "all.jsonl").write_text('{"id": "x1", "body": "long text"}\n')
+    source = f"hf:{tmp_path / 'data'}"
+    with pytest.raises(UserError, match=r"no column 'text'; the columns are: id .*, body"):
+        run("prepare", source, "-o", tmp_path / "set", "-t", "bytes")
+    output = run("prepare", source, "-o", tmp_path / "set", "-t", "bytes", "--json-key", "body")
+    assert f"{source}: reading the column 'body'" in output

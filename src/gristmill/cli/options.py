@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from gristmill.base.errors import UserError
 from gristmill.text.sources.source import DocumentSplit
 
 Overrides = Annotated[
@@ -50,7 +51,29 @@ class TokenFormat(enum.StrEnum):
     NPY = "npy"
 
 
-Output = Annotated[Path, typer.Option("--output", "-o", help="Prefix of the token files.")]
+def _parse_output(text: str) -> Path:
+    """A name for token files; a folder is none."""
+    path = Path(text)
+    if text and not text.endswith("/") and not path.is_dir():
+        return path
+    example = path / "NAME" if text else "tokens/NAME"
+    raise UserError(
+        "this is a folder, and the files need a name in it" if text else "the name is empty",
+        where=f"--output {text}".rstrip(),
+        remedy=f"give the folder and a name, such as: -o {example}",
+    )
+
+
+Output = Annotated[
+    Path,
+    typer.Option(
+        "--output",
+        "-o",
+        parser=_parse_output,
+        metavar="PREFIX",
+        help="Folder and name of the token files, without an ending: tokens/books.",
+    ),
+]
 Overwrite = Annotated[bool, typer.Option(help="Replace existing token files.")]
 ShardSize = Annotated[
     int | None,

@@ -178,6 +178,19 @@ def test_merged_parts_are_the_files_of_one_preparation(tmp_path: Path, format: s
     assert files_of(tmp_path / "out") == files_of(tmp_path / "one")
 
 
+def test_a_linked_folder_is_counted_once_in_all_parts(tmp_path: Path) -> None:
+    sources = write(tmp_path / "in", 7)
+    (tmp_path / "in" / "linked").symlink_to(tmp_path)
+    for number in (1, 2):
+        prepare(PrepareRequest(sources, tmp_path / "set", BYTES, part=PartNumber(number, 2)))
+    whole = prepare(PrepareRequest(sources, tmp_path / "whole", BYTES)).keys[0]
+    words = ["tokens", "merge", str(tmp_path / "set.part-*"), "-o", str(tmp_path / "set")]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    merged = json.loads((tmp_path / "set.ledger.json").read_text())
+    assert merged == whole.ledger.as_json()
+    assert merged["skipped"] == {"linked folder": 1}
+
+
 def test_a_missing_part_is_named(tmp_path: Path) -> None:
     sources = write(tmp_path / "in", 7)
     for number in (1, 3):
@@ -200,7 +213,7 @@ def test_spans_and_lines(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("0123\n5678\n0\n")
     options = ReadOptions()
-    sources = find_sources([str(path)], options)
+    sources = find_sources([str(path)], options).sources
     spans = [spans_of(sources, options, PartNumber(n, 3)) for n in (1, 2, 3)]
     assert [(span.begin, span.end) for (span,) in spans] == [(0, 4), (4, 8), (8, 12)]
     # Line 2 begins at byte 5 and line 3 at byte 10.

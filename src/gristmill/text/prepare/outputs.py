@@ -256,9 +256,12 @@ class Outputs:
         """The sets as they were saved, by key."""
         return [[one.writer.reader() for one in key.sets] for key in self._keys]
 
-    def finish(self) -> tuple[PreparedKey, ...]:
-        """Put all sets in place."""
+    def finish(self, skipped: Sequence[Skipped] = ()) -> tuple[PreparedKey, ...]:
+        """Put all sets in place; the ledgers also name what was left out of folders."""
         may_be_empty = self._request.part != WHOLE
+        # Every part finds the same, and the ledgers of all parts are added up.
+        for item in skipped if self._request.part.number == 1 else ():
+            self.skip(item)
         self.close_span()
         for key in self._keys:
             key.ledger.check(may_be_empty=may_be_empty)

@@ -46,6 +46,7 @@ from gristmill.text.prepare.workers import (
     encode_rows,
 )
 from gristmill.text.sources.blocks import TextRows
+from gristmill.text.sources.datasets import DatasetSource
 from gristmill.text.sources.reading import find_sources
 from gristmill.text.sources.source import Document, Item, OnDamage
 from gristmill.text.tokenizers.encoders import choose_encoder, save_encoder
@@ -76,7 +77,10 @@ def prepare(
     note: Callable[[str], None] = lambda message: None,
 ) -> PrepareResult:
     """Turn sources into token sets; `note` receives messages for the user."""
-    sources = find_sources(request.sources, request.options)
+    sources, skipped = find_sources(request.sources, request.options)
+    for source in sources:
+        if isinstance(source, DatasetSource):
+            note(f"{source.name}: reading the column {source.column!r}")
     plan = WorkPlan(sources, request)
     with ExitStack() as stack:
         # Before the journal is read: what it describes may be about to get its final name.
@@ -115,7 +119,7 @@ def prepare(
             if journal:
                 # For a process that is killed while the files are renamed.
                 journal.save(Cursor(len(plan.spans)), None, outputs.save())
-            made = outputs.finish()
+            made = outputs.finish(skipped)
         except BaseException as error:
             if journal and plan.closed and isinstance(error, DamagedSourceError):
                 # The work before the damaged source is kept, however soon this was.

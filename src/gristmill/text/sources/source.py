@@ -41,6 +41,11 @@ class SkipReason(enum.Enum):
     """Why a file or folder was left out as a whole."""
 
     DAMAGED_FILE = "damaged file"
+    UNREADABLE_FOLDER = "unreadable folder"
+    LINKED_FOLDER = "linked folder"
+    BROKEN_LINK = "broken link"
+    SPECIAL_FILE = "special file"
+    UNSEARCHED_FOLDER = "folder that a pattern matches"
 
 
 class OnDamage(enum.Enum):
