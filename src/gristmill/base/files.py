@@ -28,6 +28,7 @@ from gristmill.base.units import format_bytes
 _DECOMPRESSED_BUFFER = 1 << 18
 DECOMPRESSED_PIECE = 1 << 13
 """The most bytes before damage that are lost with it."""
+_HASHED_PIECE = 1 << 20
 _ZSTD_PIECE = 1 << 13
 """Small, since 4 bytes of zstd can stand for 128 KiB."""
 
@@ -78,10 +79,15 @@ def read_json(path: Path) -> Any:
         raise DataError(f"not valid JSON: {error}", where=path) from error
 
 
-def sha256_file(path: Path) -> str:
-    """The SHA-256 of a file's content, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def sha256_file(path: Path, *, read: Callable[[int], None] = lambda count: None) -> str:
+    """The SHA-256 of a file's content, in hexadecimal; `read` is told of bytes that were read."""
+    found = hashlib.sha256()
+    buffer = memoryview(bytearray(_HASHED_PIECE))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            found.update(buffer[:count])
+            read(count)
+    return found.hexdigest()
 
 
 def sha256_text(text: str) -> str:

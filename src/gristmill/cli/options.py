@@ -18,6 +18,13 @@ Overrides = Annotated[
         help="Settings that override the file; A.B=unset removes one, so that its default applies.",
     ),
 ]
+AsJson = Annotated[
+    bool,
+    typer.Option("--json", help="Print the result as JSON, and nothing else to standard output."),
+]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Print nothing but errors and, with --json, JSON.")
+]
 Sources = Annotated[
     list[str],
     typer.Argument(
@@ -26,16 +33,31 @@ Sources = Annotated[
         "- for stdin, hf:NAME for a dataset.",
     ),
 ]
+SOURCE, OUTPUT = "Source", "Output"
+"""Panels of the help."""
 Documents = Annotated[
     DocumentSplit,
-    typer.Option("--documents", help="In plain text, a document is a file, a line or a block."),
+    typer.Option(
+        "--documents",
+        metavar="HOW",
+        rich_help_panel=SOURCE,
+        help="In plain text, a document is a file, a line, or (blank) a paragraph between blank "
+        "lines.",
+    ),
 ]
-JsonKey = Annotated[str, typer.Option(help="The key or column that holds the text.")]
+JsonKey = Annotated[
+    str,
+    typer.Option(
+        metavar="KEY", rich_help_panel=SOURCE, help="The key or column that holds the text."
+    ),
+]
 JsonKeys = Annotated[
     list[str] | None,
     typer.Option(
         "--json-key",
         "--json-keys",
+        metavar="KEY",
+        rich_help_panel=SOURCE,
         help="The key or column that holds the text; repeat it for several sets.",
         show_default="text",
     ),
@@ -70,12 +92,21 @@ Output = Annotated[
         "--output",
         "-o",
         parser=_parse_output,
-        metavar="PREFIX",
+        metavar="NAME",
+        rich_help_panel=OUTPUT,
         help="Folder and name of the token files, without an ending: tokens/books.",
     ),
 ]
-Overwrite = Annotated[bool, typer.Option(help="Replace existing token files.")]
+Overwrite = Annotated[
+    bool,
+    typer.Option("--overwrite", rich_help_panel=OUTPUT, help="Replace existing token files."),
+]
 ShardSize = Annotated[
     int | None,
-    typer.Option(min=1, help="Tokens per file, for llmc and npy; 100M if not given."),
+    typer.Option(
+        min=1,
+        metavar="N",
+        rich_help_panel=OUTPUT,
+        help="Tokens per file, for llmc and npy; 100M if not given.",
+    ),
 ]

@@ -37,7 +37,7 @@ def plain_shard(path: Path, *, dtype: str) -> TokenShard:
         raise DataError(
             f"{size} bytes are no whole number of {dtype} ids",
             where=path,
-            remedy="name the type its ids are stored in, or copy the file again",
+            remedy="name the type its ids are stored in (--dtype), or copy the file again",
         )
     return TokenShard(path, offset=0, tokens=size // width, dtype=dtype)
 

@@ -228,7 +228,7 @@ class MegatronWriter(TokenWriter):
                 f"the format megatron holds ids below 2,147,483,648, and the vocabulary has "
                 f"{new.vocab_size:,}",
                 where=str(new.prefix),
-                remedy="choose the format flat",
+                remedy="choose another format, such as --format flat",
             )
         # As Megatron's preprocessing chooses.
         dtype = "uint16" if new.vocab_size < 65500 else "int32"

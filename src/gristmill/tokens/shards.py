@@ -92,7 +92,7 @@ def _parse_llmc(path: Path) -> TokenShard:
         raise DataError(
             f"this is not a token file of llm.c: it begins with {magic} instead of 20240520",
             where=path,
-            remedy="plain ids without a header are read as the format flat",
+            remedy="plain ids without a header are read with --from flat",
         )
     if (magic, version) not in _LLMC_KINDS:
         raise _damaged(path, f"version {version} of this format is not known")

@@ -142,7 +142,7 @@ class TokenWriter(abc.ABC):
             raise DataError(
                 f"the id {outside} is outside the vocabulary of {new.vocab_size}",
                 where=f"document {self.documents} of {new.prefix}",
-                remedy="state the vocabulary size of the tokenizer that made these ids",
+                remedy="name the tokenizer that made these ids (--tokenizer)",
             )
         sequences = starts if sequences is None else sequences
         if starts is not _FIRST:
@@ -284,7 +284,7 @@ def _refuse_existing(new: NewSet) -> None:
         raise UserError(
             "this file is not part of a token set, and writing the set would replace it",
             where=str(manifest),
-            remedy="give the token set another name",
+            remedy="give the token set another name (--output)",
             exit=Exit.REFUSED,
         )
     found = [file_of(new.prefix, suffix).name for suffix in _existing(new)]

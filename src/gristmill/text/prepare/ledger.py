@@ -65,7 +65,7 @@ class Ledger:
         raise HopelessError(
             f"no document was found in {self.lines} lines" + (f" ({reasons})" if reasons else ""),
             where=origins[0] if origins else None,
-            remedy="check the sources and, for JSON lines, the key that holds the text",
+            remedy="check the sources and, for JSON lines, the key of the text (--json-key)",
         )
 
     def as_json(self) -> dict[str, Any]:

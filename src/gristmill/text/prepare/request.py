@@ -80,7 +80,7 @@ def parse_holdout(split: str, *, seed: int) -> Holdout:
         raise UserError(
             f"{split!r} does not divide documents into two or three splits",
             where="--split",
-            remedy='give proportions for train, val and optionally test, such as "999,1"',
+            remedy="give proportions for train, val and optionally test, such as --split 999,1",
         )
     return Holdout(tuple(shares), seed)
 

@@ -43,6 +43,8 @@ class PrepareProgress:
     bytes_done: int
     bytes_total: int | None
     """Known if all sources are files; then both are bytes on disk, else bytes of text."""
+    text_bytes: int
+    """Bytes of text that were encoded."""
     seconds: float
 
 
@@ -107,16 +109,14 @@ class WorkPlan:
         for batch, blocks in encoded:
             for one, block in zip(batch, blocks, strict=True):
                 cursor = self._write_block(one, block, outputs, cursor, listener)
-            done = outputs.text_bytes
+            done, text = outputs.text_bytes, outputs.text_bytes - outputs.copied
             if self.bytes_total is not None:
                 number = self._span_of[batch[-1].number]
                 last = self.spans[number]
                 done = self._ends[number] - last.disk + batch[-1].block.disk - last.begin
             seconds = time.perf_counter() - self.began
-            yield (
-                PrepareProgress(outputs.kept, outputs.tokens, done, self.bytes_total, seconds),
-                cursor,
-            )
+            counts = outputs.kept, outputs.tokens, done, self.bytes_total, text
+            yield PrepareProgress(*counts, seconds), cursor
         self._close_until(len(self.spans), outputs, listener)
 
     def _write_block(

@@ -79,7 +79,8 @@ def too_long(options: ReadOptions) -> ReadError:
     """The error for a document over the limit."""
     return ReadError(
         f"one document is longer than {format_bytes(options.line_limit)}",
-        remedy="split it, or choose another way to split the file into documents",
+        remedy="split it, or choose another way to split the file into documents (--documents, "
+        "--separator)",
     )
 
 
