@@ -97,8 +97,12 @@ def sha256_text(text: str) -> str:
 
 def free_space(path: Path) -> int:
     """Bytes free on the disk of a file or folder, which need not exist yet."""
-    existing = next(place for place in (path, *path.absolute().parents) if place.exists())
-    return shutil.disk_usage(existing).free
+    return shutil.disk_usage(_existing(path)).free
+
+
+def _existing(path: Path) -> Path:
+    """The path, or the nearest folder above it that exists."""
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
 
 
 def require_room(path: Path, *, needed: int, purpose: str, remedy: str) -> None:
@@ -115,7 +119,7 @@ def require_room(path: Path, *, needed: int, purpose: str, remedy: str) -> None:
 
 def make_folder(folder: Path) -> None:
     """Make a folder and those above it, unless a file is in the way."""
-    nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    nearest = _existing(folder)
     if not nearest.is_dir():
         raise UserError("this is a file, not a folder", where=str(nearest), exit=Exit.STORAGE)
     with storage_errors(folder):
@@ -130,13 +134,30 @@ def storage_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         remedy = None
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            what = f"the disk is full ({format_bytes(free_space(path))} free)"
-            remedy = "make room, then start the same command again"
+            what, remedy = _no_room(error, path)
         elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO):
             what = f"cannot write: {error.strerror}"
         else:
             raise
         raise UserError(what, where=path, remedy=remedy, exit=Exit.STORAGE) from error
+
+
+def _no_room(error: OSError, path: Path) -> tuple[str, str]:
+    """What is used up, and the remedy: a quota, the number of files, or the bytes."""
+    free, again = format_bytes(free_space(path)), "then start the same command again"
+    if error.errno == errno.EDQUOT:
+        return (
+            f"your disk quota is used up (the disk itself has {free} free)",
+            f"delete files of yours or ask for a larger quota (quota -s shows it), {again}",
+        )
+    disk = os.statvfs(_existing(path))
+    if disk.f_files and not disk.f_favail:
+        return (
+            f"the disk can hold no more files: all of its {disk.f_files:,} inodes are in use "
+            f"({free} free)",
+            f"delete or pack small files (df -i shows the number), {again}",
+        )
+    return f"the disk is full ({free} free)", f"make room, {again}"
 
 
 class _SmallReads(io.RawIOBase):

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.text.sources.reading import SourceReader
+from gristmill.text.sources.reading import SourceReader, cut_source, find_sources
 from gristmill.text.sources.source import (
     Document,
     DocumentSplit,
@@ -89,6 +89,43 @@ def test_byte_order_mark_and_carriage_returns(tmp_path: Path) -> None:
     assert texts(plain) == ["one\ntwo\n\nthree\n"]
     assert texts(plain, split=DocumentSplit.LINE) == ["one", "two", Reason.EMPTY_TEXT, "three"]
     assert texts(plain, split=DocumentSplit.BLANK) == ["one\ntwo", "three"]
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".txt", ".csv", ".json", ".jsonl.gz"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_other_encodings_are_recognised(tmp_path: Path, ending: str, encoding: str) -> None:
+    text = {
+        ".txt": "plain text\nof two lines\n",
+        ".csv": "number,text\n1,one\n",
+        ".json": '[{"text": "one"},\n{"text": "two"}]',
+    }.get(ending, '{"text": "one"}\n{"text": "two"}\n')
+    path = tmp_path / f"a{ending}"
+    content = text.encode(encoding)
+    path.write_bytes(gzip.compress(content) if ending.endswith("gz") else content)
+    name = {"utf-16-le": "UTF-16LE", "utf-16-be": "UTF-16BE"}.get(encoding, encoding.upper())
+    for split in DocumentSplit:
+        with pytest.raises(UserError) as caught:
+            texts(path, split=split)
+        (problem,) = caught.value.problems
+        assert problem.what.startswith(f"this file is {name}, not UTF-8: ")
+        assert problem.remedy == f"convert it: iconv -f {name} -t UTF-8 OLD > NEW"
+        assert problem.where == f"{path}:1"
+
+
+def test_another_part_recognises_the_encoding_too(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(('{"text": "one"}\n' * 9).encode("utf-16"))
+    (source,) = find_sources([str(path)], ReadOptions()).sources
+    (block,) = cut_source(source, ReadOptions(), 100)
+    assert "UTF-16" in str(block.content.failure)
+
+
+@pytest.mark.parametrize(
+    "content", [b"a", b"a\0b", b"a\0\0\0b", "\N{SNOWMAN}\0x".encode(), bytes(9)]
+)
+def test_zeros_alone_are_no_other_encoding(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.txt").write_bytes(content)
+    assert texts(tmp_path / "a.txt") == [content.decode()]
 
 
 def test_blocks_know_where_they_begin(tmp_path: Path) -> None:
