@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import (
     FolderLock,
+    OutputLock,
     open_bytes,
     read_json,
     require_room,
@@ -74,7 +75,7 @@ def test_a_failed_write_leaves_the_old_content(
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG])
 def test_a_full_disk_is_named_with_the_path_and_the_remedy(tmp_path: Path, number: int) -> None:
     path = tmp_path / "not" / "there" / "yet.bin"
     with pytest.raises(UserError) as caught, storage_errors(path):
@@ -84,6 +85,30 @@ def test_a_full_disk_is_named_with_the_path_and_the_remedy(tmp_path: Path, numbe
     assert message.startswith(f"{path}: the disk is full (")
     assert "iB free)\n" in message
     assert message.endswith("    make room, then start the same command again")
+
+
+def test_a_quota_is_not_a_full_disk(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught, storage_errors(tmp_path / "new" / "x.bin"):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+    assert caught.value.exit is Exit.STORAGE
+    message = str(caught.value)
+    assert "your disk quota is used up (the disk itself has " in message
+    assert "the disk is full" not in message and "quota -s" in message
+
+
+def test_a_disk_without_inodes_is_not_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.statvfs(tmp_path)
+    for files, free, words in (
+        (1000, 0, "all of its 1,000 inodes are in use"),
+        # Some file systems do not count inodes.
+        (0, 0, "the disk is full ("),
+        (1000, 7, "the disk is full ("),
+    ):
+        numbers = [*real[:5], files, free, free, *real[8:]]
+        monkeypatch.setattr(os, "statvfs", lambda path, numbers=numbers: os.statvfs_result(numbers))
+        with pytest.raises(UserError) as caught, storage_errors(tmp_path / "x.bin"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -305,3 +330,34 @@ def test_a_disk_without_room(tmp_path: Path) -> None:
         require_room(place, needed=10**18, purpose="a corpus", remedy="take another")
     assert caught.value.exit is Exit.STORAGE
     assert "make room, or take another" in str(caught.value)
+
+
+def test_an_output_lock_leaves_no_file_and_survives_its_removal(tmp_path: Path) -> None:
+    first, second = (OutputLock(tmp_path / "new" / "set", purpose="writing") for _ in range(2))
+    with first:
+        with pytest.raises(UserError, match=rf"\(process {os.getpid()} on ") as caught:
+            second.acquire()
+        assert caught.value.exit is Exit.REFUSED
+        with OutputLock(tmp_path / "new" / "set", purpose="other"):
+            pass
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_lock_file_that_its_holder_removed_meanwhile_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, third = (OutputLock(tmp_path / "set", purpose="writing") for _ in range(3))
+    first.acquire()
+    real = os.open
+
+    def released_after_opening(*arguments: object) -> int:
+        handle = real(*arguments)  # type: ignore[arg-type]
+        first.release()
+        return handle
+
+    monkeypatch.setattr(os, "open", released_after_opening)
+    second.acquire()
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="another process is writing"):
+        third.acquire()
+    second.release()

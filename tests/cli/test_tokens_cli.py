@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from gristmill.base.errors import Exit, UserError
+from gristmill.cli import progress
 from gristmill.cli.main import app
 from gristmill.cli.options import TokenFormat
 from gristmill.cli.tokens import IdType
 from gristmill.config.schema import DataConfig
 from gristmill.data.dataset import open_data
+from gristmill.tokens import reader
 from gristmill.tokens.format import DTYPES
-from gristmill.tokens.store import FORMATS, open_tokens
+from gristmill.tokens.store import FORMATS, VerifyProgress, open_tokens, verify_tokens
 
 TEXT = "The mill turns, the corn is ground, the flour is white.\n" * 40
 RUN = """
@@ -214,3 +218,138 @@ def test_an_unknown_tokenizer_is_no_contradiction(corn: Path, ours_first: bool) 
     train, held = pair if ours_first else reversed(pair)
     parts = open_data(DataConfig(paths=train, validation=held), sequence=8)
     assert parts.validation is not None
+
+
+def test_a_folder_is_no_name_for_token_files(
+    corn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    before = sorted(tmp_path.iterdir())
+    for command in (("prepare", "text.txt", "-t", "bytes"), ("tokens", "merge", corn)):
+        for output in ("new/", "there", "there/"):
+            with pytest.raises(UserError, match=rf"is a folder.*\n.*: -o {output.strip('/')}/NAME"):
+                run(*command, "-o", output)
+        with pytest.raises(UserError, match="name is empty"):
+            run(*command, "-o", "")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_the_column_of_a_dataset_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "all.jsonl").write_text('{"id": "x1", "body": "long text"}\n')
+    source = f"hf:{tmp_path / 'data'}"
+    with pytest.raises(UserError, match=r"no column 'text'; the columns are: id .*, body"):
+        run("prepare", source, "-o", tmp_path / "set", "-t", "bytes")
+    output = run("prepare", source, "-o", tmp_path / "set", "-t", "bytes", "--json-key", "body")
+    assert f"{source}: reading the column 'body'" in output
+
+
+# ------------------------------------------------------------------ for programs
+
+
+def answer(*words: object, code: int = 0) -> Any:
+    """What a command prints to standard output, as JSON."""
+    result = CliRunner().invoke(app, [*(str(word) for word in words), "--json"])
+    assert result.exit_code == code or isinstance(result.exception, UserError)
+    return json.loads(result.stdout)
+
+
+def test_prepare_as_json(corn: Path) -> None:
+    words = ("prepare", corn.with_name("text.txt"), "-o", corn.with_name("new"), "-t", "bytes")
+    made = answer(*words, "--documents", "line", "--split", "8,2")
+    assert [one["name"] for one in made["sets"]] == [
+        str(corn.with_name("new_train")),
+        str(corn.with_name("new_val")),
+    ]
+    assert sum(one["tokens"] for one in made["sets"]) == 2240
+    assert made["ledgers"][0]["lines"] == made["ledgers"][0]["kept"] == 40
+    assert made["text_bytes"] == made["new_text_bytes"] == len(TEXT.replace("\n", ""))
+
+
+def test_inspect_and_verify_as_json(corn: Path) -> None:
+    shown = answer("tokens", "inspect", corn)
+    assert shown["info"]["tokens"] == 2240
+    assert shown["length_quantiles"]["0.5"] == 56
+    assert shown["first_documents"][0].startswith("'The mill turns")
+    assert answer("tokens", "verify", corn) == {
+        "name": str(corn), "intact": True, "checksums_compared": True, "problems": []
+    }  # fmt: skip
+    foreign(corn, "llmc")
+    assert not answer("tokens", "verify", corn.with_name("llmc"))["checksums_compared"]
+    content = bytearray(Path(f"{corn}.bin").read_bytes())
+    content[7] ^= 1
+    Path(f"{corn}.bin").write_bytes(content)
+    broken = answer("tokens", "verify", corn, code=Exit.DATA)
+    assert not broken["intact"]
+    assert broken["problems"][0]["where"] == f"{corn}.bin"
+    with pytest.raises(UserError, match="checksum differs"):
+        run("tokens", "verify", corn, "--quiet")
+
+
+def test_quiet_commands_print_nothing(corn: Path) -> None:
+    source = corn.with_name("text.txt")
+    for words in (
+        ("prepare", source, "-o", corn.with_name("new"), "-t", "bytes"),
+        ("tokens", "inspect", corn),
+        ("tokens", "verify", corn),
+    ):
+        assert run(*words, "--quiet") == ""
+    assert answer("tokens", "verify", corn, "-q")["intact"]
+
+
+def test_progress_and_result_have_one_unit(corn: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0)
+    words = ("prepare", corn.with_name("text.txt"), "-o", corn.with_name("new"), "-t", "bytes")
+    said = run(*words, "--workers", "1").splitlines()
+    shown = [line for line in said if line.startswith("preparing: ")]
+    assert shown and all(line.count("/s") == 1 and "B of text/s" in line for line in shown)
+    assert said[-1].count("B of text/s") == 1
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_verify_tells_how_far_it_is(
+    corn: Path, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0)
+    monkeypatch.setattr(reader, "PIECE", 100)
+    made = corn.with_name("made")
+    run("tokens", "convert", corn, "-o", made, "--format", format)
+    seen: list[VerifyProgress] = []
+    assert verify_tokens(made, progress=seen.append) == []
+    done = [state.bytes_done for state in seen]
+    assert done == sorted(done) and len(done) > 20
+    assert seen[-1].bytes_done == seen[-1].bytes_total
+    shown = [line for line in run("tokens", "verify", made).splitlines() if "verifying: " in line]
+    assert "100%" in shown[-1] and "/s" in shown[-1]
+    assert "verifying" not in run("tokens", "verify", made, "--quiet")
+
+
+def test_messages_name_the_option(corn: Path) -> None:
+    with pytest.raises(UserError, match="--overwrite"):
+        run("prepare", corn.with_name("text.txt"), "-o", corn, "-t", "bytes")
+    with pytest.raises(UserError, match="--from, --dtype and --end-of-text"):
+        run("tokens", "inspect", corn, "--end-of-text", 3)
+    Path(f"{corn}x.bin").write_bytes(b"abc")
+    with pytest.raises(UserError, match=r"\(--dtype\)"):
+        run("tokens", "inspect", f"{corn}x", "--from", "flat")
+    with pytest.raises(UserError, match="leave out --dtype"):
+        run("tokens", "inspect", foreign(corn, "llmc"), "--dtype", "uint32")
+
+
+HELP = [("prepare",), *(("tokens", name) for name in ("inspect", "verify", "convert", "merge"))]
+
+
+@pytest.mark.parametrize("words", HELP, ids=" ".join)
+def test_help_has_room_for_its_words(words: tuple[str, ...]) -> None:
+    environment = {"COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb"}
+    shown = CliRunner().invoke(app, [*words, "--help"], env=environment).output
+    assert "…" not in shown.replace("SOURCE…", "")
+    assert ("xample" in shown and " Output " in shown) or words[1:] in (("inspect",), ("verify",))
+    for line in shown.splitlines():
+        assert len(line) <= 80
+        if line.startswith(("│ --", "│ *  --", "│    --")):
+            # The help of an option begins before the middle and a little.
+            words_of_help = line.strip("│ ").rpartition("  ")[2]
+            assert line.index(words_of_help) <= 48

@@ -20,7 +20,7 @@ class BlockReading:
     def __init__(self, path: Path, *, begin: int = 0, line: int = 1, **options: Any) -> None:
         """Read from a position on, at which the given line is."""
         read = ReadOptions(**options)
-        (source,) = find_sources([str(path)], read)
+        (source,) = find_sources([str(path)], read).sources
         self.blocks: list[TextBlock] = []
         self.rows: list[tuple[int, Sequence[Value]]] = []
         """Each with its line."""

@@ -26,6 +26,9 @@ from gristmill.base.errors import DataError, Exit, UserError, optional
 from gristmill.base.units import format_bytes
 
 _DECOMPRESSED_BUFFER = 1 << 18
+DECOMPRESSED_PIECE = 1 << 13
+"""The most bytes before damage that are lost with it."""
+_HASHED_PIECE = 1 << 20
 _ZSTD_PIECE = 1 << 13
 """Small, since 4 bytes of zstd can stand for 128 KiB."""
 
@@ -91,10 +94,15 @@ def set_aside(path: Path) -> Path:
     return aside
 
 
-def sha256_file(path: Path) -> str:
-    """The SHA-256 of a file's content, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def sha256_file(path: Path, *, read: Callable[[int], None] = lambda count: None) -> str:
+    """The SHA-256 of a file's content, in hexadecimal; `read` is told of bytes that were read."""
+    found = hashlib.sha256()
+    buffer = memoryview(bytearray(_HASHED_PIECE))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            found.update(buffer[:count])
+            read(count)
+    return found.hexdigest()
 
 
 def sha256_text(text: str) -> str:
@@ -104,8 +112,12 @@ def sha256_text(text: str) -> str:
 
 def free_space(path: Path) -> int:
     """Bytes free on the disk of a file or folder, which need not exist yet."""
-    existing = next(place for place in (path, *path.absolute().parents) if place.exists())
-    return shutil.disk_usage(existing).free
+    return shutil.disk_usage(_existing(path)).free
+
+
+def _existing(path: Path) -> Path:
+    """The path, or the nearest folder above it that exists."""
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
 
 
 def require_room(path: Path, *, needed: int, purpose: str, remedy: str) -> None:
@@ -120,6 +132,15 @@ def require_room(path: Path, *, needed: int, purpose: str, remedy: str) -> None:
         )
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, unless a file is in the way."""
+    nearest = _existing(folder)
+    if not nearest.is_dir():
+        raise UserError("this is a file, not a folder", where=str(nearest), exit=Exit.STORAGE)
+    with storage_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
     """Turn a full or read-only disk into an error that names the path and the free space."""
@@ -128,13 +149,46 @@ def storage_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         remedy = None
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            what = f"the disk is full ({format_bytes(free_space(path))} free)"
-            remedy = "make room, then start the same command again"
+            what, remedy = _no_room(error, path)
         elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO):
             what = f"cannot write: {error.strerror}"
         else:
             raise
         raise UserError(what, where=path, remedy=remedy, exit=Exit.STORAGE) from error
+
+
+def _no_room(error: OSError, path: Path) -> tuple[str, str]:
+    """What is used up, and the remedy: a quota, the number of files, or the bytes."""
+    free, again = format_bytes(free_space(path)), "then start the same command again"
+    if error.errno == errno.EDQUOT:
+        return (
+            f"your disk quota is used up (the disk itself has {free} free)",
+            f"delete files of yours or ask for a larger quota (quota -s shows it), {again}",
+        )
+    disk = os.statvfs(_existing(path))
+    if disk.f_files and not disk.f_favail:
+        return (
+            f"the disk can hold no more files: all of its {disk.f_files:,} inodes are in use "
+            f"({free} free)",
+            f"delete or pack small files (df -i shows the number), {again}",
+        )
+    return f"the disk is full ({free} free)", f"make room, {again}"
+
+
+class _SmallReads(io.RawIOBase):
+    """Reads a decompressor of the standard library in small steps: at damage, a large one would
+    lose everything that it had decompressed before."""
+
+    def __init__(self, decompressor: Any) -> None:
+        self._decompressor = decompressor
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        piece = self._decompressor.read1(min(len(buffer), DECOMPRESSED_PIECE))
+        buffer[: len(piece)] = piece
+        return len(piece)
 
 
 class _Decompressed(io.BufferedReader):
@@ -190,9 +244,9 @@ class _ZstdFrames(io.RawIOBase):
 
 
 _MAGIC: tuple[tuple[bytes, Callable[[BinaryIO], Any]], ...] = (
-    (b"\x1f\x8b", lambda file: gzip.GzipFile(fileobj=file)),
-    (b"BZh", bz2.BZ2File),
-    (b"\xfd7zXZ\x00", lzma.LZMAFile),
+    (b"\x1f\x8b", lambda file: _SmallReads(gzip.GzipFile(fileobj=file))),
+    (b"BZh", lambda file: _SmallReads(bz2.BZ2File(file))),
+    (b"\xfd7zXZ\x00", lambda file: _SmallReads(lzma.LZMAFile(file))),
     (b"\x28\xb5\x2f\xfd", _ZstdFrames),
 )
 
@@ -255,11 +309,79 @@ class FolderLock:
                 remedy="wait for it to end, or give this run another name or folder",
                 exit=Exit.REFUSED,
             ) from error
-        os.ftruncate(handle, 0)
-        os.write(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        _sign(handle)
         self._handle = handle
 
     def release(self) -> None:
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
+
+
+class OutputLock:
+    """Lets one process at a time write the files of one name.
+
+    The lock is a hidden file beside them, and the kernel releases it when its process ends, however
+    it ends. Whoever releases the lock also removes the file.
+    """
+
+    def __init__(self, name: Path, *, purpose: str) -> None:
+        """`purpose` sets apart locks for the same name, and what they protect."""
+        self.path = name.with_name(f".{name.name}.{purpose}.lock")
+        self._name = name
+        self._handle: int | None = None
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    def acquire(self) -> None:
+        """Make the folder if need be, and take the lock or say who has it."""
+        make_folder(self.path.parent)
+        with storage_errors(self._name):
+            while self._handle is None:
+                handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError as error:
+                    holder = os.read(handle, 200).decode(errors="replace").strip()
+                    os.close(handle)
+                    by = f" ({holder})" if holder else ""
+                    raise UserError(
+                        f"another process is writing this token set{by}",
+                        where=self._name,
+                        remedy="wait for it to end, or give the new set another name",
+                        exit=Exit.REFUSED,
+                    ) from error
+                except OSError:
+                    # Some network file systems have no locks.
+                    self._handle = handle
+                    return
+                # The last holder may have removed the file after it was opened here.
+                if _is_at(handle, self.path):
+                    self._handle = handle
+                else:
+                    os.close(handle)
+        _sign(self._handle)
+
+    def release(self) -> None:
+        if self._handle is not None:
+            self.path.unlink(missing_ok=True)
+            os.close(self._handle)
+            self._handle = None
+
+
+def _sign(handle: int) -> None:
+    """Write into a lock who holds it."""
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    """Whether a path still leads to an open file."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False

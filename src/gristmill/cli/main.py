@@ -56,7 +56,7 @@ app = typer.Typer(
 )
 
 app.command("demo")(train.demo)
-app.command("prepare")(prepare.prepare)
+app.command("prepare", epilog=prepare.EXAMPLES)(prepare.prepare)
 app.add_typer(tokens.tokens, name="tokens")
 app.add_typer(tokenizer.tokenizer, name="tokenizer")
 app.command("train")(train.train)

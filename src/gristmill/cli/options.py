@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from gristmill.base.errors import UserError
 from gristmill.text.sources.source import DocumentSplit
 
 Overrides = Annotated[
@@ -17,6 +18,13 @@ Overrides = Annotated[
         help="Settings that override the file; A.B=unset removes one, so that its default applies.",
     ),
 ]
+AsJson = Annotated[
+    bool,
+    typer.Option("--json", help="Print the result as JSON, and nothing else to standard output."),
+]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Print nothing but errors and, with --json, JSON.")
+]
 Sources = Annotated[
     list[str],
     typer.Argument(
@@ -25,16 +33,31 @@ Sources = Annotated[
         "- for stdin, hf:NAME for a dataset.",
     ),
 ]
+SOURCE, OUTPUT = "Source", "Output"
+"""Panels of the help."""
 Documents = Annotated[
     DocumentSplit,
-    typer.Option("--documents", help="In plain text, a document is a file, a line or a block."),
+    typer.Option(
+        "--documents",
+        metavar="HOW",
+        rich_help_panel=SOURCE,
+        help="In plain text, a document is a file, a line, or (blank) a paragraph between blank "
+        "lines.",
+    ),
 ]
-JsonKey = Annotated[str, typer.Option(help="The key or column that holds the text.")]
+JsonKey = Annotated[
+    str,
+    typer.Option(
+        metavar="KEY", rich_help_panel=SOURCE, help="The key or column that holds the text."
+    ),
+]
 JsonKeys = Annotated[
     list[str] | None,
     typer.Option(
         "--json-key",
         "--json-keys",
+        metavar="KEY",
+        rich_help_panel=SOURCE,
         help="The key or column that holds the text; repeat it for several sets.",
         show_default="text",
     ),
@@ -50,9 +73,40 @@ class TokenFormat(enum.StrEnum):
     NPY = "npy"
 
 
-Output = Annotated[Path, typer.Option("--output", "-o", help="Prefix of the token files.")]
-Overwrite = Annotated[bool, typer.Option(help="Replace existing token files.")]
+def _parse_output(text: str) -> Path:
+    """A name for token files; a folder is none."""
+    path = Path(text)
+    if text and not text.endswith("/") and not path.is_dir():
+        return path
+    example = path / "NAME" if text else "tokens/NAME"
+    raise UserError(
+        "this is a folder, and the files need a name in it" if text else "the name is empty",
+        where=f"--output {text}".rstrip(),
+        remedy=f"give the folder and a name, such as: -o {example}",
+    )
+
+
+Output = Annotated[
+    Path,
+    typer.Option(
+        "--output",
+        "-o",
+        parser=_parse_output,
+        metavar="NAME",
+        rich_help_panel=OUTPUT,
+        help="Folder and name of the token files, without an ending: tokens/books.",
+    ),
+]
+Overwrite = Annotated[
+    bool,
+    typer.Option("--overwrite", rich_help_panel=OUTPUT, help="Replace existing token files."),
+]
 ShardSize = Annotated[
     int | None,
-    typer.Option(min=1, help="Tokens per file, for llmc and npy; 100M if not given."),
+    typer.Option(
+        min=1,
+        metavar="N",
+        rich_help_panel=OUTPUT,
+        help="Tokens per file, for llmc and npy; 100M if not given.",
+    ),
 ]

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gristmill.base.errors import UserError
 from gristmill.base.units import format_bytes, format_count, format_seconds
-from gristmill.cli.options import Documents, JsonKeys, Output, Overwrite, ShardSize, TokenFormat
+from gristmill.cli.options import (
+    OUTPUT,
+    SOURCE,
+    AsJson,
+    Documents,
+    JsonKeys,
+    Output,
+    Overwrite,
+    Quiet,
+    ShardSize,
+    TokenFormat,
+)
 from gristmill.cli.progress import ProgressLine
-from gristmill.text.sources.source import DocumentSplit, ReadOptions
+from gristmill.text.sources.source import DocumentSplit, OnDamage, ReadOptions
 
 if TYPE_CHECKING:
     from gristmill.text.prepare.prepare import PrepareResult
@@ -22,6 +34,8 @@ if TYPE_CHECKING:
     from gristmill.text.tokenizers.tokenizer import Tokenizer
 
 _SEED = 1234
+_TOKENIZER, _WORK = "Tokenizer", "Work"
+"""Panels of the help."""
 
 
 def _list_corpora(wanted: bool) -> None:
@@ -32,6 +46,19 @@ def _list_corpora(wanted: bool) -> None:
     for corpus in known_corpora().values():
         typer.echo(describe(corpus) + "\n")
     raise typer.Exit()
+
+
+EXAMPLES = """
+Examples:
+
+gristmill prepare books/ 'web/*.parquet' -o tokens/mine
+
+gristmill prepare crawl.jsonl.gz -o tokens/crawl --split 999,1 -t bytes
+
+gristmill prepare openwebtext -o 'data/openwebtext/{split}'
+
+gristmill prepare crawl/ -o tokens/crawl --parts 8    (a task of a job array)
+"""
 
 
 def prepare(
@@ -49,66 +76,142 @@ def prepare(
         typer.Option(
             "--tokenizer",
             "-t",
-            help='"gpt2", "bytes", a tiktoken encoding, a folder or file, a Hugging Face name.',
+            metavar="NAME",
+            rich_help_panel=_TOKENIZER,
+            help="gpt2, bytes, a tiktoken encoding, a folder or file, a Hugging Face name.",
         ),
     ] = "gpt2",
     vocab_file: Annotated[
-        Path | None, typer.Option(help="Vocabulary of a BPE, with --merge-file.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            rich_help_panel=_TOKENIZER,
+            help="Vocabulary of a BPE, with --merge-file.",
+        ),
     ] = None,
     merge_file: Annotated[
-        Path | None, typer.Option(help="Merges of a BPE, with --vocab-file.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", rich_help_panel=_TOKENIZER, help="Merges of a BPE, with --vocab-file."
+        ),
     ] = None,
     end_of_text: Annotated[
-        str | None, typer.Option(help="The token that ends a document, if it cannot be detected.")
+        str | None,
+        typer.Option(
+            metavar="TOKEN",
+            rich_help_panel=_TOKENIZER,
+            help="The token that ends a document, if it cannot be detected.",
+        ),
     ] = None,
+    append_eod: Annotated[
+        bool,
+        typer.Option(
+            "--append-eod/--no-append-eod",
+            metavar=" ",
+            rich_help_panel=_TOKENIZER,
+            help="End every document with the end-of-text token.",
+        ),
+    ] = True,
     json_key: JsonKeys = None,
     documents: Documents = DocumentSplit.FILE,
     separator: Annotated[
         str | None,
-        typer.Option(help="The text between documents in plain text, such as <|endoftext|>."),
+        typer.Option(
+            metavar="TEXT",
+            rich_help_panel=SOURCE,
+            help="The text between documents in plain text, such as <|endoftext|>.",
+        ),
     ] = None,
-    append_eod: Annotated[
-        bool, typer.Option(help="End every document with the end-of-text token.")
-    ] = True,
     strict: Annotated[
-        bool, typer.Option(help="Stop at the first line that would be dropped.")
+        bool,
+        typer.Option(
+            "--strict",
+            rich_help_panel=SOURCE,
+            help="Stop at the first line that would be dropped.",
+        ),
     ] = False,
-    format: Annotated[TokenFormat, typer.Option(help="Format of the token files.")] = (
-        TokenFormat.FLAT
-    ),
-    shard_size: ShardSize = None,
-    split: Annotated[
-        str | None,
-        typer.Option(help="Hold documents out: shares of train, val and test, such as 999,1."),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(help=f"Seed that chooses the documents held out; {_SEED} if not given."),
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes; one for each core if not given.")
-    ] = None,
-    part: Annotated[
-        str | None,
-        typer.Option(help='Do one part of the work, such as 2/8, or "slurm" in a job array.'),
-    ] = None,
-    overwrite: Overwrite = False,
+    on_damage: Annotated[
+        OnDamage,
+        typer.Option(
+            metavar="stop|skip",
+            rich_help_panel=SOURCE,
+            help="If a file cannot be read to its end, stop, or leave it out and name it in the "
+            "ledger.",
+        ),
+    ] = OnDamage.STOP,
     corpora: Annotated[
         bool,
         typer.Option(
             "--corpora",
             callback=_list_corpora,
             is_eager=True,
+            rich_help_panel=SOURCE,
             help="List the corpora known by name and exit.",
         ),
     ] = False,
+    format: Annotated[
+        TokenFormat,
+        typer.Option(
+            metavar="FORMAT",
+            rich_help_panel=OUTPUT,
+            help="Format of the token files: flat, megatron, llmc or npy.",
+        ),
+    ] = TokenFormat.FLAT,
+    shard_size: ShardSize = None,
+    split: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHARES",
+            rich_help_panel=OUTPUT,
+            help="Hold documents out: shares of train, val and test, such as 999,1. The sets are "
+            "named NAME_train and NAME_val, or by replacing {split} in NAME.",
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            rich_help_panel=OUTPUT,
+            help=f"Seed that chooses the documents held out; {_SEED} if not given.",
+        ),
+    ] = None,
+    overwrite: Overwrite = False,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            rich_help_panel=_WORK,
+            help="Processes; one for each core if not given.",
+        ),
+    ] = None,
+    part: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PART",
+            rich_help_panel=_WORK,
+            help="Do one part of the work: 2/8; 2 with --parts 8; slurm or pbs for the number of "
+            "the task.",
+        ),
+    ] = None,
+    parts: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            rich_help_panel=_WORK,
+            help="How many parts there are. Without --part, the task of the job array says which "
+            "one to do.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Turn text into token files that `train` reads.
 
-    After a kill or an interruption, the same command resumes. With --split the sets are named
-    OUTPUT_train and OUTPUT_val, or by replacing {split} in OUTPUT.
+    After a kill or an interruption, the same command resumes.
     """
-    from gristmill.text.prepare.parts import WHOLE, parse_part
+    from gristmill.text.prepare.parts import parse_part
     from gristmill.text.prepare.request import PrepareRequest
 
     if separator is not None and (not separator or documents is not DocumentSplit.FILE):
@@ -121,21 +224,24 @@ def prepare(
     request = PrepareRequest(
         sources,
         output,
-        lambda: _open_tokenizer(tokenizer, vocab_file, merge_file, end_of_text),
+        lambda: _open_tokenizer(tokenizer, vocab_file, merge_file, end_of_text, quiet=quiet),
         options=ReadOptions(tuple(json_key or ("text",)), documents, separator),
         append_end_of_text=append_eod,
         strict=strict,
+        on_damage=on_damage,
         format=format.value,
         shard_size=shard_size,
         holdout=_holdout(corpus, split, seed),
-        part=parse_part(part) if part else WHOLE,
+        part=parse_part(part, parts=parts),
         workers=workers,
         overwrite=overwrite,
     )
-    if corpus:
-        _prepare_corpus(corpus, request)
-    else:
-        _prepare(request)
+    results = _prepare_corpus(corpus, request, quiet) if corpus else [_prepare(request, quiet)]
+    if as_json:
+        typer.echo(json.dumps(prepared_as_json(results), indent=2, ensure_ascii=False))
+    elif not quiet:
+        for result in results:
+            report_prepared(result)
 
 
 def _holdout(corpus: Corpus | None, split: str | None, seed: int | None) -> Holdout | None:
@@ -159,7 +265,7 @@ def _holdout(corpus: Corpus | None, split: str | None, seed: int | None) -> Hold
 
 
 def _open_tokenizer(
-    name: str, vocab: Path | None, merges: Path | None, end_of_text: str | None
+    name: str, vocab: Path | None, merges: Path | None, end_of_text: str | None, *, quiet: bool
 ) -> Tokenizer:
     from gristmill.text.tokenizers.tokenizer import open_tokenizer, open_tokenizer_files
 
@@ -173,18 +279,19 @@ def _open_tokenizer(
         )
     else:
         opened = open_tokenizer(name, end_of_text=end_of_text)
-    if not opened.lossless:
-        typer.echo("note: this tokenizer is not lossless: decoding may not give the same text")
+    if not opened.lossless and not quiet:
+        what = "this tokenizer is not lossless: decoding may not give the same text"
+        typer.echo(f"note: {what}", err=True)
     return opened
 
 
-def _prepare(request: PrepareRequest, *, expected: int | None = None) -> None:
-    """Prepare and report; `expected` bytes of text are the total if the sources do not tell."""
-    from gristmill.text.prepare.prepare import PrepareProgress
+def _prepare(request: PrepareRequest, quiet: bool, expected: int | None = None) -> PrepareResult:
+    """Prepare; `expected` bytes of text are the total if the sources do not tell."""
     from gristmill.text.prepare.prepare import prepare as prepare_tokens
+    from gristmill.text.prepare.work_plan import PrepareProgress
 
     first: PrepareProgress | None = None
-    with ProgressLine("preparing") as line:
+    with ProgressLine("preparing", quiet=quiet) as line:
 
         def show(state: PrepareProgress) -> None:
             nonlocal first
@@ -195,16 +302,18 @@ def _prepare(request: PrepareRequest, *, expected: int | None = None) -> None:
                 state.bytes_done,
                 state.bytes_total or expected,
                 f"{format_count(state.documents)} documents, {format_count(state.tokens)} tokens, "
-                f"{format_bytes((state.bytes_done - first.bytes_done) / seconds)}/s, "
-                f"{format_count((state.documents - first.documents) / seconds)} documents/s",
+                + _rate((state.text_bytes - first.text_bytes) / seconds),
             )
 
         try:
-            result = prepare_tokens(request, progress=show, note=line.say)
+            return prepare_tokens(request, progress=show, note=line.say)
         except KeyboardInterrupt:
             line.say("interrupted: run the same command again to resume from what was saved")
             raise
-    report_prepared(result)
+
+
+def _rate(bytes_per_second: float) -> str:
+    return f"{format_bytes(bytes_per_second)} of text/s"
 
 
 def _find_corpus(sources: Sequence[str]) -> Corpus | None:
@@ -220,23 +329,44 @@ def _find_corpus(sources: Sequence[str]) -> Corpus | None:
     return find_corpus(named[0]) if named else None
 
 
-def _prepare_corpus(corpus: Corpus, request: PrepareRequest) -> None:
+def _prepare_corpus(corpus: Corpus, request: PrepareRequest, quiet: bool) -> list[PrepareResult]:
     from gristmill.text.prepare.request import split_name
     from gristmill.text.sources.corpora import check_disk, describe, fetch_corpus
 
-    typer.echo(describe(corpus))
+    if not quiet:
+        typer.echo(describe(corpus), err=True)
     check_disk(corpus, output=request.output)
-    with ProgressLine("downloading") as line:
+    with ProgressLine("downloading", quiet=quiet) as line:
         source = fetch_corpus(
             corpus, progress=lambda done, total: line.update(done, total, format_bytes(done))
         )
     if request.holdout or not corpus.validation:
-        _prepare(replace(request, sources=[source]), expected=corpus.text_bytes)
-        return
+        return [_prepare(replace(request, sources=[source]), quiet, corpus.text_bytes)]
     # The corpus has a validation set of its own.
-    for name, own in (("train", source), ("val", corpus.source(corpus.validation))):
-        output = Path(split_name(str(request.output), name))
-        _prepare(replace(request, sources=[own], output=output))
+    return [
+        _prepare(
+            replace(request, sources=[own], output=Path(split_name(str(request.output), name))),
+            quiet,
+        )
+        for name, own in (("train", source), ("val", corpus.source(corpus.validation)))
+    ]
+
+
+def prepared_as_json(results: Sequence[PrepareResult]) -> dict[str, Any]:
+    """What was made and what was dropped, for programs."""
+    keys = [key for result in results for key in result.keys]
+    return {
+        "sets": [
+            {"name": str(made.prefix), "key": key.key, **asdict(made.info)}
+            for key in keys
+            for made in key.sets
+        ],
+        "ledgers": [{"file": str(key.ledger_file), **key.ledger.as_json()} for key in keys],
+        "text_bytes": sum(result.text_bytes for result in results),
+        "new_text_bytes": sum(result.new_text_bytes for result in results),
+        "seconds": sum(result.seconds for result in results),
+        "encoder": next((result.encoder for result in results if result.encoder), None),
+    }
 
 
 def report_prepared(result: PrepareResult) -> None:
@@ -257,6 +387,10 @@ def report_prepared(result: PrepareResult) -> None:
             typer.echo(f"    {place.origin}: {place.reason.value}")
         if dropped > 5:
             typer.echo(f"    more places: {key.ledger_file}")
-    rate = format_bytes(result.new_text_bytes / max(result.seconds, 1e-9))
+        for why, count in ledger.skipped.items():
+            typer.echo(f"  skipped {count:,}: {why.value}")
+        for skipped in ledger.skipped_places[:5]:
+            typer.echo(f"    {skipped.origin}: {skipped.what}")
+    rate = _rate(result.new_text_bytes / max(result.seconds, 1e-9))
     by = f", encoded by {result.encoder}" if result.encoder else ""
-    typer.echo(f"{format_seconds(result.seconds)}, {rate}/s{by}")
+    typer.echo(f"{format_seconds(result.seconds)}, {rate}{by}")

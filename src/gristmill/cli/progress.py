@@ -15,9 +15,10 @@ SECONDS_BETWEEN_LINES = 10.0
 class ProgressLine:
     """Shows how far some work has come, with a short message."""
 
-    def __init__(self, title: str) -> None:
+    def __init__(self, title: str, *, quiet: bool = False) -> None:
         self.title = title
-        self._console = Console(stderr=True)
+        self._console = Console(stderr=True, quiet=quiet)
+        self._shown = self._console.is_terminal and not quiet
         self._last = time.monotonic()
         self._first: tuple[float, float] | None = None
         self._bar = Progress(
@@ -32,12 +33,12 @@ class ProgressLine:
         self._task = self._bar.add_task(title, total=None, message="")
 
     def __enter__(self) -> ProgressLine:
-        if self._console.is_terminal:
+        if self._shown:
             self._bar.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._console.is_terminal:
+        if self._shown:
             self._bar.stop()
 
     def say(self, message: str) -> None:
@@ -49,7 +50,7 @@ class ProgressLine:
         now = time.monotonic()
         if self._first is None:
             self._first = (now, done)
-        if self._console.is_terminal:
+        if self._shown:
             self._bar.update(self._task, completed=done, total=total, message=message)
         elif now - self._last >= SECONDS_BETWEEN_LINES:
             self._last = now

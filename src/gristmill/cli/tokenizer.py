@@ -52,6 +52,8 @@ def train_tokenizer(
         yield from (item.text for item in reader if isinstance(item, Document))
         line.update(reader.bytes_done, None, "all text read, learning tokens")
 
+    for skipped in reader.skipped:
+        typer.echo(f"skipped: {skipped.origin}: {skipped.what}", err=True)
     with ProgressLine("learning") as line:
         learned = learn(
             texts(),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import enum
+import json
 import shutil
+import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,12 +15,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.units import format_count
-from gristmill.cli.options import Output, Overwrite, ShardSize, TokenFormat
+from gristmill.base.units import format_bytes, format_count
+from gristmill.cli.options import (
+    OUTPUT,
+    AsJson,
+    Output,
+    Overwrite,
+    Quiet,
+    ShardSize,
+    TokenFormat,
+)
 from gristmill.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
     from gristmill.tokens.convert import CopyProgress
+    from gristmill.tokens.foreign import Reading
+    from gristmill.tokens.store import TokenSetSummary
 
 tokens = typer.Typer(help="Inspect, verify, convert and merge token files.", no_args_is_help=True)
 
@@ -33,38 +46,74 @@ class IdType(enum.StrEnum):
     INT32 = "int32"
 
 
-Prefix = Annotated[Path, typer.Argument(help="Prefix of token files.")]
+_FOREIGN = "Files of other programs"
+"""A panel of the help."""
+Prefix = Annotated[
+    Path, typer.Argument(metavar="NAME", help="Name of the token files, without an ending.")
+]
 From = Annotated[
     TokenFormat | None,
-    typer.Option("--from", help="Format of files of other programs, if it is not recognised."),
+    typer.Option(
+        "--from",
+        metavar="FORMAT",
+        rich_help_panel=_FOREIGN,
+        help="Their format, if it is not recognised: flat, megatron, llmc or npy.",
+    ),
 ]
 Dtype = Annotated[
     IdType | None,
-    typer.Option(help="How ids are stored, with --from flat; uint16 if not given."),
+    typer.Option(
+        metavar="TYPE",
+        rich_help_panel=_FOREIGN,
+        help="How ids are stored, with --from flat: uint16 (if not given), uint32 or int32.",
+    ),
 ]
 EndOfText = Annotated[
     int | None,
-    typer.Option(help="The id between documents, in files that do not state where these begin."),
+    typer.Option(
+        metavar="ID",
+        rich_help_panel=_FOREIGN,
+        help="The id between documents, if the files do not state where these begin.",
+    ),
 ]
 MadeBy = Annotated[
     str | None,
     typer.Option(
-        "--tokenizer", "-t", help="The tokenizer of files that do not state theirs: folder or file."
+        "--tokenizer",
+        "-t",
+        metavar="NAME",
+        rich_help_panel=_FOREIGN,
+        help="Their tokenizer, if they do not state it: a folder or file.",
     ),
 ]
 
 
-@tokens.command("inspect")
+@tokens.command("inspect", epilog="Example: gristmill tokens inspect tokens/mine")
 def inspect_set(
-    prefix: Prefix, source: From = None, dtype: Dtype = None, end_of_text: EndOfText = None
+    prefix: Prefix,
+    source: From = None,
+    dtype: Dtype = None,
+    end_of_text: EndOfText = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Show counts, document lengths and the range of ids."""
-    from gristmill.text.tokenizers.tokenizer import open_tokenizer
     from gristmill.tokens.foreign import Reading
-    from gristmill.tokens.store import inspect_tokens, open_tokens
+    from gristmill.tokens.store import inspect_tokens
 
     reading = Reading(source, dtype, end_of_text)
     summary = inspect_tokens(prefix, reading)
+    texts = _first_documents(prefix, reading)
+    if as_json:
+        value = {"name": str(prefix), **asdict(summary), "first_documents": texts}
+        typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    elif not quiet:
+        _show_summary(summary)
+        for number, text in enumerate(texts):
+            typer.echo(f"document {number:<2} {text}")
+
+
+def _show_summary(summary: TokenSetSummary) -> None:
     info = summary.info
     vocabulary = "unknown" if info.vocab_size is None else f"{info.vocab_size:,}"
     typer.echo(f"format      {info.format}, {info.dtype}")
@@ -80,41 +129,81 @@ def inspect_set(
     for low, documents in summary.length_histogram.items():
         bar = "#" * round(40 * documents / widest)
         typer.echo(f"  {low:>9,} to {2 * low:>9,}  {documents:>9,}  {bar}")
+
+
+def _first_documents(prefix: Path, reading: Reading) -> list[str]:
+    """How the first documents begin, if the tokenizer lies beside the set."""
+    from gristmill.text.tokenizers.tokenizer import open_tokenizer
+    from gristmill.tokens.store import open_tokens
+
     folder = Path(f"{prefix}.tokenizer")
     if not folder.is_dir():
-        return
+        return []
     tokenizer, reader = open_tokenizer(folder), open_tokens(prefix, reading)
     bounds = [*reader.document_starts[: _DOCUMENTS_SHOWN + 1].tolist(), len(reader)]
-    for number, (begin, end) in enumerate(pairwise(bounds[: _DOCUMENTS_SHOWN + 1])):
+    found = []
+    for begin, end in pairwise(bounds[: _DOCUMENTS_SHOWN + 1]):
         text = tokenizer.decode(reader.read(begin, min(end - begin, _TOKENS_SHOWN)).tolist())
-        more = " …" if end - begin > _TOKENS_SHOWN else ""
-        typer.echo(f"document {number:<2} {text!r}{more}")
+        found.append(repr(text) + (" …" if end - begin > _TOKENS_SHOWN else ""))
+    return found
 
 
-@tokens.command("verify")
+@tokens.command("verify", epilog="Example: gristmill tokens verify tokens/mine")
 def verify_set(
-    prefix: Prefix, source: From = None, dtype: Dtype = None, end_of_text: EndOfText = None
+    prefix: Prefix,
+    source: From = None,
+    dtype: Dtype = None,
+    end_of_text: EndOfText = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Check sizes, checksums and ids; report everything that is broken."""
     from gristmill.tokens.foreign import Reading
-    from gristmill.tokens.store import find_manifest, verify_tokens
+    from gristmill.tokens.store import VerifyProgress, find_manifest, verify_tokens
+
+    began = time.perf_counter()
+
+    def show(state: VerifyProgress) -> None:
+        rate = format_bytes(state.bytes_done / max(time.perf_counter() - began, 1e-9))
+        words = f"{format_bytes(state.bytes_done)} of {format_bytes(state.bytes_total)}, {rate}/s"
+        line.update(state.bytes_done, state.bytes_total, words)
 
     reading = Reading(source, dtype, end_of_text)
-    if problems := verify_tokens(prefix, reading):
+    with ProgressLine("verifying", quiet=quiet) as line:
+        problems = verify_tokens(prefix, reading, progress=show)
+    checksums = not problems and find_manifest(prefix) is not None
+    if as_json:
+        value = {
+            "name": str(prefix),
+            "intact": not problems,
+            "checksums_compared": checksums,
+            "problems": [asdict(problem) for problem in problems],
+        }
+        typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    if problems:
         raise UserError(problems, exit=Exit.DATA)
-    if find_manifest(prefix) is None:
-        typer.echo(f"{prefix}: readable; without a manifest there are no checksums to compare")
-    else:
-        typer.echo(f"{prefix}: intact")
+    if not as_json and not quiet:
+        without = "readable; without a manifest there are no checksums to compare"
+        typer.echo(f"{prefix}: {'intact' if checksums else without}")
 
 
-@tokens.command("convert")
+@tokens.command(
+    "convert",
+    epilog="Example: gristmill tokens convert tokens/mine -o tokens/npy/mine --format npy",
+)
 def convert_set(
     prefix: Annotated[
         Path, typer.Argument(metavar="SOURCE", help="Prefix, folder or file of token files.")
     ],
     output: Output,
-    format: Annotated[TokenFormat, typer.Option(help="Format of the new token files.")],
+    format: Annotated[
+        TokenFormat,
+        typer.Option(
+            metavar="FORMAT",
+            rich_help_panel=OUTPUT,
+            help="Format of the new token files: flat, megatron, llmc or npy.",
+        ),
+    ],
     shard_size: ShardSize = None,
     source: From = None,
     dtype: Dtype = None,
@@ -130,7 +219,9 @@ def convert_set(
     _copy([prefix], output, tokenizer, reading=reading, **options)
 
 
-@tokens.command("merge")
+@tokens.command(
+    "merge", epilog="Example: gristmill tokens merge 'tokens/books.part-*' -o tokens/books"
+)
 def merge_sets(
     prefixes: Annotated[
         list[Path],
@@ -141,7 +232,12 @@ def merge_sets(
     output: Output,
     format: Annotated[
         TokenFormat | None,
-        typer.Option(help="Format of the new token files; that of the first if not given."),
+        typer.Option(
+            metavar="FORMAT",
+            rich_help_panel=OUTPUT,
+            help="Format of the new token files: flat, megatron, llmc or npy; that of the first if "
+            "not given.",
+        ),
     ] = None,
     shard_size: ShardSize = None,
     tokenizer: MadeBy = None,
@@ -149,8 +245,7 @@ def merge_sets(
 ) -> None:
     """Merge several token sets into one, in the order given.
 
-    Parts made by `prepare --part` give the same files as one preparation of everything:
-    gristmill tokens merge "tokens/books.part-*" -o tokens/books
+    Parts made by `prepare --parts` give the files of one preparation of everything.
     """
     from gristmill.text.prepare.parts import find_sets, merge_ledgers
 

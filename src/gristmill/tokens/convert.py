@@ -66,7 +66,7 @@ def convert_tokens(
         raise UserError(
             "the new set has the name of its source",
             where=str(output),
-            remedy="give the new set another name",
+            remedy="give the new set another name (--output)",
             exit=Exit.REFUSED,
         )
     known = _origin(full, readers, origin)

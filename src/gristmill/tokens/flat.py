@@ -10,6 +10,7 @@ kind rather than shards, because a memory map does not mind the size.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from gristmill.base.errors import DataError
 from gristmill.tokens.format import FileFacts, Manifest, NewSet, Starts, dtype_for, file_of, stored
-from gristmill.tokens.reader import TokenFiles, TokenShard, file_size, read_starts
+from gristmill.tokens.reader import TokenFiles, TokenShard, file_size, map_array, read_starts
 from gristmill.tokens.writer import TokenWriter
 
 FORMAT = "flat"
@@ -36,7 +37,7 @@ def plain_shard(path: Path, *, dtype: str) -> TokenShard:
         raise DataError(
             f"{size} bytes are no whole number of {dtype} ids",
             where=path,
-            remedy="name the type its ids are stored in, or copy the file again",
+            remedy="name the type its ids are stored in (--dtype), or copy the file again",
         )
     return TokenShard(path, offset=0, tokens=size // width, dtype=dtype)
 
@@ -57,8 +58,18 @@ class FlatWriter(TokenWriter):
         self._starts.write(self._start_bytes(starts))
         self._bin.write(ids.tobytes())
 
-    def _save(self) -> dict[str, Any]:
-        return {".bin": self._bin.save(), ".starts": self._starts.save()}
+    def _state(self) -> dict[str, Any]:
+        return {".bin": self._bin.state(), ".starts": self._starts.state()}
+
+    def _rewind(self, body: Mapping[str, Any]) -> None:
+        self._bin.rewind(body[".bin"]["bytes"])
+        self._starts.rewind(body[".starts"]["bytes"])
+        self._content = self._bin.hash
+
+    def _readable(self) -> TokenFiles:
+        shard = TokenShard(self._bin.path, offset=0, tokens=self.tokens, dtype=self._dtype)
+        starts = map_array(self._starts.path, "<i8", count=self.documents)
+        return TokenFiles([shard], starts)
 
     def _close(self) -> dict[str, FileFacts]:
         return {".bin": self._bin.close(), ".starts": self._starts.close()}

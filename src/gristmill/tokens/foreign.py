@@ -55,7 +55,7 @@ def open_foreign(path: Path, reading: Reading) -> TokenReader | None:
         raise UserError(
             f"files of the format {format} state how their ids are stored",
             where=str(path),
-            remedy="leave out the type",
+            remedy="leave out --dtype",
         )
     one_document = np.zeros(1, dtype=np.int64)
     if format == megatron.FORMAT:

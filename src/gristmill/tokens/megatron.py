@@ -249,7 +249,7 @@ class MegatronWriter(TokenWriter):
                 f"the format megatron holds ids below 2,147,483,648, and the vocabulary has "
                 f"{new.vocab_size:,}",
                 where=str(new.prefix),
-                remedy="choose the format flat",
+                remedy="choose another format, such as --format flat",
             )
         # As Megatron's preprocessing chooses.
         dtype = "uint16" if new.vocab_size < 65500 else "int32"
@@ -294,9 +294,24 @@ class MegatronWriter(TokenWriter):
     def _extend(self, name: str, values: npt.NDArray[np.int64]) -> None:
         self._arrays[name].write(values.astype(_ARRAYS[name]).tobytes())
 
-    def _save(self) -> dict[str, Any]:
-        arrays = {name: file.save() for name, file in self._arrays.items()}
-        return {".bin": self._bin.save(), **arrays, "current": self._current}
+    def _state(self) -> dict[str, Any]:
+        arrays = {name: file.state() for name, file in self._arrays.items()}
+        return {".bin": self._bin.state(), **arrays, "current": self._current}
+
+    def _rewind(self, body: Mapping[str, Any]) -> None:
+        self._bin.rewind(body[".bin"]["bytes"])
+        for name, file in self._arrays.items():
+            file.rewind(body[name]["bytes"])
+        self._current = body["current"]
+        self._content = self._bin.hash
+
+    def _readable(self) -> TokenFiles:
+        shard = TokenShard(self._bin.path, offset=0, tokens=self.tokens, dtype=self._dtype)
+        begins, documents = (
+            map_array(self._arrays[name].path, _ARRAYS[name], count=self._count(name))
+            for name in ("begins", "documents")
+        )
+        return TokenFiles([shard], begins[documents] // self._stored.itemsize)
 
     def _close(self) -> dict[str, FileFacts]:
         sequences = self._count("begins")

@@ -17,6 +17,7 @@ file is written for a full shard; the last one's is corrected, and its checksum 
 
 from __future__ import annotations
 
+import hashlib
 import io
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +39,14 @@ from gristmill.tokens.format import (
     file_of,
     stored,
 )
-from gristmill.tokens.reader import TokenFiles, TokenShard, file_size, read_starts
+from gristmill.tokens.reader import (
+    TokenFiles,
+    TokenShard,
+    file_size,
+    map_array,
+    pieces,
+    read_starts,
+)
 from gristmill.tokens.writer import SHARD_ENDINGS, TokenWriter
 
 LLMC = "llmc"
@@ -84,7 +92,7 @@ def _parse_llmc(path: Path) -> TokenShard:
         raise DataError(
             f"this is not a token file of llm.c: it begins with {magic} instead of 20240520",
             where=path,
-            remedy="plain ids without a header are read as the format flat",
+            remedy="plain ids without a header are read with --from flat",
         )
     if (magic, version) not in _LLMC_KINDS:
         raise _damaged(path, f"version {version} of this format is not known")
@@ -182,6 +190,8 @@ class ShardWriter(TokenWriter):
         # With .starts in place and no manifest, the shards are known to be unfinished.
         self._files = [self._starts]
         self._facts: dict[str, FileFacts] = {}
+        self._marked = self._content.copy(), 0
+        """The checksum of the ids at the last mark, and their number."""
         self._filled = self._size
         """Tokens in the last shard; a full one is followed by the next."""
         for facts in saved.get("shards", ()):
@@ -222,10 +232,40 @@ class ShardWriter(TokenWriter):
             facts = last.close() if full else last.close_with(self._header(self._filled))
             self._facts[self._suffix(number)] = facts
 
-    def _save(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         whole = [vars(facts) for facts in self._facts.values()]
-        last = [self._files[-1].save()] if len(self._files) > 1 else []
-        return {"shards": [*whole, *last], "filled": self._filled, ".starts": self._starts.save()}
+        last = [self._files[-1].state()] if len(self._files) > 1 else []
+        return {"shards": [*whole, *last], "filled": self._filled, ".starts": self._starts.state()}
+
+    def mark(self) -> dict[str, Any]:
+        self._marked = self._content.copy(), self.tokens
+        return super().mark()
+
+    def _rewind(self, body: Mapping[str, Any]) -> None:
+        count = len(body["shards"])
+        for file in self._files[count + 1 :]:
+            file.discard()
+        del self._files[count + 1 :]
+        self._facts = dict(list(self._facts.items())[: max(count - 1, 0)])
+        self._filled = body["filled"]
+        if count:
+            self._files[-1].rewind(body["shards"][-1]["bytes"])
+        self._starts.rewind(body[".starts"]["bytes"])
+        content, tokens = self._marked
+        if tokens == self.tokens:
+            self._content = content.copy()
+            return
+        self._content = hashlib.sha256()
+        for _, ids in pieces(self.reader()):
+            self._content.update(ids.tobytes())
+
+    def _readable(self) -> TokenFiles:
+        header, shards = len(self._header(self._size)), []
+        for number, file in enumerate(self._files[1:], start=1):
+            tokens = self._filled if number == len(self._files) - 1 else self._size
+            shards.append(TokenShard(file.path, offset=header, tokens=tokens, dtype=self._dtype))
+        starts = map_array(self._starts.path, "<i8", count=self.documents)
+        return TokenFiles(shards, starts)
 
     def _close(self) -> dict[str, FileFacts]:
         self._close_shard()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gristmill.base.errors import DataError, Exit, Problem, UserError
+from gristmill.base.errors import DataError, Problem, UserError
 from gristmill.base.files import sha256_file
 from gristmill.tokens import flat, megatron, shards
 from gristmill.tokens.foreign import Reading, open_foreign
@@ -27,6 +27,7 @@ from gristmill.tokens.format import (
     is_manifest,
     read_manifest,
     size_problems,
+    stored,
 )
 from gristmill.tokens.reader import TokenFiles, TokenReader, id_range, pieces
 from gristmill.tokens.writer import TokenWriter
@@ -96,7 +97,7 @@ def open_tokens(prefix: Path | str, reading: Reading | None = None) -> TokenRead
         raise UserError(
             f"the manifest of this set already says how to read it: it is {info.format}",
             where=str(path),
-            remedy="leave out the format, the type and the end of text",
+            remedy="leave out --from, --dtype and --end-of-text",
         )
     files = _format(info.format, where=path).read(path, manifest)
     tokens, documents, dtype = files.tokens, len(files.starts), files.shards[0].dtype
@@ -125,9 +126,6 @@ def create_tokens(new: NewSet) -> TokenWriter:
             where=str(path),
             remedy="give a folder and a name, such as tokens/books",
         )
-    nearest = next(folder for folder in path.absolute().parents if folder.exists())
-    if not nearest.is_dir():
-        raise UserError("this is a file, not a folder", where=str(nearest), exit=Exit.STORAGE)
     chosen = _format(new.format, where=path)
     if new.shard_size is not None and not chosen.sharded:
         several = ", ".join(name for name, row in FORMATS.items() if row.sharded)
@@ -155,27 +153,58 @@ def inspect_tokens(prefix: Path | str, reading: Reading | None = None) -> TokenS
     )
 
 
-def verify_tokens(prefix: Path | str, reading: Reading | None = None) -> list[Problem]:
+@dataclass(frozen=True)
+class VerifyProgress:
+    """How far a verification has come."""
+
+    bytes_done: int
+    bytes_total: int
+    """Every byte is read for its checksum, and every id once more."""
+
+
+class _BytesRead:
+    """Counts the bytes that a verification reads."""
+
+    def __init__(self, show: Callable[[VerifyProgress], None]) -> None:
+        self.total = 0
+        self._done = 0
+        self._show = show
+
+    def add(self, count: int) -> None:
+        self._done += count
+        self._show(VerifyProgress(self._done, self.total))
+
+
+def verify_tokens(
+    prefix: Path | str,
+    reading: Reading | None = None,
+    *,
+    progress: Callable[[VerifyProgress], None] = lambda state: None,
+) -> list[Problem]:
     """Everything that is wrong with a token set; an empty list means that it is intact.
 
     Of a set without a manifest only its own structure and the sign of its ids can be checked.
     """
-    path, problems = Path(prefix), list[Problem]()
+    path, problems, read = Path(prefix), list[Problem](), _BytesRead(progress)
     try:
         manifest = find_manifest(path)
+        if manifest is not None:
+            ids = manifest.info.tokens * stored(manifest.info.dtype).itemsize
+            read.total = sum(facts.bytes for facts in manifest.files.values()) + ids
         if manifest is not None and not (problems := size_problems(path, manifest)):
             changed = "the content changed since it was written: its checksum differs"
             problems = [
                 Problem(changed, str(file_of(path, suffix)), COPY_AGAIN)
                 for suffix, facts in manifest.files.items()
-                if sha256_file(file_of(path, suffix)) != facts.sha256
+                if sha256_file(file_of(path, suffix), read=read.add) != facts.sha256
             ]
         if is_empty_part(path):
             return problems
         reader = open_tokens(path, reading)
     except UserError as error:
         return [*problems, *(problem for problem in error.problems if problem not in problems)]
-    found = [Problem(what, str(path), COPY_AGAIN) for what in _content_problems(reader)]
+    read.total = read.total or len(reader) * stored(reader.info.dtype).itemsize
+    found = [Problem(what, str(path), COPY_AGAIN) for what in _content_problems(reader, read)]
     return [*problems, *found]
 
 
@@ -229,7 +258,7 @@ def _histogram(lengths: Starts) -> dict[int, int]:
     return {2 ** (exponent - 1): int(counts[exponent]) for exponent in found}
 
 
-def _content_problems(reader: TokenReader) -> Iterator[str]:
+def _content_problems(reader: TokenReader, read: _BytesRead) -> Iterator[str]:
     """What is wrong with the ids and with the document starts, the first of each."""
     vocab_size = reader.info.vocab_size
     for start, ids in pieces(reader):
@@ -239,6 +268,7 @@ def _content_problems(reader: TokenReader) -> Iterator[str]:
             of = "any vocabulary" if vocab_size is None else f"the vocabulary of {vocab_size}"
             yield f"the id {int(ids[first])} at position {start + first} is outside {of}"
             break
+        read.add(ids.nbytes)
     starts = reader.document_starts
     gaps = np.diff(starts, append=len(reader))
     if int(starts[0]) != 0:

@@ -7,19 +7,19 @@ under the set's name before `finish`; then, with everything on the disk,
     -> the new files are renamed into place -> the new manifest is written
 
 so a manifest never describes files of another set, and files of two sets never look like one (see
-`gristmill.tokens.foreign` for what is read without a manifest).
+`gristmill.tokens.foreign` for what is read without a manifest). A lock, held from the first byte
+until nothing more is written, keeps a second process away.
 
 A set can outlive its process. Its hidden files then have names that another process finds again,
 and `save` returns the length and checksum of each. The process that resumes cuts them back to that
 length and compares the checksums. If the process was killed while renaming, files that were already
-in place are first renamed back.
+in place are first renamed back. A set can also be rewound to what it was at a `mark`.
 """
 
 from __future__ import annotations
 
 import abc
 import contextlib
-import fcntl
 import hashlib
 import io
 import os
@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gristmill.base.errors import DataError, Exit, UserError
-from gristmill.base.files import sha256_file, storage_errors, sync_folder
+from gristmill.base.files import OutputLock, sha256_file, storage_errors, sync_folder
 from gristmill.tokens.format import (
     FileFacts,
     Manifest,
@@ -45,6 +45,7 @@ from gristmill.tokens.format import (
     stored,
     write_manifest,
 )
+from gristmill.tokens.reader import TokenFiles, TokenReader
 
 _BUFFER = 1 << 20
 _FIXED = (".json", ".idx", ".bin", ".starts")
@@ -55,8 +56,6 @@ class TokenWriter(abc.ABC):
     """A token set that is being written; formats say which files it has and how they are filled."""
 
     def __init__(self, new: NewSet, *, dtype: str) -> None:
-        if not new.state:
-            _refuse_existing(new)
         state = new.state or {}
         self._new = new
         self._dtype = dtype
@@ -70,9 +69,16 @@ class TokenWriter(abc.ABC):
         """Files that are only needed while the set is written."""
         self._content = hashlib.sha256()
         """Of the ids."""
-        with storage_errors(new.prefix):
-            new.prefix.parent.mkdir(parents=True, exist_ok=True)
-            self._open_files()
+        self._lock = OutputLock(new.prefix, purpose="writing")
+        self._lock.acquire()
+        try:
+            if not new.state:
+                _refuse_existing(new)
+            with storage_errors(new.prefix):
+                self._open_files()
+        except BaseException:
+            self.close()
+            raise
 
     @abc.abstractmethod
     def _open_files(self) -> None:
@@ -88,16 +94,27 @@ class TokenWriter(abc.ABC):
         return (starts + self.tokens).astype("<u8").tobytes()
 
     @abc.abstractmethod
-    def _save(self) -> dict[str, Any]:
-        """Flush the files, and describe them for `_open_files`."""
+    def _state(self) -> dict[str, Any]:
+        """Describe the files for `_open_files` and `_rewind`."""
+
+    @abc.abstractmethod
+    def _rewind(self, body: Mapping[str, Any]) -> None:
+        """Cut the files back to what `_state` described."""
+
+    @abc.abstractmethod
+    def _readable(self) -> TokenFiles:
+        """The hidden files as those of a set."""
 
     @abc.abstractmethod
     def _close(self) -> dict[str, FileFacts]:
         """Complete the files and flush them, still under hidden names."""
 
     def _hidden(self, suffix: str, saved: Any = None, header: bytes = b"") -> HashedFile:
-        final, lasting = file_of(self._new.prefix, suffix), self._new.state is not None
-        return HashedFile(final, lasting=lasting, saved=saved, header=header)
+        final = file_of(self._new.prefix, suffix)
+        ending = f"{os.getpid()}.tmp"
+        if self._new.state is not None:
+            ending = f"part{self._new.generation or ''}"
+        return HashedFile(final, ending=ending, saved=saved, header=header)
 
     def add(self, ids: npt.NDArray[Any] | Sequence[int]) -> None:
         """Append one document; an id outside the vocabulary is refused."""
@@ -125,7 +142,7 @@ class TokenWriter(abc.ABC):
             raise DataError(
                 f"the id {outside} is outside the vocabulary of {new.vocab_size}",
                 where=f"document {self.documents} of {new.prefix}",
-                remedy="state the vocabulary size of the tokenizer that made these ids",
+                remedy="name the tokenizer that made these ids (--tokenizer)",
             )
         sequences = starts if sequences is None else sequences
         if starts is not _FIRST:
@@ -146,13 +163,33 @@ class TokenWriter(abc.ABC):
         """
         assert self._new.state is not None, "this set was not begun as one that can be saved"
         with storage_errors(self._new.prefix):
-            body = self._save()
-        return {"tokens": self.tokens, "documents": self.documents, "body": body}
+            for file in (*self._files, *self._scratch):
+                file.flush()
+        return {"tokens": self.tokens, "documents": self.documents, "body": self._state()}
+
+    def mark(self) -> dict[str, Any]:
+        """A place to which the set can be rewound, as JSON; cheap only to the last one made."""
+        for file in (*self._files, *self._scratch):
+            file.mark()
+        return {"tokens": self.tokens, "documents": self.documents, "body": self._state()}
+
+    def rewind(self, mark: Mapping[str, Any]) -> None:
+        """Forget everything that was written after a mark."""
+        if mark["tokens"] == self.tokens:
+            return
+        self.tokens, self.documents = mark["tokens"], mark["documents"]
+        with storage_errors(self._new.prefix):
+            self._rewind(mark["body"])
+
+    def reader(self) -> TokenReader:
+        """What was saved last, for reading; the files stay hidden."""
+        return TokenReader(self._info(), self._readable())
 
     def close(self) -> None:
         """Close the files, and leave what was saved for another process."""
         for file in (*self._files, *self._scratch):
             file.release()
+        self._lock.release()
 
     def finish(self, *, text_bytes: int | None = None, may_be_empty: bool = False) -> TokenSetInfo:
         """Put the set in place, its manifest last.
@@ -173,8 +210,15 @@ class TokenWriter(abc.ABC):
             for file in self._files if self.documents else ():
                 file.publish()
             sync_folder(new.prefix.parent)
-        fingerprint = new.tokenizer["fingerprint"]
-        info = TokenSetInfo(
+        info = self._info(text_bytes)
+        write_manifest(new.prefix, Manifest(info, new.tokenizer, files))
+        if new.state is None:
+            self.abandon()
+        return info
+
+    def _info(self, text_bytes: int | None = None) -> TokenSetInfo:
+        new, fingerprint = self._new, self._new.tokenizer["fingerprint"]
+        return TokenSetInfo(
             format=new.format,
             dtype=self._dtype,
             tokens=self.tokens,
@@ -185,10 +229,6 @@ class TokenWriter(abc.ABC):
             fingerprint=self._content.hexdigest(),
             text_bytes=text_bytes,
         )
-        write_manifest(new.prefix, Manifest(info, new.tokenizer, files))
-        if new.state is None:
-            self.abandon()
-        return info
 
     def abandon(self) -> None:
         """Remove everything that is not in place.
@@ -198,6 +238,9 @@ class TokenWriter(abc.ABC):
         """
         for file in (*self._files, *self._scratch):
             file.discard()
+        if self._new.state is not None:
+            _remove_hidden(self._new)
+        self._lock.release()
 
 
 def shard_suffixes(prefix: Path, ending: str) -> list[str]:
@@ -226,13 +269,22 @@ def _existing(new: NewSet) -> list[str]:
     return [suffix for suffix in suffixes if file_of(prefix, suffix).is_file()]
 
 
+def _remove_hidden(new: NewSet) -> None:
+    """Remove what earlier attempts left: other generations, and shards that are not needed now."""
+    shard = r"(_\d+)?" if new.format in SHARD_ENDINGS else ""
+    name = re.escape(f".{new.prefix.name}") + shard + r"\.(bin|npy|starts|idx(\.\w+)?)\.part\d*"
+    for found in os.listdir(new.prefix.parent):
+        if re.fullmatch(name, found):
+            (new.prefix.parent / found).unlink(missing_ok=True)
+
+
 def _refuse_existing(new: NewSet) -> None:
     manifest = file_of(new.prefix, ".json")
     if manifest.exists() and not is_manifest(manifest):
         raise UserError(
             "this file is not part of a token set, and writing the set would replace it",
             where=str(manifest),
-            remedy="give the token set another name",
+            remedy="give the token set another name (--output)",
             exit=Exit.REFUSED,
         )
     found = [file_of(new.prefix, suffix).name for suffix in _existing(new)]
@@ -241,7 +293,7 @@ def _refuse_existing(new: NewSet) -> None:
         raise UserError(
             f"there is already a token set here ({some})",
             where=str(new.prefix),
-            remedy="give the new set another name, or ask to overwrite this one",
+            remedy="give the new set another name, or replace this one with --overwrite",
             exit=Exit.REFUSED,
         )
 
@@ -253,39 +305,44 @@ class HashedFile:
         self,
         final: Path,
         *,
-        lasting: bool,
+        ending: str,
         saved: Mapping[str, Any] | None = None,
         header: bytes = b"",
     ) -> None:
-        """Begin the file with a header, or resume what `save` described.
-
-        A `lasting` file has a name that another process finds again.
-        """
-        ending = "part" if lasting else f"{os.getpid()}.tmp"
+        """Begin the file with a header, or resume what `state` described; `ending` hides it."""
         self._final = final
-        self._temporary = final.with_name(f".{final.name}.{ending}")
+        self.path = final.with_name(f".{final.name}.{ending}")
         self.bytes = int(saved["bytes"]) if saved is not None else 0
         if saved is not None:
             # It may be in its final place already.
-            if not self._temporary.is_file() and final.is_file():
-                os.replace(final, self._temporary)
-            if not self._temporary.is_file() or self._temporary.stat().st_size < self.bytes:
-                raise _changed(self._temporary)
-        raw = io.FileIO(os.open(self._temporary, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
-        if lasting:
-            _lock(raw, where=final)
-        raw.truncate(self.bytes)
-        self._file = io.BufferedRandom(raw, _BUFFER)
+            published = not self.path.is_file() and final.is_file()
+            if published and final.stat().st_size == self.bytes:
+                os.replace(final, self.path)
+            if not self.path.is_file() or self.path.stat().st_size < self.bytes:
+                raise _changed(self.path)
+        self._flushed = -1
+        """The length at the last flush."""
+        self._file = self._open()
+        self._file.truncate(self.bytes)
         self.hash = hashlib.sha256()
         if saved is None:
             self.write(header)
-            return
-        # `close_with` may have replaced the header.
-        self._file.write(header)
+        else:
+            # `close_with` may have replaced the header.
+            self._file.write(header)
+            self._hash_content()
+            if self.hash.hexdigest() != saved.get("sha256", self.hash.hexdigest()):
+                raise _changed(self.path)
+        self.mark()
+
+    def _open(self) -> io.BufferedRandom:
+        raw = io.FileIO(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+        return io.BufferedRandom(raw, _BUFFER)
+
+    def _hash_content(self) -> None:
+        self.hash = hashlib.sha256()
         for piece in self.content():
             self.hash.update(piece)
-        if self.hash.hexdigest() != saved.get("sha256", self.hash.hexdigest()):
-            raise _changed(self._temporary)
 
     def content(self, begin: int = 0) -> Iterator[bytes]:
         """What was written so far, piece by piece."""
@@ -298,26 +355,50 @@ class HashedFile:
         self.bytes += len(data)
         self.hash.update(data)
 
-    def save(self) -> dict[str, Any]:
-        """Flush the content to the disk; its length and checksum."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+    def state(self) -> dict[str, Any]:
+        """Its length and checksum."""
         return {"bytes": self.bytes, "sha256": self.hash.hexdigest()}
 
+    def flush(self) -> None:
+        """Flush the content to the disk."""
+        if not self._file.closed and self._flushed != self.bytes:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._flushed = self.bytes
+
+    def mark(self) -> None:
+        """Make it cheap to rewind to this place."""
+        if not self._file.closed:
+            self._mark = self.bytes, self.hash.copy()
+
+    def rewind(self, size: int) -> None:
+        """Cut the file back to its first bytes, even if it was closed."""
+        if self._file.closed:
+            self._file = self._open()
+        self._file.truncate(size)
+        self._flushed = -1
+        self.bytes, marked = size, self._mark
+        if marked[0] == size:
+            self.hash = marked[1].copy()
+            self._file.seek(size)
+        else:
+            self._hash_content()
+
     def close(self) -> FileFacts:
-        facts = FileFacts(**self.save())
+        self.flush()
         self._file.close()
-        return facts
+        return FileFacts(**self.state())
 
     def close_with(self, header: bytes) -> FileFacts:
         """Replace the header and close; reads the file once more for its checksum."""
         self._file.seek(0)
         self._file.write(header)
+        self._flushed = -1
         self.close()
-        return FileFacts(bytes=self.bytes, sha256=sha256_file(self._temporary))
+        return FileFacts(bytes=self.bytes, sha256=sha256_file(self.path))
 
     def publish(self) -> None:
-        os.replace(self._temporary, self._final)
+        os.replace(self.path, self._final)
 
     def release(self) -> None:
         """Close the file without flushing it: nobody needs the rest, and the disk may be full."""
@@ -326,30 +407,13 @@ class HashedFile:
 
     def discard(self) -> None:
         self.release()
-        self._temporary.unlink(missing_ok=True)
-
-
-def _lock(file: io.FileIO, *, where: Path) -> None:
-    """Keep other processes away until the file is closed."""
-    try:
-        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
-        raise UserError(
-            "another process is writing this token set",
-            where=str(where),
-            remedy="wait for it to end, or give the new set another name",
-            exit=Exit.REFUSED,
-        ) from error
-    except OSError:
-        # Some network file systems have no locks.
-        return
+        self.path.unlink(missing_ok=True)
 
 
 def _changed(path: Path) -> UserError:
     return UserError(
         "this file of the unfinished set is not what was saved",
         where=str(path),
-        remedy="overwrite the set, which starts it again",
+        remedy="start it again with --overwrite",
         exit=Exit.STORAGE,
     )

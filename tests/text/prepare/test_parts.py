@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from gristmill.base.errors import UserError
 from gristmill.cli.main import app
-from gristmill.text.prepare.parts import PartNumber, parse_part, spans_of
+from gristmill.text.prepare.parts import WHOLE, PartNumber, parse_part, spans_of
 from gristmill.text.prepare.prepare import prepare
 from gristmill.text.prepare.request import PrepareRequest
 from gristmill.text.sources.blocks import lines_before
@@ -31,13 +31,77 @@ def test_numbers() -> None:
     assert parse_part("2/8") == PartNumber(2, 8)
     assert PartNumber(2, 8).suffix == ".part-2-of-8"
     assert PartNumber(2, 100).suffix == ".part-002-of-100"
-    slurm = {"SLURM_ARRAY_TASK_ID": "6", "SLURM_ARRAY_TASK_COUNT": "4", "SLURM_ARRAY_TASK_MIN": "4"}
-    assert parse_part("slurm", slurm) == PartNumber(3, 4)
-    for wrong in ("0/3", "4/3", "1", "a/b", "-1/2", "1/0"):
+    assert parse_part("2", parts=8) == parse_part("2/8", parts=8) == PartNumber(2, 8)
+    assert parse_part(None) == WHOLE
+    for wrong in ("0/3", "4/3", "1/0"):
+        with pytest.raises(UserError, match=r"does not exist|not a part"):
+            parse_part(wrong)
+    for wrong in ("a/b", "-1/2", "", "1/"):
         with pytest.raises(UserError, match="not a part of a whole"):
             parse_part(wrong)
-    with pytest.raises(UserError, match="job array"):
-        parse_part("slurm", {})
+    with pytest.raises(
+        UserError, match=r"--part 2: the number of parts is not known\n +add --parts"
+    ):
+        parse_part("2")
+    with pytest.raises(UserError, match="--part 2/8: this contradicts --parts 9"):
+        parse_part("2/8", parts=9)
+
+
+def slurm_array(task: int, first: int, last: int, count: int | None = None) -> dict[str, str]:
+    numbers = {"ID": task, "MIN": first, "MAX": last, "COUNT": count or last - first + 1}
+    return {f"SLURM_ARRAY_TASK_{name}": str(number) for name, number in numbers.items()}
+
+
+def test_a_task_of_a_job_array_does_the_part_of_its_number() -> None:
+    whole = slurm_array(3, 1, 8)
+    for part, parts in (("slurm", None), ("slurm", 8), (None, 8)):
+        assert parse_part(part, parts=parts, environment=whole) == PartNumber(3, 8)
+    # The same task once more, alone, with two others, or in another array.
+    for again in (slurm_array(3, 3, 3), slurm_array(3, 3, 7, 3), slurm_array(3, 1, 3, 2)):
+        assert parse_part("slurm", parts=8, environment=again) == PartNumber(3, 8)
+        assert parse_part(None, parts=8, environment=again) == PartNumber(3, 8)
+        with pytest.raises(
+            UserError, match=r"task 3: the number of parts is not known\n.*add --parts"
+        ):
+            parse_part("slurm", environment=again)
+    with pytest.raises(UserError, match="number of parts is not known"):
+        parse_part("slurm", environment=slurm_array(1, 1, 1))
+    for parts in (None, 8):
+        with pytest.raises(UserError, match=r"counted from 0.*\n.*--array=1-8"):
+            parse_part("slurm", parts=parts, environment=slurm_array(3, 0, 7))
+    with pytest.raises(UserError, match="part 9 of 8 does not exist"):
+        parse_part("slurm", parts=8, environment=slurm_array(9, 9, 9))
+
+
+def test_other_schedulers_and_none() -> None:
+    assert parse_part(None, parts=8, environment={"PBS_ARRAY_INDEX": "3"}) == PartNumber(3, 8)
+    assert parse_part("pbs", parts=8, environment={"PBS_ARRAY_INDEX": "3"}) == PartNumber(3, 8)
+    with pytest.raises(UserError, match="add --parts"):
+        parse_part("pbs", environment={"PBS_ARRAY_INDEX": "3"})
+    step = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "8"}
+    assert parse_part("slurm", environment=step) == PartNumber(3, 8)
+    assert parse_part(None, parts=9, environment=step) == PartNumber(3, 9)
+    # A batch script, and one task of srun: neither says which part it is.
+    alone = ({"SLURM_PROCID": "0"}, {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, {})
+    for environment in alone:
+        for part, parts in (("slurm", None), ("slurm", 8), (None, 8)):
+            with pytest.raises(UserError, match=r"not a task of a job array.*\n.*--part 2/8"):
+                parse_part(part, parts=parts, environment=environment)
+    with pytest.raises(UserError, match="PBS_ARRAY_INDEX is not set"):
+        parse_part("pbs", parts=8, environment=step)
+
+
+def test_one_task_again_makes_its_own_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in slurm_array(3, 3, 3).items():
+        monkeypatch.setenv(name, value)
+    words = ["prepare", *write(tmp_path / "in", 7), "-o", str(tmp_path / "set"), "-t", "bytes"]
+    refused = CliRunner().invoke(app, [*words, "--part", "slurm"])
+    assert isinstance(refused.exception, UserError)
+    assert list(tmp_path.glob("set*")) == []
+    made = CliRunner().invoke(app, [*words, "--part", "slurm", "--parts", "4"])
+    assert made.exit_code == 0, made.output
+    assert (tmp_path / "set.part-3-of-4.json").is_file()
+    assert not (tmp_path / "set.json").exists()
 
 
 def write(folder: Path, seed: int) -> list[str]:
@@ -114,6 +178,19 @@ def test_merged_parts_are_the_files_of_one_preparation(tmp_path: Path, format: s
     assert files_of(tmp_path / "out") == files_of(tmp_path / "one")
 
 
+def test_a_linked_folder_is_counted_once_in_all_parts(tmp_path: Path) -> None:
+    sources = write(tmp_path / "in", 7)
+    (tmp_path / "in" / "linked").symlink_to(tmp_path)
+    for number in (1, 2):
+        prepare(PrepareRequest(sources, tmp_path / "set", BYTES, part=PartNumber(number, 2)))
+    whole = prepare(PrepareRequest(sources, tmp_path / "whole", BYTES)).keys[0]
+    words = ["tokens", "merge", str(tmp_path / "set.part-*"), "-o", str(tmp_path / "set")]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    merged = json.loads((tmp_path / "set.ledger.json").read_text())
+    assert merged == whole.ledger.as_json()
+    assert merged["skipped"] == {"linked folder": 1}
+
+
 def test_a_missing_part_is_named(tmp_path: Path) -> None:
     sources = write(tmp_path / "in", 7)
     for number in (1, 3):
@@ -136,7 +213,7 @@ def test_spans_and_lines(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("0123\n5678\n0\n")
     options = ReadOptions()
-    sources = find_sources([str(path)], options)
+    sources = find_sources([str(path)], options).sources
     spans = [spans_of(sources, options, PartNumber(n, 3)) for n in (1, 2, 3)]
     assert [(span.begin, span.end) for (span,) in spans] == [(0, 4), (4, 8), (8, 12)]
     # Line 2 begins at byte 5 and line 3 at byte 10.

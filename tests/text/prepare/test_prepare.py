@@ -17,13 +17,9 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.text.prepare import prepare as module
 from gristmill.text.prepare.ledger import Ledger
 from gristmill.text.prepare.outputs import PreparedSet
-from gristmill.text.prepare.prepare import (
-    PrepareProgress,
-    PrepareResult,
-    prepare,
-    prepare_documents,
-)
+from gristmill.text.prepare.prepare import PrepareResult, prepare, prepare_documents
 from gristmill.text.prepare.request import PrepareRequest, parse_holdout
+from gristmill.text.prepare.work_plan import PrepareProgress
 from gristmill.text.sources.source import Document, DocumentSplit, Dropped, ReadOptions, Reason
 from gristmill.text.tokenizers.tokenizer import ByteTokenizer, open_tokenizer
 from gristmill.text.tokenizers.training import train_tokenizer
@@ -78,6 +74,8 @@ def test_the_set_and_what_lies_beside_it(lines: Path, tmp_path: Path) -> None:
             {"origin": f"{lines}:2", "reason": "invalid json"},
             {"origin": f"{lines}:4", "reason": "missing key"},
         ],
+        "skipped": {},
+        "first_skipped": [],
     }
     assert sorted(os.listdir(tmp_path / "out")) == [
         "set.bin", "set.json", "set.ledger.json", "set.starts", "set.tokenizer"

@@ -17,10 +17,12 @@ from typing import Any
 import pytest
 
 from gristmill.base.errors import Exit, UserError
+from gristmill.text.prepare.outputs import save_tokenizer
 from gristmill.text.prepare.prepare import prepare
 from gristmill.text.prepare.request import PrepareRequest, parse_holdout
 from gristmill.text.sources.source import ReadOptions
 from gristmill.text.tokenizers.tokenizer import ByteTokenizer
+from gristmill.tokens.format import write_manifest
 from gristmill.tokens.store import verify_tokens
 
 BYTES = ByteTokenizer()
@@ -243,13 +245,12 @@ def test_another_request_is_refused_and_loses_nothing(
     with pytest.raises(UserError, match="differs in: append_eod") as caught:
         run(source, tmp_path / "out", append_end_of_text=False)
     assert caught.value.exit is Exit.REFUSED
-    with source.open("a") as file:
-        file.write('{"text": "one more"}\n')
+    other = write_lines(tmp_path / "other.jsonl", 40)
     with pytest.raises(UserError, match="differs in: sources"):
-        run(source, tmp_path / "out")
+        run(other, tmp_path / "out")
     assert files_of(tmp_path / "out") == before
-    assert run(source, tmp_path / "out", overwrite=True) == []
-    run(source, tmp_path / "whole")
+    assert run(other, tmp_path / "out", overwrite=True) == []
+    run(other, tmp_path / "whole")
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
@@ -291,6 +292,82 @@ def test_two_processes_do_not_write_one_set(source: Path, tmp_path: Path) -> Non
 
     run(source, tmp_path / "out", progress=meanwhile, options=ReadOptions())
     assert verify_tokens(tmp_path / "out" / "set") == []
+
+
+@pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
+def test_a_second_start_at_the_very_end_touches_nothing(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    run(source, tmp_path / "whole", **options)
+    seconds = 0
+
+    def meanwhile(real: Callable[..., Any]) -> Callable[..., Any]:
+        def second_start(*arguments: Any, **named: Any) -> Any:
+            nonlocal seconds
+            with monkeypatch.context() as patched:
+                for name, function in originals.items():
+                    patched.setattr(name, function)
+                for overwrite in (False, True):
+                    with pytest.raises(UserError, match="another process is writing") as caught:
+                        run(source, tmp_path / "out", overwrite=overwrite, **options)
+                    assert caught.value.exit is Exit.REFUSED
+            seconds += 1
+            return real(*arguments, **named)
+
+        return second_start
+
+    originals = {
+        "gristmill.tokens.writer.write_manifest": write_manifest,
+        "os.replace": os.replace,
+        "gristmill.text.prepare.outputs.save_tokenizer": save_tokenizer,
+    }
+    with monkeypatch.context() as patched:
+        for name, function in originals.items():
+            patched.setattr(name, meanwhile(function))
+        run(source, tmp_path / "out", save_every=1000, **options)
+    assert seconds > 5
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    with pytest.raises(UserError, match="already a token set"):
+        run(source, tmp_path / "out", **options)
+
+
+def test_a_second_process_while_the_manifest_is_written(source: Path, tmp_path: Path) -> None:
+    script, go = tmp_path / "slow.py", tmp_path / "go"
+    os.mkfifo(go)
+    script.write_text(
+        "import sys\n"
+        "from gristmill.cli.main import main\n"
+        "from gristmill.tokens import writer\n"
+        "real = writer.write_manifest\n"
+        "def wait(*arguments):\n"
+        "    print('writing', flush=True)\n"
+        f"    open({str(go)!r}).read()\n"
+        "    return real(*arguments)\n"
+        "writer.write_manifest = wait\n"
+        "main()\n"
+    )
+    words = ["prepare", str(source), "-o", str(tmp_path / "out" / "set"), "-t", "bytes"]
+    words += ["--workers", "1"]
+    first = subprocess.Popen([sys.executable, str(script), *words], stdout=subprocess.PIPE)
+    assert first.stdout is not None
+    assert first.stdout.readline() == b"writing\n"
+    second = subprocess.run(
+        [sys.executable, "-m", "gristmill", *words], capture_output=True, text=True, check=False
+    )
+    go.write_text("go")
+    first.communicate()
+    assert (first.returncode, second.returncode) == (0, Exit.REFUSED)
+    assert f"another process is writing this token set (process {first.pid} on" in second.stderr
+    assert verify_tokens(tmp_path / "out" / "set") == []
+
+
+def test_the_lock_of_a_killed_process_is_no_obstacle(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    for purpose in ("prepare", "writing"):
+        (tmp_path / "out" / f".set.{purpose}.lock").write_text("process 1 on elsewhere\n")
+    run(source, tmp_path / "out")
+    run(source, tmp_path / "whole")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
 def test_control_c_says_how_to_go_on(tmp_path: Path) -> None:

@@ -108,11 +108,13 @@ def test_mistakes_are_named(library: Any, tmp_path: Path) -> None:
     rows = library.Dataset.from_list([{"number": 1, "title": "a", "body": "b"}])
     library.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "data")
     source = f"hf:{tmp_path}/data"
-    assert DatasetSource(source, ReadOptions()).column == "title"
+    asked = DatasetSource(source, ReadOptions(keys=("title",)))
+    assert list(asked.documents_from(0)) == ["a"]
     assert list(DatasetSource(f"{source}?column=body", ReadOptions()).documents_from(0)) == ["b"]
     for query, message in {
         "column=number": "the column 'number' holds no text",
-        "column=text": r"no such column: the columns are number \(int64\), title",
+        "column=text": r"no column 'text'; the columns are: number \(int64\), title",
+        "split=train": r"no column 'text'; the columns are: .*\n.*column=…, or --json-key",
         "split=dev": "no split 'dev': the splits are train, test",
     }.items():
         with pytest.raises(UserError, match=message):
@@ -120,7 +122,7 @@ def test_mistakes_are_named(library: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such folder"):
         DatasetSource(f"hf:{tmp_path}/nothing", ReadOptions())
     library.Dataset.from_list([{"number": 1}]).save_to_disk(tmp_path / "numbers")
-    with pytest.raises(UserError, match="no column holds text: number"):
+    with pytest.raises(UserError, match="no column 'text'; the columns are: number"):
         DatasetSource(f"hf:{tmp_path}/numbers", ReadOptions())
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="cannot be opened"):

@@ -59,7 +59,7 @@ def test_the_beginning_tells_what_a_file_is(
 ) -> None:
     packed = gzip.compress(content.encode() if isinstance(content, str) else content)
     for path in (written(tmp_path, content), written(tmp_path, packed, "b.json.gz")):
-        (source,) = find_sources([str(path)], ReadOptions())
+        (source,) = find_sources([str(path)], ReadOptions()).sources
         assert source.extension == shape
 
 

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import lzma
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,8 +19,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.text.sources.reading import SourceReader
-from gristmill.text.sources.source import Document, DocumentSplit, Dropped, ReadOptions, Reason
+from gristmill.text.sources.reading import SourceReader, cut_source, find_sources
+from gristmill.text.sources.source import (
+    Document,
+    DocumentSplit,
+    Dropped,
+    ReadOptions,
+    Reason,
+    SkipReason,
+)
 
 
 def texts(*paths: Path | str, json_key: str = "text", **options: Any) -> list[str | Reason]:
@@ -81,6 +89,43 @@ def test_byte_order_mark_and_carriage_returns(tmp_path: Path) -> None:
     assert texts(plain) == ["one\ntwo\n\nthree\n"]
     assert texts(plain, split=DocumentSplit.LINE) == ["one", "two", Reason.EMPTY_TEXT, "three"]
     assert texts(plain, split=DocumentSplit.BLANK) == ["one\ntwo", "three"]
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".txt", ".csv", ".json", ".jsonl.gz"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_other_encodings_are_recognised(tmp_path: Path, ending: str, encoding: str) -> None:
+    text = {
+        ".txt": "plain text\nof two lines\n",
+        ".csv": "number,text\n1,one\n",
+        ".json": '[{"text": "one"},\n{"text": "two"}]',
+    }.get(ending, '{"text": "one"}\n{"text": "two"}\n')
+    path = tmp_path / f"a{ending}"
+    content = text.encode(encoding)
+    path.write_bytes(gzip.compress(content) if ending.endswith("gz") else content)
+    name = {"utf-16-le": "UTF-16LE", "utf-16-be": "UTF-16BE"}.get(encoding, encoding.upper())
+    for split in DocumentSplit:
+        with pytest.raises(UserError) as caught:
+            texts(path, split=split)
+        (problem,) = caught.value.problems
+        assert problem.what.startswith(f"this file is {name}, not UTF-8: ")
+        assert problem.remedy == f"convert it: iconv -f {name} -t UTF-8 OLD > NEW"
+        assert problem.where == f"{path}:1"
+
+
+def test_another_part_recognises_the_encoding_too(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(('{"text": "one"}\n' * 9).encode("utf-16"))
+    (source,) = find_sources([str(path)], ReadOptions()).sources
+    (block,) = cut_source(source, ReadOptions(), 100)
+    assert "UTF-16" in str(block.content.failure)
+
+
+@pytest.mark.parametrize(
+    "content", [b"a", b"a\0b", b"a\0\0\0b", "\N{SNOWMAN}\0x".encode(), bytes(9)]
+)
+def test_zeros_alone_are_no_other_encoding(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.txt").write_bytes(content)
+    assert texts(tmp_path / "a.txt") == [content.decode()]
 
 
 def test_blocks_know_where_they_begin(tmp_path: Path) -> None:
@@ -184,6 +229,73 @@ def test_folders_globs_and_order(tmp_path: Path) -> None:
 def test_a_name_with_glob_characters_is_taken_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "a[1].txt").write_text("literal")
     assert texts(tmp_path / "a[1].txt") == ["literal"]
+
+
+@pytest.fixture
+def odd_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with things in it that are not read."""
+    folder = tmp_path / "odd"
+    for name in ("a.txt", "deep/b.txt", "private/c.txt", "private/deep/d.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "e.txt").write_text("e")
+    (folder / "linked").symlink_to(tmp_path / "elsewhere")
+    (folder / "z.txt").symlink_to(tmp_path / "elsewhere" / "e.txt")
+    (folder / "broken.txt").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(folder / "pipe")
+    real = os.scandir
+
+    def scandir(path: Any = ".") -> Any:
+        # Tests may run as root, whom no permission stops.
+        if Path(path) == folder / "private":
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    return folder
+
+
+def test_what_is_left_out_of_a_folder_is_listed(odd_folder: Path) -> None:
+    reader = SourceReader([str(odd_folder)])
+    assert texts(odd_folder) == ["a.txt", "deep/b.txt", "e"]
+    assert {(item.reason, item.origin) for item in reader.skipped} == {
+        (SkipReason.UNREADABLE_FOLDER, str(odd_folder / "private")),
+        (SkipReason.LINKED_FOLDER, str(odd_folder / "linked")),
+        (SkipReason.BROKEN_LINK, str(odd_folder / "broken.txt")),
+        (SkipReason.SPECIAL_FILE, str(odd_folder / "pipe")),
+    }
+    assert len(reader.skipped) == 4
+
+
+def test_what_a_pattern_leaves_out_is_listed(odd_folder: Path) -> None:
+    reader = SourceReader([str(odd_folder / "**" / "*.txt")])
+    assert {(item.reason, item.origin) for item in reader.skipped} == {
+        (SkipReason.UNREADABLE_FOLDER, str(odd_folder / "private")),
+        (SkipReason.BROKEN_LINK, str(odd_folder / "broken.txt")),
+    }
+    reader = SourceReader([str(odd_folder / "[ad]*")])
+    assert [(item.reason, item.origin) for item in reader.skipped] == [
+        (SkipReason.UNSEARCHED_FOLDER, str(odd_folder / "deep"))
+    ]
+    with pytest.raises(UserError, match=r"no file matches that can be read: .*private"):
+        SourceReader([str(odd_folder / "priv*")])
+
+
+def test_a_folder_without_readable_files_says_why(odd_folder: Path) -> None:
+    with pytest.raises(UserError, match=r"holds no files that can be read: .*Permission denied"):
+        SourceReader([str(odd_folder / "private")])
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_an_empty_name_is_not_the_current_folder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"name of a source is empty\n.*current folder is: \."):
+        SourceReader([name])
+    assert texts(".") == ["a"]
 
 
 def test_missing_sources_are_named(tmp_path: Path) -> None:

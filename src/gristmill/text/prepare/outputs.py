@@ -13,14 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from gristmill.base.files import storage_errors, write_json
+from gristmill.base.files import make_folder, write_json
 from gristmill.text.prepare.ledger import LEDGER_FILE, HopelessError, Ledger
 from gristmill.text.prepare.parts import WHOLE
+from gristmill.text.prepare.records import KeptSpan, KeptTokens, KeyRecord, SetCounts
 from gristmill.text.prepare.request import PrepareRequest
 from gristmill.text.prepare.workers import EncodedBlock, EncodedColumn
-from gristmill.text.sources.source import Dropped
+from gristmill.text.sources.source import Dropped, Skipped
 from gristmill.text.tokenizers.tokenizer import TOKENIZER_FILES, Tokenizer
 from gristmill.tokens.format import NewSet, TokenSetInfo, file_of
+from gristmill.tokens.reader import PIECE, TokenReader
 from gristmill.tokens.store import create_tokens
 from gristmill.tokens.writer import TokenWriter
 
@@ -50,13 +52,42 @@ class _OpenSet:
     prefix: Path
     writer: TokenWriter
     text_bytes: int
+    begin: Mapping[str, Any]
+    """A mark at the beginning of the span that is being written."""
 
     def append(self, column: EncodedColumn) -> None:
         self.writer.append(column.ids, starts=np.cumsum(column.lengths) - column.lengths)
         self.text_bytes += int(column.text_bytes.sum())
 
-    def save(self) -> dict[str, Any]:
-        return {"writer": self.writer.save(), "counts": {"text_bytes": self.text_bytes}}
+    def copy(self, kept: KeptTokens) -> None:
+        begin, end = kept.begin, kept.begin + kept.counts
+        starts = kept.reader.document_starts[begin.documents : end.documents]
+        for place in range(begin.tokens, end.tokens, PIECE):
+            ids = kept.reader.read(place, min(PIECE, end.tokens - place))
+            low, high = np.searchsorted(starts, [place, place + len(ids)])
+            self.writer.append(ids, starts=starts[low:high] - place)
+        self.text_bytes += kept.counts.text_bytes
+
+    @property
+    def counts(self) -> SetCounts:
+        """Of the span that is being written."""
+        begin = self.begin["writer"]
+        return SetCounts(
+            self.writer.tokens - begin["tokens"],
+            self.writer.documents - begin["documents"],
+            self.text_bytes - self.begin["text_bytes"],
+        )
+
+    def mark(self) -> None:
+        self.begin = {"writer": self.writer.mark(), "text_bytes": self.text_bytes}
+
+    def rewind(self) -> None:
+        self.writer.rewind(self.begin["writer"])
+        self.text_bytes = self.begin["text_bytes"]
+
+    def save(self, *, rewound: bool) -> dict[str, Any]:
+        now = {"writer": self.writer.save(), "text_bytes": self.text_bytes}
+        return {**(self.begin if rewound else now), "begin": self.begin}
 
 
 @dataclass
@@ -65,6 +96,9 @@ class _OpenKey:
 
     key: str
     ledger: Ledger
+    """Of the spans that are done."""
+    current: Ledger
+    """Of the span that is being written."""
     sets: list[_OpenSet]
 
 
@@ -76,17 +110,20 @@ class Outputs:
         request: PrepareRequest,
         tokenizer: Tokenizer,
         states: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        generation: int = 0,
     ) -> None:
         """Begin the sets; with states they outlive their process: () begins, others resume them."""
         self.encoder = ""
         """The library that encoded the last block."""
+        self.copied = 0
+        """Bytes of text whose tokens were taken over from an earlier generation."""
         self._request = request
         self._tokenizer = tokenizer
         self._resumable = states is not None
+        self._generation = generation
         self._keys: list[_OpenKey] = []
-        folder = request.name.parent
-        with storage_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
+        make_folder(request.name.parent)
         try:
             for number, key in enumerate(request.options.keys):
                 self._open(key, states[number] if states else None)
@@ -98,10 +135,13 @@ class Outputs:
             raise
 
     def _open(self, key: str, state: Mapping[str, Any] | None) -> None:
-        ledger = Ledger.from_json(state["ledger"]) if state else Ledger()
-        self._keys.append(_OpenKey(key, ledger, []))
+        ledger, current = (
+            Ledger.from_json(state[name]) if state else Ledger() for name in ("ledger", "current")
+        )
+        self._keys.append(_OpenKey(key, ledger, current, []))
         for number, split in enumerate(self._request.splits):
-            saved = state["sets"][number] if state else {"writer": {}, "counts": {"text_bytes": 0}}
+            saved: Mapping[str, Any] = {"writer": {}, "text_bytes": 0}
+            saved = state["sets"][number] if state else saved
             prefix = self._request.prefix(key, split)
             writer = create_tokens(
                 NewSet(
@@ -113,9 +153,13 @@ class Outputs:
                     shard_size=self._request.shard_size,
                     overwrite=self._request.overwrite,
                     state=saved["writer"] if self._resumable else None,
+                    generation=self._generation,
                 )
             )
-            self._keys[-1].sets.append(_OpenSet(prefix, writer, saved["counts"]["text_bytes"]))
+            one = _OpenSet(prefix, writer, saved["text_bytes"], saved.get("begin", {}))
+            if not one.begin:
+                one.mark()
+            self._keys[-1].sets.append(one)
 
     @property
     def _sets(self) -> Iterator[_OpenSet]:
@@ -123,7 +167,7 @@ class Outputs:
 
     @property
     def kept(self) -> int:
-        return sum(key.ledger.kept for key in self._keys)
+        return sum(key.ledger.kept + key.current.kept for key in self._keys)
 
     @property
     def tokens(self) -> int:
@@ -139,7 +183,7 @@ class Outputs:
         """Write a block whose first line is number `line` of a source; `origin` names a place."""
         self.encoder = block.encoder
         for key, column in zip(self._keys, block.columns, strict=True):
-            key.ledger.lines += block.rows
+            key.current.lines += block.rows
             for place, reason in column.dropped:
                 if self._request.strict:
                     raise HopelessError(
@@ -147,8 +191,8 @@ class Outputs:
                         where=origin(place),
                         remedy="fix it, or leave out --strict to drop such lines",
                     )
-                key.ledger.drop(Dropped(reason, origin(place)))
-            key.ledger.kept += len(column.lengths)
+                key.current.drop(Dropped(reason, origin(place)))
+            key.current.kept += len(column.lengths)
             if len(column.lengths):
                 self._append(key.sets, column, source=source, line=line)
 
@@ -165,16 +209,60 @@ class Outputs:
             if mine.any():
                 one.append(column.only(mine))
 
-    def save(self) -> list[dict[str, Any]]:
-        """Flush everything; the result lets another process continue."""
+    def copy(self, kept: KeptSpan) -> None:
+        """Write what is kept of a span from an earlier generation."""
+        for key, ledger, tokens in zip(self._keys, kept.ledgers, kept.tokens, strict=True):
+            key.current.add(ledger)
+            for one, source in zip(key.sets, tokens, strict=True):
+                one.copy(source)
+                self.copied += source.counts.text_bytes
+
+    def rewind(self) -> None:
+        """Forget everything since the last span was done."""
+        for key in self._keys:
+            key.current = Ledger()
+            for one in key.sets:
+                one.rewind()
+
+    def skip(self, item: Skipped) -> None:
+        """Note that a file is left out."""
+        for key in self._keys:
+            key.current.skip(item)
+
+    def close_span(self) -> list[KeyRecord]:
+        """End the span that is being written; what it gave."""
+        made = []
+        for key in self._keys:
+            made.append(KeyRecord(key.current, [one.counts for one in key.sets]))
+            key.ledger.add(key.current)
+            key.current = Ledger()
+            for one in key.sets:
+                one.mark()
+        return made
+
+    def save(self, *, rewound: bool = False) -> list[dict[str, Any]]:
+        """Flush everything; the result lets another process continue, if so requested from the
+        beginning of the span that is being written."""
         return [
-            {"ledger": key.ledger.as_json(), "sets": [one.save() for one in key.sets]}
+            {
+                "ledger": key.ledger.as_json(),
+                "current": (Ledger() if rewound else key.current).as_json(),
+                "sets": [one.save(rewound=rewound) for one in key.sets],
+            }
             for key in self._keys
         ]
 
-    def finish(self) -> tuple[PreparedKey, ...]:
-        """Put all sets in place."""
+    def readers(self) -> list[list[TokenReader]]:
+        """The sets as they were saved, by key."""
+        return [[one.writer.reader() for one in key.sets] for key in self._keys]
+
+    def finish(self, skipped: Sequence[Skipped] = ()) -> tuple[PreparedKey, ...]:
+        """Put all sets in place; the ledgers also name what was left out of folders."""
         may_be_empty = self._request.part != WHOLE
+        # Every part finds the same, and the ledgers of all parts are added up.
+        for item in skipped if self._request.part.number == 1 else ():
+            self.skip(item)
+        self.close_span()
         for key in self._keys:
             key.ledger.check(may_be_empty=may_be_empty)
             for one in key.sets:

@@ -44,30 +44,75 @@ class PartNumber:
 
 WHOLE = PartNumber(1, 1)
 
+_SCHEDULERS = ("slurm", "pbs")
 
-def parse_part(part: str, environment: Mapping[str, str] = os.environ) -> PartNumber:
-    """The part that "2/8" names, or "slurm": the task of a job array."""
-    number = of = 0
-    if part == "slurm":
-        try:
-            first = int(environment.get("SLURM_ARRAY_TASK_MIN", "0"))
-            number = int(environment["SLURM_ARRAY_TASK_ID"]) - first + 1
-            of = int(environment["SLURM_ARRAY_TASK_COUNT"])
-        except (KeyError, ValueError) as error:
-            raise UserError(
-                "this is not a task of a Slurm job array: SLURM_ARRAY_TASK_ID and "
-                "SLURM_ARRAY_TASK_COUNT are not set",
-                where="--part slurm",
-                remedy="submit with sbatch --array=1-8, or give the part: --part 2/8",
-            ) from error
-    elif match := re.fullmatch(r"(\d+)/(\d+)", part):
-        number, of = int(match[1]), int(match[2])
-    if 1 <= number <= of:
+
+def parse_part(
+    part: str | None, *, parts: int | None = None, environment: Mapping[str, str] = os.environ
+) -> PartNumber:
+    """The part that "2/8" names, or "2" of so many parts, or the scheduler for this task.
+
+    Task 3 of a job array does part 3, whichever tasks run with it, so that it can run again alone.
+    """
+    if part is None and parts is None:
+        return WHOLE
+    where = f"--part {part}" if part else f"--parts {parts}"
+    number, of = 0, parts
+    if part is None or part in _SCHEDULERS:
+        number, counted = _task(environment, scheduler=part, where=where)
+        of = parts or counted
+    elif given := re.fullmatch(r"(\d+)(?:/(\d+))?", part):
+        number, of = int(given[1]), int(given[2]) if given[2] else parts
+        if parts not in (None, of):
+            raise UserError(f"this contradicts --parts {parts}", where=where)
+    if number and of is None:
+        raise UserError(
+            "the number of parts is not known",
+            where=where if part == str(number) else f"{where}, task {number}",
+            remedy="add --parts, such as --parts 8",
+        )
+    if of is not None and 1 <= number <= of:
         return PartNumber(number, of)
     raise UserError(
-        f"{part!r} is not a part of a whole",
-        where="--part",
+        f"part {number} of {of} does not exist" if of else f"{part!r} is not a part of a whole",
+        where=where,
         remedy="give its number and the number of parts, such as 2/8; the first is 1/8",
+    )
+
+
+def _task(
+    environment: Mapping[str, str], *, scheduler: str | None, where: str
+) -> tuple[int, int | None]:
+    """The number of this task, and how many there are if all of them are certain to be here."""
+
+    def value(name: str) -> int | None:
+        text = environment.get(name, "")
+        return int(text) if text.isdigit() else None
+
+    slurm, pbs = value("SLURM_ARRAY_TASK_ID"), value("PBS_ARRAY_INDEX")
+    if scheduler != "pbs" and slurm is not None:
+        first, last, count = (value(f"SLURM_ARRAY_TASK_{name}") for name in ("MIN", "MAX", "COUNT"))
+        if first == 0:
+            raise UserError(
+                "the tasks of this job array are counted from 0, and parts from 1",
+                where=where,
+                remedy="submit it with numbers from 1, such as --array=1-8",
+            )
+        # Some of the tasks alone are an array too.
+        return slurm, count if first == 1 and last == count != 1 else None
+    if scheduler != "slurm" and pbs is not None:
+        return pbs, None
+    # Only srun sets the second; in a batch script the first is always 0.
+    rank, ranks = value("SLURM_PROCID"), value("SLURM_STEP_NUM_TASKS")
+    if scheduler != "pbs" and rank is not None and ranks is not None and ranks > 1:
+        return rank + 1, ranks
+    sought = {"slurm": "SLURM_ARRAY_TASK_ID", "pbs": "PBS_ARRAY_INDEX"}
+    names = [sought[scheduler]] if scheduler else sought.values()
+    raise UserError(
+        f"this is not a task of a job array ({' or '.join(names)} is not set), nor one of "
+        "several of srun",
+        where=where,
+        remedy="say which part it is, such as --part 2/8, or submit with sbatch --array=1-8",
     )
 
 

@@ -20,50 +20,41 @@ import itertools
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from gristmill.base.errors import Exit, UserError
-from gristmill.base.files import read_json, write_json
+from gristmill.base.errors import UserError
+from gristmill.base.files import OutputLock
+from gristmill.text.prepare.journal import Generation, Journal
 from gristmill.text.prepare.ledger import HopelessError
 from gristmill.text.prepare.outputs import Outputs, PreparedKey
-from gristmill.text.prepare.parts import spans_of
-from gristmill.text.prepare.request import PrepareRequest
+from gristmill.text.prepare.records import Cursor, KeptSpan, SpanId, kept_spans
+from gristmill.text.prepare.request import FIRST_SAVE, PrepareRequest
+from gristmill.text.prepare.work_plan import (
+    DamagedSourceError,
+    PrepareProgress,
+    WorkListener,
+    WorkPlan,
+)
 from gristmill.text.prepare.workers import (
-    BlockBatch,
-    BlockInSource,
-    EncodedBlock,
     EncodeSettings,
     Workers,
     batched,
     encode_batch,
     encode_rows,
 )
-from gristmill.text.sources.blocks import TextRows, lines_before
-from gristmill.text.sources.reading import cut_source, failed, find_sources
-from gristmill.text.sources.source import Document, Item, Source
+from gristmill.text.sources.blocks import TextRows
+from gristmill.text.sources.datasets import DatasetSource
+from gristmill.text.sources.reading import find_sources
+from gristmill.text.sources.source import Document, Item, OnDamage
 from gristmill.text.tokenizers.encoders import choose_encoder, save_encoder
 from gristmill.text.tokenizers.tokenizer import Tokenizer
 from gristmill.tokens.format import dtype_for
 
 _BYTES_PER_WORKER = 16 << 20
 _BATCH = 1024
-_JOURNAL_VERSION = 1
-
-
-@dataclass(frozen=True)
-class PrepareProgress:
-    """How far a preparation is."""
-
-    documents: int
-    tokens: int
-    bytes_done: int
-    bytes_total: int | None
-    """Known if all sources are files; then both are bytes on disk, else bytes of text."""
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -79,69 +70,6 @@ class PrepareResult:
     """The library that encoded the text; "" if nothing was left to do."""
 
 
-@dataclass(frozen=True)
-class Cursor:
-    """What comes next."""
-
-    span: int = 0
-    """The number of the span, in the order of the work."""
-    position: int | None = None
-    """Where in its source; None for the beginning of the span."""
-    line: int = 0
-    """The number of the next line."""
-
-
-class Journal:
-    """The journal of one preparation, .NAME.prepare.json.
-
-    Every few seconds the hidden files of the unfinished sets are flushed, then the journal records
-    their lengths and which line of which source comes next. The same command, given again,
-    truncates the files to that and continues. A different command is refused, since it would
-    destroy hours of work. The journal is removed once the sets are in place.
-    """
-
-    def __init__(self, name: Path, request: Mapping[str, Any]) -> None:
-        self.path = name.with_name(f".{name.name}.prepare.json")
-        self._name = name
-        self._request = dict(request)
-
-    def load(self) -> tuple[Cursor, Sequence[Mapping[str, Any]]] | None:
-        """What an earlier process saved, if it had the same request."""
-        if not self.path.exists():
-            return None
-        why = "its journal cannot be read"
-        try:
-            found = read_json(self.path)
-            state = Cursor(**found["cursor"]), found["columns"]
-            request = found["request"]
-            if found["version"] == _JOURNAL_VERSION:
-                differing = [key for key in self._request if request.get(key) != self._request[key]]
-                if not differing:
-                    return state
-                why = f"it differs in: {', '.join(differing)}"
-        except (UserError, KeyError, TypeError):
-            pass
-        raise UserError(
-            f"a different preparation of this set was interrupted: {why}",
-            where=str(self._name),
-            remedy="give the same command to resume it, use another name, or start over with "
-            "--overwrite",
-            exit=Exit.REFUSED,
-        )
-
-    def save(self, cursor: Cursor, columns: Sequence[Mapping[str, Any]]) -> None:
-        value = {
-            "version": _JOURNAL_VERSION,
-            "request": self._request,
-            "cursor": asdict(cursor),
-            "columns": list(columns),
-        }
-        write_json(self.path, value)
-
-    def remove(self) -> None:
-        self.path.unlink(missing_ok=True)
-
-
 def prepare(
     request: PrepareRequest,
     *,
@@ -149,9 +77,14 @@ def prepare(
     note: Callable[[str], None] = lambda message: None,
 ) -> PrepareResult:
     """Turn sources into token sets; `note` receives messages for the user."""
-    sources = find_sources(request.sources, request.options)
-    plan = _WorkPlan(sources, request)
+    sources, skipped = find_sources(request.sources, request.options)
+    for source in sources:
+        if isinstance(source, DatasetSource):
+            note(f"{source.name}: reading the column {source.column!r}")
+    plan = WorkPlan(sources, request)
     with ExitStack() as stack:
+        # Before the journal is read: what it describes may be about to get its final name.
+        stack.enter_context(OutputLock(request.name, purpose="prepare"))
         count = request.workers or _worker_count(plan.bytes_total)
         workers = Workers(count) if count > 1 else None
         if workers:
@@ -159,11 +92,10 @@ def prepare(
         tokenizer = request.tokenizer() if callable(request.tokenizer) else request.tokenizer
         journal = None
         if all(source.repeatable for source in sources):
-            journal = Journal(request.name, request.as_json(sources, tokenizer))
-        outputs, cursor = _open_outputs(request, tokenizer, journal)
+            journal = Journal(request.name, request.as_json(tokenizer))
+            stack.callback(journal.release)
+        outputs, cursor = _open_outputs(request, tokenizer, journal, plan, note=note)
         before = outputs.text_bytes
-        if cursor != Cursor():
-            note(f"resuming an interrupted preparation: {outputs.kept:,} documents were done")
         try:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             settings = _encode_settings(request, tokenizer, folder)
@@ -174,17 +106,24 @@ def prepare(
             else:
                 encoder = choose_encoder(tokenizer)
                 encoded = ((batch, encode_batch(batch, settings, encoder)) for batch in batches)
-            saved = time.monotonic()
-            for state, following in plan.write(encoded, outputs, cursor):
+            listener = WorkListener()
+            if journal:
+                rewinding = functools.partial(_save_rewound, journal, plan, outputs)
+                listener = WorkListener(journal.add, rewinding)
+            due = time.monotonic() + min(FIRST_SAVE, request.save_every)
+            for state, following in plan.write(encoded, outputs, cursor, listener):
                 progress(state)
-                if journal and time.monotonic() - saved >= request.save_every:
-                    journal.save(following, outputs.save())
-                    saved = time.monotonic()
+                if journal and time.monotonic() >= due:
+                    journal.save(following, plan.current(following), outputs.save())
+                    due = time.monotonic() + request.save_every
             if journal:
                 # For a process that is killed while the files are renamed.
-                journal.save(Cursor(len(plan.spans)), outputs.save())
-            made = outputs.finish()
+                journal.save(Cursor(len(plan.spans)), None, outputs.save())
+            made = outputs.finish(skipped)
         except BaseException as error:
+            if journal and plan.closed and isinstance(error, DamagedSourceError):
+                # The work before the damaged source is kept, however soon this was.
+                _save_rewound(journal, plan, outputs)
             if journal and journal.path.exists() and not isinstance(error, HopelessError):
                 outputs.release()
             else:
@@ -192,11 +131,11 @@ def prepare(
                 if journal:
                     journal.remove()
             raise
-    if journal:
-        journal.remove()
+        if journal:
+            journal.remove()
         outputs.abandon()
     done, seconds = outputs.text_bytes, time.perf_counter() - plan.began
-    return PrepareResult(made, done, done - before, seconds, outputs.encoder)
+    return PrepareResult(made, done, done - before - outputs.copied, seconds, outputs.encoder)
 
 
 def prepare_documents(
@@ -224,6 +163,12 @@ def prepare_documents(
     return PrepareResult(made, done, done, seconds, outputs.encoder)
 
 
+def _save_rewound(journal: Journal, plan: WorkPlan, outputs: Outputs) -> None:
+    """Save the work on all spans that are done."""
+    cursor = Cursor(plan.closed)
+    journal.save(cursor, plan.current(cursor), outputs.save(rewound=True))
+
+
 def _encode_settings(request: PrepareRequest, tokenizer: Tokenizer, folder: Path) -> EncodeSettings:
     end = tokenizer.end_of_text if request.append_end_of_text else None
     return EncodeSettings(request.options, folder, end, dtype_for(tokenizer.size))
@@ -236,76 +181,89 @@ def _worker_count(total: int | None) -> int:
 
 
 def _open_outputs(
-    request: PrepareRequest, tokenizer: Tokenizer, journal: Journal | None
+    request: PrepareRequest,
+    tokenizer: Tokenizer,
+    journal: Journal | None,
+    plan: WorkPlan,
+    *,
+    note: Callable[[str], None],
 ) -> tuple[Outputs, Cursor]:
     """The outputs and where to begin, from the journal if there is one for the same request."""
     try:
         saved = journal.load() if journal else None
-        if saved:
-            cursor, states = saved
-            return Outputs(request, tokenizer, states), cursor
+        if journal and saved:
+            return _resume(request, tokenizer, journal, plan, saved, note=note)
     except UserError:
         if not request.overwrite:
             raise
     if journal:
         journal.remove()
+        journal.begin()
     return Outputs(request, tokenizer, () if journal else None), Cursor()
 
 
-def _origin(name: str, line: int, place: int) -> str:
-    return f"{name}:{line + place}"
+def _resume(
+    request: PrepareRequest,
+    tokenizer: Tokenizer,
+    journal: Journal,
+    plan: WorkPlan,
+    saved: tuple[Generation, Sequence[Generation]],
+    *,
+    note: Callable[[str], None],
+) -> tuple[Outputs, Cursor]:
+    """Continue the generation that was saved, or begin another if sources have changed."""
+    last, earlier = saved
+    done = journal.records(last)
+    here = last.current if last.cursor.position is not None else None
+    ids = [*(record.id for record in done), *([here] if here else ())]
+    again = request.on_damage is OnDamage.STOP and any(record.damaged for record in done)
+    if plan.ids[: len(ids)] == ids and not again:
+        following = plan.ids[last.cursor.span :]
+        plan.keep(_kept_of(request, tokenizer, journal, earlier, following)[0])
+        journal.resume(last, earlier)
+        outputs = Outputs(request, tokenizer, last.columns, generation=last.number)
+        if ids:
+            note(f"resuming an interrupted preparation: {outputs.kept:,} documents were done")
+        return outputs, last.cursor
+    names, known = {one.name for one in plan.ids}, {one.name for one in ids}
+    if not names & known:
+        raise journal.refused("it differs in: sources")
+    kept, used = _kept_of(request, tokenizer, journal, (last, *earlier), plan.ids)
+    plan.keep(kept)
+    changed = (known & names) - {one.name for one in kept}
+    words = f"{len(kept):,} files are as before"
+    words += f", {len(changed):,} changed and will be done again" if changed else ""
+    words += f", {len(known - names):,} are gone" if known - names else ""
+    note(f"resuming an interrupted preparation: {words}")
+    number = last.number + 1
+    journal.begin(number, used)
+    return Outputs(request, tokenizer, (), generation=number), Cursor()
 
 
-class _WorkPlan:
-    """The spans of all sources that belong to a preparation, in order."""
-
-    def __init__(self, sources: Sequence[Source], request: PrepareRequest) -> None:
-        self.began = time.perf_counter()
-        self.spans = spans_of(sources, request.options, request.part)
-        self._sources = sources
-        self._options = request.options
-        self._span_of = {span.source: number for number, span in enumerate(self.spans)}
-        self._ends = list(itertools.accumulate(span.disk for span in self.spans))
-        sized = all(source.size is not None for source in sources)
-        self.bytes_total = self._ends[-1] if sized and self._ends else None
-
-    def blocks(self, cursor: Cursor) -> Iterator[BlockInSource]:
-        """The blocks from a cursor on."""
-        for span in self.spans[cursor.span :]:
-            begin = span.begin if cursor.position is None else cursor.position
-            cursor = Cursor()
-            source = self._sources[span.source]
-            for block in cut_source(source, self._options, begin):
-                if span.end is not None and block.begin >= span.end:
-                    break
-                if span.end is not None and block.end > span.end:
-                    block = replace(block, end=span.end, disk=span.end)
-                yield BlockInSource(span.source, source, block)
-
-    def write(
-        self,
-        encoded: Iterable[tuple[BlockBatch, list[EncodedBlock]]],
-        outputs: Outputs,
-        cursor: Cursor,
-    ) -> Iterator[tuple[PrepareProgress, Cursor]]:
-        """Write encoded blocks; after each batch, the progress and what comes next."""
-        for batch, blocks in encoded:
-            for (number, source, text), block in zip(batch, blocks, strict=True):
-                span, line = self._span_of[number], cursor.line
-                if span != cursor.span or cursor.position is None:
-                    line = 1 + lines_before(source, self.spans[span].begin)
-                origin = functools.partial(_origin, source.name, line)
-                outputs.append(block, source=number, line=line, origin=origin)
-                line += block.lines
-                if block.failure:
-                    raise failed(block.failure, source=source, line=line)
-                cursor = Cursor(span, text.end, line)
-            done = outputs.text_bytes
-            if self.bytes_total is not None:
-                last = self.spans[cursor.span]
-                done = self._ends[cursor.span] - last.disk + batch[-1].block.disk - last.begin
-            seconds = time.perf_counter() - self.began
-            yield (
-                PrepareProgress(outputs.kept, outputs.tokens, done, self.bytes_total, seconds),
-                cursor,
-            )
+def _kept_of(
+    request: PrepareRequest,
+    tokenizer: Tokenizer,
+    journal: Journal,
+    generations: Sequence[Generation],
+    wanted: Sequence[SpanId],
+) -> tuple[dict[SpanId, KeptSpan], list[Generation]]:
+    """What earlier generations, the newest first, hold of some spans, and which of them do."""
+    kept: dict[SpanId, KeptSpan] = {}
+    used = []
+    skip = request.on_damage is OnDamage.SKIP
+    for generation in generations:
+        records = journal.records(generation)
+        unfinished = generation.unfinished
+        records += [unfinished] if unfinished else []
+        usable = {record.id for record in records if skip or not record.damaged}
+        found = (usable & set(wanted)) - set(kept)
+        if not found:
+            continue
+        # Opening compares the checksums.
+        outputs = Outputs(request, tokenizer, generation.columns, generation=generation.number)
+        readers = outputs.readers()
+        outputs.release()
+        spans = kept_spans(records, readers, cursor=generation.cursor if unfinished else None)
+        kept |= {one: spans[one] for one in found}
+        used.append(generation)
+    return kept, used

@@ -23,17 +23,18 @@ import numpy as np
 import numpy.typing as npt
 
 from gristmill.base.errors import UserError
-from gristmill.base.files import sha256_text
 from gristmill.base.hashing import mix
 from gristmill.base.units import parse_split
 from gristmill.text.prepare.parts import WHOLE, PartNumber
-from gristmill.text.sources.source import ReadOptions, Source
+from gristmill.text.sources.source import OnDamage, ReadOptions
 from gristmill.text.tokenizers.tokenizer import Tokenizer
 from gristmill.tokens.flat import FORMAT as FLAT
 from gristmill.tokens.format import program_version
 from gristmill.tokens.megatron import FORMAT as MEGATRON
 
 SAVE_EVERY = 5.0
+FIRST_SAVE = 1.0
+"""A process that just began has little to save, and a user who interrupts it expects to resume."""
 _SPLITS = ("train", "val", "test")
 _SPLIT = "{split}"
 _ALL = "all"
@@ -79,7 +80,7 @@ def parse_holdout(split: str, *, seed: int) -> Holdout:
         raise UserError(
             f"{split!r} does not divide documents into two or three splits",
             where="--split",
-            remedy='give proportions for train, val and optionally test, such as "999,1"',
+            remedy="give proportions for train, val and optionally test, such as --split 999,1",
         )
     return Holdout(tuple(shares), seed)
 
@@ -98,6 +99,8 @@ class PrepareRequest:
     append_end_of_text: bool = True
     strict: bool = False
     """Stop at the first line that would be dropped."""
+    on_damage: OnDamage = OnDamage.STOP
+    """Skipped files are left out as a whole, and the ledger names them."""
     format: str = FLAT
     shard_size: int | None = None
     holdout: Holdout | None = None
@@ -128,11 +131,10 @@ class PrepareRequest:
         """The name of the preparation as a whole."""
         return Path(split_name(str(self.output), None) + self.part.suffix)
 
-    def as_json(self, sources: Sequence[Source], tokenizer: Tokenizer) -> dict[str, Any]:
-        """All that decides the content of the files: equal requests give equal files."""
+    def as_json(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """All that decides, for given sources, the content of the files."""
         options, held = self.options, self.holdout
         return {
-            "sources": sha256_text(repr([source.identity for source in sources])),
             "tokenizer": tokenizer.fingerprint,
             "keys": list(options.keys),
             "documents": options.separator or options.split.value,

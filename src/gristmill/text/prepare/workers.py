@@ -143,7 +143,9 @@ def batched(blocks: Iterable[BlockInSource], *, block_bytes: int) -> Iterator[Bl
         before = last[1] if one.number == last[0] else 0
         last = (one.number, one.block.disk)
         batch.append(one)
-        size += block_bytes if one.block.content is not None else one.block.disk - before
+        if not isinstance(one.block.content, TextRows) or one.block.content.places:
+            carried = one.block.content is not None
+            size += block_bytes if carried else one.block.disk - before
         if size >= block_bytes or len(batch) >= _MAX_BLOCKS:
             yield batch
             batch, size = [], 0

@@ -10,8 +10,6 @@ result does not depend on the number of workers, and work can resume at the end 
 
 from __future__ import annotations
 
-import lzma
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -21,10 +19,15 @@ from gristmill.base.files import open_bytes
 from gristmill.base.units import format_bytes
 from gristmill.text.sources.source import ReadOptions, Reason, Source
 
-# Raised by a failing disk, and by a truncated or corrupt compressed file.
-DAMAGE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 BOM = b"\xef\xbb\xbf"
 """The byte order mark that some programs put before UTF-8."""
+_OTHER_MARKS = (
+    (b"\xff\xfe\0\0", "UTF-32"),
+    (b"\0\0\xfe\xff", "UTF-32"),
+    (b"\xff\xfe", "UTF-16"),
+    (b"\xfe\xff", "UTF-16"),
+)
+_ENCODING_SAMPLE = 1 << 12
 
 Value: TypeAlias = str | Reason
 """The text of a document, or why there is none."""
@@ -83,7 +86,8 @@ def too_long(options: ReadOptions) -> ReadError:
     """The error for a document over the limit."""
     return ReadError(
         f"one document is longer than {format_bytes(options.line_limit)}",
-        remedy="split it, or choose another way to split the file into documents",
+        remedy="split it, or choose another way to split the file into documents (--documents, "
+        "--separator)",
     )
 
 
@@ -92,6 +96,23 @@ def damaged(error: Exception) -> ReadError:
     return ReadError(
         f"cannot read any further: {error}",
         remedy="the file is damaged or incomplete: copy it again from where it came",
+    )
+
+
+def check_encoding(start: bytes) -> None:
+    """Refuse a file of UTF-16 or UTF-32 by its first bytes: only UTF-8 is text here."""
+    name = next((name for mark, name in _OTHER_MARKS if start.startswith(mark)), None)
+    by = f"it begins with the byte order mark of {name}"
+    if name is None:
+        # Every second byte of English in UTF-16 is zero.
+        sample = start[:_ENCODING_SAMPLE]
+        even, odd = (sample[side::2].count(0) / max(len(sample) // 2, 1) for side in (0, 1))
+        if len(sample) < 8 or max(even, odd) < 0.4 or min(even, odd) > 0.05:
+            return
+        name, by = "UTF-16BE" if even > odd else "UTF-16LE", "every second byte is zero"
+    raise ReadError(
+        f"this file is {name}, not UTF-8: {by}",
+        remedy=f"convert it: iconv -f {name} -t UTF-8 OLD > NEW",
     )
 
 
@@ -132,6 +153,10 @@ def cut_lines(source: Source, options: ReadOptions, begin: int) -> Iterator[Text
         yield from cut_stream(source, options, begin, last_cut=after_last_line)
         return
     assert source.size is not None
+    if begin and source.path:
+        # The reader of the first block looks at its content, but another part may have that.
+        with source.path.open("rb") as file:
+            check_encoding(file.read(_ENCODING_SAMPLE))
     for start in range(begin, source.size, options.block_bytes):
         end = min(start + options.block_bytes, source.size)
         yield TextBlock(start, end, disk=end)
@@ -152,7 +177,10 @@ def content_of(source: Source, block: TextBlock, options: ReadOptions) -> bytes:
                 _, _, content = content.partition(b"\n")
             if content and not content.endswith(b"\n"):
                 content += file.readline(options.line_limit + 1)
-    return bytes(content.removeprefix(BOM) if block.begin == 0 else content)
+    if block.begin:
+        return bytes(content)
+    check_encoding(content)
+    return bytes(content.removeprefix(BOM))
 
 
 def lines_before(source: Source, position: int) -> int:

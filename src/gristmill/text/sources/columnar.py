@@ -75,7 +75,7 @@ def _check_columns(schema: Any, options: ReadOptions) -> None:
         if str(text) not in _bytes_by_text():
             raise ReadError(
                 f"the column {key!r} holds no text; its type is {kind}",
-                remedy="name a column of strings, or convert this one",
+                remedy="name a column of strings (--json-key), or convert this one",
             )
 
 

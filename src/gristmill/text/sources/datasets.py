@@ -4,9 +4,9 @@
     hf:./folder                              a folder of Parquet, JSON or CSV files, or one that
                                              the `datasets` library has saved
 
-Only one column is read: the requested one, else `text`, else the first that holds text. Resuming
-skips whole batches of rows without decoding them. The fingerprint contains the commit of a dataset
-from the Hub, or names, sizes and times of the files in a folder. Only `open_hub` uses the network.
+Only one column is read: the requested one, else `text`; no other is guessed. Resuming skips whole
+batches of rows without decoding them. The fingerprint contains the commit of a dataset from the
+Hub, or names, sizes and times of the files in a folder. Only `open_hub` uses the network.
 """
 
 from __future__ import annotations
@@ -144,15 +144,15 @@ class DatasetSource(Source):
                 raise DataError("the dataset has no rows", where=self.name)
             schema = first.schema
         types = {field.name: str(field.type) for field in schema}
-        texts = [name for name, type in types.items() if type in _TEXT_TYPES]
-        chosen = asked or ("text" if "text" in texts else next(iter(texts), None))
-        if chosen is None or chosen not in texts:
+        chosen = asked or ReadOptions().keys[0]
+        if types.get(chosen) not in _TEXT_TYPES:
             have = ", ".join(f"{name} ({type})" for name, type in types.items())
-            what = f"the column {chosen!r} holds no text" if chosen in types else "no such column"
+            holds = f"the column {chosen!r} holds no text"
+            what = holds if chosen in types else f"there is no column {chosen!r}"
             raise DataError(
-                f"{what}: the columns are {have}" if chosen else f"no column holds text: {have}",
+                f"{what}; the columns are: {have}",
                 where=self.name,
-                remedy="name a column of type string: hf:NAME?column=…",
+                remedy="name a column of type string: hf:NAME?column=…, or --json-key",
             )
         return chosen
 

@@ -27,16 +27,16 @@ from typing import Any
 from gristmill.base.files import open_bytes
 from gristmill.text.sources.blocks import (
     BOM,
-    DAMAGE,
     ReadError,
     SourceFormat,
     TextBlock,
     TextRows,
     Value,
+    check_encoding,
     too_long,
 )
 from gristmill.text.sources.lines import parse_object, values_of
-from gristmill.text.sources.source import LINE_LIMIT, ReadOptions, Reason, Source
+from gristmill.text.sources.source import DAMAGE, LINE_LIMIT, ReadOptions, Reason, Source
 
 _FIRST_READ = 1 << 10
 _LONGEST_TOKEN = 12
@@ -79,6 +79,8 @@ def _cut(source: Source, options: ReadOptions, begin: int, *, array: bool) -> It
             # Growing reads, so that a long value is not parsed again for each piece of it.
             piece = stream.read(max(options.block_bytes, len(text)))
             at_end = not piece
+            if position == 0 and not text:
+                check_encoding(piece)
             text += decoder.decode(piece, final=at_end)
             rows, end = _parse(text, options, array=array, at_start=position == 0, at_end=at_end)
             size = _size(text[:end])

@@ -6,31 +6,48 @@
 
 The extension of a name, without .gz .bz2 .xz .zst, decides the format (`FORMATS`). A .json file
 holds JSON lines, an array of values, or one value after another. A missing source is an error
-before any work begins. Folders are searched recursively, without hidden files. The name of standard
-input or a pipe says nothing, so the first byte decides: "{" begins JSON lines, "[" an array,
-anything else is plain text. Standard input is not decompressed.
+before any work begins. Folders are searched recursively, without hidden files. Links to files are
+read; links to folders are not followed, since they may lead in a circle. What is left out, hidden
+files apart, is listed. The name of standard input or a pipe says nothing, so the first byte
+decides: "{" begins JSON lines, "[" an array, anything else is plain text. Standard input is not
+decompressed.
 """
 
 from __future__ import annotations
 
 import glob
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from gristmill.base.errors import DataError, UserError
 from gristmill.text.sources.blocks import (
-    DAMAGE,
     ReadError,
     SourceFormat,
     TextBlock,
     TextRows,
+    damaged,
     failed_rows,
 )
 from gristmill.text.sources.columnar import ARROW, PARQUET
 from gristmill.text.sources.datasets import DATASET, PREFIX, DatasetSource
 from gristmill.text.sources.json_values import ARRAY, CONCATENATED, json_format
 from gristmill.text.sources.lines import JSON_LINES, SEPARATED_TEXT, TEXT_BY_SPLIT
-from gristmill.text.sources.source import Document, Dropped, Item, ReadOptions, Reason, Source
+from gristmill.text.sources.source import (
+    BLOCK_BYTES,
+    DAMAGE,
+    Document,
+    Dropped,
+    Item,
+    ReadOptions,
+    Reason,
+    Skipped,
+    SkipReason,
+    Source,
+)
 from gristmill.text.sources.tables import CSV, TSV
 
 STDIN = "-"
@@ -49,33 +66,99 @@ FORMATS: Mapping[str, SourceFormat] = {
 """By extension; any other is plain text."""
 
 
-def find_sources(names: Sequence[str], options: ReadOptions) -> list[Source]:
-    """The sources that names stand for, in order."""
-    return [source for name in names for source in _find(name, options)]
+class FoundSources(NamedTuple):
+    """The sources that names stand for, in order, and what was left out of folders."""
+
+    sources: list[Source]
+    skipped: list[Skipped]
 
 
-def _find(name: str, options: ReadOptions) -> Sequence[Source]:
+def find_sources(names: Sequence[str], options: ReadOptions) -> FoundSources:
+    """Find all sources; one that is named and not there is an error."""
+    found = FoundSources([], [])
+    for name in names:
+        _find(name, options, found)
+    return found
+
+
+def _find(name: str, options: ReadOptions, found: FoundSources) -> None:
+    if not name.strip():
+        raise DataError(
+            "the name of a source is empty",
+            where="SOURCE",
+            remedy="check the variable it may come from; the current folder is: .",
+        )
     if name == STDIN:
-        return [Source(None)]
-    if name.startswith(PREFIX):
-        return [DatasetSource(name, options)]
-    place = Path(name)
-    if place.is_dir():
-        files = [
-            file
-            for file in place.rglob("*")
-            if not any(part.startswith(".") for part in file.relative_to(place).parts)
-        ]
-        missing = "this folder holds no files"
-    elif place.exists():
-        return [_file(place)]
+        found.sources.append(Source(None))
+    elif name.startswith(PREFIX):
+        found.sources.append(DatasetSource(name, options))
+    elif Path(name).is_dir():
+        files, skipped = _files_below(Path(name))
+        if not files:
+            reason = f" that can be read: {_described(skipped[0])}" if skipped else ""
+            raise DataError(f"this folder holds no files{reason}", where=name)
+        found.sources.extend(map(_file, files))
+        found.skipped.extend(skipped)
+    elif Path(name).exists():
+        found.sources.append(_file(Path(name)))
     else:
-        files = [Path(match) for match in glob.glob(name, recursive=True)]
-        missing = "no file matches" if glob.has_magic(name) else "no such file or folder"
-    found = sorted(file for file in files if file.is_file())
-    if not found:
-        raise DataError(missing, where=name)
-    return [_file(file) for file in found]
+        files, skipped = _files_matching(name)
+        if not files:
+            missing = "no file matches" if glob.has_magic(name) else "no such file or folder"
+            reason = f" that can be read: {_described(skipped[0])}" if skipped else ""
+            raise DataError(missing + reason, where=name)
+        found.sources.extend(map(_file, files))
+        found.skipped.extend(skipped)
+
+
+def _described(item: Skipped) -> str:
+    return f"{item.origin}: {item.what}"
+
+
+def _files_below(place: Path) -> tuple[list[Path], list[Skipped]]:
+    """All files in a folder that are not hidden, and what is left out."""
+    files: list[Path] = []
+    skipped: list[Skipped] = []
+
+    def unreadable(error: OSError) -> None:
+        what = f"cannot read: {error.strerror}"
+        skipped.append(Skipped(SkipReason.UNREADABLE_FOLDER, str(error.filename), what))
+
+    for folder, folders, names in os.walk(place, onerror=unreadable):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for path in (Path(folder, name) for name in folders):
+            if path.is_symlink():
+                what = "links to folders are not followed; give the folder as a source of its own"
+                skipped.append(Skipped(SkipReason.LINKED_FOLDER, str(path), what))
+        for path in (Path(folder, name) for name in sorted(names) if not name.startswith(".")):
+            if path.is_file():
+                files.append(path)
+            else:
+                skipped.append(_no_file(path))
+    return sorted(files), skipped
+
+
+def _files_matching(pattern: str) -> tuple[list[Path], list[Skipped]]:
+    """All files that match a pattern, and what else does."""
+    matches = sorted(Path(match) for match in glob.glob(pattern, recursive=True))
+    files = [path for path in matches if path.is_file()]
+    above = {folder for file in files for folder in file.parents}
+    skipped = [_no_file(path) for path in matches if path not in above and not path.is_file()]
+    root, below, _ = pattern.partition("**")
+    if below and not glob.has_magic(root):
+        # The library passes over them in silence.
+        _, others = _files_below(Path(root))
+        skipped += [item for item in others if item.reason is SkipReason.UNREADABLE_FOLDER]
+    return files, skipped
+
+
+def _no_file(path: Path) -> Skipped:
+    if path.is_dir():
+        what = "a pattern reads files only; give the folder as a source of its own"
+        return Skipped(SkipReason.UNSEARCHED_FOLDER, str(path), what)
+    if path.is_symlink():
+        return Skipped(SkipReason.BROKEN_LINK, str(path), "the file it leads to does not exist")
+    return Skipped(SkipReason.SPECIAL_FILE, str(path), "this is not a regular file")
 
 
 def _file(path: Path) -> Source:
@@ -96,10 +179,14 @@ def cut_source(source: Source, options: ReadOptions, begin: int) -> Iterator[Tex
     position, disk = begin, 0
     try:
         for block in format_of(source, options).cut(source, options, begin):
+            rows = block.content
+            if isinstance(rows, TextRows) and rows.failure:
+                block = replace(block, content=replace(rows, failure=_cause(rows.failure, source)))
             yield block
             position, disk = block.end, block.disk
     except (ReadError, *DAMAGE) as error:
-        yield TextBlock(position, position, disk, failed_rows(options, error))
+        rows = failed_rows(options, _cause(error, source))
+        yield TextBlock(position, position, disk, rows)
 
 
 def read_block(source: Source, block: TextBlock, options: ReadOptions) -> TextRows:
@@ -109,9 +196,24 @@ def read_block(source: Source, block: TextBlock, options: ReadOptions) -> TextRo
     read = format_of(source, options).read
     assert read is not None
     try:
-        return read(source, block, options)
+        rows = read(source, block, options)
     except (ReadError, *DAMAGE) as error:
-        return failed_rows(options, error)
+        rows = failed_rows(options, error)
+    return replace(rows, failure=_cause(rows.failure, source)) if rows.failure else rows
+
+
+def _cause(failure: Exception, source: Source) -> ReadError:
+    """Why a source cannot be read; what damaged data decompresses to is seldom valid."""
+    if not isinstance(failure, ReadError):
+        return damaged(failure)
+    if source.path and source.size is not None and not source.can_seek:
+        try:
+            with closing(source.open()) as stream:
+                while stream.read(BLOCK_BYTES):
+                    pass
+        except DAMAGE as error:
+            return damaged(error)
+    return failure
 
 
 class SourceReader:
@@ -119,7 +221,7 @@ class SourceReader:
 
     def __init__(self, names: Sequence[str], options: ReadOptions | None = None) -> None:
         self._options = options or ReadOptions()
-        self._sources = find_sources(names, self._options)
+        self._sources, self.skipped = find_sources(names, self._options)
         self.bytes_done = 0
         """How much of `bytes_total` has been read."""
         sizes = [source.size for source in self._sources if source.size is not None]

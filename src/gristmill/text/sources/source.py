@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import enum
 import io
+import lzma
 import sys
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from gristmill.base.errors import DataError
-from gristmill.base.files import is_compressed, open_bytes
+from gristmill.base.files import DECOMPRESSED_PIECE, is_compressed, open_bytes
 
+# Raised by a failing disk, and by a truncated or corrupt compressed file.
+DAMAGE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 LINE_LIMIT = 256 << 20
 BLOCK_BYTES = 2 << 20
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
@@ -31,6 +35,24 @@ class Reason(enum.Enum):
     WRONG_TYPE = "wrong type"
     INVALID_UTF8 = "invalid utf-8"
     EMPTY_TEXT = "empty text"
+
+
+class SkipReason(enum.Enum):
+    """Why a file or folder was left out as a whole."""
+
+    DAMAGED_FILE = "damaged file"
+    UNREADABLE_FOLDER = "unreadable folder"
+    LINKED_FOLDER = "linked folder"
+    BROKEN_LINK = "broken link"
+    SPECIAL_FILE = "special file"
+    UNSEARCHED_FOLDER = "folder that a pattern matches"
+
+
+class OnDamage(enum.Enum):
+    """What to do about a file that cannot be read to its end."""
+
+    STOP = "stop"
+    SKIP = "skip"
 
 
 class DocumentSplit(enum.Enum):
@@ -56,6 +78,16 @@ class Dropped:
 
     reason: Reason
     origin: str
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A file or folder that was left out as a whole."""
+
+    reason: SkipReason
+    origin: str
+    what: str
+    """What is wrong with it."""
 
 
 Item: TypeAlias = Document | Dropped
@@ -137,8 +169,35 @@ class Stream:
         # Decompressors are slow at small reads, and some cannot peek.
         buffered = isinstance(raw, io.BufferedReader)
         self._reader: io.BufferedReader = raw if buffered else io.BufferedReader(raw, _BUFFER)
-        self.read = self._reader.read
         self.peek = self._reader.peek
+        self._compressed = file is not raw
+        self._left = b""
+        self._failure: Exception | None = None
+
+    def read(self, size: int) -> bytes:
+        """As many bytes, or fewer at the end.
+
+        Everything before the place of damage is returned first. That place depends on the steps in
+        which a decompressor is read, so they are always the same, wherever reading resumes.
+        """
+        if not self._compressed:
+            return self._reader.read(size)
+        pieces, count = [self._left], len(self._left)
+        while count < size and self._failure is None:
+            try:
+                piece = self._reader.read1(DECOMPRESSED_PIECE)
+            except DAMAGE as error:
+                self._failure = error
+                break
+            if not piece:
+                break
+            pieces.append(piece)
+            count += len(piece)
+        content = b"".join(pieces)
+        if self._failure and not content:
+            raise self._failure
+        self._left = content[size:]
+        return content[:size]
 
     @property
     def disk(self) -> int:

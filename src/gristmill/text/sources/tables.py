@@ -36,6 +36,7 @@ from gristmill.text.sources.blocks import (
     TextRows,
     Value,
     after_last_line,
+    check_encoding,
     cut_stream,
     too_long,
 )
@@ -119,6 +120,7 @@ def _header_of(source: Source, options: ReadOptions, delimiters: Sequence[str]) 
         content = stream.read(_HEADER_LIMIT)
     if not content:
         return None
+    check_encoding(content)
     data = content.removeprefix(BOM)
     first_line = _QUOTED.sub(b"", data.partition(b"\n")[0])
     delimiter = max(delimiters, key=lambda one: first_line.count(one.encode()))

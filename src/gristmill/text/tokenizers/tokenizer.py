@@ -210,5 +210,5 @@ def _finished(
         f"no end-of-text token: looked for {', '.join(dict.fromkeys(ends))}; "
         f"the special tokens are: {special}",
         where=where,
-        remedy="name the token that ends a document",
+        remedy="name the token that ends a document (--end-of-text)",
     )
