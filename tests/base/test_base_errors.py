@@ -41,6 +41,7 @@ def test_exit_statuses_are_those_documented() -> None:
         "USAGE": 2,
         "DATA": 65,
         "INTERNAL": 70,
+        "DEVICE": 71,
         "STORAGE": 74,
         "STOPPED": 75,
         "PEER": 76,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.files import sha256_file
+from gristmill.base.files import sha256_file, write_sealed_json
 from gristmill.tokens import reader, store
-from gristmill.tokens.format import NewSet, read_manifest
+from gristmill.tokens.format import NewSet, file_of, read_manifest
 from gristmill.tokens.store import (
     create_tokens,
     find_manifest,
@@ -208,3 +210,19 @@ def test_a_manifest_of_an_earlier_program_is_read_and_known_to_be_unsealed(prefi
     earlier = find_manifest(prefix)
     assert earlier == replace(manifest, sealed=False)
     assert verify_tokens(prefix) == []
+
+
+def test_every_flipped_bit_of_a_ledger_is_noticed(prefix: Path) -> None:
+    """Unless it changes nothing that JSON keeps."""
+    path, value = file_of(prefix, ".ledger.json"), {"lines": 7, "kept": 6, "dropped": {"é": 1}}
+    write_sealed_json(path, value)
+    assert verify_tokens(prefix) == []
+    content = path.read_bytes()
+    for at, bit in itertools.product(range(len(content)), range(8)):
+        changed = bytearray(content)
+        changed[at] ^= 1 << bit
+        path.write_bytes(changed)
+        same = False
+        with contextlib.suppress(ValueError):
+            same = json.loads(bytes(changed)) == json.loads(content)
+        assert bool(verify_tokens(prefix)) is not same, (at, bit)

@@ -17,7 +17,7 @@ import lzma
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -67,6 +67,22 @@ def write_atomic(path: Path, content: bytes | str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write JSON atomically, keys in the order given."""
     write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+SEAL = "seal"
+"""The key of a JSON object under which its own checksum is kept."""
+
+
+def seal_of(value: Mapping[str, Any]) -> str:
+    """The SHA-256 of a JSON object without its seal: as text with sorted keys and no spaces."""
+    kept = {key: one for key, one in value.items() if key != SEAL}
+    text = json.dumps(kept, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+    return sha256_text(text)
+
+
+def write_sealed_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON object with its seal, so that damage to it is noticed."""
+    write_json(path, {**value, SEAL: seal_of(value)})
 
 
 def read_json(path: Path) -> Any:

@@ -33,20 +33,21 @@ from typing import Any
 
 from gristmill.base.errors import DataError, Exit, Problem, UserError
 from gristmill.base.files import (
+    SEAL,
     read_json,
+    seal_of,
     set_aside,
     sha256_file,
     sha256_text,
     storage_errors,
     sync_file,
     sync_folder,
-    write_json,
+    write_sealed_json,
 )
 from gristmill.base.units import Duration, Progress
 from gristmill.parallel.control import ControlGroup
 
 MANIFEST = "MANIFEST"
-_SEAL = "sha256"
 ALONE = ControlGroup()
 _STEP = re.compile(r"step-(\d{8,})")
 _LINE = re.compile(r"([0-9a-f]{64}) (\d{1,18}) ([^/]+)")
@@ -77,11 +78,6 @@ class Best:
             if numbers and best.step >= 0 and math.isfinite(best.loss):
                 return best
         raise ValueError("not a step and its loss")
-
-    @property
-    def seal(self) -> str:
-        """What tells whether a bit of it has changed on the disk."""
-        return sha256_text(f"{self.step} {self.loss!r}")
 
 
 @dataclass(frozen=True)
@@ -198,13 +194,16 @@ class CheckpointFolder:
         if not self.best_file.is_file():
             return None
         value = read_json(self.best_file)
-        seal = value.pop(_SEAL, None) if isinstance(value, dict) else None
+        seal = value.pop(SEAL, None) if isinstance(value, dict) else None
         try:
             best = Best.of(value)
         except ValueError as error:
             raise DataError(str(error), where=self.best_file) from error
-        # Older versions wrote no seal, but mostly the same into the checkpoint itself.
-        good = seal == best.seal if seal is not None else self._saved_loss(best) == best.loss
+        if seal is not None:
+            good = seal == seal_of(asdict(best))
+        else:
+            # Older versions wrote no seal, but mostly the same into the checkpoint itself.
+            good = self._saved_loss(best) == best.loss
         if not good:
             raise DataError("has changed bytes", where=self.best_file)
         return best
@@ -218,7 +217,7 @@ class CheckpointFolder:
         return best.loss
 
     def mark_best(self, best: Best) -> None:
-        write_json(self.best_file, {**asdict(best), _SEAL: best.seal})
+        write_sealed_json(self.best_file, asdict(best))
 
     def newest_before(self, step: int) -> int | None:
         """The step of the newest checkpoint from before a step."""

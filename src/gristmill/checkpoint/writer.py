@@ -114,12 +114,16 @@ class CheckpointWriter:
             commit_pieces(folder, staging, snapshot=snapshot, reports=reports)
             if best is not None and config.keep_best:
                 folder.mark_best(best)
-            folder.thin_out(
-                keep=config.keep,
-                keep_every=config.keep_every,
-                progress_at=self.progress_at,
-                good_before=good_before,
-            )
+            try:
+                folder.thin_out(
+                    keep=config.keep,
+                    keep_every=config.keep_every,
+                    progress_at=self.progress_at,
+                    good_before=good_before,
+                )
+            except OSError as error:
+                # The new checkpoint is complete all the same.
+                self.warn(f"an old checkpoint could not be deleted: {error}")
 
         staging = folder.root / control.on_rank0(begin)
         try:

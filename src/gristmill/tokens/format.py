@@ -21,7 +21,6 @@ checksums.
 from __future__ import annotations
 
 import importlib.metadata
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,12 +30,13 @@ import numpy as np
 import numpy.typing as npt
 
 from gristmill.base.errors import DataError, Problem, UserError
-from gristmill.base.files import read_json, sha256_text, write_json
+from gristmill.base.files import SEAL, read_json, seal_of, write_sealed_json
 
 KIND = "gristmill token set"
+LEDGER_FILE = ".ledger.json"
+"""What became of every line of the text, beside the sets that were prepared from it."""
 VERSION = 1
 COPY_AGAIN = "copy the set again from where it came, or prepare it again"
-_SEAL = "seal"
 _SAME_NAMES = (
     "format", "dtype", "tokens", "documents", "vocab_size", "end_of_text", "text_bytes",
 )  # fmt: skip
@@ -149,14 +149,7 @@ def write_manifest(prefix: Path, manifest: Manifest) -> None:
         "files": {suffix: vars(facts) for suffix, facts in manifest.files.items()},
         "created_by": program_version(),
     }
-    write_json(file_of(prefix, ".json"), {**value, _SEAL: _seal(value)})
-
-
-def _seal(value: Mapping[str, Any]) -> str:
-    """The checksum of a manifest without its seal."""
-    kept = {key: one for key, one in value.items() if key != _SEAL}
-    text = json.dumps(kept, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
-    return sha256_text(text)
+    write_sealed_json(file_of(prefix, ".json"), value)
 
 
 def is_manifest(path: Path) -> bool:
@@ -181,10 +174,10 @@ def read_manifest(prefix: Path) -> Manifest:
             remedy=f"read it with the program that wrote it: {value.get('created_by')}",
         )
     unknown = sorted(value.keys() - _UNSEALED)
-    if _SEAL in value and value[_SEAL] != _seal(value):
+    if SEAL in value and value[SEAL] != seal_of(value):
         what = "the manifest is not what was written: its checksum differs"
         raise DataError(what, where=path, remedy=COPY_AGAIN)
-    if _SEAL not in value and unknown:
+    if SEAL not in value and unknown:
         what = f"the manifest is damaged: it has no checksum, but the unknown key {unknown[0]!r}"
         raise DataError(what, where=path, remedy=COPY_AGAIN)
     try:
@@ -222,7 +215,7 @@ def _parse_manifest(value: dict[str, Any]) -> Manifest:
         fingerprint=str(content),
         text_bytes=None if value["text_bytes"] is None else int(value["text_bytes"]),
     )
-    return Manifest(info, value["tokenizer"], files, sealed=_SEAL in value)
+    return Manifest(info, value["tokenizer"], files, sealed=SEAL in value)
 
 
 def size_problems(prefix: Path, manifest: Manifest) -> list[Problem]:

@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 
 from gristmill.base.errors import DataError, Problem, UserError
-from gristmill.base.files import sha256_file
+from gristmill.base.files import SEAL, read_json, seal_of, sha256_file
 from gristmill.tokens import flat, megatron, shards
 from gristmill.tokens.foreign import Reading, open_foreign
 from gristmill.tokens.format import (
     COPY_AGAIN,
+    LEDGER_FILE,
     Manifest,
     NewSet,
     Starts,
@@ -198,6 +199,7 @@ def verify_tokens(
                 for suffix, facts in manifest.files.items()
                 if sha256_file(file_of(path, suffix), read=read.add) != facts.sha256
             ]
+        problems += _ledger_problems(file_of(path, LEDGER_FILE))
         if is_empty_part(path):
             return problems
         reader = open_tokens(path, reading)
@@ -206,6 +208,18 @@ def verify_tokens(
     read.total = read.total or len(reader) * stored(reader.info.dtype).itemsize
     found = [Problem(what, str(path), COPY_AGAIN) for what in _content_problems(reader, read)]
     return [*problems, *found]
+
+
+def _ledger_problems(path: Path) -> list[Problem]:
+    """What is wrong with the counts beside a set, if there are any."""
+    if not path.is_file():
+        return []
+    value = read_json(path)
+    # Earlier programs wrote no seal, and these keys only.
+    unsealed = {"lines", "kept", "dropped", "first_dropped"}
+    if isinstance(value, dict) and (value.keys() == unsealed or value.get(SEAL) == seal_of(value)):
+        return []
+    return [Problem("the ledger is not what was written: its checksum differs", str(path))]
 
 
 def _format(name: str, *, where: Path) -> Format:

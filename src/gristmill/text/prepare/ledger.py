@@ -9,7 +9,6 @@ from typing import Any
 from gristmill.base.errors import DataError
 from gristmill.text.sources.source import Dropped, Reason, Skipped, SkipReason
 
-LEDGER_FILE = ".ledger.json"
 _MAX_PLACES = 100
 
 

@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from gristmill.base.files import make_folder, write_json
-from gristmill.text.prepare.ledger import LEDGER_FILE, HopelessError, Ledger
+from gristmill.base.files import make_folder, write_sealed_json
+from gristmill.text.prepare.ledger import HopelessError, Ledger
 from gristmill.text.prepare.parts import WHOLE
 from gristmill.text.prepare.records import KeptSpan, KeptTokens, KeyRecord, SetCounts
 from gristmill.text.prepare.request import PrepareRequest
 from gristmill.text.prepare.workers import EncodedBlock, EncodedColumn
 from gristmill.text.sources.source import Dropped, Skipped
 from gristmill.text.tokenizers.tokenizer import TOKENIZER_FILES, Tokenizer
-from gristmill.tokens.format import NewSet, TokenSetInfo, file_of
+from gristmill.tokens.format import LEDGER_FILE, NewSet, TokenSetInfo, file_of
 from gristmill.tokens.reader import PIECE, TokenReader
 from gristmill.tokens.store import create_tokens
 from gristmill.tokens.writer import TokenWriter
@@ -275,7 +275,7 @@ class Outputs:
         prepared = []
         for key in self._keys:
             ledger_file = file_of(self._request.prefix(key.key, None), LEDGER_FILE)
-            write_json(ledger_file, key.ledger.as_json())
+            write_sealed_json(ledger_file, key.ledger.as_json())
             made = []
             for one in key.sets:
                 save_tokenizer(self._tokenizer, file_of(one.prefix, ".tokenizer"))

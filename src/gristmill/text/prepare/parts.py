@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gristmill.base.errors import DataError, UserError
-from gristmill.base.files import read_json, write_json
-from gristmill.text.prepare.ledger import LEDGER_FILE, Ledger
+from gristmill.base.files import read_json, write_sealed_json
+from gristmill.text.prepare.ledger import Ledger
 from gristmill.text.sources.reading import format_of
 from gristmill.text.sources.source import ReadOptions, Source
-from gristmill.tokens.format import file_of, is_manifest
+from gristmill.tokens.format import LEDGER_FILE, file_of, is_manifest
 
 
 @dataclass(frozen=True)
@@ -203,4 +203,4 @@ def merge_ledgers(prefixes: Sequence[Path], output: Path) -> None:
         whole = Ledger()
         for file in files:
             whole.add(Ledger.from_json(read_json(file)))
-        write_json(file_of(output, LEDGER_FILE), whole.as_json())
+        write_sealed_json(file_of(output, LEDGER_FILE), whole.as_json())
