@@ -10,7 +10,7 @@ it must also have the same number, since that decides about them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from gristmill.base.files import sha256_text
@@ -89,11 +89,15 @@ class SpanRecord:
         return any(SkipReason.DAMAGED_FILE in key.ledger.skipped for key in self.keys)
 
     def as_json(self) -> dict[str, Any]:
+        # There may be millions of them, and `dataclasses.asdict` is slow.
         keys = [
-            {"ledger": key.ledger.as_json(), "sets": [astuple(one) for one in key.sets]}
+            {
+                "ledger": key.ledger.as_json(),
+                "sets": [(one.tokens, one.documents, one.text_bytes) for one in key.sets],
+            }
             for key in self.keys
         ]
-        return {**asdict(self.id), "keys": keys}
+        return {"fingerprint": self.id.fingerprint, "name": self.id.name, "keys": keys}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> SpanRecord:
