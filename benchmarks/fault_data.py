@@ -88,11 +88,13 @@ class KilledPreparations:
                 used = words
                 ended = gristmill(folder, *used, before=Operations(names, at=at, act=act).install)
             again = ended if ended.code == 0 else gristmill(folder, *used)
+            # Refused, if everything was in place before the kill.
+            done = again.code == 0 or (again.code == Exit.REFUSED and "already" in again.output)
             expected = ended.code in (0, -signal.SIGKILL, int(Exit.STORAGE))
             yield Verdict(
                 fault,
-                lost="" if again.code == 0 else f"the same command ends with {again.code}",
-                different="" if again.code or products(out) == reference else "other bytes",
+                lost="" if done else f"the same command ends with {again.code}",
+                different="" if not done or products(out) == reference else "other bytes",
                 unclear=again.unclear or ("" if expected else ended.unclear or f"{ended.code}"),
             )
 

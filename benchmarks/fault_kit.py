@@ -142,7 +142,7 @@ def _be_child(
         sys.argv = ["gristmill", *words]
         if before is not None:
             before()
-        from gristmill.cli.main import main
+        from gristmill.__main__ import main
 
         main()
         code = 0

@@ -145,7 +145,7 @@ class WrongSettings:
             left = sorted(path.name for path in folder.iterdir())
             yield Verdict(
                 " ".join(words),
-                noticed=ended.code in (Exit.CONFIG, Exit.DATA, Exit.USAGE, Exit.REFUSED),
+                noticed=ended.code not in (Exit.DONE, Exit.STOPPED),
                 lost=f"made or removed: {set(left) ^ set(before)}" if left != before else "",
                 unclear=ended.unclear,
             )

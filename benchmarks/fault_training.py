@@ -323,7 +323,7 @@ class Signals:
         shutil.rmtree(run)
         choices = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
         while done < count:
-            send, after = rng.choice(choices), rng.uniform(0, duration * 0.8)
+            send, after = rng.choice(choices), rng.uniform(0.05, duration * 0.8)
             ended = gristmill(folder, *TRAIN, after=after, send=send)
             if ended.code == 0:
                 different = difference(run, reference)

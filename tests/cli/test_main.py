@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import subprocess
 import sys
@@ -73,6 +74,16 @@ def test_a_defect_ends_with_70_and_says_so_last(
 def test_a_mistake_has_no_traceback(end: End, raising: Callable[[BaseException], None]) -> None:
     raising(UserError("no such grain", where="the sack", remedy="look again"))
     assert end("train", "run.toml") == (78, ["error: the sack: no such grain", "    look again"])
+
+
+def test_a_full_disk_is_no_defect_wherever_it_is_met(
+    end: End, raising: Callable[[BaseException], None]
+) -> None:
+    raising(OSError(errno.EDQUOT, "Disk quota exceeded", "/tmp/sack"))
+    assert end("config", "run.toml") == (
+        74,
+        ["error: /tmp/sack: the disk refused: Disk quota exceeded"],
+    )
 
 
 def test_control_c_ends_with_130_without_a_word(

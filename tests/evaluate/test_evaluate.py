@@ -57,6 +57,11 @@ def test_too_little_text(loaded: LoadedModel) -> None:
         evaluate_loss(loaded, np.array([1]))
 
 
+def test_an_id_outside_the_vocabulary_is_refused(loaded: LoadedModel) -> None:
+    with pytest.raises(UserError, match="the id 999 is outside the vocabulary of 257"):
+        evaluate_loss(loaded, np.array([1, 2, 999, 4]))
+
+
 def test_a_run_is_evaluated_on_its_own_validation_text(
     make_run: Callable[..., RunConfig], tmp_path: Path
 ) -> None:

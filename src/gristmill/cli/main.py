@@ -5,6 +5,7 @@
                             `error: a defect of gristmill`
     Ctrl-C                  nothing                                    130
     a closed output pipe    nothing                                    0
+    a full or broken disk   `error: the disk refused`                  74
 
 Each command imports what it needs when it runs, so that `--help` and the light commands start
 quickly.
@@ -13,6 +14,7 @@ quickly.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import sys
@@ -25,6 +27,8 @@ from typer.core import TyperGroup
 from gristmill.base.errors import Exit, UserError
 from gristmill.cli import bench, inspect, models, prepare, replay, tokenizer, tokens, train
 
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+"""Errors that no program can be written to avoid."""
 _WIDTH = 300
 """Characters of an error's message that the last line repeats."""
 
@@ -94,12 +98,21 @@ def main() -> None:
         for problem in error.problems:
             sys.stderr.write(f"error: {problem}\n")
         sys.exit(error.exit)
+    except OSError as error:
+        sys.exit(_refused_by_disk(error) if error.errno in _DISK else _report(error))
     except _PipeError as error:
         cause = error.__cause__ or error
         unread = isinstance(cause, BrokenPipeError) and _reader_left()
         sys.exit(Exit.DONE if unread else _report(cause))
     except Exception as error:
         sys.exit(_report(error))
+
+
+def _refused_by_disk(error: OSError) -> Exit:
+    """Print what the system says where nobody expected it, such as in a temporary folder."""
+    where = f"{error.filename}: " if error.filename else ""
+    sys.stderr.write(f"error: {where}the disk refused: {error.strerror}\n")
+    return Exit.STORAGE
 
 
 def _reader_left() -> bool:

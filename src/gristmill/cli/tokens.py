@@ -171,20 +171,24 @@ def verify_set(
     reading = Reading(source, dtype, end_of_text)
     with ProgressLine("verifying", quiet=quiet) as line:
         problems = verify_tokens(prefix, reading, progress=show)
-    checksums = not problems and find_manifest(prefix) is not None
+    manifest = None if problems else find_manifest(prefix)
     if as_json:
         value = {
             "name": str(prefix),
             "intact": not problems,
-            "checksums_compared": checksums,
+            "checksums_compared": manifest is not None,
             "problems": [asdict(problem) for problem in problems],
         }
         typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
     if problems:
         raise UserError(problems, exit=Exit.DATA)
     if not as_json and not quiet:
-        without = "readable; without a manifest there are no checksums to compare"
-        typer.echo(f"{prefix}: {'intact' if checksums else without}")
+        state = "intact"
+        if manifest is None:
+            state = "readable; without a manifest there are no checksums to compare"
+        elif not manifest.sealed:
+            state += "; its manifest is of an earlier version and has no checksum of its own"
+        typer.echo(f"{prefix}: {state}")
 
 
 @tokens.command(

@@ -61,6 +61,10 @@ def evaluate_loss(
     for pieces in _windows(len(ids), context=loaded.model.config.context, batch=batch):
         length = int(pieces.counts[0])
         windows_BS = np.stack([ids[begin : begin + length] for begin in pieces.begins])
+        largest = int(windows_BS.max())
+        if largest >= tokenizer.size:
+            what = f"the id {largest} is outside the vocabulary of {tokenizer.size}"
+            raise DataError(what, where="evaluate", remedy="check the data: tokens verify")
         marks_BS = None
         if rules.marks == "files":
             assert starts is not None, "these rules need the starts of documents"
