@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -79,13 +79,24 @@ class RobustSpread:
 
     def __init__(self, *, window: int, threshold: float, fewest: int, factors: bool) -> None:
         """`factors`: values vary by factors, as norms do, so their logarithms are compared."""
-        self.values = deque[float](maxlen=window)
+        self._values = deque[float](maxlen=window)
         self.threshold, self.fewest, self.factors = threshold, fewest, factors
+        self.limit = math.inf
+        """For the next value."""
 
-    def limit(self) -> float:
-        if len(self.values) < self.fewest:
+    @property
+    def values(self) -> list[float]:
+        return list(self._values)
+
+    @values.setter
+    def values(self, values: Iterable[float]) -> None:
+        self._values.extend(values)
+        self.limit = self._find_limit()
+
+    def _find_limit(self) -> float:
+        if len(self._values) < self.fewest:
             return math.inf
-        values = [math.log(value) for value in self.values] if self.factors else self.values
+        values = [math.log(value) for value in self._values] if self.factors else self._values
         median = statistics.median(values)
         deviation = 1.4826 * statistics.median(abs(value - median) for value in values)
         if self.factors:
@@ -95,9 +106,9 @@ class RobustSpread:
     def add(self, value: float) -> None:
         """Values above the limit count as the limit: a single one hardly moves it, but a lasting
         change becomes the new normal."""
-        limit = self.limit()
         if math.isfinite(value) and not (self.factors and value <= 0):
-            self.values.append(min(value, limit))
+            self._values.append(min(value, self.limit))
+            self.limit = self._find_limit()
 
 
 class RunHealth:
@@ -162,15 +173,17 @@ class RunHealth:
             if guarded:
                 self._pass_over(outcome.begin, outcome.end)
                 self.warn(f"skipped step {outcome.step}: {_described(outcome, limits)}")
-            outlier = not outcome.finite or guarded or self._is_outlier(outcome, limits)
+            # A step that the guard skipped did no harm.
+            outlier = not outcome.finite or (not guarded and self._is_outlier(outcome, limits))
             self._count(outcome, limits, outlier)
             self._losses.add(outcome.loss)
-            self._norms.add(outcome.norm)
+            if self.guard is not None:
+                self._norms.add(outcome.norm)
         # Limits that no coming step needs are dropped.
         applies = outcome.step + 1 + self.lag
         needed = max((start for start in self._limits if start <= outcome.step + 1), default=0)
         self._limits = {start: one for start, one in self._limits.items() if start >= needed}
-        self._limits[applies] = StepLimits(self._losses.limit(), self._norms.limit())
+        self._limits[applies] = StepLimits(self._losses.limit, self._norms.limit)
         self._previous = outcome.begin
 
     def _is_outlier(self, outcome: StepOutcome, limits: StepLimits | None) -> bool:
@@ -276,8 +289,8 @@ class RunHealth:
             return [value if math.isfinite(value) else None for value in limits]
 
         return {
-            "losses": list(self._losses.values),
-            "norms": list(self._norms.values),
+            "losses": self._losses.values,
+            "norms": self._norms.values,
             "limits": [[start, *plain(one)] for start, one in self._limits.items()],
             "streak": self._streak,
             "calm": self._calm,
@@ -296,8 +309,7 @@ class RunHealth:
         """The state of a checkpoint; empty for those of older versions."""
         if not state:
             return
-        self._losses.values.extend(state["losses"])
-        self._norms.values.extend(state["norms"])
+        self._losses.values, self._norms.values = state["losses"], state["norms"]
         self._limits = {
             start: StepLimits(*(math.inf if value is None else value for value in values))
             for start, *values in state["limits"]
@@ -335,4 +347,5 @@ def _described(outcome: StepOutcome, limits: StepLimits | None) -> str:
     if not outcome.finite or limits is None:
         return f"loss or gradient is not finite, and the update was skipped ({where})"
     loss = f"loss {outcome.loss:.4g} (limit {limits.loss:.4g})"
-    return f"{loss}, gradient norm {outcome.norm:.3g} (limit {limits.norm:.3g}), {where}"
+    limit = f" (limit {limits.norm:.3g})" if math.isfinite(limits.norm) else ""
+    return f"{loss}, gradient norm {outcome.norm:.3g}{limit}, {where}"

@@ -170,7 +170,8 @@ class Hooks:
         if finished and health.rollback_at is not None:
             self._go_back()
         self.tracker.flush()
-        if finished:
+        if finished and health.non_finite:
+            # This state is not worth saving.
             health.check_end(uniform=math.log(self.numbers.vocab))
         if not finished:
             reason = self.stop.reason or "a request to another process"
@@ -180,6 +181,8 @@ class Hooks:
             hook.at_end(finished=finished)
         self._phase("end")
         self.tracker.flush()
+        if finished:
+            health.check_end(uniform=math.log(self.numbers.vocab))
 
 
 class StopOnDamage:
