@@ -22,7 +22,7 @@ from torch import nn
 
 from gristmill import export as module
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.files import FolderLock
+from gristmill.base.locks import FolderLock
 from gristmill.base.tensor_slices import row_slices, split_slices, whole_slice
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.model import StoredModel, open_model, open_stored

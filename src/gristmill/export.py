@@ -33,14 +33,8 @@ from typing import Literal
 import torch
 
 from gristmill.base.errors import DataError, Exit, UserError, optional
-from gristmill.base.files import (
-    FolderLock,
-    require_room,
-    storage_errors,
-    sync_file,
-    sync_folder,
-    write_json,
-)
+from gristmill.base.files import require_room, storage_errors, sync_file, sync_folder, write_json
+from gristmill.base.locks import FolderLock
 from gristmill.base.memory import free_memory
 from gristmill.base.tensor_slices import TensorSlice
 from gristmill.base.units import format_bytes

@@ -23,8 +23,6 @@ from hypothesis import strategies as st
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import (
-    FolderLock,
-    OutputLock,
     open_bytes,
     read_json,
     require_room,
@@ -34,11 +32,12 @@ from gristmill.base.files import (
     write_atomic,
     write_json,
 )
+from gristmill.base.locks import FolderLock, OutputLock
 
 TEXT = "one line of grain\n" * 100
 HOLD = """
 import pathlib, sys
-from gristmill.base.files import FolderLock
+from gristmill.base.locks import FolderLock
 FolderLock(pathlib.Path(sys.argv[1])).acquire()
 print("held", flush=True)
 sys.stdin.read()

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.files import FolderLock
+from gristmill.base.locks import FolderLock
 from gristmill.base.process import Place
 from gristmill.launch.processes import Ending, Job, process_environment, supervise
 from gristmill.track.folder import RunFolder

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.files import FolderLock
+from gristmill.base.locks import FolderLock
 from gristmill.track.folder import RunFolder, move_aside
 
 

@@ -216,7 +216,7 @@ def test_what_one_process_cannot_have_is_refused_by_all(
     crowd: Crowd, make_run: MakeRun, tmp_path: Path
 ) -> None:
     config = make_run(*SETTINGS)
-    from gristmill.base.files import FolderLock
+    from gristmill.base.locks import FolderLock
 
     (tmp_path / "run").mkdir()
     lock = FolderLock(tmp_path / "run")

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.files import FolderLock
+from gristmill.base.locks import FolderLock
 from gristmill.checkpoint.layout import Best, CheckpointFolder, step_of
 from gristmill.checkpoint.model import open_stored
 from gristmill.config.load import load_run

@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gristmill.base.errors import DataError
-from gristmill.base.files import FolderLock, sha256_file, storage_errors, sync_file, sync_folder
+from gristmill.base.files import sha256_file, storage_errors, sync_file, sync_folder
+from gristmill.base.locks import FolderLock
 from gristmill.base.units import format_bytes
 
 OnDownload = Callable[[int, int | None], None]

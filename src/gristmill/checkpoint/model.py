@@ -188,7 +188,7 @@ def load_start_weights(
 
 
 @dataclass(frozen=True)
-class _Choice:
+class _ChosenCheckpoint:
     """A checkpoint of a run, every byte of whose model is as it was written."""
 
     path: Path
@@ -196,7 +196,7 @@ class _Choice:
     """Why it is not the newest."""
 
 
-def _choose_checkpoint(run: Path, which: str, control: ControlGroup = ALONE) -> _Choice:
+def _choose_checkpoint(run: Path, which: str, control: ControlGroup = ALONE) -> _ChosenCheckpoint:
     folder = CheckpointFolder(run / "checkpoints")
     if which == "latest":
         found = folder.newest_intact(control, read=_of_model, check=_content_problems)
@@ -209,7 +209,7 @@ def _choose_checkpoint(run: Path, which: str, control: ControlGroup = ALONE) -> 
             f"{path.name} is damaged ({describe_problems(problems)}); {instead}"
             for path, problems in found.damaged
         )
-        return _Choice(found.path, tuple(notes))
+        return _ChosenCheckpoint(found.path, tuple(notes))
     if which == "best":
         try:
             best = folder.best()
@@ -226,7 +226,7 @@ def _choose_checkpoint(run: Path, which: str, control: ControlGroup = ALONE) -> 
     if not path.is_dir():
         steps = ", ".join(str(step_of(p)) for p in folder.committed())
         raise UserError(f"no checkpoint {path.name}", where=str(run), remedy=f"there are: {steps}")
-    return _Choice(_require_intact(path))
+    return _ChosenCheckpoint(_require_intact(path))
 
 
 def _content_problems(path: Path) -> list[Problem]:

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from gristmill.base.errors import UserError
-from gristmill.base.files import FolderLock, write_atomic
+from gristmill.base.files import write_atomic
+from gristmill.base.locks import FolderLock
 from gristmill.base.process import Place, usable_cores
 from gristmill.base.units import format_bytes
 from gristmill.parallel.device import Device, matrix_rate, select_device

@@ -81,7 +81,7 @@ def train(
         if fresh:
             move_aside(folder)
         if start_from is not None:
-            from gristmill.base.files import FolderLock
+            from gristmill.base.locks import FolderLock
             from gristmill.train.go_back import choose_step, go_back
 
             # Once, here: a restart continues from what was reached since.

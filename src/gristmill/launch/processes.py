@@ -30,7 +30,8 @@ from types import FrameType
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.exit_report import START, read_exit_report
-from gristmill.base.files import FolderLock, storage_errors
+from gristmill.base.files import storage_errors
+from gristmill.base.locks import FolderLock
 from gristmill.base.process import usable_cores
 from gristmill.base.signals import INTERRUPTED, stop_signals
 from gristmill.launch.lifeline import SUPERVISOR

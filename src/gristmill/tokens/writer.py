@@ -32,7 +32,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gristmill.base.errors import DataError, Exit, UserError
-from gristmill.base.files import OutputLock, sha256_file, storage_errors, sync_folder
+from gristmill.base.files import sha256_file, storage_errors, sync_folder
+from gristmill.base.locks import OutputLock
 from gristmill.tokens.format import (
     FileFacts,
     Manifest,

@@ -30,7 +30,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gristmill.base.errors import DataError, Exit, UserError
-from gristmill.base.files import FolderLock, read_json, storage_errors, write_json
+from gristmill.base.files import read_json, storage_errors, write_json
+from gristmill.base.locks import FolderLock
 from gristmill.config.schema import RunConfig
 from gristmill.track.metrics import SAVED_CHECKPOINT
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.files import FolderLock
+from gristmill.base.locks import FolderLock
 from gristmill.base.process import Place
 from gristmill.base.units import format_count, format_seconds, parse_seconds
 from gristmill.checkpoint.layout import CheckpointFolder

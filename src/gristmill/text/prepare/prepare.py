@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gristmill.base.errors import UserError
-from gristmill.base.files import OutputLock
+from gristmill.base.locks import OutputLock
 from gristmill.text.prepare.journal import Generation, Journal
 from gristmill.text.prepare.ledger import HopelessError
 from gristmill.text.prepare.outputs import Outputs, PreparedKey
