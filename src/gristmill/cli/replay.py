@@ -19,7 +19,7 @@ _ROWS = 5
 
 def replay(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder, or the run file.")],
-    step: Annotated[int, typer.Argument(min=1, help="The step to compute again.")],
+    step: Annotated[int, typer.Argument(min=1, metavar="STEP", help="The step to compute again.")],
     settings: Overrides = None,
 ) -> None:
     """Compute a step of a run again, to tell a faulty device from a bad batch.
