@@ -133,9 +133,10 @@ def test_no_document_is_an_error_and_leaves_nothing(lines: Path, tmp_path: Path)
 
 def test_an_existing_set_is_kept_unless_overwritten(lines: Path, tmp_path: Path) -> None:
     run([lines], tmp_path / "set")
-    before = (tmp_path / "set.bin").read_bytes()
+    before, files = (tmp_path / "set.bin").read_bytes(), sorted(os.listdir(tmp_path))
     with pytest.raises(UserError, match="already a token set"):
         run([lines], tmp_path / "set")
+    assert sorted(os.listdir(tmp_path)) == files
     with pytest.raises(UserError):
         run([lines], tmp_path / "set", overwrite=True, strict=True)
     assert (tmp_path / "set.bin").read_bytes() == before

@@ -198,8 +198,11 @@ def _open_outputs(
             raise
     if journal:
         journal.remove()
+    outputs = Outputs(request, tokenizer, () if journal else None)
+    if journal:
+        # Not before the outputs, which refuse to replace others.
         journal.begin()
-    return Outputs(request, tokenizer, () if journal else None), Cursor()
+    return outputs, Cursor()
 
 
 def _resume(
