@@ -24,9 +24,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gristmill.base.errors import Exit
+from gristmill.base.signals import exit_on_stop_signals
 
 PATIENCE = 120.0
 """Seconds after which a child hangs."""
+
+POLITE = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 CLEAR = {int(status) for status in Exit} - {int(Exit.INTERNAL)} | {130}
 """Exit statuses that say what happened."""
@@ -100,9 +103,12 @@ def gristmill(
     """Run a command in a folder. `before` is called in the child; `after` so many seconds a signal
     is sent."""
     log = folder / ".output"
+    # A signal waits until the child is where a new interpreter would be.
+    signal.pthread_sigmask(signal.SIG_BLOCK, POLITE)
     pid = os.fork()
     if pid == 0:
         _be_child(folder, log, words, before, environment or {})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, POLITE)
     hangs = False
     started = time.monotonic()
     status: int | None = None
@@ -136,8 +142,12 @@ def _be_child(
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for stream in (1, 2):
             os.dup2(out, stream)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.default_int_handler if number == 2 else signal.SIG_DFL)
+        for number in POLITE:
+            usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, usual)
+        if words[:1] == ("train",):
+            exit_on_stop_signals()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, POLITE)
         os.environ.update(environment)
         sys.argv = ["gristmill", *words]
         if before is not None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from fault_kit import (
     DAMAGE,
     ERRORS,
+    POLITE,
     WRITES,
     Ended,
     Operations,
@@ -321,9 +322,8 @@ class Signals:
         duration = time.monotonic() - began
         run, done = folder / "victim", 0
         shutil.rmtree(run)
-        choices = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
         while done < count:
-            send, after = rng.choice(choices), rng.uniform(0.05, duration * 0.8)
+            send, after = rng.choice(POLITE), rng.uniform(0, duration * 0.8)
             ended = gristmill(folder, *TRAIN, after=after, send=send)
             if ended.code == 0:
                 different = difference(run, reference)

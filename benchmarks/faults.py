@@ -1,7 +1,7 @@
 """Inject faults of every kind, seeded, and count what was noticed, lost, different or unclear.
 
     python benchmarks/faults.py                        all groups
-    python benchmarks/faults.py --part 1/2             some of them, in about ten minutes
+    python benchmarks/faults.py --part 1/3             a third of them, in about ten minutes
     python benchmarks/faults.py --group damaged --count 20 --seed 7
 
 For each fault real commands run: `gristmill prepare`, `tokens verify`, `train`. Afterwards the same
