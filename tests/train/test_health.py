@@ -350,15 +350,9 @@ def train_here(config: RunConfig) -> int:
     return int(run_training(config).exit)
 
 
-@pytest.mark.parametrize("action", ["skip", "rollback"])
-def test_all_processes_decide_alike(
-    crowd: Callable[..., list[Any]],
-    make_run: MakeRun,
-    poisoned: Path,
-    tmp_path: Path,
-    action: str,
+def test_all_processes_go_back_together(
+    crowd: Callable[..., list[Any]], make_run: MakeRun, poisoned: Path, tmp_path: Path
 ) -> None:
-    config = guarded(make_run, poisoned, action, "parallel.dp_shard=2", folder="run")
+    config = guarded(make_run, poisoned, "rollback", "parallel.dp_shard=2", folder="run")
     assert crowd(2, train_here, config) == [0, 0]
-    passed = state_of(tmp_path / "run")["passed_over"]
-    assert passed == ([[160, 164], [240, 256]] if action == "skip" else [[236, 260]])
+    assert state_of(tmp_path / "run")["passed_over"] == [[236, 260]]
