@@ -138,6 +138,29 @@ def test_the_state_survives_as_json(tmp_path: Path) -> None:
     assert again.limits(49) == health.limits(49) != StepLimits(math.inf, math.inf)
 
 
+def test_trouble_that_lasts_is_passed_over_in_growing_ranges() -> None:
+    """Steps of 8 samples; what is passed over is not observed."""
+    guard = GuardConfig(action="rollback", window=16)
+    then = judge(guard)
+    feed(then, [*GOOD, 9.0, 9.0, 9.0, 9.0, 9.0])
+    back = then.go_back(45 * 8)
+    assert (back.step, back.begin, back.end, back.rollbacks) == (41, 39 * 8, 45 * 8, 1)
+    again = judge(guard)
+    feed(again, GOOD[:38])
+    again.went_back(back, then)
+    feed(again, [3.0], first=39)
+    assert again.rollbacks == 1  # good steps before the range prove nothing
+    feed(again, [9.0] * 5, first=46)
+    back = again.go_back(50 * 8)
+    assert (back.step, back.begin, back.end) == (46, 45 * 8, 50 * 8 + 11 * 8)
+    assert back.rollbacks == 2
+    last = judge(guard)
+    last.went_back(back, again)
+    assert last.passed_over == [(39 * 8, 61 * 8)]
+    feed(last, [3.0] * CALM, first=62)
+    assert last.rollbacks == 0
+
+
 # ------------------------------------------------------------------ a run that diverges
 
 DIVERGES = ("optim.lr=1e9", 'schedule.type="constant"')
@@ -342,7 +365,7 @@ def test_a_spike_before_the_first_checkpoint_and_too_many_rollbacks(
         "train.guard.rollbacks=1",
         folder="often",
     )
-    with pytest.raises(UserError, match="went back 1 times, which did not help"):
+    with pytest.raises(UserError, match="went back 1 times in a row, which did not help"):
         run_training(often)
 
 

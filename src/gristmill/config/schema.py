@@ -153,7 +153,7 @@ class GuardConfig(Settings):
     patience: Count | None = None
     """For rollback: how many such steps in a row; 3 if not given."""
     rollbacks: Count | None = None
-    """For rollback: stop with an error when this many did not help; 10 if not given."""
+    """For rollback: stop with an error when this many in a row did not help; 10 if not given."""
 
 
 class TrainConfig(Settings):

@@ -147,6 +147,9 @@ class RunHealth:
         self.rollback_at: int | None = None
         """The step after which the run goes back."""
         self.rollbacks = 0
+        """How often in a row, without some good steps behind what was passed over."""
+        self._good = 0
+        """Good steps in a row behind it."""
         self.passed_over: list[tuple[int, int]] = []
         """Ranges of samples that were not trained on, in order."""
 
@@ -198,8 +201,14 @@ class RunHealth:
         self._streak = self._streak + 1 if outlier else 0
         if self._streak == 1:
             limit = None if limits is None or math.isinf(limits.loss) else limits.loss
-            before = outcome.begin if self._previous is None else self._previous
+            # Right behind samples that were passed over, these have not been enough.
+            behind = outcome.begin == self._passed_until
+            before = outcome.begin if behind or self._previous is None else self._previous
             self._first = Spike(outcome.step, before, limit)
+        past = not outlier and outcome.begin >= self._passed_until
+        self._good = self._good + 1 if past else 0
+        if self._good == CALM:
+            self.rollbacks = 0
         if (
             self.guard is not None
             and self.guard.action == "rollback"
@@ -237,16 +246,24 @@ class RunHealth:
         return any(begin <= sample < end for begin, end in self.passed_over)
 
     def go_back(self, end: int) -> GoBack:
-        """What to do when `rollback_at` is reached; `end` are the samples so far."""
+        """What to do when `rollback_at` is reached; `end` are the samples so far. If the trouble
+        goes on right behind what was passed over, twice as much is."""
         assert self._first is not None
-        return GoBack(self._first.step, self._first.begin, end, self.rollbacks + 1)
+        step, begin = self._first.step, self._first.begin
+        more = sum(end - first for first, last in self.passed_over if last == begin)
+        return GoBack(step, begin, end + more, self.rollbacks + 1)
 
     def went_back(self, back: GoBack, then: RunHealth) -> None:
         """Continue without what led to a spike. This is the health of the older checkpoint, `then`
         that of the run when it went back."""
         for begin, end in (*then.passed_over, (back.begin, back.end)):
             self._pass_over(begin, end)
-        self.rollbacks = back.rollbacks
+        self.rollbacks, self._good = back.rollbacks, 0
+
+    @property
+    def _passed_until(self) -> int:
+        """The end of the last range that was passed over."""
+        return self.passed_over[-1][1] if self.passed_over else 0
 
     def _pass_over(self, begin: int, end: int) -> None:
         ranges = list[tuple[int, int]]()
@@ -302,6 +319,7 @@ class RunHealth:
             "loss": self.loss if self.loss is not None and math.isfinite(self.loss) else None,
             "rollback_at": self.rollback_at,
             "rollbacks": self.rollbacks,
+            "good": self._good,
             "passed_over": self.passed_over,
         }
 
@@ -320,6 +338,7 @@ class RunHealth:
         self.spike = None if state["spike"] is None else Spike(**state["spike"])
         self.bad, self.non_finite, self.loss = state["bad"], state["non_finite"], state["loss"]
         self.rollback_at, self.rollbacks = state["rollback_at"], state["rollbacks"]
+        self._good = state["good"]
         self.passed_over = [(begin, end) for begin, end in state["passed_over"]]
 
 
@@ -333,7 +352,7 @@ class GoBack:
     end: int
     """The range of samples to pass over."""
     rollbacks: int
-    """How many there were, this one included."""
+    """How many there were in a row, this one included."""
 
     def __str__(self) -> str:
         return (

@@ -161,7 +161,7 @@ class Hooks:
             return
         most = health.most_rollbacks
         if back.rollbacks > most:
-            raise health.failure(f"it went back {most} times, which did not help")
+            raise health.failure(f"it went back {most} times in a row, which did not help")
         raise GoBackError(back, step)
 
     def at_end(self, *, finished: bool) -> None:
