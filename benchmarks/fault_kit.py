@@ -98,7 +98,6 @@ def gristmill(
     before: Callable[[], None] | None = None,
     after: float | None = None,
     send: signal.Signals = signal.SIGKILL,
-    environment: dict[str, str] | None = None,
 ) -> Ended:
     """Run a command in a folder. `before` is called in the child; `after` so many seconds a signal
     is sent."""
@@ -107,7 +106,7 @@ def gristmill(
     signal.pthread_sigmask(signal.SIG_BLOCK, POLITE)
     pid = os.fork()
     if pid == 0:
-        _be_child(folder, log, words, before, environment or {})
+        _be_child(folder, log, words, before)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, POLITE)
     hangs = False
     started = time.monotonic()
@@ -134,7 +133,6 @@ def _be_child(
     log: Path,
     words: Sequence[str],
     before: Callable[[], None] | None,
-    environment: dict[str, str],
 ) -> None:
     code = 70
     try:
@@ -148,7 +146,6 @@ def _be_child(
         if words[:1] == ("train",):
             exit_on_stop_signals()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, POLITE)
-        os.environ.update(environment)
         sys.argv = ["gristmill", *words]
         if before is not None:
             before()

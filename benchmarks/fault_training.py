@@ -101,41 +101,47 @@ def complete(folder: Path, reference: Path, fault: str, ended: Ended) -> Verdict
 
 
 @dataclass(frozen=True)
-class Kills:
-    """SIGKILL at random moments, again and again, until the run is done."""
+class Interruptions:
+    """Signals at random moments, again and again, until the run is done. After SIGKILL at most the
+    steps since the last checkpoint are gone, after the others none."""
 
-    name: str = "training killed at random moments"
-    count: int = 240
+    name: str
+    count: int
+    signals: tuple[signal.Signals, ...]
 
     def faults(self, folder: Path, rng: random.Random, count: int) -> Iterator[Verdict]:
         reference = start(folder, steps=40)
         began = time.monotonic()
         gristmill(folder, *TRAIN)
         duration = time.monotonic() - began
-        run = folder / "victim"
+        run, done = folder / "victim", 0
         shutil.rmtree(run)
-        done = 0
-        while done < count:
-            before = max(steps_of(run), default=0) if run.exists() else 0
-            after = rng.uniform(0, duration * 0.7)
-            ended = gristmill(folder, *TRAIN, after=after)
+        while done < count or run.exists():
+            before = newest_step(run)
+            send, after = rng.choice(self.signals), rng.uniform(0, duration * 0.7)
+            ended = gristmill(folder, *TRAIN, after=after if done < count else None, send=send)
             if ended.code == 0:
                 different = difference(run, reference)
                 shutil.rmtree(run)
                 if different:
-                    yield Verdict("the end of a chain of kills", different=different)
+                    yield Verdict("the end of a chain", different=different)
                 continue
             done += 1
-            newest = max(steps_of(run), default=0) if run.exists() else 0
-            reached = last_step(run)
+            newest, reached = newest_step(run), last_step(run)
             lost = "" if newest >= before else f"checkpoint {before}"
-            if reached - newest > 2 * EVERY:
+            if (
+                reached - newest > (2 * EVERY if send == signal.SIGKILL else 0)
+                and ended.code != 130
+            ):
                 lost = f"{reached - newest} steps"
-            unclear = "" if ended.code == -signal.SIGKILL else ended.unclear
-            yield Verdict(f"killed after {after:.3f} s", lost=lost, unclear=unclear)
-        if run.exists():
-            gristmill(folder, *TRAIN)
-            yield Verdict("the last chain of kills", different=difference(run, reference))
+            expected = (-send,) if send == signal.SIGKILL else (75, 130)
+            unclear = "" if ended.code in expected else ended.unclear or f"status {ended.code}"
+            yield Verdict(f"{send.name} after {after:.3f} s", lost=lost, unclear=unclear)
+
+
+def newest_step(run: Path) -> int:
+    """The step of the newest checkpoint; 0 if there is none."""
+    return max(steps_of(run), default=0) if run.exists() else 0
 
 
 def last_step(run: Path) -> int:
@@ -309,39 +315,6 @@ class DamagedSideFiles:
 
 
 @dataclass(frozen=True)
-class Signals:
-    """Polite stops at random moments lose no step."""
-
-    name: str = "TERM, INT, USR1 and HUP at random moments"
-    count: int = 80
-
-    def faults(self, folder: Path, rng: random.Random, count: int) -> Iterator[Verdict]:
-        reference = start(folder, steps=40)
-        began = time.monotonic()
-        gristmill(folder, *TRAIN)
-        duration = time.monotonic() - began
-        run, done = folder / "victim", 0
-        shutil.rmtree(run)
-        while done < count:
-            send, after = rng.choice(POLITE), rng.uniform(0, duration * 0.8)
-            ended = gristmill(folder, *TRAIN, after=after, send=send)
-            if ended.code == 0:
-                different = difference(run, reference)
-                shutil.rmtree(run)
-                if different:
-                    yield Verdict("the end of a chain of stops", different=different)
-                continue
-            done += 1
-            lost, saved = "", max(steps_of(run), default=0) if run.exists() else 0
-            if ended.code == 75 and run.exists() and last_step(run) > saved:
-                lost = f"{last_step(run) - saved} steps"
-            unclear = ended.unclear if ended.code != 75 else ""
-            if ended.code not in (75, 130, -send):
-                unclear = unclear or f"status {ended.code}"
-            yield Verdict(f"{send.name} after {after:.3f} s", lost=lost, unclear=unclear)
-
-
-@dataclass(frozen=True)
 class LostProcesses:
     """One of two processes is killed, frozen, or slowed."""
 
@@ -466,9 +439,9 @@ def passed_over(run: Path) -> set[int]:
 
 
 GROUPS = (
-    Kills(),
+    Interruptions("training killed at random moments", 240, (signal.SIGKILL,)),
     KilledOperations(),
-    Signals(),
+    Interruptions("TERM, INT, USR1 and HUP at random moments", 80, POLITE),
     LostProcesses(),
     DamagedCheckpoints(),
     DamagedSideFiles(),

@@ -20,5 +20,5 @@ def test_a_sample_of_the_fault_campaign() -> None:
     command = [sys.executable, "faults.py", "--count", "3", "--seed", "11", "--group", *groups]
     done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    # Chains of kills end with a comparison, which counts too.
-    assert re.search(r"3[3-6] faults, 0 of them bad", done.stdout), done.stdout
+    # Damage that happens to change nothing is not counted.
+    assert re.search(r"3[1-3] faults, 0 of them bad", done.stdout), done.stdout

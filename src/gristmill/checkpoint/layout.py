@@ -223,17 +223,15 @@ class CheckpointFolder:
         """The step of the newest checkpoint from before a step."""
         return max((n for n in map(step_of, self.committed()) if n < step), default=None)
 
-    def set_aside_after(self, step: int, target: Path) -> list[int]:
-        """Move the checkpoints of later steps into another folder; returns their steps."""
+    def set_aside_after(self, step: int, target: Path) -> None:
+        """Move the checkpoints of later steps into another folder."""
         later = [path for path in self.committed() if step_of(path) > step]
         with storage_errors(target):
-            target.mkdir(parents=True)
             # The newest first: if this is interrupted, the run is never left without those between.
             for path in reversed(later):
                 os.rename(path, target / path.name)
             sync_folder(target)
             sync_folder(self.root)
-        return [step_of(path) for path in later]
 
     def thin_out(
         self,

@@ -51,8 +51,10 @@ def go_back(folder: RunFolder, step: int) -> Path:
     while target.exists():
         number += 1
         target = target.with_name(f"after-step-{step:08d}.{number}")
-    CheckpointFolder(folder.checkpoints).set_aside_after(step, target)
-    if folder.metrics.is_file():
-        with storage_errors(target):
+    with storage_errors(target):
+        target.mkdir(parents=True)
+        # First, since the next resume cuts them.
+        if folder.metrics.is_file():
             shutil.copyfile(folder.metrics, target / folder.metrics.name)
+    CheckpointFolder(folder.checkpoints).set_aside_after(step, target)
     return target

@@ -173,8 +173,8 @@ def _train(parts: Assembly, stop: StopRequest, monitor: Monitor, check: ContentC
             _announce(parts, tracker, resumed)
             return _run(parts, tracker, stop, monitor, health, check)
         except GoBackError as error:
-            set_aside = partial(_set_aside, parts.folder, error.checkpoint)
-            aside = parts.control.on_rank0(set_aside)
+            move = partial(_move_later, parts.folder, error.checkpoint)
+            aside = parts.control.on_rank0(move)
             went_back = (error.back, health)
             # For the next round, whose records begin at that step.
             where = f"went back to step {error.checkpoint}; what came after it is in {aside}"
@@ -190,7 +190,8 @@ def _train(parts: Assembly, stop: StopRequest, monitor: Monitor, check: ContentC
             tracker.close()
 
 
-def _set_aside(folder: RunFolder, step: int) -> str:
+def _move_later(folder: RunFolder, step: int) -> str:
+    """Go back to a checkpoint; returns where in the folder everything after it is."""
     return str(go_back(folder, step).relative_to(folder.path))
 
 
