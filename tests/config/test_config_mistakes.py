@@ -156,7 +156,8 @@ ADDED = {
     ),
     "unknown optimizer": (
         '[optim]\ntype = "sgd"',
-        "run.toml:11: optim.type: there is no type 'sgd'\n    one of 'adamw', 'muon'",
+        "run.toml:11: optim.type: there is no type 'sgd'\n"
+        "    one of 'adamw', 'muon', 'accum-adamw', 'accum-adam'",
     ),
     "unknown schedule": (
         '[schedule]\ntype = "cosinus"',

@@ -22,6 +22,7 @@ from gristmill.generate import Engine, Sampling
 from gristmill.models import gpt
 from gristmill.models.build import build_model
 from gristmill.models.loss import linear_cross_entropy
+from gristmill.optim.build import build_optimizer
 from gristmill.parallel.build import build_strategy
 from gristmill.parallel.world import Groups, open_world
 from gristmill.train.replay import replay_step
@@ -119,6 +120,31 @@ def test_muon_compiled_and_not(make_run: MakeRun) -> None:
     compiled = losses(make_run(*settings, "runtime.compile=true"))
     assert compiled == pytest.approx(plain, rel=0.03)
     assert plain[-1] < plain[0] - 0.5
+
+
+@pytest.mark.parametrize("kind", ["accum-adamw", "accum-adam"])
+def test_accumulated_moments_never_wait_for_the_device(make_run: MakeRun, kind: str) -> None:
+    """And move weights as they do on the CPU, over skipped steps too."""
+    config, ends = make_run(f"optim.type={kind}", "optim.accum=3"), []
+    start = build_model(config.model, vocab=257, device=torch.device("cpu"))
+    start.initialise(1)  # the same on every device
+    for device in map(torch.device, ("cpu", "cuda")):
+        model = build_model(config.model, vocab=257, device=device)
+        model.load_state_dict(start.state_dict())
+        named = dict(model.named_parameters())
+        optimizer = build_optimizer(config.optim, model, parameters=named)
+        generator, divisor = torch.Generator().manual_seed(2), torch.tensor(4.0, device=device)
+        for step in range(8):
+            for parameter in named.values():
+                drawn = torch.randn(parameter.shape, generator=generator)
+                parameter.grad = drawn.to(device)
+            skip = torch.tensor(float(step in (1, 5)), device=device)
+            torch.cuda.set_sync_debug_mode("error")
+            optimizer.step(divisor=divisor, skip=skip)
+            torch.cuda.set_sync_debug_mode("default")
+        state = {f"{one.kind}/{one.key}": one.value.cpu() for one in optimizer.entries()}
+        ends.append(state | {name: one.detach().cpu() for name, one in named.items()})
+    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-6)
 
 
 def test_fp16_skips_until_the_scale_fits(make_run: MakeRun) -> None:

@@ -86,19 +86,20 @@ def settings_with(optimizer: str, *, steps: int) -> list[str]:
     own = {
         "adamw": ("model.tie_head=true",),
         "muon": ('optim.type="muon"', 'optim.normalise="neurons"', "model.tie_head=false"),
+        "accum": ('optim.type="accum-adamw"', "optim.accum=2", "optim.eps=1e-4"),
     }[optimizer]
     usual = [word for word in SETTINGS if optimizer == "adamw" or "eps" not in word]
     return [*usual, *own, f'train.until="{steps} steps"', 'validate.every="1 steps"']
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "accum"])
 def test_a_run_moves_from_layout_to_layout(
     crowd: Crowd, make_run: MakeRun, tmp_path: Path, runs: Runs, optimizer: str
 ) -> None:
     """Each layout makes one step more; Muon's moments are whole where its matrices are divided."""
     settings = settings_with(optimizer, steps=10)
     run_training(make_run(*settings, folder="whole"))
-    chosen = LAYOUTS if optimizer == "adamw" else LAYOUTS[1:6]
+    chosen = {"adamw": LAYOUTS, "muon": LAYOUTS[1:6], "accum": LAYOUTS[1:4]}[optimizer]
     for processes, layout in chosen:
         config = make_run(*settings, *words(layout), folder="moving")
         if processes == 1:

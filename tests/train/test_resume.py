@@ -51,8 +51,12 @@ def events(folder: Path) -> str:
         ['optim.type="muon"', 'optim.momentum_warmup="9 steps"', 'optim.normalise="neurons"'],
         ['optim.type="muon"', "optim.cautious=true", "model.kv_heads=1", "model.tie_head=false"],
         ['optim.type="muon"', 'precision.compute="fp16"', "precision.loss_scale.window=2"],
+        ['optim.type="accum-adamw"', "optim.accum=3"],
+        ['optim.type="accum-adam"', 'precision.compute="fp16"', "precision.loss_scale.window=2"],
     ],
-    ids="plain dropout accumulate bf16 fp16 foreground muon muon-heads muon-fp16".split(),
+    ids=(
+        "plain dropout accumulate bf16 fp16 foreground muon muon-heads muon-fp16 accum accum-fp16"
+    ).split(),
 )
 def test_stopped_and_resumed_equals_uninterrupted(
     make_run: MakeRun,

@@ -54,7 +54,7 @@ def test_a_refused_fresh_start_keeps_only_the_old_run(make_run: MakeRun, tmp_pat
     assert (old / "run.toml").is_file() and not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "accum-adamw"])
 def test_a_checkpoint_is_as_large_as_announced(
     make_run: MakeRun, tmp_path: Path, optimizer: str
 ) -> None:

@@ -58,6 +58,43 @@ class AdamWConfig(OptimizerConfig):
     """Decay of matrices and embeddings; biases and norm gains are never decayed."""
 
 
+class _AccumConfig(OptimizerConfig):
+    lr: Annotated[float, Field(gt=0)] = 6e-4
+    """Peak learning rate."""
+    accum: Count = 4
+    """Steps whose gradients are averaged before the stored moments advance. Weights move at every
+    step all the same."""
+    beta1: Fraction = 0.9
+    """Memory of the first moment, for each time that it advances."""
+    beta2: Fraction = 0.98
+    """Memory of the second moment, for each time that it advances."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of the second moment."""
+
+    def state_bytes(self, role: Role) -> int:
+        return 12
+
+
+class AccumAdamWConfig(_AccumConfig):
+    """AdamW whose moments see the mean gradient of several steps: for workers that exchange weights
+    instead of gradients, whose own gradients are noisy."""
+
+    type: Literal["accum-adamw"] = "accum-adamw"
+    """Which optimizer."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Decay of matrices and embeddings; biases and norm gains are never decayed."""
+
+
+class AccumAdamConfig(_AccumConfig):
+    """The same with L2 instead of decoupled decay."""
+
+    type: Literal["accum-adam"] = "accum-adam"
+    """Which optimizer."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """L2 of matrices and embeddings: weight_decay x weight is added to the gradient. Biases and
+    norm gains have none."""
+
+
 class MuonConfig(OptimizerConfig):
     """Muon for the matrices inside blocks: momentum with all singular values made equal. Adam for
     embeddings, tables, the head and vectors."""
@@ -126,7 +163,9 @@ class MuonConfig(OptimizerConfig):
         return min(0.85, self.momentum) if self.momentum_start is None else self.momentum_start
 
 
-AnyOptimizerConfig = Annotated[AdamWConfig | MuonConfig, Field(discriminator="type")]
+AnyOptimizerConfig = Annotated[
+    AdamWConfig | MuonConfig | AccumAdamWConfig | AccumAdamConfig, Field(discriminator="type")
+]
 
 
 class _Warmup(Settings):

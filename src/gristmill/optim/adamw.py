@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
-from gristmill.config.optim import AdamWConfig
+from gristmill.config.optim import AccumAdamConfig, AccumAdamWConfig, AdamWConfig
 from gristmill.config.roles import Role
 from gristmill.optim.spec import ParameterOptimizer, Placement
 
@@ -32,22 +32,7 @@ class AdamW(ParameterOptimizer):
         *,
         roles: Mapping[str, Role],
     ) -> None:
-        decays = {True: config.weight_decay, False: 0.0}
-        groups = [
-            {
-                "params": [
-                    parameter
-                    for name, parameter in parameters.items()
-                    if (roles[name] is not Role.VECTOR) is decayed
-                ],
-                "lr": config.lr,
-                "betas": (config.beta1, config.beta2),
-                "eps": config.eps,
-                "weight_decay": decay,
-            }
-            for decayed, decay in decays.items()
-        ]
-        super().__init__(parameters, groups)
+        super().__init__(parameters, decay_groups(config, parameters, roles=roles))
 
     def stepped_kinds(self) -> Mapping[str, Collection[str]]:
         return dict.fromkeys(self.parameters, ADAM_PLACEMENTS)
@@ -56,6 +41,30 @@ class AdamW(ParameterOptimizer):
     def step(self, *, divisor: torch.Tensor, skip: torch.Tensor) -> None:
         for group in self.param_groups:
             adam_step(self.state, group["params"], group, divisor=divisor, skip=skip)
+
+
+def decay_groups(
+    config: AdamWConfig | AccumAdamWConfig | AccumAdamConfig,
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    roles: Mapping[str, Role],
+) -> list[dict[str, Any]]:
+    """Two groups: parameters that decay, and vectors, which do not."""
+    decays = {True: config.weight_decay, False: 0.0}
+    return [
+        {
+            "params": [
+                parameter
+                for name, parameter in parameters.items()
+                if (roles[name] is not Role.VECTOR) is decayed
+            ],
+            "lr": config.lr,
+            "betas": (config.beta1, config.beta2),
+            "eps": config.eps,
+            "weight_decay": decay,
+        }
+        for decayed, decay in decays.items()
+    ]
 
 
 def adam_step(

@@ -8,8 +8,15 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from gristmill.config.optim import AdamWConfig, MuonConfig, OptimizerConfig
+from gristmill.config.optim import (
+    AccumAdamConfig,
+    AccumAdamWConfig,
+    AdamWConfig,
+    MuonConfig,
+    OptimizerConfig,
+)
 from gristmill.config.roles import Role
+from gristmill.optim.accum import AccumAdam
 from gristmill.optim.adamw import AdamW
 from gristmill.optim.muon import Muon, MuonExchange
 from gristmill.optim.spec import Optimizer
@@ -48,6 +55,12 @@ OPTIMIZERS: dict[type[OptimizerConfig], Callable[[OptimizerInputs], Optimizer]] 
         stacked_rows=given.model.stacked_rows(),
         compiled=given.compiled,
         exchange=given.exchange,
+    ),
+    AccumAdamWConfig: lambda given: AccumAdam(
+        given.config, given.parameters, roles=given.model.roles()
+    ),
+    AccumAdamConfig: lambda given: AccumAdam(
+        given.config, given.parameters, roles=given.model.roles()
     ),
 }
 
