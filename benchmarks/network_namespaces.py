@@ -58,7 +58,7 @@ class WorkersError(Exception):
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a worker's interface has sent and received. Headers count for less than 1 %, since
+    """Bytes that a worker's interface has sent and received. Headers add up to 5 %, and less where
     the kernel merges packets before it counts them."""
 
     sent: int
