@@ -85,7 +85,7 @@ class Moments(ParameterOptimizer):
         "step": Placement.REPLICATED,
         "second_moment": Placement.REPLICATED,
         "factor": Placement.REPLICATED,
-        "own": Placement.PER_WORKER,
+        "own": Placement.PER_RANK,
     }
 
     def step(self, *, divisor: torch.Tensor, skip: torch.Tensor) -> None:
@@ -289,7 +289,7 @@ class Factors:
 
     placements: ClassVar[Mapping[str, Placement]] = {
         "factor": Placement.REPLICATED,
-        "own": Placement.PER_WORKER,
+        "own": Placement.PER_RANK,
     }
 
     def __init__(self, rank: int) -> None:

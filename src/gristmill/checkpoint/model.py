@@ -23,6 +23,7 @@ from gristmill.checkpoint.layout import (
     step_of,
     verify,
 )
+from gristmill.checkpoint.pieces import OPTIMIZER, STRATEGY
 from gristmill.checkpoint.state import check_weights, load_weights
 from gristmill.checkpoint.state_file import STATE, is_count, read_state, shown
 from gristmill.checkpoint.tensor_reader import TensorReader, open_hf_tensors, open_tensors
@@ -239,9 +240,8 @@ def _content_problems(path: Path) -> list[Problem]:
 
 
 def _of_model(name: str) -> bool:
-    """Whether a file is needed for the model. The optimizer's files are twice as large as all
-    others together."""
-    return not name.startswith("optimizer")
+    """Whether a file is needed for the model. The others are several times as large."""
+    return not name.startswith((OPTIMIZER, STRATEGY))
 
 
 def _require_intact(path: Path) -> Path:

@@ -11,6 +11,11 @@ other state its owner declares the placement on the ranks (`optim/spec.py`): sha
 parameter; replicated, and written by one rank; or one per rank, stored as a tensor with a row for
 each.
 
+In a decentralized run, whose workers have weights of their own, model.safetensors holds the average
+of all workers, and everything else is there once for each worker: worker-3/exp_avg/norm.weight.
+Their own weights are kept by the strategy. The same workers go on exactly where they stopped; any
+others start from the average, each with the optimizer state of one of the old ones.
+
 Before a checkpoint is used, the names, shapes and formats of its tensors are compared with those of
 the model and the optimizer, and all numbers must be finite. Each rank checks what it loads.
 
@@ -23,10 +28,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import nn
@@ -76,6 +82,10 @@ class TrainState:
     """What it keeps as tensors."""
     health: dict[str, Any] = field(default_factory=dict)
     """What judges the steps of the run, as plain numbers."""
+    workers: tuple[int, ...] = ()
+    """The workers, if they have weights of their own."""
+    worker: int = 0
+    """That of this rank."""
     rank: int = 0
     ranks: int = 1
     writes_unowned: bool = True
@@ -95,6 +105,17 @@ class TrainState:
 
     def __post_init__(self) -> None:
         self.parameters = self.parameters or whole_parameters(self.model)
+
+    def writes_average(self, name: str) -> bool:
+        """Whether this rank's worker writes a parameter of the average; the work is shared."""
+        if not self.workers:
+            return True
+        return self.workers[crc32(name.encode()) % len(self.workers)] == self.worker
+
+
+def worker_prefix(worker: int) -> str:
+    """How the names of a worker's tensors begin."""
+    return f"worker-{worker}/"
 
 
 @dataclass
@@ -121,10 +142,19 @@ class Contribution:
             bounds.append((region.begin, region.end))
         self.reports[name] = (DTYPE_NAMES[dtype], shape, bounds)
 
-    def add_sharded(self, name: str, value: torch.Tensor, parameter: ShardedParameter) -> None:
-        """Copy what this rank owns of a tensor that is sharded like a parameter."""
+    def add_sharded(
+        self,
+        name: str,
+        value: torch.Tensor,
+        parameter: ShardedParameter,
+        *,
+        writes: bool = True,
+    ) -> None:
+        """Copy what this rank owns of a tensor that is sharded like a parameter, if it writes that
+        at all."""
         assert value.shape == parameter.local.shape, f"{name} is not sharded like {parameter.name}"
-        slices, shape = parameter.slices if parameter.owned else (), parameter.shape
+        owned = parameter.owned and writes
+        slices, shape = parameter.slices if owned else (), parameter.shape
         in_place = all(one.whole == one.local for one in slices)
         if in_place and sum(one.whole.size for one in slices) == math.prod(shape):
             slices = whole_slice(shape)  # all of it is here: one piece, not several
@@ -133,8 +163,9 @@ class Contribution:
 
     def add_state(self, source: CheckpointState, state: TrainState) -> None:
         """Copy what this rank writes of the state of an optimizer or a strategy."""
+        prefix = worker_prefix(state.worker) if state.workers else ""
         for kind, key, value in source.entries():
-            name, parameter = f"{kind}/{key}", state.parameters.get(key)
+            name, parameter = f"{prefix}{kind}/{key}", state.parameters.get(key)
             match source.placements[kind]:
                 case Placement.SHARDED:
                     self.add_sharded(name, value, state.parameters[key])
@@ -144,7 +175,7 @@ class Contribution:
                     writes = state.writes_unowned
                     if parameter is not None:
                         writes = parameter.writes_replicated
-                case Placement.PER_WORKER:
+                case Placement.PER_RANK:
                     shape, writes = (state.ranks, *value.shape), True
                     region = TensorSlice.whole(shape).narrow(0, state.rank, state.rank + 1)
                     value = value[None]
@@ -187,7 +218,8 @@ def capture(state: TrainState) -> Snapshot:
     only."""
     kinds = {kind: Contribution() for kind in (MODEL, OPTIMIZER)}
     for parameter in state.parameters.values():
-        kinds[MODEL].add_sharded(parameter.name, parameter.local, parameter)
+        name, writes = parameter.name, state.writes_average(parameter.name)
+        kinds[MODEL].add_sharded(name, parameter.local, parameter, writes=writes)
     kinds[OPTIMIZER].add_state(state.optimizer, state)
     if state.strategy_tensors is not None:
         kinds[STRATEGY] = Contribution()
@@ -205,6 +237,7 @@ def capture(state: TrainState) -> Snapshot:
             "counters": dataclasses.asdict(state.counters),
             "best": None if state.best is None else dataclasses.asdict(state.best),
             "layout": state.layout,
+            "workers": list(state.workers) or None,
             "micro_batch": state.micro_batch,
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
@@ -225,16 +258,29 @@ def restore(state: TrainState, folder: Path) -> dict[str, Any]:
     weights = open_tensors(folder)
     _check_dtypes({one.name: one.local.dtype for one in state.parameters.values()}, weights)
     load_parameters(state.parameters.values(), weights, padded=state.padded)
-    progress, stored = Progress(**values["progress"]), open_tensors(folder, OPTIMIZER)
+    saved = values.get("workers")
+    prefix = "" if not saved else worker_prefix(_counterpart(state, saved))
+    progress = Progress(**values["progress"])
+    stored = open_tensors(folder, OPTIMIZER).below(prefix)
     _check_optimizer(state, stored, stepped=progress.steps > 0)
     _restore_entries(state.optimizer, stored, state)
-    if state.strategy_tensors is not None:
-        _restore_entries(state.strategy_tensors, open_tensors(folder, STRATEGY), state)
+    # Those of other workers do not fit together.
+    if state.strategy_tensors is not None and (saved or []) == list(state.workers):
+        _restore_entries(
+            state.strategy_tensors, open_tensors(folder, STRATEGY).below(prefix), state
+        )
     state.progress = progress
     state.counters = Counters(**values["counters"])
     state.strategy, state.health = values["strategy"], values.get("health", {})
     state.best = Best(**values["best"]) if values.get("best") else None
     return values
+
+
+def _counterpart(state: TrainState, saved: Sequence[int]) -> int:
+    """Which of the saved workers this rank's worker continues."""
+    if list(saved) == list(state.workers):
+        return state.worker
+    return saved[state.workers.index(state.worker) % len(saved)] if state.workers else saved[0]
 
 
 def load_parameters(
@@ -363,7 +409,7 @@ def _restore_entries(source: CheckpointState, stored: TensorReader, state: Train
                 _fill(value, parameter, stored, name)
             case Placement.REPLICATED | Placement.SCALAR:
                 value = stored.read_exact(name).to(device)
-            case Placement.PER_WORKER:
+            case Placement.PER_RANK:
                 ranks = stored.shapes[name][:1]
                 if ranks != (state.ranks,):
                     was = "".join(map(str, ranks))

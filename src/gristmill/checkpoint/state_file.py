@@ -9,6 +9,7 @@ written for anything: whoever reads it may rely on every table and number below.
     strategy    what the strategy keeps as plain numbers, such as the loss scale
     counters    what happened so far
     best        step and loss of the best validation so far, or null
+    workers     those with weights of their own, or null
     layout, micro_batch, torch, threads, processes    what the last bits of its numbers depend on
 """
 
@@ -91,6 +92,9 @@ def _fault(values: dict[str, Any], *, step: int | None) -> str | None:
             return f"best is {shown(best)}, a later step"
     except ValueError as error:
         return f"best is {shown(best)}, {error}"
+    workers = values.get("workers")
+    if workers is not None and not (isinstance(workers, list) and all(map(is_count, workers))):
+        return f"workers is {shown(workers)}, not a list of workers"
     if layout is not None and not _is_mesh(layout):
         return f"layout is {shown(layout)}, not the sizes of a mesh"
     return None

@@ -49,6 +49,13 @@ class TensorReader(Weights):
         self._files: dict[str, Any] = {}
         self._bytes_read = 0
 
+    def below(self, prefix: str) -> TensorReader:
+        """The tensors whose names begin with a prefix, under the rest of their names."""
+        if not prefix:
+            return self
+        index = {n.removeprefix(prefix): t for n, t in self._index.items() if n.startswith(prefix)}
+        return TensorReader(self.folder, index)
+
     def dtype(self, name: str) -> torch.dtype:
         dtype = self._index[name].dtype
         if dtype not in DTYPES:

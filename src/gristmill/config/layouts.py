@@ -13,11 +13,20 @@ import math
 from collections.abc import Callable, Iterator
 
 from gristmill.base.errors import Problem
-from gristmill.config.parallel import AXES, SEVERAL, Mesh, ParallelConfig, build_mesh
+from gristmill.base.units import Unit
+from gristmill.config.parallel import (
+    AXES,
+    SEVERAL,
+    GossipConfig,
+    Mesh,
+    ParallelConfig,
+    build_mesh,
+)
 from gristmill.config.resolve import Portions, divisors, nearest, nearest_multiples, portions
 from gristmill.config.roles import Ability
 from gristmill.config.schema import RunConfig, TrainConfig
 from gristmill.config.settings import no_effect
+from gristmill.config.topologies import TOPOLOGIES, misfit
 
 
 def layout_problems(config: RunConfig, *, processes: int | None = None) -> Iterator[Problem]:
@@ -28,6 +37,7 @@ def layout_problems(config: RunConfig, *, processes: int | None = None) -> Itera
         yield Problem(mesh.what, "parallel", remedy)
         return
     yield from _settings_act(config.parallel)
+    yield from _decentralized(config)
     for axis, (ability, problems) in _NEEDED.items():
         if mesh.sizes[axis] == 1:
             continue
@@ -39,10 +49,15 @@ def layout_problems(config: RunConfig, *, processes: int | None = None) -> Itera
             yield Problem(what, f"parallel.{axis}", remedy)
     if processes is not None:
         yield from _batch(config, mesh)
-        if config.precision.reduce is not None and mesh.data * mesh.cp == 1:
+        mine = mesh
+        if config.parallel.decentralized:
+            yield from _topology(config.parallel, workers=mesh.dp_replicate)
+            # No gradients are summed and no weights are equal beyond a worker.
+            mine = mesh.worker
+        if config.precision.reduce is not None and mine.data * mine.cp == 1:
             why = f"with {mesh}: no gradients of data-parallel processes are summed"
             yield no_effect("precision.reduce", why)
-        if config.parallel.compare is not None and not mesh.has_copies:
+        if config.parallel.compare is not None and not mine.has_copies:
             yield no_effect("parallel.compare", f"with {mesh}: no weights are held twice")
 
 
@@ -66,6 +81,63 @@ def _settings_act(parallel: ParallelConfig) -> Iterator[Problem]:
         what = f"{parallel.stages} groups of layers on a device do not fit this schedule"
         remedy = "interleaved and zero-bubble take 2 or more, the others 1"
         yield Problem(what, "parallel.stages", remedy)
+
+
+def _decentralized(config: RunConfig) -> Iterator[Problem]:
+    """What gossip and local updates allow, beside the topology's sizes."""
+    parallel, guard = config.parallel, config.train.guard
+    if not parallel.decentralized:
+        for name in ("exchange", "elastic"):
+            if getattr(parallel, name):
+                remedy = "remove it, or set parallel.gossip or parallel.local"
+                why = "when all processes have the same weights"
+                yield no_effect(f"parallel.{name}", why, remedy)
+        return
+    gossip, local, exchange = parallel.gossip, parallel.local, parallel.exchange
+    complete, send = parallel.topology == "complete", "fp32" if exchange is None else exchange.send
+    if gossip is not None:
+        yield from _gossip_acts(gossip)
+        mixes = gossip.mixing != 1.0 or gossip.mixing_power is not None
+        if mixes and (local is not None or (complete and send != "fp32")):
+            why = "parallel.local" if local is not None else f'a complete graph and send = "{send}"'
+            what = f"with {why}, all of the result counts"
+            yield Problem(what, "parallel.gossip.mixing", "leave mixing and mixing_power out")
+    if local is not None and local.outer == "sgd" and local.momentum is not None:
+        why = 'with outer = "sgd", which has none'
+        yield no_effect("parallel.local.momentum", why, 'remove it, or set outer = "nesterov"')
+    if exchange is not None:
+        every = parallel.exchange_every
+        if exchange.density is not None and send != "top-k":
+            remedy = 'remove it, or set send = "top-k"'
+            yield no_effect("parallel.exchange.density", f'with send = "{send}"', remedy)
+        if send == "top-k" and not complete:
+            what = f'top-k sends differences to the last average, which "{parallel.topology}" lacks'
+            remedy = 'set parallel.gossip.topology = "complete", or send = "int8"'
+            yield Problem(what, "parallel.exchange.send", remedy)
+        if every.unit is Unit.STEPS and exchange.delay > every.amount:
+            what = f"{exchange.delay} steps are longer than from one exchange to the next, {every}"
+            yield Problem(what, "parallel.exchange.delay", f"give at most {every.amount}")
+    if guard is not None and guard.action == "rollback":
+        what = "going back needs a loss that all processes share, and workers have their own"
+        yield Problem(what, "train.guard.action", 'set it to "skip"')
+
+
+def _gossip_acts(gossip: GossipConfig) -> Iterator[Problem]:
+    if gossip.mixing_from is not None and gossip.mixing_power is None:
+        remedy = "remove it, or set parallel.gossip.mixing_power"
+        yield no_effect("parallel.gossip.mixing_from", "without mixing_power", remedy)
+    if gossip.workers_per_node is not None and not TOPOLOGIES[gossip.topology].knows_nodes:
+        why = f'with topology = "{gossip.topology}", which does not know nodes'
+        yield no_effect("parallel.gossip.workers_per_node", why)
+
+
+def _topology(parallel: ParallelConfig, *, workers: int) -> Iterator[Problem]:
+    per_node = None if parallel.gossip is None else parallel.gossip.workers_per_node
+    if per_node is None and TOPOLOGIES[parallel.topology].knows_nodes:
+        return  # it is found from the launcher, and checked then
+    problem = misfit(parallel.topology, workers=workers, per_node=per_node or 1)
+    if problem is not None:
+        yield problem
 
 
 def _tensor_parallel(config: RunConfig, mesh: Mesh) -> Iterator[Problem]:

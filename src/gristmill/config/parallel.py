@@ -13,12 +13,15 @@ rank, the last axis running fastest:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from gristmill.base.errors import Problem
+from gristmill.base.units import Duration, Unit
 from gristmill.config.settings import Settings
-from gristmill.config.values import Count, Interval, Patience, Size
+from gristmill.config.values import Count, Fraction, Interval, Patience, Size, Span
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -27,6 +30,63 @@ ROW_AXES = ("dp_shard", "cp")
 
 SEVERAL = ("interleaved", "zero-bubble")
 """Schedules with several groups of layers on each device."""
+
+
+EVERY_STEP = Duration(1, Unit.STEPS)
+
+
+class GossipConfig(Settings):
+    """Decentralized training: each of the dp_replicate copies of the model is a worker with weights
+    of its own, which it averages with those of a few others."""
+
+    topology: Literal[
+        "complete", "ring", "exp", "alternating-exp-ring", "random", "hierarchical"
+    ] = "ring"
+    """Who averages with whom. complete: all together. ring: the neighbour on one side, then on the
+    other. exp: the worker 1, 2, 4, … places away. alternating-exp-ring: means inside nodes and of
+    pairs of nodes, half of the nodes using the network at a time. random: random pairs.
+    hierarchical: means inside nodes alternate with pairs between nodes."""
+    workers_per_node: Count | None = None
+    """Workers on each node, for the topologies that know nodes; found from the launcher if not
+    given."""
+    mixing: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """How far a worker moves towards the average of its group; 1 is all the way."""
+    mixing_power: Annotated[float, Field(gt=0)] | None = None
+    """Multiply mixing by the learning rate to this power, relative to that at mixing_from; constant
+    if not given."""
+    mixing_from: Span | None = None
+    """When mixing begins to follow the learning rate; at the end of the warm-up if not given."""
+
+
+class LocalConfig(Settings):
+    """Local updates (DiLoCo): workers take many steps between two exchanges. What a worker changed
+    since the last one is its outer gradient, which an outer optimizer applies."""
+
+    every: Interval
+    """How often workers exchange what they have learned."""
+    outer: Literal["nesterov", "sgd"] = "nesterov"
+    """The outer optimizer. sgd with lr = 1 is the plain average."""
+    lr: Annotated[float, Field(gt=0)] = 0.7
+    """Outer learning rate."""
+    momentum: Fraction | None = None
+    """Momentum of nesterov; 0.9 if not given."""
+
+
+class ExchangeConfig(Settings):
+    """What workers send to one another, and when they use it."""
+
+    send: Literal["fp32", "bf16", "int8", "top-k"] = "fp32"
+    """Number format on the network. int8 and top-k send differences to the last average where all
+    workers share it, and add to the next exchange what the last one rounded off. top-k sends the
+    largest elements only, in 2 bits each."""
+    density: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of the elements that top-k sends; 1/64 if not given."""
+    delay: Annotated[int, Field(ge=0)] = 1
+    """After how many steps the result of an exchange is used. The network has that long, while
+    training continues; 0 waits for it at once."""
+    average: Literal["restore", "keep"] = "restore"
+    """What evaluation on the average of all workers does to them. restore: each gets its own
+    weights back. keep: all go on from the average."""
 
 
 class ParallelConfig(Settings):
@@ -65,11 +125,34 @@ class ParallelConfig(Settings):
     compare: Interval | None = None
     """How often processes that hold copies of the same weights and optimizer state compare them to
     the bit, and at the end; never if not given. The run ends when they differ, before it saves."""
+    gossip: GossipConfig | None = None
+    """Average weights with a few other workers instead of summing gradients over all."""
+    local: LocalConfig | None = None
+    """Take many steps between two exchanges (DiLoCo)."""
+    exchange: ExchangeConfig | None = None
+    """What gossip and local updates send."""
+    elastic: bool = False
+    """With gossip or local updates: a worker that dies costs that worker, not the run, and may come
+    back."""
     start_timeout: Patience = "10m"
     """How long processes wait for one another at the start; at least "5s"."""
     timeout: Patience = "10m"
     """How long a process waits for others in a step or a validation before the run ends with a
     message on which rank is missing; at least "5s"."""
+
+    @property
+    def decentralized(self) -> bool:
+        """Whether the copies of the model have weights of their own."""
+        return self.gossip is not None or self.local is not None
+
+    @property
+    def topology(self) -> str:
+        """Who exchanges with whom."""
+        return "complete" if self.gossip is None else self.gossip.topology
+
+    @property
+    def exchange_every(self) -> Duration:
+        return EVERY_STEP if self.local is None else self.local.every
 
     @property
     def stages_each(self) -> int:
@@ -86,6 +169,11 @@ class Mesh:
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+
+    @property
+    def worker(self) -> Mesh:
+        """The mesh of one copy of the model."""
+        return replace(self, dp_replicate=1)
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -25,7 +25,7 @@ class Placement(Enum):
     """One number; equal on every process that holds a shard of its key."""
     REPLICATED = "replicated"
     """Any shape; equal on every process that holds a shard of its key."""
-    PER_WORKER = "per worker"
+    PER_RANK = "per rank"
     """Any shape; different on every process."""
 
 

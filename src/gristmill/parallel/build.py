@@ -1,6 +1,7 @@
 """Builds the strategy of a run; read it from top to bottom.
 
-    build_strategy   place the model -> shard its parameters -> gradient sync -> optimizer
+    build_strategy   place the model -> shard its parameters -> gradient sync -> optimizer;
+                     of a decentralized run, the same for each worker, and exchanges around it
     place_model      meta model -> communication -> compile and checkpoint blocks -> block by block:
                      memory, initial weights, FSDP -> the same for embedding, norm and head
 
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from gristmill.base.errors import UserError
+from gristmill.config.resolve import Resolved
 from gristmill.config.roles import Role
 from gristmill.config.schema import RunConfig
 from gristmill.models.build import materialise, outline_model
@@ -26,6 +28,9 @@ from gristmill.optim.build import build_optimizer
 from gristmill.parallel.context import heads_attention, ring_attention
 from gristmill.parallel.control import ControlGroup
 from gristmill.parallel.data_parallel import build_gradient_sync, shard_module, shard_parameters
+from gristmill.parallel.decentralized.agreement import StopAgreement
+from gristmill.parallel.decentralized.strategy import Decentralized, build_mixing
+from gristmill.parallel.decentralized.workers import all_workers, worker_world
 from gristmill.parallel.microbatches import MicroBatches, SequentialMicroBatches
 from gristmill.parallel.muon_exchange import ShardedMuonExchange
 from gristmill.parallel.offload import Offload
@@ -44,9 +49,36 @@ GRAPHS = 128
 
 
 def build_strategy(
-    config: RunConfig, *, vocab: int, world: World, control: ControlGroup | None = None
+    config: RunConfig,
+    *,
+    vocab: int,
+    world: World,
+    control: ControlGroup | None = None,
+    numbers: Resolved | None = None,
 ) -> Strategy:
-    """The strategy of a run, with initial weights."""
+    """The strategy of a run, with initial weights. Without `numbers`, nothing that depends on the
+    learning rate over the run is available."""
+    control = control or ControlGroup()
+    if not config.parallel.decentralized:
+        return _build_spmd(config, vocab=vocab, world=world, control=control)
+    workers = all_workers(world, config.parallel)
+    return Decentralized(
+        config.parallel,
+        inner=_build_spmd(
+            config, vocab=vocab, world=worker_world(world), control=control, worker=workers.mine
+        ),
+        workers=workers,
+        slots=world.mesh.dp_replicate,
+        control=control,
+        agreement=StopAgreement(world.control_group("stop")),
+        mixing=build_mixing(config, numbers),
+        seed=config.train.seed,
+    )
+
+
+def _build_spmd(
+    config: RunConfig, *, vocab: int, world: World, control: ControlGroup, worker: int = 0
+) -> Spmd:
     precision = Precision(config.precision, world.device)
     model, stages = place_model(config, vocab=vocab, world=world, precision=precision)
     parameters = shard_parameters(model, world.mesh, world.rank)
@@ -82,9 +114,10 @@ def build_strategy(
         micro_batches=micro_batches,
         optimizer=optimizer,
         world=world,
-        control=control or ControlGroup(),
+        control=control,
         loss_scale=precision.loss_scale(),
         offload=offload,
+        worker=worker,
     )
 
 

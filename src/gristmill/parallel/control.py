@@ -54,7 +54,7 @@ class ControlGroup:
             return [value]
         padded, lengths = self._padded(value)
         texts = [torch.empty_like(padded) for _ in lengths] if self.is_rank0 else None
-        dist.gather(padded, texts, dst=0, group=self.group)
+        dist.gather(padded, texts, group_dst=0, group=self.group)
         return [_decoded(text, n) for text, n in zip(texts or (), lengths, strict=False)]
 
     def broadcast(self, value: Any) -> Any:
@@ -63,9 +63,9 @@ class ControlGroup:
             return value
         text = _encoded(value if self.is_rank0 else None)
         length = torch.tensor([len(text)])
-        dist.broadcast(length, src=0, group=self.group)
+        dist.broadcast(length, group_src=0, group=self.group)
         text = text if self.is_rank0 else torch.empty(int(length), dtype=torch.uint8)
-        dist.broadcast(text, src=0, group=self.group)
+        dist.broadcast(text, group_src=0, group=self.group)
         return _decoded(text, int(length))
 
     def any(self, yes: bool) -> bool:

@@ -24,7 +24,6 @@ def gather_model(
     shard: CausalLM, parameters: ShardedParameters, world: World, control: ControlGroup
 ) -> CausalLM | None:
     """The whole model on rank 0, None on the others; a collective call."""
-    assert control.group is not None, "one process already has the whole model"
     owned = [one for one in parameters.values() if one.owned and one.slices]
     announced = control.gather(
         [[one.name, [[part.whole.begin, part.whole.end] for part in one.slices]] for one in owned]
@@ -32,7 +31,7 @@ def gather_model(
     if not control.is_rank0:
         for one in owned:
             for tensor in _local_slices(one):
-                dist.send(tensor, 0, group=control.group)
+                dist.send(tensor, group_dst=0, group=control.group)
         return None
     whole = _empty_whole(shard, world)
     target = {name: parameter.detach() for name, parameter in whole.named_parameters()}
@@ -45,7 +44,7 @@ def gather_model(
                     tensor = next(local)
                 else:
                     tensor = torch.empty(where.shape)
-                    dist.recv(tensor, rank, group=control.group)
+                    dist.recv(tensor, group_src=rank, group=control.group)
                 # Padding rows of a sharded vocabulary are not part of the whole model.
                 common = where.intersect(TensorSlice.whole(target[name].shape))
                 if common is not None:

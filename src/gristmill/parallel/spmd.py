@@ -15,6 +15,7 @@ processes decide alike.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
@@ -52,6 +53,7 @@ class Spmd:
     """Runs training steps of one model on all processes."""
 
     tensors = None
+    distance = None
 
     def __init__(
         self,
@@ -67,6 +69,7 @@ class Spmd:
         loss_scale: LossScale | None = None,
         offload: Offload | None = None,
         preconditioner: Preconditioner | None = None,
+        worker: int = 0,
     ) -> None:
         self.model, self.optimizer, self.sync = model, optimizer, sync
         self.parameters = parameters if offload is None else offload.parameters
@@ -74,7 +77,7 @@ class Spmd:
         self.micro_batches, self.loss_scale, self.offload = micro_batches, loss_scale, offload
         self.preconditioner = preconditioner
         self.world, self.control = world, control
-        self.clip, self.seed = config.train.clip, config.train.seed
+        self.clip, self.seed, self.worker = config.train.clip, config.train.seed, worker
         self._everyone = world.groups.along(*world.mesh.sizes)
         self._timer: SyncTimer | None = None
         # All tp ranks compute the same loss: one of them reports it.
@@ -105,7 +108,7 @@ class Spmd:
         if self.model.config.dropout:
             # tp ranks draw the same numbers, unless they have different positions.
             at = self.world.at
-            place = [at[axis] for axis in ("dp_replicate", "dp_shard", "cp", "pp")]
+            place = [at["dp_replicate"] + self.worker, at["dp_shard"], at["cp"], at["pp"]]
             place.append(at["tp"] * self.model.comm.sequence_parallel)
             torch.manual_seed(step_seed(self.seed, progress.steps, place))
         data_ranks = self.world.mesh.data
@@ -193,9 +196,15 @@ class Spmd:
             self.loss_scale.load(state["loss_scale"])
         self.weights_changed()
 
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def weights_changed(self) -> None:
         if self.offload is not None:
             self.offload.send_weights()
+
+    def close(self) -> None:
+        """Nothing to part from: all processes end after the same step."""
 
     def _on_device(self, batch: Batch) -> Batch:
         """This process's shard of a batch's sequences, on the device."""

@@ -6,7 +6,9 @@
     whole             the whole model on rank 0, to generate samples
     state, load       further checkpoint state, as JSON
     tensors           further checkpoint state, as tensors
+    averaged          for a while, the weights are those of the model that the run gives away
     weights_changed   called after weights were loaded
+    close             after the last step
 
 Losses are summed and tokens counted over the whole step, then divided once. Results stay on the
 device: reading one as a Python float waits for it.
@@ -14,6 +16,7 @@ device: reading one as a Python float waits for it.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -32,6 +35,15 @@ class StepLimits(NamedTuple):
 
     loss: float
     norm: float
+
+
+class ExchangeReport(NamedTuple):
+    """What workers with weights of their own exchanged."""
+
+    sent_bytes: int
+    """Bytes that this process has sent so far."""
+    mixing: float
+    """How far workers move towards the result."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +67,8 @@ class StepResult:
     """The step after which all processes stop, where they agreed on it without a collective."""
     waited: Callable[[], float] | None = None
     """Seconds this process waited for the others; call it after the step is done."""
+    exchange: ExchangeReport | None = None
+    """None if all processes hold the same weights."""
 
 
 class Preconditioner(Protocol):
@@ -83,6 +97,12 @@ class Strategy(Protocol):
     def optimizer(self) -> Optimizer: ...
 
     @property
+    def distance(self) -> float | None:
+        """How far workers were from their average when it was last taken, relative to its norm;
+        None if all have the same weights."""
+        ...
+
+    @property
     def tensors(self) -> CheckpointState | None:
         """The strategy's own tensors to save, per process if it needs to."""
         ...
@@ -106,4 +126,10 @@ class Strategy(Protocol):
 
     def load(self, state: dict[str, Any]) -> None: ...
 
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        """Where processes have weights of their own, replace them by their average meanwhile."""
+        ...
+
     def weights_changed(self) -> None: ...
+
+    def close(self) -> None: ...

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -34,8 +35,17 @@ MOST_THREADS = 1024
 class Groups:
     """The process groups of this process, by mesh axes."""
 
-    def __init__(self, mesh: Mesh, rank: int, *, timeout: timedelta | None = None) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        rank: int,
+        *,
+        timeout: timedelta | None = None,
+        members: Sequence[int] | None = None,
+    ) -> None:
         self.mesh, self.rank, self.timeout = mesh, rank, timeout
+        self.members = range(mesh.processes) if members is None else members
+        """The ranks, in torch's default group, of the processes on the mesh."""
         self._known: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
 
     def along(self, *axes: str) -> dist.ProcessGroup | None:
@@ -55,7 +65,8 @@ class Groups:
             return None
         key = (purpose, tuple(ranks))
         if key not in self._known:
-            if len(ranks) == self.mesh.processes and backend is None:
+            ranks = [self.members[rank] for rank in ranks]
+            if len(ranks) == dist.get_world_size() and backend is None:
                 group = dist.group.WORLD
             else:
                 group = dist.new_group(

@@ -62,7 +62,8 @@ class StepRecord(ProgressStamp):
     kind: ClassVar[str] = "step"
 
     loss: float
-    """Mean cross-entropy per counted token of this step's batch, in nats."""
+    """Mean cross-entropy per counted token of this step's batch, in nats; if workers have weights
+    of their own, of the first worker's part of it."""
     lr: float
     """Learning rate of this step's update."""
     grad_norm: float
@@ -92,6 +93,11 @@ class StepRecord(ProgressStamp):
     sync_wait: float | None = None
     """Seconds of this step that the first process waited for the others; null if there are none. On
     a GPU only what does not hide behind the backward pass."""
+    sent_bytes: int | None = None
+    """Bytes that the first process has sent to other workers so far; null unless workers have
+    weights of their own."""
+    mixing: float | None = None
+    """How far workers move towards the average of their group; null likewise."""
 
     @property
     def compute(self) -> float:
@@ -115,6 +121,9 @@ class ValidationRecord(ProgressStamp):
     """How long that took."""
     best: bool
     """Whether this is the lowest loss of the run so far."""
+    consensus_distance: float | None = None
+    """Root mean square distance of the workers to their average, relative to its norm; null unless
+    workers have weights of their own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

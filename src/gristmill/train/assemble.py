@@ -90,13 +90,17 @@ def assemble(
     with memory_explained(
         "the model itself does not fit: shard it with [parallel], or choose a smaller one"
     ):
-        strategy = build_strategy(config, vocab=numbers.vocab, world=world, control=control)
+        strategy = build_strategy(
+            config, vocab=numbers.vocab, world=world, control=control, numbers=numbers
+        )
     notes: tuple[str, ...] = ()
     if config.model.start is not None:
         start, held = config.model.start, strategy.parameters
         notes = load_start_weights(strategy.model, start, held, control=control)
         strategy.weights_changed()
     outline = outline_model(config.model, vocab=numbers.vocab, pad_for=world.mesh.tp)
+    apart = config.parallel.decentralized
+    copied = ("pp", "dp_replicate") if apart else ("pp",)
     state = TrainState(
         model=strategy.model,
         optimizer=strategy.optimizer,
@@ -111,9 +115,11 @@ def assemble(
         strategy_tensors=strategy.tensors,
         layout=world.mesh.sizes,
         micro_batch=numbers.micro_batch,
+        workers=tuple(range(world.mesh.dp_replicate)) if apart else (),
+        worker=world.at["dp_replicate"],
         rank=world.rank,
         ranks=world.mesh.processes,
-        writes_unowned=not any(place for axis, place in world.at.items() if axis != "pp"),
+        writes_unowned=not any(place for axis, place in world.at.items() if axis not in copied),
     )
     return Assembly(
         config, numbers, folder, data, tokenizer, world, state, strategy, control, outline, notes
@@ -338,6 +344,8 @@ def build_hooks(
             validate=validate,
             keep_best=config.checkpoint.keep_best,
             health=health,
+            # Workers judge their own steps, all others the same one.
+            agree=parts.control.any if parts.state.workers else bool,
         )
     )
     return hooks

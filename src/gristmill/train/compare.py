@@ -41,6 +41,9 @@ class CompareReplicas:
     def _compare(self) -> None:
         strategy, step = self.strategy, self.state.progress.steps
         mine = held_checksums(strategy.parameters, strategy.optimizer)
+        if self.state.workers:
+            # Only processes of the same worker hold copies.
+            mine = {f"worker {self.state.worker} {key}": value for key, value in mine.items()}
         # Every process looks at all reports, so that all end with the same message.
         sums, hosts = zip(*self.control.all_gather([mine, socket.gethostname()]), strict=True)
         if found := find_differences(sums):

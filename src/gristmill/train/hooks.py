@@ -270,6 +270,7 @@ class Validate:
             windows=windows,
             seconds=time.monotonic() - started,
             best=better,
+            consensus_distance=self.strategy.distance,
         )
 
 
@@ -339,8 +340,11 @@ class Checkpoint:
         validate: Validate | None,
         keep_best: bool,
         health: RunHealth,
+        agree: Callable[[bool], bool],
     ) -> None:
         self.every, self.writer, self.state, self.strategy = every, writer, state, strategy
+        self.agree = agree
+        """Whether any process says yes; a collective call."""
         self.validate, self.keep_best, self.health = validate, keep_best, health
         self._late = False
         """Whether a save was put off."""
@@ -359,7 +363,7 @@ class Checkpoint:
         best = self._best_now()
         if best is None and not self._late and not self.every.due(event.before, event.after):
             return
-        self._late = self.health.non_finite > 0
+        self._late = self.agree(self.health.non_finite > 0)
         if not self._late:
             self._save(best)
 
@@ -379,6 +383,8 @@ class Checkpoint:
 
     def _save(self, best: Best | None) -> None:
         self._saved_at = self.state.progress.steps
-        self.state.strategy = self.strategy.state()
-        self.state.health = self.health.state()
-        self.writer.save(capture(self.state), best=best, good_before=self.health.good_before)
+        with self.strategy.averaged():
+            self.state.strategy = self.strategy.state()
+            self.state.health = self.health.state()
+            snapshot = capture(self.state)
+        self.writer.save(snapshot, best=best, good_before=self.health.good_before)

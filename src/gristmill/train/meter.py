@@ -129,6 +129,7 @@ class Meter:
         rate = event.result.tokens / self.step_seconds if self.step_seconds else math.inf
         per_process = rate / self.world.mesh.processes
         palm, causal = per_process * self.cost.palm, per_process * self.cost.causal
+        exchange = event.result.exchange
         return StepRecord(
             step=event.after.steps,
             samples=event.after.samples,
@@ -149,6 +150,8 @@ class Meter:
             nan=self.counters.nan,
             data_wait=event.data_wait,
             sync_wait=event.result.waited() if event.result.waited is not None else None,
+            sent_bytes=None if exchange is None else exchange.sent_bytes,
+            mixing=None if exchange is None else exchange.mixing,
         )
 
 

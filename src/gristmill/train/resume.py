@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -198,8 +199,19 @@ def resume_differences(saved: dict[str, Any], parts: Assembly) -> list[str]:
     else:
         # Old checkpoints do not record the layout.
         now["processes"] = mesh.processes
-    return [
+    notes = [
         f"{name} was {before.get(name)} and is now {value}: losses agree only within rounding"
         for name, value in now.items()
         if before.get(name) != value
     ]
+    workers, saved_workers = parts.state.workers, saved.get("workers") or []
+    if list(workers) != saved_workers:
+        notes.append(_from_average(saved_workers, workers))
+    return notes
+
+
+def _from_average(saved: Sequence[int], workers: Sequence[int]) -> str:
+    """That the workers of a run changed, in words."""
+    was = f"{len(saved)} workers" if saved else "a run with one set of weights"
+    now = f"{len(workers)} workers" if workers else "one set of weights"
+    return f"saved by {was}, now {now}: starting from the {'average' if saved else 'same weights'}"

@@ -223,8 +223,10 @@ def _announce(parts: Assembly, tracker: Tracker, resumed: Resumed) -> None:
 def _mesh_table(parts: Assembly) -> str:
     """The mesh as a small table, with this process's coordinates."""
     mesh, at = parts.world.mesh, parts.world.at
+    apart = {"dp_replicate": "workers with weights of their own"}
+    words = _AXES | (apart if parts.state.workers else {})
     rows = [
-        f"    {axis:<13}{size:>4}   {at[axis]:>4}  {_AXES[axis]}"
+        f"    {axis:<13}{size:>4}   {at[axis]:>4}  {words[axis]}"
         for axis, size in mesh.sizes.items()
         if size > 1
     ]
@@ -301,6 +303,7 @@ def _run(
                 hooks=hooks,
                 until=config.train.until,
             )
+        parts.strategy.close()
     finally:
         batches.close()
         writer.wait()
