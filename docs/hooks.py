@@ -9,13 +9,17 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-METRICS = "<!-- metrics tables -->"
+TEXTS = {
+    "<!-- metrics tables -->": ("generate", "metrics_tables"),
+    "<!-- topology tables -->": ("topologies", "topology_tables"),
+}
+"""What a page may ask for: the script and the function that make it."""
 
 
-def _generate() -> ModuleType:
-    """`docs/generate.py`, which is no package and stands on no search path."""
-    file = Path(__file__).with_name("generate.py")
-    spec = importlib.util.spec_from_file_location("gristmill_docs_generate", file)
+def _script(name: str) -> ModuleType:
+    """A script of `docs/`, which is no package and stands on no search path."""
+    file = Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"gristmill_docs_{name}", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -24,13 +28,14 @@ def _generate() -> ModuleType:
 
 def on_files(files: Files, *, config: Any) -> Files:
     """Add the pages that are made from the program."""
-    for path, make in _generate().PAGES.items():
+    for path, make in _script("generate").PAGES.items():
         files.append(File.generated(config, path, content=make()))
     return files
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put the tables of the records where a page asks for them."""
-    if METRICS not in markdown:
-        return markdown
-    return markdown.replace(METRICS, _generate().metrics_tables())
+    """Put tables made from the program where a page asks for them."""
+    for marker, (script, function) in TEXTS.items():
+        if marker in markdown:
+            markdown = markdown.replace(marker, getattr(_script(script), function)())
+    return markdown
