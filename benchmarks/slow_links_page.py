@@ -112,8 +112,8 @@ def _protocol(facts: Mapping[str, Any]) -> list[str]:
         "worker computes half of the time.",
         "- MB sent are counted on a worker's interface, without those of validation.",
         "- Losses come from a run on unlimited links, step times from stretches of a second run.",
-        "- Each is one run with one seed: rows that differ by rounding alone, ddp and ddp-bf16, show "
-        "which differences are chance.",
+        "- Each is one run with one seed: rows that differ by rounding alone, ddp and ddp-bf16, "
+        "show which differences are chance.",
     ]
 
 
