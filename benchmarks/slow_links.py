@@ -78,6 +78,8 @@ until = "{steps} steps"
 batch = {batch}
 [optim]
 lr = {lr}
+[schedule]
+warmup = 0.2
 [validate]
 every = "{validate} steps"
 windows = 128
@@ -89,7 +91,7 @@ device = "cpu"
 """
 VALIDATE = 36
 """Steps between two validations: never those of an exchange, so that their bytes do not mix."""
-LR, LRS = 2e-3, (1e-3, 2e-3, 4e-3)
+LR, LRS = 1e-3, (5e-4, 1e-3, 2e-3)
 """The learning rate where none was chosen, and those that --tune tries."""
 TUNED = 72
 """Steps of a run of --tune."""
