@@ -15,7 +15,7 @@ All rows train the same model on the same samples with the same global batch. Ea
 The seconds that belong to a loss are its steps times the step time on those links. So the loss may
 not depend on the links: the training losses of both runs are compared, and the page says how far
 they differ. --links are rates in Mbit/s, with +slow-link (one worker has a tenth of the rate) or
-+slow-cpu (one worker computes half of the time).
++slow-cpu (one worker computes a fifth of the time).
 
 --tune tries the same learning rates for every row, in short runs of their own, and keeps the best
 in learning-rates.json in the output folder; later runs take it from there. Results are written

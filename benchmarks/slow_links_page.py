@@ -109,7 +109,7 @@ def _protocol(facts: Mapping[str, Any]) -> list[str]:
         f"- Learning rates: of {lrs}, the best after {facts['tuned_steps']} steps on unlimited "
         "links, each row tuned alike. A rate with a star was not tuned.",
         "- Rates are in Mbit/s. slow-link: one worker has a tenth of the rate. slow-cpu: one "
-        "worker computes half of the time.",
+        "worker computes a fifth of the time.",
         "- MB sent are counted on a worker's interface, without those of validation.",
         "- Losses come from a run on unlimited links, step times from stretches of a second run.",
         "- Each is one run with one seed: rows that differ by rounding alone, ddp and ddp-bf16, "
@@ -237,7 +237,7 @@ def _frame(
 def _title(links: str) -> str:
     rate, _, slow = links.partition("+")
     words = "unlimited links" if rate == "unlimited" else f"{rate} Mbit/s"
-    more = {"slow-link": ", one worker a tenth", "slow-cpu": ", one worker at half speed"}
+    more = {"slow-link": ", one worker a tenth", "slow-cpu": ", one worker at a fifth of the speed"}
     return words + more.get(slow, "")
 
 

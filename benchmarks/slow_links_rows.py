@@ -73,7 +73,7 @@ class Links:
     def apply(self, network: Network) -> None:
         last = self.rate / 10 if self.slow == "slow-link" and self.rate else self.rate
         network.set_rates([*[self.rate] * (network.workers - 1), last])
-        network.slow = (network.workers - 1, 0.5) if self.slow == "slow-cpu" else None
+        network.slow = (network.workers - 1, 0.2) if self.slow == "slow-cpu" else None
 
 
 @dataclass(frozen=True)
