@@ -14,14 +14,15 @@ rate is limited: there is no delay and no loss beyond what full queues cause, si
 lack netem. Names carry this process's id, so that a later run can remove what a killed one left.
 The host has no address on the bridge, so nothing here reaches other networks.
 
-Where root, ip or tc is missing, the processes run without namespaces at full speed; the first line
-printed says so.
+Where root, ip, tc or a right is missing, the processes run without namespaces at full speed, and a
+line says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import re
 import shutil
@@ -143,14 +144,25 @@ def _bucket(rate: float) -> list[str]:
     return f"tbf rate {rate:g}mbit burst {burst} latency 100ms".split()
 
 
+@functools.cache
 def why_not() -> str:
-    """What keeps this machine from having namespaces; empty if nothing does."""
+    """What keeps this process from having namespaces, tried out once; empty if nothing does."""
     if sys.platform != "linux":
         return "this is not Linux"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         return f"{' and '.join(missing)} (iproute2) not installed"
-    return "" if os.geteuid() == 0 else "not root"
+    if os.geteuid() != 0:
+        return "not root"
+    probe = Network(1, isolated=True, rates=[50.0])
+    try:
+        probe._create()
+    except WorkersError as error:
+        return f"no permission, or the kernel cannot: {error}"
+    finally:
+        with contextlib.suppress(WorkersError):
+            _remove(probe.name)
+    return ""
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ All rows train the same model on the same samples with the same global batch. Ea
 The seconds that belong to a loss are its steps times the step time on those links. So the loss may
 not depend on the links: the training losses of both runs are compared, and the page says how far
 they differ. --links are rates in Mbit/s, with +slow-link (one worker has a tenth of the rate) or
-+slow-cpu (one worker computes half of the time).
++slow-cpu (one worker computes a fifth of the time).
 
 --tune tries the same learning rates for every row, in short runs of their own, and keeps the best
 in learning-rates.json in the output folder; later runs take it from there. Results are written
@@ -78,6 +78,8 @@ until = "{steps} steps"
 batch = {batch}
 [optim]
 lr = {lr}
+[schedule]
+warmup = 0.2
 [validate]
 every = "{validate} steps"
 windows = 128
@@ -89,7 +91,7 @@ device = "cpu"
 """
 VALIDATE = 36
 """Steps between two validations: never those of an exchange, so that their bytes do not mix."""
-LR, LRS = 2e-3, (1e-3, 2e-3, 4e-3)
+LR, LRS = 1e-3, (5e-4, 1e-3, 2e-3)
 """The learning rate where none was chosen, and those that --tune tries."""
 TUNED = 72
 """Steps of a run of --tune."""
@@ -124,6 +126,9 @@ def main() -> None:
         for row in ROWS:
             print(f"{row.name:<30}{' '.join(row.words(options.workers[0]))}")
         return
+    if why_not():
+        options.links = [Links(None)]
+    check_steps(options)
     options.output.mkdir(parents=True, exist_ok=True)
     file = options.output / "results.json"
     results = json.loads(file.read_text()) if file.exists() else {}
@@ -139,6 +144,18 @@ def main() -> None:
             if bench.results.get("runs"):
                 write_page(bench.results, options.output)
     print(f"\n{(options.output / 'README.md').read_text()}\nin {options.output}")
+
+
+def check_steps(options: argparse.Namespace) -> None:
+    """End the script if a run is too short for all stretches that are to be timed in it."""
+    plans = [
+        stretches(row, options.links, workers=workers)
+        for row in chosen_rows(options)
+        for workers in options.workers
+    ]
+    needed = max(plan[-1].end for plan in plans)
+    if needed > options.steps:
+        raise SystemExit(f"these --links take {needed} steps: give fewer, or --steps {needed}")
 
 
 def run_all(bench: Bench) -> None:
@@ -238,11 +255,7 @@ def _sent_per_step(records: list[Any], readings: Readings) -> float | None:
 
 
 def run_times(bench: Bench, workers: int, row: Row, lr: float) -> dict[str, Any]:
-    links = [one for one in bench.options.links if not why_not() or str(one) == "unlimited"]
-    plan = stretches(row, links, workers=workers)
-    if not plan or plan[-1].end > bench.options.steps:
-        needed = plan[-1].end if plan else 1
-        raise WorkersError(f"these --links take {needed} steps: give fewer, or more --steps")
+    plan = stretches(row, bench.options.links, workers=workers)
     records, _ = train(bench, workers, row, lr, steps=bench.options.steps, plan=plan)
     steps = [record for record in records if isinstance(record, StepRecord)]
     return {

@@ -109,9 +109,11 @@ def _protocol(facts: Mapping[str, Any]) -> list[str]:
         f"- Learning rates: of {lrs}, the best after {facts['tuned_steps']} steps on unlimited "
         "links, each row tuned alike. A rate with a star was not tuned.",
         "- Rates are in Mbit/s. slow-link: one worker has a tenth of the rate. slow-cpu: one "
-        "worker computes half of the time.",
+        "worker computes a fifth of the time.",
         "- MB sent are counted on a worker's interface, without those of validation.",
         "- Losses come from a run on unlimited links, step times from stretches of a second run.",
+        "- Each is one run with one seed: rows that differ by rounding alone, ddp and ddp-bf16, "
+        "show which differences are chance.",
     ]
 
 
@@ -155,8 +157,10 @@ LEFT, RIGHT, TOP, BOTTOM = 48, 16, 34, 40
 
 
 def picture(charts: Mapping[str, Mapping[str, Curve]]) -> str:
-    """A chart for each kind of links, all with the same losses, and one legend below."""
-    losses = [loss for rows in charts.values() for curve in rows.values() for _, loss in curve]
+    """A chart for each kind of links, all with the same scales, and one legend below."""
+    points = [point for rows in charts.values() for curve in rows.values() for point in curve]
+    losses, places = [loss for _, loss in points], [seconds for seconds, _ in points]
+    seconds = min(places) / 1.2, max(places) * 1.2
     low, high = min(losses), max(losses)
     low, high = low - 0.05 * (high - low) - 1e-3, high + 0.05 * (high - low) + 1e-3
     names = list(dict.fromkeys(name for rows in charts.values() for name in rows))
@@ -165,7 +169,7 @@ def picture(charts: Mapping[str, Mapping[str, Curve]]) -> str:
     parts = []
     for number, (links, curves) in enumerate(charts.items()):
         x, y = number % columns * WIDTH, number // columns * HEIGHT
-        body = "\n".join(_chart(links, curves, low=low, high=high))
+        body = "\n".join(_chart(links, curves, seconds=seconds, losses=(low, high)))
         parts.append(f'<g transform="translate({x} {y})">\n{body}\n</g>')
     across = max(1, width // 210)
     for number, name in enumerate(names):
@@ -182,18 +186,23 @@ def picture(charts: Mapping[str, Mapping[str, Curve]]) -> str:
     )
 
 
-def _chart(links: str, curves: Mapping[str, Curve], *, low: float, high: float) -> Iterable[str]:
-    places = [x for curve in curves.values() for x, _ in curve]
-    left, right = math.log10(min(places) / 1.1), math.log10(max(places) * 1.1)
+def _chart(
+    links: str,
+    curves: Mapping[str, Curve],
+    *,
+    seconds: tuple[float, float],
+    losses: tuple[float, float],
+) -> Iterable[str]:
+    (left, right), (low, high) = map(math.log10, seconds), losses
 
-    def to_x(seconds: float) -> float:
-        return LEFT + (math.log10(seconds) - left) / (right - left) * (WIDTH - LEFT - RIGHT)
+    def to_x(value: float) -> float:
+        return LEFT + (math.log10(value) - left) / (right - left) * (WIDTH - LEFT - RIGHT)
 
     def to_y(loss: float) -> float:
         return TOP + (high - loss) / (high - low) * (HEIGHT - TOP - BOTTOM)
 
     yield _text((LEFT + WIDTH - RIGHT) / 2, 20, _title(links), anchor="middle", fill=INK)
-    yield from _frame(to_x, to_y, seconds=(10**left, 10**right), losses=(low, high))
+    yield from _frame(to_x, to_y, seconds=seconds, losses=losses)
     for name, curve in curves.items():
         dots = [(to_x(x), to_y(y)) for x, y in curve]
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in dots)
@@ -228,7 +237,7 @@ def _frame(
 def _title(links: str) -> str:
     rate, _, slow = links.partition("+")
     words = "unlimited links" if rate == "unlimited" else f"{rate} Mbit/s"
-    more = {"slow-link": ", one worker a tenth", "slow-cpu": ", one worker at half speed"}
+    more = {"slow-link": ", one worker a tenth", "slow-cpu": ", one worker at a fifth of the speed"}
     return words + more.get(slow, "")
 
 

@@ -16,7 +16,7 @@ MODELS = {
 """With 0.1M, 3.3M and 5.7M parameters. All-reduce among 4 sends 6 bytes for each, in every step."""
 EVERY = 25
 """Steps between two exchanges of DiLoCo."""
-WINDOW = 6
+WINDOW = 4
 """Steps that are timed on each kind of links, where all steps are alike."""
 
 
@@ -73,7 +73,7 @@ class Links:
     def apply(self, network: Network) -> None:
         last = self.rate / 10 if self.slow == "slow-link" and self.rate else self.rate
         network.set_rates([*[self.rate] * (network.workers - 1), last])
-        network.slow = (network.workers - 1, 0.5) if self.slow == "slow-cpu" else None
+        network.slow = (network.workers - 1, 0.2) if self.slow == "slow-cpu" else None
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,6 @@ def stretches(row: Row, links: Sequence[Links], *, workers: int) -> list[Stretch
     if row.period > 1:
         starts = [row.period // 2 + row.period * number for number in range(len(links))]
         return [Stretch(one, at, at + row.period) for one, at in zip(links, starts, strict=True)]
-    warm = 2 + workers // 2
+    warm = 1 + workers // 2
     ends = [(warm + WINDOW) * (number + 1) for number in range(len(links))]
     return [Stretch(one, at - WINDOW, at) for one, at in zip(links, ends, strict=True)]

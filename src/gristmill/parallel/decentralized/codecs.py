@@ -57,7 +57,7 @@ class Codec(Protocol):
         ...
 
 
-def build_codec(name: CodecName, *, density: float) -> Codec:
+def build_codec(name: CodecName, density: float) -> Codec:
     """The codec of a name; `density` is the part of the numbers that top-k sends."""
     codecs: dict[CodecName, Codec] = {
         "fp32": Fp32Codec(),
