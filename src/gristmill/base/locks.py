@@ -33,6 +33,10 @@ class FolderLock:
     def __exit__(self, *error: object) -> None:
         self.release()
 
+    @property
+    def held(self) -> bool:
+        return self._handle is not None
+
     def acquire(self) -> None:
         handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         try:

@@ -45,7 +45,8 @@ def train(
             min=0,
             metavar="N",
             help="After a crash, restart all processes from the last checkpoint, at most N times "
-            "and only if a new checkpoint was reached.",
+            "and only if a new checkpoint was reached. With parallel.elastic: restart the process "
+            "that crashed, at most N times in all.",
         ),
     ] = 0,
 ) -> None:
@@ -91,7 +92,9 @@ def train(
         # As typed, since the run folder keeps it; a supervised process starts no others.
         options = (f"--processes={processes}", *([f"--restarts={restarts}"] if restarts else ()))
         command = (sys.executable, "-m", "gristmill", "train", *options, "--", str(run))
-        raise typer.Exit(supervise(Job((*command, *(settings or ())), processes, folder, restarts)))
+        command = (*command, *(settings or ()))
+        job = Job(command, processes, folder, restarts, elastic=config.parallel.elastic)
+        raise typer.Exit(supervise(job))
     from gristmill.base.memory import keep_freed_memory
     from gristmill.train.stop import StopRequest
 

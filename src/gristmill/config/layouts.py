@@ -117,6 +117,10 @@ def _decentralized(config: RunConfig) -> Iterator[Problem]:
         if every.unit is Unit.STEPS and exchange.delay > every.amount:
             what = f"{exchange.delay} steps are longer than from one exchange to the next, {every}"
             yield Problem(what, "parallel.exchange.delay", f"give at most {every.amount}")
+    inside = [axis for axis in AXES if axis != "dp_replicate" and getattr(parallel, axis) != 1]
+    if parallel.elastic and inside:
+        what = f"workers that may die have one process each, and {inside[0]} makes them several"
+        yield Problem(what, "parallel.elastic", f"set parallel.{inside[0]} = 1, or leave it out")
     if guard is not None and guard.action == "rollback":
         what = "going back needs a loss that all processes share, and workers have their own"
         yield Problem(what, "train.guard.action", 'set it to "skip"')

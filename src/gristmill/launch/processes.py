@@ -56,6 +56,8 @@ class Job:
     folder: RunFolder
     restarts: int = 0
     """How often all processes may be restarted after a failure."""
+    elastic: bool = False
+    """Whether the others go on when one fails, which is then restarted by itself."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,8 @@ def supervise(job: Job, *, grace: float = GRACE) -> int:
         with storage_errors(job.folder.lock), FolderLock(job.folder.path):
             pass
     with _collected_signals() as signals:
+        if job.elastic:
+            return _supervise_elastic(job, signals, grace=grace)
         for attempt in range(job.restarts + 1):
             before = job.folder.newest_step()
             crew = _Crew(job, signals, grace=grace)
@@ -135,6 +139,21 @@ def supervise(job: Job, *, grace: float = GRACE) -> int:
                 _print(f"error: {message}{no_restart}")
             return cause.status
     raise AssertionError("no restart follows the last attempt")
+
+
+def _supervise_elastic(job: Job, signals: list[signal.Signals], *, grace: float) -> int:
+    """Run all processes to their end, each by itself."""
+    crew = _ElasticCrew(job, signals, grace=grace)
+    crew.run()
+    done = [one for one in crew.endings if one.code in (Exit.DONE, Exit.STOPPED)]
+    cause = None if done else crew.cause()
+    if cause is None:
+        return crew.status()
+    message = _blame(job, cause)
+    _note_failure(job, cause, message)
+    if not crew.printed(cause):
+        _print(f"error: {message}; no worker is left")
+    return cause.status
 
 
 def _blame(job: Job, cause: Ending) -> str:
@@ -200,6 +219,7 @@ class _Crew:
     """In the order in which they came."""
     forwarded: set[signal.Signals] = field(default_factory=set)
     ended_here: bool = False
+    port: int = 0
 
     def run(self) -> None:
         """Start all processes, and return when none is left, whatever happens here."""
@@ -208,10 +228,7 @@ class _Crew:
             self._start()
             while self.running:
                 self._reap()
-                for number in self.signals:
-                    if number not in self.forwarded:
-                        self.forwarded.add(number)
-                        self._send(number)
+                self._forward()
                 first = next((one for one in self.endings if one.wanted or one.failed), None)
                 now = time.monotonic()
                 if first is not None and kill_at == float("inf"):
@@ -256,23 +273,34 @@ class _Crew:
             port = int(probe.getsockname()[1])
         with storage_errors(self.job.folder.logs):
             self.job.folder.logs.mkdir(parents=True, exist_ok=True)
+        self.port = port
+        for rank in range(self.job.processes):
+            self._start_rank(rank)
+
+    def _start_rank(self, rank: int) -> None:
         when = datetime.now().astimezone().isoformat(timespec="seconds")
         command = " ".join(shlex.join(self.job.command).split())
-        for rank in range(self.job.processes):
-            path = self.job.folder.rank_log(rank)
-            start = f"{START}{when} rank {rank} of {self.job.processes}: {command}\n"
-            with storage_errors(path), path.open("ab") as log:
-                log.write(start.encode())
-                log.flush()
-                output = log if rank else None
-                self.running[rank] = subprocess.Popen(
-                    self.job.command,
-                    env=process_environment(rank, processes=self.job.processes, port=port),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    process_group=0,
-                )
+        path = self.job.folder.rank_log(rank)
+        start = f"{START}{when} rank {rank} of {self.job.processes}: {command}\n"
+        with storage_errors(path), path.open("ab") as log:
+            log.write(start.encode())
+            log.flush()
+            output = log if rank else None
+            self.running[rank] = subprocess.Popen(
+                self.job.command,
+                env=process_environment(rank, processes=self.job.processes, port=self.port),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                process_group=0,
+            )
+
+    def _forward(self) -> None:
+        """Send the signals that have arrived to all processes, once."""
+        for number in self.signals:
+            if number not in self.forwarded:
+                self.forwarded.add(number)
+                self._send(number)
 
     def _reap(self) -> None:
         """Note which processes have ended since the last time."""
@@ -302,6 +330,37 @@ class _Crew:
         for process in self.running.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+class _ElasticCrew(_Crew):
+    """Processes that go on without those that fail, and take them in again."""
+
+    def run(self) -> None:
+        restarts, seen = self.job.restarts, 0
+        try:
+            self._start()
+            while self.running:
+                self._reap()
+                new, seen = self.endings[seen:], len(self.endings)
+                for one in new:
+                    if not one.failed or one.permanent:
+                        continue
+                    again = restarts > 0 and not self.signals
+                    what = f"rank {one.rank} of {self.job.processes} ended {one}"
+                    if again:
+                        restarts -= 1
+                        _print(f"{what}; restarting it, {restarts} restarts are left")
+                        self._start_rank(one.rank)
+                    elif self.running:
+                        _print(f"{what}; {len(self.running)} others go on")
+                self._forward()
+                if self.interrupted_twice:
+                    self._kill()
+                time.sleep(_TICK)
+        finally:
+            self._kill()
+            for process in self.running.values():
+                process.wait()
 
 
 def process_environment(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from typing import Any
@@ -21,16 +22,25 @@ import torch.distributed as dist
 
 from gristmill.base.errors import Exit, Problem, UserError
 
+_POLL = 0.002
+"""Seconds between two looks at a collective that can be interrupted."""
+
 
 class RefusedError(UserError):
     """A failure on some rank, raised on all ranks."""
 
 
 class ControlGroup:
-    """All processes of a run; `group` is a gloo group, None for a single process."""
+    """All processes of a run; `group` is a gloo group, None for a single process. `interrupt` is
+    called while waiting, and raises if that no longer makes sense."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        interrupt: Callable[[], None] | None = None,
+    ) -> None:
+        self.group, self.interrupt = group, interrupt
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
 
@@ -44,7 +54,7 @@ class ControlGroup:
             return [value]
         padded, lengths = self._padded(value)
         texts = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(texts, padded, group=self.group)
+        self._finish(dist.all_gather(texts, padded, group=self.group, async_op=True))
         return [_decoded(text, length) for text, length in zip(texts, lengths, strict=True)]
 
     def gather(self, value: Any) -> list[Any]:
@@ -54,7 +64,7 @@ class ControlGroup:
             return [value]
         padded, lengths = self._padded(value)
         texts = [torch.empty_like(padded) for _ in lengths] if self.is_rank0 else None
-        dist.gather(padded, texts, group_dst=0, group=self.group)
+        self._finish(dist.gather(padded, texts, group_dst=0, group=self.group, async_op=True))
         return [_decoded(text, n) for text, n in zip(texts or (), lengths, strict=False)]
 
     def broadcast(self, value: Any) -> Any:
@@ -63,9 +73,9 @@ class ControlGroup:
             return value
         text = _encoded(value if self.is_rank0 else None)
         length = torch.tensor([len(text)])
-        dist.broadcast(length, group_src=0, group=self.group)
+        self._finish(dist.broadcast(length, group_src=0, group=self.group, async_op=True))
         text = text if self.is_rank0 else torch.empty(int(length), dtype=torch.uint8)
-        dist.broadcast(text, group_src=0, group=self.group)
+        self._finish(dist.broadcast(text, group_src=0, group=self.group, async_op=True))
         return _decoded(text, int(length))
 
     def any(self, yes: bool) -> bool:
@@ -73,7 +83,7 @@ class ControlGroup:
         if self.group is None:
             return yes
         flag = torch.tensor([int(yes)])
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group)
+        self._finish(dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group, async_op=True))
         return bool(flag)
 
     def barrier(self) -> None:
@@ -92,11 +102,17 @@ class ControlGroup:
         self._raise_failures(failure, defect)
         return self.gather(result)
 
+    def _finish(self, work: dist.Work | None) -> None:
+        """Wait for a collective."""
+        wait_for(work, self.interrupt)
+
     def _padded(self, value: Any) -> tuple[torch.Tensor, list[int]]:
         """A value as bytes, padded to the longest of all processes, and the lengths of all."""
         text = _encoded(value)
         lengths = torch.zeros(self.size, dtype=torch.int64)
-        dist.all_gather(list(lengths.split(1)), torch.tensor([len(text)]), group=self.group)
+        counted = torch.tensor([len(text)])
+        parts = list(lengths.split(1))
+        self._finish(dist.all_gather(parts, counted, group=self.group, async_op=True))
         padded = torch.zeros(int(lengths.max()), dtype=torch.uint8)
         padded[: len(text)] = text
         return padded, lengths.tolist()
@@ -109,6 +125,16 @@ class ControlGroup:
         if defect is not None:
             raise defect
         raise _joined(failures)
+
+
+def wait_for(work: dist.Work | None, interrupt: Callable[[], None] | None = None) -> None:
+    """Wait for a collective, unless there is reason not to."""
+    assert work is not None, "this process is a member of the group"
+    if interrupt is not None:
+        while not work.is_completed():
+            interrupt()
+            time.sleep(_POLL)
+    work.wait()
 
 
 def _encoded(value: Any) -> torch.Tensor:

@@ -128,6 +128,17 @@ def open_world(
 ) -> World:
     """Set up this process: device, threads, TF32, determinism and process groups."""
     mesh, place = mesh or Mesh(), place or Place()
+    device = open_device(config, tf32=tf32, place=place)
+    parallel = parallel or ParallelConfig()
+    timeout = timedelta(seconds=parse_seconds(parallel.timeout) + MARGIN)
+    if mesh.processes > 1 and not dist.is_initialized():
+        _rendezvous(device, place, parallel, timeout=timeout)
+    groups = Groups(mesh, place.rank, timeout=timeout)
+    return World(device, place, mesh, groups)
+
+
+def open_device(config: RuntimeConfig, *, tf32: bool, place: Place) -> Device:
+    """Set up this process's device: threads, TF32 and determinism."""
     chosen = select_device(config.device)
     device = Device(_own_gpu(place) if chosen.type == "cuda" else chosen)
     if config.threads is not None:
@@ -137,12 +148,7 @@ def open_world(
     if config.deterministic and device.kind == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    parallel = parallel or ParallelConfig()
-    timeout = timedelta(seconds=parse_seconds(parallel.timeout) + MARGIN)
-    if mesh.processes > 1 and not dist.is_initialized():
-        _rendezvous(device, place, parallel, timeout=timeout)
-    groups = Groups(mesh, place.rank, timeout=timeout)
-    return World(device, place, mesh, groups)
+    return device
 
 
 def _require_threads(threads: int) -> None:

@@ -31,6 +31,7 @@ from gristmill.models.build import outline_model
 from gristmill.models.spec import CausalLM
 from gristmill.parallel.build import build_strategy
 from gristmill.parallel.control import ControlGroup
+from gristmill.parallel.decentralized.workers import Workers
 from gristmill.parallel.device import memory_explained
 from gristmill.parallel.strategy import Strategy
 from gristmill.parallel.world import World, open_world
@@ -75,9 +76,11 @@ def assemble(
     control: ControlGroup | None = None,
     *,
     saves: bool = False,
+    workers: Workers | None = None,
 ) -> Assembly:
     """Open and build everything, with initial weights loaded. Without `world`, one process.
-    `saves`: whether checkpoints are saved, so that the disk must have room for one."""
+    `saves`: whether checkpoints are saved, so that the disk must have room for one. `workers`:
+    those that take part in a decentralized run, if not all of them."""
     world = world or open_world(config.runtime, tf32=config.precision.tf32)
     data = open_data(config.data, sequence=config.data.sequence or config.model.context)
     tokenizer = _open_tokenizer(config, data)
@@ -91,7 +94,12 @@ def assemble(
         "the model itself does not fit: shard it with [parallel], or choose a smaller one"
     ):
         strategy = build_strategy(
-            config, vocab=numbers.vocab, world=world, control=control, numbers=numbers
+            config,
+            vocab=numbers.vocab,
+            world=world,
+            control=control,
+            numbers=numbers,
+            workers=workers,
         )
     notes: tuple[str, ...] = ()
     if config.model.start is not None:
@@ -101,6 +109,7 @@ def assemble(
     outline = outline_model(config.model, vocab=numbers.vocab, pad_for=world.mesh.tp)
     apart = config.parallel.decentralized
     copied = ("pp", "dp_replicate") if apart else ("pp",)
+    all_members = tuple(range(world.mesh.dp_replicate))
     state = TrainState(
         model=strategy.model,
         optimizer=strategy.optimizer,
@@ -115,7 +124,7 @@ def assemble(
         strategy_tensors=strategy.tensors,
         layout=world.mesh.sizes,
         micro_batch=numbers.micro_batch,
-        workers=tuple(range(world.mesh.dp_replicate)) if apart else (),
+        workers=() if not apart else workers.members if workers else all_members,
         worker=world.at["dp_replicate"],
         rank=world.rank,
         ranks=world.mesh.processes,

@@ -32,7 +32,6 @@ from gristmill.data.content_check import ContentCheck
 from gristmill.data.loader import Batch
 from gristmill.generate import Sampling, TextGenerator
 from gristmill.parallel.control import ControlGroup
-from gristmill.parallel.liveness.monitor import Monitor
 from gristmill.parallel.strategy import StepLimits, Strategy
 from gristmill.text.tokenizers.tokenizer import Tokenizer
 from gristmill.train.health import GoBack, RunHealth
@@ -60,6 +59,12 @@ class Hook(Protocol):
         ...
 
 
+class PhaseMonitor(Protocol):
+    """Is told what this process begins to do."""
+
+    def phase(self, name: str, step: int = 0) -> None: ...
+
+
 class GoBackError(Exception):
     """The run must go back to a checkpoint; raised on all processes after the same step."""
 
@@ -81,7 +86,7 @@ class Hooks:
         writer: CheckpointWriter,
         numbers: Resolved,
         control: ControlGroup,
-        monitor: Monitor | None = None,
+        monitor: PhaseMonitor | None = None,
     ) -> None:
         self.hooks, self.meter, self.tracker, self.stop = hooks, meter, tracker, stop
         self.monitor = monitor

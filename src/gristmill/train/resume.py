@@ -44,6 +44,8 @@ class Resumed:
 
     checkpoint: Path | None
     notes: list[str]
+    continues: bool = False
+    """Whether training continues from memory, after a change of workers."""
 
 
 def resume(parts: Assembly) -> Resumed:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from gristmill.base.process import Place
 from gristmill.base.units import format_count, format_seconds, parse_seconds
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.writer import CheckpointWriter
+from gristmill.config.parallel import Mesh
 from gristmill.config.resolve import Resolved
 from gristmill.config.rules import check_mesh, doubts
 from gristmill.config.schema import RunConfig
@@ -27,6 +28,7 @@ from gristmill.data.content_check import ContentCheck
 from gristmill.optim.schedule import build_schedule
 from gristmill.parallel.control import ControlGroup
 from gristmill.parallel.device import memory_explained
+from gristmill.parallel.elastic.membership import ViewChangedError
 from gristmill.parallel.liveness.monitor import Monitor
 from gristmill.parallel.liveness.verdict import Limits
 from gristmill.parallel.world import World, close_world, open_world
@@ -42,6 +44,7 @@ from gristmill.train.assemble import (
     build_meter,
     build_validate,
 )
+from gristmill.train.elastic import ElasticMonitor, ElasticRun
 from gristmill.train.go_back import choose_step, go_back
 from gristmill.train.health import GoBack, RunHealth
 from gristmill.train.hooks import GoBackError, Hooks
@@ -49,6 +52,8 @@ from gristmill.train.loop import train
 from gristmill.train.resume import Resumed, resume
 from gristmill.train.stop import StopRequest
 from gristmill.train.tracker import Tracker, build_tracker
+
+AnyMonitor = Monitor | ElasticMonitor
 
 
 @dataclass(frozen=True)
@@ -74,11 +79,12 @@ def run_training(
     place, folder = Place.current(), run_folder(config)
     mesh = check_mesh(config, processes=place.world)
     handler = contextlib.nullcontext(stop) if stop is not None else StopRequest()
+    if config.parallel.elastic and place.world > 1:
+        with handler as stop:
+            return _elastic_training(config, folder, place, mesh, stop, fresh, start_from)
     limits = Limits.of(config.parallel, save=config.checkpoint.timeout)
     monitor = Monitor(place, limits=limits, log=folder.rank_log(place.rank))
     with _located_errors(folder, monitor), handler as stop, monitor:
-        if config.train.time_limit is not None:
-            stop.time_limit = parse_seconds(config.train.time_limit)
         world = open_world(
             config.runtime,
             tf32=config.precision.tf32,
@@ -87,25 +93,14 @@ def run_training(
             place=place,
         )
         control = world.control_group("run")
-        lock = FolderLock(folder.path)
-
-        def claim() -> bool:
-            if fresh:
-                move_aside(folder)
-            step = None if start_from is None else choose_step(folder, start_from)
-            new = folder.create()
-            lock.acquire()
-            if step is not None:
-                go_back(folder, step)
-            return new
-
-        new = False
+        lock, new = FolderLock(folder.path), False
         try:
+            claim = partial(_claim, folder, lock, fresh=fresh, start_from=start_from)
             new = control.on_rank0(claim)
             with memory_explained("free some, or use a machine with more"):
                 outcome = _locked_training(config, folder, world, control, stop, monitor)
         except UserError:
-            if new and world.is_rank0:
+            if new and control.is_rank0:
                 folder.remove_unused()
             raise
         finally:
@@ -115,8 +110,78 @@ def run_training(
     return outcome
 
 
+def _claim(folder: RunFolder, lock: FolderLock, *, fresh: bool, start_from: str | None) -> bool:
+    """Make the folder this run's own; returns whether it is new."""
+    if fresh:
+        move_aside(folder)
+    step = None if start_from is None else choose_step(folder, start_from)
+    new = folder.create()
+    lock.acquire()
+    if step is not None:
+        go_back(folder, step)
+    return new
+
+
+def _take_over(folder: RunFolder, lock: FolderLock) -> bool:
+    """Lead a run that another worker has led."""
+    if not lock.held:
+        folder.create()
+        # A worker that is frozen, or behind a broken network, holds its lock for ever.
+        with contextlib.suppress(UserError):
+            lock.acquire()
+    return False
+
+
+def _elastic_training(
+    config: RunConfig,
+    folder: RunFolder,
+    place: Place,
+    mesh: Mesh,
+    stop: StopRequest,
+    fresh: bool,
+    start_from: str | None,
+) -> Outcome:
+    """Train with workers that may die and come back: a round for each view of who is there."""
+    lock, new, check = FolderLock(folder.path), False, None
+    run = ElasticRun(config, folder, place, mesh)
+    with _located_errors(folder, run.monitor), run:
+        try:
+            while True:
+                try:
+                    control = run.next_view()
+                    if not control.is_rank0:
+                        lock.release()
+                    control.barrier()
+                    claim = partial(_claim, folder, lock, fresh=fresh, start_from=start_from)
+                    if run.view.number:
+                        # The run goes on, and another worker may lead it now.
+                        claim = partial(_take_over, folder, lock)
+                    new = control.on_rank0(claim) and control.is_rank0
+                    with memory_explained("free some, or use a machine with more"):
+                        parts = run.assemble()
+                        if check is None:
+                            check = build_content_check(parts)
+                            check.start()
+                        outcome = _train(parts, stop, run.monitor, check, run.begin)
+                    run.done()
+                    return outcome
+                except ViewChangedError:
+                    continue
+                except Exception as error:
+                    if not isinstance(run.monitor.explain(error), ViewChangedError):
+                        raise
+        except UserError:
+            if new:
+                folder.remove_unused()
+            raise
+        finally:
+            lock.release()
+            if check is not None:
+                check.stop()
+
+
 @contextlib.contextmanager
-def _located_errors(folder: RunFolder, monitor: Monitor) -> Iterator[None]:
+def _located_errors(folder: RunFolder, monitor: AnyMonitor) -> Iterator[None]:
     """Note on unexpected errors where they happened and which log has more."""
     try:
         yield
@@ -144,17 +209,26 @@ def _locked_training(
     check = build_content_check(parts)
     control.on_all_ranks(check.start)
     try:
-        return _train(parts, stop, monitor, check)
+        return _train(parts, stop, monitor, check, resume)
     finally:
         check.stop()
 
 
-def _train(parts: Assembly, stop: StopRequest, monitor: Monitor, check: ContentCheck) -> Outcome:
-    """Resume and train; again each time that the run goes back to an older checkpoint."""
+def _train(
+    parts: Assembly,
+    stop: StopRequest,
+    monitor: AnyMonitor,
+    check: ContentCheck,
+    begin: Callable[[Assembly], Resumed],
+) -> Outcome:
+    """Resume and train; again each time that the run goes back to an older checkpoint. `begin`
+    brings the state to where training goes on."""
+    if parts.config.train.time_limit is not None:
+        stop.time_limit = parse_seconds(parts.config.train.time_limit)
     went_back: tuple[GoBack, RunHealth] | None = None
     notes = list[str]()
     while True:
-        resumed = resume(parts)
+        resumed = begin(parts)
         resumed.notes.extend(notes)
         monitor.phase("start", parts.state.progress.steps)
         tracker = build_tracker(
@@ -164,6 +238,7 @@ def _train(parts: Assembly, stop: StopRequest, monitor: Monitor, check: ContentC
             samples=parts.numbers.samples_at_end(parts.state.progress),
             clock=lambda: parts.state.progress,
             rank=parts.world.rank,
+            leads=parts.control.is_rank0,
         )
         monitor.on_exit = partial(_note_exit, parts, tracker)
         health = build_health(parts, tracker)
@@ -182,7 +257,8 @@ def _train(parts: Assembly, stop: StopRequest, monitor: Monitor, check: ContentC
         except BaseException as error:
             # When another process is lost, this error is only a consequence.
             cause = monitor.explain(error) or error
-            _note_failure(parts, tracker, cause)
+            if not isinstance(cause, ViewChangedError):
+                _note_failure(parts, tracker, cause)
             if cause is not error:
                 raise cause from error
             raise
@@ -201,6 +277,10 @@ def _note_exit(parts: Assembly, tracker: Tracker, message: str) -> None:
 
 def _announce(parts: Assembly, tracker: Tracker, resumed: Resumed) -> None:
     numbers, state = parts.numbers, parts.state
+    if resumed.continues:
+        for note in resumed.notes:
+            tracker.say(note, level="warning")
+        return
     tracker.say(
         f"{parts.config.name}: {format_count(parts.parameters)} parameters, "
         f"vocabulary {numbers.vocab}, "
@@ -216,7 +296,7 @@ def _announce(parts: Assembly, tracker: Tracker, resumed: Resumed) -> None:
     starting = () if resumed.checkpoint is not None else parts.notes
     for note in (*starting, *resumed.notes, *doubts(parts.config, numbers)):
         tracker.say(note, level="warning")
-    if parts.world.is_rank0:
+    if parts.control.is_rank0:
         parts.folder.write_status("running", step=state.progress.steps, steps=numbers.steps)
 
 
@@ -257,7 +337,7 @@ def _run(
     parts: Assembly,
     tracker: Tracker,
     stop: StopRequest,
-    monitor: Monitor,
+    monitor: AnyMonitor,
     health: RunHealth,
     check: ContentCheck,
 ) -> Outcome:
@@ -333,7 +413,7 @@ def _validated(parts: Assembly) -> bool:
 def _finish(parts: Assembly, exit: Exit, best_loss: float | None) -> Outcome:
     step = parts.state.progress.steps
     facts = {"step": step, "steps": parts.numbers.steps, "best_loss": best_loss}
-    if parts.world.is_rank0:
+    if parts.control.is_rank0:
         parts.folder.write_status("done" if exit is Exit.DONE else "stopped", **facts)
     return Outcome(parts.folder.path, exit, step, best_loss)
 
@@ -342,5 +422,5 @@ def _note_failure(parts: Assembly, tracker: Tracker, error: BaseException) -> No
     step = parts.state.progress.steps
     what = str(error) or type(error).__name__
     tracker.say(f"failed at step {step}: {what}", level="error")
-    if parts.world.is_rank0:
+    if parts.control.is_rank0:
         parts.folder.write_status("failed", step=step, error=what, time=time.time())

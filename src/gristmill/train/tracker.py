@@ -78,14 +78,16 @@ def build_tracker(
     samples: int,
     clock: Callable[[], Progress],
     rank: int = 0,
+    leads: bool = True,
 ) -> Tracker:
-    """Console, run folder and tracking services on rank 0; only a log file on other ranks.
+    """Console, run folder and tracking services on the rank that `leads`; only a log file on other
+    ranks.
 
     If a file or service fails, the console shows one warning and training continues. Records of
     the files are written when there is room again.
     """
     horizon = Horizon(steps, samples)
-    if rank > 0:
+    if not leads:
         log = LogSink(folder.rank_log(rank), horizon=horizon)
         kept = Guarded(log, name="its log", report=lambda w: None, keep=KEPT_RECORDS)
         return Tracker([kept], clock=clock)

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from gristmill.config.parallel import ParallelConfig
-from gristmill.config.topologies import Group, groups_of_round
+from gristmill.config.topologies import Group, fits, groups_of_round
 from gristmill.parallel.decentralized.codecs import build_codec
 from gristmill.parallel.decentralized.flat import Buckets, FlatLayout
 from gristmill.parallel.decentralized.transfer import Transfer
@@ -87,15 +87,14 @@ class Exchange:
     def __init__(
         self, config: ParallelConfig, workers: Workers, layout: FlatLayout, *, seed: int
     ) -> None:
-        self.workers, self.layout, self.topology = workers, layout, config.topology
-        self.seed = seed
+        self.layout, self.wanted, self.seed = layout, config.topology, seed
         self.outer = OuterStep.of(config)
         send = None if config.exchange is None else config.exchange
         density = DENSITY if send is None or send.density is None else send.density
         codec = build_codec("fp32" if send is None else send.send, density=density)
-        self.transfer = Transfer(codec, workers.interrupt)
-        self.exact = Transfer(build_codec("fp32", density=1.0), workers.interrupt)
-        complete = self.topology == "complete"
+        self.codec = codec
+        self.enter(workers)
+        complete = self.wanted == "complete"
         self.shares_anchor = complete and (codec.lossy or not self.outer.is_plain)
         """Whether all workers have the same anchor, so that differences to it can be sent."""
         self.state = OuterState()
@@ -105,6 +104,15 @@ class Exchange:
             self.state.momentum = layout.zeros()
         if self.shares_anchor and codec.lossy:
             self.state.residual = layout.zeros()
+
+    def enter(self, workers: Workers) -> None:
+        """From now on, exchange with these workers."""
+        self.workers = workers
+        self.transfer = Transfer(self.codec, workers.interrupt)
+        self.exact = Transfer(build_codec("fp32", density=1.0), workers.interrupt)
+        fit = fits(self.wanted, workers=workers.count, per_node=workers.per_node)
+        self.topology = self.wanted if fit else "random"
+        """What some workers use while others are missing may differ from what was asked for."""
 
     def group_of(self, round: int) -> Group:
         """The group of this worker in a round, by places among those that take part."""
@@ -175,7 +183,7 @@ class Exchange:
         mixed = group.other_weight * done.total
         if not group.is_mean:
             mixed += (group.self_weight - group.other_weight) * done.own
-        if self.transfer.codec.lossy:
+        if self.codec.lossy:
             mixed += x - done.own
         return mixed, done.sent
 
@@ -192,6 +200,20 @@ class Exchange:
                 one.zero_()
             self.exact.all_reduce(one, processes).div_(number)
         return weights
+
+    @torch.no_grad()
+    def catch_up(self, *, counts: bool) -> None:
+        """Bring in workers that have just come: they take the average of those for which it
+        `counts`, weights and outer state. A common anchor becomes common again."""
+        average = self.average(self.layout.read(), counts=counts)
+        if not counts:
+            self.layout.write(average)
+        for kind, held in self.state.named().items():
+            average = self.average([one.clone() for one in held], counts=counts)
+            if kind == "residual":
+                average = [torch.zeros_like(one) for one in average]
+            if not counts or (self.shares_anchor and kind != "residual"):
+                setattr(self.state, kind, average)
 
     def views(self) -> Mapping[str, dict[str, torch.Tensor]]:
         """The state by kind and parameter."""

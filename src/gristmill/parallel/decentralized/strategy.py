@@ -23,7 +23,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,6 +142,8 @@ class Decentralized:
         return self
 
     def accumulate(self, batches: Sequence[Batch], progress: Progress) -> StepResult:
+        if self.workers.interrupt is not None:
+            self.workers.interrupt()
         if not self._started:
             self._started = True
             self.agreement.start(progress.steps + 1)
@@ -220,6 +222,23 @@ class Decentralized:
     def close(self) -> None:
         self._settle()
         self.agreement.close()
+
+    def enter(self, workers: Workers, control: ControlGroup, agreement: StopAgreement) -> None:
+        """Go on with other workers; what was under way with the old ones is dropped."""
+        if self._pending is not None and self._pending.future is not None:
+            # It ends soon, one way or another, and changes the outer state until then.
+            wait([self._pending.future])
+        self.workers, self.control, self.agreement = workers, control, agreement
+        self.inner.control = control
+        self.inner.sync.clear()
+        self.exchange.enter(workers)
+        self._pending, self._started = None, False
+
+    def catch_up(self, *, counts: bool, rounds: int) -> None:
+        """Bring in workers that have just come, for which it does not `count`."""
+        self.exchange.catch_up(counts=counts)
+        self._rounds = rounds
+        self.inner.weights_changed()
 
     # ------------------------------------------------------------------ exchanges
 

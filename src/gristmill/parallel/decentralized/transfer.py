@@ -12,7 +12,6 @@ Whatever the way, all members of a group get the same bits.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,10 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
+from gristmill.parallel.control import wait_for
 from gristmill.parallel.decentralized.codecs import BLOCK, Codec, TopKCodec
-
-_POLL = 0.002
-"""Seconds between two looks at a transfer that can be interrupted."""
 
 
 class GroupSum(NamedTuple):
@@ -62,7 +59,7 @@ class Transfer:
     def all_reduce(self, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         """The exact sum, in place."""
         work = dist.all_reduce(values, group=group, async_op=True)
-        self.finish(work)
+        wait_for(work, self.interrupt)
         return values
 
     def _sum_chunks(
@@ -75,7 +72,7 @@ class Transfer:
         sent = torch.stack([codec.encode(chunk) for chunk in chunks])
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, group=group, async_op=True)
-        self.finish(work)
+        wait_for(work, self.interrupt)
         mine = _sum_in_order([codec.decode(one, length) for one in received])
         own = torch.cat([codec.decode(one, length) for one in sent])[:n]
         if round_sum:
@@ -92,17 +89,8 @@ class Transfer:
         work = dist.all_gather_into_tensor(
             gathered, values.contiguous(), group=group, async_op=True
         )
-        self.finish(work)
+        wait_for(work, self.interrupt)
         return gathered
-
-    def finish(self, work: dist.Work | None) -> None:
-        """Wait for a collective, unless there is reason not to."""
-        assert work is not None, "this process is a member of the group"
-        if self.interrupt is not None:
-            while not work.is_completed():
-                self.interrupt()
-                time.sleep(_POLL)
-        work.wait()
 
 
 def all_reduce_bytes(size: int, ranks: int) -> int:

@@ -67,7 +67,7 @@ def join_store(place: Place, *, seconds: float) -> Store:
     assert place.address is not None
     host, port = place.address
     deadline = time.monotonic() + seconds
-    while not _answers(host, port):
+    while not answers(host, port):
         if time.monotonic() > deadline:
             raise RuntimeError(f"nothing answers at {place.address}")
         time.sleep(_TICK)
@@ -80,7 +80,8 @@ def join_store(place: Place, *, seconds: float) -> Store:
     )
 
 
-def _answers(host: str, port: int) -> bool:
+def answers(host: str, port: int) -> bool:
+    """Whether there is a store at an address."""
     try:
         with socket.create_connection((host, port), timeout=1) as connection:
             # The system may give the free port to the caller itself, which then reaches itself.

@@ -1,0 +1,291 @@
+"""Who takes part in an elastic run: a sequence of views that all workers see alike.
+
+    members/WORKER     the heartbeat of a worker: its incarnation, host, process id, and a count
+    views/NUMBER       the workers of a view with their incarnations; written once
+
+Every worker posts its heartbeat and reads those of the others, in a thread. A worker whose process
+has ended, or that has been silent for too long, is dead; a new process has a new incarnation.
+Any member of the newest view that finds it wrong proposes the next one; the first proposal counts.
+So all agree on every view, and a worker that was left out, because its network or its machine was
+frozen, notices that and comes back like a new one.
+
+The first view waits until all workers are there, or for the start limit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from gristmill.base.errors import Exit, UserError
+from gristmill.base.process import Place
+from gristmill.base.units import format_seconds
+from gristmill.parallel.elastic.coordinator import PULSE
+from gristmill.parallel.liveness.board import has_ended, pid_namespace
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+BEAT = 0.5
+"""Seconds between two heartbeats."""
+
+
+class ViewChangedError(Exception):
+    """Workers have died or come since the view was formed."""
+
+
+@dataclass(frozen=True)
+class View:
+    """The workers that take part, from one change to the next."""
+
+    number: int
+    members: Mapping[int, str]
+    """Incarnations by worker, in order."""
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        return tuple(self.members)
+
+    @classmethod
+    def parse(cls, number: int, text: bytes) -> View:
+        members = {int(worker): one for worker, one in json.loads(text).items()}
+        return cls(number, dict(sorted(members.items())))
+
+    def written(self) -> str:
+        return json.dumps(dict(self.members))
+
+
+@dataclass
+class Peer:
+    """What is known of another worker."""
+
+    incarnation: str
+    host: str
+    pid: int
+    namespace: str
+    count: int = 0
+    heard: float = 0.0
+    """When its count last changed, on this worker's clock."""
+    ended: bool = False
+    done: bool = False
+    """Whether it has finished the run, so that its end is none to react to."""
+
+    def note(self, values: Mapping[str, Any], *, now: float, namespace: str) -> None:
+        if values["count"] != self.count:
+            self.count, self.heard = values["count"], now
+        same_host = self.namespace == namespace != ""
+        self.done = values["done"]
+        self.ended = values["leaving"] or (same_host and has_ended(self.pid))
+
+
+@dataclass
+class Roll:
+    """The last heartbeats of all workers, and who of them is alive. Knows no store and no clock."""
+
+    worker: int
+    silence: float
+    """Seconds after which a silent worker is dead."""
+    namespace: str
+    peers: dict[int, Peer] = field(default_factory=dict)
+
+    def note(self, worker: int, values: Mapping[str, Any], *, now: float) -> None:
+        known = self.peers.get(worker)
+        if known is None or known.incarnation != values["incarnation"]:
+            names = ("incarnation", "host", "pid", "namespace")
+            known = Peer(**{name: values[name] for name in names})
+            known.heard, self.peers[worker] = now, known
+        known.note(values, now=now, namespace=self.namespace)
+
+    def alive(self, *, now: float) -> dict[int, str]:
+        """The incarnations of all workers that live, in order."""
+        return {
+            worker: one.incarnation
+            for worker, one in sorted(self.peers.items())
+            if not one.ended and not one.done and self._is_heard(worker, now=now)
+        }
+
+    def _is_heard(self, worker: int, *, now: float) -> bool:
+        return worker == self.worker or now - self.peers[worker].heard < self.silence
+
+    def _is_done(self, worker: int) -> bool:
+        return worker in self.peers and self.peers[worker].done
+
+    def proposal(self, view: View | None, *, now: float, whole: int, late: bool) -> View | None:
+        """The next view, if this worker is to propose one. `whole`: how many workers there should
+        be; `late`: whether the first view should no longer wait for all of them."""
+        alive = self.alive(now=now)
+        if view is None:
+            return View(0, alive) if len(alive) == whole or late else None
+        kept = {w: one for w, one in view.members.items() if alive.get(w) == one}
+        joining = {w: one for w, one in alive.items() if kept.get(w) != one}
+        mine = alive.get(self.worker)
+        if view.members.get(self.worker) != mine and kept:
+            return None  # left out: those who are in decide
+        leads = not kept or min(kept) == self.worker
+        complete = all(worker in kept or self._is_done(worker) for worker in view.members)
+        if complete and not (joining and leads):
+            return None
+        # Whoever finds a death proposes at once; those who come may wait for the first member.
+        members = {**kept, **(joining if leads else {})}
+        return View(view.number + 1, dict(sorted(members.items())))
+
+
+class Membership:
+    """Keeps this worker in the run and finds out about the others."""
+
+    def __init__(
+        self, place: Place, store: Store, *, silence: float, start: float, beat: float = BEAT
+    ) -> None:
+        self.place, self.store, self.beat = place, store, beat
+        self.silence, self.start_limit = silence, start
+        self.incarnation = uuid.uuid4().hex
+        self._roll = Roll(place.rank, silence, pid_namespace())
+        self._view: View | None = None
+        self._condition = threading.Condition()
+        self._count, self._leaving, self._done = 0, False, False
+        self._answered = self._began = time.monotonic()
+        self._left_out = False
+        self._failure: BaseException | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self, *, done: bool) -> None:
+        """Say that this worker leaves; `done`: because the run has ended."""
+        self._leaving, self._done = not done, done
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join(4 * self.beat)
+
+    @property
+    def view(self) -> View | None:
+        """The newest view."""
+        return self._view
+
+    def host_of(self, worker: int) -> str:
+        peer = self._roll.peers.get(worker)
+        return "unknown" if peer is None else peer.host
+
+    def join(self, after: int) -> View:
+        """The newest view with this worker in it, later than number `after`; waits for one."""
+        with self._condition:
+            while True:
+                self._require_store()
+                view = self._view
+                if view is not None and view.number > after and self._is_in(view):
+                    return view
+                self._condition.wait(self.beat)
+
+    def left_out(self) -> bool:
+        """Whether the others have gone on without this worker since the last call."""
+        with self._condition:
+            left_out, self._left_out = self._left_out, False
+            return left_out
+
+    def check(self, view: View) -> None:
+        """Raise if a view is no longer the newest."""
+        self._require_store()
+        now = self._view
+        if now is not None and now.number != view.number:
+            raise ViewChangedError(f"view {view.number} was followed by view {now.number}")
+
+    def await_change(self, view: View) -> bool:
+        """Wait for the view that follows, as long as it takes to find out that a worker is dead."""
+        deadline = time.monotonic() + self.silence + 6 * self.beat
+        with self._condition:
+            while time.monotonic() < deadline:
+                self._require_store()
+                if self._view is not None and self._view.number != view.number:
+                    return True
+                self._condition.wait(self.beat)
+        return False
+
+    def _is_in(self, view: View) -> bool:
+        return view.members.get(self.place.rank) == self.incarnation
+
+    def _require_store(self) -> None:
+        """Raise if the store does not answer, without which nobody knows who is there."""
+        silent = time.monotonic() - self._answered
+        if self._failure is None and silent < 2 * self.silence:
+            return
+        why = self._failure or f"no answer for {format_seconds(silent)}"
+        raise UserError(
+            f"worker {self.place.rank} on {self.place.host} lost the store of the run at "
+            f"{self.place.address}: {why}",
+            where="parallel.elastic",
+            remedy="start it again: it takes the average and joins, or the run goes on from its "
+            "last checkpoint",
+            exit=Exit.PEER,
+        )
+
+    # -------------------------------------------------------------- membership thread
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.is_set():
+                self._look()
+                self._closing.wait(self.beat)
+            self._post()
+        except RuntimeError as error:
+            self._failure = RuntimeError(str(error).partition("\n")[0])
+
+    def _look(self) -> None:
+        """One heartbeat: post it, read the others, adopt or propose views."""
+        self._post()
+        keys = [_member_key(worker) for worker in range(self.place.world)]
+        posted = [worker for worker, key in enumerate(keys) if self.store.check([key])]
+        now = time.monotonic()
+        values = self.store.multi_get([keys[worker] for worker in posted])
+        for worker, text in zip(posted, values, strict=True):
+            self._roll.note(worker, json.loads(text), now=now)
+        self._adopt()
+        late = now - self._began > self.start_limit
+        wanted = self._roll.proposal(self._view, now=now, whole=self.place.world, late=late)
+        if wanted is not None and wanted.members:
+            self.store.compare_set(_view_key(wanted.number), "", wanted.written())
+            self._adopt()
+        self._answered = time.monotonic()
+
+    def _post(self) -> None:
+        self._count += 1
+        values = {
+            "incarnation": self.incarnation,
+            "host": self.place.host,
+            "pid": os.getpid(),
+            "namespace": self._roll.namespace,
+            "count": self._count,
+            "leaving": self._leaving,
+            "done": self._done,
+        }
+        self.store.set(_member_key(self.place.rank), json.dumps(values))
+        self.store.add(PULSE, 1)
+
+    def _adopt(self) -> None:
+        """Take over the newest view."""
+        number = -1 if self._view is None else self._view.number
+        newest = self._view
+        while self.store.check([_view_key(number + 1)]):
+            number += 1
+            was_in = newest is not None and self._is_in(newest)
+            newest = View.parse(number, self.store.get(_view_key(number)))
+            self._left_out |= was_in and not self._is_in(newest)
+        if newest is not self._view:
+            with self._condition:
+                self._view = newest
+                self._condition.notify_all()
+
+
+def _member_key(worker: int) -> str:
+    return f"gristmill/members/{worker}"
+
+
+def _view_key(number: int) -> str:
+    return f"gristmill/views/{number}"

@@ -1,0 +1,106 @@
+"""The world of a worker in one view of an elastic run.
+
+Torch's own default group is of no use here: it ends with the first of its members. Groups are made
+directly, of the workers of a view that need one, and are left behind with the view. Waiting for
+others ends when the view changes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from gristmill.parallel.control import ControlGroup
+from gristmill.parallel.decentralized.workers import Workers
+from gristmill.parallel.elastic.membership import View
+from gristmill.parallel.world import World
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_POLL = 0.01
+_CONNECTING = 20.0
+"""Seconds in which members that are all there connect to each other."""
+_LEFT_BEHIND: list[Any] = []
+"""Groups in which an operation may never end; to destroy one would wait for that."""
+
+
+class ViewGroups:
+    """The groups of one view, over gloo."""
+
+    def __init__(
+        self,
+        view: View,
+        store: Store,
+        *,
+        worker: int,
+        timeout: float,
+        interrupt: Callable[[], None],
+    ) -> None:
+        self.view, self.store, self.worker = view, store, worker
+        self.timeout, self.interrupt = timeout, interrupt
+        self._known: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+
+    def of(self, members: Sequence[int], *, purpose: str) -> dist.ProcessGroup | None:
+        """The group of some workers, this one included; None if it is alone."""
+        if len(members) == 1:
+            return None
+        key = (purpose, tuple(members))
+        if key not in self._known:
+            self._known[key] = self._connect(members, purpose)
+        return self._known[key]
+
+    def _connect(self, members: Sequence[int], purpose: str) -> dist.ProcessGroup:
+        name = f"view-{self.view.number}/{purpose}/{'-'.join(map(str, members))}"
+        store = dist.PrefixStore(name, self.store)  # type: ignore[attr-defined]
+        # Connecting cannot be interrupted, so it begins when all are there.
+        store.set(f"here/{self.worker}", "")
+        while not store.check([f"here/{worker}" for worker in members]):
+            self.interrupt()
+            time.sleep(_POLL)
+        made: Any = dist.ProcessGroupGloo(
+            store, members.index(self.worker), len(members), timedelta(seconds=_CONNECTING)
+        )
+        made._set_default_timeout(timedelta(seconds=self.timeout))
+        group: dist.ProcessGroup = made
+        return group
+
+    def leave(self) -> None:
+        """Leave all groups, whatever is still under way in them."""
+        _LEFT_BEHIND.extend(self._known.values())
+        self._known.clear()
+
+
+@dataclass(frozen=True)
+class ViewWorld(World):
+    """A worker of one process in a view."""
+
+    view_groups: ViewGroups | None = field(default=None)
+
+    def control_group(self, purpose: str, *, timeout: float | None = None) -> ControlGroup:
+        assert self.view_groups is not None
+        groups = self.view_groups
+        group = groups.of(groups.view.workers, purpose=f"control: {purpose}")
+        return ControlGroup(group, interrupt=groups.interrupt)
+
+
+def view_workers(world: ViewWorld, *, per_node: int) -> Workers:
+    """The workers of a view."""
+    groups = world.view_groups
+    assert groups is not None
+
+    def connect(members: Sequence[int]) -> dist.ProcessGroup | None:
+        return groups.of(members, purpose="exchange")
+
+    return Workers(
+        mine=world.at["dp_replicate"],
+        members=groups.view.workers,
+        per_node=per_node,
+        connect=connect,
+        interrupt=groups.interrupt,
+    )
