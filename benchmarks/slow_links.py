@@ -89,11 +89,11 @@ keep_best = false
 [runtime]
 device = "cpu"
 """
-VALIDATE = 36
+VALIDATE = 37
 """Steps between two validations: never those of an exchange, so that their bytes do not mix."""
 LR, LRS = 1e-3, (5e-4, 1e-3, 2e-3)
 """The learning rate where none was chosen, and those that --tune tries."""
-TUNED = 72
+TUNED = 74
 """Steps of a run of --tune."""
 PATIENCE = 1200.0
 """Seconds after which a run hangs."""
@@ -371,7 +371,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workers", nargs="+", type=int, default=[4])
     parser.add_argument("--rows", nargs="+", default=["*"], help="names or patterns")
     parser.add_argument("--links", nargs="+", type=Links.parse, help="in the order measured")
-    parser.add_argument("--steps", type=int, default=4 * VALIDATE)
+    parser.add_argument("--steps", type=int, default=6 * VALIDATE)
     parser.add_argument("--model", choices=MODELS, default="small")
     parser.add_argument("--batch", type=int, default=16, help="samples of all workers together")
     parser.add_argument("--text", type=Path, help="a text file to train on")

@@ -14,7 +14,7 @@ MODELS = {
     "medium": {"layers": 7, "heads": 4, "width": 256, "context": 64},
 }
 """With 0.1M, 3.3M and 5.7M parameters. All-reduce among 4 sends 6 bytes for each, in every step."""
-EVERY = 25
+EVERY = 10
 """Steps between two exchanges of DiLoCo."""
 WINDOW = 4
 """Steps that are timed on each kind of links, where all steps are alike."""
@@ -47,7 +47,9 @@ ROWS = (
     *map(_gossip, ("complete", "ring", "exp", "alternating-exp-ring", "random")),
     _gossip("hierarchical", "parallel.gossip.workers_per_node={node}"),
     _gossip("ring", "optim.type=accum-adamw", "optim.accum=4", name="gossip-ring-accum"),
+    _diloco("local-average", "parallel.local.outer=sgd", "parallel.local.lr=1.0"),
     _diloco("diloco"),
+    _diloco("diloco-delay-5", "parallel.exchange.delay=5"),
     _diloco("diloco-int8", "parallel.exchange.send=int8"),
     _diloco("diloco-top-k", "parallel.exchange.send=top-k"),
 )

@@ -93,17 +93,24 @@ class Exchange:
         density = DENSITY if send is None or send.density is None else send.density
         codec = build_codec("fp32" if send is None else send.send, density=density)
         self.codec = codec
+        first = layout.read()[0].device
+        self.device = torch.device("cpu") if workers.on_host else first
+        """Where exchanges are computed, and their state is kept."""
         self.enter(workers)
         complete = self.wanted == "complete"
         self.shares_anchor = complete and (codec.lossy or not self.outer.is_plain)
         """Whether all workers have the same anchor, so that differences to it can be sent."""
         self.state = OuterState()
         if self.shares_anchor or not self.outer.is_plain:
-            self.state.anchor = layout.read()
+            self.state.anchor = self.weights()
         if self.outer.momentum:
-            self.state.momentum = layout.zeros()
+            self.state.momentum = [torch.zeros_like(one) for one in self.weights()]
         if self.shares_anchor and codec.lossy:
-            self.state.residual = layout.zeros()
+            self.state.residual = [torch.zeros_like(one) for one in self.weights()]
+
+    def weights(self) -> Buckets:
+        """A copy of the present weights, where exchanges are computed."""
+        return [one.to(self.device) for one in self.layout.read()]
 
     def enter(self, workers: Workers) -> None:
         """From now on, exchange with these workers."""
@@ -137,7 +144,8 @@ class Exchange:
         group = self.group_of(round)
         processes, sent = self.connect(group.members), 0
         results = []
-        for place, x in enumerate(weights):
+        for place, given in enumerate(weights):
+            x = given.to(self.device)
             if self.shares_anchor:
                 result, count = self._step_together(x, place, processes)
             else:
@@ -146,7 +154,7 @@ class Exchange:
             sent += count
         if self.state.anchor:
             self.state.anchor = [one.clone() for one in results]
-        return results, sent
+        return [one.to(weights[0].device) for one in results], sent
 
     def _step_together(
         self, x: torch.Tensor, place: int, processes: dist.ProcessGroup | None
@@ -193,13 +201,15 @@ class Exchange:
         processes = self.connect(range(self.workers.count))
         if processes is None:
             return weights
-        number = torch.tensor([float(counts)], device=weights[0].device)
+        number = torch.tensor([float(counts)], device=self.device)
         self.exact.all_reduce(number, processes)
-        for one in weights:
+        results = []
+        for given in weights:
+            one = given.to(self.device)
             if not counts:
                 one.zero_()
-            self.exact.all_reduce(one, processes).div_(number)
-        return weights
+            results.append(self.exact.all_reduce(one, processes).div_(number).to(given.device))
+        return results
 
     @torch.no_grad()
     def catch_up(self, *, counts: bool) -> None:

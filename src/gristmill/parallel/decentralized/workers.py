@@ -36,6 +36,9 @@ class Workers:
     connect: Connect
     """The group of this process's counterparts in some workers, itself included; None if it is
     alone. Only its members take part in creating it."""
+    on_host: bool = False
+    """Whether exchanges go through host memory: the network of the groups is the host's, and the
+    weights are on a GPU."""
     interrupt: Callable[[], None] | None = None
     """Raises if waiting for the others no longer makes sense."""
 
@@ -71,7 +74,12 @@ def all_workers(world: World, config: ParallelConfig) -> Workers:
         members=tuple(range(mesh.dp_replicate)),
         per_node=workers_per_node(config, mesh, local_world=world.place.local_world),
         connect=connect,
+        on_host=world.device.kind == "cuda" and "nccl" not in _backend(),
     )
+
+
+def _backend() -> str:
+    return str(dist.get_backend()) if dist.is_initialized() else "nccl"
 
 
 def workers_per_node(config: ParallelConfig, mesh: Mesh, *, local_world: int | None) -> int:

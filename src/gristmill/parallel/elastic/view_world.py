@@ -102,5 +102,6 @@ def view_workers(world: ViewWorld, *, per_node: int) -> Workers:
         members=groups.view.workers,
         per_node=per_node,
         connect=connect,
+        on_host=world.device.kind == "cuda",
         interrupt=groups.interrupt,
     )
