@@ -80,7 +80,8 @@ class AccumAdam(ParameterOptimizer):
             for piece in _pieces(members):
                 self._move(group, piece, divisor, window)
                 self._advance(group, piece, window)
-            torch._foreach_add_(steps, 1 - skip)
+            # As a list: a single tensor would be read by the host.
+            torch._foreach_add_(steps, [1 - skip] * len(steps))
 
     def _members(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Those parameters of a group that have a gradient or had one before."""

@@ -93,30 +93,24 @@ class Exchange:
         density = DENSITY if send is None or send.density is None else send.density
         codec = build_codec("fp32" if send is None else send.send, density=density)
         self.codec = codec
-        first = layout.read()[0].device
-        self.device = torch.device("cpu") if workers.on_host else first
-        """Where exchanges are computed, and their state is kept."""
         self.enter(workers)
         complete = self.wanted == "complete"
         self.shares_anchor = complete and (codec.lossy or not self.outer.is_plain)
         """Whether all workers have the same anchor, so that differences to it can be sent."""
         self.state = OuterState()
         if self.shares_anchor or not self.outer.is_plain:
-            self.state.anchor = self.weights()
+            self.state.anchor = layout.read()
         if self.outer.momentum:
-            self.state.momentum = [torch.zeros_like(one) for one in self.weights()]
+            self.state.momentum = layout.zeros()
         if self.shares_anchor and codec.lossy:
-            self.state.residual = [torch.zeros_like(one) for one in self.weights()]
-
-    def weights(self) -> Buckets:
-        """A copy of the present weights, where exchanges are computed."""
-        return [one.to(self.device) for one in self.layout.read()]
+            self.state.residual = layout.zeros()
 
     def enter(self, workers: Workers) -> None:
         """From now on, exchange with these workers."""
         self.workers = workers
-        self.transfer = Transfer(self.codec, workers.interrupt)
-        self.exact = Transfer(build_codec("fp32", density=1.0), workers.interrupt)
+        self.transfer = Transfer(self.codec, workers.on_host, workers.interrupt)
+        exact = build_codec("fp32", density=1.0)
+        self.exact = Transfer(exact, workers.on_host, workers.interrupt)
         fit = fits(self.wanted, workers=workers.count, per_node=workers.per_node)
         self.topology = self.wanted if fit else "random"
         """What some workers use while others are missing may differ from what was asked for."""
@@ -144,8 +138,7 @@ class Exchange:
         group = self.group_of(round)
         processes, sent = self.connect(group.members), 0
         results = []
-        for place, given in enumerate(weights):
-            x = given.to(self.device)
+        for place, x in enumerate(weights):
             if self.shares_anchor:
                 result, count = self._step_together(x, place, processes)
             else:
@@ -154,7 +147,7 @@ class Exchange:
             sent += count
         if self.state.anchor:
             self.state.anchor = [one.clone() for one in results]
-        return [one.to(weights[0].device) for one in results], sent
+        return results, sent
 
     def _step_together(
         self, x: torch.Tensor, place: int, processes: dist.ProcessGroup | None
@@ -201,15 +194,13 @@ class Exchange:
         processes = self.connect(range(self.workers.count))
         if processes is None:
             return weights
-        number = torch.tensor([float(counts)], device=self.device)
+        number = torch.tensor([float(counts)], device=weights[0].device)
         self.exact.all_reduce(number, processes)
-        results = []
-        for given in weights:
-            one = given.to(self.device)
+        for one in weights:
             if not counts:
                 one.zero_()
-            results.append(self.exact.all_reduce(one, processes).div_(number).to(given.device))
-        return results
+            self.exact.all_reduce(one, processes).div_(number)
+        return weights
 
     @torch.no_grad()
     def catch_up(self, *, counts: bool) -> None:

@@ -217,7 +217,7 @@ class Decentralized:
         self.inner.weights_changed()
         self._pending = None
         if self.exchange.state.anchor:
-            self.exchange.state.anchor = self.exchange.weights()
+            self.exchange.state.anchor = self.layout.read()
 
     def close(self) -> None:
         self._settle()
@@ -280,8 +280,7 @@ class Decentralized:
             stream = torch.cuda.current_stream()
             stream.wait_event(pending.ready)
             for one in (*pending.result, *self._state_tensors()):
-                if one.is_cuda:
-                    one.record_stream(stream)
+                one.record_stream(stream)
         return time.monotonic() - started
 
     def _state_tensors(self) -> Iterator[torch.Tensor]:
@@ -388,4 +387,4 @@ class Decentralized:
             if SENT not in loaded:
                 self._pending.sent = self.layout.read()
         if self.exchange.state.anchor and "anchor" not in loaded:
-            self.exchange.state.anchor = self.exchange.weights()
+            self.exchange.state.anchor = self.layout.read()

@@ -39,6 +39,8 @@ class Transfer:
     """Sums tensors over groups of workers."""
 
     codec: Codec
+    on_host: bool = False
+    """Whether what is sent goes through host memory."""
     interrupt: Callable[[], None] | None = None
     """Raises if waiting for the others no longer makes sense."""
 
@@ -58,9 +60,10 @@ class Transfer:
 
     def all_reduce(self, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         """The exact sum, in place."""
-        work = dist.all_reduce(values, group=group, async_op=True)
+        sent = self._staged(values)
+        work = dist.all_reduce(sent, group=group, async_op=True)
         wait_for(work, self.interrupt)
-        return values
+        return values if sent is values else values.copy_(sent)
 
     def _sum_chunks(
         self, values: torch.Tensor, group: dist.ProcessGroup, *, round_sum: bool
@@ -70,9 +73,11 @@ class Transfer:
         chunks = pad(values, (0, -n % unit)).view(size, -1)
         length = chunks.shape[1]
         sent = torch.stack([codec.encode(chunk) for chunk in chunks])
-        received = torch.empty_like(sent)
-        work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+        staged = self._staged(sent)
+        received = torch.empty_like(staged)
+        work = dist.all_to_all_single(received, staged, group=group, async_op=True)
         wait_for(work, self.interrupt)
+        received = received.to(sent.device)
         mine = _sum_in_order([codec.decode(one, length) for one in received])
         own = torch.cat([codec.decode(one, length) for one in sent])[:n]
         if round_sum:
@@ -85,12 +90,18 @@ class Transfer:
         return GroupSum(total[:n], own, bytes_sent)
 
     def _all_gather(self, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        gathered = values.new_empty(group.size() * values.numel())
-        work = dist.all_gather_into_tensor(
-            gathered, values.contiguous(), group=group, async_op=True
-        )
+        sent = self._staged(values.contiguous())
+        count, pinned = group.size() * values.numel(), sent.is_pinned()
+        gathered = torch.empty(count, dtype=sent.dtype, device=sent.device, pin_memory=pinned)
+        work = dist.all_gather_into_tensor(gathered, sent, group=group, async_op=True)
         wait_for(work, self.interrupt)
-        return gathered
+        return gathered.to(values.device)
+
+    def _staged(self, values: torch.Tensor) -> torch.Tensor:
+        """What the network takes: the values, or a copy in pinned host memory."""
+        if not self.on_host or not values.is_cuda:
+            return values
+        return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values)
 
 
 def all_reduce_bytes(size: int, ranks: int) -> int:
