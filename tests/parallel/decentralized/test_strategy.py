@@ -22,6 +22,7 @@ from gristmill.data.loader import Batch, make_batch
 from gristmill.parallel.build import build_strategy
 from gristmill.parallel.decentralized.strategy import Decentralized
 from gristmill.parallel.world import World, open_world
+from gristmill.plan.arithmetic import exchange_copies
 
 Crowd = Callable[..., list[Any]]
 Weights = dict[str, torch.Tensor]
@@ -294,6 +295,45 @@ def exchange_once(topology: str) -> tuple[Any, Any]:
     views = [layout.views(held) for held in (before, results[-1])]
     first, last = ({name: value.numpy() for name, value in held.items()} for held in views)
     return first, last
+
+
+def loss_of_the_same_batch(words: Sequence[str]) -> float:
+    strategy, _ = open_strategy(words)
+    (micro_batches,) = (one for one, _ in zip(batches(part=0, parts=2), range(1), strict=False))
+    return strategy.accumulate(micro_batches, Progress()).loss.item()
+
+
+def test_every_worker_drops_other_activations(crowd: Crowd) -> None:
+    words = ["parallel.gossip.topology=ring"]
+    without = crowd(2, loss_of_the_same_batch, words)
+    assert without[0] == without[1]
+    dropped = crowd(2, loss_of_the_same_batch, [*words, "model.dropout=0.5"])
+    assert dropped[0] != dropped[1]
+
+
+@pytest.mark.parametrize("topology", ["ring", "complete"])
+@pytest.mark.parametrize("send", ["fp32", "int8"])
+@pytest.mark.parametrize(
+    "local",
+    [
+        "",
+        "outer=sgd",
+        "outer=sgd lr=1.0",
+        "outer=nesterov",
+        "lr=1.0",
+        "momentum=0",
+        "momentum=0 lr=1",
+    ],
+)
+def test_the_memory_of_an_exchange_is_known_before(topology: str, send: str, local: str) -> None:
+    words = [f"parallel.gossip.topology={topology}", f"parallel.exchange.send={send}"]
+    if local:
+        words += ['parallel.local.every="2 steps"', *(f"parallel.local.{w}" for w in local.split())]
+    strategy, _ = open_strategy(words)
+    assert isinstance(strategy, Decentralized)
+    config = load_text(RUN, words, place="workers.toml")
+    # Beside what it keeps from one exchange to the next: the weights sent, and the result.
+    assert exchange_copies(config.parallel) == 2 + len(strategy.exchange.state.named())
 
 
 def test_one_worker_alone_may_use_an_outer_optimizer() -> None:

@@ -98,13 +98,17 @@ class Exchange:
         complete = self.topology == "complete"
         self.shares_anchor = complete and (codec.lossy or not self.outer.is_plain)
         """Whether all workers have the same anchor, so that differences to it can be sent."""
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin anew, from the present weights."""
         self.state = OuterState()
         if self.shares_anchor or not self.outer.is_plain:
-            self.state.anchor = layout.read()
+            self.state.anchor = self.layout.read()
         if self.outer.momentum:
-            self.state.momentum = layout.zeros()
-        if self.shares_anchor and codec.lossy:
-            self.state.residual = layout.zeros()
+            self.state.momentum = self.layout.zeros()
+        if self.shares_anchor and self.transfer.codec.lossy:
+            self.state.residual = self.layout.zeros()
 
     def group_of(self, round: int) -> Group:
         """The group of this worker in a round, by places among those that take part."""

@@ -26,6 +26,9 @@ from gristmill.parallel.decentralized.codecs import BLOCK, Codec, TopKCodec
 _POLL = 0.002
 """Seconds between two looks at a transfer that can be interrupted."""
 
+_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Its name since torch 2.13, which warns of the old one."""
+
 
 class GroupSum(NamedTuple):
     """The sum over a group, and what this process contributed to it."""
@@ -89,9 +92,7 @@ class Transfer:
 
     def _all_gather(self, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         gathered = values.new_empty(group.size() * values.numel())
-        work = dist.all_gather_into_tensor(
-            gathered, values.contiguous(), group=group, async_op=True
-        )
+        work = _gather_flat(gathered, values.contiguous(), group=group, async_op=True)
         self.finish(work)
         return gathered
 
