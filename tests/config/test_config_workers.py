@@ -143,6 +143,25 @@ def test_sizes_that_do_not_fit_name_sizes_that_do(
         assert part in text
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([RING], "after every step: ring, fp32, result used 1 step later"),
+        (
+            [DILOCO, "parallel.exchange.send=int8", "parallel.exchange.delay=0"],
+            "every 50 steps: complete, outer nesterov, int8, result used at once",
+        ),
+        (
+            [DILOCO, "parallel.gossip.topology=random", "parallel.exchange.delay=3"],
+            "every 50 steps: random, outer nesterov, fp32, result used 3 steps later",
+        ),
+    ],
+)
+def test_exchanges_in_words(words: list[str], expected: str) -> None:
+    parallel = load_text(RUN, words, place="workers.toml").parallel
+    assert parallel.described_exchange == f"workers exchange weights {expected}"
+
+
 @pytest.mark.parametrize("topology", ["complete", "ring", "exp", "random", "hierarchical"])
 def test_one_worker_alone_fits_every_topology(topology: str) -> None:
     config = load_text(RUN, [f"parallel.gossip.topology={topology}"], place="workers.toml")
