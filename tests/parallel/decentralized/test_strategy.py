@@ -336,6 +336,36 @@ def test_the_memory_of_an_exchange_is_known_before(topology: str, send: str, loc
     assert exchange_copies(config.parallel) == 2 + len(strategy.exchange.state.named())
 
 
+def test_an_outer_step_under_way_is_kept_with_the_average() -> None:
+    strategy, _ = open_strategy(
+        ['parallel.local.every="2 steps"', "parallel.exchange.average=keep"]
+    )
+    assert isinstance(strategy, Decentralized)
+    progress = Progress()
+    for _, micro_batches in zip(range(2), batches(part=0, parts=1), strict=False):
+        result = strategy.update(strategy.accumulate(micro_batches, progress))
+        progress = progress.after(samples=result.samples, tokens=result.tokens)
+    before = strategy.layout.read()
+    strategy.evaluate([make_batch(np.arange(34).reshape(2, 17), rules=JOINED)])
+    after, anchor = strategy.layout.read(), strategy.exchange.state.anchor
+    assert all(torch.equal(one, other) for one, other in zip(after, anchor, strict=True))
+    assert any(not torch.equal(one, other) for one, other in zip(after, before, strict=True))
+
+
+def test_new_weights_forget_what_exchanges_kept() -> None:
+    """Such as those of a checkpoint with other workers, loaded after one that was damaged."""
+    words = ['parallel.local.every="1 steps"', "parallel.exchange.delay=0"]
+    strategy, _ = open_strategy([*words, "parallel.exchange.send=int8"])
+    assert isinstance(strategy, Decentralized)
+    strategy.update(strategy.accumulate(next(batches(part=0, parts=1)), Progress()))
+    assert any(one.any() for one in strategy.exchange.state.momentum)
+    strategy.weights_changed()
+    state = strategy.exchange.state
+    assert not any(one.any() for one in (*state.momentum, *state.residual))
+    now = zip(state.anchor, strategy.layout.read(), strict=True)
+    assert all(torch.equal(one, other) for one, other in now)
+
+
 def test_one_worker_alone_may_use_an_outer_optimizer() -> None:
     words = ['parallel.local.every="2 steps"', "parallel.exchange.delay=0"]
     answer = train(words, 5)
