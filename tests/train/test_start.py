@@ -177,3 +177,12 @@ def test_the_memory_of_a_gpu_holds_its_shard(
         refused = pytest.raises(UserError, match=r"and the GPU has \S+ (B|KiB)")
         with refused if total < least else contextlib.nullcontext():
             require_memory(config, ModelSize(1000, 8000), world)
+
+
+def test_what_workers_exchange_needs_memory_too(make_run: MakeRun) -> None:
+    config, size = make_run("parallel.gossip.topology=ring"), ModelSize(1000, 8000, 2, 4)
+    for total in (24_000, 23_999):
+        world = World(FakeGPU(torch.device("cpu"), total), mesh=Mesh(dp_replicate=4))
+        refused = pytest.raises(UserError, match="optimizer state and what workers exchange alone")
+        with refused if total < 24_000 else contextlib.nullcontext():
+            require_memory(config, size, world)
