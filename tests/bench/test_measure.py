@@ -165,3 +165,13 @@ def test_kernels_that_fill_more_than_the_step_leave_no_idle_time() -> None:
     idle = next(row for row in tables.stages if row.stage == IDLE)
     assert idle.milliseconds == pytest.approx(0)
     assert sum(row.milliseconds for row in tables.stages) == pytest.approx(20)
+
+
+def test_a_worker_is_measured_without_its_exchanges(tmp_path: Path) -> None:
+    """Even if the run file names nodes that one process cannot be."""
+    words = ("alternating-exp-ring", "4")
+    names = ("parallel.gossip.topology", "parallel.gossip.workers_per_node")
+    settings = [f"{name}={word}" for name, word in zip(names, words, strict=True)]
+    config = run_at(tmp_path, *settings, "parallel.exchange.send=int8")
+    found = measure_run(config, steps=2, warm_up=1, random_tokens=True)
+    assert found.speed.tokens_per_second > 0

@@ -66,16 +66,23 @@ def make_run() -> Callable[..., Path]:
 
 
 def write_run(
-    folder: Path, *, steps: int = 3000, lr: float = 6e-4, seed: int = 0, half: bool = False
+    folder: Path,
+    *,
+    steps: int = 3000,
+    lr: float = 6e-4,
+    seed: int = 0,
+    half: bool = False,
+    workers: bool = False,
 ) -> Path:
-    """Write a run of so many steps, in float16 with a loss scale if `half`."""
+    """Write a run of so many steps, in float16 with a loss scale if `half`, with exchanges between
+    workers if there are any."""
     run = RunFolder(folder)
     run.create()
     compute = "fp16" if half else "bf16"
     run.settings.write_text(
         SETTINGS.format(name=folder.name, steps=steps, lr=lr, compute=compute), "utf-8"
     )
-    records = _records(steps, lr=lr, seed=seed, half=half)
+    records = _records(steps, lr=lr, seed=seed, half=half, workers=workers)
     run.metrics.write_text("".join(to_json(record) + "\n" for record in records), "utf-8")
     run.environment.write_text(json.dumps(_environment(seed)))
     run.write_status("done" if seed == 0 else "stopped", step=steps)
@@ -97,7 +104,7 @@ def _environment(seed: int) -> dict[str, object]:
     }
 
 
-def _records(steps: int, *, lr: float, seed: int, half: bool) -> list[Record]:
+def _records(steps: int, *, lr: float, seed: int, half: bool, workers: bool) -> list[Record]:
     dice = random.Random(seed)
     records: list[Record] = []
     now, best, skipped = 1_748_763_000.0, math.inf, 0
@@ -127,6 +134,9 @@ def _records(steps: int, *, lr: float, seed: int, half: bool) -> list[Record]:
                 skipped=skipped,
                 nan=skipped,
                 data_wait=0.001,
+                sync_wait=dice.uniform(0, 0.2),
+                sent_bytes=step * 497_759_232 if workers else None,
+                mixing=(_rate(step, steps, lr) / lr) ** 0.5 if workers else None,
             )
         )
         if step % max(steps // 12, 1) == 0:
@@ -139,6 +149,7 @@ def _records(steps: int, *, lr: float, seed: int, half: bool) -> list[Record]:
                     windows=512,
                     seconds=21.5,
                     best=loss < best,
+                    consensus_distance=0.02 * _rate(step, steps, lr) / lr if workers else None,
                 )
             )
             best = min(best, loss)
@@ -168,7 +179,10 @@ if __name__ == "__main__":
     where = Path(sys.argv[1])
     both = [
         write_run(where / "gpt2-small-owt", steps=6000),
-        write_run(where / "gpt2-small-fp16-low-lr", steps=4500, lr=3e-4, seed=1, half=True),
+        write_run(
+            where / "gpt2-small-fp16-gossip", steps=4500, lr=3e-4, seed=1, half=True, workers=True
+        ),
     ]
     print(write_report(both[:1], where / "one.html"))
+    print(write_report(both[1:], where / "gossip.html"))
     print(write_report(both, where / "two.html"))

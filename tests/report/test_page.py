@@ -113,6 +113,21 @@ def test_several_runs_are_compared_by_the_settings_that_differ(
     assert Elements(page.read_text("utf-8")).title.startswith("a · b")
 
 
+def test_exchanges_are_shown_of_runs_that_have_them(tmp_path: Path, make_run: MakeRun) -> None:
+    runs = [
+        make_run(tmp_path / "a", steps=60),
+        make_run(tmp_path / "b", steps=60, workers=True),
+    ]
+    plain, gossip = contents(write_report(runs, tmp_path / "report.html"))["runs"]
+    assert {"sent_bytes", "mixing"}.isdisjoint(plain["train"]["curves"])
+    assert "consensus_distance" not in plain["validation"]["curves"]
+    assert plain["summary"]["sent_bytes"] is None
+    assert gossip["train"]["curves"].keys() >= {"sent_bytes", "mixing", "sync_wait"}
+    assert gossip["summary"]["sent_bytes"] == 60 * 497_759_232
+    distances = gossip["validation"]["curves"]["consensus_distance"]["mean"]
+    assert len(distances) == 12 and distances[0] != distances[-1]
+
+
 def test_a_setting_that_one_run_lacks_is_a_difference(tmp_path: Path) -> None:
     runs = [
         bare_run(tmp_path / "a", [event(1)], settings="[x]\ny = 1\n"),

@@ -121,6 +121,19 @@ def test_waiting_is_told_of_where_it_costs() -> None:
     assert scalars(waits)["speed/compute"] == waits.compute
 
 
+def test_exchanges_are_told_of_where_there_are_any() -> None:
+    gossip = replace(STEP, sent_bytes=3 * 2**30, mixing=1.0)
+    assert "| sent 3 GiB | mem" in line(gossip)
+    assert "| sent 3 GiB | mixing 0.25 | mem" in line(replace(gossip, mixing=0.25))
+    assert scalars(gossip)["exchange/sent_bytes"] == 3 * 2**30
+    assert scalars(gossip)["exchange/mixing"] == 1.0
+    assert not any(name.startswith("exchange") for name in scalars(STEP))
+    apart = replace(VALIDATION, consensus_distance=0.00123)
+    assert "in 3.1s | workers 0.12% from their average | best so far" in line(apart)
+    assert scalars(apart)["validation/consensus_distance"] == 0.00123
+    assert "validation/consensus_distance" not in scalars(VALIDATION)
+
+
 def test_every_kind_of_record_is_one_line_without_control_characters() -> None:
     assert line(VALIDATION) == (
         "validation at step 1200 | loss 3.3000 | perplexity 27.113 | 64 windows in 3.1s | "

@@ -33,10 +33,10 @@ class Runs:
         ]
 
     def tensors(self, folder: Path) -> dict[str, torch.Tensor]:
-        """Weights and optimizer state of the newest checkpoint."""
+        """Weights and optimizer state of the newest checkpoint, and what its strategy keeps."""
         newest = CheckpointFolder(folder / "checkpoints").newest_intact().path
         assert newest is not None
-        stored = {kind: open_tensors(newest, kind) for kind in ("model", "optimizer")}
+        stored = {kind: open_tensors(newest, kind) for kind in ("model", "optimizer", "strategy")}
         return {
             f"{kind}:{name}": one.read_exact(name)
             for kind, one in stored.items()

@@ -87,3 +87,9 @@ def test_the_command(make_run: MakeRun, tmp_path: Path) -> None:
     assert "Samples of step 12 with the highest loss" in done.output
     with pytest.raises(UserError, match="no checkpoint from before step 2"):
         replayed(make_run(), 2)
+
+
+def test_steps_of_several_workers_are_not_replayed_by_one(make_run: MakeRun) -> None:
+    config = make_run("parallel.gossip.topology=ring")
+    with pytest.raises(UserError, match="a replay has one process, and every step of this run"):
+        replayed(config, 8)

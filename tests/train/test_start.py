@@ -68,6 +68,29 @@ def test_a_checkpoint_is_as_large_as_announced(
     assert announced <= taken < 1.03 * announced
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["parallel.gossip.topology=ring"],
+        ["parallel.exchange.send=int8", 'parallel.local.every="3 steps"'],
+    ],
+)
+def test_a_checkpoint_of_workers_is_as_large_as_announced(
+    make_run: MakeRun, tmp_path: Path, words: list[str]
+) -> None:
+    config = make_run('train.until="3 steps"', "model.width=64", *words)
+    run_training(config)
+    taken = sum(
+        file.stat().st_size
+        for file in (tmp_path / "run/checkpoints/step-00000003").glob("*.safetensors")
+    )
+    announced = gpt_size(config, rows=resolve(config, vocab=257).padded_vocab).checkpoint
+    assert announced <= taken < 1.05 * announced
+    # Each further worker adds its own weights, its optimizer state and what it exchanges.
+    four = gpt_size(config, rows=resolve(config, vocab=257).padded_vocab, workers=4)
+    assert four.checkpoint - four.weights == 4 * (announced - four.weights)
+
+
 def test_momentum_that_rises_longer_than_the_run_is_said(make_run: MakeRun, tmp_path: Path) -> None:
     run_training(make_run('train.until="3 steps"', "optim.type=muon"))
     lines = (tmp_path / "run/train.log").read_text().splitlines()
@@ -154,3 +177,12 @@ def test_the_memory_of_a_gpu_holds_its_shard(
         refused = pytest.raises(UserError, match=r"and the GPU has \S+ (B|KiB)")
         with refused if total < least else contextlib.nullcontext():
             require_memory(config, ModelSize(1000, 8000), world)
+
+
+def test_what_workers_exchange_needs_memory_too(make_run: MakeRun) -> None:
+    config, size = make_run("parallel.gossip.topology=ring"), ModelSize(1000, 8000, 2, 4)
+    for total in (24_000, 23_999):
+        world = World(FakeGPU(torch.device("cpu"), total), mesh=Mesh(dp_replicate=4))
+        refused = pytest.raises(UserError, match="optimizer state and what workers exchange alone")
+        with refused if total < 24_000 else contextlib.nullcontext():
+            require_memory(config, size, world)

@@ -156,7 +156,8 @@ def measure_run(
 
 
 def _prepared(config: RunConfig, steps: int) -> RunConfig:
-    """The same run with a record of every step, at its full batch, for at least `steps` steps."""
+    """The same run with a record of every step, at its full batch, for at least `steps` steps; of
+    a worker with weights of its own, the steps without exchanges: there is no other."""
     until = config.train.until
     if until.unit is Unit.STEPS:
         until = Duration(max(until.amount, steps), Unit.STEPS)
@@ -164,6 +165,9 @@ def _prepared(config: RunConfig, steps: int) -> RunConfig:
         "train": config.train.model_copy(update={"ramp": None, "until": until}),
         "data": config.data.model_copy(update={"cache": None}),
         "track": TrackConfig(),
+        "parallel": config.parallel.model_copy(
+            update={"gossip": None, "local": None, "exchange": None, "elastic": False}
+        ),
     }
     return config.model_copy(update=changes)
 

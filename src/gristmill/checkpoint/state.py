@@ -81,7 +81,8 @@ class TrainState:
     strategy_tensors: CheckpointState | None = None
     """What it keeps as tensors."""
     health: dict[str, Any] = field(default_factory=dict)
-    """What judges the steps of the run, as plain numbers."""
+    """What judges the steps of the run, as plain numbers; when it is saved, by worker if there are
+    any."""
     workers: tuple[int, ...] = ()
     """The workers, if they have weights of their own."""
     worker: int = 0
@@ -272,6 +273,10 @@ def restore(state: TrainState, folder: Path) -> dict[str, Any]:
     state.progress = progress
     state.counters = Counters(**values["counters"])
     state.strategy, state.health = values["strategy"], values.get("health", {})
+    if saved or state.workers:
+        # What other workers have seen says nothing about this one's steps.
+        same = (saved or []) == list(state.workers)
+        state.health = state.health.get(str(state.worker), {}) if same else {}
     state.best = Best(**values["best"]) if values.get("best") else None
     return values
 

@@ -8,6 +8,7 @@ written for anything: whoever reads it may rely on every table and number below.
     settings    of the model, and its vocabulary
     strategy    what the strategy keeps as plain numbers, such as the loss scale
     counters    what happened so far
+    health      what judges the steps of the run; if there are workers, a table for each
     best        step and loss of the best validation so far, or null
     workers     those with weights of their own, or null
     layout, micro_batch, torch, threads, processes    what the last bits of its numbers depend on

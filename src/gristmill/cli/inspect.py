@@ -98,7 +98,8 @@ def _derived(config: RunConfig) -> list[str]:
         f"({format_count(cost.palm)} a token; {format_count(cost.causal)} counting attention as "
         "causal)",
         "validate": f"every {numbers.validate_every}",
-        "checkpoint": f"every {numbers.checkpoint_every}, {format_bytes(size.checkpoint)} each",
+        "checkpoint": f"every {numbers.checkpoint_every}, {format_bytes(size.checkpoint)} each"
+        f"{' with one worker' if size.copies else ''}",
     }
     lines = (*rows.items(), *(("warning", doubt) for doubt in doubts(config, numbers)))
     return ["# which means", *(f"# {name:<11} {text}" for name, text in lines)]

@@ -155,6 +155,17 @@ class ParallelConfig(Settings):
         return EVERY_STEP if self.local is None else self.local.every
 
     @property
+    def described_exchange(self) -> str:
+        """When and how workers exchange their weights, in words."""
+        exchange = self.exchange or ExchangeConfig()
+        steps = "1 step" if exchange.delay == 1 else f"{exchange.delay} steps"
+        used = f"{steps} later" if exchange.delay else "at once"
+        when = "after every step" if self.local is None else f"every {self.local.every}"
+        outer = [] if self.local is None else [f"outer {self.local.outer}"]
+        how = ", ".join([self.topology, *outer, exchange.send, f"result used {used}"])
+        return f"workers exchange weights {when}: {how}"
+
+    @property
     def stages_each(self) -> int:
         """Groups of layers on each device."""
         return self.stages or (2 if self.schedule in SEVERAL else 1)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gristmill.config.model import GATE_FEATURES, GPTConfig
+from gristmill.config.parallel import ParallelConfig
 from gristmill.config.roles import Role
 from gristmill.config.schema import RunConfig
 
@@ -34,6 +35,10 @@ class ModelSize:
     parameters: int
     state: int
     """Bytes of optimizer state."""
+    copies: int = 0
+    """Copies of the weights that a worker keeps for its exchanges with others."""
+    workers: int = 1
+    """How many have weights of their own, if there are such copies."""
 
     @property
     def weights(self) -> int:
@@ -41,13 +46,30 @@ class ModelSize:
 
     @property
     def checkpoint(self) -> int:
-        """Weights and optimizer state."""
-        return self.weights + self.state
+        """Weights and optimizer state; with exchanges the average, and all that workers keep. Their
+        own weights take the place of those that they sent."""
+        own = self.copies * self.weights + self.state
+        return self.weights + self.workers * own
 
     @property
     def training(self) -> int:
-        """Weights, gradients and optimizer state: the least that training keeps in memory."""
-        return 2 * self.weights + self.state
+        """Weights, gradients, optimizer state and what exchanges keep: the least that training
+        holds in memory."""
+        return (2 + self.copies) * self.weights + self.state
+
+
+def exchange_copies(parallel: ParallelConfig) -> int:
+    """Copies of the weights that a worker keeps for its exchanges: what it sent, the result, the
+    anchor, the outer momentum, and what rounding has lost."""
+    if not parallel.decentralized:
+        return 0
+    local, exchange = parallel.local, parallel.exchange
+    rounds = exchange is not None and exchange.send != "fp32"
+    residual = rounds and parallel.topology == "complete"
+    nesterov = local is not None and local.outer == "nesterov"
+    momentum = nesterov and local is not None and local.momentum != 0
+    anchor = residual or momentum or (local is not None and local.lr != 1)
+    return 2 + anchor + momentum + residual
 
 
 def block_matrices(model: GPTConfig) -> int:
@@ -95,12 +117,14 @@ def count_multiplied(model: GPTConfig, *, rows: int) -> int:
     return model.layers * block_matrices(model) + rows * model.width
 
 
-def gpt_size(config: RunConfig, *, rows: int) -> ModelSize:
-    """What a GPT weighs with the optimizer of its run."""
+def gpt_size(config: RunConfig, *, rows: int, workers: int = 1) -> ModelSize:
+    """What a GPT weighs with the optimizer of its run, and with the exchanges of its workers."""
     size = count_parameters(config.model, rows=rows)
     matrices = config.model.layers * block_matrices(config.model)
     inside, outside = (config.optim.state_bytes(role) for role in (Role.MATRIX, Role.EMBEDDING))
-    return ModelSize(size, inside * matrices + outside * (size - matrices))
+    state = inside * matrices + outside * (size - matrices)
+    copies = exchange_copies(config.parallel)
+    return ModelSize(size, state, copies, workers if copies else 1)
 
 
 def token_cost(model: GPTConfig, *, rows: int, sequence: int) -> TokenCost:

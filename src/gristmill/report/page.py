@@ -161,6 +161,7 @@ def _summary(
         "tokens_per_second": statistics.median(speeds) if speeds else None,
         "mfu": statistics.median(mfus) if mfus else None,
         "memory_bytes": max((step.memory_bytes or 0 for step in steps), default=0) or None,
+        "sent_bytes": steps[-1].sent_bytes if steps else None,
         "skipped": steps[-1].skipped if steps else 0,
         "nan": steps[-1].nan if steps else 0,
     }

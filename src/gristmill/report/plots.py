@@ -23,8 +23,11 @@ from typing import Any
 from gristmill.track.metrics import StepRecord, ValidationRecord
 
 LIMIT = 1000
-STEP_CURVES = ("loss", "lr", "grad_norm", "tokens_per_second", "mfu", "memory_bytes", "loss_scale")
-VALIDATION_CURVES = ("loss", "perplexity")
+STEP_CURVES = (
+    *("loss", "lr", "grad_norm", "tokens_per_second", "mfu", "memory_bytes", "loss_scale"),
+    *("sent_bytes", "mixing", "sync_wait"),
+)
+VALIDATION_CURVES = ("loss", "perplexity", "consensus_distance")
 
 
 def buckets(count: int, *, limit: int = LIMIT) -> list[range]:

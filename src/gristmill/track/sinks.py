@@ -193,10 +193,12 @@ def line(
     if isinstance(record, StepRecord):
         return _step_line(record, horizon_steps, seconds_left)
     if isinstance(record, ValidationRecord):
+        apart = record.consensus_distance
+        distance = "" if apart is None else f" | workers {100 * apart:.2g}% from their average"
         return (
             f"validation at step {record.step} | loss {record.loss:.4f} | "
             f"perplexity {record.perplexity:.5g} | {record.windows} windows in "
-            f"{format_seconds(record.seconds)}{' | best so far' if record.best else ''}"
+            f"{format_seconds(record.seconds)}{distance}{' | best so far' if record.best else ''}"
         )
     if isinstance(record, SampleRecord):
         quoted = (
@@ -221,6 +223,8 @@ def _step_line(record: StepRecord, horizon_steps: int | None, seconds_left: floa
             for name, seconds in waits.items()
             if seconds >= WAIT_SHOWN_FROM * record.step_seconds > 0
         ),
+        record.sent_bytes and f"sent {format_bytes(record.sent_bytes)}",
+        record.mixing not in (None, 1.0) and f"mixing {record.mixing:.3g}",
         record.memory_bytes is not None and f"mem {format_bytes(record.memory_bytes)}",
         record.loss_scale is not None and f"scale {record.loss_scale:.6g}",
         record.skipped and f"skipped {record.skipped}",
@@ -305,6 +309,7 @@ _STEP_SCALARS = {
         *("tflops", "tflops_causal", "mfu", "mfu_causal"),
     ),
     "device": ("memory_bytes",),
+    "exchange": ("sent_bytes", "mixing"),
     "progress": ("samples", "tokens"),
 }
 
@@ -319,7 +324,9 @@ def scalars(record: Record) -> dict[str, float]:
         }
         return {name: value for name, value in named.items() if value is not None}
     if isinstance(record, ValidationRecord):
-        return {"validation/loss": record.loss, "validation/perplexity": record.perplexity}
+        names = ("loss", "perplexity", "consensus_distance")
+        named = {f"validation/{name}": getattr(record, name) for name in names}
+        return {name: value for name, value in named.items() if value is not None}
     return {}
 
 

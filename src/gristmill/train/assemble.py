@@ -20,6 +20,7 @@ from gristmill.checkpoint.state import TrainState
 from gristmill.checkpoint.state_file import STATE
 from gristmill.checkpoint.writer import CheckpointWriter, require_checkpoint_room
 from gristmill.config.model import GPTConfig
+from gristmill.config.parallel import Mesh
 from gristmill.config.resolve import Resolved, resolve
 from gristmill.config.schema import DataConfig, RunConfig
 from gristmill.data.build import OrderSpec, build_rules, build_stream, order_identity
@@ -35,7 +36,7 @@ from gristmill.parallel.decentralized.workers import Workers
 from gristmill.parallel.device import memory_explained
 from gristmill.parallel.strategy import Strategy
 from gristmill.parallel.world import World, open_world
-from gristmill.plan.arithmetic import ModelSize, gpt_size
+from gristmill.plan.arithmetic import ModelSize, exchange_copies, gpt_size
 from gristmill.text.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from gristmill.track.folder import RunFolder
 from gristmill.train.compare import CompareReplicas
@@ -86,7 +87,7 @@ def assemble(
     tokenizer = _open_tokenizer(config, data)
     numbers = resolve(config, vocab=tokenizer.size, mesh=world.mesh)
     control = control or ControlGroup()
-    size = _model_size(config, numbers, tp=world.mesh.tp)
+    size = _model_size(config, numbers, world.mesh)
     require_memory(config, size, world)
     if saves:
         require_checkpoint_room(folder.path, size.checkpoint)
@@ -135,21 +136,25 @@ def assemble(
     )
 
 
-def _model_size(config: RunConfig, numbers: Resolved, *, tp: int) -> ModelSize:
+def _model_size(config: RunConfig, numbers: Resolved, mesh: Mesh) -> ModelSize:
     """The sizes of the whole model, before anything is built."""
     if isinstance(config.model, GPTConfig):
         # By formula: even to outline a model of absurd size can take minutes.
-        return gpt_size(config, rows=numbers.padded_vocab)
-    outline = outline_model(config.model, vocab=numbers.vocab, pad_for=tp)
+        return gpt_size(config, rows=numbers.padded_vocab, workers=mesh.dp_replicate)
+    outline = outline_model(config.model, vocab=numbers.vocab, pad_for=mesh.tp)
     roles, sizes = outline.roles(), {n: p.numel() for n, p in outline.named_parameters()}
     state = sum(config.optim.state_bytes(roles[name]) * size for name, size in sizes.items())
-    return ModelSize(sum(sizes.values()), state)
+    copies = exchange_copies(config.parallel)
+    return ModelSize(sum(sizes.values()), state, copies, mesh.dp_replicate if copies else 1)
 
 
 def require_memory(config: RunConfig, size: ModelSize, world: World) -> None:
     """Refuse a model whose weights, gradients and optimizer state alone, without any activations,
-    are larger than the memory of this process could ever be."""
+    are larger than the memory of this process could ever be. Workers also keep what they
+    exchange."""
     on_device, held = world.device.total_memory(), "weights, gradients and optimizer state"
+    if size.copies:
+        held = "weights, gradients, optimizer state and what workers exchange"
     if world.device.kind == "meta":
         return
     limits: list[tuple[str, int, int | None]] = []
@@ -159,7 +164,7 @@ def require_memory(config: RunConfig, size: ModelSize, world: World) -> None:
     elif config.runtime.offload is None:
         limits.append((held, size.training, on_device))
     else:
-        limits.append(("weights and gradients", 2 * size.weights, on_device))
+        limits.append(("weights and gradients", (2 + size.copies) * size.weights, on_device))
         limits.append((held, size.training, host))
     for what, whole, most in limits:
         needed = whole // world.mesh.shards
@@ -353,8 +358,7 @@ def build_hooks(
             validate=validate,
             keep_best=config.checkpoint.keep_best,
             health=health,
-            # Workers judge their own steps, all others the same one.
-            agree=parts.control.any if parts.state.workers else bool,
+            control=parts.control,
         )
     )
     return hooks

@@ -345,11 +345,10 @@ class Checkpoint:
         validate: Validate | None,
         keep_best: bool,
         health: RunHealth,
-        agree: Callable[[bool], bool],
+        control: ControlGroup,
     ) -> None:
         self.every, self.writer, self.state, self.strategy = every, writer, state, strategy
-        self.agree = agree
-        """Whether any process says yes; a collective call."""
+        self.control = control
         self.validate, self.keep_best, self.health = validate, keep_best, health
         self._late = False
         """Whether a save was put off."""
@@ -368,7 +367,10 @@ class Checkpoint:
         best = self._best_now()
         if best is None and not self._late and not self.every.due(event.before, event.after):
             return
-        self._late = self.agree(self.health.non_finite > 0)
+        self._late = self.health.non_finite > 0
+        if self.state.workers:
+            # They judge their own steps; all other processes judge the same ones.
+            self._late = self.control.any(self._late)
         if not self._late:
             self._save(best)
 
@@ -388,8 +390,15 @@ class Checkpoint:
 
     def _save(self, best: Best | None) -> None:
         self._saved_at = self.state.progress.steps
+        health, good_before = self.health.state(), self.health.good_before
+        if self.state.workers:
+            # Rank 0, which writes the file and deletes old checkpoints, acts for all workers.
+            found = self.control.gather([self.state.worker, health, good_before])
+            health = {str(worker): one for worker, one, _ in found}
+            spikes = [step for *_, step in found if step is not None]
+            good_before = min(spikes, default=None)
         with self.strategy.averaged():
             self.state.strategy = self.strategy.state()
-            self.state.health = self.health.state()
+            self.state.health = health
             snapshot = capture(self.state)
-        self.writer.save(snapshot, best=best, good_before=self.health.good_before)
+        self.writer.save(snapshot, best=best, good_before=good_before)

@@ -132,6 +132,13 @@ def replay_step(
 ) -> Replay:
     """Compute the steps up to `step` twice. `progress` gets the round, the step and the first."""
     folder = run_folder(config)
+    if config.parallel.decentralized:
+        raise UserError(
+            "a replay has one process, and every step of this run depends on weights that several "
+            "workers exchanged",
+            where="parallel",
+            remedy="to test a device, replay a run without parallel.gossip and parallel.local",
+        )
     checkpoints = CheckpointFolder(folder.checkpoints)
     start = checkpoints.newest_before(step)
     if start is None:

@@ -195,25 +195,37 @@ def resume_differences(saved: dict[str, Any], parts: Assembly) -> list[str]:
     """Reasons why the rest of the run may not be bit-identical to an uninterrupted one."""
     mesh, before = parts.world.mesh, {"processes": 1, **saved}
     now = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    workers, saved_workers = parts.state.workers, saved.get("workers") or []
+    if list(workers) != saved_workers:
+        # More than the rounding changes.
+        return [_from_average(saved_workers, workers)]
     if saved.get("layout"):
         before["layout"] = Mesh(**saved["layout"])
         now |= {"layout": mesh, "micro_batch": parts.state.micro_batch}
     else:
         # Old checkpoints do not record the layout.
         now["processes"] = mesh.processes
-    notes = [
+    return [
         f"{name} was {before.get(name)} and is now {value}: losses agree only within rounding"
         for name, value in now.items()
         if before.get(name) != value
     ]
-    workers, saved_workers = parts.state.workers, saved.get("workers") or []
-    if list(workers) != saved_workers:
-        notes.append(_from_average(saved_workers, workers))
-    return notes
 
 
 def _from_average(saved: Sequence[int], workers: Sequence[int]) -> str:
     """That the workers of a run changed, in words."""
-    was = f"{len(saved)} workers" if saved else "a run with one set of weights"
-    now = f"{len(workers)} workers" if workers else "one set of weights"
-    return f"saved by {was}, now {now}: starting from the {'average' if saved else 'same weights'}"
+    if not saved:
+        return (
+            f"the checkpoint is of a run whose processes had the same weights; all {len(workers)} "
+            "workers start from them"
+        )
+    average = f"the checkpoint holds {len(saved)} workers with weights of their own"
+    if not workers:
+        return (
+            f"{average}; the run goes on from their average, with the optimizer state of worker "
+            f"{saved[0]}"
+        )
+    return (
+        f"{average}, and now there are {len(workers)}; all start from the average, each with the "
+        "optimizer state of one of the old workers"
+    )

@@ -289,6 +289,8 @@ def _announce(parts: Assembly, tracker: Tracker, resumed: Resumed) -> None:
     )
     if parts.world.mesh.processes > 1:
         tracker.say(_mesh_table(parts))
+    if parts.state.workers:
+        tracker.say(parts.config.parallel.described_exchange)
     if resumed.checkpoint is not None:
         tracker.say(f"resuming from {resumed.checkpoint.name}")
     elif parts.config.model.start is not None:

@@ -22,6 +22,7 @@ from gristmill.data.loader import Batch, make_batch
 from gristmill.parallel.build import build_strategy
 from gristmill.parallel.decentralized.strategy import Decentralized
 from gristmill.parallel.world import World, open_world
+from gristmill.plan.arithmetic import exchange_copies
 
 Crowd = Callable[..., list[Any]]
 Weights = dict[str, torch.Tensor]
@@ -294,6 +295,75 @@ def exchange_once(topology: str) -> tuple[Any, Any]:
     views = [layout.views(held) for held in (before, results[-1])]
     first, last = ({name: value.numpy() for name, value in held.items()} for held in views)
     return first, last
+
+
+def loss_of_the_same_batch(words: Sequence[str]) -> float:
+    strategy, _ = open_strategy(words)
+    (micro_batches,) = (one for one, _ in zip(batches(part=0, parts=2), range(1), strict=False))
+    return strategy.accumulate(micro_batches, Progress()).loss.item()
+
+
+def test_every_worker_drops_other_activations(crowd: Crowd) -> None:
+    words = ["parallel.gossip.topology=ring"]
+    without = crowd(2, loss_of_the_same_batch, words)
+    assert without[0] == without[1]
+    dropped = crowd(2, loss_of_the_same_batch, [*words, "model.dropout=0.5"])
+    assert dropped[0] != dropped[1]
+
+
+@pytest.mark.parametrize("topology", ["ring", "complete"])
+@pytest.mark.parametrize("send", ["fp32", "int8"])
+@pytest.mark.parametrize(
+    "local",
+    [
+        "",
+        "outer=sgd",
+        "outer=sgd lr=1.0",
+        "outer=nesterov",
+        "lr=1.0",
+        "momentum=0",
+        "momentum=0 lr=1",
+    ],
+)
+def test_the_memory_of_an_exchange_is_known_before(topology: str, send: str, local: str) -> None:
+    words = [f"parallel.gossip.topology={topology}", f"parallel.exchange.send={send}"]
+    if local:
+        words += ['parallel.local.every="2 steps"', *(f"parallel.local.{w}" for w in local.split())]
+    strategy, _ = open_strategy(words)
+    assert isinstance(strategy, Decentralized)
+    config = load_text(RUN, words, place="workers.toml")
+    # Beside what it keeps from one exchange to the next: the weights sent, and the result.
+    assert exchange_copies(config.parallel) == 2 + len(strategy.exchange.state.named())
+
+
+def test_an_outer_step_under_way_is_kept_with_the_average() -> None:
+    strategy, _ = open_strategy(
+        ['parallel.local.every="2 steps"', "parallel.exchange.average=keep"]
+    )
+    assert isinstance(strategy, Decentralized)
+    progress = Progress()
+    for _, micro_batches in zip(range(2), batches(part=0, parts=1), strict=False):
+        result = strategy.update(strategy.accumulate(micro_batches, progress))
+        progress = progress.after(samples=result.samples, tokens=result.tokens)
+    before = strategy.layout.read()
+    strategy.evaluate([make_batch(np.arange(34).reshape(2, 17), rules=JOINED)])
+    after, anchor = strategy.layout.read(), strategy.exchange.state.anchor
+    assert all(torch.equal(one, other) for one, other in zip(after, anchor, strict=True))
+    assert any(not torch.equal(one, other) for one, other in zip(after, before, strict=True))
+
+
+def test_new_weights_forget_what_exchanges_kept() -> None:
+    """Such as those of a checkpoint with other workers, loaded after one that was damaged."""
+    words = ['parallel.local.every="1 steps"', "parallel.exchange.delay=0"]
+    strategy, _ = open_strategy([*words, "parallel.exchange.send=int8"])
+    assert isinstance(strategy, Decentralized)
+    strategy.update(strategy.accumulate(next(batches(part=0, parts=1)), Progress()))
+    assert any(one.any() for one in strategy.exchange.state.momentum)
+    strategy.weights_changed()
+    state = strategy.exchange.state
+    assert not any(one.any() for one in (*state.momentum, *state.residual))
+    now = zip(state.anchor, strategy.layout.read(), strict=True)
+    assert all(torch.equal(one, other) for one, other in now)
 
 
 def test_one_worker_alone_may_use_an_outer_optimizer() -> None:

@@ -91,19 +91,22 @@ class Exchange:
         self.outer = OuterStep.of(config)
         send = None if config.exchange is None else config.exchange
         density = DENSITY if send is None or send.density is None else send.density
-        codec = build_codec("fp32" if send is None else send.send, density=density)
-        self.codec = codec
+        self.codec = build_codec("fp32" if send is None else send.send, density=density)
         self.enter(workers)
         complete = self.wanted == "complete"
-        self.shares_anchor = complete and (codec.lossy or not self.outer.is_plain)
+        self.shares_anchor = complete and (self.codec.lossy or not self.outer.is_plain)
         """Whether all workers have the same anchor, so that differences to it can be sent."""
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin anew, from the present weights."""
         self.state = OuterState()
         if self.shares_anchor or not self.outer.is_plain:
-            self.state.anchor = layout.read()
+            self.state.anchor = self.layout.read()
         if self.outer.momentum:
-            self.state.momentum = layout.zeros()
-        if self.shares_anchor and codec.lossy:
-            self.state.residual = layout.zeros()
+            self.state.momentum = self.layout.zeros()
+        if self.shares_anchor and self.codec.lossy:
+            self.state.residual = self.layout.zeros()
 
     def enter(self, workers: Workers) -> None:
         """From now on, exchange with these workers."""

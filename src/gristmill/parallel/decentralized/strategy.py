@@ -83,6 +83,8 @@ class _Pending:
     """The weights that this worker gave."""
     future: Future[tuple[Buckets, int]] | None = None
     result: Buckets | None = None
+    bytes: int = 0
+    """Sent by this process for it."""
     ready: torch.cuda.Event | None = None
 
 
@@ -180,8 +182,14 @@ class Decentralized:
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean loss of the average of all workers, which share the work."""
         share = divide_batches(batches, rank=self.workers.index, ranks=self.workers.count)
+        if self.keeps_average and self._pending is not None:
+            # An outer step moves the average, so it must not be lost.
+            self._use_result()
         with self.averaged():
-            return self.inner.evaluate(share)
+            loss = self.inner.evaluate(share)
+            if self.keeps_average:
+                self._own = self.layout.read()
+            return loss
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -194,15 +202,13 @@ class Decentralized:
         average = self.exchange.average([one.clone() for one in own])
         self.distance = self._distance(own, average)
         self.layout.write(average)
-        if self.keeps_average:
-            self._pending = None
-            own = average
         self.inner.weights_changed()
         self._own = own
         try:
             yield
         finally:
-            self.layout.write(own)
+            assert self._own is not None
+            self.layout.write(self._own)
             self.inner.weights_changed()
             self._own = None
 
@@ -216,8 +222,7 @@ class Decentralized:
         """New weights were loaded: all exchanges begin anew."""
         self.inner.weights_changed()
         self._pending = None
-        if self.exchange.state.anchor:
-            self.exchange.state.anchor = self.layout.read()
+        self.exchange.restart()
 
     def close(self) -> None:
         self._settle()
@@ -273,8 +278,7 @@ class Decentralized:
         if pending is None or pending.future is None:
             return 0.0
         started = time.monotonic()
-        pending.result, sent = pending.future.result()
-        self._sent_bytes += sent
+        pending.result, pending.bytes = pending.future.result()
         pending.future = None
         if pending.ready is not None:
             stream = torch.cuda.current_stream()
@@ -298,6 +302,7 @@ class Decentralized:
         else:
             differences = zip(pending.result, pending.sent, strict=True)
             self.layout.add([factor * (after - sent) for after, sent in differences])
+        self._sent_bytes += pending.bytes
         self._pending = None
         return waited
 
@@ -361,14 +366,18 @@ class Decentralized:
 
     def state(self) -> dict[str, Any]:
         self._settle()
-        due = None if self._pending is None else self._pending.due
-        return {"rounds": self._rounds, "sent_bytes": self._sent_bytes, "due": due}
+        due, unused = (
+            (None, 0) if self._pending is None else (self._pending.due, self._pending.bytes)
+        )
+        numbers = {"rounds": self._rounds, "sent_bytes": self._sent_bytes, "unused_bytes": unused}
+        return {**numbers, "due": due}
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on where the workers stopped if their own weights were loaded, else from the average,
         which the parameters hold."""
         loaded, self._loaded = self._loaded, set()
-        numbers = {name: state.get(name, 0) for name in ("rounds", "sent_bytes")}
+        names = ("rounds", "sent_bytes", "unused_bytes")
+        numbers = {name: state.get(name, 0) for name in names}
         for name, value in numbers.items():
             if type(value) is not int or value < 0:
                 raise ValueError(f"{name} is {value!r}")
@@ -383,7 +392,7 @@ class Decentralized:
         elif type(due) is not int or self._pending is None:
             raise ValueError(f"an exchange was saved whose result is due at step {due!r}")
         else:
-            self._pending.due = due
+            self._pending.due, self._pending.bytes = due, numbers["unused_bytes"]
             if SENT not in loaded:
                 self._pending.sent = self.layout.read()
         if self.exchange.state.anchor and "anchor" not in loaded:

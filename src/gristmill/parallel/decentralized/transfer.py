@@ -23,6 +23,9 @@ from torch.nn.functional import pad
 from gristmill.parallel.control import wait_for
 from gristmill.parallel.decentralized.codecs import BLOCK, Codec, TopKCodec
 
+_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Its name since torch 2.13, which warns of the old one."""
+
 
 class GroupSum(NamedTuple):
     """The sum over a group, and what this process contributed to it."""
@@ -93,7 +96,7 @@ class Transfer:
         sent = self._staged(values.contiguous())
         count, pinned = group.size() * values.numel(), sent.is_pinned()
         gathered = torch.empty(count, dtype=sent.dtype, device=sent.device, pin_memory=pinned)
-        work = dist.all_gather_into_tensor(gathered, sent, group=group, async_op=True)
+        work = _gather_flat(gathered, sent, group=group, async_op=True)
         wait_for(work, self.interrupt)
         return gathered.to(values.device)
 

@@ -84,6 +84,8 @@ def _backend() -> str:
 
 def workers_per_node(config: ParallelConfig, mesh: Mesh, *, local_world: int | None) -> int:
     """Workers on each node; refuses a topology that they do not fit."""
+    if mesh.dp_replicate == 1:
+        return 1  # it has nobody to exchange with
     given = None if config.gossip is None else config.gossip.workers_per_node
     per_node, inside = given, mesh.worker.processes
     if per_node is None and local_world is not None and local_world % inside == 0:
