@@ -47,7 +47,7 @@ ROWS = (
     *map(_gossip, ("complete", "ring", "exp", "alternating-exp-ring", "random")),
     _gossip("hierarchical", "parallel.gossip.workers_per_node={node}"),
     _gossip("ring", "optim.type=accum-adamw", "optim.accum=4", name="gossip-ring-accum"),
-    _diloco("local-average", "parallel.local.outer=sgd", "parallel.local.lr=1.0"),
+    _diloco("local-average", "parallel.local.outer=sgd", "parallel.local.outer_lr=1.0"),
     _diloco("diloco"),
     _diloco("diloco-delay-5", "parallel.exchange.delay=5"),
     _diloco("diloco-int8", "parallel.exchange.send=int8"),

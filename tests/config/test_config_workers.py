@@ -67,9 +67,9 @@ def said(*words: str, processes: int = 4) -> str:
             ["parallel.gossip.workers_per_node: has no effect", "which does not know nodes"],
         ),
         (
-            [DILOCO, "parallel.local.outer=sgd", "parallel.local.momentum=0.5"],
+            [DILOCO, "parallel.local.outer=sgd", "parallel.local.outer_momentum=0.5"],
             [
-                'parallel.local.momentum: has no effect with outer = "sgd"',
+                'parallel.local.outer_momentum: has no effect with outer = "sgd"',
                 'remove it, or set outer = "nesterov"',
             ],
         ),

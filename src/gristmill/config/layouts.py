@@ -102,9 +102,11 @@ def _decentralized(config: RunConfig) -> Iterator[Problem]:
             why = "parallel.local" if local is not None else f'a complete graph and send = "{send}"'
             what = f"with {why}, all of the result counts"
             yield Problem(what, "parallel.gossip.mixing", "leave mixing and mixing_power out")
-    if local is not None and local.outer == "sgd" and local.momentum is not None:
+    if local is not None and local.outer == "sgd" and local.outer_momentum is not None:
         why = 'with outer = "sgd", which has none'
-        yield no_effect("parallel.local.momentum", why, 'remove it, or set outer = "nesterov"')
+        yield no_effect(
+            "parallel.local.outer_momentum", why, 'remove it, or set outer = "nesterov"'
+        )
     if exchange is not None:
         every = parallel.exchange_every
         if exchange.density is not None and send != "top-k":

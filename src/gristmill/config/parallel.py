@@ -65,10 +65,10 @@ class LocalConfig(Settings):
     every: Interval
     """How often workers exchange what they have learned."""
     outer: Literal["nesterov", "sgd"] = "nesterov"
-    """The outer optimizer. sgd with lr = 1 is the plain average."""
-    lr: Annotated[float, Field(gt=0)] = 0.7
-    """Outer learning rate."""
-    momentum: Fraction | None = None
+    """The outer optimizer. sgd with outer_lr = 1 is the plain average."""
+    outer_lr: Annotated[float, Field(gt=0)] = 0.7
+    """Learning rate of the outer optimizer."""
+    outer_momentum: Fraction | None = None
     """Momentum of nesterov; 0.9 if not given."""
 
 

@@ -67,8 +67,8 @@ def exchange_copies(parallel: ParallelConfig) -> int:
     rounds = exchange is not None and exchange.send != "fp32"
     residual = rounds and parallel.topology == "complete"
     nesterov = local is not None and local.outer == "nesterov"
-    momentum = nesterov and local is not None and local.momentum != 0
-    anchor = residual or momentum or (local is not None and local.lr != 1)
+    momentum = nesterov and local is not None and local.outer_momentum != 0
+    anchor = residual or momentum or (local is not None and local.outer_lr != 1)
     return 2 + anchor + momentum + residual
 
 

@@ -250,7 +250,7 @@ def test_what_is_sent_may_be_rounded(crowd: Crowd, send: str, workers: int) -> N
     words = [
         'parallel.local.every="2 steps"',
         "parallel.local.outer=sgd",
-        "parallel.local.lr=1.0",
+        "parallel.local.outer_lr=1.0",
         "parallel.exchange.delay=0",
     ]
     exact = crowd(workers, train, words, 4, 12)

@@ -49,8 +49,8 @@ class OuterStep:
     def of(cls, config: ParallelConfig) -> OuterStep:
         if config.local is None:
             return cls()
-        momentum = 0.9 if config.local.momentum is None else config.local.momentum
-        return cls(config.local.lr, momentum if config.local.outer == "nesterov" else 0.0)
+        momentum = 0.9 if config.local.outer_momentum is None else config.local.outer_momentum
+        return cls(config.local.outer_lr, momentum if config.local.outer == "nesterov" else 0.0)
 
     @property
     def is_plain(self) -> bool:
