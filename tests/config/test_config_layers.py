@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from gristmill.base.units import Duration, Unit, parse_split, split_shares
 from gristmill.config.load import changed_settings, dump_run, load_preset, load_text, preset_names
 from gristmill.config.optim import (
+    AccumAdamWConfig,
     AdamWConfig,
     ConstantSchedule,
     CosineSchedule,
@@ -113,6 +114,12 @@ def test_the_order_of_words_does_not_matter() -> None:
 def test_a_table_without_a_type_has_the_default() -> None:
     optim = load("[optim]\nlr = 6e-4\n", "optim.type=muon").optim
     assert optim == MuonConfig()  # AdamW's rate is not Muon's
+
+
+def test_kinds_of_adam_take_over_each_others_settings() -> None:
+    file = "[optim]\nlr = 3e-3\nbeta1 = 0.8\n"
+    optim = load(file, "optim.type=accum-adamw", "optim.accum=8").optim
+    assert optim == AccumAdamWConfig(lr=3e-3, beta1=0.8, accum=8)
 
 
 def test_presets_are_listed_by_family_and_size() -> None:

@@ -200,14 +200,17 @@ def _nest(values: Values) -> dict[str, Any]:
 
 
 def _lay_over(below: Values, above: Values, *, within_layer: bool = False) -> Values:
-    """One layer over another. A table that names another `type` replaces the one below; within a
-    layer the type may be named in any of the pieces of a table."""
+    """One layer over another. A table that names another `type` replaces the one below, unless both
+    are of a family with the same settings; within a layer the type may be named in any of the
+    pieces of a table."""
     other_type = set()
     for key, info in RunConfig.model_fields.items():
         default = getattr(info.default, "type", None)
         kinds = [layer.get((key, "type")) for layer in (below, above)]
         before, now = (default if kind == UNSET else kind for kind in kinds)
-        if default is not None and now is not None and now != (before or default):
+        if default is None or now is None:
+            continue
+        if _family(key, now) != _family(key, before or default):
             other_type.add(key)
     if not within_layer:
         below = {path: value for path, value in below.items() if path[0] not in other_type}
@@ -216,6 +219,11 @@ def _lay_over(below: Values, above: Values, *, within_layer: bool = False) -> Va
     above = {path: value for path, value in above.items() if value != {} or path not in filled}
     kept = {p: value for p, value in below.items() if not any(_overlap(path, p) for path in above)}
     return {**kept, **above}
+
+
+def _family(key: str, kind: Any) -> Any:
+    """What kinds of a table with the same settings have in common; the kind itself if alone."""
+    return getattr(_tables(RunConfig, key).get(str(kind)), "family", kind)
 
 
 def _overlap(path: Path_, other: Path_) -> bool:

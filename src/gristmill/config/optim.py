@@ -44,6 +44,9 @@ class OptimizerConfig(Settings):
 class AdamWConfig(OptimizerConfig):
     """Adam with decoupled weight decay, one fused kernel."""
 
+    family: ClassVar[str] = "adam"
+    """Optimizers that take over each other's settings when a run file's type is changed."""
+
     type: Literal["adamw"] = "adamw"
     """Which optimizer."""
     lr: Annotated[float, Field(gt=0)] = 6e-4
@@ -59,6 +62,8 @@ class AdamWConfig(OptimizerConfig):
 
 
 class _AccumConfig(OptimizerConfig):
+    family: ClassVar[str] = "adam"
+
     lr: Annotated[float, Field(gt=0)] = 6e-4
     """Peak learning rate."""
     accum: Count = 4
