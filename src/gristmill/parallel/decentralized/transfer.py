@@ -59,7 +59,7 @@ class Transfer:
     def all_reduce(self, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         """The exact sum, in place."""
         work = dist.all_reduce(values, group=group, async_op=True)
-        wait_for(work, self.interrupt)
+        wait_for(work, self.interrupt, group=group)
         return values
 
     def _sum_chunks(
@@ -72,7 +72,7 @@ class Transfer:
         sent = torch.stack([codec.encode(chunk) for chunk in chunks])
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, group=group, async_op=True)
-        wait_for(work, self.interrupt)
+        wait_for(work, self.interrupt, group=group)
         mine = _sum_in_order([codec.decode(one, length) for one in received])
         own = torch.cat([codec.decode(one, length) for one in sent])[:n]
         if round_sum:
@@ -89,7 +89,7 @@ class Transfer:
         work = dist.all_gather_into_tensor(
             gathered, values.contiguous(), group=group, async_op=True
         )
-        wait_for(work, self.interrupt)
+        wait_for(work, self.interrupt, group=group)
         return gathered
 
 
