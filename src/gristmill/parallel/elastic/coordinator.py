@@ -42,14 +42,14 @@ _QUIET = 3.0
 _FEW = 3
 
 
-def reach_store(place: Place, *, seconds: float, log: Path) -> Store:
+def reach_store(place: Place, *, seconds: float, log: Path, idle: float = IDLE) -> Store:
     """A connection to the store of the run, which worker 0 starts if there is none."""
     assert place.address is not None
     if place.rank == 0 and not place.agent and not answers(*place.address):
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             subprocess.Popen(
-                [sys.executable, "-m", __name__, place.address.host, str(place.address.port)],
+                [sys.executable, "-m", __name__, *map(str, place.address), str(idle)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -113,9 +113,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The store of an elastic run.")
     parser.add_argument("host")
     parser.add_argument("port", type=int)
+    parser.add_argument("idle", type=float)
     given = parser.parse_args()
     assert dist.is_available()
-    serve(Address(given.host, given.port))
+    serve(Address(given.host, given.port), idle=given.idle)
     # Connections of workers that are gone do not matter any more.
     os._exit(0)
 

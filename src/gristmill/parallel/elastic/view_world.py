@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from gristmill.parallel.control import UNFINISHED, ControlGroup
@@ -69,11 +70,15 @@ class ViewGroups:
         while not store.check([f"here/{worker}" for worker in members]):
             self.interrupt()
             time.sleep(_POLL)
-        made: Any = dist.ProcessGroupGloo(
-            store, members.index(self.worker), len(members), timedelta(seconds=_CONNECTING)
-        )
-        made._set_default_timeout(timedelta(seconds=timeout + MARGIN))
-        group: dist.ProcessGroup = made
+        rank, size = members.index(self.worker), len(members)
+        gloo: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=_CONNECTING))
+        gloo._set_default_timeout(timedelta(seconds=timeout + MARGIN))
+        # Some collectives know no bare backend.
+        group = dist.ProcessGroup(store, rank, size)
+        kind: Any = dist.ProcessGroup.BackendType.GLOO
+        group._set_default_backend(kind)
+        for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+            group._register_backend(torch.device(device), kind, gloo)
         return group
 
     def leave(self) -> None:
