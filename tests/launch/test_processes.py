@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -432,3 +433,52 @@ def test_nobody_outlives_a_killed_supervisor(
 def test_without_a_supervisor_there_is_nobody_to_follow() -> None:
     script = "from gristmill.launch.lifeline import follow_supervisor; follow_supervisor()"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_elastic_a_process_is_restarted_by_itself(
+    job: Callable[..., Job], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The others go on meanwhile, and when no restart is left, without it."""
+    made = job(
+        """
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        others = folder / "starts-1"
+        while not others.exists() or len(others.read_text().split()) < 3:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        """,
+        restarts=2,
+    )
+    assert supervise(replace(made, elastic=True), grace=0.2) == Exit.DONE
+    lines = capfd.readouterr().err.splitlines()
+    killed = "rank 1 of 3 ended by signal SIGKILL, as the system does when memory runs out"
+    assert lines == [
+        f"{killed}; restarting it (1 of 2)",
+        f"{killed}; restarting it (2 of 2)",
+        f"{killed}; 2 others go on",
+    ]
+    assert len((tmp_path / "starts-0").read_text().split()) == 1
+
+
+def test_elastic_a_failure_that_a_restart_would_meet_again(
+    job: Callable[..., Job], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """If the others go on, the user hears of it; if all fail alike, only from rank 0 itself."""
+    fails = "if rank != {but}: print('error: no such token file', file=sys.stderr); sys.exit(65)\n"
+    one = job(fails.format(but=0) + "time.sleep(2)", restarts=2)
+    assert supervise(replace(one, elastic=True), grace=0.2) == Exit.DONE
+    lines = capfd.readouterr().err.splitlines()
+    ended = "ended with exit status 65 (bad data): no such token file; 1 other goes on"
+    assert sorted(lines) == [f"rank {rank} of 3 {ended}" for rank in (1, 2)]
+    every = job(fails.format(but=-1), restarts=2)
+    assert supervise(replace(every, elastic=True), grace=60) == Exit.DATA
+    assert capfd.readouterr().err.splitlines() == ["error: no such token file"]
+
+
+def test_elastic_when_no_worker_is_left(
+    job: Callable[..., Job], capfd: pytest.CaptureFixture[str]
+) -> None:
+    made = job("os.kill(os.getpid(), signal.SIGKILL)", restarts=1)
+    assert supervise(replace(made, elastic=True), grace=0.2) == Exit.PEER
+    assert capfd.readouterr().err.splitlines()[-1].endswith("; no worker is left")

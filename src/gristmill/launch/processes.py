@@ -336,23 +336,30 @@ class _ElasticCrew(_Crew):
     """Processes that go on without those that fail, and take them in again."""
 
     def run(self) -> None:
-        restarts, seen = self.job.restarts, 0
+        restarts, seen, missing = 0, 0, dict[int, tuple[float, str]]()
         try:
             self._start()
             while self.running:
                 self._reap()
                 new, seen = self.endings[seen:], len(self.endings)
                 for one in new:
-                    if not one.failed or one.permanent:
+                    if not one.failed:
                         continue
-                    again = restarts > 0 and not self.signals
+                    again = restarts < self.job.restarts and not one.permanent and not self.signals
                     what = f"rank {one.rank} of {self.job.processes} ended {one}"
-                    if again:
-                        restarts -= 1
-                        _print(f"{what}; restarting it, {restarts} restarts are left")
-                        self._start_rank(one.rank)
-                    elif self.running:
-                        _print(f"{what}; {len(self.running)} others go on")
+                    if again and self._restart(one.rank):
+                        restarts += 1
+                        _print(f"{what}; restarting it ({restarts} of {self.job.restarts})")
+                    elif one.permanent:
+                        report = read_exit_report(
+                            self.job.folder.rank_log(one.rank), errors_only=True
+                        )
+                        what += "" if report is None else f": {report}"
+                        missing[one.rank] = (time.monotonic() + self.grace, what)
+                    else:
+                        missing[one.rank] = (0.0, what)
+                for rank in self._say_missing(missing):
+                    del missing[rank]
                 self._forward()
                 if self.interrupted_twice:
                     self._kill()
@@ -361,6 +368,27 @@ class _ElasticCrew(_Crew):
             self._kill()
             for process in self.running.values():
                 process.wait()
+
+    def _restart(self, rank: int) -> bool:
+        """Start a process again; the others go on if the disk or the system refuses."""
+        try:
+            self._start_rank(rank)
+        except (UserError, OSError) as error:
+            _print(f"rank {rank} cannot be restarted: {error}")
+            return False
+        return True
+
+    def _say_missing(self, missing: Mapping[int, tuple[float, str]]) -> set[int]:
+        """Say who is missing; after a failure that all may share, only if the others go on for a
+        while. Returns who was named."""
+        now, named = time.monotonic(), set[int]()
+        for rank, (due, what) in missing.items():
+            if now >= due and self.running:
+                alone = len(self.running) == 1
+                count = "1 other goes" if alone else f"{len(self.running)} others go"
+                _print(f"{what}; {count} on")
+                named.add(rank)
+        return named
 
 
 def process_environment(

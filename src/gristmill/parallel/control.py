@@ -10,6 +10,7 @@ others.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import time
@@ -104,7 +105,7 @@ class ControlGroup:
 
     def _finish(self, work: dist.Work | None) -> None:
         """Wait for a collective."""
-        wait_for(work, self.interrupt)
+        wait_for(work, self.interrupt, group=self.group)
 
     def _padded(self, value: Any) -> tuple[torch.Tensor, list[int]]:
         """A value as bytes, padded to the longest of all processes, and the lengths of all."""
@@ -127,13 +128,27 @@ class ControlGroup:
         raise _joined(failures)
 
 
-def wait_for(work: dist.Work | None, interrupt: Callable[[], None] | None = None) -> None:
-    """Wait for a collective, unless there is reason not to."""
+UNFINISHED: list[tuple[dist.Work, dist.ProcessGroup | None]] = []
+"""Collectives under way, also those that nobody waits for any more. Their groups must live as long:
+to destroy one waits, with the interpreter's lock, for what is under way in it."""
+
+
+def wait_for(
+    work: dist.Work | None,
+    interrupt: Callable[[], None] | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Wait for a collective of a group, unless there is reason not to."""
     assert work is not None, "this process is a member of the group"
     if interrupt is not None:
+        entry = (work, group)
+        UNFINISHED.append(entry)
         while not work.is_completed():
             interrupt()
             time.sleep(_POLL)
+        with contextlib.suppress(ValueError):
+            UNFINISHED.remove(entry)
     work.wait()
 
 

@@ -306,6 +306,16 @@ def validation_loss(path: Path, *, step: int) -> float | None:
     return None
 
 
+def last_recorded_step(path: Path) -> int:
+    """The last step that a file has a record of, 0 if there is none."""
+    for lines in _read_backwards(path):
+        values = [line.value for line in lines if line.value is not None]
+        steps = [value["step"] for value in values if value.get("kind") == StepRecord.kind]
+        if steps:
+            return int(max(steps))
+    return 0
+
+
 def cut_metrics(path: Path, *, after: int) -> list[bytes]:
     """Drop the records of all steps after the one given, a cut last line, and lines near the end
     that cannot be read; returns the latter.

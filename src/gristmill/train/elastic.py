@@ -6,7 +6,11 @@
 
 At the start of a round all workers agree on the newest step that any of them has reached, and go on
 from there. Each keeps its own weights; one that has just come takes the average of the others, and
-optimizer state from one of them. If none has any state, the newest checkpoint is loaded.
+optimizer state from one of them. If none has any state, the newest checkpoint is loaded. A worker
+builds everything before it joins, so that the others need not wait for that.
+
+The first member of a view writes the records of the run. If it dies, the next one adds the steps
+that it had not recorded.
 
 What is promised: no sample is read twice. Not read are those of a worker that is not there, and up
 to a few steps of workers that were behind when another died. With the same workers to the end, the
@@ -15,10 +19,11 @@ run is the same to the bit as one that is not elastic.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -35,16 +40,31 @@ from gristmill.parallel.control import ControlGroup, wait_for
 from gristmill.parallel.decentralized.agreement import StopAgreement
 from gristmill.parallel.decentralized.strategy import Decentralized
 from gristmill.parallel.decentralized.workers import Workers, workers_per_node
-from gristmill.parallel.elastic.coordinator import reach_store
+from gristmill.parallel.device import memory_explained
+from gristmill.parallel.elastic.coordinator import reach_store, require_same_settings
 from gristmill.parallel.elastic.membership import Membership, View, ViewChangedError
-from gristmill.parallel.elastic.view_world import ViewGroups, ViewWorld, view_workers
+from gristmill.parallel.elastic.view_world import (
+    ViewGroups,
+    ViewWorld,
+    keep_unfinished,
+    view_workers,
+)
 from gristmill.parallel.liveness.rendezvous import join_store
 from gristmill.parallel.liveness.verdict import may_come_from_peer
-from gristmill.parallel.world import MARGIN, open_device
+from gristmill.parallel.world import open_device
 from gristmill.track.folder import RunFolder
-from gristmill.track.metrics import cut_metrics
 from gristmill.train.assemble import Assembly, assemble
+from gristmill.train.elastic_records import (
+    CurrentOnly,
+    RecentSteps,
+    add_records,
+    cut_records,
+)
 from gristmill.train.resume import Resumed, resume
+from gristmill.train.tracker import Tracker
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 MAX_SILENCE = 20.0
 """Seconds without a heartbeat after which a worker is dead, or less if `parallel.timeout` is short.
@@ -73,9 +93,20 @@ class ElasticMonitor:
         """A change of the view, if that is behind an error; waits until it is known."""
         if isinstance(error, ViewChangedError):
             return error
-        if not may_come_from_peer(error) or not self.membership.await_change(self.view):
+        if not may_come_from_peer(error):
             return None
-        return ViewChangedError(str(error))
+        if self.membership.await_change(self.view):
+            return ViewChangedError(str(error))
+        if isinstance(error, UserError):
+            return None
+        return UserError(
+            f"{self.where} could not reach the other workers, which are alive: "
+            f"{str(error).partition(chr(10))[0]}",
+            where="parallel.timeout",
+            remedy="set it above the longest time that a worker may take for a step, or start this "
+            "worker again: it joins with the average",
+            exit=Exit.PEER,
+        )
 
 
 class ElasticRun:
@@ -91,106 +122,158 @@ class ElasticRun:
             )
         self.per_node = workers_per_node(config.parallel, mesh, local_world=place.local_world)
         self.device = open_device(config.runtime, tf32=config.precision.tf32, place=place)
+        self.view, self.before = View(-1, {place.rank: ""}), View(-1, {})
+        self.has_state = False
+        self.behind = False
+        """Whether the others have gone on without this worker, whose state is old."""
+        self.recent = RecentSteps()
         limit = parse_seconds(config.parallel.timeout)
+        self._limit = limit
+        self._store: Store | None = None
+        # At first alone, until everything is built.
+        self._groups = ViewGroups(
+            self.view, None, worker=place.rank, timeout=limit, interrupt=lambda: None
+        )
+        self._world = ViewWorld(self.device, place, mesh, view_groups=self._groups)
+        self._workers = view_workers(self._world, per_node=self.per_node)
+        self._control = ControlGroup()
+        with memory_explained("free some, or use a machine with more"):
+            self._parts = assemble(
+                config, folder, self._world, self._control, saves=True, workers=self._workers
+            )
         start = parse_seconds(config.parallel.start_timeout)
         connect = partial(_connected, place, seconds=start)
         log = folder.logs / "coordinator.log"
-        self.store = connect(lambda: reach_store(place, seconds=start, log=log))
+        self._store = connect(lambda: reach_store(place, seconds=start, log=log))
+        require_same_settings(self._store, shared_settings(config, folder, place), place=place)
         silence = min(MAX_SILENCE, limit / 2)
         # The store's client serves one thread at a time.
         heartbeats = connect(lambda: join_store(place, seconds=start))
         self.membership = Membership(place, heartbeats, silence=silence, start=start)
         self.monitor = ElasticMonitor(place, self.membership)
-        self.view, self.before = View(-1, {}), View(-1, {})
-        self.has_state = False
-        self._timeout = limit + MARGIN
-        self._groups: ViewGroups | None = None
-        self._control = ControlGroup()
-        self._world: ViewWorld | None = None
-        self._workers: Workers | None = None
-        self._parts: Assembly | None = None
 
     def __enter__(self) -> ElasticRun:
         self.membership.start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self.membership.close(done=error is None)
-        if self._groups is not None:
-            self._groups.leave()
+        # Without an error, this worker has said so already.
+        self.membership.close()
+        self._groups.leave()
+        keep_unfinished()
 
-    def done(self) -> None:
-        """Part from the others, who are done as well."""
-        self._control.barrier()
+    @property
+    def parts(self) -> Assembly:
+        """What was built for this worker."""
+        return self._parts
 
-    def next_view(self) -> ControlGroup:
-        """Wait for the next view with this worker in it, and meet its members."""
-        if self._groups is not None:
-            self._groups.leave()
-        self.before, self.view = self.view, self.membership.join(self.view.number)
-        if self.membership.left_out():
-            self.has_state = False
-        self.monitor.view = self.view
-        check = partial(self.membership.check, self.view)
+    def done(self, *, complete: bool) -> None:
+        """Part from the others, who are done as well; those who are not, because one of them was
+        lost in the very last moment, find everything saved."""
+        with contextlib.suppress(ViewChangedError, RuntimeError):
+            self._control.barrier()
+        self.membership.close(done_in=self.view, complete=complete)
+
+    def next_view(self, *, asked_to_stop: Callable[[], bool]) -> ControlGroup | None:
+        """Wait for the next view with this worker in it, and meet its members. None if it is asked
+        to stop before it has anything to save."""
+        self._groups.leave()
+        view = self.membership.join(
+            self.view.number, asked_to_stop=lambda: not self.has_state and asked_to_stop()
+        )
+        if view is None:
+            return None
+        self.before, self.view = self.view, view
+        self.behind |= self.membership.left_out()
+        self.monitor.view = view
         self._groups = ViewGroups(
-            self.view,
-            self.store,
+            view,
+            self._store,
             worker=self.place.rank,
-            timeout=self._timeout,
-            interrupt=check,
+            timeout=self._limit,
+            interrupt=partial(self.membership.check, view),
         )
         self._world = ViewWorld(self.device, self.place, self.mesh, view_groups=self._groups)
         self._workers = view_workers(self._world, per_node=self.per_node)
         self._control = self._world.control_group("run")
         return self._control
 
-    def assemble(self) -> Assembly:
-        """Everything for a round: built in the first, connected anew in the others."""
-        assert self._world is not None and self._workers is not None
+    def connect(self) -> Assembly:
+        """Everything for a round, connected with the workers of the view."""
         world, workers, control = self._world, self._workers, self._control
-        if self._parts is None:
-            self._parts = assemble(
-                self.config, self.folder, world, control, saves=True, workers=workers
-            )
-        else:
-            strategy = self._parts.strategy
-            assert isinstance(strategy, Decentralized)
-            strategy.enter(workers, control, StopAgreement(world.control_group("stop")))
-            self._parts = dataclasses.replace(self._parts, world=world, control=control)
-        state = self._parts.state
+        strategy, state = self._parts.strategy, self._parts.state
+        assert isinstance(strategy, Decentralized)
+        strategy.enter(workers, control, StopAgreement(world.control_group("stop")))
         state.workers, state.worker = workers.members, workers.mine
         state.rank, state.ranks = control.rank, control.size
+        self._parts = dataclasses.replace(self._parts, world=world, control=control)
         return self._parts
+
+    def tracked(self, tracker: Tracker) -> Tracker:
+        """A tracker that writes while this view lasts, and keeps what others may have to write."""
+        check = partial(self.membership.check, self.view)
+        sinks = [CurrentOnly(sink, check) for sink in tracker.sinks]
+        return Tracker([*sinks, self.recent], clock=tracker.clock)
 
     def begin(self, parts: Assembly) -> Resumed:
         """Bring all workers of the view to the same step."""
         control, state = parts.control, parts.state
         assert isinstance(parts.strategy, Decentralized)
-        mine = {"worker": state.worker, "steps": state.progress.steps if self.has_state else None}
+        mine = {
+            "worker": state.worker,
+            "steps": state.progress.steps if self.has_state else None,
+            "behind": self.behind,
+            "identity": state.identity,
+        }
         reports = control.all_gather(mine)
-        stateful = [one for one in reports if one["steps"] is not None]
+        known = [one for one in reports if one["steps"] is not None]
+        stateful = [one for one in known if not one["behind"]] or known
+        self._require_same_identity(mine, (stateful or reports)[0], reports)
         if not stateful:
             resumed = resume(parts)
-            self.has_state = True
+            self.has_state, self.behind = True, False
             resumed.notes.extend(self._missing())
             return resumed
+        counting = [one["worker"] for one in stateful]
         newest = max(one["steps"] for one in stateful)
         source = next(one["worker"] for one in stateful if one["steps"] == newest)
-        joining = [one["worker"] for one in reports if one["steps"] is None]
-        numbers = _numbers(parts) if state.worker == source else None
+        joining = [one["worker"] for one in reports if one["worker"] not in counting]
+        recorded = control.on_rank0(lambda: cut_records(self.folder, newest))
+        numbers = None
+        if state.worker == source:
+            numbers = {**_numbers(parts), "records": self.recent.between(recorded, newest)}
         values = next(one for one in control.all_gather(numbers) if one is not None)
-        parts.strategy.catch_up(counts=self.has_state, rounds=values["strategy"]["rounds"])
+        counts = state.worker in counting
+        parts.strategy.catch_up(counts=counts, rounds=values["strategy"]["rounds"])
         if joining:
-            assert self._workers is not None
             _hand_over(state.optimizer, control, self._workers, source=source, joining=joining)
-        state.progress = Progress(**values["progress"])
-        if not self.has_state:
-            state.counters = Counters(**values["counters"])
-            state.best = Best(**values["best"]) if values["best"] else None
-        self.has_state = True
         CheckpointFolder(self.folder.checkpoints).clean(control)
-        control.on_rank0(lambda: _cut_records(self.folder, state.progress.steps))
+        control.on_rank0(lambda: add_records(self.folder, values["records"]))
+        state.progress = Progress(**values["progress"])
+        if not counts:
+            state.counters = Counters(**values["counters"])
+        # All workers have seen the same validations; one may have missed the last.
+        state.best = Best(**values["best"]) if values["best"] else None
+        self.has_state, self.behind = True, False
         return Resumed(None, [self._changes(newest, joining)], continues=True)
+
+    def _require_same_identity(
+        self, mine: dict[str, Any], right: dict[str, Any], reports: Sequence[dict[str, Any]]
+    ) -> None:
+        """Refuse a worker that has other data or another tokenizer; the others go on without
+        it."""
+        expected = right["identity"]
+        wrong = [name for name in expected if mine["identity"].get(name) != expected[name]]
+        if wrong:
+            raise UserError(
+                f"worker {self.place.rank} on {self.place.host} does not fit the run: "
+                f"{', '.join(wrong)} differs from that of worker {right['worker']}",
+                where="settings",
+                remedy="give all workers the same token files and tokenizer",
+                exit=Exit.REFUSED,
+            )
+        if any(one["identity"] != expected for one in reports):
+            raise ViewChangedError("a worker does not fit the run, and leaves")
 
     def _changes(self, step: int, joining: Sequence[int]) -> str:
         """What has changed since the last view, in words."""
@@ -211,7 +294,7 @@ class ElasticRun:
 
     def _present(self) -> str:
         members = self.view.workers
-        assert self._parts is not None and isinstance(self._parts.strategy, Decentralized)
+        assert isinstance(self._parts.strategy, Decentralized)
         exchange = self._parts.strategy.exchange
         text = f"{len(members)} of {self.place.world} workers: {_listed(members)}"
         if exchange.topology != exchange.wanted:
@@ -251,9 +334,16 @@ def _numbers(parts: Assembly) -> dict[str, Any]:
     }
 
 
-def _cut_records(folder: RunFolder, step: int) -> None:
-    """Remove records of steps that only a worker which is gone has made."""
-    cut_metrics(folder.metrics, after=step or -1)
+def shared_settings(config: RunConfig, folder: RunFolder, place: Place) -> dict[str, Any]:
+    """What all workers of a run must have alike: all but devices, and where files are."""
+    values = config.model_dump(mode="json", exclude={"runtime", "track", "name", "folder"})
+    for name in ("paths", "validation", "tokenizer", "cache"):
+        values["data"].pop(name, None)
+    flat = {"folder": str(folder.path.absolute()), "workers": place.world}
+    for table, held in values.items():
+        inner = held if isinstance(held, dict) else {"": held}
+        flat |= {f"{table}.{name}".removesuffix("."): value for name, value in inner.items()}
+    return flat
 
 
 @torch.no_grad()
@@ -282,7 +372,7 @@ def _hand_over(
             entries[kind, key].cpu() if mine else torch.empty(shape, dtype=getattr(torch, dtype))
         )
         sent = dist.broadcast(value, group=group, group_src=members.index(source), async_op=True)
-        wait_for(sent, workers.interrupt)
+        wait_for(sent, workers.interrupt, group=group)
         if not mine:
             like = next(iter(optimizer.param_groups[0]["params"]), value)
             optimizer.load_entry(StateEntry(kind, key, value.to(like.device)))

@@ -254,6 +254,10 @@ class Validate:
         if finished and self._done_at != self.state.progress.steps:
             self._measure()
 
+    def skip_end(self) -> None:
+        """The step that the run is at was measured before."""
+        self._done_at = self.state.progress.steps
+
     def _measure(self) -> None:
         started, windows = time.monotonic(), 0
 
@@ -382,6 +386,10 @@ class Checkpoint:
         if best is not None:
             # The final validation may find the best loss at a step that was already saved.
             self.writer.mark_best(best)
+
+    def put_off(self) -> None:
+        """Save after the next step."""
+        self._late = True
 
     def _best_now(self) -> Best | None:
         """The best loss, if it is this step's."""

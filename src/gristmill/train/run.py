@@ -33,7 +33,6 @@ from gristmill.parallel.liveness.monitor import Monitor
 from gristmill.parallel.liveness.verdict import Limits
 from gristmill.parallel.world import World, close_world, open_world
 from gristmill.track.folder import RunFolder, move_aside, run_folder
-from gristmill.track.metrics import validation_loss
 from gristmill.train.assemble import (
     Assembly,
     assemble,
@@ -45,6 +44,7 @@ from gristmill.train.assemble import (
     build_validate,
 )
 from gristmill.train.elastic import ElasticMonitor, ElasticRun
+from gristmill.train.elastic_records import is_saved, is_validated, make_up
 from gristmill.train.go_back import choose_step, go_back
 from gristmill.train.health import GoBack, RunHealth
 from gristmill.train.hooks import GoBackError, Hooks
@@ -142,13 +142,17 @@ def _elastic_training(
     start_from: str | None,
 ) -> Outcome:
     """Train with workers that may die and come back: a round for each view of who is there."""
-    lock, new, check = FolderLock(folder.path), False, None
+    lock, new = FolderLock(folder.path), False
     run = ElasticRun(config, folder, place, mesh)
+    check = build_content_check(run.parts)
+    check.start()
     with _located_errors(folder, run.monitor), run:
         try:
             while True:
                 try:
-                    control = run.next_view()
+                    control = run.next_view(asked_to_stop=lambda: stop.reason is not None)
+                    if control is None:
+                        return Outcome(folder.path, Exit.STOPPED, folder.newest_step() or 0, None)
                     if not control.is_rank0:
                         lock.release()
                     control.barrier()
@@ -157,27 +161,28 @@ def _elastic_training(
                         # The run goes on, and another worker may lead it now.
                         claim = partial(_take_over, folder, lock)
                     new = control.on_rank0(claim) and control.is_rank0
+                    parts = run.connect()
                     with memory_explained("free some, or use a machine with more"):
-                        parts = run.assemble()
-                        if check is None:
-                            check = build_content_check(parts)
-                            check.start()
-                        outcome = _train(parts, stop, run.monitor, check, run.begin)
-                    run.done()
+                        outcome = _train(
+                            parts, stop, run.monitor, check, run.begin, tracked=run.tracked
+                        )
+                    run.done(complete=outcome.exit is Exit.DONE)
                     return outcome
                 except ViewChangedError:
                     continue
                 except Exception as error:
-                    if not isinstance(run.monitor.explain(error), ViewChangedError):
+                    cause = run.monitor.explain(error)
+                    if cause is None:
                         raise
+                    if not isinstance(cause, ViewChangedError):
+                        raise cause from error
         except UserError:
             if new:
                 folder.remove_unused()
             raise
         finally:
             lock.release()
-            if check is not None:
-                check.stop()
+            check.stop()
 
 
 @contextlib.contextmanager
@@ -220,9 +225,10 @@ def _train(
     monitor: AnyMonitor,
     check: ContentCheck,
     begin: Callable[[Assembly], Resumed],
+    tracked: Callable[[Tracker], Tracker] | None = None,
 ) -> Outcome:
     """Resume and train; again each time that the run goes back to an older checkpoint. `begin`
-    brings the state to where training goes on."""
+    brings the state to where training goes on; `tracked` may change where records go."""
     if parts.config.train.time_limit is not None:
         stop.time_limit = parse_seconds(parts.config.train.time_limit)
     went_back: tuple[GoBack, RunHealth] | None = None
@@ -240,13 +246,15 @@ def _train(
             rank=parts.world.rank,
             leads=parts.control.is_rank0,
         )
+        if tracked is not None:
+            tracker = tracked(tracker)
         monitor.on_exit = partial(_note_exit, parts, tracker)
         health = build_health(parts, tracker)
         if went_back is not None:
             health.went_back(*went_back)
         try:
             _announce(parts, tracker, resumed)
-            return _run(parts, tracker, stop, monitor, health, check)
+            return _run(parts, tracker, stop, monitor, health, check, resumed.continues)
         except GoBackError as error:
             move = partial(_move_later, parts.folder, error.checkpoint)
             aside = parts.control.on_rank0(move)
@@ -257,7 +265,9 @@ def _train(
         except BaseException as error:
             # When another process is lost, this error is only a consequence.
             cause = monitor.explain(error) or error
-            if not isinstance(cause, ViewChangedError):
+            if isinstance(cause, ViewChangedError):
+                parts.state.health = health.state()
+            else:
                 _note_failure(parts, tracker, cause)
             if cause is not error:
                 raise cause from error
@@ -280,6 +290,9 @@ def _announce(parts: Assembly, tracker: Tracker, resumed: Resumed) -> None:
     if resumed.continues:
         for note in resumed.notes:
             tracker.say(note, level="warning")
+        if parts.control.is_rank0:
+            # The worker that led before may have noted that it failed.
+            parts.folder.write_status("running", step=state.progress.steps, steps=numbers.steps)
         return
     tracker.say(
         f"{parts.config.name}: {format_count(parts.parameters)} parameters, "
@@ -342,14 +355,20 @@ def _run(
     monitor: AnyMonitor,
     health: RunHealth,
     check: ContentCheck,
+    continues: bool,
 ) -> Outcome:
+    """Train to the end. `continues`: from memory, after a change of workers, which may have
+    interrupted a validation or a save."""
     config, state, numbers = parts.config, parts.state, parts.numbers
-    if state.progress.reached(config.train.until) and _validated(parts):
+    reached = state.progress.reached(config.train.until)
+    validated = (reached or continues) and is_validated(parts)
+    if reached and validated and is_saved(parts):
         health.check_end(uniform=math.log(numbers.vocab))
-        tracker.say(
-            f"nothing to do: the run is complete at step {state.progress.steps}; "
-            "raise train.until to train further"
-        )
+        if not continues:
+            tracker.say(
+                f"nothing to do: the run is complete at step {state.progress.steps}; "
+                "raise train.until to train further"
+            )
         best = state.best if parts.data.validation is not None else None
         return _finish(parts, Exit.DONE, best.loss if best else None)
     writer = CheckpointWriter(
@@ -363,8 +382,9 @@ def _run(
         ),
     )
     validate = build_validate(parts, tracker)
+    all_hooks = build_hooks(parts, tracker, writer, validate, health, check)
     hooks = Hooks(
-        build_hooks(parts, tracker, writer, validate, health, check),
+        all_hooks,
         meter=build_meter(parts, tracker, health),
         tracker=tracker,
         stop=stop,
@@ -377,6 +397,8 @@ def _run(
     advice = 'set train.micro_batch lower (and train.batch), or train.recompute = "full"'
     try:
         with memory_explained(advice):
+            if continues and state.progress.steps > 0:
+                make_up(parts, all_hooks, validated=validated)
             finished = train(
                 state,
                 batches=batches,
@@ -386,6 +408,12 @@ def _run(
                 until=config.train.until,
             )
         parts.strategy.close()
+    except BaseException:
+        if isinstance(monitor, ElasticMonitor):
+            # Others may have to continue from here: record what has been computed.
+            with contextlib.suppress(Exception):
+                hooks.meter.settle()
+        raise
     finally:
         batches.close()
         writer.wait()
@@ -400,16 +428,6 @@ def _run(
         outcome += "; run the same command again to resume"
     tracker.say(outcome)
     return _finish(parts, Exit.DONE if finished else Exit.STOPPED, best.loss if best else None)
-
-
-def _validated(parts: Assembly) -> bool:
-    """Whether a finished run has its final validation; it may have been stopped just before."""
-
-    def recorded() -> bool:
-        step = parts.state.progress.steps
-        return validation_loss(parts.folder.metrics, step=step) is not None
-
-    return parts.data.validation is None or bool(parts.control.on_rank0(recorded))
 
 
 def _finish(parts: Assembly, exit: Exit, best_loss: float | None) -> Outcome:

@@ -35,7 +35,7 @@ class Tracker:
     """Sends records to all sinks, stamped with the run's progress."""
 
     def __init__(self, sinks: Sequence[Sink], *, clock: Callable[[], Progress]) -> None:
-        self.sinks, self._clock = tuple(sinks), clock
+        self.sinks, self.clock = tuple(sinks), clock
         self._lock = threading.RLock()
 
     def write(self, record: Record) -> None:
@@ -65,7 +65,7 @@ class Tracker:
                 stack.callback(sink.close)
 
     def _stamp(self) -> dict[str, Any]:
-        now = self._clock()
+        now = self.clock()
         stamp = {"step": now.steps, "samples": now.samples, "tokens": now.tokens}
         return {**stamp, "time": time.time()}
 

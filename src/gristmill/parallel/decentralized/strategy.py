@@ -117,6 +117,8 @@ class Decentralized:
         self._sent_bytes = 0
         self._before = Progress()
         self._pending: _Pending | None = None
+        self._error: Exception | None = None
+        """Of an exchange, after the step was taken."""
         self._own: Buckets | None = None
         """This worker's weights while the parameters hold the average."""
         self._loaded: set[str] = set()
@@ -144,6 +146,8 @@ class Decentralized:
         return self
 
     def accumulate(self, batches: Sequence[Batch], progress: Progress) -> StepResult:
+        if self._error is not None:
+            raise self._error
         if self.workers.interrupt is not None:
             self.workers.interrupt()
         if not self._started:
@@ -164,17 +168,22 @@ class Decentralized:
         before, step = self._before, self._before.steps + 1
         waited = self._use_result() if self._pending and self._pending.due <= step else 0.0
         result = self.inner.update(result, limits=limits)
-        after = before.after(samples=result.samples, tokens=result.tokens)
-        if self.every.due(before, after):
-            if self._pending is not None:
-                waited += self._use_result()
-            self._start(step)
-            if self.delay == 0:
-                waited += self._use_result()
+        after, stop_step = before.after(samples=result.samples, tokens=result.tokens), None
+        try:
+            if self.every.due(before, after):
+                if self._pending is not None:
+                    waited += self._use_result()
+                self._start(step)
+                if self.delay == 0:
+                    waited += self._use_result()
+            stop_step = self.agreement.after_step(step, asked=stop)
+        except Exception as error:
+            # The step was taken, and counts; what others have caused ends the next one.
+            self._error = error
         inner_wait = result.waited
         return dataclasses.replace(
             result,
-            stop_step=self.agreement.after_step(step, asked=stop),
+            stop_step=stop_step,
             waited=lambda: waited + (inner_wait() if inner_wait is not None else 0.0),
             exchange=ExchangeReport(self._sent_bytes, self.mixing(before)),
         )
@@ -225,6 +234,8 @@ class Decentralized:
         self.exchange.restart()
 
     def close(self) -> None:
+        if self._error is not None:
+            raise self._error
         self._settle()
         self.agreement.close()
 
@@ -237,7 +248,7 @@ class Decentralized:
         self.inner.control = control
         self.inner.sync.clear()
         self.exchange.enter(workers)
-        self._pending, self._started = None, False
+        self._pending, self._started, self._error = None, False, None
 
     def catch_up(self, *, counts: bool, rounds: int) -> None:
         """Bring in workers that have just come, for which it does not `count`."""

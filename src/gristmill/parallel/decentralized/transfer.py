@@ -65,7 +65,7 @@ class Transfer:
         """The exact sum, in place."""
         sent = self._staged(values)
         work = dist.all_reduce(sent, group=group, async_op=True)
-        wait_for(work, self.interrupt)
+        wait_for(work, self.interrupt, group=group)
         return values if sent is values else values.copy_(sent)
 
     def _sum_chunks(
@@ -79,7 +79,7 @@ class Transfer:
         staged = self._staged(sent)
         received = torch.empty_like(staged)
         work = dist.all_to_all_single(received, staged, group=group, async_op=True)
-        wait_for(work, self.interrupt)
+        wait_for(work, self.interrupt, group=group)
         received = received.to(sent.device)
         mine = _sum_in_order([codec.decode(one, length) for one in received])
         own = torch.cat([codec.decode(one, length) for one in sent])[:n]
@@ -97,7 +97,7 @@ class Transfer:
         count, pinned = group.size() * values.numel(), sent.is_pinned()
         gathered = torch.empty(count, dtype=sent.dtype, device=sent.device, pin_memory=pinned)
         work = _gather_flat(gathered, sent, group=group, async_op=True)
-        wait_for(work, self.interrupt)
+        wait_for(work, self.interrupt, group=group)
         return gathered.to(values.device)
 
     def _staged(self, values: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,11 @@ Any member of the newest view that finds it wrong proposes the next one; the fir
 So all agree on every view, and a worker that was left out, because its network or its machine was
 frozen, notices that and comes back like a new one.
 
-The first view waits until all workers are there, or for the start limit.
+The first view waits until all workers are there, or for the start limit. If all members of a view
+are lost, the next one waits likewise, but not as long.
+
+A worker that has been frozen may have been left out without knowing it. So nobody goes on before
+the last look at the others is recent again (`check`).
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +38,10 @@ if TYPE_CHECKING:
 
 BEAT = 0.5
 """Seconds between two heartbeats."""
+REGROUP = 30.0
+"""Seconds that a view waits for all workers if none of the last view is left."""
+_RECOVERY = 5.0
+"""Seconds in which this process, if it was frozen, has heard from the store again."""
 
 
 class ViewChangedError(Exception):
@@ -73,14 +81,16 @@ class Peer:
     heard: float = 0.0
     """When its count last changed, on this worker's clock."""
     ended: bool = False
-    done: bool = False
-    """Whether it has finished the run, so that its end is none to react to."""
+    done_in: int | None = None
+    """The view in which it has finished or stopped, so that its end is none to react to there."""
+    complete: bool = False
+    """Whether the run is complete, so that nobody needs to wait for this worker."""
 
     def note(self, values: Mapping[str, Any], *, now: float, namespace: str) -> None:
         if values["count"] != self.count:
             self.count, self.heard = values["count"], now
         same_host = self.namespace == namespace != ""
-        self.done = values["done"]
+        self.done_in, self.complete = values["done_in"], values["complete"]
         self.ended = values["leaving"] or (same_host and has_ended(self.pid))
 
 
@@ -107,28 +117,36 @@ class Roll:
         return {
             worker: one.incarnation
             for worker, one in sorted(self.peers.items())
-            if not one.ended and not one.done and self._is_heard(worker, now=now)
+            if not one.ended and one.done_in is None and self._is_heard(worker, now=now)
         }
 
     def _is_heard(self, worker: int, *, now: float) -> bool:
         return worker == self.worker or now - self.peers[worker].heard < self.silence
 
-    def _is_done(self, worker: int) -> bool:
-        return worker in self.peers and self.peers[worker].done
+    def _is_done(self, worker: int, view: View) -> bool:
+        """Whether a worker has finished the run as a member of a view."""
+        peer = self.peers.get(worker)
+        return peer is not None and peer.done_in == view.number
 
-    def proposal(self, view: View | None, *, now: float, whole: int, late: bool) -> View | None:
+    def proposal(
+        self, view: View | None, *, now: float, whole: int, waited: float, start: float
+    ) -> View | None:
         """The next view, if this worker is to propose one. `whole`: how many workers there should
-        be; `late`: whether the first view should no longer wait for all of them."""
+        be; `waited`: for how long this one has; `start`: for how long the first view waits for all
+        of them."""
         alive = self.alive(now=now)
+        all_here = len(alive) + sum(one.complete for one in self.peers.values()) >= whole
         if view is None:
-            return View(0, alive) if len(alive) == whole or late else None
+            return View(0, alive) if all_here or waited > start else None
         kept = {w: one for w, one in view.members.items() if alive.get(w) == one}
+        if not kept and not all_here and waited <= min(start, REGROUP):
+            return None
         joining = {w: one for w, one in alive.items() if kept.get(w) != one}
         mine = alive.get(self.worker)
         if view.members.get(self.worker) != mine and kept:
             return None  # left out: those who are in decide
         leads = not kept or min(kept) == self.worker
-        complete = all(worker in kept or self._is_done(worker) for worker in view.members)
+        complete = all(worker in kept or self._is_done(worker, view) for worker in view.members)
         if complete and not (joining and leads):
             return None
         # Whoever finds a death proposes at once; those who come may wait for the first member.
@@ -148,8 +166,12 @@ class Membership:
         self._roll = Roll(place.rank, silence, pid_namespace())
         self._view: View | None = None
         self._condition = threading.Condition()
-        self._count, self._leaving, self._done = 0, False, False
-        self._answered = self._began = time.monotonic()
+        self._count, self._leaving, self._complete = 0, False, False
+        self._done_in: int | None = None
+        self._looked = self._began = time.monotonic()
+        """When the last look at the others began, which the store has answered."""
+        self._clock = 0.0
+        """Seconds that this process was awake: while it is frozen, nobody else is silent."""
         self._left_out = False
         self._failure: BaseException | None = None
         self._closing = threading.Event()
@@ -158,9 +180,11 @@ class Membership:
     def start(self) -> None:
         self._thread.start()
 
-    def close(self, *, done: bool) -> None:
-        """Say that this worker leaves; `done`: because the run has ended."""
-        self._leaving, self._done = not done, done
+    def close(self, *, done_in: View | None = None, complete: bool = False) -> None:
+        """Say that this worker leaves; with `done_in`, because the run has stopped in this view, or
+        is `complete`."""
+        self._leaving, self._complete = done_in is None, complete
+        self._done_in = None if done_in is None else done_in.number
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join(4 * self.beat)
@@ -174,15 +198,17 @@ class Membership:
         peer = self._roll.peers.get(worker)
         return "unknown" if peer is None else peer.host
 
-    def join(self, after: int) -> View:
-        """The newest view with this worker in it, later than number `after`; waits for one."""
+    def join(self, after: int, *, asked_to_stop: Callable[[], bool] = bool) -> View | None:
+        """The newest view with this worker in it, later than number `after`; waits for one. None
+        if the worker is asked to stop before there is one."""
         with self._condition:
-            while True:
+            while not asked_to_stop():
                 self._require_store()
                 view = self._view
                 if view is not None and view.number > after and self._is_in(view):
                     return view
                 self._condition.wait(self.beat)
+        return None
 
     def left_out(self) -> bool:
         """Whether the others have gone on without this worker since the last call."""
@@ -191,8 +217,10 @@ class Membership:
             return left_out
 
     def check(self, view: View) -> None:
-        """Raise if a view is no longer the newest."""
+        """Raise if a view is no longer the newest, or if this worker leaves."""
         self._require_store()
+        if self._closing.is_set():
+            raise ViewChangedError("this worker leaves")
         now = self._view
         if now is not None and now.number != view.number:
             raise ViewChangedError(f"view {view.number} was followed by view {now.number}")
@@ -212,10 +240,21 @@ class Membership:
         return view.members.get(self.place.rank) == self.incarnation
 
     def _require_store(self) -> None:
-        """Raise if the store does not answer, without which nobody knows who is there."""
-        silent = time.monotonic() - self._answered
-        if self._failure is None and silent < 2 * self.silence:
+        """Return when the last look at the others is recent. Raise if the store does not answer,
+        without which nobody knows who is there."""
+        fresh, since = self.silence / 2, time.monotonic()
+        with self._condition:
+            # Only this process may have been frozen, so the store gets time from now on.
+            while self._failure is None and not self._closing.is_set():
+                now = time.monotonic()
+                if now - self._looked < fresh:
+                    return
+                if now - since > max(self.silence, _RECOVERY):
+                    break
+                self._condition.wait(self.beat)
+        if self._failure is None and self._closing.is_set():
             return
+        silent = time.monotonic() - self._looked
         why = self._failure or f"no answer for {format_seconds(silent)}"
         raise UserError(
             f"worker {self.place.rank} on {self.place.host} lost the store of the run at "
@@ -234,25 +273,36 @@ class Membership:
                 self._look()
                 self._closing.wait(self.beat)
             self._post()
-        except RuntimeError as error:
-            self._failure = RuntimeError(str(error).partition("\n")[0])
+        except Exception as error:
+            with self._condition:
+                self._failure = RuntimeError(str(error).partition("\n")[0])
+                self._condition.notify_all()
 
     def _look(self) -> None:
         """One heartbeat: post it, read the others, adopt or propose views."""
+        began = time.monotonic()
+        self._clock += min(began - self._looked, self.silence / 2)
+        now = self._clock
         self._post()
         keys = [_member_key(worker) for worker in range(self.place.world)]
         posted = [worker for worker, key in enumerate(keys) if self.store.check([key])]
-        now = time.monotonic()
         values = self.store.multi_get([keys[worker] for worker in posted])
         for worker, text in zip(posted, values, strict=True):
             self._roll.note(worker, json.loads(text), now=now)
         self._adopt()
-        late = now - self._began > self.start_limit
-        wanted = self._roll.proposal(self._view, now=now, whole=self.place.world, late=late)
+        wanted = self._roll.proposal(
+            self._view,
+            now=now,
+            whole=self.place.world,
+            waited=began - self._began,
+            start=self.start_limit,
+        )
         if wanted is not None and wanted.members:
             self.store.compare_set(_view_key(wanted.number), "", wanted.written())
             self._adopt()
-        self._answered = time.monotonic()
+        with self._condition:
+            self._looked = began
+            self._condition.notify_all()
 
     def _post(self) -> None:
         self._count += 1
@@ -263,7 +313,8 @@ class Membership:
             "namespace": self._roll.namespace,
             "count": self._count,
             "leaving": self._leaving,
-            "done": self._done,
+            "done_in": self._done_in,
+            "complete": self._complete,
         }
         self.store.set(_member_key(self.place.rank), json.dumps(values))
         self.store.add(PULSE, 1)
@@ -271,15 +322,16 @@ class Membership:
     def _adopt(self) -> None:
         """Take over the newest view."""
         number = -1 if self._view is None else self._view.number
-        newest = self._view
+        newest, left_out = self._view, False
         while self.store.check([_view_key(number + 1)]):
             number += 1
             was_in = newest is not None and self._is_in(newest)
             newest = View.parse(number, self.store.get(_view_key(number)))
-            self._left_out |= was_in and not self._is_in(newest)
+            left_out |= was_in and not self._is_in(newest)
         if newest is not self._view:
             with self._condition:
                 self._view = newest
+                self._left_out |= left_out
                 self._condition.notify_all()
 
 

@@ -7,18 +7,21 @@ others ends when the view changes.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
-from gristmill.parallel.control import ControlGroup
+from gristmill.parallel.control import UNFINISHED, ControlGroup
 from gristmill.parallel.decentralized.workers import Workers
 from gristmill.parallel.elastic.membership import View
-from gristmill.parallel.world import World
+from gristmill.parallel.world import MARGIN, World
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -26,8 +29,6 @@ if TYPE_CHECKING:
 _POLL = 0.01
 _CONNECTING = 20.0
 """Seconds in which members that are all there connect to each other."""
-_LEFT_BEHIND: list[Any] = []
-"""Groups in which an operation may never end; to destroy one would wait for that."""
 
 
 class ViewGroups:
@@ -36,7 +37,7 @@ class ViewGroups:
     def __init__(
         self,
         view: View,
-        store: Store,
+        store: Store | None,
         *,
         worker: int,
         timeout: float,
@@ -46,34 +47,61 @@ class ViewGroups:
         self.timeout, self.interrupt = timeout, interrupt
         self._known: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
 
-    def of(self, members: Sequence[int], *, purpose: str) -> dist.ProcessGroup | None:
-        """The group of some workers, this one included; None if it is alone."""
+    def of(
+        self, members: Sequence[int], *, purpose: str, timeout: float | None = None
+    ) -> dist.ProcessGroup | None:
+        """The group of some workers, this one included; None if it is alone. `timeout`: of its
+        collectives, if not that of a step."""
         if len(members) == 1:
             return None
         key = (purpose, tuple(members))
         if key not in self._known:
-            self._known[key] = self._connect(members, purpose)
+            self._known[key] = self._connect(members, purpose, timeout=timeout or self.timeout)
         return self._known[key]
 
-    def _connect(self, members: Sequence[int], purpose: str) -> dist.ProcessGroup:
+    def _connect(
+        self, members: Sequence[int], purpose: str, *, timeout: float
+    ) -> dist.ProcessGroup:
         name = f"view-{self.view.number}/{purpose}/{'-'.join(map(str, members))}"
+        assert self.store is not None, "a worker alone needs no group"
         store = dist.PrefixStore(name, self.store)  # type: ignore[attr-defined]
         # Connecting cannot be interrupted, so it begins when all are there.
         store.set(f"here/{self.worker}", "")
         while not store.check([f"here/{worker}" for worker in members]):
             self.interrupt()
             time.sleep(_POLL)
-        made: Any = dist.ProcessGroupGloo(
-            store, members.index(self.worker), len(members), timedelta(seconds=_CONNECTING)
-        )
-        made._set_default_timeout(timedelta(seconds=self.timeout))
-        group: dist.ProcessGroup = made
+        rank, size = members.index(self.worker), len(members)
+        gloo: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=_CONNECTING))
+        gloo._set_default_timeout(timedelta(seconds=timeout + MARGIN))
+        # Some collectives know no bare backend.
+        group = dist.ProcessGroup(store, rank, size)
+        kind: Any = dist.ProcessGroup.BackendType.GLOO
+        group._set_default_backend(kind)
+        for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+            group._register_backend(torch.device(device), kind, gloo)
         return group
 
     def leave(self) -> None:
         """Leave all groups, whatever is still under way in them."""
-        _LEFT_BEHIND.extend(self._known.values())
         self._known.clear()
+        forget_finished()
+
+
+def forget_finished() -> None:
+    """Let go of collectives that have ended since, and so of their groups. They end at the latest
+    when the others close their connections."""
+    for entry in list(UNFINISHED):
+        if entry[0].is_completed():
+            # Another thread may have waited for it.
+            with contextlib.suppress(ValueError):
+                UNFINISHED.remove(entry)
+
+
+def keep_unfinished() -> None:
+    """At the end of the process: let nobody wait for what others may never finish."""
+    forget_finished()
+    for _, group in UNFINISHED:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 @dataclass(frozen=True)
@@ -85,7 +113,7 @@ class ViewWorld(World):
     def control_group(self, purpose: str, *, timeout: float | None = None) -> ControlGroup:
         assert self.view_groups is not None
         groups = self.view_groups
-        group = groups.of(groups.view.workers, purpose=f"control: {purpose}")
+        group = groups.of(groups.view.workers, purpose=f"control: {purpose}", timeout=timeout)
         return ControlGroup(group, interrupt=groups.interrupt)
 
 

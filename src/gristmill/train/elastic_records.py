@@ -1,0 +1,117 @@
+"""The records of an elastic run, whoever writes them, and what a change of workers interrupts.
+
+The first worker of a view writes metrics.jsonl. If it is gone, the next one removes the records of
+steps that nobody else has made, and adds those that it had not written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from gristmill.base.errors import UserError
+from gristmill.base.files import storage_errors
+from gristmill.checkpoint.layout import CheckpointFolder
+from gristmill.parallel.elastic.membership import ViewChangedError
+from gristmill.track.folder import RunFolder
+from gristmill.track.metrics import (
+    Record,
+    StepRecord,
+    cut_metrics,
+    last_recorded_step,
+    to_json,
+    validation_loss,
+)
+from gristmill.track.sinks import Sink
+from gristmill.train.assemble import Assembly
+from gristmill.train.hooks import Checkpoint, Hook, Validate
+
+KEPT_STEPS = 1000
+"""Step records that every worker keeps, of more steps than one may be ahead of another."""
+
+
+class RecentSteps:
+    """Keeps the last step records, for when the worker that writes them is gone."""
+
+    def __init__(self) -> None:
+        self._records: deque[StepRecord] = deque(maxlen=KEPT_STEPS)
+
+    def write(self, record: Record) -> None:
+        if isinstance(record, StepRecord):
+            self._records.append(record)
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def between(self, after: int, last: int) -> list[str]:
+        """The records of steps after one, up to another, as lines."""
+        found = {one.step: one for one in self._records if after < one.step <= last}
+        return [to_json(found[step]) for step in sorted(found)]
+
+
+class CurrentOnly:
+    """A sink that takes nothing from a worker without which the others have gone on."""
+
+    def __init__(self, sink: Sink, check: Callable[[], None]) -> None:
+        self._sink, self._check = sink, check
+
+    def write(self, record: Record) -> None:
+        with contextlib.suppress(ViewChangedError):
+            # Without the store the run ends, and its last words count.
+            with contextlib.suppress(UserError):
+                self._check()
+            self._sink.write(record)
+
+    def flush(self) -> None:
+        self._sink.flush()
+
+    def close(self) -> None:
+        self._sink.close()
+
+
+def cut_records(folder: RunFolder, step: int) -> int:
+    """Remove records of steps that only a worker which is gone has made; returns the last step
+    that is recorded."""
+    cut_metrics(folder.metrics, after=step or -1)
+    return last_recorded_step(folder.metrics)
+
+
+def add_records(folder: RunFolder, lines: Sequence[str]) -> None:
+    """Add records of steps that the worker which should have written them had not."""
+    if lines:
+        with storage_errors(folder.metrics), folder.metrics.open("a") as file:
+            file.writelines(f"{line}\n" for line in lines)
+
+
+def make_up(parts: Assembly, hooks: Sequence[Hook], *, validated: bool) -> None:
+    """Validate and save what a change of workers has interrupted."""
+    now, numbers = parts.state.progress, parts.numbers
+    step = now.steps
+    newest = parts.control.on_rank0(parts.folder.newest_step) or 0
+    for hook in hooks:
+        if isinstance(hook, Validate) and validated:
+            hook.skip_end()
+        elif isinstance(hook, Validate) and hook.every.due(numbers.progress_at(step - 1), now):
+            hook.at_start()
+        elif isinstance(hook, Checkpoint) and hook.every.due(numbers.progress_at(newest), now):
+            hook.put_off()
+
+
+def is_saved(parts: Assembly) -> bool:
+    """Whether the present step is saved: another worker may have been lost just before."""
+    path = CheckpointFolder(parts.folder.checkpoints).path(parts.state.progress.steps)
+    return bool(parts.control.on_rank0(path.is_dir))
+
+
+def is_validated(parts: Assembly) -> bool:
+    """Whether a finished run has its final validation; it may have been stopped just before."""
+
+    def recorded() -> bool:
+        step = parts.state.progress.steps
+        return validation_loss(parts.folder.metrics, step=step) is not None
+
+    return parts.data.validation is None or bool(parts.control.on_rank0(recorded))
