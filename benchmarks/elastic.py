@@ -166,11 +166,11 @@ def train(
             for pid in [pid for pid, until in frozen.items() if now > until]:
                 del frozen[pid]
                 send(pid, signal.SIGCONT)
-            if disturb and due == math.inf and (run / "metrics.jsonl").is_file():
+            if disturb and due == math.inf and (run / "status.json").is_file():
                 due = now + options.every
             if now > due:
                 due = now + options.every
-                blow = strike(supervisor.pid, rng, frozen, options)
+                blow = strike(supervisor.pid, run, rng, frozen, options)
                 blows += [] if blow is None else [blow]
     lines = (run / "metrics.jsonl").read_text().splitlines()
     newest = max((run / "checkpoints").glob("step-*"))
@@ -182,18 +182,35 @@ def train(
 
 
 def strike(
-    supervisor: int, rng: random.Random, frozen: dict[int, float], options: argparse.Namespace
+    supervisor: int,
+    run: Path,
+    rng: random.Random,
+    frozen: dict[int, float],
+    options: argparse.Namespace,
 ) -> Blow | None:
-    """Kill a random worker, or freeze it for a while."""
-    pids = {rank: pid for rank, pid in children(supervisor).items() if pid not in frozen}
-    if not pids:
+    """Kill a random worker that trains, or freeze it for a while; never the last one."""
+    pids, present = children(supervisor), training(run)
+    victims = [one for one in present if one in pids and pids[one] not in frozen]
+    if len(victims) < 2:
         return None
-    worker = rng.choice(sorted(pids))
+    worker = rng.choice(victims)
     freezes = rng.random() < options.frozen
     if freezes:
         frozen[pids[worker]] = time.time() + options.timeout
     send(pids[worker], signal.SIGSTOP if freezes else signal.SIGKILL)
     return Blow(worker, "frozen" if freezes else "killed", time.time())
+
+
+def training(run: Path) -> list[int]:
+    """The workers that train, as the run said last; none when it is done."""
+    text = (run / "metrics.jsonl").read_text()
+    if json.loads((run / "status.json").read_text())["state"] != "running":
+        return []
+    named = re.findall(r"with \d+ of \d+ workers: ([\d, ]+\d)", text)
+    world = re.findall(r"(\d+) processes; this is rank", text)
+    if named:
+        return [int(one) for one in named[-1].split(",")]
+    return list(range(int(world[-1]))) if world else []
 
 
 def children(parent: int) -> dict[int, int]:

@@ -342,10 +342,12 @@ class _ElasticCrew(_Crew):
             while self.running:
                 self._reap()
                 new, seen = self.endings[seen:], len(self.endings)
+                # When one is done, the run is complete.
+                over = bool(self.signals) or any(one.code == Exit.DONE for one in self.endings)
                 for one in new:
                     if not one.failed:
                         continue
-                    again = restarts < self.job.restarts and not one.permanent and not self.signals
+                    again = restarts < self.job.restarts and not one.permanent and not over
                     what = f"rank {one.rank} of {self.job.processes} ended {one}"
                     if again and self._restart(one.rank):
                         restarts += 1

@@ -50,7 +50,7 @@ from gristmill.parallel.elastic.view_world import (
     view_workers,
 )
 from gristmill.parallel.liveness.rendezvous import join_store
-from gristmill.parallel.liveness.verdict import may_come_from_peer
+from gristmill.parallel.liveness.verdict import Limits, may_come_from_peer
 from gristmill.parallel.world import open_device
 from gristmill.track.folder import RunFolder
 from gristmill.train.assemble import Assembly, assemble
@@ -76,8 +76,9 @@ class ElasticMonitor:
 
     active = False
 
-    def __init__(self, place: Place, membership: Membership) -> None:
+    def __init__(self, place: Place, membership: Membership, limits: Limits) -> None:
         self.place, self.membership, self.view = place, membership, View(-1, {})
+        self.limits = limits
         self.on_exit: Any = None
         self._phase = ("start", 0)
 
@@ -88,6 +89,7 @@ class ElasticMonitor:
 
     def phase(self, name: str, step: int = 0) -> None:
         self._phase = (name, step)
+        self.membership.show_life(seconds=self.limits.of_phase(name))
 
     def explain(self, error: BaseException) -> BaseException | None:
         """A change of the view, if that is behind an error; waits until it is known."""
@@ -150,7 +152,8 @@ class ElasticRun:
         # The store's client serves one thread at a time.
         heartbeats = connect(lambda: join_store(place, seconds=start))
         self.membership = Membership(place, heartbeats, silence=silence, start=start)
-        self.monitor = ElasticMonitor(place, self.membership)
+        limits = Limits.of(config.parallel, save=config.checkpoint.timeout)
+        self.monitor = ElasticMonitor(place, self.membership, limits)
 
     def __enter__(self) -> ElasticRun:
         self.membership.start()
@@ -177,6 +180,7 @@ class ElasticRun:
     def next_view(self, *, asked_to_stop: Callable[[], bool]) -> ControlGroup | None:
         """Wait for the next view with this worker in it, and meet its members. None if it is asked
         to stop before it has anything to save."""
+        self.monitor.phase("start")
         self._groups.leave()
         view = self.membership.join(
             self.view.number, asked_to_stop=lambda: not self.has_state and asked_to_stop()

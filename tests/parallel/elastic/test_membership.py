@@ -530,3 +530,17 @@ def test_the_settings_of_a_run_that_has_ended_do_not_count(address: Address) -> 
     store = join_store(place, seconds=LIMIT)
     require_same_settings(store, {"model.width": 16}, place=place)
     require_same_settings(store, {"model.width": 32}, place=place, quiet=0.3)
+
+
+def test_a_worker_whose_main_thread_hangs_is_left_out_until_it_lives(member: Join) -> None:
+    members = [member(rank, world=2) for rank in range(2)]
+    view = joined(members[0])
+    wait_until(lambda: members[1].view == view)
+    members[1].show_life(seconds=0.2)
+    wait_until(lambda: members[0].view is not None and members[0].view.workers == (0,))
+    wait_until(lambda: members[1].view == members[0].view)
+    with pytest.raises(ViewChangedError):
+        members[1].check(view)
+    members[1].show_life(seconds=1000)
+    assert joined(members[1], view.number).workers == (0, 1)
+    assert members[1].left_out()

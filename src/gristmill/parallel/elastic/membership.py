@@ -14,11 +14,15 @@ are lost, the next one waits likewise, but not as long.
 
 A worker that has been frozen may have been left out without knowing it. So nobody goes on before
 the last look at the others is recent again (`check`).
+
+The thread sends heartbeats even if the main thread hangs. So a worker that shows no sign of life
+there for longer than its phase may take says that it leaves, and comes back if it does.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import time
@@ -174,11 +178,19 @@ class Membership:
         """Seconds that this process was awake: while it is frozen, nobody else is silent."""
         self._left_out = False
         self._failure: BaseException | None = None
+        self._sign = (time.monotonic(), math.inf)
+        """When the main thread last showed that it lives, and for how long that holds."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
+
+    def show_life(self, *, seconds: float | None = None) -> None:
+        """The main thread lives; until the next time this may take so many seconds, if given, else
+        as many as the last time."""
+        if threading.current_thread() is threading.main_thread():
+            self._sign = (time.monotonic(), self._sign[1] if seconds is None else seconds)
 
     def close(self, *, done_in: View | None = None, complete: bool = False) -> None:
         """Say that this worker leaves; with `done_in`, because the run has stopped in this view, or
@@ -203,6 +215,7 @@ class Membership:
         if the worker is asked to stop before there is one."""
         with self._condition:
             while not asked_to_stop():
+                self.show_life()
                 self._require_store()
                 view = self._view
                 if view is not None and view.number > after and self._is_in(view):
@@ -218,6 +231,7 @@ class Membership:
 
     def check(self, view: View) -> None:
         """Raise if a view is no longer the newest, or if this worker leaves."""
+        self.show_life()
         self._require_store()
         if self._closing.is_set():
             raise ViewChangedError("this worker leaves")
@@ -230,6 +244,7 @@ class Membership:
         deadline = time.monotonic() + self.silence + 6 * self.beat
         with self._condition:
             while time.monotonic() < deadline:
+                self.show_life()
                 self._require_store()
                 if self._view is not None and self._view.number != view.number:
                     return True
@@ -306,13 +321,15 @@ class Membership:
 
     def _post(self) -> None:
         self._count += 1
+        shown, lasts = self._sign
+        hangs = time.monotonic() - shown > lasts
         values = {
             "incarnation": self.incarnation,
             "host": self.place.host,
             "pid": os.getpid(),
             "namespace": self._roll.namespace,
             "count": self._count,
-            "leaving": self._leaving,
+            "leaving": self._leaving or hangs,
             "done_in": self._done_in,
             "complete": self._complete,
         }
