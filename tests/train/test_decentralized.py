@@ -113,7 +113,14 @@ def words(text: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = ("float16",)
+"""Without instructions for it, a CPU computes in fp16 very slowly."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in CASES],
+)
 def test_one_is_asked_and_all_stop_and_resume_to_the_bit(
     crowd: Crowd, make_run: MakeRun, tmp_path: Path, runs: Runs, case: str
 ) -> None:
