@@ -63,7 +63,6 @@ class Finished:
     """What a run came to."""
 
     status: int
-    seconds: float
     records: list[dict[str, Any]]
     workers: list[int]
     blows: list[Blow] = field(default_factory=list)
@@ -74,6 +73,11 @@ class Finished:
     @property
     def loss(self) -> float:
         return float(self.of("validation")[-1]["loss"])
+
+    @property
+    def seconds(self) -> float:
+        steps = self.of("step")
+        return float(steps[-1]["time"] - steps[0]["time"])
 
     def changes(self) -> list[tuple[int, float, int, str]]:
         """Step, time, workers present and text of every change of workers."""
@@ -96,14 +100,15 @@ class Finished:
         return PER_WORKER * sum(missing)
 
     def pauses(self) -> list[float]:
-        """Seconds from each kill to the next step that anybody took."""
-        times = sorted(one["time"] for one in self.of("step"))
-        after = [
-            next((t - blow.time for t in times if t > blow.time + 0.05), None)
-            for blow in self.blows
-            if blow.kind == "killed"
-        ]
-        return [seconds for seconds in after if seconds is not None]
+        """Seconds from each kill to the first step that the others took without that worker."""
+        found = []
+        for blow in self.blows:
+            gone = re.compile(rf"workers? (\d+, )*{blow.worker}(, \d+)* (is|are) gone")
+            times = [t for _, t, _, text in self.changes() if t > blow.time and gone.search(text)]
+            steps = [one["time"] for one in self.of("step") if times and one["time"] > times[0]]
+            if steps and blow.kind == "killed":
+                found.append(steps[0] - blow.time)
+        return found
 
     def returns(self) -> list[float]:
         """Seconds from each kill until that worker trained again."""
@@ -156,7 +161,7 @@ def train(
     file.write_text(RUN.format(**values))
     command = [sys.executable, "-m", "gristmill", "train", str(file)]
     command += [f"--processes={workers}", "--restarts=1000"]
-    began, blows, frozen = time.time(), list[Blow](), dict[int, float]()
+    blows, frozen = list[Blow](), dict[int, float]()
     with (folder / f"{name}.txt").open("wb") as output:
         supervisor = subprocess.Popen(command, stdout=output, stderr=output)
         due = math.inf
@@ -249,12 +254,12 @@ def table(calm: Finished, rough: Finished, workers: int, steps: int) -> str:
         ("killed", count(calm, "killed"), count(rough, "killed")),
         ("frozen", count(calm, "frozen"), count(rough, "frozen")),
         ("times that workers joined again", 0, returned),
-        ("views", len(calm.changes()) + 1, len(rough.changes()) + 1),
+        ("changes of workers", len(calm.changes()), len(rough.changes())),
         ("steps recorded", len(calm.of("step")), len(rough.of("step"))),
         ("samples not read", 0, f"{rough.unread(workers) / samples:.1%}"),
-        ("seconds from a kill to the next step", "-", spread(rough.pauses())),
+        ("seconds from a kill to the next step without it", "-", spread(rough.pauses())),
         ("seconds until the killed one trains again", "-", spread(rough.returns())),
-        ("seconds in all", f"{calm.seconds:.0f}", f"{rough.seconds:.0f}"),
+        ("seconds from the first step to the last", *(f"{x.seconds:.0f}" for x in (calm, rough))),
         ("validation loss at the end", f"{calm.loss:.4f}", f"{rough.loss:.4f}"),
         ("workers in the last checkpoint", len(calm.workers), len(rough.workers)),
         *[("promises broken", *["; ".join(one.broken(steps)) or "none" for one in (calm, rough)])],

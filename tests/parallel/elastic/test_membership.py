@@ -371,6 +371,7 @@ def test_who_is_done_interrupts_nobody(member: Join) -> None:
     view = joined(members[0])
     wait_until(lambda: members[1].view == view)
     members[1].close(done_in=view, complete=True)
+    members[1].close()
     time.sleep(1)
     members[0].check(view)
 

@@ -168,6 +168,7 @@ class Membership:
         self.silence, self.start_limit = silence, start
         self.incarnation = uuid.uuid4().hex
         self._roll = Roll(place.rank, silence, pid_namespace())
+        self._posted: set[int] = set()
         self._view: View | None = None
         self._condition = threading.Condition()
         self._count, self._leaving, self._complete = 0, False, False
@@ -194,7 +195,9 @@ class Membership:
 
     def close(self, *, done_in: View | None = None, complete: bool = False) -> None:
         """Say that this worker leaves; with `done_in`, because the run has stopped in this view, or
-        is `complete`."""
+        is `complete`. The first call counts."""
+        if self._closing.is_set():
+            return
         self._leaving, self._complete = done_in is None, complete
         self._done_in = None if done_in is None else done_in.number
         self._closing.set()
@@ -299,9 +302,11 @@ class Membership:
         self._clock += min(began - self._looked, self.silence / 2)
         now = self._clock
         self._post()
-        keys = [_member_key(worker) for worker in range(self.place.world)]
-        posted = [worker for worker, key in enumerate(keys) if self.store.check([key])]
-        values = self.store.multi_get([keys[worker] for worker in posted])
+        for worker in range(self.place.world):
+            if worker not in self._posted and self.store.check([_member_key(worker)]):
+                self._posted.add(worker)
+        posted = sorted(self._posted)
+        values = self.store.multi_get([_member_key(worker) for worker in posted])
         for worker, text in zip(posted, values, strict=True):
             self._roll.note(worker, json.loads(text), now=now)
         self._adopt()
