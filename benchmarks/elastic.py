@@ -164,7 +164,7 @@ def train(
     blows, frozen = list[Blow](), dict[int, float]()
     with (folder / f"{name}.txt").open("wb") as output:
         supervisor = subprocess.Popen(command, stdout=output, stderr=output)
-        due = math.inf
+        due, began = math.inf, time.time()
         while supervisor.poll() is None:
             time.sleep(0.05)
             now = time.time()
