@@ -100,10 +100,6 @@ def test_workers_on_a_gpu_compute_what_workers_on_the_cpu_do(
             for name, value in answer["weights"].items():
                 np.testing.assert_allclose(value, wanted["weights"][name], atol=1e-3)
             assert answer["validation"] == pytest.approx(wanted["validation"], abs=2e-3)
-    again = crowd(2, train, "cuda", True, words, 8)
-    for answer, wanted in zip(again, through_host, strict=True):
-        for name, value in answer["weights"].items():
-            np.testing.assert_array_equal(value, wanted["weights"][name])
 
 
 def test_elastic_workers_share_a_gpu_and_survive_a_kill(tokens: Path, tmp_path: Path) -> None:
