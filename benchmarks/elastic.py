@@ -180,10 +180,7 @@ def train(
     lines = (run / "metrics.jsonl").read_text().splitlines()
     newest = max((run / "checkpoints").glob("step-*"))
     saved = json.loads((newest / "state.json").read_text())["workers"]
-    seconds = time.time() - began
-    return Finished(
-        supervisor.returncode, seconds, [json.loads(one) for one in lines], saved, blows
-    )
+    return Finished(supervisor.returncode, [json.loads(one) for one in lines], saved, blows)
 
 
 def strike(
