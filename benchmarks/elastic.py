@@ -100,11 +100,12 @@ class Finished:
         return PER_WORKER * sum(missing)
 
     def pauses(self) -> list[float]:
-        """Seconds from each kill to the first step that the others took without that worker."""
+        """Seconds from each kill to the first step that the others took without that worker, or
+        with the process that had replaced it by then."""
         found = []
         for blow in self.blows:
-            gone = re.compile(rf"workers? (\d+, )*{blow.worker}(, \d+)* (is|are) gone")
-            times = [t for _, t, _, text in self.changes() if t > blow.time and gone.search(text)]
+            named = re.compile(rf"workers? (\d+, )*{blow.worker}(, \d+)* (is gone|are gone|joined)")
+            times = [t for _, t, _, text in self.changes() if t > blow.time and named.search(text)]
             steps = [one["time"] for one in self.of("step") if times and one["time"] > times[0]]
             if steps and blow.kind == "killed":
                 found.append(steps[0] - blow.time)
@@ -180,10 +181,7 @@ def train(
     lines = (run / "metrics.jsonl").read_text().splitlines()
     newest = max((run / "checkpoints").glob("step-*"))
     saved = json.loads((newest / "state.json").read_text())["workers"]
-    seconds = time.time() - began
-    return Finished(
-        supervisor.returncode, seconds, [json.loads(one) for one in lines], saved, blows
-    )
+    return Finished(supervisor.returncode, [json.loads(one) for one in lines], saved, blows)
 
 
 def strike(

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -65,13 +67,13 @@ class ViewGroups:
         name = f"view-{self.view.number}/{purpose}/{'-'.join(map(str, members))}"
         assert self.store is not None, "a worker alone needs no group"
         store = dist.PrefixStore(name, self.store)  # type: ignore[attr-defined]
-        # Connecting cannot be interrupted, so it begins when all are there.
+        # Whoever waits here can be interrupted, and costs the store nothing.
         store.set(f"here/{self.worker}", "")
         while not store.check([f"here/{worker}" for worker in members]):
             self.interrupt()
             time.sleep(_POLL)
         rank, size = members.index(self.worker), len(members)
-        gloo: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=_CONNECTING))
+        gloo: Any = self._gloo(name, rank=rank, size=size)
         gloo._set_default_timeout(timedelta(seconds=timeout + MARGIN))
         # Some collectives know no bare backend.
         group = dist.ProcessGroup(store, rank, size)
@@ -80,6 +82,27 @@ class ViewGroups:
         for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
             group._register_backend(torch.device(device), kind, gloo)
         return group
+
+    def _gloo(self, name: str, *, rank: int, size: int) -> Any:
+        """Connect to the others, in a thread: if one of them dies in this moment, the rest would
+        wait for it until the timeout."""
+        assert self.store is not None
+        # The client that waits cannot be used for anything else.
+        own = dist.PrefixStore(name, self.store.clone())  # type: ignore[attr-defined]
+        built: Future[Any] = Future()
+
+        def build() -> None:
+            try:
+                limit = timedelta(seconds=_CONNECTING)
+                built.set_result(dist.ProcessGroupGloo(own, rank, size, limit))
+            except BaseException as error:
+                built.set_exception(error)
+
+        threading.Thread(target=build, name="connect", daemon=True).start()
+        while not built.done():
+            self.interrupt()
+            wait([built], timeout=_POLL)
+        return built.result()
 
     def leave(self) -> None:
         """Leave all groups, whatever is still under way in them."""
