@@ -165,7 +165,7 @@ def train(
     blows, frozen = list[Blow](), dict[int, float]()
     with (folder / f"{name}.txt").open("wb") as output:
         supervisor = subprocess.Popen(command, stdout=output, stderr=output)
-        due, began = math.inf, time.time()
+        due = math.inf
         while supervisor.poll() is None:
             time.sleep(0.05)
             now = time.time()
