@@ -144,7 +144,7 @@ class ElasticProcess:
     def paused(self, *ranks: int) -> bool:
         """Freeze some workers for a moment, so that they are slow while this is called."""
         self.send(signal.SIGSTOP, *ranks)
-        time.sleep(1)
+        time.sleep(0.6)
         self.send(signal.SIGCONT, *ranks)
         time.sleep(0.3)
         return True
@@ -193,7 +193,8 @@ def start(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> Iterator[St
 
 def test_a_killed_worker_comes_back_and_the_run_ends_well(start: Start) -> None:
     """Through the command line: the first worker, which writes the records, is killed."""
-    one = start(workers=3, steps=300, restarts=2)
+    often = ("validate.every=50 steps", "checkpoint.every=100 steps")
+    one = start(*often, workers=3, steps=300, restarts=2)
     one.reach(10)
     one.send(signal.SIGKILL, 0)
     # The others are slow until it is back, whatever this machine is busy with.
