@@ -113,7 +113,7 @@ def words(text: str) -> list[str]:
     ]
 
 
-SLOW = ("float16",)
+SLOW = ("evaluation keeps the average", "float16")
 """Without instructions for it, a CPU computes in fp16 very slowly."""
 
 

@@ -92,7 +92,9 @@ def settings_with(optimizer: str, *, steps: int) -> list[str]:
     return [*usual, *own, f'train.until="{steps} steps"', 'validate.every="1 steps"']
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", "accum"])
+@pytest.mark.parametrize(
+    "optimizer", ["adamw", "muon", pytest.param("accum", marks=pytest.mark.slow)]
+)
 def test_a_run_moves_from_layout_to_layout(
     crowd: Crowd, make_run: MakeRun, tmp_path: Path, runs: Runs, optimizer: str
 ) -> None:
