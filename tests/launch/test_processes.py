@@ -456,7 +456,7 @@ def test_elastic_a_process_is_restarted_by_itself(
     assert lines == [
         f"{killed}; restarting it (1 of 2)",
         f"{killed}; restarting it (2 of 2)",
-        f"{killed}; 2 others go on",
+        f"{killed}; 2 others continue",
     ]
     assert len((tmp_path / "starts-0").read_text().split()) == 1
 
@@ -469,7 +469,7 @@ def test_elastic_a_failure_that_a_restart_would_meet_again(
     one = job(fails.format(but=0) + "time.sleep(2)", restarts=2)
     assert supervise(replace(one, elastic=True), grace=0.2) == Exit.DONE
     lines = capfd.readouterr().err.splitlines()
-    ended = "ended with exit status 65 (bad data): no such token file; 1 other goes on"
+    ended = "ended with exit status 65 (bad data): no such token file; 1 other continues"
     assert sorted(lines) == [f"rank {rank} of 3 {ended}" for rank in (1, 2)]
     every = job(fails.format(but=-1), restarts=2)
     assert supervise(replace(every, elastic=True), grace=60) == Exit.DATA

@@ -444,7 +444,7 @@ def test_without_restarts_the_others_finish(start: Start) -> None:
     one.reach(10)
     one.send(signal.SIGKILL, 1)
     assert one.end() == Exit.DONE, one.said()
-    assert "2 others go on" in one.said()
+    assert "2 others continue" in one.said()
     one.assert_complete(workers=[0, 2])
 
 

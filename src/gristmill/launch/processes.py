@@ -57,7 +57,7 @@ class Job:
     restarts: int = 0
     """How often all processes may be restarted after a failure."""
     elastic: bool = False
-    """Whether the others go on when one fails, which is then restarted by itself."""
+    """Whether the others continue when one fails, which is then restarted by itself."""
 
 
 @dataclass(frozen=True)
@@ -240,9 +240,13 @@ class _Crew:
                     self._kill()
                 time.sleep(_TICK)
         finally:
-            self._kill()
-            for process in self.running.values():
-                process.wait()
+            self._end_all()
+
+    def _end_all(self) -> None:
+        """Kill all that are left, and wait until they are gone."""
+        self._kill()
+        for process in self.running.values():
+            process.wait()
 
     @property
     def interrupted_twice(self) -> bool:
@@ -333,7 +337,7 @@ class _Crew:
 
 
 class _ElasticCrew(_Crew):
-    """Processes that go on without those that fail, and take them in again."""
+    """Processes that continue without those that fail, and take them in again."""
 
     def run(self) -> None:
         restarts, seen, missing = 0, 0, dict[int, tuple[float, str]]()
@@ -367,12 +371,10 @@ class _ElasticCrew(_Crew):
                     self._kill()
                 time.sleep(_TICK)
         finally:
-            self._kill()
-            for process in self.running.values():
-                process.wait()
+            self._end_all()
 
     def _restart(self, rank: int) -> bool:
-        """Start a process again; the others go on if the disk or the system refuses."""
+        """Start a process again; the others continue if the disk or the system refuses."""
         try:
             self._start_rank(rank)
         except (UserError, OSError) as error:
@@ -381,14 +383,14 @@ class _ElasticCrew(_Crew):
         return True
 
     def _say_missing(self, missing: Mapping[int, tuple[float, str]]) -> set[int]:
-        """Say who is missing; after a failure that all may share, only if the others go on for a
+        """Say who is missing; after a failure that all may share, only if the others continue for a
         while. Returns who was named."""
         now, named = time.monotonic(), set[int]()
         for rank, (due, what) in missing.items():
             if now >= due and self.running:
                 alone = len(self.running) == 1
-                count = "1 other goes" if alone else f"{len(self.running)} others go"
-                _print(f"{what}; {count} on")
+                count = "1 other continues" if alone else f"{len(self.running)} others continue"
+                _print(f"{what}; {count}")
                 named.add(rank)
         return named
 

@@ -30,7 +30,7 @@ from gristmill.parallel.control import ControlGroup
 from gristmill.parallel.data_parallel import build_gradient_sync, shard_module, shard_parameters
 from gristmill.parallel.decentralized.agreement import StopAgreement
 from gristmill.parallel.decentralized.strategy import Decentralized, build_mixing
-from gristmill.parallel.decentralized.workers import Workers, all_workers, worker_world
+from gristmill.parallel.decentralized.workers import WorkerSet, all_workers, worker_world
 from gristmill.parallel.microbatches import MicroBatches, SequentialMicroBatches
 from gristmill.parallel.muon_exchange import ShardedMuonExchange
 from gristmill.parallel.offload import Offload
@@ -55,7 +55,7 @@ def build_strategy(
     world: World,
     control: ControlGroup | None = None,
     numbers: Resolved | None = None,
-    workers: Workers | None = None,
+    workers: WorkerSet | None = None,
 ) -> Strategy:
     """The strategy of a run, with initial weights. Without `numbers`, nothing that depends on the
     learning rate over the run is available. `workers`: those that take part in a decentralized run,

@@ -32,7 +32,7 @@ from gristmill.models.build import outline_model
 from gristmill.models.spec import CausalLM
 from gristmill.parallel.build import build_strategy
 from gristmill.parallel.control import ControlGroup
-from gristmill.parallel.decentralized.workers import Workers
+from gristmill.parallel.decentralized.workers import WorkerSet
 from gristmill.parallel.device import memory_explained
 from gristmill.parallel.strategy import Strategy
 from gristmill.parallel.world import World, open_world
@@ -77,7 +77,7 @@ def assemble(
     control: ControlGroup | None = None,
     *,
     saves: bool = False,
-    workers: Workers | None = None,
+    workers: WorkerSet | None = None,
 ) -> Assembly:
     """Open and build everything, with initial weights loaded. Without `world`, one process.
     `saves`: whether checkpoints are saved, so that the disk must have room for one. `workers`:

@@ -39,7 +39,7 @@ from gristmill.optim.spec import Optimizer, StateEntry
 from gristmill.parallel.control import ControlGroup, wait_for
 from gristmill.parallel.decentralized.agreement import StopAgreement
 from gristmill.parallel.decentralized.strategy import Decentralized
-from gristmill.parallel.decentralized.workers import Workers, workers_per_node
+from gristmill.parallel.decentralized.workers import WorkerSet, workers_per_node
 from gristmill.parallel.device import memory_explained
 from gristmill.parallel.elastic.coordinator import reach_store, require_same_settings
 from gristmill.parallel.elastic.membership import Membership, View, ViewChangedError
@@ -354,7 +354,7 @@ def shared_settings(config: RunConfig, folder: RunFolder, place: Place) -> dict[
 def _hand_over(
     optimizer: Optimizer,
     control: ControlGroup,
-    workers: Workers,
+    workers: WorkerSet,
     *,
     source: int,
     joining: Sequence[int],

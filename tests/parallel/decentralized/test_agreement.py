@@ -38,7 +38,7 @@ class Meeting:
         return gathered
 
 
-class Workers:
+class WorkerSet:
     """Threads that take steps of random length, and exchange something with all others after every
     so many: none gets further ahead than that."""
 
@@ -97,19 +97,19 @@ def test_all_stop_after_the_same_step(seed: int) -> None:
     size, every = chance.randint(2, 5), chance.choice([1, 2, 7])
     askers = chance.sample(range(size), k=chance.randint(1, size))
     asked = {rank: chance.randint(1, 20) for rank in askers}
-    workers = Workers(size, seed=seed, steps=100_000, every=every, asked=asked)
+    workers = WorkerSet(size, seed=seed, steps=100_000, every=every, asked=asked)
     last = workers.run()
     assert len(set(last)) == 1, f"{asked} led to {last}"
     assert last[0] >= min(workers.first)
 
 
 def test_nobody_is_asked_and_all_finish() -> None:
-    assert Workers(3, seed=1, steps=40, every=3, asked={}).run() == [40, 40, 40]
+    assert WorkerSet(3, seed=1, steps=40, every=3, asked={}).run() == [40, 40, 40]
 
 
 def test_a_request_at_the_very_end_stops_nobody_early() -> None:
     """The run may be over before the others hear of it, and then it is simply done."""
-    last = Workers(3, seed=1, steps=20, every=1, asked={1: 20}).run()
+    last = WorkerSet(3, seed=1, steps=20, every=1, asked={1: 20}).run()
     assert last == [20, 20, 20]
 
 

@@ -68,14 +68,6 @@ def build_codec(name: CodecName, density: float) -> Codec:
     return codecs[name]
 
 
-def encode_with_feedback(codec: Codec, flat: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """A payload of flat + residual. What it loses becomes the new residual, in place."""
-    total = flat + residual
-    payload = codec.encode(total)
-    torch.sub(total, codec.decode(payload, total.numel()), out=residual)
-    return payload
-
-
 # ------------------------------------------------------------------ the formats
 
 

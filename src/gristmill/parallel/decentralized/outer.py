@@ -32,7 +32,7 @@ from gristmill.config.topologies import Group, fits, groups_of_round
 from gristmill.parallel.decentralized.codecs import build_codec
 from gristmill.parallel.decentralized.flat import Buckets, FlatLayout
 from gristmill.parallel.decentralized.transfer import Transfer
-from gristmill.parallel.decentralized.workers import Workers
+from gristmill.parallel.decentralized.workers import WorkerSet
 
 DENSITY = 1 / 64
 """Share of the elements that top-k sends if the settings do not say."""
@@ -85,7 +85,7 @@ class Exchange:
     """Computes exchanges; keeps the outer optimizer's state."""
 
     def __init__(
-        self, config: ParallelConfig, workers: Workers, layout: FlatLayout, *, seed: int
+        self, config: ParallelConfig, workers: WorkerSet, layout: FlatLayout, *, seed: int
     ) -> None:
         self.layout, self.wanted, self.seed = layout, config.topology, seed
         self.outer = OuterStep.of(config)
@@ -108,7 +108,7 @@ class Exchange:
         if self.shares_anchor and self.codec.lossy:
             self.state.residual = self.layout.zeros()
 
-    def enter(self, workers: Workers) -> None:
+    def enter(self, workers: WorkerSet) -> None:
         """From now on, exchange with these workers."""
         self.workers = workers
         self.transfer = Transfer(self.codec, workers.on_host, workers.interrupt)

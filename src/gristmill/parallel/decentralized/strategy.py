@@ -36,13 +36,14 @@ from gristmill.config.schema import RunConfig
 from gristmill.data.loader import Batch
 from gristmill.models.spec import CausalLM
 from gristmill.optim.schedule import build_schedule
-from gristmill.optim.spec import Placement, StateEntry
+from gristmill.optim.spec import Optimizer, Placement, StateEntry
 from gristmill.parallel.control import ControlGroup
 from gristmill.parallel.decentralized.agreement import StopAgreement
 from gristmill.parallel.decentralized.flat import Buckets, FlatLayout
 from gristmill.parallel.decentralized.outer import Exchange
-from gristmill.parallel.decentralized.workers import Workers
+from gristmill.parallel.decentralized.workers import WorkerSet
 from gristmill.parallel.gather import gather_model
+from gristmill.parallel.sharding import ShardedParameters
 from gristmill.parallel.spmd import Spmd
 from gristmill.parallel.step import divide_batches
 from gristmill.parallel.strategy import ExchangeReport, StepLimits, StepResult
@@ -74,7 +75,7 @@ def build_mixing(config: RunConfig, numbers: Resolved | None) -> Mixing:
 
 
 @dataclass
-class _Pending:
+class _PendingExchange:
     """An exchange from its start to the use of its result."""
 
     due: int
@@ -96,7 +97,7 @@ class Decentralized:
         config: ParallelConfig,
         *,
         inner: Spmd,
-        workers: Workers,
+        workers: WorkerSet,
         slots: int,
         control: ControlGroup,
         agreement: StopAgreement,
@@ -116,7 +117,7 @@ class Decentralized:
         self._rounds = 0
         self._sent_bytes = 0
         self._before = Progress()
-        self._pending: _Pending | None = None
+        self._pending: _PendingExchange | None = None
         self._error: Exception | None = None
         """Of an exchange, after the step was taken."""
         self._own: Buckets | None = None
@@ -134,11 +135,11 @@ class Decentralized:
         return self.inner.model
 
     @property
-    def parameters(self) -> Any:
+    def parameters(self) -> ShardedParameters:
         return self.inner.parameters
 
     @property
-    def optimizer(self) -> Any:
+    def optimizer(self) -> Optimizer:
         return self.inner.optimizer
 
     @property
@@ -239,7 +240,7 @@ class Decentralized:
         self._settle()
         self.agreement.close()
 
-    def enter(self, workers: Workers, control: ControlGroup, agreement: StopAgreement) -> None:
+    def enter(self, workers: WorkerSet, control: ControlGroup, agreement: StopAgreement) -> None:
         """Go on with other workers; what was under way with the old ones is dropped."""
         if self._pending is not None and self._pending.future is not None:
             # It ends soon, one way or another, and changes the outer state until then.
@@ -261,7 +262,7 @@ class Decentralized:
     def _start(self, step: int) -> None:
         """Begin an exchange of the present weights."""
         weights = self.layout.read()
-        pending = _Pending(due=step + self.delay, sent=weights)
+        pending = _PendingExchange(due=step + self.delay, sent=weights)
         round, self._rounds = self._rounds, self._rounds + 1
         begun = None
         if self._stream is not None:
@@ -271,7 +272,7 @@ class Decentralized:
         self._pending = pending
 
     def _run(
-        self, pending: _Pending, round: int, begun: torch.cuda.Event | None
+        self, pending: _PendingExchange, round: int, begun: torch.cuda.Event | None
     ) -> tuple[Buckets, int]:
         """The exchange, in its thread; on a GPU, on its stream."""
         if self._stream is None or begun is None:
@@ -370,7 +371,9 @@ class Decentralized:
     def _restored(self, kind: str) -> dict[str, torch.Tensor]:
         """The buffers of an exchange whose result was saved before it was used."""
         if self._pending is None:
-            self._pending = _Pending(due=0, sent=self.layout.zeros(), result=self.layout.zeros())
+            self._pending = _PendingExchange(
+                due=0, sent=self.layout.zeros(), result=self.layout.zeros()
+            )
         result = self._pending.result
         assert result is not None
         return self.layout.views(result if kind == RESULT else self._pending.sent)

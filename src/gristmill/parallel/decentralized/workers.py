@@ -25,7 +25,7 @@ Connect = Callable[[Sequence[int]], "dist.ProcessGroup | None"]
 
 
 @dataclass(frozen=True)
-class Workers:
+class WorkerSet:
     """The workers that take part, and how this process reaches its counterparts in them."""
 
     mine: int
@@ -61,7 +61,7 @@ def worker_world(world: World) -> World:
     return World(world.device, place, mesh, groups)
 
 
-def all_workers(world: World, config: ParallelConfig) -> Workers:
+def all_workers(world: World, config: ParallelConfig) -> WorkerSet:
     """The workers of a run in which all of them take part."""
     mesh, at = world.mesh, world.at
 
@@ -69,7 +69,7 @@ def all_workers(world: World, config: ParallelConfig) -> Workers:
         ranks = [mesh.rank({**at, "dp_replicate": worker}) for worker in members]
         return world.groups.of(ranks, purpose="exchange")
 
-    return Workers(
+    return WorkerSet(
         mine=at["dp_replicate"],
         members=tuple(range(mesh.dp_replicate)),
         per_node=workers_per_node(config, mesh, local_world=world.place.local_world),

@@ -209,10 +209,6 @@ class Membership:
         """The newest view."""
         return self._view
 
-    def host_of(self, worker: int) -> str:
-        peer = self._roll.peers.get(worker)
-        return "unknown" if peer is None else peer.host
-
     def join(self, after: int, *, asked_to_stop: Callable[[], bool] = bool) -> View | None:
         """The newest view with this worker in it, later than number `after`; waits for one. None
         if the worker is asked to stop before there is one."""

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from gristmill.parallel.control import UNFINISHED, ControlGroup
-from gristmill.parallel.decentralized.workers import Workers
+from gristmill.parallel.decentralized.workers import WorkerSet
 from gristmill.parallel.elastic.membership import View
 from gristmill.parallel.world import MARGIN, World
 
@@ -140,7 +140,7 @@ class ViewWorld(World):
         return ControlGroup(group, interrupt=groups.interrupt)
 
 
-def view_workers(world: ViewWorld, *, per_node: int) -> Workers:
+def view_workers(world: ViewWorld, *, per_node: int) -> WorkerSet:
     """The workers of a view."""
     groups = world.view_groups
     assert groups is not None
@@ -148,7 +148,7 @@ def view_workers(world: ViewWorld, *, per_node: int) -> Workers:
     def connect(members: Sequence[int]) -> dist.ProcessGroup | None:
         return groups.of(members, purpose="exchange")
 
-    return Workers(
+    return WorkerSet(
         mine=world.at["dp_replicate"],
         members=groups.view.workers,
         per_node=per_node,
