@@ -139,8 +139,10 @@ class Network:
 
 
 def _bucket(rate: float) -> list[str]:
-    """A bucket of a millisecond, at least of a large packet, and a queue of a tenth of a second."""
-    burst = max(32_768, int(rate * 1e6 / 8 / 1000))
+    """A token bucket for at least a millisecond. It must hold the largest packet, 64 KiB: one that
+    still waits when the rate is changed, and is larger than the bucket, blocks the link for ever.
+    """
+    burst = max(131_072, int(rate * 1e6 / 8 / 1000))
     return f"tbf rate {rate:g}mbit burst {burst} latency 100ms".split()
 
 
