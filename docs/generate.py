@@ -54,10 +54,17 @@ def settings_page() -> str:
         lines += ["", f"## `[{path}]`", ""]
         for model in models:
             if len(models) > 1:
-                kind = model.model_fields["type"].default
-                lines += ["", f"### `type = {_toml(kind)}`", ""]
+                lines += ["", f"### {_kind(model)}", ""]
             lines += [_plain(model.__doc__), "", *_table(model)]
     return "\n".join(lines) + "\n"
+
+
+def _kind(model: type[BaseModel]) -> str:
+    """What tells a table of this class from others in its place."""
+    if "type" in model.model_fields:
+        return f"`type = {_toml(model.model_fields['type'].default)}`"
+    marks = [name for name in model.model_fields if name in getattr(model, "marks", ())]
+    return f"With {' or '.join(f'`{name}`' for name in marks)}" if marks else "By default"
 
 
 def _tables(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, list[type[BaseModel]]]]:
@@ -111,6 +118,8 @@ def _type(annotation: Any, metadata: list[Any]) -> str:
         return f"list of {_type(get_args(annotation)[0], [])}"
     if origin is dict:
         key, value = get_args(annotation)
+        if value is Any:
+            return "table"
         return f"table from {_type(key, [])} to {_type(value, [])}"
     names = {int: "whole number", float: "number", str: "text", bool: "`true` or `false`"}
     if annotation is Duration:

@@ -725,16 +725,16 @@ def test_sizes_come_from_the_weights(weights: Path) -> None:
 
 
 def test_the_folder_of_the_weights_is_found_by_the_caller(weights: Path) -> None:
-    asked: list[str] = []
+    asked: list[tuple[str, str]] = []
 
-    def find(name: str) -> Path:
-        asked.append(name)
+    def find(name: str, *, where: str) -> Path:
+        asked.append((name, where))
         return weights
 
     words = ("model.start=someone/something",)
     model = load_text(SIZELESS, words, place="run.toml", find_model=find).model
     assert (model.start, model.layers) == ("someone/something", 2)
-    assert asked == ["someone/something"]
+    assert asked == [("someone/something", "model.start")]
 
 
 def test_sizes_that_disagree_with_the_weights_are_told(weights: Path) -> None:

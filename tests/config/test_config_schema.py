@@ -33,7 +33,8 @@ def tables(model: type[BaseModel] = RunConfig) -> set[type[BaseModel]]:
     """A settings class and every one that stands inside it."""
     found = {model}
     for info in model.model_fields.values():
-        for option in (info.annotation, *get_args(info.annotation)):
+        options = (info.annotation, *get_args(info.annotation))
+        for option in (*options, *(inner for one in options[1:] for inner in get_args(one))):
             if isinstance(option, type) and issubclass(option, BaseModel):
                 found |= tables(option)
     return found

@@ -61,6 +61,25 @@ def test_value_and_gradients(
     assert not head.grad[V:].any()
 
 
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_a_head_with_a_bias(tensors: dict[str, torch.Tensor], cap: float | None) -> None:
+    """A bias is one more feature of the head, on which all hidden states have 1."""
+    bias = torch.randn(ROWS, generator=torch.Generator().manual_seed(1))
+    wide = dict(tensors)
+    wide["hidden"] = torch.cat((tensors["hidden"], torch.ones(N, 1)), dim=1)
+    wide["head"] = torch.cat((tensors["head"], bias[:, None]), dim=1)
+    total, d_hidden, d_head = plain(wide, weighted=True, cap=cap)
+    inputs = tensors["hidden"], tensors["head"], bias
+    hidden, head, bias = (one.clone().requires_grad_() for one in inputs)
+    targets, weights = tensors["targets"], tensors["weights"]
+    loss = linear_cross_entropy(hidden, head, targets, weights, vocab=V, bias_V=bias, cap=cap)
+    assert loss.total.item() == pytest.approx(total.item(), rel=1e-5)
+    loss.scaled.backward()
+    assert torch.allclose(hidden.grad.double(), d_hidden[:, :D], atol=1e-4, rtol=1e-4)
+    assert torch.allclose(head.grad.double(), d_head[:, :D], atol=1e-3, rtol=1e-4)
+    assert torch.allclose(bias.grad.double(), d_head[:, D], atol=1e-3, rtol=1e-4)
+
+
 def test_all_logits_are_never_kept(tensors: dict[str, torch.Tensor]) -> None:
     kept: list[int] = []
     hidden, head = (tensors[k].clone().requires_grad_() for k in ("hidden", "head"))

@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import pytest
 import torch
@@ -17,10 +17,10 @@ from torch import nn
 from gristmill.base.errors import Exit, UserError
 from gristmill.checkpoint.model import open_model
 from gristmill.config.load import load_text
-from gristmill.config.model import GPTConfig, ModelConfig
+from gristmill.config.model import ModelConfig
 from gristmill.config.resolve import padded
 from gristmill.config.roles import Role
-from gristmill.config.schema import RunConfig
+from gristmill.config.schema import MODEL_KINDS, RunConfig, any_model
 from gristmill.evaluate.data import evaluation_ids
 from gristmill.evaluate.loss import evaluate_loss
 from gristmill.export import export
@@ -43,6 +43,7 @@ class RecurrentConfig(ModelConfig):
     """A stack of gated averages over time."""
 
     kind: ClassVar[str] = "recurrent"
+    marks: ClassVar[frozenset[str]] = frozenset({"recurrent"})
     not_of_weights: ClassVar[frozenset[str]] = frozenset({"start", "dropout", "vocab"})
     recurrent: Literal[True]
     """Marks the table."""
@@ -173,16 +174,22 @@ class Recurrent(CausalLM):
 @contextlib.contextmanager
 def recurrent_models() -> Iterator[None]:
     """What adding a kind of model touches: its settings, and a row in the table of constructors."""
-    annotation = RunConfig.model_fields["model"]
+    before = dict(MODEL_KINDS)
+
+    def know(kinds: dict[str, type[ModelConfig]]) -> None:
+        MODEL_KINDS.clear()
+        MODEL_KINDS.update(kinds)
+        field = RunConfig.model_fields["model"]
+        field.annotation, *field.metadata = get_args(any_model(kinds))
+        RunConfig.model_rebuild(force=True)
+
     build.MODELS[RecurrentConfig] = Recurrent
-    annotation.annotation = GPTConfig | RecurrentConfig  # type: ignore[assignment]
-    RunConfig.model_rebuild(force=True)
+    know({**before, "recurrent": RecurrentConfig})
     try:
         yield
     finally:
         del build.MODELS[RecurrentConfig]
-        annotation.annotation = GPTConfig
-        RunConfig.model_rebuild(force=True)
+        know(before)
 
 
 @pytest.fixture

@@ -54,6 +54,11 @@ def model_folder(name: str, *, where: str = "model.start", weights: bool = True)
     return hub_folder(name, files=files, where=where, remedy=remedy)
 
 
+def settings_folder(name: str, *, where: str) -> Path:
+    """The folder of a model, of which only settings and tokenizer are downloaded."""
+    return model_folder(name, where=where, weights=False)
+
+
 def hub_folder(
     name: str, *, files: Sequence[str], where: str, remedy: str, offline: bool = False
 ) -> Path:

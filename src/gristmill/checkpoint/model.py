@@ -28,11 +28,13 @@ from gristmill.checkpoint.state import check_weights, load_weights
 from gristmill.checkpoint.state_file import STATE, is_count, read_state, shown
 from gristmill.checkpoint.tensor_reader import TensorReader, open_hf_tensors, open_tensors
 from gristmill.config.hf import from_hf
+from gristmill.config.hf_model import architecture_settings
 from gristmill.config.model import ModelConfig
 from gristmill.config.schema import parse_model
 from gristmill.models.build import build_model, outline_model
+from gristmill.models.hf_weights import folder_weights
 from gristmill.models.spec import CausalLM
-from gristmill.models.weights import Gpt2Weights, Weights
+from gristmill.models.weights import Weights
 from gristmill.parallel.control import ControlGroup
 from gristmill.parallel.sharding import ShardedParameters
 from gristmill.text.tokenizers.tokenizer import Tokenizer, open_tokenizer
@@ -107,11 +109,28 @@ def open_stored(spec: str, *, checkpoint: str = "latest") -> StoredModel:
             where="MODEL",
             exit=Exit.DATA,
         )
-    config = parse_model(from_hf(read_json(file), where=str(file)))
+    config, stored = _read_hf_config(file), open_hf_tensors(path)
     assert config.vocab is not None
-    stored = open_hf_tensors(path)
-    weights = Gpt2Weights(stored, _outline(config, vocab=config.vocab, stored=stored, where=file))
+    outline = _outline(config, vocab=config.vocab, stored=stored, where=file)
+    weights = folder_weights(stored, outline, path)
     return StoredModel(config, config.vocab, weights, open_tokenizer(path), path)
+
+
+def _read_hf_config(file: Path) -> ModelConfig:
+    """The settings of a model in a Hugging Face folder: ours if we have such a model, those of
+    transformers otherwise."""
+    content = read_json(file)
+    try:
+        return parse_model(from_hf(content, where=str(file)))
+    except DataError:
+        if not isinstance(content, dict) or "model_type" not in content:
+            raise
+    settings = {"hf": str(file.parent), "hf_config": architecture_settings(content)}
+    try:
+        return parse_model(settings)
+    except ValidationError as error:
+        what = "; ".join(f"no {one['loc'][-1]}" for one in error.errors())
+        raise DataError(f"not the config.json of a causal model: {what}", where=file) from error
 
 
 def _from_checkpoint(path: Path, *, notes: tuple[str, ...] = ()) -> StoredModel:
@@ -183,7 +202,7 @@ def load_start_weights(
         weights = open_tensors(chosen.path)
     else:
         outline = outline_model(model.config, vocab=model.vocab)
-        weights = Gpt2Weights(open_hf_tensors(path), outline)
+        weights = folder_weights(open_hf_tensors(path), outline, path)
     control.on_all_ranks(lambda: load_weights(model, weights, parameters))
     return notes
 

@@ -41,12 +41,12 @@ def bench(
     """
     import dataclasses
 
-    from gristmill.base.downloads import model_folder
+    from gristmill.base.downloads import settings_folder
     from gristmill.base.files import write_json
     from gristmill.base.memory import keep_freed_memory
     from gristmill.config.load import load_run
 
-    config = load_run(run, settings or (), find_model=model_folder)
+    config = load_run(run, settings or (), find_model=settings_folder)
     if json is not None:
         _require_place(json)
     # The profiler's library would announce itself; it reads this when torch is imported.

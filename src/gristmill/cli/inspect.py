@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +12,9 @@ from gristmill.base.errors import UserError
 from gristmill.cli.options import Overrides
 
 if TYPE_CHECKING:
+    from gristmill.config.resolve import Resolved
     from gristmill.config.schema import RunConfig
+    from gristmill.plan.arithmetic import ModelSize, TokenCost
 
 
 def config(
@@ -25,7 +26,7 @@ def config(
     presets: Annotated[bool, typer.Option("--presets", help="List the presets.")] = False,
 ) -> None:
     """Print the complete settings of a run and the numbers that follow from them."""
-    from gristmill.base.downloads import model_folder
+    from gristmill.base.downloads import settings_folder
     from gristmill.config.load import dump_run, load_run
     from gristmill.config.schema import RunConfig
     from gristmill.config.settings import FileSchema
@@ -38,8 +39,7 @@ def config(
     elif run is None:
         raise UserError("give a run file, --schema or --presets", where="config")
     else:
-        find_model = partial(model_folder, weights=False)
-        loaded = load_run(run, settings or (), find_model=find_model)
+        loaded = load_run(run, settings or (), find_model=settings_folder)
         derived = _derived(loaded)
         typer.echo(dump_run(loaded) + "\n" + "\n".join(derived))
 
@@ -66,7 +66,6 @@ def _derived(config: RunConfig) -> list[str]:
     from gristmill.config.resolve import resolve
     from gristmill.config.rules import doubts
     from gristmill.data.dataset import open_data
-    from gristmill.plan.arithmetic import gpt_size, token_cost
     from gristmill.tokens.store import TokensNotFoundError
 
     vocab, source = 50257, "assumed: the token files do not say"
@@ -81,8 +80,7 @@ def _derived(config: RunConfig) -> list[str]:
     if config.model.vocab is not None:
         source = "model.vocab"
     numbers = resolve(config, vocab=vocab)
-    size = gpt_size(config, rows=numbers.padded_vocab)
-    cost = token_cost(config.model, rows=numbers.padded_vocab, sequence=numbers.sequence)
+    size, cost = _size_and_cost(config, numbers)
     total = numbers.samples * numbers.sequence
     *growing, full = numbers.ramp.ramp_steps
     ramp = (
@@ -105,6 +103,21 @@ def _derived(config: RunConfig) -> list[str]:
     }
     lines = (*rows.items(), *(("warning", doubt) for doubt in doubts(config, numbers)))
     return ["# which means", *(f"# {name:<11} {text}" for name, text in lines)]
+
+
+def _size_and_cost(config: RunConfig, numbers: Resolved) -> tuple[ModelSize, TokenCost]:
+    """By formula for our own models; others are outlined, which loads torch."""
+    from gristmill.config.model import GPTConfig
+    from gristmill.plan.arithmetic import gpt_size, model_size, token_cost
+
+    if isinstance(config.model, GPTConfig):
+        rows = numbers.padded_vocab
+        cost = token_cost(config.model, rows=rows, sequence=numbers.sequence)
+        return gpt_size(config, rows=rows), cost
+    from gristmill.models.build import outline_model
+
+    outline = outline_model(config.model, vocab=numbers.vocab)
+    return model_size(config, outline.size_by_role()), outline.token_cost(numbers.sequence)
 
 
 def report(

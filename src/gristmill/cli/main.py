@@ -25,7 +25,17 @@ import typer
 from typer.core import TyperGroup
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.cli import bench, inspect, models, prepare, replay, tokenizer, tokens, train
+from gristmill.cli import (
+    bench,
+    evaluate,
+    inspect,
+    models,
+    prepare,
+    replay,
+    tokenizer,
+    tokens,
+    train,
+)
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 """Errors that no program can be written to avoid."""
@@ -66,7 +76,7 @@ app.add_typer(tokenizer.tokenizer, name="tokenizer")
 app.command("train")(train.train)
 app.command("replay")(replay.replay)
 app.command("bench")(bench.bench)
-app.command("evaluate")(models.evaluate)
+app.command("evaluate")(evaluate.evaluate)
 app.command("generate")(models.generate)
 app.command("export")(models.export)
 app.command("report")(inspect.report)

@@ -1,10 +1,9 @@
-"""`evaluate`, `generate` and `export`: what to do with a model."""
+"""`generate` and `export`: what to do with a model."""
 
 from __future__ import annotations
 
 import enum
 import json
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gristmill.base.errors import UserError
-from gristmill.base.units import format_bytes, format_count, format_seconds
+from gristmill.base.units import format_bytes
 from gristmill.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
@@ -35,7 +34,8 @@ Which = Annotated[
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
 
 
-def _open(model: str, *, checkpoint: str, device: str) -> LoadedModel:
+def open_loaded(model: str, *, checkpoint: str, device: str) -> LoadedModel:
+    """The model that a user names, on a device."""
     from gristmill.checkpoint.model import open_stored
     from gristmill.parallel.device import select_device
 
@@ -50,59 +50,6 @@ def _warn(stored: StoredModel) -> None:
     """Say on stderr what the user did not ask for, such as an older checkpoint."""
     for note in stored.notes:
         typer.echo(f"warning: {note}", err=True)
-
-
-def evaluate(
-    model: Model,
-    data: Annotated[str | None, typer.Option(help="Token files, by their prefix.")] = None,
-    text: Annotated[list[str] | None, typer.Option(help="Text files to evaluate on.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Stop after this many tokens.", min=1)] = None,
-    batch: Annotated[int, typer.Option(help="Windows per batch.", min=1)] = 8,
-    checkpoint: Which = "latest",
-    device: Device = "auto",
-) -> None:
-    """Measure loss, perplexity and bits per byte on text.
-
-    Uses the validation text of the run unless --data or --text is given.
-    """
-    import dataclasses
-
-    from gristmill.evaluate.data import evaluation_ids
-    from gristmill.evaluate.loss import evaluate_loss
-
-    loaded = _open(model, checkpoint=checkpoint, device=device)
-    chosen = evaluation_ids(loaded, data=data, text=text)
-    with ProgressLine("evaluating") as line:
-        result = evaluate_loss(
-            loaded,
-            chosen.ids,
-            batch=batch,
-            limit=limit,
-            rules=chosen.rules,
-            starts=chosen.starts,
-            progress=lambda done, total: line.update(done, total, f"{format_count(done)} tokens"),
-        )
-    rows = {
-        "model": loaded.origin,
-        "text": chosen.name,
-        "loss": f"{result.loss:.4f}",
-        "perplexity": f"{result.perplexity:.2f}",
-        "bits per byte": f"{result.bits_per_byte:.4f}",
-        "tokens": f"{result.tokens:,} in {format_seconds(result.seconds)}",
-    }
-    for title, value in rows.items():
-        typer.echo(f"{title:<14} {value}")
-    if loaded.run is not None and loaded.step is not None:
-        from gristmill.base.files import write_json
-        from gristmill.track.folder import RunFolder
-
-        folder = RunFolder(loaded.run)
-        folder.evals.mkdir(exist_ok=True)
-        name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(chosen.name).name).strip("-")
-        file = folder.evals / f"step-{loaded.step:08d}-{name}.json"
-        facts = {"model": loaded.origin.name, "text": chosen.name, **dataclasses.asdict(result)}
-        write_json(file, facts)
-        typer.echo(f"written to     {file}")
 
 
 def generate(
@@ -131,7 +78,7 @@ def generate(
     from gristmill.generate import Sampling, TextGenerator
 
     sampling = Sampling(temperature, top_k, top_p, seed)
-    loaded = _open(model, checkpoint=checkpoint, device=device)
+    loaded = open_loaded(model, checkpoint=checkpoint, device=device)
     generator = TextGenerator(loaded.model, loaded.tokenizer, cached=cache)
     stops = [text for text in stop or () if text]
     options: dict[str, Any] = {"tokens": tokens, "sampling": sampling, "stop": stops}

@@ -27,12 +27,12 @@ def replay(
     All steps from the last checkpoint before it are computed twice, and compared with each other
     and with the run's records. Nothing in the run folder changes.
     """
-    from gristmill.base.downloads import model_folder
+    from gristmill.base.downloads import settings_folder
     from gristmill.cli.progress import ProgressLine
     from gristmill.config.load import load_run
     from gristmill.train.replay import replay_step
 
-    config = load_run(run, settings or (), find_model=model_folder)
+    config = load_run(run, settings or (), find_model=settings_folder)
     with ProgressLine("replaying") as line:
         found = replay_step(
             config,

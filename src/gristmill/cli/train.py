@@ -54,10 +54,10 @@ def train(
     from gristmill.launch.lifeline import follow_supervisor
 
     supervised = follow_supervisor()
-    from gristmill.base.downloads import model_folder
+    from gristmill.base.downloads import settings_folder
     from gristmill.config.load import load_run
 
-    config = load_run(run, settings or (), find_model=model_folder)
+    config = load_run(run, settings or (), find_model=settings_folder)
     if fresh and start_from is not None:
         what = "--fresh starts over, and --from goes back to a checkpoint"
         raise UserError(what, where="command line", remedy="leave out one of them", exit=Exit.USAGE)

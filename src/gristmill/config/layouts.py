@@ -172,11 +172,12 @@ def _context_parallel(config: RunConfig, mesh: Mesh) -> Iterator[Problem]:
         what = f"{mesh.cp} does not divide half the sequence {sequence // 2}"
         choices = nearest(divisors(sequence // 2), mesh.cp)
         yield Problem(what, "parallel.cp", f"cp could be {choices}")
-    if config.parallel.attention == "heads" and model.heads % (mesh.cp * mesh.tp):
-        what = f"{_product(cp=mesh.cp, tp=mesh.tp)} the heads {model.heads}"
+    if config.parallel.attention == "heads" and model.attention_heads % (mesh.cp * mesh.tp):
+        heads = model.attention_heads
+        what = f"{_product(cp=mesh.cp, tp=mesh.tp)} the heads {heads}"
         remedy = 'set parallel.attention = "ring"'
-        if model.heads % mesh.tp == 0:
-            choices = nearest(divisors(math.gcd(model.heads // mesh.tp, sequence // 2)), mesh.cp)
+        if heads % mesh.tp == 0:
+            choices = nearest(divisors(math.gcd(heads // mesh.tp, sequence // 2)), mesh.cp)
             remedy = f"cp could be {choices}, or {remedy}"
         yield Problem(what, "parallel.cp", remedy)
     if model.dropout:
@@ -185,7 +186,7 @@ def _context_parallel(config: RunConfig, mesh: Mesh) -> Iterator[Problem]:
 
 
 def _pipeline(config: RunConfig, mesh: Mesh) -> Iterator[Problem]:
-    parallel, layers = config.parallel, config.model.layers
+    parallel, layers = config.parallel, config.model.blocks
     each = parallel.stages_each
     if layers % (mesh.pp * each):
         name = "pp" if parallel.stages is None else "stages"

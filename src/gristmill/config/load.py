@@ -1,6 +1,7 @@
 """From a run file to a `RunConfig`, or to one error that lists everything wrong with it.
 
-    class defaults  <  sizes of model.start  <  preset  <  run file  <  a.b=c on the command line
+    class defaults  <  model.start  <  preset  <  config.json of model.hf  <  run file  <  a.b=c on
+    the command line
 
 The value "unset" removes what lower layers say. A setting without effect is dropped if a preset has
 it, and refused if the user wrote it. Every problem names its place: the file and line, the preset,
@@ -11,37 +12,51 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, Protocol, get_args, get_origin
 
 import tomli_w
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Tag, ValidationError
 from pydantic_core import ErrorDetails
 
-from gristmill.base.errors import Problem, UserError
+from gristmill.base.errors import DataError, Problem, UserError
+from gristmill.base.files import read_json
 from gristmill.config.hf import model_settings
+from gristmill.config.hf_model import architecture_settings
 from gristmill.config.rules import check
-from gristmill.config.schema import RunConfig
+from gristmill.config.schema import MODEL_KINDS, RunConfig
 from gristmill.config.settings import UNSET, NoEffect, Path_
 from gristmill.config.toml import key_lines
 
 Values = dict[Path_, Any]
 """Settings of one or more layers by their path, such as ("optim", "lr")."""
 
-FindModel = Callable[[str], Path]
-"""Finds the local folder of a model by its name."""
+_OPEN: tuple[Path_, ...] = (("model", "hf_config"),)
+"""Tables with any keys, of which a higher layer may change some."""
+
+
+class FindModel(Protocol):
+    """Finds the local folder of a model by its name."""
+
+    def __call__(self, name: str, *, where: str) -> Path:
+        """Its settings are needed, its weights are not; `where` is the setting with the name."""
+
+
+def _local(name: str, *, where: str) -> Path:
+    return Path(name)
 
 
 def load_run(
-    path: Path, overrides: Sequence[str] = (), *, find_model: FindModel = Path
+    path: Path, overrides: Sequence[str] = (), *, find_model: FindModel = _local
 ) -> RunConfig:
     """Read a run file, or the one in a run folder; raises one error with all problems.
 
-    `find_model` gives the local folder of `model.start`: nothing in here uses the network.
+    `find_model` gives the local folder of `model.start` or `model.hf`: nothing in here uses the
+    network.
     """
     if path.is_dir():
         path = path / "run.toml"
@@ -55,7 +70,7 @@ def load_run(
 
 
 def load_text(
-    text: str, overrides: Sequence[str] = (), *, place: str, find_model: FindModel = Path
+    text: str, overrides: Sequence[str] = (), *, place: str, find_model: FindModel = _local
 ) -> RunConfig:
     """As `load_run`, from the text of a run file."""
     try:
@@ -73,27 +88,43 @@ def load_text(
     lower: Values = {}
     places = _Places(place, text, {})
     weights: dict[str, Any] | None = None
-    for path in (("model", "start"), ("preset",)):
-        name = given.get(path)
+    for path in (("model", "start"), ("preset",), ("model", "hf")):
+        name, setting = given.get(path), ".".join(path)
         if name is None or name == UNSET:
             continue
         try:
             if path == ("preset",):
                 values = _flatten(load_preset(name))
-            elif isinstance(name, str):
-                weights = model_settings(find_model(name))
-                values = _flatten({"model": weights})
-            else:
+            elif not isinstance(name, str):
                 continue
+            elif path == ("model", "start"):
+                weights = model_settings(find_model(name, where=setting))
+                values = _flatten({"model": weights})
+            elif (*_OPEN[0], "model_type") in file:
+                continue  # the file has all of the architecture
+            else:
+                config = _read_architecture(find_model(name, where=setting))
+                values = {path: name} | _flatten({"model": {"hf_config": config}})
         except UserError as error:
             first, *rest = error.problems
-            what = first.what if first.where == ".".join(path) else f"{first.where}: {first.what}"
+            what = first.what if first.where == setting else f"{first.where}: {first.what}"
             problem = Problem(what, written.where(path), first.remedy)
             raise UserError([problem, *rest], exit=error.exit) from error
         lower = _lay_over(lower, values)
-        places.of.update(dict.fromkeys(values, f"{'.'.join(path)} {name}"))
+        places.of.update(dict.fromkeys(values, f"{setting} {name}"))
     places.of.update(written.of)
     return _validate(_lay_over(lower, given), places, written.of, weights)
+
+
+def _read_architecture(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    if not file.is_file():
+        what = f"'{folder}' holds no Hugging Face model (config.json)"
+        raise DataError(what, where="model.hf")
+    content = read_json(file)
+    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+        raise DataError("this is not the config.json of a model: no model_type", where=file)
+    return architecture_settings(content)
 
 
 @dataclass(frozen=True)
@@ -182,7 +213,7 @@ def _flatten(
     values: Values = {}
     for key, value in tables.items():
         inner = (*path, key)
-        if isinstance(value, dict) and value and inner not in whole:
+        if isinstance(value, dict) and value and (inner not in whole or inner in _OPEN):
             values.update(_flatten(value, inner, whole=whole))
         else:
             values[inner] = value
@@ -203,7 +234,7 @@ def _lay_over(below: Values, above: Values, *, within_layer: bool = False) -> Va
     """One layer over another. A table that names another `type` replaces the one below, unless both
     are of a family with the same settings; within a layer the type may be named in any of the
     pieces of a table."""
-    other_type = set()
+    other_type = {"model"} if _other_model(below, above) else set()
     for key, info in RunConfig.model_fields.items():
         default = getattr(info.default, "type", None)
         kinds = [layer.get((key, "type")) for layer in (below, above)]
@@ -219,6 +250,23 @@ def _lay_over(below: Values, above: Values, *, within_layer: bool = False) -> Va
     above = {path: value for path, value in above.items() if value != {} or path not in filled}
     kept = {p: value for p, value in below.items() if not any(_overlap(path, p) for path in above)}
     return {**kept, **above}
+
+
+def _other_model(below: Values, above: Values) -> bool:
+    """Whether a layer names a kind of model, or a Hugging Face model, that the one below is not."""
+    layers = [{p: one for p, one in layer.items() if one != UNSET} for layer in (below, above)]
+    kinds = [{kind for path in layer for kind in _marked(path)} for layer in layers]
+    named = [layer.get(("model", "hf")) for layer in layers]
+    other = None not in named and named[0] != named[1]
+    return bool(kinds[1]) and (kinds[0] != kinds[1] or other)
+
+
+def _marked(path: Path_) -> Iterator[str]:
+    """The kind of model of which a setting is the mark, if it is one."""
+    if path[0] == "model" and len(path) > 1:
+        for name, kind in MODEL_KINDS.items():
+            if path[1] in kind.marks:
+                yield name
 
 
 def _family(key: str, kind: Any) -> Any:
@@ -242,7 +290,8 @@ def _remove_unset(tables: dict[str, Any], model: type[BaseModel] = RunConfig) ->
             kind = value.get("type", UNSET)
             if kind == UNSET:
                 kind = getattr(info.default, "type", None)
-            _remove_unset(value, classes.get(str(kind), next(iter(classes.values()))))
+            marked = next((name for path in value for name in _marked((key, path))), None)
+            _remove_unset(value, classes.get(str(marked or kind), next(iter(classes.values()))))
 
 
 # ------------------------------------------------------------------ checking
@@ -288,9 +337,9 @@ def _problem(details: ErrorDetails, places: _Places) -> Problem:
         case "union_tag_invalid":
             got, choices = details["ctx"]["tag"], details["ctx"]["expected_tags"]
             return Problem(f"there is no type {got!r}", f"{where}.type", f"one of {choices}")
-        case "model_type" | "model_attributes_type" if details["input"] == UNSET:
-            return Problem("every run has this table", where, "unset its settings one by one")
         case "model_type" | "model_attributes_type" | "union_tag_not_found":
+            if details["input"] == UNSET:
+                return Problem("every run has this table", where, "unset its settings one by one")
             message = f"must be a table, [{dotted}]"
         case "value_error":
             message = str(details["ctx"]["error"])
@@ -321,13 +370,15 @@ def _field(model: type[BaseModel], key: str) -> Any:
 
 
 def _tables(model: type[BaseModel], key: str) -> dict[str, type[BaseModel]]:
-    """The table classes a field may hold, by their `type`."""
+    """The table classes a field may hold, by their `type` or tag."""
     kinds = getattr(_field(model, key), "annotation", None)
     found: dict[str, type[BaseModel]] = {}
     for option in (kinds, *get_args(kinds)):
-        if isinstance(option, type) and issubclass(option, BaseModel):
-            kind = option.model_fields.get("type")
-            found[str(kind.default) if kind else option.__name__] = option
+        table, *tags = get_args(option) if get_origin(option) is Annotated else (option,)
+        if isinstance(table, type) and issubclass(table, BaseModel):
+            kind = table.model_fields.get("type")
+            tag = next((one.tag for one in tags if isinstance(one, Tag)), table.__name__)
+            found[str(kind.default) if kind else tag] = table
     return found
 
 
@@ -339,6 +390,10 @@ def _description(path: Path_, model: type[BaseModel]) -> str | None:
 def _nearest(path: Path_, model: type[BaseModel]) -> str:
     known = [info.alias or name for name, info in model.model_fields.items()]
     kinds = [kind for kind, table in _tables(RunConfig, path[0]).items() if _field(table, path[-1])]
+    if len(path) == 2 and kinds and path[0] == "model":
+        if "hf" in kinds:
+            return "only a Hugging Face model has it: give model.hf too"
+        return "not with model.hf: set what its architecture has in model.hf_config"
     if len(path) == 2 and kinds:
         return f"{path[0]} has it with type = {' or '.join(map(repr, kinds))}"
     keys = difflib.get_close_matches(path[-1], {p[-1] for p in setting_paths()}, n=1, cutoff=0.8)

@@ -25,6 +25,9 @@ class ModelConfig(Settings):
     kind: ClassVar[str] = "this"
     """What messages call a model of this kind."""
     abilities: ClassVar[frozenset[Ability]] = frozenset()
+    marks: ClassVar[frozenset[str]] = frozenset()
+    """Settings that only this kind has, and one of which tables of it always have; empty for the
+    kind that a table is of if it has none of any other's."""
     not_of_weights: ClassVar[frozenset[str]] = frozenset({"start", "dropout"})
     """Settings that may differ between a run and the weights it starts from or resumes with."""
     retired: ClassVar[Mapping[str, Any]] = {}
@@ -52,6 +55,11 @@ class ModelConfig(Settings):
         """Roles that parameters of a model with these settings have."""
         return frozenset(Role)
 
+    @property
+    def initial_weights(self) -> str | None:
+        """Where a new run's weights come from; None if they are random."""
+        return self.start
+
     def effective(self, name: str) -> Any:
         """What a setting amounts to, where one that is not given follows from others."""
         return getattr(self, name)
@@ -59,6 +67,16 @@ class ModelConfig(Settings):
     def tensor_parallel_sizes(self) -> dict[str, int]:
         """Sizes that parallel.tp has to divide, by what messages call them."""
         return {}
+
+    @property
+    def attention_heads(self) -> int:
+        """Heads that context parallelism may divide, of a model with that ability."""
+        raise NotImplementedError
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that pipeline stages divide, of a model with that ability."""
+        raise NotImplementedError
 
     def identity(self) -> dict[str, Any]:
         """Settings that a resumed run must share with the run that wrote the checkpoint."""
@@ -158,6 +176,14 @@ class GPTConfig(ModelConfig):
         if self.groups != self.heads:
             sizes[f"the key and value heads {self.groups}"] = self.groups
         return {**sizes, f"the inner width {self.inner}": self.inner}
+
+    @property
+    def attention_heads(self) -> int:
+        return self.heads
+
+    @property
+    def blocks(self) -> int:
+        return self.layers
 
     @property
     def head_width(self) -> int:

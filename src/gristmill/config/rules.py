@@ -12,6 +12,7 @@ from typing import Any
 
 from gristmill.base.errors import Problem, UserError
 from gristmill.base.units import parse_split
+from gristmill.config.hf_model import NULL, HFConfig, positions
 from gristmill.config.layouts import layout_problems, ramp_problems
 from gristmill.config.model import GPTConfig
 from gristmill.config.optim import InverseSqrtSchedule, MuonConfig, WarmupStableDecaySchedule
@@ -82,6 +83,7 @@ def _long_rise(config: RunConfig, numbers: Resolved) -> list[str]:
 
 def _gpt_fits(config: RunConfig, written: Written) -> Iterator[Problem]:
     model = config.model
+    assert isinstance(model, GPTConfig)
     if model.width % model.heads:
         what = f"{model.heads} heads do not divide the width {model.width}"
         remedy = f"heads could be {nearest(divisors(model.width), model.heads)}"
@@ -108,6 +110,37 @@ def _gpt_fits(config: RunConfig, written: Written) -> Iterator[Problem]:
         if size % FP8_MULTIPLE:
             what = f"{size} is not a multiple of {FP8_MULTIPLE}, which products in fp8 need"
             yield Problem(what, f"model.{name}", "change it, or leave precision.fp8 out")
+
+
+def _hf_fits(config: RunConfig, written: Written) -> Iterator[Problem]:
+    model = config.model
+    assert isinstance(model, HFConfig)
+    table = model.hf_config
+    if not isinstance(table.get("model_type"), str):
+        remedy = "give model.hf, or set model.hf_config.model_type, such as 'llama'"
+        yield Problem("the architecture is not named", "model.hf_config", remedy)
+    if model.init == "pretrained" and model.hf is None:
+        yield Problem("there are no weights to start from", "model.init", "name them with model.hf")
+    if model.init == "pretrained" and model.start is not None:
+        what = "the weights of model.hf and of model.start cannot both be initial"
+        yield Problem(what, "model.init", "leave one of the two out")
+    most = positions(table)
+    if most is not None and model.context > most:
+        what = f"{model.context} is more than the {most} positions of the architecture"
+        yield Problem(what, "model.context", "shorten it, or raise those in model.hf_config")
+    size = table.get("vocab_size")
+    if model.init == "pretrained" and isinstance(size, int) and model.vocab != size:
+        what = f"{model.vocab}, but the weights in {model.hf!r} have {size} rows"
+        yield Problem(what, "model.vocab", "leave it out")
+    if model.dropout and not model.dropout_names:
+        why = f"on {model.model_type}, whose config.json has no dropout rate"
+        yield no_effect("model.dropout", why)
+    if table.get("quantization_config", NULL) != NULL:
+        what = "quantized weights cannot be trained"
+        yield Problem(what, "model.hf_config.quantization_config", "use the original model")
+    if table.get("output_router_logits") is True:
+        what = "the auxiliary loss of routers is not computed here"
+        yield Problem(what, "model.hf_config.output_router_logits", "set it to false")
 
 
 def _model_is_able(config: RunConfig) -> Iterator[Problem]:
@@ -284,19 +317,24 @@ def _muon_fits(config: RunConfig, written: Written) -> Iterator[Problem]:
 
 _OF_KIND: dict[type[Settings], Callable[[RunConfig, Written], Iterator[Problem]]] = {
     GPTConfig: _gpt_fits,
+    HFConfig: _hf_fits,
     MuonConfig: _muon_fits,
 }
 """The rules of one kind of model or optimizer."""
 
 
 def _start_agrees(config: RunConfig, settings: Mapping[str, Any]) -> Iterator[Problem]:
-    kind = type(config.model)
+    kind, start = type(config.model), config.model.start
     weights = kind.model_validate(settings)
     for name in (name for name in kind.model_fields if name not in kind.not_of_weights):
         got, value = config.model.effective(name), weights.effective(name)
+        path = f"model.{name}"
+        if isinstance(got, dict):
+            key = next((key for key in {**got, **value} if got.get(key) != value.get(key)), "")
+            path, got, value = f"{path}.{key}", got.get(key), value.get(key)
         if got != value:
-            what = f"is {got!r}, but the weights in {config.model.start!r} have {value!r}"
-            yield Problem(what, f"model.{name}", "leave it out: it is taken from the weights")
+            what = f"is {got!r}, but the weights in {start!r} have {value!r}"
+            yield Problem(what, path, "leave it out: it is taken from the weights")
 
 
 def check_mesh(config: RunConfig, *, processes: int) -> Mesh:

@@ -6,11 +6,13 @@ Settings are frozen; numbers that follow from them are in `config/resolve.py`. A
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
-from pydantic import Field, TypeAdapter
+from pydantic import Discriminator, Field, Tag, TypeAdapter
 
 from gristmill.base.units import Duration
+from gristmill.config.hf_model import HFConfig
 from gristmill.config.model import GPTConfig, ModelConfig
 from gristmill.config.optim import AdamWConfig, AnyOptimizerConfig, CosineSchedule, ScheduleConfig
 from gristmill.config.parallel import ParallelConfig
@@ -254,6 +256,28 @@ class TrackConfig(Settings):
     """Report to Weights & Biases."""
 
 
+def any_model(kinds: Mapping[str, type[ModelConfig]]) -> Any:
+    """The type of a `[model]` table that is of one of these kinds, told apart by their marks."""
+
+    def kind_of(table: Any) -> str | None:
+        if isinstance(table, ModelConfig):
+            return next(name for name, kind in kinds.items() if type(table) is kind)
+        if not isinstance(table, dict):
+            return None
+        marked = (name for name, kind in kinds.items() if kind.marks & set(table))
+        return next(marked, next(name for name, kind in kinds.items() if not kind.marks))
+
+    tagged = tuple(Annotated[kind, Tag(name)] for name, kind in kinds.items())
+    return Annotated[Union[tagged], Discriminator(kind_of)]  # noqa: UP007
+
+
+MODEL_KINDS: dict[str, type[ModelConfig]] = {"gpt": GPTConfig, "hf": HFConfig}
+if TYPE_CHECKING:
+    AnyModelConfig = ModelConfig
+else:
+    AnyModelConfig = any_model(MODEL_KINDS)
+
+
 class RunConfig(Settings):
     """One training run."""
 
@@ -263,7 +287,7 @@ class RunConfig(Settings):
     """A named set of settings, such as "gpt2-small"; `gristmill config --presets` lists them."""
     folder: str | None = None
     """Folder for everything the run writes; runs/NAME if not given."""
-    model: GPTConfig
+    model: AnyModelConfig
     """The network."""
     data: DataConfig
     """The token files."""
@@ -291,6 +315,5 @@ class RunConfig(Settings):
 
 def parse_model(values: dict[str, Any]) -> ModelConfig:
     """A `[model]` table that was written by this program, of whatever kind of model."""
-    kinds: Any = RunConfig.model_fields["model"].annotation
-    model: ModelConfig = TypeAdapter(kinds).validate_python(values)
+    model: ModelConfig = TypeAdapter(any_model(MODEL_KINDS)).validate_python(values)
     return model

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from gristmill.base.downloads import model_folder
+from gristmill.base.downloads import settings_folder
 from gristmill.base.errors import UserError
 from gristmill.checkpoint.model import LoadedModel
 from gristmill.config.load import load_run
@@ -23,7 +22,6 @@ from gristmill.text.sources.reading import SourceReader
 from gristmill.text.sources.source import Document
 from gristmill.tokens.store import open_tokens
 
-_MODEL_SETTINGS = partial(model_folder, weights=False)
 
 @dataclass(frozen=True)
 class EvaluationText:
@@ -59,7 +57,7 @@ def evaluation_ids(
         )
     if loaded.run is None or not (loaded.run / "run.toml").is_file():
         return chosen
-    config = load_run(loaded.run / "run.toml", find_model=_MODEL_SETTINGS)
+    config = load_run(loaded.run / "run.toml", find_model=settings_folder)
     rules = build_rules(config.data, end_of_text=loaded.tokenizer.end_of_text)
     return replace(chosen, rules=replace(rules, unweighted=False))  # every token counts
 
@@ -76,7 +74,7 @@ def _encode(loaded: LoadedModel, paths: Sequence[str]) -> EvaluationText:
 
 def _held_out(run: Path) -> EvaluationText:
     """A run's validation text: the parts of its token sets, each of which begins a document."""
-    config = load_run(run / "run.toml", find_model=_MODEL_SETTINGS)
+    config = load_run(run / "run.toml", find_model=settings_folder)
     sequence = config.data.sequence or config.model.context
     held = open_data(config.data, sequence=sequence).validation
     if held is None:

@@ -10,11 +10,13 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from gristmill.config.hf_model import HFConfig
 from gristmill.config.model import GPTConfig, ModelConfig
 from gristmill.models.gpt import GPT
+from gristmill.models.hf import HFModel
 from gristmill.models.spec import WHOLE, CausalLM, ModelShard
 
-MODELS: dict[type[ModelConfig], Callable[..., CausalLM]] = {GPTConfig: GPT}
+MODELS: dict[type[ModelConfig], Callable[..., CausalLM]] = {GPTConfig: GPT, HFConfig: HFModel}
 
 
 def outline_model(

@@ -2,7 +2,7 @@
 
 For N tokens, hidden states h, head W and loss weights w, the loss is the sum
 
-    sum_n  w_n (logsumexp(z_n) - z_n[target_n])      z_n = cap tanh(W h_n / cap), or W h_n
+    sum_n  w_n (logsumexp(z_n) - z_n[target_n])      z_n = W h_n (+ b), or cap tanh(that / cap)
 
 computed over slices of tokens. Gradients are computed in the same pass, slice by slice, overwriting
 the logits: dW and dh are kept, and the work is the usual three matrix products. The price: the
@@ -42,6 +42,7 @@ def linear_cross_entropy(
     weights_N: torch.Tensor | None,
     *,
     vocab: int,
+    bias_V: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
     cap: float | None = None,
     kernel: bool = False,
@@ -57,7 +58,7 @@ def linear_cross_entropy(
         scale = torch.ones((), device=hidden_ND.device)
     others = None if comm is None or comm.single else comm
     scaled, total = _LinearCrossEntropy.apply(
-        *(hidden_ND, head_VD, targets_N, weights_N, scale),
+        *(hidden_ND, head_VD, bias_V, targets_N, weights_N, scale),
         *(vocab, cap, kernel, fp8, torch.is_grad_enabled(), others, first),
     )
     return Loss(scaled, total)
@@ -82,6 +83,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any,
         hidden_ND: torch.Tensor,
         head_VD: torch.Tensor,
+        bias_V: torch.Tensor | None,
         targets_N: torch.Tensor,
         weights_N: torch.Tensor | None,
         scale: torch.Tensor,
@@ -93,28 +95,30 @@ class _LinearCrossEntropy(torch.autograd.Function):
         comm: ShardComm | None,
         first: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        tensors = (hidden_ND, head_VD, targets_N, weights_N, scale)
+        tensors = (hidden_ND, head_VD, bias_V, targets_N, weights_N, scale)
         if comm is None:
-            total, d_hidden, d_head = _sliced(*tensors, vocab, cap, kernel, fp8, wants_gradient)
+            total, *gradients = _sliced(*tensors, vocab, cap, kernel, fp8, wants_gradient)
         else:
             half = head_VD.to(hidden_ND.dtype)
-            head = _PlainHead(half, vocab, cap, comm=comm, first=first)
-            total, d_hidden, d_head = _over_slices(head, *tensors, 4, wants_gradient)
-        ctx.save_for_backward(d_hidden, d_head)
+            head = _PlainHead(half, None, vocab, cap, comm=comm, first=first)
+            total, *gradients = _over_slices(head, *tensors, 4, wants_gradient)
+        ctx.has_bias = bias_V is not None
+        ctx.save_for_backward(*gradients)
         ctx.mark_non_differentiable(total)
         return total * scale, total
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        d_hidden, d_head = ctx.saved_tensors
         outer, rest = gradients[0], (None,) * 10
-        return d_hidden * outer.to(d_hidden.dtype), d_head * outer.to(d_head.dtype), *rest
+        d_hidden, d_head, d_bias = (one * outer.to(one.dtype) for one in ctx.saved_tensors)
+        return d_hidden, d_head, d_bias if ctx.has_bias else None, *rest
 
 
 @torch.library.custom_op("gristmill::linear_cross_entropy", mutates_args=())
 def _sliced(
     hidden_ND: torch.Tensor,
     head_VD: torch.Tensor,
+    bias_V: torch.Tensor | None,
     targets_N: torch.Tensor,
     weights_N: torch.Tensor | None,
     scale: torch.Tensor,
@@ -123,20 +127,22 @@ def _sliced(
     kernel: bool,
     fp8: bool,
     wants_gradient: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The summed loss and the scaled gradients of hidden states and head (empty if not wanted)."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The summed loss and the scaled gradients of hidden states, head and bias; those that are not
+    wanted are empty."""
     dtype = hidden_ND.dtype
     width = dtype.itemsize if kernel or fp8 else 4
     head: _Head
     if fp8 and wants_gradient:
         from gristmill.models.kernels.head_fp8 import Fp8Head
 
-        assert dtype is torch.bfloat16, "checked with the settings"
+        assert dtype is torch.bfloat16 and bias_V is None, "checked with the settings"
         head = Fp8Head(head_VD, vocab=vocab, cap=cap)
     else:
-        head = _PlainHead(head_VD.to(dtype), vocab, cap, kernel)
+        bias = None if bias_V is None else bias_V.to(dtype)
+        head = _PlainHead(head_VD.to(dtype), bias, vocab, cap, kernel)
     return _over_slices(
-        head, hidden_ND, head_VD, targets_N, weights_N, scale, width, wants_gradient
+        head, hidden_ND, head_VD, bias_V, targets_N, weights_N, scale, width, wants_gradient
     )
 
 
@@ -144,18 +150,21 @@ def _over_slices(
     head: _Head,
     hidden_ND: torch.Tensor,
     head_VD: torch.Tensor,
+    bias_V: torch.Tensor | None,
     targets_N: torch.Tensor,
     weights_N: torch.Tensor | None,
     scale: torch.Tensor,
     width: int,
     wants_gradient: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The same for a head in some format; a logit takes `width` bytes."""
     device = hidden_ND.device
     total = torch.zeros((), dtype=torch.float32, device=device)
     d_hidden = torch.empty_like(hidden_ND) if wants_gradient else hidden_ND.new_empty(0)
     # Accumulated over slices in fp32, whatever the head's dtype.
     d_head = torch.zeros(head_VD.shape if wants_gradient else 0, dtype=torch.float32, device=device)
+    rows = head_VD.shape[0] if wants_gradient and bias_V is not None else 0
+    d_bias = torch.zeros(rows, dtype=torch.float32, device=device)
     scale = scale.float()
     step = slice_length(head_VD.shape[0], width=width, device=device)
     for start in range(0, hidden_ND.shape[0], step):
@@ -169,22 +178,25 @@ def _over_slices(
                 d_head.addmm_(d_logits.T, hidden)
             else:
                 d_head += d_logits.T @ hidden
+            if bias_V is not None:
+                d_bias += d_logits.sum(dim=0, dtype=torch.float32)
             del d_logits  # frees the memory for the next slice
         else:
             losses, _ = head.losses(hidden, targets, None, None)
         total += (losses * weights).sum()
-    return total, d_hidden, d_head.to(head_VD.dtype)
+    return total, d_hidden, d_head.to(head_VD.dtype), d_bias.to(head_VD.dtype)
 
 
 @_sliced.register_fake
 def _(
-    hidden_ND: torch.Tensor, head_VD: torch.Tensor, *others: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    hidden_ND: torch.Tensor, head_VD: torch.Tensor, bias_V: torch.Tensor | None, *others: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     wants_gradient = others[-1]
-    total = hidden_ND.new_empty((), dtype=torch.float32)
+    total, none = hidden_ND.new_empty((), dtype=torch.float32), head_VD.new_empty(0)
     if not wants_gradient:
-        return total, hidden_ND.new_empty(0), head_VD.new_empty(0)
-    return total, torch.empty_like(hidden_ND), torch.empty_like(head_VD)
+        return total, hidden_ND.new_empty(0), none, head_VD.new_empty(0)
+    d_bias = none if bias_V is None else torch.empty_like(bias_V, dtype=head_VD.dtype)
+    return total, torch.empty_like(hidden_ND), torch.empty_like(head_VD), d_bias
 
 
 class _Head(Protocol):
@@ -210,6 +222,7 @@ class _PlainHead:
     """The head, or its rows from `first` on, in the dtype of the hidden states."""
 
     head_VD: torch.Tensor
+    bias_V: torch.Tensor | None
     vocab: int
     cap: float | None
     kernel: bool = False
@@ -224,7 +237,11 @@ class _PlainHead:
         d_hidden_ND: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         vocab, cap = self.vocab, self.cap
-        logits_NV = hidden_ND @ self.head_VD.T
+        rows_DV = self.head_VD.T
+        if self.bias_V is None:
+            logits_NV = hidden_ND @ rows_DV
+        else:
+            logits_NV = torch.addmm(self.bias_V, hidden_ND, rows_DV)
         if self.kernel:
             from gristmill.models.kernels.cross_entropy import cross_entropy_
 

@@ -224,6 +224,13 @@ class CausalLM(nn.Module):
     def roles(self) -> dict[str, Role]:
         """The role of each parameter, by its name in the whole model."""
 
+    def size_by_role(self) -> dict[Role, int]:
+        """How many parameters of each role there are."""
+        roles, sizes = self.roles(), dict.fromkeys(Role, 0)
+        for name, parameter in self.named_parameters():
+            sizes[roles[self.canonical_name(name)]] += parameter.numel()
+        return sizes
+
     def canonical_name(self, name: str) -> str:
         """A parameter's name in the whole model and in checkpoints; of tied names, the first."""
         return name

@@ -30,6 +30,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 
+from gristmill.base.errors import UserError
 from gristmill.config.optim import MuonConfig
 from gristmill.config.roles import Role
 from gristmill.optim.adamw import ADAM_PLACEMENTS, adam_step
@@ -103,6 +104,10 @@ class Muon(ParameterOptimizer):
             name: tuple(p.shape) if exchange is None else exchange.shape(name)
             for name, p in matrices.items()
         }
+        for name, shape in shapes.items():
+            if len(shape) != 2:
+                what = f"{name} has {len(shape)} dimensions, and Muon orthogonalises matrices"
+                raise UserError(what, where="optim.type", remedy='use "adamw" for this model')
         stacked = stacked_rows if config.split else {}
         groups = [
             *_matrix_groups(config, matrices, shapes=shapes, parts=stacked),

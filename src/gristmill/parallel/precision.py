@@ -22,7 +22,7 @@ from gristmill.models.kernels.support import kernels_for
 from gristmill.models.spec import Kernels
 from gristmill.parallel.device import Device
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
@@ -87,12 +87,12 @@ class Precision:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the model's activations."""
-        return _DTYPES[self.config.compute]
+        return DTYPES[self.config.compute]
 
     @property
     def reduce(self) -> torch.dtype:
         """The dtype in which gradients are reduced over processes."""
-        return _DTYPES[self.config.reduce or "fp32"]
+        return DTYPES[self.config.reduce or "fp32"]
 
     def loss_scale(self) -> LossScale | None:
         """The loss scale, for fp16 only."""

@@ -12,6 +12,7 @@ or the other, and at 124M they differ by 7 %.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gristmill.config.model import GATE_FEATURES, GPTConfig
@@ -119,12 +120,18 @@ def count_multiplied(model: GPTConfig, *, rows: int) -> int:
 
 def gpt_size(config: RunConfig, *, rows: int, workers: int = 1) -> ModelSize:
     """What a GPT weighs with the optimizer of its run, and with the exchanges of its workers."""
+    assert isinstance(config.model, GPTConfig)
     size = count_parameters(config.model, rows=rows)
     matrices = config.model.layers * block_matrices(config.model)
-    inside, outside = (config.optim.state_bytes(role) for role in (Role.MATRIX, Role.EMBEDDING))
-    state = inside * matrices + outside * (size - matrices)
+    by_role = {Role.MATRIX: matrices, Role.EMBEDDING: size - matrices}
+    return model_size(config, by_role, workers=workers)
+
+
+def model_size(config: RunConfig, by_role: Mapping[Role, int], *, workers: int = 1) -> ModelSize:
+    """The same for any model, from the number of parameters of each role."""
+    state = sum(config.optim.state_bytes(role) * count for role, count in by_role.items())
     copies = exchange_copies(config.parallel)
-    return ModelSize(size, state, copies, workers if copies else 1)
+    return ModelSize(sum(by_role.values()), state, copies, workers if copies else 1)
 
 
 def token_cost(model: GPTConfig, *, rows: int, sequence: int) -> TokenCost:

@@ -36,7 +36,7 @@ from gristmill.parallel.decentralized.workers import WorkerSet
 from gristmill.parallel.device import memory_explained
 from gristmill.parallel.strategy import Strategy
 from gristmill.parallel.world import World, open_world
-from gristmill.plan.arithmetic import ModelSize, exchange_copies, gpt_size
+from gristmill.plan.arithmetic import ModelSize, gpt_size, model_size
 from gristmill.text.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from gristmill.track.folder import RunFolder
 from gristmill.train.compare import CompareReplicas
@@ -103,8 +103,9 @@ def assemble(
             workers=workers,
         )
     notes: tuple[str, ...] = ()
-    if config.model.start is not None:
-        start, held = config.model.start, strategy.parameters
+    start = config.model.initial_weights
+    if start is not None:
+        held = strategy.parameters
         notes = load_start_weights(strategy.model, start, held, control=control)
         strategy.weights_changed()
     outline = outline_model(config.model, vocab=numbers.vocab, pad_for=world.mesh.tp)
@@ -142,10 +143,7 @@ def _model_size(config: RunConfig, numbers: Resolved, mesh: Mesh) -> ModelSize:
         # By formula: even to outline a model of absurd size can take minutes.
         return gpt_size(config, rows=numbers.padded_vocab, workers=mesh.dp_replicate)
     outline = outline_model(config.model, vocab=numbers.vocab, pad_for=mesh.tp)
-    roles, sizes = outline.roles(), {n: p.numel() for n, p in outline.named_parameters()}
-    state = sum(config.optim.state_bytes(roles[name]) * size for name, size in sizes.items())
-    copies = exchange_copies(config.parallel)
-    return ModelSize(sum(sizes.values()), state, copies, mesh.dp_replicate if copies else 1)
+    return model_size(config, outline.size_by_role(), workers=mesh.dp_replicate)
 
 
 def require_memory(config: RunConfig, size: ModelSize, world: World) -> None:

@@ -306,8 +306,8 @@ def _announce(parts: Assembly, tracker: Tracker, resumed: Resumed) -> None:
         tracker.say(parts.config.parallel.described_exchange)
     if resumed.checkpoint is not None:
         tracker.say(f"resuming from {resumed.checkpoint.name}")
-    elif parts.config.model.start is not None:
-        tracker.say(f"starting from the weights in {parts.config.model.start}")
+    elif parts.config.model.initial_weights is not None:
+        tracker.say(f"starting from the weights in {parts.config.model.initial_weights}")
     starting = () if resumed.checkpoint is not None else parts.notes
     for note in (*starting, *resumed.notes, *doubts(parts.config, numbers)):
         tracker.say(note, level="warning")
