@@ -6,7 +6,7 @@
     python benchmarks/hf_training.py --device cuda --model llama
 
 Both start from the same weights and read the same windows of the same random tokens in the same
-order, with AdamW, clipping and no dropout; so the mean losses that are printed must agree. Each
+order, with AdamW, clipping and no dropout; so the losses of the last steps must agree. Each
 system runs in a process of its own, one after the other, `--rounds` times in turn.
 
 The Trainer has its best settings: fused AdamW, scaled dot-product attention, tokens in memory, and
@@ -71,7 +71,7 @@ folder = "{folder}/ours"
 data = {{ paths = "{folder}/tokens", split = "1000,0", order = "sequential", verify = false }}
 model = {{ hf = "{folder}/model", init = "pretrained" }}
 train = {{ until = "{steps} steps", batch = {batch}, micro_batch = {micro}, clip = 1.0 }}
-optim = {{ lr = 1e-4, weight_decay = 0.01, betas = [0.9, 0.999], eps = 1e-8 }}
+optim = {{ lr = 1e-4, weight_decay = 0.01, beta1 = 0.9, beta2 = 0.999, eps = 1e-8 }}
 schedule = {{ type = "constant", warmup = "0 steps" }}
 checkpoint = {{ every = "1M steps", keep_best = false }}
 precision.compute = "{compute}"
@@ -87,14 +87,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         options.folder = Path(name)
         write_inputs(options)
-        names = ["ours", "trainer"] + (["trainer-compiled"] if options.device == "cuda" else [])
+        names = options.systems or list(_CHILDREN)[: 3 if options.device == "cuda" else 2]
         found: dict[str, list[dict[str, Any]]] = {one: [] for one in names}
         for round_ in range(options.rounds):
             for one in names:
                 found[one].append(in_child(options, one))
                 print(f"round {round_ + 1}, {one}: {found[one][-1]}", flush=True)
     print(f"\n{describe(options)}\n")
-    print("| system | tokens/s | of the best Trainer | peak memory | of that Trainer | mean loss |")
+    print("| system | tokens/s | of the best Trainer | peak memory | of that Trainer | last loss |")
     print("| --- | --- | --- | --- | --- | --- |")
     speed = {one: median(run["tokens_per_second"] for run in runs) for one, runs in found.items()}
     memory = {one: median(run["memory"] for run in runs) for one, runs in found.items()}
@@ -185,7 +185,7 @@ def train_ours(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "tokens_per_second": len(timed) * options.batch * options.sequence / seconds,
         "memory": peak_memory(options.device),
-        "loss": mean(one.loss for one in timed),
+        "loss": mean(one.loss for one in steps[-options.warm_up :]),
     }
 
 
@@ -197,9 +197,10 @@ def train_peer(options: argparse.Namespace) -> dict[str, Any]:
 
     reader = open_tokens(options.folder / "tokens")
     length = options.sequence
-    ids = np.asarray(reader.ids, dtype=np.int64)
+    ids = np.asarray(reader.read(0, len(reader)), dtype=np.int64)
     windows = torch.from_numpy(ids[: len(ids) // length * length].reshape(-1, length))
-    following = torch.from_numpy(ids[1 : windows.numel() + 1].reshape(-1, length).copy())
+    labels = windows.clone()
+    labels[:, 0] = -100
     torch.backends.cuda.matmul.allow_tf32 = True
     model = transformers.AutoModelForCausalLM.from_pretrained(
         options.folder / "model", dtype=torch.float32
@@ -210,8 +211,8 @@ def train_peer(options: argparse.Namespace) -> dict[str, Any]:
             return len(windows)
 
         def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-            # The Trainer shifts labels by one: the last of a window is not predicted there.
-            return {"input_ids": windows[number], "labels": windows[number]}
+            # The model shifts labels by one. The first is then not among those counted.
+            return {"input_ids": windows[number], "labels": labels[number]}
 
     class InOrder(transformers.Trainer):  # type: ignore[misc, name-defined]
         def _get_train_sampler(self, *args: Any) -> Any:
@@ -230,7 +231,6 @@ def train_peer(options: argparse.Namespace) -> dict[str, Any]:
                 else:
                     self.ended = moment
 
-    del following
     clock = Clock()
     arguments = transformers.TrainingArguments(
         output_dir=str(options.folder / options.child),
@@ -245,7 +245,7 @@ def train_peer(options: argparse.Namespace) -> dict[str, Any]:
         bf16=options.compute == "bf16",
         use_cpu=options.device == "cpu",
         torch_compile=options.child == "trainer-compiled",
-        logging_steps=options.steps - options.warm_up,
+        logging_steps=options.warm_up,
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
@@ -274,6 +274,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, help="the context of the model, up to 1024")
     parser.add_argument("--steps", type=int, help="24 on a CPU, 60 on a GPU")
     parser.add_argument("--warm-up", type=int, help="4 on a CPU, 20 on a GPU")
+    parser.add_argument("--systems", nargs="+", choices=_CHILDREN, help="all if not given")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--settings", nargs="*", default=[], help="further settings of ours")
     parser.add_argument("--child", choices=_CHILDREN, help=argparse.SUPPRESS)
@@ -294,6 +295,8 @@ def parse() -> argparse.Namespace:
     most = table.get("n_positions", table.get("max_position_embeddings"))
     options.sequence = options.sequence or min(1024, most)
     options.compute = "fp32" if cpu else "bf16"
+    if options.steps % options.warm_up:
+        parser.error("--steps must be a multiple of --warm-up, whose length the last loss covers")
     return options
 
 

@@ -65,6 +65,10 @@ class HFModel(CausalLM):
         self._blocks = _block_names(inner)
         with torch.device("cpu"):
             self._logits = _logit_function(inner)
+        for module in self.modules():
+            if isinstance(module, nn.Embedding):
+                # Autocast leaves embeddings in fp32, and with them the residual stream.
+                module.register_forward_hook(self._in_compute_dtype)
 
     @property
     def inner(self) -> Any:
@@ -77,6 +81,9 @@ class HFModel(CausalLM):
         return self
 
     # -------------------------------------------------------------- computation
+
+    def _in_compute_dtype(self, module: nn.Module, inputs: Any, rows: torch.Tensor) -> torch.Tensor:
+        return rows.to(self.compute)
 
     def forward(
         self,
@@ -381,7 +388,7 @@ def _block_names(inner: nn.Module) -> list[str]:
 
 
 class _LogitFunction(NamedTuple):
-    """What becomes of the products z of head and hidden states: factor z, or cap tanh(that / cap)."""
+    """What becomes of products z of head and hidden states: factor z, or cap tanh(that / cap)."""
 
     factor: float = 1.0
     cap: float | None = None

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.nn import functional
 
 from gristmill.models.spec import Loss, ShardComm
 
@@ -139,11 +140,28 @@ def _sliced(
         assert dtype is torch.bfloat16 and bias_V is None, "checked with the settings"
         head = Fp8Head(head_VD, vocab=vocab, cap=cap)
     else:
-        bias = None if bias_V is None else bias_V.to(dtype)
-        head = _PlainHead(head_VD.to(dtype), bias, vocab, cap, kernel)
+        head = _PlainHead(*_aligned(head_VD, bias_V, dtype), vocab, cap, kernel)
     return _over_slices(
         head, hidden_ND, head_VD, bias_V, targets_N, weights_N, scale, width, wants_gradient
     )
+
+
+ROW_MULTIPLE = 64
+"""Matrix products on a GPU are several times slower if the head's rows are not a multiple of some
+small power of two."""
+
+
+def _aligned(
+    head_VD: torch.Tensor, bias_V: torch.Tensor | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The head and its bias in another dtype, with rows of padding on a GPU."""
+    rows = head_VD.shape[0]
+    missing = -rows % ROW_MULTIPLE if head_VD.is_cuda else 0
+    if not missing:
+        return head_VD.to(dtype), None if bias_V is None else bias_V.to(dtype)
+    padded_VD = head_VD.new_zeros((rows + missing, head_VD.shape[1]), dtype=dtype)
+    padded_VD[:rows] = head_VD
+    return padded_VD, None if bias_V is None else functional.pad(bias_V.to(dtype), (0, missing))
 
 
 def _over_slices(
@@ -161,12 +179,13 @@ def _over_slices(
     device = hidden_ND.device
     total = torch.zeros((), dtype=torch.float32, device=device)
     d_hidden = torch.empty_like(hidden_ND) if wants_gradient else hidden_ND.new_empty(0)
-    # Accumulated over slices in fp32, whatever the head's dtype.
-    d_head = torch.zeros(head_VD.shape if wants_gradient else 0, dtype=torch.float32, device=device)
-    rows = head_VD.shape[0] if wants_gradient and bias_V is not None else 0
-    d_bias = torch.zeros(rows, dtype=torch.float32, device=device)
+    # Accumulated over slices in fp32, whatever the head's dtype; with its rows of padding.
+    rows = head_VD.shape[0]
+    shape = (head.rows, head_VD.shape[1]) if wants_gradient else (0,)
+    d_head = torch.zeros(shape, dtype=torch.float32, device=device)
+    d_bias = torch.zeros(0 if bias_V is None else shape[0], dtype=torch.float32, device=device)
     scale = scale.float()
-    step = slice_length(head_VD.shape[0], width=width, device=device)
+    step = slice_length(rows, width=width, device=device)
     for start in range(0, hidden_ND.shape[0], step):
         part = slice(start, start + step)
         hidden, targets = hidden_ND[part], targets_N[part]
@@ -184,7 +203,7 @@ def _over_slices(
         else:
             losses, _ = head.losses(hidden, targets, None, None)
         total += (losses * weights).sum()
-    return total, d_hidden, d_head.to(head_VD.dtype), d_bias.to(head_VD.dtype)
+    return total, d_hidden, d_head[:rows].to(head_VD.dtype), d_bias[:rows].to(head_VD.dtype)
 
 
 @_sliced.register_fake
@@ -201,6 +220,11 @@ def _(
 
 class _Head(Protocol):
     """A head in some format, which computes the losses of slices of tokens."""
+
+    @property
+    def rows(self) -> int:
+        """Rows, with those of padding: the columns of the gradient of logits."""
+        ...
 
     def losses(
         self,
@@ -228,6 +252,10 @@ class _PlainHead:
     kernel: bool = False
     comm: ShardComm = _SINGLE
     first: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.head_VD.shape[0]
 
     def losses(
         self,

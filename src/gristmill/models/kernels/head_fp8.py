@@ -33,7 +33,7 @@ class Fp8Head:
         assert not any(size % MULTIPLE for size in head_VD.shape), "checked with the settings"
         self.head_VD = quantised(head_VD)
         self.head_DV = Fp8(self.head_VD.values.T.contiguous(), self.head_VD.scale)
-        self.vocab, self.cap = vocab, cap
+        self.vocab, self.cap, self.rows = vocab, cap, head_VD.shape[0]
 
     def losses(
         self,
