@@ -187,8 +187,13 @@ def test_a_model_folder_is_local_or_comes_from_the_hub(
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     assert model_folder(str(tmp_path)) == tmp_path and not asked
     assert model_folder("someone/something") == tmp_path / "snapshot"
-    files = ["*.safetensors", "*.json", "merges.txt"]
-    assert asked == [("someone/something", {"allow_patterns": files, "local_files_only": False})]
+    assert model_folder("someone/something", weights=False) == tmp_path / "snapshot"
+    settings = ["*.json", "*.txt", "*.model"]
+    common = {"ignore_patterns": ["*/*", "consolidated*"], "local_files_only": False}
+    assert asked == [
+        ("someone/something", {"allow_patterns": [*settings, "*.safetensors"], **common}),
+        ("someone/something", {"allow_patterns": settings, **common}),
+    ]
 
 
 @pytest.mark.parametrize("error", [OSError("no route\nmore"), RuntimeError("no route")])

@@ -24,7 +24,11 @@ OnDownload = Callable[[int, int | None], None]
 """Called with the bytes received so far, and the total if it is known."""
 LARGER_CACHE = "set XDG_CACHE_HOME to a folder on a larger disk"
 """What to do if the cache's disk is too small."""
-_MODEL_FILES = ("*.safetensors", "*.json", "merges.txt")
+_SETTINGS_FILES = ("*.json", "*.txt", "*.model")
+"""The settings and the tokenizer of a model."""
+_WEIGHT_FILES = ("*.safetensors",)
+_IGNORED_FILES = ("*/*", "consolidated*")
+"""Files in subfolders, and weights that some repositories hold twice, in their author's layout."""
 _CHUNK = 1 << 20
 _TIMEOUT_SECONDS = 30
 _ATTEMPTS = 5
@@ -38,12 +42,16 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "gristmill"
 
 
-def model_folder(name: str, *, where: str = "model.start") -> Path:
-    """The folder of a model: a local one, or that of a Hugging Face name."""
+def model_folder(name: str, *, where: str = "model.start", weights: bool = True) -> Path:
+    """The folder of a model: a local one, or that of a Hugging Face name.
+
+    Without `weights`, only its settings and its tokenizer are downloaded.
+    """
     if Path(name).exists():
         return Path(name)
+    files = (*_SETTINGS_FILES, *_WEIGHT_FILES) if weights else _SETTINGS_FILES
     remedy = "give a run folder, a Hugging Face folder, or a Hugging Face name such as gpt2"
-    return hub_folder(name, files=_MODEL_FILES, where=where, remedy=remedy)
+    return hub_folder(name, files=files, where=where, remedy=remedy)
 
 
 def hub_folder(
@@ -54,7 +62,12 @@ def hub_folder(
     from huggingface_hub import snapshot_download
 
     try:
-        folder = snapshot_download(name, allow_patterns=list(files), local_files_only=offline)
+        folder = snapshot_download(
+            name,
+            allow_patterns=list(files),
+            ignore_patterns=list(_IGNORED_FILES),
+            local_files_only=offline,
+        )
     except Exception as error:  # the library's errors and those of its HTTP client share no class
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DataError(

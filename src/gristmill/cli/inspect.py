@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,7 +38,8 @@ def config(
     elif run is None:
         raise UserError("give a run file, --schema or --presets", where="config")
     else:
-        loaded = load_run(run, settings or (), find_model=model_folder)
+        find_model = partial(model_folder, weights=False)
+        loaded = load_run(run, settings or (), find_model=find_model)
         derived = _derived(loaded)
         typer.echo(dump_run(loaded) + "\n" + "\n".join(derived))
 

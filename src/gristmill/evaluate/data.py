@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,8 @@ from gristmill.data.documents import JOINED, DocumentRules
 from gristmill.text.sources.reading import SourceReader
 from gristmill.text.sources.source import Document
 from gristmill.tokens.store import open_tokens
+
+_MODEL_SETTINGS = partial(model_folder, weights=False)
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ def evaluation_ids(
         )
     if loaded.run is None or not (loaded.run / "run.toml").is_file():
         return chosen
-    config = load_run(loaded.run / "run.toml", find_model=model_folder)
+    config = load_run(loaded.run / "run.toml", find_model=_MODEL_SETTINGS)
     rules = build_rules(config.data, end_of_text=loaded.tokenizer.end_of_text)
     return replace(chosen, rules=replace(rules, unweighted=False))  # every token counts
 
@@ -74,7 +77,7 @@ def _encode(loaded: LoadedModel, paths: Sequence[str]) -> EvaluationText:
 
 def _held_out(run: Path) -> EvaluationText:
     """A run's validation text: the parts of its token sets, each of which begins a document."""
-    config = load_run(run / "run.toml", find_model=model_folder)
+    config = load_run(run / "run.toml", find_model=_MODEL_SETTINGS)
     sequence = config.data.sequence or config.model.context
     held = open_data(config.data, sequence=sequence).validation
     if held is None:
