@@ -6,6 +6,7 @@ import hashlib
 import http.client
 import io
 import urllib.error
+import warnings
 from email.message import Message
 from pathlib import Path
 
@@ -180,35 +181,50 @@ def test_a_model_folder_is_local_or_comes_from_the_hub(
 ) -> None:
     asked: list[tuple[str, dict[str, object]]] = []
 
-    def snapshot(name: str, **options: object) -> str:
+    def snapshot(name: str, *, tqdm_class: object, **options: object) -> str:
         asked.append((name, options))
         return str(tmp_path / "snapshot")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     assert model_folder(str(tmp_path)) == tmp_path and not asked
     assert model_folder("someone/something") == tmp_path / "snapshot"
-    assert model_folder("someone/something", weights=False) == tmp_path / "snapshot"
+    assert model_folder("someone/something@v1", weights=False) == tmp_path / "snapshot"
     settings = ["*.json", "*.txt", "*.model"]
-    common = {"ignore_patterns": ["*/*", "consolidated*"], "local_files_only": False}
+    common = {
+        "repo_type": "model",
+        "ignore_patterns": ["*/*", "consolidated*"],
+        "local_files_only": False,
+    }
+    weights = [*settings, "*.safetensors"]
     assert asked == [
-        ("someone/something", {"allow_patterns": [*settings, "*.safetensors"], **common}),
-        ("someone/something", {"allow_patterns": settings, **common}),
+        ("someone/something", {"allow_patterns": weights, "revision": None, **common}),
+        ("someone/something", {"allow_patterns": settings, "revision": "v1", **common}),
     ]
 
 
-@pytest.mark.parametrize("error", [OSError("no route\nmore"), RuntimeError("no route")])
-def test_a_name_that_is_neither_here_nor_on_the_hub(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_an_error_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **options: object) -> str:
-        raise error
+        raise RuntimeError("the moon is wrong\nand more")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with pytest.raises(UserError) as caught:
         model_folder("someone/something", where="MODEL")
     assert caught.value.exit is Exit.DATA
     assert str(caught.value) == (
-        "MODEL: 'someone/something' is not here, and cannot be downloaded from Hugging Face: "
-        "no route\n    give a run folder, a Hugging Face folder, or a Hugging Face name such as "
-        "gpt2; without network, run `hf download someone/something` elsewhere and copy it"
+        "MODEL: the model 'someone/something' cannot be had from Hugging Face: the moon is wrong"
+        "\n    give a run folder, a Hugging Face folder, or a Hugging Face name such as gpt2"
     )
+
+
+def test_a_disk_that_is_too_small_is_refused_before_the_download(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def warn(*args: object, **options: object) -> str:
+        warnings.warn("Not enough free disk space to download the file. It is large.", stacklevel=1)
+        raise AssertionError("the download began")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", warn)
+    with pytest.raises(UserError, match="too small: Not enough free disk space") as caught:
+        model_folder("someone/something")
+    assert caught.value.exit is Exit.STORAGE and "HF_HOME" in str(caught.value)

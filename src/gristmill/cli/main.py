@@ -25,7 +25,10 @@ import typer
 from typer.core import TyperGroup
 
 from gristmill.base.errors import Exit, UserError
+from gristmill.base.hub import downloads_shown
+from gristmill.base.process import Place
 from gristmill.cli import bench, inspect, models, prepare, replay, tokenizer, tokens, train
+from gristmill.cli.progress import DOWNLOADS
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 """Errors that no program can be written to avoid."""
@@ -93,7 +96,8 @@ def _version() -> str:
 def main() -> None:
     """Run the command line. User errors are printed without a traceback, defects with one."""
     try:
-        app()
+        with downloads_shown(DOWNLOADS if _speaks() else None):
+            app()
     except UserError as error:
         for problem in error.problems:
             sys.stderr.write(f"error: {problem}\n")
@@ -106,6 +110,14 @@ def main() -> None:
         sys.exit(Exit.DONE if unread else _report(cause))
     except Exception as error:
         sys.exit(_report(error))
+
+
+def _speaks() -> bool:
+    """Whether this process tells about its downloads; one of each run does."""
+    try:
+        return Place.current().rank == 0
+    except UserError:
+        return True
 
 
 def _refused_by_disk(error: OSError) -> Exit:
