@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,8 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from gristmill.base.errors import Exit
+
 _spec = importlib.util.spec_from_file_location(
     "hub_server", Path(__file__).with_name("hub_server.py")
 )
@@ -29,24 +32,36 @@ hub_server = sys.modules["hub_server"] = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(hub_server)
 
 CONTEXT = multiprocessing.get_context("forkserver")
-COMMAND = """
-import os, resource, sys
+COMMANDS = """
+import json, os, resource, sys, traceback
 os.environ.clear()
 os.environ.update(environment)
 os.chdir(folder)
-for number, file in enumerate(files, 1):
-    os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
 if file_limit:
     resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
 assert "huggingface_hub" not in sys.modules
-if code:
-    exec(code)
-    sys.exit()
+from gristmill.__main__ import main
 from gristmill.cli import progress
 progress.SECONDS_BETWEEN_LINES = seconds_between_lines
-sys.argv = ["gristmill", *words]
-from gristmill.__main__ import main
-main()
+for number, words in enumerate(commands):
+    for output, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(f"{place}/{number}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), output)
+    status = 0
+    try:
+        if words[0] == "python":
+            exec(words[1])
+        else:
+            sys.argv = ["gristmill", *words]
+            main()
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        status = -1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with open(f"{place}/{number}.status", "w") as file:
+        file.write(str(status))
 """
 
 
@@ -54,17 +69,30 @@ main()
 class Finished:
     """How a command ended, and what it printed."""
 
-    status: int | None
+    status: int
     output: str
     errors: str
 
     @property
-    def error(self) -> str:
-        """The one error, without what comes before it."""
-        first, *rest = self.errors.splitlines()[-2:]
-        lines = [first, *rest] if first.startswith("error: ") else rest
-        assert lines and lines[0].startswith("error: "), self.errors
-        return "\n".join(lines)
+    def done(self) -> bool:
+        assert self.status == 0, self.errors
+        return True
+
+    @property
+    def notes(self) -> list[str]:
+        """The lines on stderr, without the two of an error at their end."""
+        lines = self.errors.splitlines()
+        return lines[:-2] if self.status else lines
+
+    def fails(self, *parts: str, status: Exit = Exit.DATA) -> bool:
+        """Whether it ended with one error that holds these parts, and with what to do about it."""
+        assert self.status == status, self.errors
+        lines = self.errors.splitlines()
+        assert lines[-2].startswith("error: ") and lines[-1].startswith("    "), self.errors
+        assert self.errors.count("error: ") == 1
+        for part in parts:
+            assert part in "\n".join(lines[-2:])
+        return True
 
 
 @dataclass
@@ -75,34 +103,42 @@ class Machine:
     work: Path
     environment: dict[str, str] = field(default_factory=dict)
 
-    def run(
+    def run(self, *words: str, **options: Any) -> Finished:
+        """Run `gristmill` to its end."""
+        return self.run_all(words, **options)[0]
+
+    def run_all(
         self,
-        *words: str,
-        code: str = "",
+        *commands: tuple[str, ...],
         file_limit: int = 0,
         seconds_between_lines: float = 1e9,
         **environment: str,
-    ) -> Finished:
-        """Run `gristmill`, or other code, to its end."""
-        files = [self.work / ".stdout", self.work / ".stderr"]
-        names = {
-            "environment": {**self.environment, **environment},
-            "folder": str(self.work),
-            "files": [str(file) for file in files],
-            "file_limit": file_limit,
-            "seconds_between_lines": seconds_between_lines,
-            "code": code,
-            "words": words,
-        }
-        process = CONTEXT.Process(target=exec, args=(COMMAND, names))
-        process.start()
-        process.join()
-        return Finished(process.exitcode, *(file.read_text() for file in files))
+    ) -> list[Finished]:
+        """Run several commands in one process, since the imports take most of the time."""
+        with tempfile.TemporaryDirectory(dir=self.work.parent) as place:
+            names = {
+                "environment": {**self.environment, **environment},
+                "folder": str(self.work),
+                "place": place,
+                "file_limit": file_limit,
+                "seconds_between_lines": seconds_between_lines,
+                "commands": commands,
+            }
+            process = CONTEXT.Process(target=exec, args=(COMMANDS, names))
+            process.start()
+            process.join()
+            return [
+                Finished(
+                    int(Path(place, f"{number}.status").read_text()),
+                    *(Path(place, f"{number}.{name}").read_text() for name in ("stdout", "stderr")),
+                )
+                for number in range(len(commands))
+            ]
 
     def download(self, name: str, **options: object) -> None:
         """Download a dataset into the cache, as `hf download` does."""
         call = f"huggingface_hub.snapshot_download({name!r}, repo_type='dataset', **{options!r})"
-        finished = self.run(code=f"import huggingface_hub\n{call}")
+        finished = self.run("python", f"import huggingface_hub\n{call}")
         assert finished.status == 0, finished.errors
 
     @property

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-
-from gristmill.base.errors import Exit
 
 BOOKS = "someone/books"
 
@@ -48,9 +45,8 @@ def books(word: str = "old") -> dict[str, bytes | str]:
     }
 
 
-def prepare(machine: Any, source: str, output: str = "set", *more: str, **options: Any) -> Any:
-    words = (source, "-o", output, "-t", "bytes", "--workers", "1", *more)
-    return machine.run("prepare", *words, **options)
+def prepare(source: str, output: str = "set", *more: str) -> tuple[str, ...]:
+    return ("prepare", source, "-o", output, "-t", "bytes", "--workers", "1", *more)
 
 
 def tokens(machine: Any, prefix: str = "set") -> list[str]:
@@ -58,15 +54,6 @@ def tokens(machine: Any, prefix: str = "set") -> list[str]:
     ids = np.fromfile(machine.work / f"{prefix}.bin", dtype=np.uint16)
     documents = np.split(ids, np.flatnonzero(ids == 256) + 1)[:-1]
     return [bytes(document[:-1].astype(np.uint8)).decode() for document in documents]
-
-
-def fails(finished: Any, *parts: str) -> None:
-    """One error in two lines, the second with the remedy, and nothing else."""
-    assert finished.status == Exit.DATA, finished.errors
-    assert finished.errors == finished.error + "\n", finished.errors
-    assert len(finished.error.splitlines()) == 2
-    for part in parts:
-        assert part in finished.error
 
 
 def test_a_corpus_by_name(hub: Any, machine: Any) -> None:
@@ -81,11 +68,11 @@ def test_a_corpus_by_name(hub: Any, machine: Any) -> None:
         for split, path in paths.items()
     }
     hub.dataset("Salesforce/wikitext", {"README.md": card(configs), **files})
-    made = prepare(machine, "wikitext-2", "wiki")
-    assert made.status == 0, made.errors
+    made = machine.run(*prepare("wikitext-2", "wiki"))
+    assert made.done
     assert tokens(machine, "wiki_train") == texts("wikitext-2-raw-v1 train", 5)
     assert tokens(machine, "wiki_val") == texts("wikitext-2-raw-v1 validation", 5)
-    first, *others = made.errors.splitlines()
+    first, *others = made.notes
     assert first.startswith("wikitext-2: ")
     assert all(line.startswith(("  ", "hf:Salesforce/wikitext?")) for line in others)
     assert not hub.asked("103-raw-v1/", "GET")
@@ -96,103 +83,112 @@ def test_revisions(hub: Any, machine: Any) -> None:
     repository.tag("v1")
     old = repository.branches["main"]
     repository.commit(books("new"))
-    for source, output, word in (
-        (f"hf:{BOOKS}", "main", "new"),
-        (f"hf:{BOOKS}@v1", "tag", "old"),
-        (f"hf:{BOOKS}@{old}?split=train", "commit", "old"),
-    ):
-        made = prepare(machine, source, output)
-        assert made.status == 0, made.errors
-        assert tokens(machine, output) == texts(word)
-    fails(
-        prepare(machine, f"hf:{BOOKS}@v2"),
-        f"hf:{BOOKS}@v2: the dataset '{BOOKS}' has no revision 'v2'; it has: main, v1",
+    sources = {
+        "main": (f"hf:{BOOKS}", "new"),
+        "tag": (f"hf:{BOOKS}@v1", "old"),
+        "commit": (f"hf:{BOOKS}@{old}?split=train", "old"),
+    }
+    *made, unknown = machine.run_all(
+        *(prepare(source, output) for output, (source, _) in sources.items()),
+        prepare(f"hf:{BOOKS}@v2"),
     )
+    assert all(one.done for one in made)
+    for output, (_, word) in sources.items():
+        assert tokens(machine, output) == texts(word)
+    missing = f"the dataset '{BOOKS}' has no revision 'v2'; it has: main, v1"
+    assert unknown.fails(f"error: hf:{BOOKS}@v2: {missing}")
 
 
 def test_configs_and_splits_are_named(hub: Any, machine: Any) -> None:
     configs = {name: {"train": f"{name}/*"} for name in ("small", "large")}
     files = {f"{name}/one.jsonl": json.dumps({"text": name}) + "\n" for name in configs}
     hub.dataset("someone/two", {"README.md": card(configs), **files})
-    several = "it has several configs: the configs (subsets) are small, large"
-    fails(prepare(machine, "hf:someone/two"), several, "hf:NAME?config=")
-    missing = "there is no config 'huge': the configs (subsets) are small, large"
-    fails(prepare(machine, "hf:someone/two?config=huge"), missing)
-    missing = "there is no split 'dev': the splits are train"
-    fails(prepare(machine, "hf:someone/two?config=small&split=dev"), missing)
-    assert prepare(machine, "hf:someone/two?config=large").status == 0
-    assert tokens(machine) == ["large"]
+    source = "hf:someone/two"
+    several, no_config, no_split, made = machine.run_all(
+        prepare(source),
+        prepare(f"{source}?config=huge"),
+        prepare(f"{source}?config=small&split=dev"),
+        prepare(f"{source}?config=large"),
+    )
+    there_are = "the configs (subsets) are small, large"
+    assert several.fails(f"it has several configs: {there_are}", "hf:NAME?config=")
+    assert no_config.fails(f"there is no config 'huge': {there_are}")
+    assert no_split.fails("there is no split 'dev': the splits are train")
+    assert made.done and tokens(machine) == ["large"]
 
 
 def test_an_old_name_leads_to_the_new_one(hub: Any, machine: Any) -> None:
     hub.dataset(BOOKS, books())
     hub.move("datasets", "books", to=BOOKS)
-    made = prepare(machine, "hf:books")
-    assert made.status == 0, made.errors
-    assert tokens(machine) == texts("old")
-    assert made.errors == "hf:books: reading the column 'text'\n"
+    made = machine.run(*prepare("hf:books"))
+    assert made.done and tokens(machine) == texts("old")
+    assert made.notes == ["hf:books: reading the column 'text'"]
 
 
 def test_gated_and_missing(hub: Any, machine: Any) -> None:
     hub.dataset(BOOKS, books(), gated=True)
+    source = f"hf:{BOOKS}"
+    gated, missing = machine.run_all(prepare(source), prepare("hf:no/such"))
     page = f"accept it at {hub.url}/datasets/{BOOKS}"
-    fails(prepare(machine, f"hf:{BOOKS}"), f"the dataset '{BOOKS}' is gated", page)
-    fails(prepare(machine, f"hf:{BOOKS}", HF_TOKEN="hf_stranger"), "your account has no access")
-    assert prepare(machine, f"hf:{BOOKS}", HF_TOKEN="hf_reader").status == 0
-    missing = "there is no dataset 'no/such' on Hugging Face"
-    fails(prepare(machine, "hf:no/such"), missing, "hf:./folder")
+    assert gated.fails(f"error: {source}: the dataset '{BOOKS}' is gated", page)
+    assert missing.fails("there is no dataset 'no/such' on Hugging Face", "hf:./folder")
+    stranger = machine.run(*prepare(source), HF_TOKEN="hf_stranger")
+    assert stranger.fails("your account has no access")
+    assert machine.run(*prepare(source), HF_TOKEN="hf_reader").done
 
 
 def test_no_network(hub: Any, machine: Any) -> None:
     hub.close()
     source, how = f"hf:{BOOKS}", f"`hf download {BOOKS} --repo-type dataset`"
-    fails(prepare(machine, source), "is not in the cache", "cannot be reached", how)
-    offline = prepare(machine, source, HF_HUB_OFFLINE="1")
-    fails(offline, "is not in the cache, and HF_HUB_OFFLINE is set", how)
+    gone = machine.run(*prepare(source))
+    assert gone.fails("is not in the cache", "cannot be reached", how)
+    offline = machine.run(*prepare(source), HF_HUB_OFFLINE="1")
+    assert offline.fails("is not in the cache, and HF_HUB_OFFLINE is set", how)
 
 
 @pytest.mark.parametrize("reset", [False, True])
 def test_a_cut_connection_is_resumed(hub: Any, machine: Any, reset: bool) -> None:
     hub.dataset(BOOKS, books())
     hub.cut("train-00001", times=1, after=100, reset=reset)
-    made = prepare(machine, f"hf:{BOOKS}")
-    assert made.status == 0, made.errors
+    made = machine.run(*prepare(f"hf:{BOOKS}"))
+    assert made.done and hub.faults[0].times == 0
     assert tokens(machine) == texts("old")
+    assert made.notes[-1] == "Hugging Face: no answer; trying again in 1.0s"
 
 
 def test_too_many_requests(hub: Any, machine: Any) -> None:
     hub.dataset(BOOKS, books())
     hub.refuse("/api/datasets/", times=2)
-    made = prepare(machine, f"hf:{BOOKS}")
-    assert made.status == 0, made.errors
-    *notes, last = made.errors.splitlines()
-    assert notes == ["Hugging Face: too many requests; trying again in 0.0s"] * 2
-    assert last == f"hf:{BOOKS}: reading the column 'text'"
-    assert prepare(machine, f"hf:{BOOKS}", "quiet", "--quiet").errors == ""
+    made, quiet = machine.run_all(
+        prepare(f"hf:{BOOKS}"), prepare(f"hf:{BOOKS}", "other", "--quiet")
+    )
+    waits = ["Hugging Face: too many requests; trying again in 0.0s"] * 2
+    assert made.done and made.notes == [*waits, f"hf:{BOOKS}: reading the column 'text'"]
+    assert quiet.done and quiet.errors == ""
 
 
 def test_what_was_downloaded_is_read_from_the_cache(hub: Any, machine: Any) -> None:
     hub.dataset(BOOKS, books())
     machine.download(BOOKS)
     count = len(hub.asked("parquet"))
-    assert prepare(machine, f"hf:{BOOKS}", "near").status == 0
+    source = f"hf:{BOOKS}"
+    assert machine.run(*prepare(source, "near")).done
     assert len(hub.asked("parquet")) == count
-    offline = prepare(machine, f"hf:{BOOKS}", "offline", HF_HUB_OFFLINE="1")
-    assert offline.status == 0 and len(offline.errors.splitlines()) == 1, offline.errors
+    offline = machine.run(*prepare(source, "offline"), HF_HUB_OFFLINE="1")
+    assert offline.done and offline.notes == [f"{source}: reading the column 'text'"]
     hub.close()
-    assert prepare(machine, f"hf:{BOOKS}", "gone").status == 0
-    assert tokens(machine, "near") == tokens(machine, "offline") == tokens(machine, "gone")
-    assert tokens(machine, "near") == texts("old")
+    assert machine.run(*prepare(source, "gone")).done
+    for output in ("near", "offline", "gone"):
+        assert tokens(machine, output) == texts("old")
 
 
 def test_a_part_in_the_cache_is_not_taken_for_all(hub: Any, machine: Any) -> None:
     hub.dataset(BOOKS, books())
     machine.download(BOOKS, allow_patterns=["README.md", "data/train-00000*", "data/test*"])
-    assert prepare(machine, f"hf:{BOOKS}").status == 0
+    assert machine.run(*prepare(f"hf:{BOOKS}")).done
     assert tokens(machine) == texts("old")
     hub.close()
-    fails(
-        prepare(machine, f"hf:{BOOKS}", "other"),
+    assert machine.run(*prepare(f"hf:{BOOKS}", "other")).fails(
         "the cache lacks 1 of the dataset's files: data/train-00001-of-00002.parquet",
         f"hf download {BOOKS} --repo-type dataset",
     )
@@ -201,16 +197,13 @@ def test_a_part_in_the_cache_is_not_taken_for_all(hub: Any, machine: Any) -> Non
 def test_from_the_hub_to_a_trained_model(hub: Any, machine: Any, model_files: Any) -> None:
     hub.dataset(BOOKS, books())
     hub.model("someone/tiny", model_files)
-    made = machine.run(
-        "prepare", f"hf:{BOOKS}", "-o", "tokens", "-t", "someone/tiny", "--workers", "1"
-    )
-    assert made.status == 0, made.errors
     run = machine.work / "run.toml"
     run.write_text(
         'name = "hub"\nfolder = "run"\n[model]\nstart = "someone/tiny@main"\n'
         '[data]\npaths = "tokens"\nsplit = "90,10"\n[train]\nuntil = "2 steps"\nbatch = 2\n'
         '[runtime]\ndevice = "cpu"\nthreads = 1\n'
     )
-    trained = machine.run("train", str(run))
-    assert trained.status == 0, trained.errors
-    assert Path(machine.work / "run" / "checkpoints" / "step-00000002").is_dir()
+    words = ("-o", "tokens", "-t", "someone/tiny", "--workers", "1")
+    made, trained = machine.run_all(("prepare", f"hf:{BOOKS}", *words), ("train", str(run)))
+    assert made.done and trained.done
+    assert (machine.work / "run" / "checkpoints" / "step-00000002").is_dir()

@@ -135,7 +135,8 @@ def ask_hub(
             wait = _wait(causes, attempt)
             if wait is None or attempt == _ATTEMPTS:
                 _raise_storage_error(causes)
-                tried = f"tried {attempt} times in {format_seconds(time.monotonic() - started)}"
+                times = f"{attempt} time{'s' * (attempt > 1)}"
+                tried = f"tried {times} in {format_seconds(time.monotonic() - started)}"
                 what, how = _explain(causes, repository, tried=tried, remedy=remedy)
                 raise DataError(what, where=where, remedy=how) from error
         _tell_wait(_symptom(causes), wait)
@@ -198,21 +199,15 @@ def _status(causes: list[BaseException]) -> int | None:
 
 def _wait(causes: list[BaseException], attempt: int) -> float | None:
     """Seconds to wait before the next attempt; None if another would fail as well."""
-    status = _status(causes)
-    if status == _BUSY:
-        asked = next(
-            error.response.headers.get("Retry-After", "")
-            for error in causes
-            if getattr(error, "response", None) is not None
-        )
-        wait = float(asked) if asked.isdigit() else 2.0**attempt
-        return wait if wait <= _LONGEST_WAIT else None
-    if status is not None and status >= 500:
-        return float(attempt)
     broken = _network_error(causes)
-    if status is None and broken and not _is_unreachable(broken):
-        return float(attempt)
-    return None
+    if (status := _status(causes)) is None:
+        return float(attempt) if broken and not _is_unreachable(broken) else None
+    if status != _BUSY and status < 500:
+        return None
+    answers = (getattr(error, "response", None) for error in causes)
+    asked = next(a.headers.get("Retry-After", "") for a in answers if a is not None)
+    wait = float(asked) if asked.isdigit() else 2.0**attempt
+    return wait if wait <= _LONGEST_WAIT else None
 
 
 def _symptom(causes: list[BaseException]) -> str:
