@@ -100,13 +100,14 @@ def hub_folder(
 
 def _bar_class(progress: OnDownload) -> Any:
     """A progress bar for the library that shows nothing itself and reports bytes."""
-    from tqdm import tqdm
+    import huggingface_hub.utils
 
+    library: Any = huggingface_hub.utils
+    library_bar: Any = library.tqdm
     most = 0
 
-    class Bar(tqdm):  # type: ignore[type-arg]
+    class Bar(library_bar):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:
-            options.pop("name", None)
             # The library has one bar for files, and others for bytes.
             self.counts_bytes = options.get("unit") == "B"
             super().__init__(*args, **{**options, "disable": True})

@@ -14,10 +14,10 @@ from importlib import resources
 from pathlib import Path
 from urllib.parse import urlencode
 
-from gristmill.base.downloads import LARGER_CACHE, OnDownload, cache_folder, download
+from gristmill.base.downloads import LARGER_CACHE, cache_folder, download
 from gristmill.base.errors import DataError
 from gristmill.base.files import require_room
-from gristmill.base.hub import hub_endpoint
+from gristmill.base.hub import OnDownload, hub_endpoint
 from gristmill.base.units import format_bytes
 
 _BYTES_PER_TOKEN = 4
