@@ -1,8 +1,9 @@
 """A local Hub, and a user's machine whose commands talk to it.
 
-The client libraries read their settings when they are imported, so every command runs in a process
-of its own. It is forked from the one that all tests share, in which torch is imported already and
-the client libraries are not.
+Every command runs in a process of its own. The client libraries read their settings when they are
+imported, so they are imported once with the address of the Hub and a home that leads to the one of
+the test, and each command is forked from there: imports would take most of the time. A command
+that is offline imports them itself.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ import json
 import multiprocessing
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,37 +32,84 @@ hub_server = sys.modules["hub_server"] = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(hub_server)
 
 CONTEXT = multiprocessing.get_context("forkserver")
-COMMANDS = """
-import json, os, resource, sys, traceback
+"""Its processes come from one that all tests share, in which torch is imported."""
+COMMAND = """
+import os, resource, sys, traceback
 os.environ.clear()
 os.environ.update(environment)
 os.chdir(folder)
+for number, file in ((1, stdout), (2, stderr)):
+    os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
 if file_limit:
     resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
-assert "huggingface_hub" not in sys.modules
 from gristmill.__main__ import main
 from gristmill.cli import progress
 progress.SECONDS_BETWEEN_LINES = seconds_between_lines
-for number, words in enumerate(commands):
-    for output, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(os.open(f"{place}/{number}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), output)
+status = -1
+try:
+    sys.argv = ["gristmill", *words]
+    exec(words[1]) if words[0] == "python" else main()
     status = 0
-    try:
-        if words[0] == "python":
-            exec(words[1])
-        else:
-            sys.argv = ["gristmill", *words]
-            main()
-    except SystemExit as ended:
-        status = int(ended.code or 0)
-    except BaseException:
-        traceback.print_exc()
-        status = -1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with open(f"{place}/{number}.status", "w") as file:
-        file.write(str(status))
+except SystemExit as ended:
+    status = int(ended.code or 0)
+except BaseException:
+    traceback.print_exc()
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(status % 256)
 """
+FORKS = """
+import os
+os.environ.clear()
+os.environ.update(environment)
+import datasets, datasets.packaged_modules.parquet.parquet
+import huggingface_hub.hf_api, huggingface_hub.hf_file_system
+import gristmill.checkpoint.model, gristmill.generate, gristmill.text.prepare.prepare
+while (task := pipe.recv()) is not None:
+    child = os.fork()
+    if child == 0:
+        exec(command, task)
+    pipe.send(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@dataclass
+class Place:
+    """What all machines of a test session share."""
+
+    ports: tuple[int, int]
+    home: Path
+    """Leads to the home of the machine of the test."""
+    environment: dict[str, str]
+    pipe: Any
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    home = tmp_path_factory.mktemp("machine") / "home"
+    held = [hub_server.reserve_port(), hub_server.reserve_port()]
+    ports = held[0].getsockname()[1], held[1].getsockname()[1]
+    kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
+    environment = {
+        **kept,
+        "HOME": str(home),
+        "XDG_CACHE_HOME": str(home),
+        "HF_HOME": str(home / "huggingface"),
+        "HF_ENDPOINT": f"http://127.0.0.1:{ports[0]}",
+        # As if there were no other network.
+        "HTTPS_PROXY": "http://127.0.0.1:9",
+        "NO_PROXY": "127.0.0.1",
+        "TERM": "dumb",
+    }
+    pipe, theirs = CONTEXT.Pipe()
+    names = {"environment": environment, "pipe": theirs, "command": COMMAND}
+    process = CONTEXT.Process(target=exec, args=(FORKS, names))
+    process.start()
+    yield Place(ports, home, environment, pipe)
+    pipe.send(None)
+    process.join()
+    for one in held:
+        one.close()
 
 
 @dataclass
@@ -99,41 +146,44 @@ class Finished:
 class Machine:
     """A user's machine: a home, a folder for work, and commands."""
 
-    home: Path
+    place: Place
     work: Path
-    environment: dict[str, str] = field(default_factory=dict)
 
-    def run(self, *words: str, **options: Any) -> Finished:
-        """Run `gristmill` to its end."""
-        return self.run_all(words, **options)[0]
+    @property
+    def home(self) -> Path:
+        return self.place.home
 
-    def run_all(
+    def run(
         self,
-        *commands: tuple[str, ...],
+        *words: str,
         file_limit: int = 0,
         seconds_between_lines: float = 1e9,
         **environment: str,
-    ) -> list[Finished]:
-        """Run several commands in one process, since the imports take most of the time."""
-        with tempfile.TemporaryDirectory(dir=self.work.parent) as place:
-            names = {
-                "environment": {**self.environment, **environment},
-                "folder": str(self.work),
-                "place": place,
-                "file_limit": file_limit,
-                "seconds_between_lines": seconds_between_lines,
-                "commands": commands,
-            }
-            process = CONTEXT.Process(target=exec, args=(COMMANDS, names))
+    ) -> Finished:
+        """Run `gristmill` to its end."""
+        files = [self.work.parent / name for name in ("stdout", "stderr")]
+        task = {
+            "environment": {**self.place.environment, **environment},
+            "folder": str(self.work),
+            "stdout": str(files[0]),
+            "stderr": str(files[1]),
+            "file_limit": file_limit,
+            "seconds_between_lines": seconds_between_lines,
+            "words": words,
+        }
+        if "HF_HUB_OFFLINE" in environment:
+            process = CONTEXT.Process(target=exec, args=(COMMAND, task))
             process.start()
             process.join()
-            return [
-                Finished(
-                    int(Path(place, f"{number}.status").read_text()),
-                    *(Path(place, f"{number}.{name}").read_text() for name in ("stdout", "stderr")),
-                )
-                for number in range(len(commands))
-            ]
+            status = process.exitcode
+        else:
+            self.place.pipe.send(task)
+            status = self.place.pipe.recv()
+        return Finished(status, *(file.read_text() for file in files))
+
+    def run_all(self, *commands: tuple[str, ...], **options: Any) -> list[Finished]:
+        """Run one command after another."""
+        return [self.run(*words, **options) for words in commands]
 
     def download(self, name: str, **options: object) -> None:
         """Download a dataset into the cache, as `hf download` does."""
@@ -154,33 +204,20 @@ class Machine:
 
 
 @pytest.fixture
-def hub() -> Iterator[Any]:
-    server = hub_server.HubServer()
+def hub(place: Place) -> Iterator[Any]:
+    server = hub_server.HubServer(*place.ports)
     yield server
     server.close()
 
 
 @pytest.fixture
-def machine(hub: Any, tmp_path: Path) -> Machine:
+def machine(place: Place, tmp_path: Path) -> Iterator[Machine]:
     home, work = tmp_path / "home", tmp_path / "work"
     home.mkdir()
     work.mkdir()
-    kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
-    return Machine(
-        home,
-        work,
-        {
-            **kept,
-            "HOME": str(home),
-            "XDG_CACHE_HOME": str(home),
-            "HF_HOME": str(home / "huggingface"),
-            "HF_ENDPOINT": hub.url,
-            # As if there were no other network.
-            "HTTPS_PROXY": "http://127.0.0.1:9",
-            "NO_PROXY": "127.0.0.1",
-            "TERM": "dumb",
-        },
-    )
+    place.home.symlink_to(home)
+    yield Machine(place, work)
+    place.home.unlink()
 
 
 @pytest.fixture(scope="session")

@@ -96,18 +96,31 @@ class _Cut(_Fault):
     reset: bool
 
 
-class HubServer:
-    """Serves repositories until it is closed."""
+def reserve_port() -> socket.socket:
+    """Hold a port of this machine. Without a server there, connections are refused."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
-    def __init__(self) -> None:
+
+class _Server(ThreadingHTTPServer):
+    allow_reuse_port = True
+    daemon_threads = True
+
+
+class HubServer:
+    """Serves repositories until it is closed, at a reserved port; large files at another."""
+
+    def __init__(self, port: int, storage_port: int) -> None:
         self.repositories: dict[tuple[str, str], Repository] = {}
         self.moved: dict[tuple[str, str], str] = {}
         self.requests: list[str] = []
         """Every request in order, as METHOD PATH and, if there is one, its Range."""
         self.faults: list[_Fault] = []
-        self._servers = [ThreadingHTTPServer(("127.0.0.1", 0), _handler(self)) for _ in range(2)]
+        handler = _handler(self)
+        self._servers = [_Server(("127.0.0.1", one), handler) for one in (port, storage_port)]
         for server in self._servers:
-            server.daemon_threads = True
             threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
 
     @property

@@ -127,7 +127,7 @@ def test_a_hub_that_refuses_for_good(hub: Any, machine: Any, model_files: Any) -
 @pytest.mark.parametrize("reset", [False, True])
 def test_a_cut_connection_is_resumed(hub: Any, machine: Any, model_files: Any, reset: bool) -> None:
     hub.model(NAME, model_files)
-    hub.cut("model.safetensors", times=2, after=2000, reset=reset)
+    hub.cut("model.safetensors", times=1, after=2000, reset=reset)
     cut = machine.run(*generate())
     assert cut.done and hub.faults[0].times == 0
     stored = next(machine.home.rglob("model.safetensors"))
