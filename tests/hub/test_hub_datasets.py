@@ -117,6 +117,18 @@ def test_configs_and_splits_are_named(hub: Any, machine: Any) -> None:
     assert made.done and tokens(machine) == ["large"]
 
 
+def test_a_program_is_not_run(hub: Any, machine: Any) -> None:
+    repository = hub.dataset("someone/made", {"made.py": "raise SystemExit('this was run')"})
+    repository.commit(
+        {"default/train/0000.parquet": parquet(texts("made"))}, branch="refs/convert/parquet"
+    )
+    program, copy = machine.run_all(
+        prepare("hf:someone/made"), prepare("hf:someone/made@refs/convert/parquet")
+    )
+    assert program.fails("made by a program, which is not run", "hf:someone/made@refs/convert")
+    assert copy.done and tokens(machine) == texts("made")
+
+
 def test_an_old_name_leads_to_the_new_one(hub: Any, machine: Any) -> None:
     hub.dataset(BOOKS, books())
     hub.move("datasets", "books", to=BOOKS)
@@ -162,8 +174,8 @@ def test_too_many_requests(hub: Any, machine: Any) -> None:
     made, quiet = machine.run_all(
         prepare(f"hf:{BOOKS}"), prepare(f"hf:{BOOKS}", "other", "--quiet")
     )
-    waits = ["Hugging Face: too many requests; trying again in 0.0s"] * 2
-    assert made.done and made.notes == [*waits, f"hf:{BOOKS}: reading the column 'text'"]
+    wait = "Hugging Face: too many requests; trying again in 0.0s"
+    assert made.done and made.notes == [wait, f"hf:{BOOKS}: reading the column 'text'"]
     assert quiet.done and quiet.errors == ""
 
 
@@ -192,6 +204,19 @@ def test_a_part_in_the_cache_is_not_taken_for_all(hub: Any, machine: Any) -> Non
         "the cache lacks 1 of the dataset's files: data/train-00001-of-00002.parquet",
         f"hf download {BOOKS} --repo-type dataset",
     )
+
+
+def test_one_config_in_the_cache_is_enough(hub: Any, machine: Any) -> None:
+    configs = {name: {"train": f"{name}/*"} for name in ("all", "sample")}
+    files = {f"{name}/{n}.parquet": parquet(texts(name, 3)) for name in configs for n in (1, 2)}
+    hub.dataset(BOOKS, {"README.md": card(configs), **files})
+    machine.download(BOOKS, allow_patterns=["README.md", "sample/*"])
+    hub.close()
+    whole, part = machine.run_all(
+        prepare(f"hf:{BOOKS}?config=sample"), prepare(f"hf:{BOOKS}?config=all", "other")
+    )
+    assert whole.done and tokens(machine) == texts("sample", 3) * 2
+    assert part.fails(f"the dataset '{BOOKS}' is not in the cache")
 
 
 def test_from_the_hub_to_a_trained_model(hub: Any, machine: Any, model_files: Any) -> None:

@@ -104,8 +104,7 @@ def test_too_many_requests(hub: Any, machine: Any, model_files: Any) -> None:
     hub.refuse("tokenizer.json", times=1)
     patient = machine.run(*show())
     assert patient.done and "257" in patient.output
-    assert patient.notes[:2] == ["Hugging Face: too many requests; trying again in 0.0s"] * 2
-    assert all(note.startswith("Hugging Face: ") for note in patient.notes)
+    assert patient.notes == ["Hugging Face: too many requests; trying again in 0.0s"]
 
 
 def test_a_hub_that_refuses_for_good(hub: Any, machine: Any, model_files: Any) -> None:
@@ -116,7 +115,7 @@ def test_a_hub_that_refuses_for_good(hub: Any, machine: Any, model_files: Any) -
         hub.refuse("/api/models/", times=99, status=status)
         refused = machine.run(*generate())
         assert refused.fails(f"{message}: tried 5 times in ")
-        assert len(refused.notes) == 4 and len(hub.requests) == 5
+        assert len(refused.notes) == 1 and len(hub.requests) == 5
     hub.requests.clear()
     hub.faults.clear()
     hub.refuse("/api/models/", times=99, retry_after=3600)

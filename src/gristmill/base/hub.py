@@ -34,6 +34,10 @@ Result = TypeVar("Result")
 
 _SPEC = re.compile(r"(?P<name>[\w-][\w.-]*(/[\w.-]+)?)(@(?P<revision>\w[\w./-]*))?")
 _ATTEMPTS = 5
+_TELL_EVERY = 10
+"""Seconds."""
+_told: dict[str, float] = {}
+"""When a wait for this reason was told, or will be over."""
 _LONGEST_WAIT = 300
 """Seconds. The Hub counts requests in windows of five minutes."""
 _BUSY = 429
@@ -46,6 +50,7 @@ _VERBOSITY = {
     "transformers": "TRANSFORMERS_VERBOSITY",
 }
 _WAIT = re.compile(r"(Rate limited\. Waiting|Retrying in) ([\d.]+) ?s")
+_SECONDS = re.compile(r";t=(\d+)")
 _LITTLE_ROOM = "Not enough free disk space"
 _MISSING = re.compile(r"missing \((.+?)\)\.")
 
@@ -162,7 +167,11 @@ class _WaitNotes(logging.Handler):
 
 
 def _tell_wait(why: str, seconds: float) -> None:
-    if display := _DISPLAYS[-1]:
+    """Tell of a wait, unless one for the same reason was told a moment ago."""
+    now = time.monotonic()
+    display = _DISPLAYS[-1]
+    if display and now >= _told.get(why, 0) + _TELL_EVERY:
+        _told[why] = now + seconds
         display.note(f"Hugging Face: {why}; trying again in {format_seconds(seconds)}")
 
 
@@ -205,8 +214,9 @@ def _wait(causes: list[BaseException], attempt: int) -> float | None:
     if status != _BUSY and status < 500:
         return None
     answers = (getattr(error, "response", None) for error in causes)
-    asked = next(a.headers.get("Retry-After", "") for a in answers if a is not None)
-    wait = float(asked) if asked.isdigit() else 2.0**attempt
+    headers = next(answer.headers for answer in answers if answer is not None)
+    found = _SECONDS.search(f"{headers.get('RateLimit', '')};t={headers.get('Retry-After', '')}")
+    wait = float(found[1]) if found else 2.0**attempt
     return wait if wait <= _LONGEST_WAIT else None
 
 

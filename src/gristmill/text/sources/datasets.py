@@ -237,11 +237,12 @@ def _open_cached(
             repository.name, allow_patterns=["README.md"], local_files_only=True, **chosen
         )
         listing = huggingface_hub.get_cached_repo_tree(repository.name, **chosen)
-    except Exception:  # not there, or the library is too old to list what should be
+    except Exception:  # not there, or the library is too old to know what should be
         return None
     folder = Path(found).resolve()
     try:
-        builder = _builder(datasets, spec, str(folder))
+        wanted = _config_files(folder, spec.config or "default")
+        builder = _builder(datasets, spec, str(folder), data_files=wanted)
         files = [Path(file) for group in builder.config.data_files.values() for file in group]
     except Exception:  # none of its files are there, or not those that tell about its configs
         return None
@@ -259,6 +260,18 @@ def _open_cached(
         where=f"{PREFIX}{repository}",
         remedy=f"with network, run `{repository.download_command}`",
     )
+
+
+def _config_files(folder: Path, config: str) -> Any:
+    """The patterns of a config's files in the card of a dataset, if it has any; otherwise the
+    library would look at those of the first config, which may not be there."""
+    from huggingface_hub import DatasetCard
+
+    if not (folder / "README.md").is_file():
+        return None
+    card = DatasetCard.load(folder / "README.md").data.to_dict()
+    entries = (one for one in card.get("configs", ()) if one.get("config_name") == config)
+    return next(entries, {}).get("data_files")
 
 
 def _open_folder(datasets: Any, spec: DatasetSpec, folder: Path) -> OpenedDataset:
@@ -287,10 +300,27 @@ def _open_folder(datasets: Any, spec: DatasetSpec, folder: Path) -> OpenedDatase
     return OpenedDataset(rows, sha256_text(json.dumps(files)))
 
 
-def _builder(datasets: Any, spec: DatasetSpec, path: str, *, revision: str | None = None) -> Any:
+def _builder(
+    datasets: Any,
+    spec: DatasetSpec,
+    path: str,
+    *,
+    revision: str | None = None,
+    data_files: Any = None,
+) -> Any:
     """What knows the splits of a config, in a folder or on the Hub."""
     try:
-        return datasets.load_dataset_builder(path, spec.config, revision=revision)
+        return datasets.load_dataset_builder(
+            path, spec.config, revision=revision, data_files=data_files
+        )
+    except RuntimeError as error:
+        if "scripts" not in str(error):
+            raise
+        raise DataError(
+            "the rows of this dataset are made by a program, which is not run",
+            where=f"{PREFIX}{spec.name}",
+            remedy=f"the Hub may have a copy in Parquet: hf:{spec.name}@refs/convert/parquet",
+        ) from error
     except ValueError as error:
         configs = datasets.get_dataset_config_names(path, revision=revision)
         if spec.config in configs or (spec.config is None and len(configs) == 1):
