@@ -7,6 +7,7 @@ import http.client
 import io
 import urllib.error
 import warnings
+from contextlib import nullcontext
 from email.message import Message
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 from gristmill.base import downloads
 from gristmill.base.downloads import cache_folder, download, model_folder
 from gristmill.base.errors import Exit, UserError
+from gristmill.base.hub import DownloadDisplay, downloads_shown
 
 URL = "https://example.invalid/file.bin"
 CONTENT = bytes(range(256)) * 40
@@ -89,6 +91,20 @@ def test_a_file_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert seen[0] == (1000, len(CONTENT)) and seen[-1] == (len(CONTENT), len(CONTENT))
     download(URL, to=to, sha256=SHA256)
     assert len(server.asked) == 1
+
+
+def test_a_download_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve(monkeypatch, Server(breaks=[]))
+    seen: list[tuple[str, int, int | None]] = []
+    display = DownloadDisplay(
+        lambda name: nullcontext(lambda done, total: seen.append((name, done, total))),
+        note=lambda message: None,
+    )
+    with downloads_shown(display):
+        download(URL, to=tmp_path / "one.bin")
+        with downloads_shown(None):
+            download(URL, to=tmp_path / "two.bin")
+    assert seen[-1] == ("one.bin", len(CONTENT), len(CONTENT))
 
 
 def test_it_goes_on_where_it_broke_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

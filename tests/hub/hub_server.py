@@ -32,6 +32,8 @@ LARGE = (".safetensors", ".parquet")
 """Files that the Hub keeps in LFS."""
 TOKEN = "hf_reader"
 """The token of a user who has accepted all licences."""
+WRONG_TOKEN = "hf_wrong"
+"""A token that nobody has."""
 _API = re.compile(r"/api/(models|datasets)/(.+)")
 _FILE = re.compile(r"/(datasets/)?(.+?)/resolve/([^/]+)/(.+)")
 _VERBS = ("revision", "tree", "paths-info", "refs", "auth-check")
@@ -194,6 +196,9 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
                 # Whether a program or a person asks is no concern of ours.
                 return self._send(404)
             hub.requests.append(f"{self.command} {url.path}" + (f" {range_}" if range_ else ""))
+            if self.headers.get("Authorization") == f"Bearer {WRONG_TOKEN}":
+                what = "Invalid credentials in Authorization header"
+                return self._send(401, {"X-Error-Message": what})
             for fault in hub.faults:
                 if isinstance(fault, _Refusal) and fault.strikes(url.path):
                     return self._send(fault.status, fault.headers)

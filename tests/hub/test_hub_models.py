@@ -80,6 +80,8 @@ def test_gated(hub: Any, machine: Any, model_files: Any) -> None:
     assert tokenizer.fails("is gated", accept)
     stranger = machine.run(*show(), HF_TOKEN="hf_stranger")
     assert stranger.fails("your account has no access", f"ask for access at {page}")
+    wrong = machine.run(*show(), HF_TOKEN="hf_wrong")
+    assert wrong.fails("Hugging Face does not accept your token", "hf auth login")
     assert machine.run(*generate(), HF_TOKEN="hf_reader").done
 
 

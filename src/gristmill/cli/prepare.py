@@ -69,7 +69,7 @@ def prepare(
         typer.Argument(
             metavar="SOURCE…",
             help="Files, globs, folders (JSON, CSV, Parquet, Arrow, text; .gz .bz2 .xz .zst), "
-            "- for stdin, hf:NAME for a dataset, or the name of a corpus.",
+            "- for stdin, hf:NAME[@REVISION] for a dataset, or the name of a corpus.",
         ),
     ],
     output: Output,
@@ -80,7 +80,7 @@ def prepare(
             "-t",
             metavar="NAME",
             rich_help_panel=_TOKENIZER,
-            help="gpt2, bytes, a tiktoken encoding, a folder or file, a Hugging Face name.",
+            help="gpt2, bytes, a tiktoken encoding, a folder or file, NAME[@REVISION] on the Hub.",
         ),
     ] = "gpt2",
     vocab_file: Annotated[

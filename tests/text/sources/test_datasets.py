@@ -137,7 +137,7 @@ def test_a_name_is_pinned_to_its_commit(library: Any, monkeypatch: pytest.Monkey
     asked: list[Any] = []
     commit = "abc"
 
-    def info(self: Any, name: str, *, revision: str | None) -> Any:
+    def info(self: Any, name: str, *, revision: str | None, timeout: float) -> Any:
         return SimpleNamespace(id=f"new-{name}", sha=commit, gated=False)
 
     def load(*args: Any, **options: Any) -> Any:
@@ -170,7 +170,7 @@ def test_the_network_can_fail_at_any_row(library: Any, monkeypatch: pytest.Monke
     assert "someone/some" in str(caught.value)
     monkeypatch.undo()
 
-    def refuse(self: Any, name: str, *, revision: str | None) -> Any:
+    def refuse(self: Any, name: str, *, revision: str | None, timeout: float) -> Any:
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", refuse)

@@ -33,6 +33,8 @@ from gristmill.text.sources.source import ReadOptions, Source
 PREFIX = "hf:"
 _KEYS = ("config", "split", "column")
 _BATCH_ROWS = 1000
+_TIMEOUT = 30
+"""Seconds; the library would wait for ever."""
 _TEXT_TYPES = ("string", "large_string", "string_view")
 _PATH_STARTS = ("/", ".", "~")
 _SAVED = ("dataset_dict.json", "state.json")
@@ -209,7 +211,9 @@ def open_hub(datasets: Any, spec: DatasetSpec) -> OpenedDataset:
     remedy = "check the name; a local dataset is given as hf:./folder"
     ask = partial(ask_hub, repository=repository, where=f"{PREFIX}{repository}", remedy=remedy)
     try:
-        info: Any = ask(lambda: HfApi().dataset_info(spec.name, revision=spec.revision))
+        info: Any = ask(
+            lambda: HfApi().dataset_info(spec.name, revision=spec.revision, timeout=_TIMEOUT)
+        )
         if info.gated:
             ask(lambda: HfApi().auth_check(info.id, repo_type="dataset"))
     except DataError:
