@@ -148,7 +148,7 @@ def test_a_name_is_pinned_to_its_commit(library: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", info)
     monkeypatch.setattr(library, "load_dataset_builder", load)
     text = DatasetSource("hf:someone/some?config=c&split=s", ReadOptions())
-    assert asked == [(("new-someone/some", "c"), {"revision": "abc"})]
+    assert asked == [(("new-someone/some", "c"), {"revision": "abc", "data_files": None})]
     assert list(text.documents_from(2400)) == EXPECTED[2400:]
     commit = "abd"
     assert (

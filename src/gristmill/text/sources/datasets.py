@@ -273,9 +273,9 @@ def _config_files(folder: Path, config: str) -> Any:
 
     if not (folder / "README.md").is_file():
         return None
-    card = DatasetCard.load(folder / "README.md").data.to_dict()
-    entries = (one for one in card.get("configs", ()) if one.get("config_name") == config)
-    return next(entries, {}).get("data_files")
+    card: dict[str, Any] = DatasetCard.load(folder / "README.md").data.to_dict()
+    entries = card.get("configs", [])
+    return next((one.get("data_files") for one in entries if one["config_name"] == config), None)
 
 
 def _open_folder(datasets: Any, spec: DatasetSpec, folder: Path) -> OpenedDataset:
