@@ -190,6 +190,8 @@ def test_what_was_downloaded_is_read_from_the_cache(hub: Any, machine: Any) -> N
     assert offline.done and offline.notes == [f"{source}: reading the column 'text'"]
     hub.close()
     assert machine.run(*prepare(source, "gone")).done
+    for part in ("config", "split"):
+        assert machine.run(*prepare(f"{source}?{part}=x")).fails(f"there is no {part} 'x': the ")
     for output in ("near", "offline", "gone"):
         assert tokens(machine, output) == texts("old")
 

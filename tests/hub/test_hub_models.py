@@ -22,12 +22,13 @@ def show(name: str = NAME) -> tuple[str, ...]:
 
 
 def test_a_model_comes_once_and_stays(hub: Any, machine: Any, model_files: Any) -> None:
-    hub.model(NAME, model_files)
+    commit = hub.model(NAME, model_files).branches["main"]
     first = machine.run(*generate())
     assert first.done and first.errors == "" and first.output.startswith("Once")
     assert machine.cached == SAFE
     count = len(hub.requests)
     assert machine.run(*generate(), HF_HUB_OFFLINE="1") == first
+    assert machine.run(*generate(f"{NAME}@{commit}")) == first
     assert len(hub.requests) == count
     hub.close()
     assert machine.run(*generate()) == first
@@ -69,6 +70,15 @@ def test_an_old_name_leads_to_the_new_one(hub: Any, machine: Any, model_files: A
     hub.move("models", "tiny", to=NAME)
     shown = machine.run(*show("tiny"))
     assert shown.done and "257" in shown.output and shown.errors == ""
+
+
+def test_a_tokenizer_that_has_to_be_converted(hub: Any, machine: Any) -> None:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefgh"]
+    files = {"vocab.txt": "\n".join(words), "config.json": '{"model_type": "bert"}'}
+    hub.model("someone/words", {**files, "pytorch_model.bin": b"a pickle"})
+    shown = machine.run(*show("someone/words"), "--end-of-text", "[SEP]")
+    assert shown.done and "ids          13" in shown.output and shown.errors == ""
+    assert machine.cached == files.keys()
 
 
 def test_gated(hub: Any, machine: Any, model_files: Any) -> None:

@@ -6,8 +6,8 @@
 `ask_hub` calls a library. What may pass (too many requests, a failing server, a cut connection) is
 tried again; anything else becomes one error that says what is wrong and what to do. The libraries
 print nothing: their bars and log lines would break ours, so waits are told and bytes are shown
-through the `DownloadDisplay` of the command line. A user who sets HF_HUB_VERBOSITY or
-DATASETS_VERBOSITY gets the log lines back.
+through the `DownloadDisplay` of the command line. A user who sets HF_HUB_VERBOSITY,
+DATASETS_VERBOSITY or TRANSFORMERS_VERBOSITY gets the log lines back.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _tell_wait(why: str, seconds: float) -> None:
     """Tell of a wait, unless one for the same reason was told a moment ago."""
     now = time.monotonic()
     display = _DISPLAYS[-1]
-    if display and now >= _told.get(why, 0) + _TELL_EVERY:
+    if display and (why not in _told or now >= _told[why] + _TELL_EVERY):
         _told[why] = now + seconds
         display.note(f"Hugging Face: {why}; trying again in {format_seconds(seconds)}")
 

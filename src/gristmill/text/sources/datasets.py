@@ -248,6 +248,10 @@ def _open_cached(
         wanted = _config_files(folder, spec.config or "default")
         builder = _builder(datasets, spec, str(folder), data_files=wanted)
         files = [Path(file) for group in builder.config.data_files.values() for file in group]
+    except UserError:
+        if offline:
+            raise
+        return None
     except Exception:  # none of its files are there, or not those that tell about its configs
         return None
     kinds = {(file.parent, file.suffix) for file in files}
