@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from typing import Any
 
 import numpy as np
@@ -234,3 +235,7 @@ def test_from_the_hub_to_a_trained_model(hub: Any, machine: Any, model_files: An
     made, trained = machine.run_all(("prepare", f"hf:{BOOKS}", *words), ("train", str(run)))
     assert made.done and trained.done
     assert (machine.work / "run" / "checkpoints" / "step-00000002").is_dir()
+    hub.close()
+    shutil.rmtree(machine.home / "huggingface")
+    evaluated = machine.run("evaluate", "run", "--device", "cpu")
+    assert evaluated.done and "perplexity" in evaluated.output
