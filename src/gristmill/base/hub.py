@@ -328,6 +328,9 @@ def _explain_network(
     from huggingface_hub import constants
 
     absent = f"the {repository.kind} {str(repository)!r} is not in the cache"
+    if repository.kind == "model":
+        # It may have been meant as a folder, such as runs/first.
+        absent = f"there is no folder {str(repository)!r} here, {absent}"
     elsewhere = (
         f"run `{repository.download_command}` where there is one, and copy {constants.HF_HUB_CACHE}"
     )
