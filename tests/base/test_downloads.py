@@ -6,6 +6,8 @@ import hashlib
 import http.client
 import io
 import urllib.error
+import warnings
+from contextlib import nullcontext
 from email.message import Message
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 from gristmill.base import downloads
 from gristmill.base.downloads import cache_folder, download, model_folder
 from gristmill.base.errors import Exit, UserError
+from gristmill.base.hub import DownloadDisplay, downloads_shown
 
 URL = "https://example.invalid/file.bin"
 CONTENT = bytes(range(256)) * 40
@@ -88,6 +91,20 @@ def test_a_file_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert seen[0] == (1000, len(CONTENT)) and seen[-1] == (len(CONTENT), len(CONTENT))
     download(URL, to=to, sha256=SHA256)
     assert len(server.asked) == 1
+
+
+def test_a_download_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve(monkeypatch, Server(breaks=[]))
+    seen: list[tuple[str, int, int | None]] = []
+    display = DownloadDisplay(
+        lambda name: nullcontext(lambda done, total: seen.append((name, done, total))),
+        note=lambda message: None,
+    )
+    with downloads_shown(display):
+        download(URL, to=tmp_path / "one.bin")
+        with downloads_shown(None):
+            download(URL, to=tmp_path / "two.bin")
+    assert seen[-1] == ("one.bin", len(CONTENT), len(CONTENT))
 
 
 def test_it_goes_on_where_it_broke_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,35 +197,50 @@ def test_a_model_folder_is_local_or_comes_from_the_hub(
 ) -> None:
     asked: list[tuple[str, dict[str, object]]] = []
 
-    def snapshot(name: str, **options: object) -> str:
+    def snapshot(name: str, *, tqdm_class: object, **options: object) -> str:
         asked.append((name, options))
         return str(tmp_path / "snapshot")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     assert model_folder(str(tmp_path)) == tmp_path and not asked
     assert model_folder("someone/something") == tmp_path / "snapshot"
-    assert model_folder("someone/something", weights=False) == tmp_path / "snapshot"
+    assert model_folder("someone/something@v1", weights=False) == tmp_path / "snapshot"
     settings = ["*.json", "*.txt", "*.model"]
-    common = {"ignore_patterns": ["*/*", "consolidated*"], "local_files_only": False}
+    common = {
+        "repo_type": "model",
+        "ignore_patterns": ["*/*", "consolidated*"],
+        "local_files_only": False,
+    }
+    weights = [*settings, "*.safetensors"]
     assert asked == [
-        ("someone/something", {"allow_patterns": [*settings, "*.safetensors"], **common}),
-        ("someone/something", {"allow_patterns": settings, **common}),
+        ("someone/something", {"allow_patterns": weights, "revision": None, **common}),
+        ("someone/something", {"allow_patterns": settings, "revision": "v1", **common}),
     ]
 
 
-@pytest.mark.parametrize("error", [OSError("no route\nmore"), RuntimeError("no route")])
-def test_a_name_that_is_neither_here_nor_on_the_hub(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_an_error_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **options: object) -> str:
-        raise error
+        raise RuntimeError("the moon is wrong\nand more")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with pytest.raises(UserError) as caught:
         model_folder("someone/something", where="MODEL")
     assert caught.value.exit is Exit.DATA
     assert str(caught.value) == (
-        "MODEL: 'someone/something' is not here, and cannot be downloaded from Hugging Face: "
-        "no route\n    give a run folder, a Hugging Face folder, or a Hugging Face name such as "
-        "gpt2; without network, run `hf download someone/something` elsewhere and copy it"
+        "MODEL: the model 'someone/something' cannot be had from Hugging Face: the moon is wrong"
+        "\n    give a run folder, a Hugging Face folder, or a Hugging Face name such as gpt2"
     )
+
+
+def test_a_disk_that_is_too_small_is_refused_before_the_download(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def warn(*args: object, **options: object) -> str:
+        warnings.warn("Not enough free disk space to download the file. It is large.", stacklevel=1)
+        raise AssertionError("the download began")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", warn)
+    with pytest.raises(UserError, match="too small: Not enough free disk space") as caught:
+        model_folder("someone/something")
+    assert caught.value.exit is Exit.STORAGE and "HF_HOME" in str(caught.value)

@@ -1,7 +1,8 @@
 """Files from the network: folders from the Hugging Face Hub, and single files by their URL.
 
 huggingface_hub keeps a cache, resumes downloads, and needs no network for what it already has. Only
-safetensors, settings and tokenizer files are downloaded, nothing that could run. Single files go to
+safetensors, settings and tokenizer files are downloaded, nothing that could run; `hub` says how its
+errors are told. Single files go to
 `gristmill` in $XDG_CACHE_HOME or ~/.cache; each gets its name after its size and SHA-256 were
 checked. An interrupted download is resumed unless the file has changed at its source.
 """
@@ -12,16 +13,23 @@ import http.client
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 from gristmill.base.errors import DataError
 from gristmill.base.files import sha256_file, storage_errors, sync_file, sync_folder
+from gristmill.base.hub import (
+    OnDownload,
+    RepositoryKind,
+    ask_hub,
+    parse_repository,
+    shown_download,
+)
 from gristmill.base.locks import FolderLock
 from gristmill.base.units import format_bytes
 
-OnDownload = Callable[[int, int | None], None]
-"""Called with the bytes received so far, and the total if it is known."""
 LARGER_CACHE = "set XDG_CACHE_HOME to a folder on a larger disk"
 """What to do if the cache's disk is too small."""
 _SETTINGS_FILES = ("*.json", "*.txt", "*.model")
@@ -60,27 +68,64 @@ def settings_folder(name: str, *, where: str) -> Path:
 
 
 def hub_folder(
-    name: str, *, files: Sequence[str], where: str, remedy: str, offline: bool = False
+    name: str,
+    *,
+    files: Sequence[str],
+    where: str,
+    remedy: str,
+    offline: bool = False,
+    kind: RepositoryKind = "model",
 ) -> Path:
-    """The folder of a Hugging Face repository's files; downloads missing ones unless `offline`."""
+    """The folder of a repository's files, by NAME or NAME@REVISION; downloads missing ones unless
+    `offline`."""
+    repository = parse_repository(name, kind=kind)
+    if repository is None:
+        what = f"there is no folder {name!r}, and this is no Hugging Face name"
+        raise DataError(what, where=where, remedy=remedy)
     # Imported here: only a Hub name needs it, and it is slow to import.
     from huggingface_hub import snapshot_download
 
-    try:
-        folder = snapshot_download(
-            name,
-            allow_patterns=list(files),
-            ignore_patterns=list(_IGNORED_FILES),
-            local_files_only=offline,
-        )
-    except Exception as error:  # the library's errors and those of its HTTP client share no class
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise DataError(
-            f"{name!r} is not here, and cannot be downloaded from Hugging Face: {line}",
+    with shown_download(name) as progress:
+        folder = ask_hub(
+            lambda: snapshot_download(
+                repository.name,
+                repo_type=kind,
+                revision=repository.revision,
+                allow_patterns=list(files),
+                ignore_patterns=list(_IGNORED_FILES),
+                local_files_only=offline,
+                tqdm_class=_bar_class(progress),
+            ),
+            repository,
             where=where,
-            remedy=f"{remedy}; without network, run `hf download {name}` elsewhere and copy it",
-        ) from error
+            remedy=remedy,
+        )
     return Path(folder)
+
+
+def _bar_class(progress: OnDownload) -> Any:
+    """A progress bar for the library that shows nothing itself and reports bytes."""
+    import huggingface_hub.utils
+
+    library: Any = huggingface_hub.utils
+    library_bar: Any = library.tqdm
+    most = 0
+
+    class Bar(library_bar):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            # The library has one bar for files, and others for bytes.
+            self.counts_bytes = options.get("unit") == "B"
+            super().__init__(*args, **{**options, "disable": True})
+
+        def update(self, n: float | None = 1) -> None:
+            nonlocal most
+            self.n += n or 0
+            # One bar counts bytes that arrive, another those that are written.
+            if self.counts_bytes and self.n > most:
+                most = int(self.n)
+                progress(most, int(self.total) if self.total else None)
+
+    return Bar
 
 
 def download(
@@ -101,7 +146,8 @@ def download(
     with FolderLock(to.parent), storage_errors(to):
         if to.is_file():
             return to
-        part, tag = _receive(url, to, progress)
+        with nullcontext(progress) if progress else shown_download(to.name) as shown:
+            part, tag = _receive(url, to, shown)
         try:
             _check(part, url=url, sha256=sha256, size=size)
             sync_file(part)
@@ -120,7 +166,7 @@ def open_url(url: str, *, headers: dict[str, str]) -> http.client.HTTPResponse:
     return response
 
 
-def _receive(url: str, to: Path, progress: OnDownload | None) -> tuple[Path, Path]:
+def _receive(url: str, to: Path, progress: OnDownload) -> tuple[Path, Path]:
     """Download into FILE.part, and keep the file's version, its ETag, in FILE.part.tag."""
     part, tag = to.with_name(f"{to.name}.part"), to.with_name(f"{to.name}.part.tag")
     for attempt in range(1, _ATTEMPTS + 1):
@@ -142,7 +188,7 @@ def _receive(url: str, to: Path, progress: OnDownload | None) -> tuple[Path, Pat
     return part, tag
 
 
-def _append(url: str, part: Path, tag: Path, progress: OnDownload | None) -> None:
+def _append(url: str, part: Path, tag: Path, progress: OnDownload) -> None:
     """Ask for the bytes that are missing, and append them."""
     received = part.stat().st_size if part.is_file() and tag.is_file() else 0
     resume = {"Range": f"bytes={received}-", "If-Range": tag.read_text()} if received else {}
@@ -162,8 +208,7 @@ def _append(url: str, part: Path, tag: Path, progress: OnDownload | None) -> Non
             while chunk := response.read(_CHUNK):
                 file.write(chunk)
                 received += len(chunk)
-                if progress:
-                    progress(received, total)
+                progress(received, total)
     if total is not None and received < total:
         raise http.client.IncompleteRead(b"", total - received)
 

@@ -25,6 +25,8 @@ import typer
 from typer.core import TyperGroup
 
 from gristmill.base.errors import Exit, UserError
+from gristmill.base.hub import downloads_shown
+from gristmill.base.process import Place
 from gristmill.cli import (
     bench,
     evaluate,
@@ -36,6 +38,7 @@ from gristmill.cli import (
     tokens,
     train,
 )
+from gristmill.cli.progress import DOWNLOADS
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 """Errors that no program can be written to avoid."""
@@ -103,7 +106,8 @@ def _version() -> str:
 def main() -> None:
     """Run the command line. User errors are printed without a traceback, defects with one."""
     try:
-        app()
+        with downloads_shown(DOWNLOADS if _speaks() else None):
+            app()
     except UserError as error:
         for problem in error.problems:
             sys.stderr.write(f"error: {problem}\n")
@@ -116,6 +120,14 @@ def main() -> None:
         sys.exit(Exit.DONE if unread else _report(cause))
     except Exception as error:
         sys.exit(_report(error))
+
+
+def _speaks() -> bool:
+    """Whether this process tells about its downloads; one of each run does."""
+    try:
+        return Place.current().rank == 0
+    except UserError:
+        return True
 
 
 def _refused_by_disk(error: OSError) -> Exit:

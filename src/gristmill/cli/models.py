@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 Model = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="A run folder, a checkpoint, a Hugging Face folder or name."
+        metavar="MODEL",
+        help="A run folder, a checkpoint, a Hugging Face folder, or NAME[@REVISION] on the Hub.",
     ),
 ]
 Which = Annotated[

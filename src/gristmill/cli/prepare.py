@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gristmill.base.errors import UserError
+from gristmill.base.hub import downloads_shown
 from gristmill.base.units import format_bytes, format_count, format_seconds
 from gristmill.cli.options import (
     OUTPUT,
@@ -67,7 +69,7 @@ def prepare(
         typer.Argument(
             metavar="SOURCE…",
             help="Files, globs, folders (JSON, CSV, Parquet, Arrow, text; .gz .bz2 .xz .zst), "
-            "- for stdin, hf:NAME for a dataset, or the name of a corpus.",
+            "- for stdin, hf:NAME[@REVISION] for a dataset, or the name of a corpus.",
         ),
     ],
     output: Output,
@@ -78,7 +80,7 @@ def prepare(
             "-t",
             metavar="NAME",
             rich_help_panel=_TOKENIZER,
-            help="gpt2, bytes, a tiktoken encoding, a folder or file, a Hugging Face name.",
+            help="gpt2, bytes, a tiktoken encoding, a folder or file, NAME[@REVISION] on the Hub.",
         ),
     ] = "gpt2",
     vocab_file: Annotated[
@@ -236,7 +238,8 @@ def prepare(
         workers=workers,
         overwrite=overwrite,
     )
-    results = _prepare_corpus(corpus, request, quiet) if corpus else [_prepare(request, quiet)]
+    with downloads_shown(None) if quiet else nullcontext():
+        results = _prepare_corpus(corpus, request, quiet) if corpus else [_prepare(request, quiet)]
     if as_json:
         typer.echo(json.dumps(prepared_as_json(results), indent=2, ensure_ascii=False))
     elif not quiet:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from gristmill.base.downloads import settings_folder
 from gristmill.base.errors import UserError
 from gristmill.checkpoint.model import LoadedModel
 from gristmill.config.load import load_run
+from gristmill.config.schema import RunConfig
 from gristmill.data.build import build_rules
 from gristmill.data.dataset import open_data, prove_tokenizer
 from gristmill.data.documents import JOINED, DocumentRules
@@ -57,7 +57,7 @@ def evaluation_ids(
         )
     if loaded.run is None or not (loaded.run / "run.toml").is_file():
         return chosen
-    config = load_run(loaded.run / "run.toml", find_model=settings_folder)
+    config = _load_settings(loaded.run)
     rules = build_rules(config.data, end_of_text=loaded.tokenizer.end_of_text)
     return replace(chosen, rules=replace(rules, unweighted=False))  # every token counts
 
@@ -72,9 +72,14 @@ def _encode(loaded: LoadedModel, paths: Sequence[str]) -> EvaluationText:
     return EvaluationText(np.array(ids, dtype=np.int64), " ".join(paths), np.array(starts))
 
 
+def _load_settings(run: Path) -> RunConfig:
+    """The settings of a run. They are complete, so what it started from need not be there."""
+    return load_run(run / "run.toml", find_model=lambda name, *, where: run)
+
+
 def _held_out(run: Path) -> EvaluationText:
     """A run's validation text: the parts of its token sets, each of which begins a document."""
-    config = load_run(run / "run.toml", find_model=settings_folder)
+    config = _load_settings(run)
     sequence = config.data.sequence or config.model.context
     held = open_data(config.data, sequence=sequence).validation
     if held is None:

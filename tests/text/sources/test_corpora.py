@@ -74,6 +74,14 @@ def test_names_are_found() -> None:
     assert find_corpus("no such corpus") is None
 
 
+def test_a_revision_follows_the_name() -> None:
+    row = corpus("wikitext-2@v1")
+    spec = parse_dataset(row.source())
+    assert (spec.name, spec.revision, spec.config) == (row.dataset, "v1", row.config)
+    with pytest.raises(UserError, match="single file without revisions\n    give oscar alone"):
+        find_corpus("oscar@v1")
+
+
 def test_openwebtext_is_split_as_the_field_does() -> None:
     row = corpus("openwebtext")
     assert (row.documents, row.held_out, row.seed) == (8_013_769, 0.0005, 2357)
@@ -123,3 +131,6 @@ def test_a_file_is_fetched_into_the_cache(tmp_path: Path, monkeypatch: pytest.Mo
     assert str(place) in describe(SMALL)
     row = corpus("openwebtext")
     assert fetch_corpus(row) == row.source() and len(asked) == 1
+    monkeypatch.setenv("HF_ENDPOINT", "https://mirror.invalid/")
+    fetch_corpus(corpus("oscar"))
+    assert str(asked[1]["url"]).startswith("https://mirror.invalid/bigscience/")

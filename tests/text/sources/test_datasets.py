@@ -34,6 +34,9 @@ EXPECTED: list[str | Reason] = [
             DatasetSpec("a/b", config="sample-10BT", split="all", column="body text"),
         ),
         ("hf:./a folder", DatasetSpec("./a folder")),
+        ("hf:./a@b", DatasetSpec("./a@b")),
+        ("hf:a/b@v1.0?split=test", DatasetSpec("a/b", split="test", revision="v1.0")),
+        ("hf:a@refs/pr/1", DatasetSpec("a", revision="refs/pr/1")),
     ],
 )
 def test_specs_are_read(text: str, spec: DatasetSpec) -> None:
@@ -48,6 +51,7 @@ def test_specs_are_read(text: str, spec: DatasetSpec) -> None:
         ("hf:a?spilt=x", ["'spilt' is not one of config, split, column"]),
         ("hf:a?split=x&split=y", ["'split' is given twice"]),
         ("hf:a?split", ["'split' has no value"]),
+        ("hf:a/b/c", ["'a/b/c' is no name of a dataset on Hugging Face"]),
     ],
 )
 def test_all_mistakes_are_told_at_once(text: str, messages: list[str]) -> None:
@@ -133,17 +137,18 @@ def test_a_name_is_pinned_to_its_commit(library: Any, monkeypatch: pytest.Monkey
     asked: list[Any] = []
     commit = "abc"
 
-    def info(self: Any, name: str) -> Any:
-        return SimpleNamespace(sha=commit)
+    def info(self: Any, name: str, *, revision: str | None, timeout: float) -> Any:
+        return SimpleNamespace(id=f"new-{name}", sha=commit, gated=False)
 
     def load(*args: Any, **options: Any) -> Any:
         asked.append((args, options))
-        return library.Dataset.from_list(ROWS).to_iterable_dataset()
+        rows = library.Dataset.from_list(ROWS).to_iterable_dataset()
+        return SimpleNamespace(as_streaming_dataset=lambda split: {"s": rows}[split])
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", info)
-    monkeypatch.setattr(library, "load_dataset", load)
+    monkeypatch.setattr(library, "load_dataset_builder", load)
     text = DatasetSource("hf:someone/some?config=c&split=s", ReadOptions())
-    assert asked == [(("someone/some", "c"), {"split": "s", "revision": "abc", "streaming": True})]
+    assert asked == [(("new-someone/some", "c"), {"revision": "abc", "data_files": None})]
     assert list(text.documents_from(2400)) == EXPECTED[2400:]
     commit = "abd"
     assert (
@@ -165,9 +170,10 @@ def test_the_network_can_fail_at_any_row(library: Any, monkeypatch: pytest.Monke
     assert "someone/some" in str(caught.value)
     monkeypatch.undo()
 
-    def refuse(self: Any, name: str) -> Any:
+    def refuse(self: Any, name: str, *, revision: str | None, timeout: float) -> Any:
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", refuse)
-    with pytest.raises(UserError, match="cannot be opened: no route to host"):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with pytest.raises(UserError, match="cannot be reached: no route to host"):
         DatasetSource("hf:someone/some", ReadOptions())

@@ -134,7 +134,7 @@ def test_what_is_not_gpt2_is_passed_over_and_named(
     message = str(caught.value)
     assert caught.value.exit is Exit.DATA
     assert "gristmill[gpt2]" in message
-    assert "'openai-community/gpt2' is not here, and cannot be downloaded" in message
+    assert "the model 'openai-community/gpt2' is not in the cache, and HF_HUB_OFFLINE" in message
     assert str(tmp_path / "cache" / "gristmill" / "gpt2") in message
 
 

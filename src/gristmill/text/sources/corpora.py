@@ -8,14 +8,16 @@ anything is downloaded; numbers that nobody has counted are unknown.
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from urllib.parse import urlencode
 
-from gristmill.base.downloads import LARGER_CACHE, OnDownload, cache_folder, download
+from gristmill.base.downloads import LARGER_CACHE, cache_folder, download
+from gristmill.base.errors import DataError
 from gristmill.base.files import require_room
+from gristmill.base.hub import OnDownload, hub_endpoint
 from gristmill.base.units import format_bytes
 
 _BYTES_PER_TOKEN = 4
@@ -32,6 +34,7 @@ class Corpus:
     licence: str
     dataset: str | None = None
     """The name on Hugging Face; if None, there is a `url`."""
+    revision: str | None = None
     config: str | None = None
     split: str | None = None
     column: str | None = None
@@ -56,7 +59,8 @@ class Corpus:
             return str(self.file)
         parts = {"config": self.config, "split": split or self.split, "column": self.column}
         query = urlencode({key: value for key, value in parts.items() if value})
-        return f"hf:{self.dataset}?{query}"
+        revision = f"@{self.revision}" if self.revision else ""
+        return f"hf:{self.dataset}{revision}?{query}"
 
     @property
     def file(self) -> Path:
@@ -83,8 +87,15 @@ def known_corpora() -> dict[str, Corpus]:
 
 
 def find_corpus(name: str) -> Corpus | None:
-    """The corpus of that name, if there is one."""
-    return known_corpora().get(name)
+    """The corpus of that NAME or NAME@REVISION, if there is one."""
+    name, _, revision = name.partition("@")
+    corpus = known_corpora().get(name)
+    if corpus is None or not revision:
+        return corpus
+    if corpus.dataset is None:
+        what, remedy = "this corpus is a single file without revisions", f"give {name} alone"
+        raise DataError(what, where=f"{name}@{revision}", remedy=remedy)
+    return replace(corpus, revision=revision)
 
 
 def describe(corpus: Corpus) -> str:
@@ -132,7 +143,6 @@ def fetch_corpus(corpus: Corpus, *, progress: OnDownload | None = None) -> str:
     if corpus.url:
         # Without a checksum, the length that the server states is all that is known.
         size = corpus.download_bytes if corpus.file_sha256 else None
-        download(
-            corpus.url, to=corpus.file, sha256=corpus.file_sha256, size=size, progress=progress
-        )
+        url = corpus.url.replace("https://huggingface.co", hub_endpoint(), 1)
+        download(url, to=corpus.file, sha256=corpus.file_sha256, size=size, progress=progress)
     return corpus.source()

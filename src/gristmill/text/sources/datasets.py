@@ -1,25 +1,31 @@
 """Text from Hugging Face datasets: streamed by name, or read from a local folder.
 
-    hf:NAME[?config=…&split=…&column=…]      split is "train" if not given
-    hf:./folder                              a folder of Parquet, JSON or CSV files, or one that
-                                             the `datasets` library has saved
+    hf:NAME[@REVISION][?config=…&split=…&column=…]    split is "train" if not given
+    hf:./folder                                       a folder of Parquet, JSON or CSV files, or one
+                                                      that the `datasets` library has saved
 
 Only one column is read: the requested one, else `text`; no other is guessed. Resuming skips whole
 batches of rows without decoding them. The fingerprint contains the commit of a dataset from the
-Hub, or names, sizes and times of the files in a folder. Only `open_hub` uses the network.
+Hub, or names, sizes and times of the files in a folder.
+
+Only `open_hub` uses the network. A dataset that `hf download` has put into the cache of Hugging
+Face is read from there, with or without network, if every file of its folders is there: a part of
+the documents must not pass for all of them. What is streamed is not kept.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote_plus
 
 from gristmill.base.errors import DataError, Problem, UserError, optional
 from gristmill.base.files import sha256_text
+from gristmill.base.hub import HubRepository, ask_hub, parse_repository, quiet_library
 from gristmill.text.sources.blocks import SourceFormat, TextBlock, TextRows, Value
 from gristmill.text.sources.lines import text_or_reason
 from gristmill.text.sources.source import ReadOptions, Source
@@ -27,6 +33,8 @@ from gristmill.text.sources.source import ReadOptions, Source
 PREFIX = "hf:"
 _KEYS = ("config", "split", "column")
 _BATCH_ROWS = 1000
+_TIMEOUT = 30
+"""Seconds; the library would wait for ever."""
 _TEXT_TYPES = ("string", "large_string", "string_view")
 _PATH_STARTS = ("/", ".", "~")
 _SAVED = ("dataset_dict.json", "state.json")
@@ -40,6 +48,13 @@ class DatasetSpec:
     config: str | None = None
     split: str = "train"
     column: str | None = None
+    revision: str | None = None
+    """A branch, a tag or a commit on the Hub."""
+
+    @property
+    def is_path(self) -> bool:
+        """Whether this can only be a local folder."""
+        return self.name.startswith(_PATH_STARTS) or Path(self.name).is_dir()
 
 
 class OpenedDataset(NamedTuple):
@@ -50,7 +65,7 @@ class OpenedDataset(NamedTuple):
 
 
 def parse_dataset(text: str) -> DatasetSpec:
-    """Parse `hf:NAME?config=…&split=…&column=…`."""
+    """Parse `hf:NAME@REVISION?config=…&split=…&column=…`."""
     name, _, query = text.removeprefix(PREFIX).partition("?")
     wrong = [] if name else ["the name is missing"]
     found: dict[str, str] = {}
@@ -65,9 +80,16 @@ def parse_dataset(text: str) -> DatasetSpec:
         else:
             found[key] = unquote_plus(value)
     if wrong:
-        remedy = "write hf:NAME?config=…&split=…&column=…; everything but the name is optional"
+        remedy = "write hf:NAME@REVISION?config=…&split=…&column=…; only the name must be given"
         raise DataError([Problem(what, text, remedy) for what in wrong])
-    return DatasetSpec(name, **found)
+    spec = DatasetSpec(name, **found)
+    if spec.is_path:
+        return spec
+    repository = parse_repository(name)
+    if repository is None:
+        what = f"{name!r} is no name of a dataset on Hugging Face"
+        raise DataError(what, where=text, remedy="a local dataset is given as hf:./folder")
+    return replace(spec, name=repository.name, revision=repository.revision)
 
 
 class DatasetSource(Source):
@@ -88,12 +110,13 @@ class DatasetSource(Source):
         self.name = name
         spec = parse_dataset(name)
         datasets = optional("datasets", extra="hub", purpose="reading Hugging Face datasets")
-        # The library's own progress bars would break the line of ours.
+        # The library's own progress bars and log lines would break the line of ours.
         datasets.disable_progress_bars()
+        quiet_library("datasets")
         folder = Path(spec.name)
-        if folder.is_dir():
+        if folder.is_dir() and spec.revision is None:
             opened = _open_folder(datasets, spec, folder)
-        elif spec.name.startswith(_PATH_STARTS):
+        elif spec.is_path:
             raise DataError("there is no such folder", where=name)
         else:
             opened = open_hub(datasets, spec)
@@ -180,17 +203,83 @@ DATASET = SourceFormat(_cut)
 
 
 def open_hub(datasets: Any, spec: DatasetSpec) -> OpenedDataset:
-    """Stream a dataset from the Hugging Face Hub, at its current commit."""
+    """Open a dataset of the Hugging Face Hub at the commit of its revision: from the cache if it is
+    there, else streamed."""
     from huggingface_hub import HfApi
 
+    repository = HubRepository(spec.name, spec.revision, kind="dataset")
+    remedy = "check the name; a local dataset is given as hf:./folder"
+    ask = partial(ask_hub, repository=repository, where=f"{PREFIX}{repository}", remedy=remedy)
     try:
-        commit = str(HfApi().dataset_info(spec.name).sha)
-        rows = datasets.load_dataset(
-            spec.name, spec.config, split=spec.split, revision=commit, streaming=True
+        info: Any = ask(
+            lambda: HfApi().dataset_info(spec.name, revision=spec.revision, timeout=_TIMEOUT)
         )
-    except Exception as error:  # neither library raises anything more precise
-        raise _cannot_open(spec, error) from error
-    return OpenedDataset(rows, commit)
+        if info.gated:
+            ask(lambda: HfApi().auth_check(info.id, repo_type="dataset"))
+    except DataError:
+        opened = _open_cached(datasets, spec, repository, offline=True)
+        if opened is None:
+            raise
+        return opened
+    # Old names have no owner: the Hub tells the new one, which the library needs.
+    pinned = replace(repository, name=info.id, revision=info.sha)
+    opened = _open_cached(datasets, spec, pinned, offline=False)
+    return opened or OpenedDataset(
+        ask(lambda: _rows(_builder(datasets, spec, info.id, revision=info.sha), spec)), info.sha
+    )
+
+
+def _open_cached(
+    datasets: Any, spec: DatasetSpec, repository: HubRepository, *, offline: bool
+) -> OpenedDataset | None:
+    """A dataset in the cache of Hugging Face; None if it is not there, or not all of it."""
+    import huggingface_hub
+
+    chosen: Any = {"repo_type": repository.kind, "revision": repository.revision}
+    try:
+        found = huggingface_hub.snapshot_download(
+            repository.name, allow_patterns=["README.md"], local_files_only=True, **chosen
+        )
+        listing = huggingface_hub.get_cached_repo_tree(repository.name, **chosen)
+    except Exception:  # not there, or the library is too old to know what should be
+        return None
+    folder = Path(found).resolve()
+    try:
+        wanted = _config_files(folder, spec.config or "default")
+        builder = _builder(datasets, spec, str(folder), data_files=wanted)
+        files = [Path(file) for group in builder.config.data_files.values() for file in group]
+    except UserError:
+        if offline:
+            raise
+        return None
+    except Exception:  # none of its files are there, or not those that tell about its configs
+        return None
+    kinds = {(file.parent, file.suffix) for file in files}
+    paths = [folder / file.path for file in listing]
+    missing = [p for p in paths if (p.parent, p.suffix) in kinds and not p.is_file()]
+    if not missing:
+        return OpenedDataset(_rows(builder, spec), folder.name)
+    if not offline:
+        return None
+    names = ", ".join(str(path.relative_to(folder)) for path in missing[:3])
+    raise DataError(
+        f"the cache lacks {len(missing)} of the dataset's files: {names}"
+        + (", …" if len(missing) > 3 else ""),
+        where=f"{PREFIX}{repository}",
+        remedy=f"with network, run `{repository.download_command}`",
+    )
+
+
+def _config_files(folder: Path, config: str) -> Any:
+    """The patterns of a config's files in the card of a dataset, if it has any; otherwise the
+    library would look at those of the first config, which may not be there."""
+    from huggingface_hub import DatasetCard
+
+    if not (folder / "README.md").is_file():
+        return None
+    card: dict[str, Any] = DatasetCard.load(folder / "README.md").data.to_dict()
+    entries = card.get("configs", [])
+    return next((one.get("data_files") for one in entries if one["config_name"] == config), None)
 
 
 def _open_folder(datasets: Any, spec: DatasetSpec, folder: Path) -> OpenedDataset:
@@ -198,16 +287,18 @@ def _open_folder(datasets: Any, spec: DatasetSpec, folder: Path) -> OpenedDatase
         if any((folder / name).is_file() for name in _SAVED):
             rows = datasets.load_from_disk(str(folder))
         else:
-            rows = datasets.load_dataset(str(folder), spec.config, split=spec.split, streaming=True)
+            rows = _rows(_builder(datasets, spec, str(folder)), spec)
+    except UserError:
+        raise
     except Exception as error:  # the library raises nothing more precise
-        raise _cannot_open(spec, error) from error
+        raise DataError(
+            f"the dataset cannot be opened: {_first_line(error)}",
+            where=f"{PREFIX}{spec.name}",
+            remedy="check its files, its config and its split",
+        ) from error
     if isinstance(rows, dict):
         if spec.split not in rows:
-            raise DataError(
-                f"there is no split {spec.split!r}: the splits are {', '.join(rows)}",
-                where=f"{PREFIX}{spec.name}",
-                remedy="name one of them: hf:NAME?split=…",
-            )
+            raise _no_split(spec, rows)
         rows = rows[spec.split]
     files = [
         [str(file.relative_to(folder)), file.stat().st_size, file.stat().st_mtime_ns]
@@ -217,14 +308,56 @@ def _open_folder(datasets: Any, spec: DatasetSpec, folder: Path) -> OpenedDatase
     return OpenedDataset(rows, sha256_text(json.dumps(files)))
 
 
+def _builder(
+    datasets: Any,
+    spec: DatasetSpec,
+    path: str,
+    *,
+    revision: str | None = None,
+    data_files: Any = None,
+) -> Any:
+    """What knows the splits of a config, in a folder or on the Hub."""
+    try:
+        return datasets.load_dataset_builder(
+            path, spec.config, revision=revision, data_files=data_files
+        )
+    except RuntimeError as error:
+        if "scripts" not in str(error):
+            raise
+        raise DataError(
+            "the rows of this dataset are made by a program, which is not run",
+            where=f"{PREFIX}{spec.name}",
+            remedy=f"the Hub may have a copy in Parquet: hf:{spec.name}@refs/convert/parquet",
+        ) from error
+    except ValueError as error:
+        configs = datasets.get_dataset_config_names(path, revision=revision)
+        if spec.config in configs or (spec.config is None and len(configs) == 1):
+            raise
+        what = f"there is no config {spec.config!r}" if spec.config else "it has several configs"
+        raise DataError(
+            f"{what}: the configs (subsets) are {', '.join(configs)}",
+            where=f"{PREFIX}{spec.name}",
+            remedy="name one of them: hf:NAME?config=…",
+        ) from error
+
+
+def _rows(builder: Any, spec: DatasetSpec) -> Any:
+    try:
+        return builder.as_streaming_dataset(split=spec.split)
+    except ValueError as error:
+        splits = builder.as_streaming_dataset()
+        if spec.split in splits:
+            raise
+        raise _no_split(spec, splits) from error
+
+
+def _no_split(spec: DatasetSpec, splits: Iterable[str]) -> DataError:
+    return DataError(
+        f"there is no split {spec.split!r}: the splits are {', '.join(splits)}",
+        where=f"{PREFIX}{spec.name}",
+        remedy="name one of them: hf:NAME?split=…",
+    )
+
+
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def _cannot_open(spec: DatasetSpec, error: BaseException) -> UserError:
-    return DataError(
-        f"the dataset cannot be opened: {_first_line(error)}",
-        where=f"{PREFIX}{spec.name}",
-        remedy="check the name, its config and split, and the network; "
-        "a local dataset is given as hf:./folder",
-    )

@@ -10,7 +10,6 @@ repository is never run.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
@@ -22,6 +21,7 @@ import tokenizers
 from gristmill.base.downloads import hub_folder
 from gristmill.base.errors import DataError, UserError, optional
 from gristmill.base.files import read_json
+from gristmill.base.hub import parse_repository, quiet_library
 from gristmill.text.tokenizers.library import BYTES_FILE, CONFIG_FILE, TOKENIZER_FILE
 
 SLOW_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt")
@@ -38,14 +38,17 @@ the URLs of OpenAI's encoder.json and vocab.bpe."""
 _NAMING = (CONFIG_FILE, "special_tokens_map.json")
 _NUMBERING = ("generation_config.json", "config.json")
 _FILES = (TOKENIZER_FILE, *PAIRS[0], "added_tokens.json", *_NAMING, *_NUMBERING, *SLOW_FILES)
-HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(?<!\.json)")
-"""What can be the name of a repository on Hugging Face."""
 _snapshot = partial(
     hub_folder,
     files=_FILES,
     where="the tokenizer",
     remedy='give "bytes", "gpt2", a file or folder of a tokenizer, or a Hugging Face name',
 )
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether this can be the name of a tokenizer on Hugging Face."""
+    return not name.endswith(".json") and parse_repository(name) is not None
 
 
 def tokenizer_folder(name: str) -> Path:
@@ -95,6 +98,7 @@ def convert(folder: Path) -> tokenizers.Tokenizer:
     transformers = optional(
         "transformers", extra="hf", purpose=f"reading a tokenizer without {TOKENIZER_FILE}"
     )
+    quiet_library("transformers")
     try:
         opened = transformers.AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False

@@ -7,6 +7,7 @@
     a folder with vocab.json, merges.txt    the same as GPT-2's files
     a folder with encoder.json, vocab.bpe   the same by OpenAI's names
     "google-t5/t5-small"                    a tokenizer on Hugging Face
+    "google-t5/t5-small@REVISION"           the same at a branch, a tag or a commit
 
 A file, or a folder that holds a tokenizer, takes precedence over a name. Text that looks like a
 control token ("<|endoftext|>" in a web page) is encoded as plain text: only the program ends a
@@ -132,7 +133,7 @@ def open_tokenizer(spec: str | Path, *, end_of_text: str | None = None) -> Token
         return _from_vocabulary(gpt2_vocabulary(), where=name, end_of_text=end_of_text)
     if encoding in ENCODINGS:
         return _finished(open_encoding(encoding), where=name, end_of_text=end_of_text)
-    if path.is_dir() or name.startswith(_TIKTOKEN) or not hub.HUB_NAME.fullmatch(name):
+    if path.is_dir() or name.startswith(_TIKTOKEN) or not hub.is_hub_name(name):
         raise _no_tokenizer(name)
     return _open_folder(hub.tokenizer_folder(name), end_of_text=end_of_text)
 
