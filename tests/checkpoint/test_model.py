@@ -17,11 +17,12 @@ from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.model import load_start_weights
 from gristmill.checkpoint.state import TrainState, capture
 from gristmill.checkpoint.writer import commit_pieces
+from gristmill.config.families import GPT2
 from gristmill.config.hf import to_hf
 from gristmill.config.model import GPTConfig
 from gristmill.models.build import build_model
+from gristmill.models.families import foreign_state
 from gristmill.models.gpt import GPT
-from gristmill.models.weights import to_gpt2
 from gristmill.optim.spec import ParameterOptimizer
 from gristmill.parallel.sharding import ShardedParameter, whole_parameters
 
@@ -51,8 +52,8 @@ def as_run(model: GPT, folder: Path) -> None:
 
 def as_hf(model: GPT, folder: Path) -> None:
     folder.mkdir()
-    save_file(to_gpt2(model), folder / "model.safetensors")
-    write_json(folder / "config.json", to_hf(model.config, vocab=VOCAB, end_of_text=0))
+    save_file(foreign_state(model, "gpt2"), folder / "model.safetensors")
+    write_json(folder / "config.json", to_hf(model.config, GPT2, vocab=VOCAB, end_of_text=0))
 
 
 def second_half(name: str, parameter: nn.Parameter) -> ShardedParameter:

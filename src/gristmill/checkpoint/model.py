@@ -27,12 +27,13 @@ from gristmill.checkpoint.pieces import OPTIMIZER, STRATEGY
 from gristmill.checkpoint.state import check_weights, load_weights
 from gristmill.checkpoint.state_file import STATE, is_count, read_state, shown
 from gristmill.checkpoint.tensor_reader import TensorReader, open_hf_tensors, open_tensors
-from gristmill.config.hf import from_hf
+from gristmill.config.hf import from_hf, model_type
 from gristmill.config.model import ModelConfig
 from gristmill.config.schema import parse_model
 from gristmill.models.build import build_model, outline_model
+from gristmill.models.families import open_foreign
 from gristmill.models.spec import CausalLM
-from gristmill.models.weights import Gpt2Weights, Weights
+from gristmill.models.weights import Weights
 from gristmill.parallel.control import ControlGroup
 from gristmill.parallel.sharding import ShardedParameters
 from gristmill.text.tokenizers.tokenizer import Tokenizer, open_tokenizer
@@ -107,10 +108,12 @@ def open_stored(spec: str, *, checkpoint: str = "latest") -> StoredModel:
             where="MODEL",
             exit=Exit.DATA,
         )
-    config = parse_model(from_hf(read_json(file), where=str(file)))
+    values = read_json(file)
+    config = parse_model(from_hf(values, where=str(file)))
     assert config.vocab is not None
     stored = open_hf_tensors(path)
-    weights = Gpt2Weights(stored, _outline(config, vocab=config.vocab, stored=stored, where=file))
+    outline = _outline(config, vocab=config.vocab, stored=stored, where=file)
+    weights = open_foreign(stored, outline, model_type(values, where=str(file)))
     return StoredModel(config, config.vocab, weights, open_tokenizer(path), path)
 
 
@@ -182,8 +185,9 @@ def load_start_weights(
             )
         weights = open_tensors(chosen.path)
     else:
-        outline = outline_model(model.config, vocab=model.vocab)
-        weights = Gpt2Weights(open_hf_tensors(path), outline)
+        outline, file = outline_model(model.config, vocab=model.vocab), path / "config.json"
+        family = model_type(read_json(file), where=str(file))
+        weights = open_foreign(open_hf_tensors(path), outline, family)
     control.on_all_ranks(lambda: load_weights(model, weights, parameters))
     return notes
 

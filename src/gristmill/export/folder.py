@@ -3,6 +3,7 @@ with the number of layers, and verifies it before the folder gets its name.
 
     DIR/  model.safetensors, or model-00001-of-0000N.safetensors ... and an index of them
           tokenizer files · generation_config.json · config.json
+          modeling_gristmill.py, if no class of transformers can be this model
 
     read some rows of a tensor from the source -> finite? -> fp32, transposed -> append to a file
     read some rows from both, folder and source -> are the bits the same?
@@ -19,41 +20,47 @@ more than half of the free memory it is skipped, unless it is asked for, and the
 
 from __future__ import annotations
 
-import math
-import os
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import resources
 from pathlib import Path
-from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from gristmill.base.errors import DataError, Exit, UserError, optional
-from gristmill.base.files import require_room, storage_errors, sync_file, sync_folder, write_json
-from gristmill.base.locks import FolderLock
+from gristmill.base.errors import Exit, UserError, optional
+from gristmill.base.files import require_room, write_atomic, write_json
 from gristmill.base.memory import free_memory
-from gristmill.base.tensor_slices import TensorSlice
 from gristmill.base.units import format_bytes
 from gristmill.checkpoint.model import StoredModel
-from gristmill.checkpoint.state import FiniteCheck
 from gristmill.checkpoint.tensor_reader import HF_INDEX, open_hf_tensors
 from gristmill.checkpoint.tensorfile import StreamedTensor, write_streamed
-from gristmill.config.hf import to_hf
+from gristmill.config.hf import (
+    CODE_CLASS,
+    CODE_MODULE,
+    CODE_TYPE,
+    choose_family,
+    to_hf,
+    to_hf_with_code,
+)
 from gristmill.config.model import GPTConfig
+from gristmill.export.rows import (
+    DTYPE,
+    Advance,
+    read_rows,
+    require_same,
+    row_regions,
+    tensor_bytes,
+)
+from gristmill.export.staging import refuse_used_folder, staged_folder
 from gristmill.generate import Engine, Sampling
-from gristmill.models.weights import Gpt2Tensor, Gpt2Weights, gpt2_tensors
+from gristmill.models.families import foreign_tensors, open_foreign
+from gristmill.models.weights import ForeignTensor
 
 TOLERANCE = 1e-5
 SHARD = 5 * 10**9
 """Bytes of tensors in one file, if no single tensor is larger."""
-_BYTES_AT_ONCE = 2**26
-"""Bytes of a tensor that are in memory at once. For a transposed tensor they are columns of the
-source: with fewer, each page of its file would be read more often."""
-_DTYPE = torch.float32
 
 Check = Literal["auto", "transformers", "files"]
 """Whether to compare with transformers: if the model fits twice into half of the free memory,
@@ -73,6 +80,8 @@ class Exported:
     """What was written; all weights were read back and compared with the source."""
 
     folder: Path
+    architecture: str
+    """The class that transformers loads it with."""
     files: int
     """Files of weights."""
     bytes: int
@@ -83,34 +92,36 @@ class Exported:
     """Why it was not."""
 
 
-_Advance = Callable[[str, int], None]
-"""Called with what was done, and with how many bytes of weights."""
+@dataclass(frozen=True)
+class _Target:
+    """What a model becomes."""
+
+    family: str
+    architecture: str
+    settings: dict[str, Any]
+    """The content of config.json."""
 
 
 def export(
     stored: StoredModel,
     folder: Path,
     *,
+    code: bool = False,
     check: Check = "auto",
     shard: int = SHARD,
     progress: Callable[[str, int, int], None] = lambda doing, done, total: None,
 ) -> Exported:
-    """Write and check a Hugging Face folder. `progress` is called with what is being done, and the
-    bytes done and in total: all weights are written, then read back."""
+    """Write and check a Hugging Face folder: of the first class of transformers that can express
+    the model, or with `code` of the model's own. `progress` is called with what is being done, and
+    the bytes done and in total: all weights are written, then read back."""
     end = stored.tokenizer.end_of_text
-    if not isinstance(stored.config, GPTConfig):
-        raise UserError(
-            f"{stored.config.kind} models have no Hugging Face form that this program can write",
-            where="export",
-            remedy="such a model can be used with `gristmill generate` and `evaluate`",
-        )
-    settings = to_hf(stored.config, vocab=stored.vocab, end_of_text=end)
-    tensors = gpt2_tensors(stored.outline())
-    size, done = sum(map(_bytes, tensors)), 0
-    skipped, agreement, transformers = _why_skipped(check, size), None, None
+    target = _choose_target(stored, code=code)
+    tensors = foreign_tensors(stored.outline(), target.family)
+    size, done = sum(map(tensor_bytes, tensors)), 0
+    skipped, agreement, theirs = _why_skipped(check, size), None, None
     if skipped is None:
-        transformers = optional("transformers", extra="hf", purpose="checking an export")
-    _refuse_used(folder)
+        theirs = _transformers_class(target)
+    refuse_used_folder(folder)
     larger = "give a folder on a larger disk"
     require_room(folder, needed=size, purpose="the model", remedy=larger)
     files = _divide(tensors, limit=shard)
@@ -120,20 +131,38 @@ def export(
         done += count
         progress(doing, done, 2 * size)
 
-    with _staged(folder) as staging:
+    with staged_folder(folder) as staging:
         _write_weights(stored, staging, files, advance)
-        _compare(stored, staging, tensors, advance)
+        _compare(stored, staging, tensors, target.family, advance)
         stored.tokenizer.save(staging)
         write_json(staging / "generation_config.json", {"bos_token_id": end, "eos_token_id": end})
-        write_json(staging / "config.json", settings)
-        if transformers is not None:
+        if code:
+            write_atomic(staging / f"{CODE_MODULE}.py", _own_code())
+        write_json(staging / "config.json", target.settings)
+        if theirs is not None:
             advance("checking with transformers", 0)
-            agreement = _compare_with_transformers(transformers, stored, staging, folder)
-    return Exported(folder, len(files), size, agreement, skipped)
+            agreement = _compare_with_transformers(theirs, stored, staging, folder)
+    return Exported(folder, target.architecture, len(files), size, agreement, skipped)
 
 
-def _bytes(tensor: Gpt2Tensor) -> int:
-    return math.prod(tensor.shape) * _DTYPE.itemsize
+def _choose_target(stored: StoredModel, *, code: bool) -> _Target:
+    config = stored.config
+    if not isinstance(config, GPTConfig):
+        raise UserError(
+            f"{config.kind} models have no Hugging Face form that this program can write",
+            where="export",
+            remedy="such a model can be used with `gristmill generate` and `evaluate`",
+        )
+    named: dict[str, int] = {"vocab": stored.vocab, "end_of_text": stored.tokenizer.end_of_text}
+    if code:
+        return _Target(CODE_TYPE, CODE_CLASS, to_hf_with_code(config, **named))
+    family = choose_family(config)
+    return _Target(family.type, family.architecture, to_hf(config, family, **named))
+
+
+def _own_code() -> str:
+    """The model's own code for transformers."""
+    return (resources.files("gristmill.export") / f"{CODE_MODULE}.py").read_text(encoding="utf-8")
 
 
 def _why_skipped(check: Check, size: int) -> str | None:
@@ -150,58 +179,14 @@ def _why_skipped(check: Check, size: int) -> str | None:
     )
 
 
-# ------------------------------------------------------------------ all or nothing
-
-
-def _refuse_used(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(
-            "this folder is not empty" if folder.is_dir() else "this is a file",
-            where=str(folder),
-            remedy="give a new one",
-            exit=Exit.REFUSED,
-        )
-
-
-@contextmanager
-def _staged(folder: Path) -> Iterator[Path]:
-    """A folder to write into. It gets its name if all went well, and is removed if not."""
-    folder = folder.resolve()
-    staging = folder.with_name(f".{folder.name}.writing")
-    with storage_errors(folder):
-        staging.mkdir(parents=True, exist_ok=True)
-    lock = FolderLock(staging)
-    lock.acquire()
-    try:
-        with storage_errors(folder):
-            _refuse_used(folder)
-            # Left by a killed export: one that still runs would hold the lock.
-            for file in staging.iterdir():
-                if file != lock.path:
-                    file.unlink()
-            yield staging
-            for file in staging.iterdir():
-                sync_file(file)
-            sync_folder(staging)
-            _refuse_used(folder)
-            os.rename(staging, folder)  # replaces an empty folder
-            sync_folder(folder.parent)
-            (folder / lock.path.name).unlink()
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
-    finally:
-        lock.release()
-
-
 # ------------------------------------------------------------------ weights, some rows at a time
 
 
-def _divide(tensors: Sequence[Gpt2Tensor], *, limit: int) -> dict[str, list[Gpt2Tensor]]:
+def _divide(tensors: Sequence[ForeignTensor], *, limit: int) -> dict[str, list[ForeignTensor]]:
     """The tensors of each file: one after the other, until the file is full."""
-    groups: list[list[Gpt2Tensor]] = [[]]
+    groups: list[list[ForeignTensor]] = [[]]
     for tensor in tensors:
-        if groups[-1] and sum(map(_bytes, groups[-1])) + _bytes(tensor) > limit:
+        if groups[-1] and sum(map(tensor_bytes, groups[-1])) + tensor_bytes(tensor) > limit:
             groups.append([])
         groups[-1].append(tensor)
     if len(groups) == 1:
@@ -213,76 +198,72 @@ def _divide(tensors: Sequence[Gpt2Tensor], *, limit: int) -> dict[str, list[Gpt2
 
 
 def _write_weights(
-    stored: StoredModel, folder: Path, files: dict[str, list[Gpt2Tensor]], advance: _Advance
+    stored: StoredModel, folder: Path, files: dict[str, list[ForeignTensor]], advance: Advance
 ) -> None:
     for file, tensors in files.items():
         content = {
-            one.name: StreamedTensor(_DTYPE, one.shape, partial(_read_rows, stored, one, advance))
+            one.name: StreamedTensor(DTYPE, one.shape, partial(read_rows, stored, one, advance))
             for one in tensors
         }
         write_streamed(folder / file, content, metadata={"format": "pt"})
     if len(files) > 1:
         places = {one.name: file for file, tensors in files.items() for one in tensors}
-        size = sum(_bytes(one) for tensors in files.values() for one in tensors)
+        size = sum(tensor_bytes(one) for tensors in files.values() for one in tensors)
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
         write_json(folder / HF_INDEX, index)
 
 
-def _read_rows(
-    stored: StoredModel, tensor: Gpt2Tensor, advance: _Advance
-) -> Iterator[torch.Tensor]:
-    for rows in _row_regions(tensor.shape):
-        value, found = tensor.read(stored.weights, rows), FiniteCheck()
-        found.add(tensor.ours or tensor.name, value)
-        try:
-            found.require(str(stored.origin))
-        except DataError as error:
-            raise stored.unusable(error) from error
-        yield value
-        advance("writing", value.nbytes)
-
-
-def _row_regions(shape: tuple[int, ...]) -> Iterator[TensorSlice]:
-    """A tensor in regions of as many rows as may be in memory at once."""
-    count = max(1, _BYTES_AT_ONCE // (math.prod(shape[1:]) * _DTYPE.itemsize))
-    for first in range(0, shape[0], count):
-        yield TensorSlice.whole(shape).narrow(0, first, min(first + count, shape[0]))
-
-
 def _compare(
-    stored: StoredModel, folder: Path, tensors: Sequence[Gpt2Tensor], advance: _Advance
+    stored: StoredModel,
+    folder: Path,
+    tensors: Sequence[ForeignTensor],
+    family: str,
+    advance: Advance,
 ) -> None:
     """Read the folder as a run that starts from it would, and compare every bit with the source."""
     written = open_hf_tensors(folder)
     assert set(written.shapes) == {one.name for one in tensors}
-    converted = Gpt2Weights(written, stored.outline())
+    converted = open_foreign(written, stored.outline(), family)
+    for name, shape in converted.shapes.items():
+        for rows in row_regions(shape):
+            found, wanted = converted.read(name, rows), stored.weights.read(name, rows)
+            require_same(name, found, wanted, stored)
+            advance("reading back", found.nbytes)
     for one in tensors:
-        for rows in _row_regions(one.shape if one.ours is None else converted.shapes[one.ours]):
-            if one.ours is None:
-                found, wanted = written.read(one.name, rows), torch.zeros(rows.shape)
-            else:
-                found = converted.read(one.ours, rows)
-                wanted = stored.weights.read(one.ours, rows)
-            # As integers: 0 and -0 are equal, but not the same bits.
-            if not torch.equal(found.view(torch.int32), wanted.view(torch.int32)):
-                raise UserError(
-                    f"{one.name} does not read back as it is in the source; nothing was exported",
-                    where=str(stored.origin),
-                    remedy="the disk or the memory of this machine is failing: check both",
-                    exit=Exit.STORAGE,
-                )
+        if one.ours is None:
+            found = written.read(one.name)
+            require_same(one.name, found, torch.full(one.shape, one.constant), stored)
             advance("reading back", found.nbytes)
 
 
 # ------------------------------------------------------------------ transformers
 
 
+def _transformers_class(target: _Target) -> Any:
+    """The class that transformers loads an export with."""
+    transformers = optional("transformers", extra="hf", purpose="checking an export")
+    transformers.utils.logging.disable_progress_bar()
+    if target.family == CODE_TYPE:
+        # The bytes that are exported, but not loaded from there: transformers would keep a copy of
+        # them in its cache.
+        from gristmill.export.modeling_gristmill import GristmillForCausalLM
+
+        return GristmillForCausalLM
+    found = getattr(transformers, target.architecture, None)
+    if found is None:
+        raise UserError(
+            f"transformers {transformers.__version__} has no {target.architecture}",
+            where="export",
+            remedy="pip install --upgrade transformers, or give --check files",
+        )
+    return found
+
+
 def _compare_with_transformers(
-    transformers: ModuleType, stored: StoredModel, staging: Path, folder: Path
+    model_class: Any, stored: StoredModel, staging: Path, folder: Path
 ) -> Agreement:
     """Compute with the written folder and with the source; `folder` is its final name."""
-    transformers.utils.logging.disable_progress_bar()
-    theirs = transformers.GPT2LMHeadModel.from_pretrained(staging).eval()
+    theirs = model_class.from_pretrained(staging).eval()
     ours = stored.load(torch.device("cpu")).model
     generator = torch.Generator().manual_seed(0)
     length = min(64, ours.config.context)
