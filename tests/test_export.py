@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    words = "the mill turns and grinds corn into flour"
+    words = "the mill turns and grinds corn into flour in 1234"
     return train_tokenizer(iter([words] * 50), vocab_size=280)
 
 
@@ -118,6 +118,15 @@ def test_a_model_is_exported_to_the_class_that_it_can_be(
         assert torch.allclose(theirs(ids).logits, source(ids), atol=1e-5)
     again = open_model(str(tmp_path / "hf"), device=CPU)
     assert torch.allclose(again.model(ids), source(ids), atol=1e-5)
+    text = "the mill  🌾\n turns 12 mills"
+    # Whatever the folder says, transformers takes a tokenizer of its own for this type.
+    other = architecture == "Qwen2ForCausalLM"
+    assert [note.split()[3] for note in done.notes] == ["Qwen2Tokenizer"] * other
+    kind = transformers.PreTrainedTokenizerFast if other else transformers.AutoTokenizer
+    named = kind.from_pretrained(tmp_path / "hf")
+    assert named(text)["input_ids"] == tokenizer.encode(text)
+    assert named.decode(tokenizer.encode(text)) == text
+    assert named.eos_token_id == tokenizer.end_of_text
 
 
 def test_what_no_class_can_be_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -126,6 +135,20 @@ def test_what_no_class_can_be_is_refused(tokenizer: Tokenizer, tmp_path: Path) -
         export(kept(source, tokenizer), tmp_path / "hf")
     assert error.value.exit is Exit.CONFIG and "--code" in str(error.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_portable_preset_needs_no_code(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    text = 'name = "x"\npreset = "portable-small"\ndata.paths = "x"\n'
+    text += 'train = { until = "1 steps", batch = 1 }\n'
+    words = ["model.layers=2", "model.width=32", "model.heads=2", "model.context=32"]
+    config = load_text(text, words, place="run.toml").model
+    model = build_model(config, vocab=tokenizer.size, device=CPU)
+    model.initialise(0)
+    with torch.no_grad():
+        for parameter in model.parameters():  # some start at zero
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    done = export(kept(model, tokenizer), tmp_path / "hf")
+    assert done.architecture == "NanoChatForCausalLM" and done.agreement is not None
 
 
 def test_a_class_that_this_transformers_has_not(

@@ -226,6 +226,8 @@ def export(
             written = export_gguf(stored, place, progress=show)
         else:
             done = export_folder(stored, place, code=code, check=check.value, progress=show)
+    for note in () if as_gguf else done.notes:
+        typer.echo(f"warning: {note}", err=True)
     read_back = "checked: all weights read back as they are in the source"
     if as_gguf:
         size = format_bytes(written.bytes)

@@ -15,7 +15,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-_GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+_GELUS = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu": "gelu",
+}
 _WIDE = {
     "layers": "num_hidden_layers",
     "heads": "num_attention_heads",
@@ -160,7 +165,7 @@ GPT_NEOX = Family(
     architecture="GPTNeoXForCausalLM",
     names={**_WIDE, "norm_eps": "layer_norm_eps", "parallel_residual": "use_parallel_residual"},
     fixed={"positions": "rotary", "bias": True},
-    activations={"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"},
+    activations=_GELUS,
     defaults={
         "layer_norm_eps": 1e-5,
         "tie_word_embeddings": False,
@@ -207,7 +212,7 @@ NANOCHAT = Family(
         if name != "head_width"
     },
     fixed={**_LLAMA_LIKE, "norm_gain": False, "qk_norm": True, "embedding_norm": True},
-    activations={"relu2": "relu2", "gelu_new": "gelu_tanh", "gelu": "gelu"},
+    activations={"relu2": "relu2", **_GELUS},
     defaults={**_LLAMA_DEFAULTS, "hidden_act": "relu2", "final_logit_softcapping": 15.0},
     only={"attention_bias": False},
 )

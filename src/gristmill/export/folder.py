@@ -20,7 +20,7 @@ more than half of the free memory it is skipped, unless it is asked for, and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import resources
@@ -57,6 +57,8 @@ from gristmill.export.staging import refuse_used_folder, staged_folder
 from gristmill.generate import Engine, Sampling
 from gristmill.models.families import foreign_tensors, open_foreign
 from gristmill.models.weights import ForeignTensor
+from gristmill.text.tokenizers.library import TOKENIZER_FILE
+from gristmill.text.tokenizers.tokenizer import Tokenizer
 
 TOLERANCE = 1e-5
 SHARD = 5 * 10**9
@@ -90,6 +92,8 @@ class Exported:
     """None if the model was not compared with transformers."""
     skipped: str | None = None
     """Why it was not."""
+    notes: tuple[str, ...] = ()
+    """What the user should know."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,7 @@ def export(
     tensors = foreign_tensors(stored.outline(), target.family)
     size, done = sum(map(tensor_bytes, tensors)), 0
     skipped, agreement, theirs = _why_skipped(check, size), None, None
+    notes: tuple[str, ...] = ()
     if skipped is None:
         theirs = _transformers_class(target)
     refuse_used_folder(folder)
@@ -142,7 +147,8 @@ def export(
         if theirs is not None:
             advance("checking with transformers", 0)
             agreement = _compare_with_transformers(theirs, stored, staging, folder)
-    return Exported(folder, target.architecture, len(files), size, agreement, skipped)
+            notes = () if code else tuple(_tokenizer_notes(stored.tokenizer, staging))
+    return Exported(folder, target.architecture, len(files), size, agreement, skipped, notes)
 
 
 def _choose_target(stored: StoredModel, *, code: bool) -> _Target:
@@ -257,6 +263,24 @@ def _transformers_class(target: _Target) -> Any:
             remedy="pip install --upgrade transformers, or give --check files",
         )
     return found
+
+
+_TEXT = "In 1234, the mill's  wheel DIDN'T\n\n  turn... übung 你好\t→ x=7\r\n"
+"""Text that tokenizers split in different ways."""
+
+
+def _tokenizer_notes(tokenizer: Tokenizer, folder: Path) -> Iterator[str]:
+    """Whether transformers takes another tokenizer than the one in the folder, as it does for some
+    types of models, whatever the folder says."""
+    if not (folder / TOKENIZER_FILE).is_file():
+        return
+    transformers = optional("transformers", extra="hf", purpose="checking an export")
+    found = transformers.AutoTokenizer.from_pretrained(folder)
+    if found(_TEXT, add_special_tokens=False)["input_ids"] != tokenizer.encode(_TEXT):
+        yield (
+            f"transformers' AutoTokenizer takes {type(found).__name__} for this type of model, "
+            "which splits text otherwise: load the tokenizer with PreTrainedTokenizerFast instead"
+        )
 
 
 def _compare_with_transformers(
