@@ -156,6 +156,7 @@ def test_the_names_of_both_versions_of_transformers() -> None:
     [
         ({"model_type": "bert"}, "of type 'bert'; the native model can be: gpt2, gpt_neo, "),
         ({"model_type": None}, "of type None"),
+        ({"model_type": ["llama"]}, "of type ..llama"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"hidden_act": ["silu"]}, r"hidden_act = \['silu'\]"),
         ({"attention_bias": True}, "mlp_bias = false"),

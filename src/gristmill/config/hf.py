@@ -53,11 +53,11 @@ def model_settings(folder: Path) -> dict[str, Any]:
 def model_type(values: Any, *, where: str) -> str:
     """The family of a `config.json`; refuses one whose models the native model cannot be."""
     kind = values.get("model_type") if isinstance(values, dict) else None
-    if kind != CODE_TYPE and kind not in FAMILIES:
+    if not isinstance(kind, str) or (kind != CODE_TYPE and kind not in FAMILIES):
         known = ", ".join(sorted(FAMILIES))
         what = f"the model is of type {kind!r}; the native model can be: {known}"
         raise DataError(what, where=where)
-    return str(kind)
+    return kind
 
 
 def from_hf(values: Any, *, where: str) -> dict[str, Any]:
