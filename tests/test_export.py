@@ -129,6 +129,19 @@ def test_a_model_is_exported_to_the_class_that_it_can_be(
     assert named.eos_token_id == tokenizer.end_of_text
 
 
+def test_a_tokenizer_that_transformers_cannot_load_is_no_obstacle(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*words: object) -> None:
+        raise KeyError("no such thing\nat all")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fail)
+    done = export(kept(small(tokenizer), tokenizer), tmp_path / "hf")
+    (note,) = done.notes
+    assert "cannot load the tokenizer of this model: 'no such thing" in note
+    assert done.folder.is_dir()
+
+
 def test_what_no_class_can_be_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
     source = small(tokenizer, **MODERN, value_embeddings=1, attention_scale=0.12)
     with pytest.raises(UserError, match=r"value_embeddings = 1, attention_scale = 0\.12") as error:

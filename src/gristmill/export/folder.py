@@ -3,7 +3,7 @@ with the number of layers, and verifies it before the folder gets its name.
 
     DIR/  model.safetensors, or model-00001-of-0000N.safetensors ... and an index of them
           tokenizer files · generation_config.json · config.json
-          modeling_gristmill.py, if no class of transformers can be this model
+          modeling_gristmill.py, if it is exported with the model's own code
 
     read some rows of a tensor from the source -> finite? -> fp32, transposed -> append to a file
     read some rows from both, folder and source -> are the bits the same?
@@ -271,12 +271,18 @@ _TEXT = "In 1234, the mill's  wheel DIDN'T\n\n  turn... übung 你好\t→ x=7\r
 
 def _tokenizer_notes(tokenizer: Tokenizer, folder: Path) -> Iterator[str]:
     """Whether transformers takes another tokenizer than the one in the folder, as it does for some
-    types of models, whatever the folder says."""
+    types of models whatever the folder says, or none."""
     if not (folder / TOKENIZER_FILE).is_file():
         return
     transformers = optional("transformers", extra="hf", purpose="checking an export")
-    found = transformers.AutoTokenizer.from_pretrained(folder)
-    if found(_TEXT, add_special_tokens=False)["input_ids"] != tokenizer.encode(_TEXT):
+    try:
+        found = transformers.AutoTokenizer.from_pretrained(folder)
+        ids = found(_TEXT, add_special_tokens=False)["input_ids"]
+    except Exception as error:  # each class of tokenizers has its own errors
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        yield f"transformers' AutoTokenizer cannot load the tokenizer of this model: {line}"
+        return
+    if ids != tokenizer.encode(_TEXT):
         yield (
             f"transformers' AutoTokenizer takes {type(found).__name__} for this type of model, "
             "which splits text otherwise: load the tokenizer with PreTrainedTokenizerFast instead"
