@@ -108,12 +108,23 @@ class ForeignTensor:
         if self.ours is None:
             return torch.full(region.shape, self.constant)
         region = self.swapped(region)
-        value = torch.empty(region.shape)
+        value, places = torch.empty(region.shape), []
         for rows in self.rows:
             common = _narrowed(region, rows.theirs)
             if common is not None:
                 source = _moved(common, rows.ours.start - rows.theirs.start)
-                value[common.relative_to(region).slices] = weights.read(self.ours, source)
+                places.append((common.relative_to(region), source))
+        first = min(source.begin[0] for _, source in places)
+        last = max(source.end[0] for _, source in places)
+        if last - first == region.shape[0]:
+            # The same rows in another order, perhaps one by one: they are read at once.
+            around = region.narrow(0, first, last)
+            read = weights.read(self.ours, around)
+            for place, source in places:
+                value[place.slices] = read[source.relative_to(around).slices]
+        else:
+            for place, source in places:
+                value[place.slices] = weights.read(self.ours, source)
         return value.T.contiguous() if self.transposed else value
 
     def parts(self, theirs: Weights, region: TensorSlice) -> TensorParts:
