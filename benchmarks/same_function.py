@@ -33,8 +33,8 @@ from peers import BASE, GELUS, nanogpt_model, numbers_of, transformers_model
 from gristmill.config.model import GPTConfig
 from gristmill.config.schema import RunConfig
 from gristmill.models.build import build_model
+from gristmill.models.families import foreign_state
 from gristmill.models.gpt import GPT
-from gristmill.models.weights import to_gpt2
 
 TOLERANCE = 1e-4
 """Rounding makes 1.5e-5 at most, at the widths of GPT-2; the two GELUs are 6e-4 apart."""
@@ -101,12 +101,12 @@ def compare_functions(config: RunConfig, *, nanogpt: Path | None) -> list[Compar
 
 def nanogpt_logits(config: RunConfig, ours: GPT, checkout: Path) -> Logits:
     """nanoGPT's logits by our weights; it gives those of all positions with targets only."""
-    peer = fill(nanogpt_model(config, checkout), to_gpt2(ours), transposed=False)
+    peer = fill(nanogpt_model(config, checkout), foreign_state(ours, "gpt2"), transposed=False)
     return lambda tokens_BT: peer(tokens_BT, tokens_BT)[0]
 
 
 def transformers_logits(config: RunConfig, ours: GPT) -> Logits:
-    peer = fill(transformers_model(config), to_gpt2(ours), transposed=True)
+    peer = fill(transformers_model(config), foreign_state(ours, "gpt2"), transposed=True)
     return lambda tokens_BT: peer(tokens_BT).logits
 
 

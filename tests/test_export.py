@@ -17,7 +17,7 @@ from gristmill.cli.inspect import config as show_config
 from gristmill.config.load import load_text
 from gristmill.config.model import GPTConfig
 from gristmill.config.schema import RunConfig
-from gristmill.export import export
+from gristmill.export.folder import export
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
 from gristmill.models.weights import WeightsInMemory
@@ -30,12 +30,12 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    words = "the mill turns and grinds corn into flour"
+    words = "the mill turns and grinds corn into flour in 1234"
     return train_tokenizer(iter([words] * 50), vocab_size=280)
 
 
 def small(tokenizer: Tokenizer, **settings: Any) -> GPT:
-    config = GPTConfig(layers=2, heads=2, width=16, context=32, **settings)
+    config = GPTConfig(**{"layers": 2, "heads": 2, "width": 16, "context": 32, **settings})
     model = build_model(config, vocab=tokenizer.size, device=CPU)
     model.initialise(0)
     return model.eval()
@@ -72,21 +72,112 @@ def test_transformers_loads_the_same_model_and_tokenizer(
     assert again.tokenizer.fingerprint == tokenizer.fingerprint
 
 
+LLAMA: dict[str, Any] = {
+    "positions": "rotary",
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "bias": False,
+}
+MODERN: dict[str, Any] = {
+    **LLAMA,
+    "activation": "relu2",
+    "norm_gain": False,
+    "qk_norm": True,
+    "embedding_norm": True,
+    "logit_cap": 15.0,
+    "embedding_std": 1.0,
+    "tie_head": False,
+}
+
+
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "architecture"),
     [
-        ({"positions": "rotary"}, "no positions = 'rotary'"),
-        ({"norm": "rmsnorm"}, "no norm = 'rmsnorm'"),
-        ({"activation": "swiglu"}, "no activation = 'swiglu'"),
-        ({"kv_heads": 1, "qk_norm": True}, "no qk_norm = True, kv_heads = 1"),
+        ({"positions": "rotary"}, "GPTNeoXForCausalLM"),
+        ({**LLAMA, "kv_heads": 1}, "LlamaForCausalLM"),
+        ({**LLAMA, "norm_gain": False}, "LlamaForCausalLM"),
+        ({**LLAMA, "qkv_bias": True}, "Qwen2ForCausalLM"),
+        ({**LLAMA, "heads": 3, "head_width": 10}, "Qwen2ForCausalLM"),
+        ({"qkv_bias": False, "attention_scale": 1.0, "window": 5}, "GPTNeoForCausalLM"),
+        ({**LLAMA, "qk_norm": True, "head_width": 6}, "Qwen3ForCausalLM"),
+        (MODERN, "NanoChatForCausalLM"),
     ],
+    ids=str,
 )
-def test_what_gpt2_cannot_express_is_refused(
-    tokenizer: Tokenizer, tmp_path: Path, settings: dict[str, Any], message: str
+def test_a_model_is_exported_to_the_class_that_it_can_be(
+    tokenizer: Tokenizer, tmp_path: Path, settings: dict[str, Any], architecture: str
 ) -> None:
-    with pytest.raises(UserError, match=message):
-        export(kept(small(tokenizer, **settings), tokenizer), tmp_path / "hf")
+    source = small(tokenizer, **settings)
+    done = export(kept(source, tokenizer), tmp_path / "hf")
+    assert done.architecture == architecture and done.agreement is not None
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert type(theirs).__name__ == architecture
+    assert theirs.config.eos_token_id == tokenizer.end_of_text
+    ids = torch.randint(0, tokenizer.size, (2, 32))
+    with torch.inference_mode():
+        assert torch.allclose(theirs(ids).logits, source(ids), atol=1e-5)
+    again = open_model(str(tmp_path / "hf"), device=CPU)
+    assert torch.allclose(again.model(ids), source(ids), atol=1e-5)
+    text = "the mill  🌾\n turns 12 mills"
+    # Whatever the folder says, transformers takes a tokenizer of its own for this type.
+    other = architecture == "Qwen2ForCausalLM"
+    assert [note.split()[3] for note in done.notes] == ["Qwen2Tokenizer"] * other
+    kind = transformers.PreTrainedTokenizerFast if other else transformers.AutoTokenizer
+    named = kind.from_pretrained(tmp_path / "hf")
+    assert named(text)["input_ids"] == tokenizer.encode(text)
+    assert named.decode(tokenizer.encode(text)) == text
+    assert named.eos_token_id == tokenizer.end_of_text
+
+
+def test_a_tokenizer_that_transformers_cannot_load_is_no_obstacle(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*words: object) -> None:
+        raise KeyError("no such thing\nat all")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fail)
+    done = export(kept(small(tokenizer), tokenizer), tmp_path / "hf")
+    (note,) = done.notes
+    assert "cannot load the tokenizer of this model: 'no such thing" in note
+    assert done.folder.is_dir()
+
+
+def test_what_no_class_can_be_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    source = small(tokenizer, **MODERN, value_embeddings=1, attention_scale=0.12)
+    with pytest.raises(UserError, match=r"value_embeddings = 1, attention_scale = 0\.12") as error:
+        export(kept(source, tokenizer), tmp_path / "hf")
+    assert error.value.exit is Exit.CONFIG and "--code" in str(error.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_portable_preset_needs_no_code(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    text = 'name = "x"\npreset = "portable-small"\ndata.paths = "x"\n'
+    text += 'train = { until = "1 steps", batch = 1 }\n'
+    words = ["model.layers=2", "model.width=32", "model.heads=2", "model.context=32"]
+    config = load_text(text, words, place="run.toml").model
+    model = build_model(config, vocab=tokenizer.size, device=CPU)
+    model.initialise(0)
+    with torch.no_grad():
+        for parameter in model.parameters():  # some start at zero
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    done = export(kept(model, tokenizer), tmp_path / "hf")
+    assert done.architecture == "NanoChatForCausalLM" and done.agreement is not None
+
+
+def test_a_class_that_this_transformers_has_not(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Older:
+        __version__ = "4.50.0"
+        utils = transformers.utils
+
+    from gristmill.export import folder as module
+
+    monkeypatch.setattr(module, "optional", lambda *words, **named: Older)
+    stored = kept(small(tokenizer, **MODERN), tokenizer)
+    with pytest.raises(UserError, match=r"transformers 4\.50\.0 has no NanoChatForCausalLM"):
+        export(stored, tmp_path / "hf")
+    assert export(stored, tmp_path / "hf", check="files").files == 1
 
 
 def test_several_files_are_one_model(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -111,7 +202,7 @@ def test_a_model_with_large_logits(tokenizer: Tokenizer, tmp_path: Path) -> None
 def test_an_export_that_transformers_reads_otherwise_is_not_kept(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gristmill import export as module
+    from gristmill.export import folder as module
 
     real = module.to_hf
 
@@ -125,14 +216,15 @@ def test_an_export_that_transformers_reads_otherwise_is_not_kept(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("settings", [{}, {**LLAMA, "kv_heads": 1}, {"positions": "rotary"}])
 def test_training_starts_from_a_hugging_face_folder(
-    make_run: Callable[..., RunConfig], tmp_path: Path
+    make_run: Callable[..., RunConfig], tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     from gristmill.text.tokenizers.tokenizer import ByteTokenizer
     from gristmill.train.run import run_training
 
-    source = small(ByteTokenizer())
-    export(kept(source, ByteTokenizer()), tmp_path / "hf")
+    source = small(ByteTokenizer(), **settings)
+    export(kept(source, ByteTokenizer()), tmp_path / "hf", check="files")
     config = make_run()
     text = f"""
 name = "from-hf"
@@ -161,7 +253,8 @@ lr = 1e-12
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "llama"}, "of type 'llama'; only GPT-2 can be read"),
+        ({"model_type": "bert"}, "of type 'bert'; the native model can be: gpt2, "),
+        ({"model_type": "llama"}, "there is no num_hidden_layers"),
         ({"activation_function": "relu"}, "activation_function = 'relu'"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ({"n_layer": 3}, "the weights lack transformer.h.2."),

@@ -20,7 +20,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from gristmill import export as module
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.locks import FolderLock
 from gristmill.base.tensor_slices import row_slices, split_slices, whole_slice
@@ -30,10 +29,13 @@ from gristmill.checkpoint.state import TrainState, capture
 from gristmill.checkpoint.tensor_reader import HF_INDEX
 from gristmill.checkpoint.writer import commit_pieces
 from gristmill.config.model import GPTConfig
-from gristmill.export import export
+from gristmill.export import folder as module
+from gristmill.export import rows
+from gristmill.export.folder import export
 from gristmill.models.build import build_model
+from gristmill.models.families import foreign_state
 from gristmill.models.gpt import GPT
-from gristmill.models.weights import Gpt2Tensor, to_gpt2
+from gristmill.models.weights import ForeignTensor
 from gristmill.optim.spec import ParameterOptimizer
 from gristmill.parallel.sharding import ShardedParameter
 from gristmill.text.tokenizers.tokenizer import ByteTokenizer
@@ -105,7 +107,7 @@ def test_every_layout_gives_the_same_files(tmp_path: Path, settings: dict[str, A
     names = ["config.json", "generation_config.json", "gristmill_tokenizer.json"]
     assert sorted(contents[0]) == [*names, "model.safetensors"]
     # The same bytes, too, that the safetensors package writes of a model in memory.
-    save_file(to_gpt2(model), tmp_path / "expected", metadata={"format": "pt"})
+    save_file(foreign_state(model, "gpt2"), tmp_path / "expected", metadata={"format": "pt"})
     expected = (tmp_path / "expected").read_bytes()
     assert (tmp_path / "hf-2" / "model.safetensors").read_bytes() == expected
 
@@ -134,7 +136,7 @@ def test_several_files_and_their_index(tmp_path: Path) -> None:
         assert len(tensors) == 1 or sum(one.nbytes for one in tensors.values()) <= 8_000
         found |= tensors
     assert index["metadata"]["total_size"] == done.bytes == sum(t.nbytes for t in found.values())
-    expected = to_gpt2(make())
+    expected = foreign_state(make(), "gpt2")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     again = open_model(str(done.folder), device=torch.device("cpu")).model
@@ -155,7 +157,7 @@ def test_a_folder_from_elsewhere(stored: StoredModel, tmp_path: Path) -> None:
     save_file(tensors, file)
     done = export(open_stored(str(source)), tmp_path / "hf", check="files")
     found = load_file(done.folder / "model.safetensors")
-    assert found.keys() == to_gpt2(make()).keys()
+    assert found.keys() == foreign_state(make(), "gpt2").keys()
     for name, tensor in found.items():
         assert torch.equal(tensor, tensors[name.removeprefix("transformer.")].float())
 
@@ -187,7 +189,7 @@ def test_memory_does_not_grow_with_the_model(
 ) -> None:
     run = save(make(layers=12, width=256), tmp_path / "run", ranks=ranks)
     gc.collect()
-    monkeypatch.setattr(module, "_BYTES_AT_ONCE", 2**19)
+    monkeypatch.setattr(rows, "BYTES_AT_ONCE", 2**19)
     monkeypatch.setattr("gristmill.checkpoint.tensor_reader._READ_BEFORE_CLOSE", 2**20)
     stored = open_stored(str(run))
     export(open_stored(str(save(make(), tmp_path / "warm"))), tmp_path / "warm-hf", check="files")
@@ -219,7 +221,7 @@ def test_transformers_is_used_if_there_is_memory(
         raise UserError("asked for transformers")
 
     monkeypatch.setattr(module, "optional", missing)
-    needed = 4 * sum(tensor.nbytes for tensor in to_gpt2(make()).values())
+    needed = 4 * sum(tensor.nbytes for tensor in foreign_state(make(), "gpt2").values())
     monkeypatch.setattr(module, "free_memory", lambda: needed)
     with pytest.raises(UserError, match="asked for transformers"):
         export(stored, tmp_path / "hf")
@@ -237,17 +239,17 @@ def test_transformers_is_used_if_there_is_memory(
 def test_what_was_not_written_as_it_was_to_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
-    real = Gpt2Tensor.read
+    real = ForeignTensor.read
 
-    def wrong(self: Gpt2Tensor, *args: Any) -> torch.Tensor:
+    def wrong(self: ForeignTensor, *args: Any) -> torch.Tensor:
         value = real(self, *args)
         if self.name == "transformer.h.1.mlp.c_proj.bias":
             value[3] = -0.0
         return value
 
     stored = open_stored(str(save(make(**settings), tmp_path / "run")))
-    monkeypatch.setattr(Gpt2Tensor, "read", wrong)
-    with pytest.raises(UserError, match=r"h\.1\.mlp\.c_proj\.bias does not read back") as error:
+    monkeypatch.setattr(ForeignTensor, "read", wrong)
+    with pytest.raises(UserError, match=r"(c_proj|mlp\.down)\.bias does not read back") as error:
         export(stored, tmp_path / "hf", check="files")
     assert error.value.exit is Exit.STORAGE
     assert left(tmp_path) == []

@@ -17,11 +17,12 @@ from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.model import load_start_weights
 from gristmill.checkpoint.state import TrainState, capture
 from gristmill.checkpoint.writer import commit_pieces
+from gristmill.config.families import GPT2, GPT_NEOX
 from gristmill.config.hf import to_hf
 from gristmill.config.model import GPTConfig
 from gristmill.models.build import build_model
+from gristmill.models.families import foreign_state
 from gristmill.models.gpt import GPT
-from gristmill.models.weights import to_gpt2
 from gristmill.optim.spec import ParameterOptimizer
 from gristmill.parallel.sharding import ShardedParameter, whole_parameters
 
@@ -51,8 +52,8 @@ def as_run(model: GPT, folder: Path) -> None:
 
 def as_hf(model: GPT, folder: Path) -> None:
     folder.mkdir()
-    save_file(to_gpt2(model), folder / "model.safetensors")
-    write_json(folder / "config.json", to_hf(model.config, vocab=VOCAB, end_of_text=0))
+    save_file(foreign_state(model, "gpt2"), folder / "model.safetensors")
+    write_json(folder / "config.json", to_hf(model.config, GPT2, vocab=VOCAB, end_of_text=0))
 
 
 def second_half(name: str, parameter: nn.Parameter) -> ShardedParameter:
@@ -83,6 +84,20 @@ def test_a_rank_loads_its_shard_of_the_start_weights(
         else:
             assert torch.equal(kept, parameter[first:])
     assert any(one.shape[0] > one.local.shape[0] for one in held.values())
+
+
+def test_a_rank_loads_its_shard_of_rows_in_another_order(tmp_path: Path) -> None:
+    config = GPTConfig(layers=1, heads=2, width=8, context=6, positions="rotary")
+    model = build_model(config, vocab=VOCAB, device=torch.device("cpu"))
+    model.initialise(3)
+    (tmp_path / "neox").mkdir()
+    save_file(foreign_state(model, "gpt_neox"), tmp_path / "neox/model.safetensors")
+    values = to_hf(config, GPT_NEOX, vocab=VOCAB, end_of_text=0)
+    write_json(tmp_path / "neox/config.json", values)
+    held = {name: second_half(name, p) for name, p in model.named_parameters()}
+    load_start_weights(model, str(tmp_path / "neox"), held)
+    one = held["blocks.0.attention.qkv.weight"]
+    assert torch.equal(one.local, model.get_parameter(one.name)[12:])
 
 
 def spoil(file: Path) -> None:

@@ -122,7 +122,7 @@ def test_generate(trained: Path) -> None:
 def test_export_and_use(trained: Path) -> None:
     pytest.importorskip("transformers")
     output = run("export", trained / "run", trained / "hf")
-    assert "step-00000006, " in output and " KiB in 1 file\n" in output
+    assert "step-00000006 as GPT2LMHeadModel, " in output and " KiB in 1 file\n" in output
     assert "checked: all weights read back as they are in the source; transformers'" in output
     assert "greedy tokens are the same" in output
     theirs = run("generate", trained / "hf", "The mill", "-n", 12, "--temperature", 0)
@@ -136,6 +136,28 @@ def test_export_without_transformers(trained: Path) -> None:
     run("export", trained / "plain", trained / "again", "--check", "files")
     contents = {(trained / name / "model.safetensors").read_bytes() for name in ("plain", "again")}
     assert len(contents) == 1
+
+
+def test_export_with_its_own_code(trained: Path) -> None:
+    output = run("export", trained / "run", trained / "code", "--code", "--check", "files")
+    assert "as GristmillForCausalLM, " in output
+    assert f"{trained / 'code/modeling_gristmill.py'}: load it with trust_remote_code" in output
+    theirs = run("generate", trained / "code", "The mill", "-n", 12, "--temperature", 0)
+    assert theirs == run("generate", trained / "run", "The mill", "-n", 12, "--temperature", 0)
+
+
+def test_export_to_a_gguf_file(trained: Path) -> None:
+    pytest.importorskip("gguf")
+    output = run("export", trained / "run", trained / "corn.gguf")
+    assert re.search(r"step-00000006 as gpt2, \S+ KiB\nchecked: all weights read back", output)
+    assert (trained / "corn.gguf").read_bytes()[:4] == b"GGUF"
+    for words, message in {
+        ("--code",): "a GGUF file holds no code",
+        ("--check", "transformers"): "a GGUF file is not compared with transformers",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            run("export", trained / "run", trained / "other.gguf", *words)
+    assert not (trained / "other.gguf").exists()
 
 
 def test_report(trained: Path) -> None:

@@ -248,6 +248,34 @@ ADDED = {
         '[model]\nwidth = 12\npositions = "rotary"',
         "preset gpt2-nano: model.heads: rotary positions need an even head width, not 3",
     ),
+    "odd head width of its own with rotary": (
+        '[model]\nhead_width = 7\npositions = "rotary"',
+        "run.toml:11: model.head_width: rotary positions need an even head width, not 7",
+    ),
+    "odd number of rotated features": (
+        '[model]\nhead_width = 12\nrotary_fraction = 0.25\npositions = "rotary"',
+        "run.toml:12: model.rotary_fraction: rotary positions need an even number of rotated "
+        "features, not 3",
+    ),
+    "no rotated features": (
+        '[model]\nrotary_fraction = 0.01\npositions = "rotary"',
+        "run.toml:11: model.rotary_fraction: rotary positions need an even number of rotated "
+        "features, not 0",
+    ),
+    "rotary fraction without rotary": (
+        "[model]\nrotary_fraction = 0.5",
+        "run.toml:11: model.rotary_fraction: has no effect with positions = 'learned'\n"
+        '    remove it, or set model.positions = "rotary"',
+    ),
+    "a window as long as the context": (
+        "[model]\nwindow = 128",
+        "run.toml:11: model.window: has no effect with a context of 128",
+    ),
+    "windows with context parallelism": (
+        "[model]\nwindow = 16\n[parallel]\ncp = 2",
+        "run.toml:11: model.window: context-parallel attention has no windows\n"
+        "    leave it out, or set parallel.cp = 1",
+    ),
     "rotary base without rotary": (
         "[model]\nrotary_base = 500.0",
         "run.toml:11: model.rotary_base: has no effect with positions = 'learned'\n"
@@ -785,7 +813,7 @@ def test_a_run_folder_is_a_start_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "llama"}, "the model is of type 'llama'"),
+        ({"model_type": "bert"}, "the model is of type 'bert'"),
         ({"activation_function": "relu"}, "activation_function = 'relu': not supported"),
         (
             {"scale_attn_by_inverse_layer_idx": True},

@@ -21,6 +21,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "learned": {},
     "rotary": {"positions": "rotary"},
     "rotary, grouped heads, qk norm": {"positions": "rotary", "kv_heads": 2, "qk_norm": True},
+    "windows": {"positions": "rotary", "window": 5},
 }
 LENGTHS = [[7, 1, 12, 4], [24], [1, 22, 1]]
 """Documents of three samples."""

@@ -15,11 +15,12 @@ from gristmill.config.hf import from_hf
 from gristmill.config.model import GPTConfig
 from gristmill.models import layers
 from gristmill.models.build import build_model
+from gristmill.models.families import foreign_state, foreign_tensors, open_foreign
 from gristmill.models.gpt import GPT
 from gristmill.models.layers import Attention, BlockContext, Rotary
 from gristmill.models.recompute import Recompute
 from gristmill.models.spec import Kernels, KVCache, Loss
-from gristmill.models.weights import Gpt2Weights, WeightsInMemory, gpt2_tensors, to_gpt2
+from gristmill.models.weights import WeightsInMemory
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"layers": 2, "heads": 4, "width": 32, "context": 20}
@@ -41,6 +42,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "bias": False,
         "tie_head": False,
     },
+    "as Qwen2 and Qwen3": {
+        "positions": "rotary",
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "head_width": 12,
+        "bias": False,
+        "qkv_bias": True,
+    },
+    "as GPT-NeoX": {
+        "positions": "rotary",
+        "rotary_fraction": 0.5,
+        "parallel_residual": True,
+        "activation": "gelu",
+    },
+    "windows": {"window": 3},
+    "windows with rotary": {"window": 5, "positions": "rotary", "kv_heads": 2, "layers": 3},
     "everything else": {
         "positions": "rotary",
         "norm": "rmsnorm",
@@ -66,7 +83,7 @@ def make(settings: dict[str, Any] | None = None, *, vocab: int = 50, seed: int =
 
 def fill(model: GPT, theirs: dict[str, torch.Tensor]) -> None:
     """Take weights in Hugging Face's form."""
-    load_weights(model, Gpt2Weights(WeightsInMemory(theirs), model))
+    load_weights(model, open_foreign(WeightsInMemory(theirs), model, "gpt2"))
 
 
 def random_ids(*shape: int, vocab: int = 50, seed: int = 0) -> torch.Tensor:
@@ -103,7 +120,7 @@ def test_logits_and_gradients_equal_transformers(theirs: dict[str, Any]) -> None
     loss.scaled.backward()
     theirs_by_name = dict(reference.named_parameters())
     ours = dict(model.named_parameters())
-    for one in gpt2_tensors(model):
+    for one in foreign_tensors(model, "gpt2"):
         assert one.ours is not None
         gradient, wanted = ours[one.ours].grad, theirs_by_name[one.name].grad
         assert gradient is not None
@@ -117,7 +134,7 @@ def test_logits_and_gradients_equal_transformers(theirs: dict[str, Any]) -> None
 
 def test_weights_go_to_hugging_face_names_and_back() -> None:
     source, target = make(), make(seed=4)
-    fill(target, to_gpt2(source))
+    fill(target, foreign_state(source, "gpt2"))
     for (name, ours), theirs in zip(source.named_parameters(), target.parameters(), strict=True):
         kept = slice(0, 50) if name == "embedding.weight" else slice(None)
         assert torch.equal(ours[kept], theirs[kept]), name

@@ -253,7 +253,7 @@ def test_pretrained_weights_are_read_as_transformers_reads_them(kind: str, tmp_p
         hf_config=architecture_settings(model.inner.config.to_dict())
     )
     again = built(config, seed=9)
-    weights = folder_weights(open_hf_tensors(tmp_path), again, tmp_path)
+    weights = folder_weights(open_hf_tensors(tmp_path), again, {}, folder=tmp_path)
     for name, one in model.named_parameters():
         assert torch.equal(weights.read(name), one), name
 
@@ -261,7 +261,7 @@ def test_pretrained_weights_are_read_as_transformers_reads_them(kind: str, tmp_p
 def test_weights_without_the_prefix_of_the_body(tmp_path: Path) -> None:
     model = built(tiny("llama", tie_word_embeddings=True))
     model.inner.model.save_pretrained(tmp_path)
-    weights = folder_weights(open_hf_tensors(tmp_path), model, tmp_path)
+    weights = folder_weights(open_hf_tensors(tmp_path), model, {}, folder=tmp_path)
     assert torch.equal(weights.read("model.norm.weight"), model.get_parameter("model.norm.weight"))
 
 
@@ -269,7 +269,7 @@ def test_missing_weights_are_refused(tmp_path: Path) -> None:
     model = built(tiny("llama"))
     model.inner.model.save_pretrained(tmp_path)
     with pytest.raises(DataError, match=r"the weights lack lm_head\.weight"):
-        folder_weights(open_hf_tensors(tmp_path), model, tmp_path)
+        folder_weights(open_hf_tensors(tmp_path), model, {}, folder=tmp_path)
 
 
 def test_a_folder_of_transformers_is_a_model(tmp_path: Path) -> None:

@@ -55,6 +55,10 @@ MODERN = (
     "model.tie_head=false",
     "model.logit_cap=15.0",
     "model.kv_heads=2",
+    "model.head_width=12",
+    "model.rotary_fraction=0.5",
+    "model.qkv_bias=true",
+    "model.parallel_residual=true",
     "optim.eps=1e-4",
 )
 PACKED = DocumentRules(marks="ids", attention=True, positions=True, unweighted=True, end_of_text=3)

@@ -58,6 +58,8 @@ def test_the_formula_counts_what_the_model_has(activation: str, norm: str, posit
                 "kv_heads": kv_heads,
                 "qk_norm": qk_norm,
                 "mlp_width": 40 if kv_heads == 2 else None,
+                "head_width": 10 if kv_heads == 1 else None,
+                "qkv_bias": not bias if kv_heads == 2 else None,
             }
         )
         model = build_model(config, vocab=300, device=torch.device("meta"))
@@ -76,6 +78,19 @@ def test_a_longer_window_costs_attention_only() -> None:
     short, long = (token_cost(model, rows=50304, sequence=length) for length in (512, 1024))
     assert long.palm - short.palm == 12 * 12 * 768 * 512
     assert long.causal - short.causal == 6 * 12 * 768 * 512
+
+
+def test_a_window_costs_only_what_it_sees() -> None:
+    whole = preset("gpt2-small")
+    short = whole.model_copy(update={"window": 256})
+    all_keys, near_keys = (token_cost(one, rows=50304, sequence=1024) for one in (whole, short))
+    assert all_keys.palm - near_keys.palm == 12 * 6 * 768 * (1024 - 256)
+    seen = [sum(min(t + 1, keys) for t in range(1024)) / 1024 for keys in (1024, 256)]
+    saved = all_keys.causal - near_keys.causal
+    assert saved == pytest.approx(12 * 6 * 768 * (seen[0] - seen[1]), rel=2e-3)
+    assert token_cost(short, rows=50304, sequence=200) == token_cost(
+        whole, rows=50304, sequence=200
+    )
 
 
 def test_tying_the_head_saves_no_operations() -> None:

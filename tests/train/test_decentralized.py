@@ -22,7 +22,7 @@ from gristmill.checkpoint.tensor_reader import open_tensors
 from gristmill.config.schema import RunConfig
 from gristmill.evaluate.data import evaluation_ids
 from gristmill.evaluate.loss import evaluate_loss
-from gristmill.export import export
+from gristmill.export.folder import export
 from gristmill.generate import Sampling, TextGenerator
 from gristmill.parallel.decentralized.agreement import StopAgreement
 from gristmill.track.metrics import EventRecord, StepRecord, ValidationRecord, read_metrics

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.checkpoint.model import open_model
+from gristmill.checkpoint.model import open_model, open_stored
 from gristmill.config.hf_model import HFConfig
 from gristmill.config.load import dump_run, load_run, load_text
 from gristmill.config.schema import RunConfig
 from gristmill.evaluate.data import evaluation_ids
 from gristmill.evaluate.loss import evaluate_loss
+from gristmill.export.folder import export
 from gristmill.generate import Engine, Sampling
 from gristmill.models.hf import HFModel
 from gristmill.train.run import run_training
@@ -161,6 +162,27 @@ def test_weights_are_random_unless_they_are_asked_for(
     again = [line["loss"] for line in runs.history(tmp_path / "on") if line["kind"] == "validation"]
     ends = [line["loss"] for line in runs.history(first) if line["kind"] == "validation"]
     assert again[0] == pytest.approx(ends[-1], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "olmo2"])
+def test_what_was_trained_is_exported_as_it_is(
+    tokens: Path, tmp_path: Path, llama: Path, kind: str
+) -> None:
+    words = (f"model.hf_config.model_type={kind}", 'train.until="3 steps"')
+    run_training(hf_run(tokens, tmp_path / "run", llama, *words))
+    stored = open_stored(str(tmp_path / "run"))
+    done = export(stored, tmp_path / "out", check="transformers", shard=20_000)
+    assert done.agreement is not None and done.agreement.largest_difference == 0
+    assert done.files > 1
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(theirs).__name__ == done.architecture
+    ours = stored.load(CPU).model
+    ids = torch.arange(40)[None]
+    assert torch.equal(theirs.eval()(ids).logits, ours(ids))
+    again = open_model(str(tmp_path / "out"), device=CPU).model
+    assert torch.allclose(again(ids), ours(ids), atol=1e-5)
+    with pytest.raises(UserError, match="which transformers has already"):
+        export(stored, tmp_path / "other", code=True)
 
 
 # ------------------------------------------------------------------ settings

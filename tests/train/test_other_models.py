@@ -23,7 +23,7 @@ from gristmill.config.roles import Role
 from gristmill.config.schema import MODEL_KINDS, RunConfig, any_model
 from gristmill.evaluate.data import evaluation_ids
 from gristmill.evaluate.loss import evaluate_loss
-from gristmill.export import export
+from gristmill.export.folder import export
 from gristmill.generate import Engine, Sampling
 from gristmill.models import build
 from gristmill.models.build import build_model, materialise, outline_model

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -109,17 +110,17 @@ def open_stored(spec: str, *, checkpoint: str = "latest") -> StoredModel:
             where="MODEL",
             exit=Exit.DATA,
         )
-    config, stored = _read_hf_config(file), open_hf_tensors(path)
+    values, stored = read_json(file), open_hf_tensors(path)
+    config = _read_hf_config(values, file)
     assert config.vocab is not None
     outline = _outline(config, vocab=config.vocab, stored=stored, where=file)
-    weights = folder_weights(stored, outline, path)
+    weights = folder_weights(stored, outline, values, folder=path)
     return StoredModel(config, config.vocab, weights, open_tokenizer(path), path)
 
 
-def _read_hf_config(file: Path) -> ModelConfig:
+def _read_hf_config(content: Any, file: Path) -> ModelConfig:
     """The settings of a model in a Hugging Face folder: ours if we have such a model, those of
     transformers otherwise."""
-    content = read_json(file)
     try:
         return parse_model(from_hf(content, where=str(file)))
     except DataError:
@@ -202,7 +203,8 @@ def load_start_weights(
         weights = open_tensors(chosen.path)
     else:
         outline = outline_model(model.config, vocab=model.vocab)
-        weights = folder_weights(open_hf_tensors(path), outline, path)
+        values = read_json(path / "config.json")
+        weights = folder_weights(open_hf_tensors(path), outline, values, folder=path)
     control.on_all_ranks(lambda: load_weights(model, weights, parameters))
     return notes
 

@@ -21,6 +21,7 @@ from gristmill.train.environment import version
 
 _EXTRAS = {
     "hf": ("transformers", "checking exports"),
+    "gguf": ("gguf", "exporting for llama.cpp"),
     "tensorboard": ("tensorboard", "TensorBoard files"),
     "wandb": ("wandb", "Weights & Biases"),
     "data": ("gigatoken", "fast encoding, reading .zst files"),

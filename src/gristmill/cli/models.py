@@ -127,7 +127,9 @@ class ExportCheck(enum.StrEnum):
 
 def export(
     model: Model,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
+    place: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A new folder, or a new file that ends in .gguf.")
+    ],
     checkpoint: Which = "latest",
     check: Annotated[
         ExportCheck,
@@ -136,14 +138,29 @@ def export(
             "the same as well; auto: transformers if the model fits into memory twice."
         ),
     ] = ExportCheck.AUTO,
+    code: Annotated[
+        bool,
+        typer.Option(
+            "--code",
+            help="Export with the model's own code, which transformers loads with "
+            "trust_remote_code=True: for models that none of its classes can be.",
+        ),
+    ] = False,
 ) -> None:
-    """Write a Hugging Face folder that `transformers` loads, and check it.
+    """Write a Hugging Face folder that `transformers` loads, or a GGUF file for llama.cpp.
 
-    The model need not fit into memory.
+    Checks what it wrote. The model need not fit into memory.
     """
     from gristmill.checkpoint.model import open_stored
-    from gristmill.export import export as export_model
+    from gristmill.export.folder import export as export_folder
+    from gristmill.export.gguf import SUFFIX, export_gguf
 
+    as_gguf = place.suffix == SUFFIX
+    if as_gguf and code:
+        raise UserError("a GGUF file holds no code", where="--code", remedy="give a folder")
+    if as_gguf and check is ExportCheck.TRANSFORMERS:
+        what = "a GGUF file is not compared with transformers"
+        raise UserError(what, where="--check", remedy="leave it out")
     with ProgressLine("opening") as line:
         line.update(0, None, model)
         stored = open_stored(model, checkpoint=checkpoint)
@@ -153,9 +170,20 @@ def export(
         def show(doing: str, count: int, total: int) -> None:
             line.update(count, total, f"{doing}, {format_bytes(count)} of {format_bytes(total)}")
 
-        done = export_model(stored, folder, check=check.value, progress=show)
-    files = "1 file" if done.files == 1 else f"{done.files} files"
-    typer.echo(f"{done.folder}: exported {stored.origin}, {format_bytes(done.bytes)} in {files}")
+        if as_gguf:
+            written = export_gguf(stored, place, progress=show)
+        else:
+            done = export_folder(stored, place, code=code, check=check.value, progress=show)
+    for note in () if as_gguf else done.notes:
+        typer.echo(f"warning: {note}", err=True)
+    read_back = "checked: all weights read back as they are in the source"
+    if as_gguf:
+        size = format_bytes(written.bytes)
+        typer.echo(f"{place}: exported {stored.origin} as {written.architecture}, {size}")
+        typer.echo(read_back)
+        return
+    size = f"{format_bytes(done.bytes)} in {done.files} file{'s' if done.files > 1 else ''}"
+    typer.echo(f"{place}: exported {stored.origin} as {done.architecture}, {size}")
     compared = done.skipped
     if done.agreement is not None:
         compared = (
@@ -163,4 +191,6 @@ def export(
             f"{done.agreement.largest_difference:.1e}, {done.agreement.greedy_tokens} greedy "
             "tokens are the same"
         )
-    typer.echo(f"checked: all weights read back as they are in the source; {compared}")
+    typer.echo(f"{read_back}; {compared}")
+    if code:
+        typer.echo(f"{done.folder / 'modeling_gristmill.py'}: load it with trust_remote_code=True")

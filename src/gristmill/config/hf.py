@@ -1,40 +1,38 @@
-"""Model settings from the config.json of a Hugging Face GPT-2, and back.
+"""Model settings from the config.json of a Hugging Face model, and back.
 
-    n_layer <-> layers    n_head <-> heads    n_embd <-> width    n_positions <-> context   ...
+    num_hidden_layers <-> layers    num_attention_heads <-> heads    rms_norm_eps <-> norm_eps   ...
 
-A run folder serves as well: its `run.toml` holds the settings.
+`config/families.py` has the table of each family. What a config.json asks for that the native model
+does not have is refused, and so is a model that no family can express. A model is expressed if its
+settings are the same after they were written and read back. Biases and gains that a model does not
+have are no difference: its tensors are written as zeros and ones, which compute the same.
+
+A run folder serves as well: its `run.toml` holds the settings. So does a folder that was exported
+with the model's own code, whose config.json has our names.
 """
 
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gristmill.base.errors import DataError, UserError
+from pydantic import ValidationError
+
+from gristmill.base.errors import DataError, Problem, UserError
 from gristmill.base.files import read_json
+from gristmill.config.families import FAMILIES, WRITTEN, Family
 from gristmill.config.model import GPTConfig
 
-_SAME = {
-    "n_layer": "layers",
-    "n_head": "heads",
-    "n_embd": "width",
-    "n_positions": "context",
-    "n_inner": "mlp_width",
-    "vocab_size": "vocab",
-    "layer_norm_epsilon": "norm_eps",
-    "tie_word_embeddings": "tie_head",
-    "initializer_range": "init_std",
-}
-_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
-_DEFAULTS = {
-    "layer_norm_epsilon": 1e-5,
-    "tie_word_embeddings": True,
-    "activation_function": "gelu_new",
-    "initializer_range": 0.02,
-    "scale_attn_weights": True,
-}
-_UNSUPPORTED = ("scale_attn_by_inverse_layer_idx", "add_cross_attention")
+CODE_TYPE = "gristmill"
+"""`model_type` of folders with the model's own code."""
+CODE_CLASS = "GristmillForCausalLM"
+CODE_MODULE = "modeling_gristmill"
+_FILLED = ("bias", "qkv_bias", "norm_gain")
+"""Without them, a model computes the same as one in which they are zero, or one."""
+_MOST_LAYERS = 10_000
+"""More is taken for a mistake in the file."""
 
 
 def model_settings(folder: Path) -> dict[str, Any]:
@@ -52,59 +50,208 @@ def model_settings(folder: Path) -> dict[str, Any]:
     return from_hf(read_json(folder / "config.json"), where=str(folder / "config.json"))
 
 
+def model_type(values: Any, *, where: str) -> str:
+    """The family of a `config.json`; refuses one whose models the native model cannot be."""
+    kind = values.get("model_type") if isinstance(values, dict) else None
+    if not isinstance(kind, str) or (kind != CODE_TYPE and kind not in FAMILIES):
+        known = ", ".join(sorted(FAMILIES))
+        what = f"the model is of type {kind!r}; the native model can be: {known}"
+        raise DataError(what, where=where)
+    return kind
+
+
 def from_hf(values: Any, *, where: str) -> dict[str, Any]:
     """Model settings from the content of a Hugging Face `config.json`."""
-    if not isinstance(values, dict) or values.get("model_type") != "gpt2":
-        kind = values.get("model_type") if isinstance(values, dict) else None
-        raise DataError(f"the model is of type {kind!r}; only GPT-2 can be read", where=where)
-    values = {**_DEFAULTS, **values}
-    activation = _ACTIVATIONS.get(values["activation_function"])
-    wrong = [f"{name} = true" for name in _UNSUPPORTED if values.get(name)]
-    if values["scale_attn_weights"] is False:
-        wrong.append("scale_attn_weights = false")
-    if activation is None:
-        wrong.append(f"activation_function = {values['activation_function']!r}")
+    kind = model_type(values, where=where)
+    if kind == CODE_TYPE:
+        settings = {name: values[name] for name in GPTConfig.model_fields if name in values}
+        wrong: list[str] = []
+    else:
+        settings, wrong = _read(values, FAMILIES[kind])
+    if values.get("quantization_config"):
+        wrong.append("quantization_config")
     if wrong:
         raise DataError(f"{', '.join(wrong)}: not supported", where=where)
-    settings = {
-        ours: values[theirs] for theirs, ours in _SAME.items() if values.get(theirs) is not None
-    }
-    return {**settings, "activation": activation, "bias": True}
+    try:
+        model = GPTConfig.model_validate(settings)
+    except ValidationError as error:
+        names = {} if kind == CODE_TYPE else FAMILIES[kind].names
+        raise DataError(_invalid(error, names, where=where)) from error
+    if model.vocab is None:
+        raise DataError("the size of the vocabulary is missing", where=where)
+    uneven = (model.head_width is None and model.width % model.heads) or model.heads % model.groups
+    if uneven or (model.positions == "rotary" and model.rotated % 2):
+        sizes = f"width {model.width}, {model.heads} heads, {model.groups} key and value heads"
+        what = f"no model has these sizes: {sizes}, {model.rotated} rotated features"
+        raise DataError(what, where=where)
+    return settings
 
 
-def to_hf(model: GPTConfig, *, vocab: int, end_of_text: int) -> dict[str, Any]:
-    """The `config.json` of `GPT2LMHeadModel`; refuses settings that GPT-2 does not have."""
-    unlike = {
-        "positions": ("learned", model.positions),
-        "norm": ("layernorm", model.norm),
-        "qk_norm": (False, model.qk_norm),
-        "kv_heads": (model.heads, model.groups),
-        "norm_gain": (True, model.norm_gain),
-        "embedding_norm": (False, model.embedding_norm),
-        "value_embeddings": (0, model.value_embeddings),
-        "attention_scale": (None, model.attention_scale),
-        "logit_cap": (None, model.logit_cap),
-    }
-    wrong = [f"{name} = {got!r}" for name, (needed, got) in unlike.items() if got != needed]
-    if model.activation not in _ACTIVATIONS.values():
-        wrong.append(f"activation = {model.activation!r}")
-    if wrong:
-        raise UserError(
-            f"Hugging Face's GPT-2 has no {', '.join(wrong)}",
-            where="export",
-            remedy="such a model can be used with `gristmill generate` and `evaluate`",
-        )
-    values = model.model_dump()
+def to_hf(model: GPTConfig, family: Family, *, vocab: int, end_of_text: int) -> dict[str, Any]:
+    """The `config.json` of a family that can express the model."""
+    theirs = {ours: name for name, ours in reversed(list(family.activations.items()))}
+    values = {name: model.effective(ours) for ours, name in family.names.items()}
+    values |= {name: values[other] for name, other in family.equal.items()}
+    values[family.activation] = theirs.get(model.activation)
+    if family.fixed.get("positions") == "rotary":
+        # The names of transformers 4, and those of transformers 5.
+        rope = {"rope_type": "default", "rope_theta": model.wavelength}
+        values[family.rotary_base] = model.wavelength
+        if family.rotary_fraction is not None:
+            values[family.rotary_fraction] = rope["partial_rotary_factor"] = model.fraction
+        values["rope_parameters"] = rope
+    if family.windows:
+        local = "global" if model.short_window is None else "local"
+        pairs, single = divmod(model.layers, 2)
+        values["attention_types"] = [[["global", local], pairs], [["global"], single]]
+        values["window_size"] = model.window or model.context
     return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        **{theirs: values[ours] for theirs, ours in _SAME.items()},
-        "n_inner": model.inner,
+        "architectures": [family.architecture],
+        "model_type": family.type,
+        **values,
         "vocab_size": vocab,
-        "activation_function": "gelu_new" if model.activation == "gelu_tanh" else "gelu",
-        "attn_pdrop": model.dropout,
-        "embd_pdrop": model.dropout,
-        "resid_pdrop": model.dropout,
-        "bos_token_id": end_of_text,
-        "eos_token_id": end_of_text,
+        **dict.fromkeys(family.dropouts, model.dropout),
+        **_ends(end_of_text),
     }
+
+
+def to_hf_with_code(model: GPTConfig, *, vocab: int, end_of_text: int) -> dict[str, Any]:
+    """The `config.json` of the model's own class. Settings that follow from others are written."""
+    names = ("kv_heads", "head_width", "mlp_width", "qkv_bias")
+    settings = model.model_dump(exclude_none=True, exclude={"start", "vocab_multiple"})
+    return {
+        "architectures": [CODE_CLASS],
+        "model_type": CODE_TYPE,
+        "auto_map": {
+            "AutoConfig": f"{CODE_MODULE}.GristmillConfig",
+            "AutoModelForCausalLM": f"{CODE_MODULE}.{CODE_CLASS}",
+        },
+        **settings,
+        **{name: model.effective(name) for name in names},
+        "vocab": vocab,
+        "tie_word_embeddings": model.tie_head,
+        **_ends(end_of_text),
+    }
+
+
+def choose_family(model: GPTConfig) -> Family:
+    """The first family that can express a model; refuses one that none can."""
+    nearest = min(WRITTEN, key=lambda family: len(differences(model, family)))
+    if not (wrong := differences(model, nearest)):
+        return nearest
+    raise UserError(
+        "no class of transformers can be this model: the nearest, "
+        f"{nearest.architecture}, has no {', '.join(wrong)}",
+        where="export",
+        remedy="--code exports it with its own code, which transformers loads with "
+        "trust_remote_code=True",
+    )
+
+
+# ------------------------------------------------------------------ one family
+
+
+def _ends(end_of_text: int) -> dict[str, int]:
+    return {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
+
+
+def _read(values: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
+    """Model settings, and what we cannot express, as `name = value`."""
+    values = {**family.defaults, **values}
+    settings: dict[str, Any] = {
+        ours: values[name] for ours, name in family.names.items() if values.get(name) is not None
+    }
+    settings |= family.fixed
+    wrong = [name for name, known in family.only.items() if values.get(name, known) != known]
+    wrong += [name for name, other in family.equal.items() if values[name] != values[other]]
+    activation = family.activations.get(str(values.get(family.activation)))
+    if activation is None:
+        wrong.append(family.activation)
+    else:
+        settings["activation"] = activation
+    window, context = values.get("sliding_window"), settings.get("context")
+    slides = values.get("use_sliding_window") or "sliding_attention" in str(
+        values.get("layer_types")
+    )
+    if slides and isinstance(window, int) and isinstance(context, int) and window < context:
+        wrong.append("sliding_window")
+    if family.windows:
+        layers = _attention_layers(values.get("attention_types"))
+        alternating = ["local" if layer % 2 else "global" for layer in range(len(layers))]
+        known = layers == alternating or "local" not in layers
+        if not known or len(layers) != settings.get("layers"):
+            wrong.append("attention_types")
+        elif "local" in layers:
+            settings["window"] = values.get("window_size")
+    shown = [_shown(name, values.get(name)) for name in wrong]
+    if family.fixed.get("positions") == "rotary":
+        rotary, unknown = _read_rotary(values, family)
+        settings |= rotary
+        shown += unknown
+    return settings, shown
+
+
+def _shown(name: str, value: Any) -> str:
+    """A setting as the file has it."""
+    return f"{name} = {str(value).lower() if isinstance(value, bool) else repr(value)}"
+
+
+def _attention_layers(types: Any) -> list[str]:
+    """GPT-Neo's kind of attention in each layer; none if they cannot be read."""
+    layers: list[str] = []
+    try:
+        for kinds, times in types:
+            layers += [str(kind) for kind in kinds] * min(times, _MOST_LAYERS)
+    except (TypeError, ValueError):
+        return []
+    return layers
+
+
+def _read_rotary(values: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
+    """The settings of rotary positions, from the names of transformers 4 or 5."""
+    name = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
+    rope = values.get(name) or {}
+    if not isinstance(rope, dict) or any(isinstance(one, dict) for one in rope.values()):
+        return {}, [_shown(name, rope)]
+    base = rope.get("rope_theta", values.get(family.rotary_base))
+    older = family.rotary_fraction or "partial_rotary_factor"
+    fraction = rope.get("partial_rotary_factor", values.get(older))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    unknown = []
+    if kind != "default":
+        unknown.append(_shown(f"{name}.rope_type", kind))
+    if family.rotary_fraction is None and fraction not in (None, 1):
+        unknown.append(_shown("partial_rotary_factor", fraction))
+    settings = {"rotary_base": base, "rotary_fraction": fraction}
+    return {ours: value for ours, value in settings.items() if value is not None}, unknown
+
+
+def differences(model: GPTConfig, family: Family) -> list[str]:
+    """What a family cannot express of a model, as `name = value`."""
+    written = to_hf(model, family, vocab=model.vocab or 1, end_of_text=0)
+    settings, _ = _read(written, family)
+    settings.setdefault("activation", next(iter(family.activations.values())))
+    back, wrong = GPTConfig.model_validate(settings), []
+    for name in (name for name in GPTConfig.model_fields if name not in GPTConfig.not_of_weights):
+        ours, theirs = model.effective(name), back.effective(name)
+        filled = name in _FILLED and theirs and not ours
+        # Some classes demand this even of heads whose width is given.
+        uneven = name == "heads" and family.heads_divide and model.width % model.heads
+        if uneven or (ours != theirs and not filled):
+            given = getattr(model, name)
+            wrong.append(f"{name} = {ours if given is None else given!r}")
+    return wrong
+
+
+def _invalid(error: ValidationError, names: Mapping[str, str], *, where: str) -> list[Problem]:
+    """Settings that are no settings, under their names in the config.json."""
+    problems = []
+    for details in error.errors():
+        ours = ".".join(map(str, details["loc"]))
+        name = names.get(ours, ours)
+        if details["type"] == "missing":
+            problems.append(Problem(f"there is no {name}", where))
+        else:
+            message = details["msg"][0].lower() + details["msg"][1:]
+            problems.append(Problem(f"{name} = {details['input']!r}: {message}", where))
+    return problems

@@ -183,6 +183,9 @@ def _context_parallel(config: RunConfig, mesh: Mesh) -> Iterator[Problem]:
     if model.dropout:
         what = "context-parallel attention has no dropout"
         yield Problem(what, "model.dropout", "set it to 0, or parallel.cp = 1")
+    if getattr(model, "short_window", None) is not None:
+        what = "context-parallel attention has no windows"
+        yield Problem(what, "model.window", "leave it out, or set parallel.cp = 1")
 
 
 def _pipeline(config: RunConfig, mesh: Mesh) -> Iterator[Problem]:

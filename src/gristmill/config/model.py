@@ -102,13 +102,15 @@ class GPTConfig(ModelConfig):
     layers: Count
     """Number of transformer blocks."""
     heads: Count
-    """Attention heads per block; must divide the width."""
+    """Attention heads per block; must divide the width, unless head_width is given."""
     width: Count
     """Size of the residual stream."""
     context: Count
     """Longest sequence the model can attend to."""
     kv_heads: Count | None = None
     """Key and value heads, shared by groups of query heads; as many as heads if not given."""
+    head_width: Count | None = None
+    """Features of each head, as Qwen3 sets them; width / heads if not given."""
     mlp_width: Count | None = None
     """Inner size of the feed-forward part; 4 times the width if not given, for swiglu 8/3 times, in
     multiples of 64."""
@@ -120,6 +122,12 @@ class GPTConfig(ModelConfig):
     """How the model knows where a token stands."""
     rotary_base: Annotated[float, Field(gt=0)] | None = None
     """Longest wavelength parameter of rotary positions; 10000 if not given."""
+    rotary_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Fraction of each head's features, the first ones, that rotary positions rotate, as in
+    GPT-NeoX; all if not given."""
+    window: Count | None = None
+    """Every other layer, from the second on, attends to this many last positions only, as in
+    GPT-Neo; all layers attend to all positions if not given."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalisation before attention, before the feed-forward part and before the head."""
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
@@ -128,10 +136,16 @@ class GPTConfig(ModelConfig):
     """Normalise queries and keys per head (RMSNorm) before attention."""
     bias: bool = True
     """Biases in linear layers and LayerNorm."""
+    qkv_bias: bool | None = None
+    """Biases of queries, keys and values, where they differ from the others: Qwen2 has only these.
+    As bias if not given."""
     activation: Literal["gelu", "gelu_tanh", "relu2", "swiglu"] = "gelu_tanh"
     """Non-linearity of the feed-forward part; GPT-2 was trained with gelu_tanh."""
     norm_gain: bool = True
     """Learned gains (and biases) in normalisations."""
+    parallel_residual: bool = False
+    """Attention and feed-forward part of a block both read the stream before the block, as in
+    GPT-NeoX, instead of one after the other."""
     embedding_norm: bool = False
     """Normalise the stream before the first block too."""
     value_embeddings: Annotated[int, Field(ge=0)] = 0
@@ -164,12 +178,15 @@ class GPTConfig(ModelConfig):
             Role.MATRIX: True,
             Role.TABLE: self.value_embeddings > 0,
             Role.HEAD: not self.tie_head,
-            Role.VECTOR: self.bias or self.norm_gain or self.value_embeddings > 0,
+            Role.VECTOR: self.bias
+            or self.has_qkv_bias
+            or self.norm_gain
+            or self.value_embeddings > 0,
         }
         return frozenset(role for role, yes in has.items() if yes)
 
     def effective(self, name: str) -> Any:
-        return getattr(self, {"kv_heads": "groups", "mlp_width": "inner"}.get(name, name))
+        return getattr(self, _FOLLOWING.get(name, name))
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
         sizes = {f"the heads {self.heads}": self.heads}
@@ -186,13 +203,45 @@ class GPTConfig(ModelConfig):
         return self.layers
 
     @property
-    def head_width(self) -> int:
-        return self.width // self.heads
+    def head_size(self) -> int:
+        """Features of each head."""
+        return self.head_width or self.width // self.heads
 
     @property
     def groups(self) -> int:
         """Key and value heads."""
         return self.kv_heads or self.heads
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """Whether queries, keys and values have biases."""
+        return self.bias if self.qkv_bias is None else self.qkv_bias
+
+    @property
+    def wavelength(self) -> float:
+        """The base of rotary positions."""
+        return self.rotary_base or 10_000.0
+
+    @property
+    def fraction(self) -> float:
+        """Fraction of each head's features that rotary positions rotate."""
+        return self.rotary_fraction or 1.0
+
+    @property
+    def rotated(self) -> int:
+        """Features of each head that rotary positions rotate."""
+        return int(self.head_size * self.fraction)
+
+    @property
+    def short_window(self) -> int | None:
+        """The window of every other layer, if it is shorter than the context."""
+        return self.window if self.window is not None and self.window < self.context else None
+
+    @property
+    def own_scale(self) -> float | None:
+        """The factor on query-key products, if it is not the usual one."""
+        usual = self.attention_scale == self.head_size**-0.5
+        return None if usual else self.attention_scale
 
     @property
     def value_layers(self) -> tuple[int, ...]:
@@ -207,3 +256,16 @@ class GPTConfig(ModelConfig):
         if self.activation == "swiglu":
             return -(-8 * self.width // 3 // 64) * 64
         return 4 * self.width
+
+
+_FOLLOWING = {
+    "kv_heads": "groups",
+    "head_width": "head_size",
+    "mlp_width": "inner",
+    "qkv_bias": "has_qkv_bias",
+    "rotary_base": "wavelength",
+    "rotary_fraction": "fraction",
+    "window": "short_window",
+    "attention_scale": "own_scale",
+}
+"""Settings that follow from others if they are not given, with the property that says so."""

@@ -84,20 +84,25 @@ def _long_rise(config: RunConfig, numbers: Resolved) -> list[str]:
 def _gpt_fits(config: RunConfig, written: Written) -> Iterator[Problem]:
     model = config.model
     assert isinstance(model, GPTConfig)
-    if model.width % model.heads:
+    if model.head_width is None and model.width % model.heads:
         what = f"{model.heads} heads do not divide the width {model.width}"
         remedy = f"heads could be {nearest(divisors(model.width), model.heads)}"
         yield Problem(what, "model.heads", remedy)
-    elif model.positions == "rotary" and model.head_width % 2:
-        yield Problem(
-            f"rotary positions need an even head width, not {model.head_width}", "model.heads"
-        )
+    elif model.positions == "rotary" and (model.rotated % 2 or not model.rotated):
+        names = ("rotary_fraction", "head_width")
+        cause = next((name for name in names if getattr(model, name) is not None), "heads")
+        rotated = "head width" if model.rotary_fraction is None else "number of rotated features"
+        what = f"rotary positions need an even {rotated}, not {model.rotated}"
+        yield Problem(what, f"model.{cause}")
     if model.heads % model.groups:
         what = f"{model.heads} heads cannot share {model.groups} key and value heads evenly"
         yield Problem(what, "model.kv_heads", f"kv_heads must divide {model.heads}")
-    if model.rotary_base is not None and model.positions != "rotary":
-        remedy = 'remove it, or set model.positions = "rotary"'
-        yield no_effect("model.rotary_base", f"with positions = {model.positions!r}", remedy)
+    for name in ("rotary_base", "rotary_fraction"):
+        if getattr(model, name) is not None and model.positions != "rotary":
+            remedy = 'remove it, or set model.positions = "rotary"'
+            yield no_effect(f"model.{name}", f"with positions = {model.positions!r}", remedy)
+    if model.window is not None and model.short_window is None:
+        yield no_effect("model.window", f"with a context of {model.context}")
     if model.head_std is not None and model.tie_head:
         remedy = "remove it, or set model.tie_head = false"
         yield no_effect("model.head_std", "on a head that is tied to the embedding", remedy)
@@ -329,10 +334,12 @@ def _start_agrees(config: RunConfig, settings: Mapping[str, Any]) -> Iterator[Pr
     for name in (name for name in kind.model_fields if name not in kind.not_of_weights):
         got, value = config.model.effective(name), weights.effective(name)
         path = f"model.{name}"
+        # What follows from another setting is told there.
+        given = any(getattr(one, name) is not None for one in (config.model, weights))
         if isinstance(got, dict):
             key = next((key for key in {**got, **value} if got.get(key) != value.get(key)), "")
             path, got, value = f"{path}.{key}", got.get(key), value.get(key)
-        if got != value:
+        if got != value and given:
             what = f"is {got!r}, but the weights in {start!r} have {value!r}"
             yield Problem(what, path, "leave it out: it is taken from the weights")
 

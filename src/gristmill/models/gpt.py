@@ -55,7 +55,7 @@ class GPT(CausalLM):
             self.embedding_norm = build_norm(config) if config.embedding_norm else None
             self.dropout = nn.Dropout(config.dropout)
         self.rotary = Rotary(config) if config.positions == "rotary" else None
-        values = config.groups * config.head_width // tp_size
+        values = config.groups * config.head_size // tp_size
         self.values = nn.ModuleDict(
             {
                 str(layer): nn.Embedding(rows, values)
@@ -119,7 +119,7 @@ class GPT(CausalLM):
     def splits(self) -> dict[str, Split]:
         """Split by heads, inner features and vocabulary rows."""
         config, rows = self.config, Split(0, (self.rows,))
-        query, key = config.width, config.groups * config.head_width
+        query, key = (heads * config.head_size for heads in (config.heads, config.groups))
         gates = 2 if config.activation == "swiglu" else 1
         in_block = {
             "attention.qkv.weight": Split(0, (query, key, key)),
@@ -236,7 +236,8 @@ class GPT(CausalLM):
         mask: torch.Tensor | BlockMask | None = None
         if documents_BT is not None and self.comm.attend is None:
             dropped = self.training and self.config.dropout > 0
-            blocks = self.kernels.document_blocks and not dropped
+            windows = self.config.short_window is not None
+            blocks = self.kernels.document_blocks and not dropped and not windows
             blocks = blocks and documents_BT.shape[1] % BLOCK == 0
             mask = document_blocks(documents_BT) if blocks else document_mask(documents_BT)
         return BlockContext(positions, mask, angles, cache, self.kernels, self.comm, documents_BT)

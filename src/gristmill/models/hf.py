@@ -226,6 +226,30 @@ _ATTENTION_SIZES = ("num_attention_heads", "head_dim")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
+class HFForm(NamedTuple):
+    """How transformers knows a model."""
+
+    architecture: str
+    """The class."""
+    settings: dict[str, Any]
+    """The content of config.json."""
+
+
+def hf_form(model: CausalLM, *, end_of_text: int) -> HFForm | None:
+    """The class and config.json of a model of transformers; None for any other."""
+    if not isinstance(model, HFModel):
+        return None
+    architecture = type(model.inner).__name__
+    settings = {
+        **model.inner.config.to_dict(),
+        "architectures": [architecture],
+        "dtype": "float32",
+        "eos_token_id": end_of_text,
+        "use_cache": True,
+    }
+    return HFForm(architecture, settings)
+
+
 class HFCache:
     """The keys and values that a model of transformers keeps."""
 

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from gristmill.base.errors import DataError, Problem, optional
 from gristmill.base.tensor_slices import TensorSlice
+from gristmill.config.hf import model_type
+from gristmill.models.families import open_foreign
 from gristmill.models.hf import HFModel
 from gristmill.models.spec import CausalLM
-from gristmill.models.weights import Gpt2Weights, TensorParts, Weights, WeightsInMemory
+from gristmill.models.weights import TensorParts, Weights, WeightsInMemory
 
 
 class RenamedWeights(Weights):
@@ -31,11 +34,11 @@ class RenamedWeights(Weights):
         return self._stored.parts(self._names[name], region)
 
 
-def folder_weights(stored: Weights, model: CausalLM, folder: Path) -> Weights:
+def folder_weights(stored: Weights, model: CausalLM, config: Any, *, folder: Path) -> Weights:
     """The parameters of a model, which needs no memory, from a Hugging Face folder whose tensors
-    are `stored`."""
+    are `stored` and whose config.json has the content `config`."""
     if not isinstance(model, HFModel):
-        return Gpt2Weights(stored, model)
+        return open_foreign(stored, model, model_type(config, where=str(folder)))
     names = {name: _find(name, stored, model) for name in model.roles()}
     found = {ours: theirs for ours, theirs in names.items() if theirs is not None}
     _refuse_trained_buffers(stored, model)

@@ -96,8 +96,9 @@ def build_norm(config: GPTConfig, width: int | None = None) -> nn.Module:
 class Rotary(nn.Module):
     """Rotary position embedding.
 
-    Features i and i + K/2 form a pair, rotated by position x base^(-2i/K). Cosines and sines are
-    kept in tables: computed per element inside a kernel, they would cost more than attention.
+    Of the K features that are rotated, i and i + K/2 form a pair, rotated by position x
+    base^(-2i/K). Cosines and sines are kept in tables: computed per element inside a kernel, they
+    would cost more than attention.
     """
 
     cos_TK: torch.Tensor
@@ -105,9 +106,9 @@ class Rotary(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.base = config.rotary_base or 10_000.0
+        self.base = config.wavelength
         for name in ("cos_TK", "sin_TK"):
-            table = torch.empty(config.context, config.head_width // 2)
+            table = torch.empty(config.context, config.rotated // 2)
             self.register_buffer(name, table, persistent=False)
 
     def fill(self) -> None:
@@ -134,8 +135,12 @@ class RotaryAngles(NamedTuple):
     sin: torch.Tensor
 
     def apply(self, x_BHTK: torch.Tensor) -> torch.Tensor:
-        first, second = x_BHTK.float().chunk(2, dim=-1)
-        rotated = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
+        """Rotate the first features; those behind them stay as they are."""
+        x, count = x_BHTK.float(), 2 * self.cos.shape[-1]
+        first, second = x[..., :count].chunk(2, dim=-1)
+        rotated = [first * self.cos - second * self.sin, second * self.cos + first * self.sin]
+        if count < x.shape[-1]:
+            rotated.append(x[..., count:])
         return torch.cat(rotated, dim=-1).type_as(x_BHTK)
 
 
@@ -146,10 +151,11 @@ class Attention(nn.Module):
         super().__init__()
         self.layer, self.scale = layer, config.attention_scale
         self.heads, self.groups = config.heads // ranks, config.groups // ranks
-        self.head_width = config.head_width
+        self.head_width = config.head_size
         self.dropout = config.dropout
+        self.window = config.short_window if layer % 2 else None
         query, both = self.heads * self.head_width, 2 * self.groups * self.head_width
-        self.qkv = Linear(config.width, query + both, bias=config.bias)
+        self.qkv = Linear(config.width, query + both, bias=config.has_qkv_bias)
         self.out = RowParallelLinear(query, config.width, bias=config.bias)
         self.query_norm = self.key_norm = self.value_gate = None
         if config.qk_norm:
@@ -187,6 +193,7 @@ class Attention(nn.Module):
         positions, mask, cache = context.positions, context.mask, context.cache
         grouped = self.groups != self.heads
         if isinstance(mask, BlockMask):
+            assert self.window is None, "models with windows have dense masks"
             attended: torch.Tensor = flex_attention(
                 query, key, value, block_mask=mask, scale=self.scale, enable_gqa=grouped
             )
@@ -197,6 +204,9 @@ class Attention(nn.Module):
             causal = cache.length == 0
             if not causal and positions.shape[0] > 1:
                 mask = positions[:, None] >= torch.arange(key.shape[2], device=key.device)
+        if self.window is not None:
+            near = _near(query.shape[2], key.shape[2], self.window, device=key.device)
+            mask, causal = near if mask is None else near & mask, False
         return functional.scaled_dot_product_attention(
             query,
             key,
@@ -220,6 +230,13 @@ class Attention(nn.Module):
         assert self.value_gate is not None
         gate_BTG = 2 * torch.sigmoid(self.value_gate(x_BTD[..., : self.value_gate.in_features]))
         return self._by_head(looked_up_BTV) * gate_BTG.transpose(1, 2)[..., None]
+
+
+def _near(queries: int, keys: int, window: int, *, device: torch.device) -> torch.Tensor:
+    """Which of the keys each of the last positions sees: those of the window that it ends."""
+    keys_S = torch.arange(keys, device=device)
+    last_T1 = keys_S[keys - queries :, None]
+    return (keys_S <= last_T1) & (keys_S > last_T1 - window)
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
@@ -269,7 +286,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block: attention and MLP, each added to the residual stream."""
+    """A pre-norm transformer block: attention and MLP, each added to the residual stream, one after
+    the other or both at once."""
 
     def __init__(self, config: GPTConfig, layer: int, ranks: int = 1) -> None:
         super().__init__()
@@ -277,6 +295,7 @@ class Block(nn.Module):
         self.attention = Attention(config, layer, ranks)
         self.mlp_norm = build_norm(config)
         self.mlp = MLP(config, ranks)
+        self.parallel_residual = config.parallel_residual
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
@@ -286,5 +305,6 @@ class Block(nn.Module):
         looked_up_BTV: torch.Tensor | None = None,
     ) -> torch.Tensor:
         attended = self.attention(self.attention_norm(x_BTD), context, looked_up_BTV)
-        x_BTD = x_BTD + self.dropout(attended)
-        return x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD), context))
+        before_BTD, x_BTD = x_BTD, x_BTD + self.dropout(attended)
+        read_BTD = before_BTD if self.parallel_residual else x_BTD
+        return x_BTD + self.dropout(self.mlp(self.mlp_norm(read_BTD), context))

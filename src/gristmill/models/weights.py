@@ -1,43 +1,35 @@
-"""Names and layouts of weights here and in Hugging Face's GPT-2: one table for both directions.
+"""Weights by name, any region of which can be read, and the same weights under other names.
 
-    ours                            Hugging Face                     layout
+    ours                            theirs                           layout
     embedding.weight                transformer.wte.weight           padded rows added, dropped
     blocks.N.attention.qkv.weight   transformer.h.N.attn.c_attn...   transposed (Conv1D)
+    blocks.N.attention.qkv.weight   model.layers.N.self_attn.q_proj  the first rows
+    blocks.N.attention.qkv.weight   gpt_neox.layers.N...             rows in another order
 
-A region of one tensor is a region of its counterpart, with its dimensions swapped where that is
-transposed. So weights are converted a region at a time, and no model has to fit into memory.
+A tensor of theirs is a list of row ranges of ours, one after the other, with its dimensions swapped
+where it is transposed. So a region of one is made of regions of the other: weights are converted a
+region at a time, in both directions, and no model has to fit into memory. `models/families.py` says
+which tensors each family has.
 
-Models without biases are written with zero biases, which compute the same.
+Biases and gains that our model does not have are constant: zero and one, which compute the same.
 """
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
-from gristmill.base.errors import Exit, Problem, UserError
+from gristmill.base.errors import DataError, Problem
 from gristmill.base.tensor_slices import TensorSlice
-from gristmill.models.gpt import GPT
-from gristmill.models.spec import CausalLM
 
-_BEFORE = {"embedding.weight": "wte.weight", "positions.weight": "wpe.weight"}
-_LAYER = {
-    f"blocks.{{layer}}.{ours}.{kind}": f"h.{{layer}}.{theirs}.{kind}"
-    for ours, theirs in {
-        "attention_norm": "ln_1",
-        "attention.qkv": "attn.c_attn",
-        "attention.out": "attn.c_proj",
-        "mlp_norm": "ln_2",
-        "mlp.up": "mlp.c_fc",
-        "mlp.down": "mlp.c_proj",
-    }.items()
-    for kind in ("weight", "bias")
-}
-_AFTER = {"norm.weight": "ln_f.weight", "norm.bias": "ln_f.bias"}
-
+_BUFFERS = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\.inv_freq$")
+"""Tensors in published files that are no weights: masks and the angles of rotary positions."""
+_MOST_NAMED = 5
+"""How many surplus tensors a message names."""
 
 TensorParts = Iterator[tuple[TensorSlice, torch.Tensor]]
 """Parts of a tensor, each with its place in the whole tensor."""
@@ -80,22 +72,33 @@ class WeightsInMemory(Weights):
             yield common, self._tensors[name].detach()[common.slices]
 
 
-# ------------------------------------------------------------------ Hugging Face's GPT-2
+# ------------------------------------------------------------------ under other names
 
 
 @dataclass(frozen=True)
-class Gpt2Tensor:
-    """A tensor of Hugging Face's GPT-2, and its counterpart here."""
+class SharedRows:
+    """Rows of one of our tensors, and the rows of one of theirs that have the same numbers."""
+
+    ours: range
+    theirs: range
+
+
+@dataclass(frozen=True)
+class ForeignTensor:
+    """A tensor of another program's model, and what it is made of."""
 
     name: str
     shape: tuple[int, ...]
-    """Without padding."""
+    """Theirs, without padding."""
     ours: str | None
-    """None if the model has no such parameter; then the tensor is zero."""
-    transposed: bool
+    """None if the model has no such parameter; then all numbers are the same."""
+    rows: tuple[SharedRows, ...] = ()
+    """Before it is transposed."""
+    transposed: bool = False
+    constant: float = 0.0
 
-    def counterpart(self, region: TensorSlice) -> TensorSlice:
-        """The region of our tensor for a region of theirs, and the other way round."""
+    def swapped(self, region: TensorSlice) -> TensorSlice:
+        """A region before it is transposed, from one after, and the other way round."""
         if not self.transposed:
             return region
         return TensorSlice(region.begin[::-1], region.end[::-1])
@@ -103,69 +106,93 @@ class Gpt2Tensor:
     def read(self, weights: Weights, region: TensorSlice) -> torch.Tensor:
         """A region of it, from weights under our names, in fp32 on the CPU."""
         if self.ours is None:
-            return torch.zeros(region.shape)
-        value = weights.read(self.ours, self.counterpart(region))
+            return torch.full(region.shape, self.constant)
+        region = self.swapped(region)
+        value, places = torch.empty(region.shape), []
+        for rows in self.rows:
+            common = _narrowed(region, rows.theirs)
+            if common is not None:
+                source = _moved(common, rows.ours.start - rows.theirs.start)
+                places.append((common.relative_to(region), source))
+        first = min(source.begin[0] for _, source in places)
+        last = max(source.end[0] for _, source in places)
+        if last - first == region.shape[0]:
+            # The same rows in another order, perhaps one by one: they are read at once.
+            around = region.narrow(0, first, last)
+            read = weights.read(self.ours, around)
+            for place, source in places:
+                value[place.slices] = read[source.relative_to(around).slices]
+        else:
+            for place, source in places:
+                value[place.slices] = weights.read(self.ours, source)
         return value.T.contiguous() if self.transposed else value
 
-
-def gpt2_tensors(model: CausalLM) -> list[Gpt2Tensor]:
-    """All tensors of a GPT-2 with this model's shapes, in the order in which it computes. The model
-    needs no memory."""
-    assert isinstance(model, GPT), "settings that GPT-2 cannot express are refused"
-    names = dict(_BEFORE)
-    for layer in range(model.config.layers):
-        names |= {o.format(layer=layer): t.format(layer=layer) for o, t in _LAYER.items()}
-    names = {ours: f"transformer.{theirs}" for ours, theirs in (names | _AFTER).items()}
-    if not model.config.tie_head:
-        names["head.weight"] = "lm_head.weight"
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    tables, tensors = model.vocabulary_parameters(), []
-    for ours, theirs in names.items():
-        # The matrices in blocks, c_attn, c_proj and c_fc, are of type Conv1D.
-        exists, transposed = ours in shapes, ".c_" in theirs and theirs.endswith(".weight")
-        shape = shapes[ours] if exists else shapes[ours.removesuffix("bias") + "weight"][:1]
-        if ours in tables:
-            shape = (model.vocab, *shape[1:])
-        shape = shape[::-1] if transposed else shape
-        tensors.append(Gpt2Tensor(theirs, shape, ours if exists else None, transposed))
-    return tensors
+    def parts(self, theirs: Weights, region: TensorSlice) -> TensorParts:
+        """What it has of a region of our tensor."""
+        for rows in self.rows:
+            common = _narrowed(region, rows.ours)
+            if common is None:
+                continue
+            offset = rows.theirs.start - rows.ours.start
+            for place, part in theirs.parts(self.name, self.swapped(_moved(common, offset))):
+                part = part.T if self.transposed else part
+                yield _moved(self.swapped(place), -offset), part
 
 
-class Gpt2Weights(Weights):
-    """Tensors of Hugging Face's GPT-2 under our names and in our layout, without padding."""
+def _narrowed(region: TensorSlice, rows: range) -> TensorSlice | None:
+    begin, end = max(region.begin[0], rows.start), min(region.end[0], rows.stop)
+    return region.narrow(0, begin, end) if begin < end else None
 
-    def __init__(self, theirs: Weights, model: CausalLM) -> None:
-        """Refuses tensors that do not fit the model, which needs no memory."""
+
+def _moved(region: TensorSlice, rows: int) -> TensorSlice:
+    return region.narrow(0, region.begin[0] + rows, region.end[0] + rows)
+
+
+class ForeignWeights(Weights):
+    """Tensors of another program's model under our names and in our layout, without padding."""
+
+    def __init__(
+        self,
+        theirs: Weights,
+        tensors: Iterable[ForeignTensor],
+        *,
+        prefix: str = "",
+        other_names: Mapping[str, str] | None = None,
+        unused: Iterable[str] = (),
+    ) -> None:
+        """Refuses weights that are not these `tensors`. Their names may lack the `prefix`, or be
+        one of `other_names`; `unused` ones may be there, but are not read."""
         self.where, self._theirs = theirs.where, theirs
-        # The published GPT-2 has names without this prefix.
-        names = {name.removeprefix("transformer."): name for name in theirs.shapes}
-        self._tensors: dict[str, Gpt2Tensor] = {}
+        renamed = other_names or {}
+        stored = {name.removeprefix(prefix): name for name in theirs.shapes}
+        stored = {renamed.get(name, name): stored_as for name, stored_as in stored.items()}
+        self._by_ours: dict[str, list[ForeignTensor]] = {}
         problems = []
-        for one in gpt2_tensors(model):
-            name = names.get(one.name.removeprefix("transformer."))
+        for one in tensors:
+            name = stored.pop(one.name.removeprefix(prefix), None)
             if name is None:
                 problems.append(f"the weights lack {one.name}")
             elif theirs.shapes[name] != one.shape:
                 problems.append(f"{one.name} has shape {theirs.shapes[name]}, not {one.shape}")
             elif one.ours is not None:
-                self._tensors[one.ours] = replace(one, name=name)
+                self._by_ours.setdefault(one.ours, []).append(replace(one, name=name))
+        surplus = [n for n in stored if n not in unused and not _BUFFERS.search(n)]
+        if surplus:
+            more = len(surplus) - _MOST_NAMED
+            named = ", ".join(stored[name] for name in surplus[:_MOST_NAMED])
+            others = f" and {more} more" if more > 0 else ""
+            problems.append(f"the weights have {named}{others}, and a model of this kind has not")
         if problems:
-            raise UserError([Problem(what, self.where) for what in problems], exit=Exit.DATA)
-        self.shapes = {
-            ours: one.shape[::-1] if one.transposed else one.shape
-            for ours, one in self._tensors.items()
-        }
+            raise DataError([Problem(what, self.where) for what in problems])
+        self.shapes = {ours: _whole_shape(parts) for ours, parts in self._by_ours.items()}
 
     def parts(self, name: str, region: TensorSlice) -> TensorParts:
-        one = self._tensors[name]
-        for place, part in self._theirs.parts(one.name, one.counterpart(region)):
-            yield one.counterpart(place), part.T if one.transposed else part
+        for one in self._by_ours[name]:
+            yield from one.parts(self._theirs, region)
 
 
-def to_gpt2(model: CausalLM) -> dict[str, torch.Tensor]:
-    """The weights of a model in memory under Hugging Face's names, in fp32 on the CPU, without
-    padding."""
-    weights = WeightsInMemory(dict(model.named_parameters()))
-    return {
-        one.name: one.read(weights, TensorSlice.whole(one.shape)) for one in gpt2_tensors(model)
-    }
+def _whole_shape(tensors: list[ForeignTensor]) -> tuple[int, ...]:
+    """The shape of our tensor that these are parts of."""
+    rows = max(rows.ours.stop for one in tensors for rows in one.rows)
+    shape = tensors[0].shape[::-1] if tensors[0].transposed else tensors[0].shape
+    return (rows, *shape[1:])

@@ -1,10 +1,12 @@
 """Parameters and FLOPs of a model, by formula.
 
-With L layers, C width, T sequence length and N weights in matrix products (including the head, so a
-tied embedding counts once; excluding position and other embeddings), one training token costs
+With L layers, C features of all heads (the width, as a rule), T sequence length and N weights in
+matrix products (including the head, so a tied embedding counts once; excluding position and other
+embeddings), one training token costs
 
     PaLM counting     6 N + 12 L C T     as if every token attended to the whole window
-    causal counting   6 N +  6 L C T     only the causal half
+    causal counting   6 N +  6 L C T     only the causal half; in layers with a window W instead of
+                                         T / 2 the mean number of keys, W - W W / 2 T
 
 Recomputation and the optimizer are never counted. Both are reported because other programs use one
 or the other, and at 124M they differ by 7 %.
@@ -75,19 +77,18 @@ def exchange_copies(parallel: ParallelConfig) -> int:
 
 def block_matrices(model: GPTConfig) -> int:
     """Weights in the matrix products of one block."""
-    attention = model.width * model.head_width * (2 * model.heads + 2 * model.groups)
+    attention = model.width * model.head_size * (2 * model.heads + 2 * model.groups)
     mlp = model.width * model.inner * (3 if model.activation == "swiglu" else 2)
     return attention + mlp
 
 
 def block_vectors(model: GPTConfig) -> int:
     """Biases and norm gains of one block, without the gates of value embeddings."""
-    width, head = model.width, model.head_width
+    width, head = model.width, model.head_size
     gains = 2 * norm_vectors(model) + (2 * head if model.qk_norm and model.norm_gain else 0)
-    if not model.bias:
-        return gains
+    qkv = head * (model.heads + 2 * model.groups) if model.has_qkv_bias else 0
     up = model.inner * (2 if model.activation == "swiglu" else 1)
-    return gains + head * (model.heads + 2 * model.groups) + width + up + width
+    return gains + qkv + (width + up + width if model.bias else 0)
 
 
 def norm_vectors(model: GPTConfig) -> int:
@@ -100,7 +101,7 @@ def norm_vectors(model: GPTConfig) -> int:
 def value_tables(model: GPTConfig, *, rows: int) -> int:
     """Value embeddings and their gates."""
     gates = min(GATE_FEATURES, model.width) * model.groups
-    return len(model.value_layers) * (rows * model.groups * model.head_width + gates)
+    return len(model.value_layers) * (rows * model.groups * model.head_size + gates)
 
 
 def count_parameters(model: GPTConfig, *, rows: int) -> int:
@@ -137,5 +138,12 @@ def model_size(config: RunConfig, by_role: Mapping[Role, int], *, workers: int =
 def token_cost(model: GPTConfig, *, rows: int, sequence: int) -> TokenCost:
     """Cost of training on one token at a sequence length."""
     weights = count_multiplied(model, rows=rows)
-    attention = model.layers * model.heads * model.head_width * sequence
-    return TokenCost(palm=6 * weights + 12 * attention, causal=6 * weights + 6 * attention)
+    short = min(model.short_window or sequence, sequence)
+    layers = {sequence: model.layers - model.layers // 2}
+    layers[short] = layers.get(short, 0) + model.layers // 2
+    features = model.heads * model.head_size
+    palm = sum(count * window for window, count in layers.items())
+    causal = sum(count * (window - window**2 / (2 * sequence)) for window, count in layers.items())
+    return TokenCost(
+        palm=6 * weights + 12 * features * palm, causal=6 * weights + 12 * features * causal
+    )

@@ -1,0 +1,1 @@
+"""Exports a model to the formats of other programs, and checks each before it gets its name."""
