@@ -14,6 +14,7 @@ from gristmill.base.downloads import model_folder
 from gristmill.base.errors import Exit, UserError
 from gristmill.checkpoint.model import StoredModel, open_model
 from gristmill.cli.inspect import config as show_config
+from gristmill.config.hf import model_settings
 from gristmill.config.load import load_text
 from gristmill.config.model import GPTConfig
 from gristmill.config.schema import RunConfig
@@ -253,10 +254,8 @@ lr = 1e-12
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "bert"}, "of type 'bert'; the native model can be: gpt2, "),
-        ({"model_type": "llama"}, "there is no num_hidden_layers"),
-        ({"activation_function": "relu"}, "activation_function = 'relu'"),
-        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ({"model_type": "t5"}, "'t5' is not a causal language model"),
+        ({"model_type": "unheard-of"}, "knows no model type 'unheard-of'"),
         ({"n_layer": 3}, "the weights lack transformer.h.2."),
         ({"n_inner": 32}, "has shape"),
     ],
@@ -270,6 +269,43 @@ def test_hugging_face_folders_that_cannot_be_read(
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     with pytest.raises(UserError, match=message):
         open_model(str(tmp_path / "hf"), device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "bert"}, "of type 'bert'; the native model can be: gpt2, "),
+        ({"model_type": "llama"}, "there is no num_hidden_layers"),
+        ({"activation_function": "relu"}, "activation_function = 'relu'"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+    ],
+    ids=str,
+)
+def test_what_the_native_model_cannot_be_is_no_start_for_it(
+    tokenizer: Tokenizer, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    export(kept(small(tokenizer), tokenizer), tmp_path / "hf", check="files")
+    file = tmp_path / "hf" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(UserError, match=message):
+        model_settings(tmp_path / "hf")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"activation_function": "relu"}, {"scale_attn_by_inverse_layer_idx": True}],
+    ids=str,
+)
+def test_what_the_native_model_cannot_be_is_computed_by_transformers(
+    tokenizer: Tokenizer, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    export(kept(small(tokenizer), tokenizer), tmp_path / "hf", check="files")
+    file = tmp_path / "hf" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    ids = torch.arange(20)[None]
+    ours = open_model(str(tmp_path / "hf"), device=CPU).model
+    assert torch.equal(ours(ids), theirs(ids).logits)
 
 
 def test_pickled_weights_are_never_opened(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -240,6 +240,7 @@ def test_an_architecture_needs_no_folder(tokens: Path) -> None:
         (("model.hf_config=3",), "model.hf_config: .*dictionary"),
         (("model.hf_config.output_router_logits=true",), "auxiliary loss of routers"),
         (("model.hf=nowhere/to-be-found",), "model.hf"),
+        (("model.hf_config.num_hidden_layer=1",), "did you mean num_hidden_layers"),
     ],
 )
 def test_what_cannot_be_is_refused_when_the_file_is_read(
@@ -253,7 +254,6 @@ def test_what_cannot_be_is_refused_when_the_file_is_read(
     ("words", "problem"),
     [
         (("model.hf_config.vocab_size=100",), "the tokenizer has 257 ids, but the model has 100"),
-        (("model.hf_config.num_hidden_layer=1",), "did you mean num_hidden_layers"),
         (('model.init="pretrained"',), "safetensors"),
     ],
 )

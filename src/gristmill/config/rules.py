@@ -7,6 +7,7 @@ the path of the setting to change.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -124,6 +125,12 @@ def _hf_fits(config: RunConfig, written: Written) -> Iterator[Problem]:
     if not isinstance(table.get("model_type"), str):
         remedy = "give model.hf, or set model.hf_config.model_type, such as 'llama'"
         yield Problem("the architecture is not named", "model.hf_config", remedy)
+    changed = {path[2] for path in written if path[:2] == ("model", "hf_config") and path[2:]}
+    for key in sorted(changed):
+        near = difflib.get_close_matches(key, set(table) - changed, n=1, cutoff=0.8)
+        if near:
+            what = f"the config.json of {model.hf!r} has no such key"
+            yield Problem(what, f"model.hf_config.{key}", f"did you mean {near[0]}?")
     if model.init == "pretrained" and model.hf is None:
         yield Problem("there are no weights to start from", "model.init", "name them with model.hf")
     if model.init == "pretrained" and model.start is not None:

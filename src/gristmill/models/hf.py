@@ -345,7 +345,9 @@ def _library_config(config: HFConfig) -> Any:
     if hasattr(made, "is_decoder"):
         # Encoders see later tokens unless they are told not to.
         made.is_decoder = True
-    _check_keys(values, default, kind)
+    if config.hf is None:
+        # The config.json of a model may have keys that nobody reads.
+        _check_keys(values, default, kind)
     return made
 
 
