@@ -155,7 +155,9 @@ def _open_content(path: Path) -> tuple[ModelConfig, int, TensorReader]:
         config = parse_model(settings.get("model"))
     except ValidationError as error:
         first = error.errors()[0]
-        what = f"settings.model{''.join(f'.{part}' for part in first['loc'])}: {first['msg']}"
+        # The first part is the kind of model.
+        place = "".join(f".{part}" for part in first["loc"][1:])
+        what = f"settings.model{place}: {first['msg']}"
         raise DataError(what, where=where) from error
     vocab = _vocab(path)
     weights = open_tensors(path)

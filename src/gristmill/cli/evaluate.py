@@ -55,6 +55,7 @@ def evaluate(
     """
     formats = [one.value for one in precision or [EvaluationPrecision.FP32]]
     found: list[tuple[str, str, Evaluation]] = []
+    written: list[Path] = []
     for model in models:
         loaded = open_loaded(model, checkpoint=checkpoint, device=device)
         chosen = _text(loaded, data=data, text=text)
@@ -64,10 +65,12 @@ def evaluate(
                 _print(loaded, chosen, result, one)
             else:
                 found.append((model, one, result))
-            _keep(loaded, chosen, result, one)
+            written += _keep(loaded, chosen, result, one)
         del loaded
     if found:
         _print_table(found, text=chosen.name)
+    for file in written:
+        typer.echo(f"written to     {file}")
 
 
 def _text(loaded: LoadedModel, *, data: str | None, text: list[str] | None) -> EvaluationText:
@@ -120,10 +123,12 @@ def _print_table(found: list[tuple[str, str, Evaluation]], *, text: str) -> None
         typer.echo(line(model, precision, *numbers, f"{one.tokens:,}", took))
 
 
-def _keep(loaded: LoadedModel, chosen: EvaluationText, result: Evaluation, precision: str) -> None:
+def _keep(
+    loaded: LoadedModel, chosen: EvaluationText, result: Evaluation, precision: str
+) -> list[Path]:
     """Write the result into the run folder, if the model came from one."""
     if loaded.run is None or loaded.step is None:
-        return
+        return []
     import dataclasses
 
     from gristmill.base.files import write_json
@@ -136,4 +141,4 @@ def _keep(loaded: LoadedModel, chosen: EvaluationText, result: Evaluation, preci
     file = folder.evals / f"step-{loaded.step:08d}-{name}{suffix}.json"
     facts = {"model": loaded.origin.name, "text": chosen.name, "precision": precision}
     write_json(file, {**facts, **dataclasses.asdict(result)})
-    typer.echo(f"written to     {file}")
+    return [file]

@@ -31,6 +31,7 @@ CODE_CLASS = "GristmillForCausalLM"
 CODE_MODULE = "modeling_gristmill"
 _FILLED = ("bias", "qkv_bias", "norm_gain")
 """Without them, a model computes the same as one in which they are zero, or one."""
+_OTHERWISE = 'train the class of transformers: model.hf with model.init = "pretrained"'
 _MOST_LAYERS = 10_000
 """More is taken for a mistake in the file."""
 
@@ -56,7 +57,7 @@ def model_type(values: Any, *, where: str) -> str:
     if not isinstance(kind, str) or (kind != CODE_TYPE and kind not in FAMILIES):
         known = ", ".join(sorted(FAMILIES))
         what = f"the model is of type {kind!r}; the native model can be: {known}"
-        raise DataError(what, where=where)
+        raise DataError(what, where=where, remedy=_OTHERWISE)
     return kind
 
 
@@ -71,7 +72,7 @@ def from_hf(values: Any, *, where: str) -> dict[str, Any]:
     if values.get("quantization_config"):
         wrong.append("quantization_config")
     if wrong:
-        raise DataError(f"{', '.join(wrong)}: not supported", where=where)
+        raise DataError(f"{', '.join(wrong)}: not supported", where=where, remedy=_OTHERWISE)
     try:
         model = GPTConfig.model_validate(settings)
     except ValidationError as error:

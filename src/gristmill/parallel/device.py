@@ -8,6 +8,7 @@ import re
 import resource
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -128,6 +129,8 @@ def select_device(asked: str) -> torch.device:
             where="runtime.device",
             remedy=f'available: {", ".join(usable)}; "auto" takes the best',
         )
+    # On CPUs without bf16 instructions torch computes with others, and prints a page about it.
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     return torch.device(usable[0] if asked == "auto" else asked)
 
 

@@ -202,7 +202,8 @@ def _open_tokenizer(config: RunConfig, data: RunData) -> Tokenizer:
         raise UserError(
             f"the tokenizer has {tokenizer.size} ids, but the model has {config.model.vocab}",
             where="model.vocab",
-            remedy="leave model.vocab out, or prepare the text with a smaller tokenizer",
+            remedy="leave model.vocab out, raise model.hf_config.vocab_size, or prepare the text "
+            "with a smaller tokenizer",
         )
     return tokenizer
 
