@@ -159,7 +159,7 @@ def test_a_class_that_does_something_else_to_its_logits_is_computed_as_it_is(
         model(tokens).flatten(0, 1), targets.flatten(), reduction="none"
     )
     loss = model(tokens, targets_BT=targets, weights_BT=weights)
-    assert loss.total.item() == pytest.approx(float((losses * weights.flatten()).sum()), rel=1e-6)
+    assert loss.total.item() == pytest.approx((losses * weights.flatten()).sum().item(), rel=1e-6)
     loss.scaled.backward()
     assert all(one.grad is not None for one in model.parameters())
 

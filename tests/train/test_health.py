@@ -373,6 +373,7 @@ def train_here(config: RunConfig) -> int:
     return int(run_training(config).exit)
 
 
+@pytest.mark.slow
 def test_all_processes_go_back_together(
     crowd: Callable[..., list[Any]], make_run: MakeRun, poisoned: Path, tmp_path: Path
 ) -> None:

@@ -108,7 +108,10 @@ def train_hf(tokens: str, folder: str, model: str, *words: str) -> int:
     return int(run_training(hf_run(Path(tokens), Path(folder), Path(model), *words)).exit)
 
 
-@pytest.mark.parametrize("layout", ["parallel.dp_shard=2", "parallel.dp_replicate=2"])
+@pytest.mark.parametrize(
+    "layout",
+    ["parallel.dp_shard=2", pytest.param("parallel.dp_replicate=2", marks=pytest.mark.slow)],
+)
 def test_two_processes_train_as_one(
     crowd: Crowd, tokens: Path, tmp_path: Path, llama: Path, runs: Runs, layout: str
 ) -> None:

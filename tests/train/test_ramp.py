@@ -110,6 +110,7 @@ def trained(config: RunConfig) -> None:
     run_training(config)
 
 
+@pytest.mark.slow
 def test_two_processes_ramp_as_one_does(
     crowd: Callable[..., list[Any]], make_run: MakeRun, tmp_path: Path
 ) -> None:

@@ -54,7 +54,7 @@ def evaluate(
     Uses the validation text of the run unless --data or --text is given.
     """
     formats = [one.value for one in precision or [EvaluationPrecision.FP32]]
-    found: list[tuple[str, str, Evaluation]] = []
+    found: list[tuple[str, str, str, Evaluation]] = []
     written: list[Path] = []
     for model in models:
         loaded = open_loaded(model, checkpoint=checkpoint, device=device)
@@ -64,11 +64,11 @@ def evaluate(
             if len(models) == len(formats) == 1:
                 _print(loaded, chosen, result, one)
             else:
-                found.append((model, one, result))
+                found.append((model, one, chosen.name, result))
             written += _keep(loaded, chosen, result, one)
         del loaded
     if found:
-        _print_table(found, text=chosen.name)
+        _print_table(found)
     for file in written:
         typer.echo(f"written to     {file}")
 
@@ -112,15 +112,20 @@ def _print(loaded: LoadedModel, chosen: EvaluationText, result: Evaluation, prec
         typer.echo(f"{title:<14} {value}")
 
 
-def _print_table(found: list[tuple[str, str, Evaluation]], *, text: str) -> None:
-    wide = max(len("model"), *(len(model) for model, _, _ in found))
+def _print_table(found: list[tuple[str, str, str, Evaluation]]) -> None:
+    wide = max(len("model"), *(len(model) for model, _, _, _ in found))
+    texts = {text for _, _, text, _ in found}
     line = f"{{:<{wide}}}  {{:<9}} {{:>8}} {{:>10}} {{:>13}} {{:>12}} {{:>8}}".format
-    typer.echo(f"text: {text}")
-    typer.echo(line("model", "precision", "loss", "PPL", "bits per byte", "tokens", "time"))
-    for model, precision, one in found:
+    title = line("model", "precision", "loss", "PPL", "bits per byte", "tokens", "time")
+    if len(texts) == 1:
+        typer.echo(f"text: {texts.pop()}")
+        typer.echo(title)
+    else:
+        typer.echo(f"{title}  text")
+    for model, precision, text, one in found:
         numbers = f"{one.loss:.4f}", f"{one.perplexity:.2f}", f"{one.bits_per_byte:.4f}"
-        took = format_seconds(one.seconds)
-        typer.echo(line(model, precision, *numbers, f"{one.tokens:,}", took))
+        row = line(model, precision, *numbers, f"{one.tokens:,}", format_seconds(one.seconds))
+        typer.echo(f"{row}  {text}" if texts else row)
 
 
 def _keep(

@@ -3,40 +3,39 @@
     tokens -> body (transformers' own) -> hidden states -> head -> logits, or the loss in slices
 
 Its modules are children of the model here, so parameters have the names that transformers gives
-them. Parameters are outlined on `meta` and buffers are computed at once, since only constructors
-know how.
-
-What a class does to its logits after the head (nothing, a factor, a soft cap) is found out by
-calling its `forward` with a body and a head that return known numbers. If it does anything else,
-the loss is computed from the whole logits that it returns.
+them. If its class does something unknown to its logits, the loss is computed from the whole logits
+that it returns.
 
 Code in a model's repository is never run.
 """
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import math
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from gristmill.base.errors import UserError, optional
+from gristmill.base.errors import UserError
 from gristmill.config.hf_model import HFConfig
 from gristmill.config.roles import Role
+from gristmill.models.hf_classes import (
+    LogitFunction,
+    block_names_of,
+    body_of,
+    library,
+    logit_function,
+    outline,
+    owner_of,
+)
 from gristmill.models.loss import linear_cross_entropy
 from gristmill.models.spec import WHOLE, Cache, CausalLM, Loss, ModelShard
 from gristmill.plan.arithmetic import TokenCost
-
-_NOT_CAUSAL = frozenset({"xlm", "flaubert", "xlnet", "prophetnet", "git", "musicgen"})
-"""Types with a class for language modelling that sees later tokens, or several streams of them."""
 
 
 class HFModel(CausalLM):
@@ -49,7 +48,7 @@ class HFModel(CausalLM):
     ) -> None:
         assert shard == WHOLE and pad_for == 1, "layouts that divide a model are refused"
         super().__init__(config, vocab=vocab, shard=shard)
-        inner = _outline(config)
+        inner = outline(config)
         # Not a child: parameters would get another prefix than they have in transformers.
         self._held = (inner,)
         for name, child in inner.named_children():
@@ -62,9 +61,9 @@ class HFModel(CausalLM):
         self._constructed = {
             name: one.constructed for name, one in named.items() if hasattr(one, "constructed")
         }
-        self._blocks = _block_names(inner)
+        self._blocks = block_names_of(inner)
         with torch.device("cpu"):
-            self._logits = _logit_function(inner)
+            self._logits = logit_function(inner)
         for module in self.modules():
             if isinstance(module, nn.Embedding):
                 # Autocast leaves embeddings in fp32, and with them the residual stream.
@@ -118,9 +117,9 @@ class HFModel(CausalLM):
         targets_BT: torch.Tensor,
         weights_BT: torch.Tensor | None,
         scale: torch.Tensor | None,
-        logits: _LogitFunction,
+        logits: LogitFunction,
     ) -> Loss:
-        body, head = _body(self.inner), self.inner.get_output_embeddings()
+        body, head = body_of(self.inner), self.inner.get_output_embeddings()
         hidden_BTD = body(input_ids=tokens_BT, use_cache=False)[0]
         with torch.autocast(hidden_BTD.device.type, enabled=False):
             hidden_ND = hidden_BTD.flatten(0, 1).to(self.compute)
@@ -174,7 +173,7 @@ class HFModel(CausalLM):
         modules = dict(self.inner.named_modules())
         for name, first in self._tied.items():
             if name != first:
-                (here, own), (there, other) = (_owner(path) for path in (name, first))
+                (here, own), (there, other) = (owner_of(path) for path in (name, first))
                 modules[here].register_parameter(own, getattr(modules[there], other))
 
     def roles(self) -> dict[str, Role]:
@@ -259,7 +258,7 @@ class HFCache:
 
     def clear(self) -> None:
         self.length = 0
-        self.inner = _transformers().DynamicCache(config=self._config)
+        self.inner = library().DynamicCache(config=self._config)
 
 
 def _plain_loss(
@@ -282,217 +281,3 @@ def _seeded(text: str, device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng(devices):
         torch.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little"))
         yield
-
-
-# ------------------------------------------------------------------ the model of transformers
-
-
-def _transformers() -> Any:
-    return optional("transformers", extra="hf", purpose="a model of Hugging Face")
-
-
-def _outline(config: HFConfig) -> Any:
-    """The model with its parameters on `meta`."""
-    transformers = _transformers()
-    settings = _library_config(config)
-    classes = transformers.AutoModelForCausalLM._model_mapping
-    kind = config.model_type
-    if type(settings) not in classes.keys() or kind in _NOT_CAUSAL:  # noqa: SIM118
-        raise UserError(
-            f"{kind!r} is not a causal language model in transformers {transformers.__version__}",
-            where="model.hf",
-            remedy="choose one that has a class ...ForCausalLM",
-        )
-    try:
-        with torch.device("cpu"), _parameters_on_meta():
-            model = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
-    except UserError:
-        raise
-    except Exception as error:  # whatever a constructor says about sizes that do not fit
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"transformers cannot build this {kind} model: {first}", where="model.hf_config"
-        ) from error
-    if model.get_output_embeddings() is None:
-        raise UserError(f"{kind!r} has no output head", where="model.hf")
-    return model
-
-
-def _library_config(config: HFConfig) -> Any:
-    """The settings as transformers has them; refuses keys that it would silently ignore."""
-    transformers = _transformers()
-    values = config.architecture()
-    kind = values.pop("model_type")
-    try:
-        default = transformers.AutoConfig.for_model(kind)
-    except ValueError as error:
-        known = transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
-        near = ", ".join(difflib.get_close_matches(kind, known, n=3))
-        raise UserError(
-            f"transformers {transformers.__version__} knows no model type {kind!r}",
-            where="model.hf",
-            remedy=f"did you mean {near}?" if near else "a newer transformers may know it",
-        ) from error
-    except ImportError as error:
-        raise UserError(str(error).strip().splitlines()[0], where="model.hf") from error
-    try:
-        made = transformers.AutoConfig.for_model(kind, **values)
-    except Exception as error:  # validation differs from class to class
-        raise UserError(
-            f"transformers refuses this config: {' '.join(str(error).split())}",
-            where="model.hf_config",
-        ) from error
-    if hasattr(made, "is_decoder"):
-        # Encoders see later tokens unless they are told not to.
-        made.is_decoder = True
-    if config.hf is None:
-        # The config.json of a model may have keys that nobody reads.
-        _check_keys(values, default, kind)
-    return made
-
-
-def _check_keys(values: dict[str, Any], default: Any, kind: str) -> None:
-    known = {*default.to_dict(), *type(default).attribute_map, *dir(default)}
-    for key in values:
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
-        if key not in known and near:
-            raise UserError(
-                f"the config of {kind!r} has no {key!r}",
-                where="model.hf_config",
-                remedy=f"did you mean {near[0]}?",
-            )
-
-
-_constructing = threading.Lock()
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Modules constructed inside have parameters without memory, and buffers with it. Vectors
-    remember the values that their constructor gave them: initialisation may not set them."""
-    plain = nn.Module.register_parameter
-
-    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            outlined = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-            if parameter.dim() < 2:
-                outlined.constructed = parameter.detach().clone()  # type: ignore[attr-defined]
-            parameter = outlined
-        plain(module, name, parameter)
-
-    with _constructing:
-        nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
-        try:
-            yield
-        finally:
-            nn.Module.register_parameter = plain  # type: ignore[method-assign]
-
-
-def _body(inner: Any) -> Any:
-    return getattr(inner, inner.base_model_prefix)
-
-
-def _owner(name: str) -> tuple[str, str]:
-    """The module that holds a parameter, and the parameter's name there."""
-    module, _, own = name.rpartition(".")
-    return module, own
-
-
-def _block_names(inner: nn.Module) -> list[str]:
-    """The largest list of modules of one class, which is not inside another such list."""
-    best, size = [], -1
-    for name, module in inner.named_modules():
-        if not isinstance(module, nn.ModuleList) or not len(module):
-            continue
-        held = sum(one.numel() for one in module.parameters())
-        if held > size:
-            best, size = [f"{name}.{number}" for number in range(len(module))], held
-    return best
-
-
-# ------------------------------------------------------------------ from hidden states to logits
-
-
-class _LogitFunction(NamedTuple):
-    """What becomes of products z of head and hidden states: factor z, or cap tanh(that / cap)."""
-
-    factor: float = 1.0
-    cap: float | None = None
-
-    def __call__(self, z: torch.Tensor) -> torch.Tensor:
-        z = self.factor * z
-        return z if self.cap is None else self.cap * torch.tanh(z / self.cap)
-
-
-_PROBES = (1e-3, -0.5, 1.0, -3.0, 8.0, 20.0, -47.0, 1e9)
-
-
-@dataclass
-class _Outputs:
-    """What a body returns: hidden states, and nothing else."""
-
-    last_hidden_state: torch.Tensor
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-    def __getitem__(self, key: Any) -> Any:
-        return (self.last_hidden_state,)[key]
-
-
-class _StubBody(nn.Module):
-    def __init__(self, hidden: torch.Tensor) -> None:
-        super().__init__()
-        self.hidden = hidden
-
-    @property
-    def decoder(self) -> _StubBody:
-        """What some classes call instead of the body that holds it."""
-        return self
-
-    def forward(self, *args: Any, **kwargs: Any) -> _Outputs:
-        return _Outputs(self.hidden)
-
-
-class _StubHead(nn.Module):
-    """Returns known numbers if it gets the hidden states as they are."""
-
-    def __init__(self, hidden: torch.Tensor) -> None:
-        super().__init__()
-        self.hidden = hidden
-        self.weight = nn.Parameter(torch.zeros(len(_PROBES), hidden.shape[-1]))
-        self.called = 0
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.called += torch.equal(hidden, self.hidden)
-        return torch.tensor(_PROBES).expand(*hidden.shape[:-1], -1)
-
-
-def _logit_function(inner: Any) -> _LogitFunction | None:
-    """How this class computes logits from the output of its head; None if in another way, or if its
-    hidden states do not come from its body."""
-    head, prefix = inner.get_output_embeddings(), inner.base_model_prefix
-    path = next((name for name, module in inner.named_modules() if module is head), "")
-    if "." in path or not isinstance(head, nn.Linear) or prefix not in inner._modules:
-        return None
-    hidden = torch.linspace(-1, 1, 2 * head.in_features).view(1, 2, -1)
-    stub, before = _StubHead(hidden), dict(inner._modules)
-    try:
-        inner._modules |= {prefix: _StubBody(hidden), path: stub}
-        with torch.no_grad():
-            found = inner(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False).logits
-    except Exception:  # a class that does something else
-        return None
-    finally:
-        inner._modules.update(before)
-    z = torch.tensor(_PROBES)
-    if stub.called != 1 or found.shape != (1, 2, len(_PROBES)):
-        return None
-    got = found[0, 0].float()
-    largest = float(got[-1])
-    guess = _LogitFunction(float(got[0] / z[0]), largest if largest < 1e6 else None)
-    if abs(guess.factor - 1) < 1e-5:
-        guess = guess._replace(factor=1.0)
-    same = torch.allclose(guess(z), got, rtol=1e-4, atol=1e-7)
-    return guess if same else None

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from gristmill.base.errors import DataError, Problem, optional
+from gristmill.base.errors import DataError, Problem
 from gristmill.base.tensor_slices import TensorSlice
 from gristmill.config.hf import model_type
 from gristmill.models.families import open_foreign
 from gristmill.models.hf import HFModel
+from gristmill.models.hf_classes import library
 from gristmill.models.spec import CausalLM
 from gristmill.models.weights import TensorParts, Weights, WeightsInMemory
 
@@ -70,7 +71,7 @@ def _refuse_trained_buffers(stored: Weights, model: HFModel) -> None:
 
 
 def _converted(model: HFModel, folder: Path, *, missing: list[str]) -> Weights:
-    transformers = optional("transformers", extra="hf", purpose="a model of Hugging Face")
+    transformers = library()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     problems: list[str] = []
