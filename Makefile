@@ -17,8 +17,8 @@ CONSTRAINTS ?= constraints.txt
 TORCH       ?= -r $(CONSTRAINTS)
 BENCH       ?=
 ARGS        ?=
-# Tests of several processes mostly wait, so four workers pay on two cores.
-WORKERS     ?= -n 4 --dist loadfile
+# Tests of several processes mostly wait, so three workers pay on two cores.
+WORKERS     ?= -n 3 --dist loadfile
 
 BIN      := $(VENV)/bin
 PIP      := $(BIN)/python -m pip install --disable-pip-version-check

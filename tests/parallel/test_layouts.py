@@ -134,9 +134,9 @@ LAYOUTS = {
     "shares and ring": (4, "dp_shard=2 cp=2"),
     "pipeline and tensor": (4, "pp=2 tp=2"),
     "pipeline, shares and tensor": (8, "pp=2 dp_shard=2 tp=2"),
-    "copies, shares and tensor": (8, "dp_replicate=2 dp_shard=2 tp=2"),
 }
 MORE = {
+    "copies, shares and tensor": (8, "dp_replicate=2 dp_shard=2 tp=2"),
     "shares, weights whole": (2, 'dp_shard=2 keep="weights"'),
     "tensor": (2, "tp=2 sequence=false"),
     "ring": (2, "cp=2"),
@@ -303,6 +303,7 @@ def compiled_dropout() -> list[Curve]:
         torch.compile = real
 
 
+@pytest.mark.slow
 def test_dropout_without_sequence_parallelism_can_be_compiled(crowd: Crowd) -> None:
     """Attention weights of different heads are dropped by random numbers of their own, for which
     the random state is forked: no graph can hold that, so the block is not one graph."""

@@ -351,6 +351,7 @@ def test_the_guard_goes_back_and_passes_over_poisoned_batches(
     runs.assert_same(folder, tmp_path / "parted")
 
 
+@pytest.mark.slow
 def test_a_spike_before_the_first_checkpoint_and_too_many_rollbacks(
     make_run: MakeRun, poisoned: Path, tmp_path: Path
 ) -> None:

@@ -81,7 +81,7 @@ def losses(runs: Runs, folder: Path) -> list[float]:
     "words",
     [
         (),
-        ('optim.type="muon"', "optim.lr=0.02"),
+        pytest.param(('optim.type="muon"', "optim.lr=0.02"), marks=pytest.mark.slow),
         ('train.recompute="full"', 'precision.compute="bf16"'),
         ('train.recompute="selective"', "model.dropout=0.1"),
     ],

@@ -93,7 +93,8 @@ def settings_with(optimizer: str, *, steps: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "optimizer", ["adamw", "muon", pytest.param("accum", marks=pytest.mark.slow)]
+    "optimizer",
+    ["adamw", *(pytest.param(one, marks=pytest.mark.slow) for one in ("muon", "accum"))],
 )
 def test_a_run_moves_from_layout_to_layout(
     crowd: Crowd, make_run: MakeRun, tmp_path: Path, runs: Runs, optimizer: str
