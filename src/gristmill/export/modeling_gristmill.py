@@ -120,7 +120,7 @@ def rotate(x_BHTK: torch.Tensor, positions_BT: torch.Tensor, config: Any) -> tor
     return torch.cat((rotated.type_as(x_BHTK), x_BHTK[..., count:]), dim=-1)
 
 
-class Attention(nn.Module):
+class GristmillAttention(nn.Module):
     """Causal self-attention."""
 
     def __init__(self, config: GristmillConfig, layer: int) -> None:
@@ -172,7 +172,7 @@ class Attention(nn.Module):
         return self.out(attended.transpose(1, 2).flatten(2))
 
 
-class MLP(nn.Module):
+class GristmillMLP(nn.Module):
     """The feed-forward part; swiglu's gate is the first half of `up`."""
 
     def __init__(self, config: GristmillConfig) -> None:
@@ -201,9 +201,9 @@ class GristmillBlock(nn.Module):
     def __init__(self, config: GristmillConfig, layer: int) -> None:
         super().__init__()
         self.attention_norm = build_norm(config)
-        self.attention = Attention(config, layer)
+        self.attention = GristmillAttention(config, layer)
         self.mlp_norm = build_norm(config)
-        self.mlp = MLP(config)
+        self.mlp = GristmillMLP(config)
         self.parallel = config.parallel_residual
 
     def forward(self, x_BTD: torch.Tensor, *context: Any) -> torch.Tensor:

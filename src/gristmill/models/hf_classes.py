@@ -168,7 +168,7 @@ _PROBES = (1e-3, -0.5, 1.0, -3.0, 8.0, 20.0, -47.0, 1e9)
 
 
 @dataclass
-class _Outputs:
+class _BodyOutput:
     """What a body returns: hidden states, and nothing else."""
 
     last_hidden_state: torch.Tensor
@@ -191,8 +191,8 @@ class _StubBody(nn.Module):
         """What some classes call instead of the body that holds it."""
         return self
 
-    def forward(self, *args: Any, **kwargs: Any) -> _Outputs:
-        return _Outputs(self.hidden)
+    def forward(self, *args: Any, **kwargs: Any) -> _BodyOutput:
+        return _BodyOutput(self.hidden)
 
 
 class _StubHead(nn.Module):
