@@ -39,7 +39,7 @@ def test_greedy_decoding_with_the_cache_equals_decoding_without(
     prompt = torch.randint(0, 257, (prompt_length,), generator=torch.Generator().manual_seed(1))
     results = [
         [ids[0] for ids in Engine(model, cached=cached).stream(
-            prompt.tolist(), tokens=60, sampling=GREEDY
+            [prompt.tolist()], tokens=60, sampling=GREEDY
         )]
         for cached in (True, False)
     ]  # fmt: skip
@@ -70,14 +70,14 @@ def test_the_same_seed_gives_the_same_text() -> None:
 def test_only_ids_of_the_tokenizer_are_drawn() -> None:
     model = make_model()
     hot = Sampling(temperature=50.0, top_k=0)
-    drawn = {ids[0] for ids in Engine(model, ids=7).stream([1], tokens=60, sampling=hot)}
+    drawn = {ids[0] for ids in Engine(model, ids=7).stream([[1]], tokens=60, sampling=hot)}
     assert drawn == set(range(7))
 
 
 def test_the_model_is_left_as_it_was() -> None:
     model = make_model(dropout=0.5)
     model.train()
-    list(Engine(model).stream([1], tokens=3, sampling=GREEDY))
+    list(Engine(model).stream([[1]], tokens=3, sampling=GREEDY))
     assert model.training
 
 

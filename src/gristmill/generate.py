@@ -53,15 +53,15 @@ class Engine:
 
     @torch.inference_mode()
     def stream(
-        self, prompt: list[int], *, tokens: int, sampling: Sampling, samples: int = 1
+        self, prompts: Sequence[list[int]], *, tokens: int, sampling: Sampling
     ) -> Iterator[list[int]]:
-        """Yield the next id of each sample, `tokens` times."""
-        assert prompt, "the caller begins with an end-of-text id if there is nothing else"
+        """Yield the next id of each prompt, `tokens` times; all prompts have the same length."""
+        assert prompts[0], "the caller begins with an end-of-text id if there is nothing else"
         was_training = self.model.training
         self.model.eval()
         device = self.model.device
         generator = torch.Generator(device).manual_seed(sampling.seed)
-        ids_BT = torch.tensor([prompt] * samples, device=device)
+        ids_BT = torch.tensor(prompts, device=device)
         cache = self.model.new_cache() if self.cached else None
         window = 0
         try:
@@ -73,9 +73,11 @@ class Engine:
                         cache.clear()
                         window = start
                     seen = cache.length
-                logits = self.model(ids_BT[:, start + seen :], cache=cache, last_only=True)
-                assert isinstance(logits, torch.Tensor)
-                next_B = draw(logits[:, -1, : self.ids], sampling, generator)
+                new_BT = ids_BT[:, start + seen :]
+                last_B = torch.arange(1, len(prompts) + 1, device=device) * new_BT.shape[1] - 1
+                logits_BV = self.model(new_BT, cache=cache, logits_at_N=last_B)
+                assert isinstance(logits_BV, torch.Tensor)
+                next_B = draw(logits_BV[:, : self.ids], sampling, generator)
                 ids_BT = torch.cat((ids_BT, next_B[:, None]), dim=1)
                 yield next_B.tolist()
         finally:
@@ -138,8 +140,22 @@ class TextGenerator:
         """Yield (sample, new text); a sample ends at end-of-text, before a stop string, or when
         full."""
         ids = self.tokenizer.encode(prompt) or [self.tokenizer.end_of_text]
-        drafts = [_Draft() for _ in range(samples)]
-        for next_ids in self.engine.stream(ids, tokens=tokens, sampling=sampling, samples=samples):
+        yield from self._stream([ids] * samples, tokens=tokens, sampling=sampling, stop=stop)
+
+    def complete(
+        self, prompts: Sequence[list[int]], *, tokens: int, sampling: Sampling, stop: Sequence[str]
+    ) -> list[str]:
+        """The whole continuations of several prompts of the same length, given as ids."""
+        texts = [""] * len(prompts)
+        for number, piece in self._stream(prompts, tokens=tokens, sampling=sampling, stop=stop):
+            texts[number] += piece
+        return texts
+
+    def _stream(
+        self, prompts: Sequence[list[int]], *, tokens: int, sampling: Sampling, stop: Sequence[str]
+    ) -> Iterator[tuple[int, str]]:
+        drafts = [_Draft() for _ in prompts]
+        for next_ids in self.engine.stream(prompts, tokens=tokens, sampling=sampling):
             for number, (draft, next_id) in enumerate(zip(drafts, next_ids, strict=True)):
                 if not draft.finished:
                     yield number, self._extend(draft, next_id, stop)

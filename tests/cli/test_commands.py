@@ -97,23 +97,28 @@ def test_tokenizer_show(trained: Path) -> None:
 
 def test_evaluate(trained: Path) -> None:
     output = run("evaluate", trained / "run")
-    assert "perplexity" in output
+    assert [line.split()[-5:-3] for line in output.splitlines() if "tokens in" in line]
     file = trained / "run" / "evals" / "step-00000006-corn-held-out.json"
-    assert json.loads(file.read_text())["tokens"] > 0
+    kept = json.loads(file.read_text())
+    assert kept["unit"] == "tokens" and kept["count"] > 0
+    assert list(kept["measures"]) == ["bits_per_byte", "loss", "perplexity"]
+    assert kept["made_by"]["checkpoint_sha256"] and kept["facts"]["ids_sha256"]
     by_text = run("evaluate", trained / "run", "--text", trained / "text.txt", "--limit", 50)
-    assert "tokens         50" in by_text
+    assert " 50 tokens in " in by_text
 
 
 def test_evaluate_makes_a_table_of_models_and_precisions(trained: Path) -> None:
     words = ("--text", trained / "text.txt", "--precision", "fp32", "--precision", "bf16")
     checkpoint = trained / "run" / "checkpoints" / "step-00000006"
     lines = run("evaluate", trained / "run", checkpoint, *words, "--limit", 50).splitlines()
-    assert lines[0] == f"text: {trained / 'text.txt'}"
-    assert lines[1].split()[:4] == ["model", "precision", "loss", "PPL"]
-    rows = [line.split() for line in lines[2:6]]
-    assert [row[1] for row in rows] == ["fp32", "bf16"] * 2
-    assert float(rows[0][2]) == pytest.approx(float(rows[1][2]), rel=1e-2)
-    assert rows[0][2:6] == rows[2][2:6]
+    assert lines[0].split()[:4] == ["on", "measure", "model", "precision"]
+    begin = next(number for number, line in enumerate(lines) if " loss " in line)
+    rows = [line.split() for line in lines[begin : begin + 4]]
+    assert [row[1 if number else 2] for number, row in enumerate(rows)] == ["fp32", "bf16"] * 2
+    values = [float(row[2 if number else 3]) for number, row in enumerate(rows)]
+    assert values[0] == pytest.approx(values[1], rel=1e-2)
+    assert values[:2] == values[2:]
+    assert "0.0000 ± 0.0000, p = 1.000: may be chance" in lines[begin + 2]
     names = {file.name for file in (trained / "run" / "evals").iterdir()}
     assert {"step-00000006-text.txt.json", "step-00000006-text.txt-bf16.json"} < names
 

@@ -77,8 +77,6 @@ def test_a_run_is_evaluated_on_its_own_validation_text(
     (tmp_path / "a.txt").write_text("corn")
     text = evaluation_ids(opened, data=None, text=[str(tmp_path / "a.txt")])
     assert text.ids.tolist() == [*b"corn", 256]
-    with pytest.raises(UserError, match="not both"):
-        evaluation_ids(opened, data="x", text=["y"])
 
 
 def test_text_must_be_named_for_a_model_without_a_run(loaded: LoadedModel) -> None:

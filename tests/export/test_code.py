@@ -109,7 +109,7 @@ def test_it_generates_with_a_cache_and_from_padded_prompts(
     export(stored, tmp_path / "hf", code=True, check="files")
     theirs, prompt = load(tmp_path / "hf"), [5, 80, 3, 200, 7]
     engine, greedy = Engine(stored.load(CPU).model), Sampling(temperature=0.0)
-    wanted = [ids[0] for ids in engine.stream(prompt, tokens=12, sampling=greedy)]
+    wanted = [ids[0] for ids in engine.stream([prompt], tokens=12, sampling=greedy)]
     asked = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
     alone = theirs.generate(torch.tensor([prompt]), **asked)
     assert alone[0].tolist() == prompt + wanted

@@ -240,7 +240,7 @@ def test_cached_decoding_on_the_gpu(make_run: MakeRun) -> None:
     model.initialise(0)
     greedy = Sampling(temperature=0)
     results = [
-        [ids[0] for ids in Engine(model, cached=cached).stream([1], tokens=90, sampling=greedy)]
+        [ids[0] for ids in Engine(model, cached=cached).stream([[1]], tokens=90, sampling=greedy)]
         for cached in (True, False)
     ]
     assert results[0] == results[1]

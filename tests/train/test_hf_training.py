@@ -140,7 +140,7 @@ def test_the_run_needs_the_folder_no_more(
     assert isinstance(loaded.model, HFModel)
     greedy = Sampling(temperature=0.0)
     texts = [
-        [ids[0] for ids in engine.stream([1, 2, 3], tokens=80, sampling=greedy)]
+        [ids[0] for ids in engine.stream([[1, 2, 3]], tokens=80, sampling=greedy)]
         for engine in (Engine(loaded.model), Engine(loaded.model, cached=False))
     ]
     assert texts[0] == texts[1]

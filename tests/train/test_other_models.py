@@ -73,6 +73,9 @@ class Memory:
     def clear(self) -> None:
         self.length, self.states = 0, {}
 
+    def select(self, rows_B: torch.Tensor) -> None:
+        self.states = {number: state[rows_B] for number, state in self.states.items()}
+
 
 class Cell(nn.Module):
     slowest: torch.Tensor
@@ -115,7 +118,7 @@ class Recurrent(CausalLM):
         positions_BT: torch.Tensor | None = None,
         documents_BT: torch.Tensor | None = None,
         cache: Cache | None = None,
-        last_only: bool = False,
+        logits_at_N: torch.Tensor | None = None,
     ) -> torch.Tensor | Loss:
         assert cache is None or isinstance(cache, Memory)
         x_BTD = self.letters(tokens_BT).to(self.compute)
@@ -127,8 +130,8 @@ class Recurrent(CausalLM):
         if cache is not None:
             cache.length += tokens_BT.shape[1]
         if targets_BT is None:
-            kept_BTD = x_BTD[:, -1:] if last_only else x_BTD
-            return self.scores(kept_BTD)[..., : self.vocab]
+            kept = x_BTD if logits_at_N is None else x_BTD.flatten(0, 1)[logits_at_N]
+            return self.scores(kept)[..., : self.vocab]
         return linear_cross_entropy(
             x_BTD.flatten(0, 1),
             self.scores.weight,
@@ -138,7 +141,7 @@ class Recurrent(CausalLM):
             scale=scale,
         )
 
-    def new_cache(self) -> Memory:
+    def new_cache(self, capacity: int | None = None) -> Memory:
         return Memory()
 
     def token_cost(self, sequence: int) -> TokenCost:
@@ -272,7 +275,7 @@ def test_it_generates_and_is_evaluated(known: None, tokens: Path, tmp_path: Path
     assert loaded.model.stack[0].slowest.max() == pytest.approx(0.2)
     greedy = Sampling(temperature=0.0)
     texts = [
-        [ids[0] for ids in engine.stream([1, 2, 3], tokens=40, sampling=greedy)]
+        [ids[0] for ids in engine.stream([[1, 2, 3]], tokens=40, sampling=greedy)]
         for engine in (Engine(loaded.model), Engine(loaded.model, cached=False))
     ]
     # Beyond its window the cached model starts again from half of it, as any model does.

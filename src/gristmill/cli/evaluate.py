@@ -1,22 +1,25 @@
-"""`evaluate`: how well models predict a text."""
+"""`evaluate`: how well models predict texts, and what they score on tasks."""
 
 from __future__ import annotations
 
 import enum
-import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gristmill.base.units import format_count, format_seconds
+from gristmill.base.errors import UserError
+from gristmill.base.units import format_count
+from gristmill.cli.evaluation_table import Evaluated, print_table
 from gristmill.cli.models import Device, Which, open_loaded
 from gristmill.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
     from gristmill.checkpoint.model import LoadedModel
     from gristmill.evaluate.data import EvaluationText
-    from gristmill.evaluate.loss import Evaluation
+    from gristmill.evaluate.results import EvaluationResult
+    from gristmill.evaluate.tasks.run import OpenTask
 
 
 class EvaluationPrecision(enum.StrEnum):
@@ -32,118 +35,161 @@ def evaluate(
         list[str],
         typer.Argument(
             metavar="MODEL…",
-            help="Run folders, checkpoints, Hugging Face folders or names; several make a table.",
+            help="Run folders, checkpoints, Hugging Face folders or names; several are compared "
+            "with the first.",
         ),
     ],
-    data: Annotated[str | None, typer.Option(help="Token files, by their prefix.")] = None,
-    text: Annotated[list[str] | None, typer.Option(help="Text files to evaluate on.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Stop after this many tokens.", min=1)] = None,
-    batch: Annotated[int, typer.Option(help="Windows per batch.", min=1)] = 8,
+    data: Annotated[
+        list[str] | None, typer.Option(help="Token files, by their prefix. Several times.")
+    ] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help="Text: a file, a folder, a glob or hf:DATASET. Several times."),
+    ] = None,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Tasks, separated by commas: lambada, hellaswag, core, FILE.jsonl, FILE.yaml or "
+            "a name of lm-evaluation-harness. lambada=FILE takes local data. Several times."
+        ),
+    ] = None,
+    items: Annotated[
+        int | None, typer.Option(help="Only this many items of each task.", min=1)
+    ] = None,
+    shots: Annotated[
+        int | None,
+        typer.Option(help="Examples before each question of a task of the harness.", min=0),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Stop after this many tokens of each text.", min=1)
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Windows of a text per batch.", min=1)] = 8,
     precision: Annotated[
         list[EvaluationPrecision] | None,
         typer.Option(
-            help="Number format of products and activations; fp32 if not given. Several make a "
-            "table."
+            help="Number format of products and activations; fp32 if not given. Several times."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Write the results there; those of runs go to their evals/ anyway."
         ),
     ] = None,
     checkpoint: Which = "latest",
     device: Device = "auto",
 ) -> None:
-    """Measure loss, perplexity and bits per byte on text.
+    """Measure loss, perplexity and bits per byte on text, and scores on tasks.
 
-    Uses the validation text of the run unless --data or --text is given.
+    Uses the validation text of the run unless --data, --text or --tasks is given. With several
+    models, says whether they differ by more than chance.
     """
-    formats = [one.value for one in precision or [EvaluationPrecision.FP32]]
-    found: list[tuple[str, str, str, Evaluation]] = []
-    written: list[Path] = []
+    from gristmill.evaluate.tasks.run import TaskOptions, open_tasks
+
+    if (items, shots) != (None, None) and not tasks:
+        raise UserError("--items and --shots are for tasks", where="evaluate", remedy="add --tasks")
+    opened = open_tasks(tasks, TaskOptions(items, shots)) if tasks else []
+    found, written = list[Evaluated](), list[Path]()
     for model in models:
         loaded = open_loaded(model, checkpoint=checkpoint, device=device)
-        chosen = _text(loaded, data=data, text=text)
-        for one in formats:
-            result = _measure(loaded, chosen, limit=limit, batch=batch, precision=one)
-            if len(models) == len(formats) == 1:
-                _print(loaded, chosen, result, one)
-            else:
-                found.append((model, one, chosen.name, result))
-            written += _keep(loaded, chosen, result, one)
+        texts = _texts(loaded, data or (), text or (), default=not opened)
+        for one in precision or [EvaluationPrecision.FP32]:
+            _compute_in(loaded, one.value)
+            results = _text_results(loaded, texts, limit=limit, batch=batch)
+            for result in (*results, *_task_results(loaded, opened)):
+                found.append(Evaluated(model, one.value, result))
+                settings = {"batch": batch, "limit": limit}
+                if result.kind == "task":
+                    settings = {"items": items, "shots": shots}
+                written += _keep(loaded, found[-1], output, settings)
         del loaded
-    if found:
-        _print_table(found)
+    print_table(found)
     for file in written:
-        typer.echo(f"written to     {file}")
+        typer.echo(f"written to {file}")
 
 
-def _text(loaded: LoadedModel, *, data: str | None, text: list[str] | None) -> EvaluationText:
+# ------------------------------------------------------------------ measuring
+
+
+def _texts(
+    loaded: LoadedModel, data: Sequence[str], text: Sequence[str], *, default: bool
+) -> list[EvaluationText]:
     from gristmill.evaluate.data import evaluation_ids
 
-    return evaluation_ids(loaded, data=data, text=text)
+    chosen = [evaluation_ids(loaded, data=one) for one in data]
+    chosen += [evaluation_ids(loaded, text=[one]) for one in text]
+    return chosen or ([evaluation_ids(loaded)] if default else [])
 
 
-def _measure(
-    loaded: LoadedModel, chosen: EvaluationText, *, limit: int | None, batch: int, precision: str
-) -> Evaluation:
-    from gristmill.evaluate.loss import evaluate_loss
+def _compute_in(loaded: LoadedModel, precision: str) -> None:
     from gristmill.parallel.precision import DTYPES
 
     loaded.model.compute = DTYPES[precision]
-    with ProgressLine("evaluating") as line:
-        return evaluate_loss(
-            loaded,
-            chosen.ids,
-            batch=batch,
-            limit=limit,
-            rules=chosen.rules,
-            starts=chosen.starts,
-            progress=lambda done, total: line.update(done, total, f"{format_count(done)} tokens"),
+
+
+def _text_results(
+    loaded: LoadedModel, texts: Sequence[EvaluationText], *, limit: int | None, batch: int
+) -> Iterator[EvaluationResult]:
+    from gristmill.base.files import sha256_text
+    from gristmill.evaluate.loss import evaluate_loss
+    from gristmill.evaluate.results import EvaluationResult
+
+    for chosen in texts:
+        with ProgressLine("evaluating") as line:
+
+            def show(done: int, total: int, *, line: ProgressLine = line) -> None:
+                line.update(done, total, f"{format_count(done)} tokens")
+
+            measured = evaluate_loss(
+                loaded,
+                chosen.ids,
+                batch=batch,
+                limit=limit,
+                rules=chosen.rules,
+                starts=chosen.starts,
+                progress=show,
+            )
+        content = ",".join(map(str, chosen.ids[: None if limit is None else limit + 1].tolist()))
+        facts = {"data": chosen.name, "ids_sha256": sha256_text(content)}
+        yield EvaluationResult(
+            chosen.name, measured.measures, measured.tokens, measured.seconds, facts, kind="text"
         )
 
 
-def _print(loaded: LoadedModel, chosen: EvaluationText, result: Evaluation, precision: str) -> None:
-    rows = {
-        "model": loaded.origin,
-        "text": chosen.name,
-        **({} if precision == "fp32" else {"precision": precision}),
-        "loss": f"{result.loss:.4f}",
-        "perplexity": f"{result.perplexity:.2f}",
-        "bits per byte": f"{result.bits_per_byte:.4f}",
-        "tokens": f"{result.tokens:,} in {format_seconds(result.seconds)}",
-    }
-    for title, value in rows.items():
-        typer.echo(f"{title:<14} {value}")
+def _task_results(loaded: LoadedModel, opened: Sequence[OpenTask]) -> Iterator[EvaluationResult]:
+    for one in opened:
+        with ProgressLine("evaluating") as line:
 
+            def show(task: str, done: int, total: int, *, line: ProgressLine = line) -> None:
+                line.update(done, total, f"{task}, {done:,} of {total:,}")
 
-def _print_table(found: list[tuple[str, str, str, Evaluation]]) -> None:
-    wide = max(len("model"), *(len(model) for model, _, _, _ in found))
-    texts = {text for _, _, text, _ in found}
-    line = f"{{:<{wide}}}  {{:<9}} {{:>8}} {{:>10}} {{:>13}} {{:>12}} {{:>8}}".format
-    title = line("model", "precision", "loss", "PPL", "bits per byte", "tokens", "time")
-    if len(texts) == 1:
-        typer.echo(f"text: {texts.pop()}")
-        typer.echo(title)
-    else:
-        typer.echo(f"{title}  text")
-    for model, precision, text, one in found:
-        numbers = f"{one.loss:.4f}", f"{one.perplexity:.2f}", f"{one.bits_per_byte:.4f}"
-        row = line(model, precision, *numbers, f"{one.tokens:,}", format_seconds(one.seconds))
-        typer.echo(f"{row}  {text}" if texts else row)
+            results = one.run(loaded, show)
+        for result in results:
+            for note in result.notes:
+                typer.echo(f"warning: {note}", err=True)
+            yield result
 
 
 def _keep(
-    loaded: LoadedModel, chosen: EvaluationText, result: Evaluation, precision: str
+    loaded: LoadedModel,
+    evaluated: Evaluated,
+    output: Path | None,
+    settings: dict[str, int | None],
 ) -> list[Path]:
-    """Write the result into the run folder, if the model came from one."""
-    if loaded.run is None or loaded.step is None:
-        return []
-    import dataclasses
-
-    from gristmill.base.files import write_json
+    """Write a result into the run folder, if the model came from one, and where the user says."""
+    from gristmill.evaluate.results import result_name, write_result
     from gristmill.track.folder import RunFolder
 
-    folder = RunFolder(loaded.run)
-    folder.evals.mkdir(exist_ok=True)
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(chosen.name).name).strip("-")
-    suffix = "" if precision == "fp32" else f"-{precision}"
-    file = folder.evals / f"step-{loaded.step:08d}-{name}{suffix}.json"
-    facts = {"model": loaded.origin.name, "text": chosen.name, "precision": precision}
-    write_json(file, {**facts, **dataclasses.asdict(result)})
-    return [file]
+    folders = [] if loaded.run is None else [RunFolder(loaded.run).evals]
+    if output is not None:
+        # Results of several models must not overwrite each other.
+        name = loaded.run.name if loaded.run is not None else loaded.origin.name
+        folders.append(output / name)
+    precision = evaluated.precision
+    files = [
+        folder / result_name(evaluated.result, step=loaded.step, precision=precision)
+        for folder in folders
+    ]
+    for file in files:
+        write_result(file, evaluated.result, loaded, precision=precision, settings=settings)
+    return files

@@ -35,11 +35,10 @@ class EvaluationText:
 
 
 def evaluation_ids(
-    loaded: LoadedModel, *, data: str | None, text: Sequence[str] | None
+    loaded: LoadedModel, *, data: str | None = None, text: Sequence[str] | None = None
 ) -> EvaluationText:
-    """The ids of the given text, or of the validation text of the model's run."""
-    if data is not None and text:
-        raise UserError("give token files or text, not both", where="--data, --text")
+    """The ids of token files or of text, or of the validation text of the model's run."""
+    assert data is None or not text, "one of the two"
     if text:
         chosen = _encode(loaded, text)
     elif data is not None:

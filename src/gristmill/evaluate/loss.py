@@ -3,7 +3,8 @@
 The text is read in windows of the model's context that do not overlap, the last one shorter; every
 token but the first of each window is predicted. A model that separates documents separates them in
 a window too. Bits per byte divide by the bytes of the predicted tokens, so that models with
-different tokenizers can be compared.
+different tokenizers can be compared. Standard errors treat batches of neighbouring windows as the
+items, since the tokens of a text depend on each other.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ from gristmill.checkpoint.model import LoadedModel
 from gristmill.data.documents import JOINED, DocumentRules, marks_in_spans
 from gristmill.data.loader import make_batch
 from gristmill.data.sampling import TokenSpans
+from gristmill.evaluate.measures import Measure, ratio
+from gristmill.evaluate.measures import perplexity as perplexity_of
 from gristmill.models.spec import Loss
 
 
@@ -35,6 +38,8 @@ class Evaluation:
     tokens: int
     """Tokens predicted."""
     seconds: float
+    measures: dict[str, Measure] = field(default_factory=dict)
+    """The first three with their standard errors."""
 
 
 def evaluate_loss(
@@ -57,7 +62,7 @@ def evaluate_loss(
     started = time.monotonic()
     tokenizer, device = loaded.tokenizer, loaded.model.device
     bytes_of = np.array([len(tokenizer.token_bytes(i)) for i in range(tokenizer.size)])
-    total, tokens, text_bytes = 0.0, 0, 0
+    losses, tokens, text_bytes = list[float](), list[int](), list[int]()
     for pieces in _windows(len(ids), context=loaded.model.config.context, batch=batch):
         length = int(pieces.counts[0])
         windows_BS = np.stack([ids[begin : begin + length] for begin in pieces.begins])
@@ -78,21 +83,25 @@ def evaluate_loss(
                 documents_BT=part.documents_BT,
             )
         assert isinstance(loss, Loss)
-        total += loss.total.item()
-        tokens += part.tokens
-        text_bytes += int(bytes_of[windows_BS[:, 1:]].sum())
+        losses.append(loss.total.item())
+        tokens.append(part.tokens)
+        text_bytes.append(int(bytes_of[windows_BS[:, 1:]].sum()))
         if progress is not None:
-            progress(tokens, len(ids) - 1)
-    mean = total / tokens
-    if not math.isfinite(mean):
-        what = f"the loss is {mean}: the model computes numbers that are not finite"
+            progress(sum(tokens), len(ids) - 1)
+    mean = ratio(losses, tokens)
+    if not math.isfinite(mean.value):
+        what = f"the loss is {mean.value}: the model computes numbers that are not finite"
         raise DataError(what, where=loaded.origin)
+    perplexity = perplexity_of([-one for one in mean.items])
+    # A text of control tokens alone has no bytes.
+    bits = ratio([one / math.log(2) for one in losses], text_bytes if any(text_bytes) else tokens)
     return Evaluation(
-        loss=mean,
-        perplexity=math.exp(mean) if mean < 700 else math.inf,
-        bits_per_byte=total / math.log(2) / max(1, text_bytes),
-        tokens=tokens,
+        loss=mean.value,
+        perplexity=perplexity.value,
+        bits_per_byte=bits.value,
+        tokens=sum(tokens),
         seconds=time.monotonic() - started,
+        measures={"bits_per_byte": bits, "loss": mean, "perplexity": perplexity},
     )
 
 

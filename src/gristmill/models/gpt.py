@@ -113,8 +113,8 @@ class GPT(CausalLM):
     def token_cost(self, sequence: int) -> TokenCost:
         return token_cost(self.config, rows=self.rows, sequence=sequence)
 
-    def new_cache(self) -> KVCache:
-        return KVCache(self.config.context)
+    def new_cache(self, capacity: int | None = None) -> KVCache:
+        return KVCache(capacity or self.config.context)
 
     def splits(self) -> dict[str, Split]:
         """Split by heads, inner features and vocabulary rows."""
@@ -204,7 +204,7 @@ class GPT(CausalLM):
         positions_BT: torch.Tensor | None = None,
         documents_BT: torch.Tensor | None = None,
         cache: Cache | None = None,
-        last_only: bool = False,
+        logits_at_N: torch.Tensor | None = None,
     ) -> torch.Tensor | Loss:
         assert cache is None or (positions_BT is None and documents_BT is None), "one document"
         assert cache is None or isinstance(cache, KVCache)
@@ -215,9 +215,9 @@ class GPT(CausalLM):
             cache.length += tokens_BT.shape[1]
         if targets_BT is not None:
             return self.loss(x_BTD, targets_BT, weights_BT, scale)
-        hidden_BTD = self.norm(x_BTD[:, -1:] if last_only else x_BTD)
         assert self.comm.single, "only whole models compute logits"
-        return capped(self.head(hidden_BTD)[..., : self.vocab], self.config.logit_cap)
+        hidden = self.norm(x_BTD if logits_at_N is None else x_BTD.flatten(0, 1)[logits_at_N])
+        return capped(self.head(hidden)[..., : self.vocab], self.config.logit_cap)
 
     def block_context(
         self,

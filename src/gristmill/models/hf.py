@@ -94,7 +94,7 @@ class HFModel(CausalLM):
         positions_BT: torch.Tensor | None = None,
         documents_BT: torch.Tensor | None = None,
         cache: Cache | None = None,
-        last_only: bool = False,
+        logits_at_N: torch.Tensor | None = None,
     ) -> torch.Tensor | Loss:
         assert positions_BT is None and documents_BT is None, "packed documents are refused"
         if targets_BT is not None and self._logits is not None:
@@ -103,13 +103,15 @@ class HFModel(CausalLM):
         if cache is not None:
             assert isinstance(cache, HFCache)
             options["past_key_values"] = cache.inner
-        logits_BTV = self.inner(input_ids=tokens_BT, **options).logits
-        if cache is not None:
             cache.length += tokens_BT.shape[1]
+        if logits_at_N is not None and self._logits is not None:
+            head = self.inner.get_output_embeddings()
+            hidden_BTD = body_of(self.inner)(input_ids=tokens_BT, **options)[0]
+            return self._logits(head(hidden_BTD.flatten(0, 1)[logits_at_N]))
+        logits_BTV: torch.Tensor = self.inner(input_ids=tokens_BT, **options).logits
         if targets_BT is not None:
             return _plain_loss(logits_BTV, targets_BT, weights_BT, scale)
-        kept: torch.Tensor = logits_BTV[:, -1:] if last_only else logits_BTV
-        return kept
+        return logits_BTV if logits_at_N is None else logits_BTV.flatten(0, 1)[logits_at_N]
 
     def _loss(
         self,
@@ -135,7 +137,7 @@ class HFModel(CausalLM):
                 kernel=self.kernels.loss,
             )
 
-    def new_cache(self) -> HFCache | None:
+    def new_cache(self, capacity: int | None = None) -> HFCache | None:
         return None if getattr(self.inner, "_is_stateful", False) else HFCache(self.inner.config)
 
     def token_cost(self, sequence: int) -> TokenCost:
@@ -259,6 +261,9 @@ class HFCache:
     def clear(self) -> None:
         self.length = 0
         self.inner = library().DynamicCache(config=self._config)
+
+    def select(self, rows_B: torch.Tensor) -> None:
+        self.inner.batch_select_indices(rows_B)
 
 
 def _plain_loss(

@@ -2,7 +2,8 @@
 
 Every call goes through `forward`, so that wrappers (compilation, FSDP) see it:
 
-    model(tokens_BT)                               -> logits_BTV, or _B1V with last_only
+    model(tokens_BT)                               -> logits_BTV
+    model(tokens_BT, logits_at_N=)                 -> logits_NV of some of the B x T positions
     model(tokens_BT, targets=, weights=, scale=)   -> Loss, for training and validation
     model(tokens_BT, cache=Cache)                  -> logits; the cache grows by T
     model(tokens_BT, positions=, documents=, ...)  -> the same for packed documents
@@ -130,6 +131,9 @@ class Cache(Protocol):
     def clear(self) -> None:
         """Reset to empty and keep the memory."""
 
+    def select(self, rows_B: torch.Tensor) -> None:
+        """Continue with these samples of the batch, in this order; one may occur several times."""
+
 
 @dataclass
 class KVCache:
@@ -156,6 +160,10 @@ class KVCache:
 
     def clear(self) -> None:
         self.length = 0
+
+    def select(self, rows_B: torch.Tensor) -> None:
+        self.keys_BHTK = [keys_BHTK[rows_B] for keys_BHTK in self.keys_BHTK]
+        self.values_BHTK = [values_BHTK[rows_B] for values_BHTK in self.values_BHTK]
 
 
 # ------------------------------------------------------------------ the contract
@@ -202,12 +210,14 @@ class CausalLM(nn.Module):
         positions_BT: torch.Tensor | None = None,
         documents_BT: torch.Tensor | None = None,
         cache: Cache | None = None,
-        last_only: bool = False,
+        logits_at_N: torch.Tensor | None = None,
     ) -> torch.Tensor | Loss:
-        """Logits, or the loss if there are targets."""
+        """Logits, or the loss if there are targets. `logits_at_N` are positions in the flattened
+        batch (sample x T + position): only their logits are computed, in shape (N, V)."""
 
-    def new_cache(self) -> Cache | None:
-        """A cache for generation; None if the model uses none."""
+    def new_cache(self, capacity: int | None = None) -> Cache | None:
+        """A cache for `capacity` positions, the context if not given; None if the model uses
+        none."""
         return None
 
     @abstractmethod

@@ -59,6 +59,7 @@ class LibraryTokenizer(abc.ABC):
         self.size = max(ids.values()) + 1
         self.end_of_text = ids[end_of_text]
         self._inner = inner
+        self.prefix = _prefix(inner)
         self._text = ""
         """The text of the tokenizer.json, if `_inner` no longer gives it."""
         self._end_text = end_of_text
@@ -111,6 +112,13 @@ class LibraryTokenizer(abc.ABC):
         }
         write_json(folder / CONFIG_FILE, settings)
         write_atomic(folder / TOKENIZER_FILE, self._text or self._inner.to_str(pretty=True))
+
+
+def _prefix(inner: tokenizers.Tokenizer) -> tuple[int, ...]:
+    """What the tokenizer's post-processor puts before a text."""
+    marked = inner.encode("a", add_special_tokens=True)
+    first = next(i for i, special in enumerate(marked.special_tokens_mask) if not special)
+    return tuple(marked.ids[:first])
 
 
 class BpeTokenizer(LibraryTokenizer):

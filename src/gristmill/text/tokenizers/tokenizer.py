@@ -49,6 +49,9 @@ class Tokenizer(Protocol):
     """SHA-256 over all that decides which ids a text gets."""
     lossless: bool
     """Whether decode(encode(text)) is the text, for every text."""
+    prefix: tuple[int, ...]
+    """Control tokens that the tokenizer's files put before every text, such as Llama's <s>; the
+    caller adds them where they are wanted."""
 
     @property
     def definition(self) -> str | None:
@@ -92,6 +95,7 @@ class ByteTokenizer:
         "type": "bytes", "size": 257, "end_of_text": 256, "fingerprint": fingerprint,
     }  # fmt: skip
     lossless = True
+    prefix: tuple[int, ...] = ()
     definition = None
 
     def encode(self, text: str) -> list[int]:

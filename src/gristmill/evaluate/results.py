@@ -1,0 +1,112 @@
+"""The result of an evaluation, and the JSON file that keeps it in `evals/`.
+
+    {"kind": "task", "name": "hellaswag", "model": "step-00012000", "step": 12000,
+     "precision": "fp32", "measures": {"acc": {"value": 0.31, "stderr": 0.005}, …},
+     "count": 10042, "unit": "items", "seconds": 61.2,
+     "facts": {"data": …, "data_sha256": …}, "settings": {…}, "made_by": {…},
+     "parts": {…}, "items": {"acc": [1, 0, …]}}
+
+The values of all items are kept, so that two models can be compared item by item later.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from gristmill.base.files import sha256_file, write_json
+from gristmill.checkpoint.layout import MANIFEST
+from gristmill.checkpoint.model import LoadedModel
+from gristmill.evaluate.measures import Measure
+from gristmill.tokens.format import program_version
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """What a model scored on a text or a task."""
+
+    name: str
+    measures: dict[str, Measure]
+    """The first one leads. Those of tasks have the names that lm-evaluation-harness gives them."""
+    count: int
+    """Tokens of a text, items of a task."""
+    seconds: float
+    facts: dict[str, Any]
+    """Where the text or the questions came from, and how they were asked."""
+    kind: Literal["text", "task"] = "task"
+    notes: tuple[str, ...] = ()
+    """What the user should know."""
+    parts: dict[str, dict[str, Measure]] = field(default_factory=dict)
+    """The measures of the tasks that this one sums up."""
+
+    @property
+    def unit(self) -> str:
+        return "tokens" if self.kind == "text" else "items"
+
+
+def result_name(result: EvaluationResult, *, step: int | None, precision: str) -> str:
+    """The name of the file that keeps a result."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(result.name).name).strip("-")
+    begin = "" if step is None else f"step-{step:08d}-"
+    return f"{begin}{name}{'' if precision == 'fp32' else f'-{precision}'}.json"
+
+
+def write_result(
+    file: Path,
+    result: EvaluationResult,
+    loaded: LoadedModel,
+    *,
+    precision: str,
+    settings: dict[str, Any],
+) -> None:
+    """Write a result with all that it depends on."""
+    manifest = loaded.origin / MANIFEST
+    made_by = {
+        "program": program_version(),
+        "torch": torch.__version__,
+        "device": loaded.model.device.type,
+        "tokenizer": loaded.tokenizer.fingerprint,
+        "checkpoint_sha256": sha256_file(manifest) if manifest.is_file() else None,
+    }
+    value = {
+        "kind": result.kind,
+        "name": result.name,
+        "model": loaded.origin.name,
+        "step": loaded.step,
+        "precision": precision,
+        "measures": _values(result.measures),
+        "count": result.count,
+        "unit": result.unit,
+        "seconds": result.seconds,
+        "facts": result.facts,
+        "settings": settings,
+        "made_by": made_by,
+        "parts": {name: _values(measures) for name, measures in result.parts.items()},
+        "items": {
+            name: [_number(one) for one in measure.items]
+            for name, measure in result.measures.items()
+            if measure.items
+        },
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(file, value)
+
+
+def _values(measures: dict[str, Measure]) -> dict[str, dict[str, float | None]]:
+    return {
+        name: {
+            # JSON has no infinity; a perplexity can be that.
+            "value": one.value if math.isfinite(one.value) else None,
+            "stderr": one.stderr,
+        }
+        for name, one in measures.items()
+    }
+
+
+def _number(value: float) -> float | int:
+    return int(value) if value == int(value) else value

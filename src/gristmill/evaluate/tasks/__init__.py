@@ -1,0 +1,1 @@
+"""Downstream tasks: what a model scores on questions with known answers."""

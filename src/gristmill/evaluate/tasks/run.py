@@ -1,0 +1,143 @@
+"""Finds tasks by their names, and runs them.
+
+    lambada, hellaswag          built in; their data from the Hub or its cache
+    lambada=FILE                the same with local data
+    core, core=BUNDLE           CORE, from nanochat's bundle
+    FILE.jsonl                  questions in a file
+    FILE.yaml                   a task file of lm-evaluation-harness
+    harness:hellaswag           a task of lm-evaluation-harness by its name; so is any other name
+
+Opening a task reads its data, so that a missing file is told before a model is loaded or trained.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from gristmill.base.errors import UserError
+from gristmill.checkpoint.model import LoadedModel
+from gristmill.evaluate.results import EvaluationResult
+from gristmill.evaluate.scoring import Truncation, score
+from gristmill.evaluate.tasks import core
+from gristmill.evaluate.tasks.built_in import BUILT_IN, open_file
+from gristmill.evaluate.tasks.harness import HarnessTask, open_harness_task
+from gristmill.evaluate.tasks.spec import Task
+
+HARNESS = "harness:"
+_ROWS = (".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst")
+
+Progress = Callable[[str, int, int], None]
+"""Called with a task, the questions done and their number."""
+
+
+class TaskOptions(NamedTuple):
+    """How tasks are run."""
+
+    items: int | None = None
+    """Only this many items of each task."""
+    shots: int | None = None
+    """Solved examples before each question, for tasks of lm-evaluation-harness."""
+
+
+class OpenTask(Protocol):
+    """A task whose data is there."""
+
+    def run(self, loaded: LoadedModel, progress: Progress) -> list[EvaluationResult]:
+        """What a model scores; a group of tasks has several results."""
+        ...
+
+
+def open_tasks(
+    given: Sequence[str], options: TaskOptions | None = None, *, where: str = "--tasks"
+) -> list[OpenTask]:
+    """The tasks in a list whose entries may name several, separated by commas."""
+    names = [name.strip() for entry in given for name in entry.split(",")]
+    found = list(dict.fromkeys(name for name in names if name))
+    if not found:
+        raise UserError("no task is named", where=where, remedy="for example lambada")
+    return [_open(name, options or TaskOptions(), where=where) for name in found]
+
+
+def _open(name: str, options: TaskOptions, *, where: str) -> OpenTask:
+    chosen, _, place = name.partition("=")
+    path, is_file = Path(place) if place else None, name.endswith(_ROWS) and "=" not in name
+    if not (chosen in BUILT_IN or chosen == core.NAME or is_file):
+        if place:
+            known = ", ".join([*BUILT_IN, core.NAME])
+            raise UserError(f"{chosen!r} takes no file: only {known} do", where=where)
+        harness = name.removeprefix(HARNESS)
+        return _InHarness(open_harness_task(harness, where=where), options)
+    if options.shots is not None:
+        what = f"{name} is asked as it is defined, without further examples"
+        remedy = f"use the harness's own: --tasks {HARNESS}NAME --shots {options.shots}"
+        raise UserError(what, where="--shots", remedy=remedy)
+    if chosen == core.NAME:
+        return _Core(core.open_core(path, where=where), options)
+    return _Single(open_file(Path(name)) if is_file else BUILT_IN[chosen](path), options)
+
+
+# ------------------------------------------------------------------ running
+
+
+@dataclass(frozen=True)
+class _Single:
+    task: Task
+    options: TaskOptions
+
+    def run(self, loaded: LoadedModel, progress: Progress) -> list[EvaluationResult]:
+        return [_run(self.task, loaded, self.options, progress)]
+
+
+@dataclass(frozen=True)
+class _Core:
+    tasks: list[core.CoreTask]
+    options: TaskOptions
+
+    def run(self, loaded: LoadedModel, progress: Progress) -> list[EvaluationResult]:
+        results = [_run(task, loaded, self.options, progress) for task in self.tasks]
+        return [core.combined(results)]
+
+
+@dataclass(frozen=True)
+class _InHarness:
+    task: HarnessTask
+    options: TaskOptions
+
+    def run(self, loaded: LoadedModel, progress: Progress) -> list[EvaluationResult]:
+        return self.task.run(
+            loaded,
+            items=self.options.items,
+            shots=self.options.shots,
+            progress=lambda done, total: progress(self.task.name, done, total),
+        )
+
+
+def _run(
+    task: Task, loaded: LoadedModel, options: TaskOptions, progress: Progress
+) -> EvaluationResult:
+    started, truncation = time.monotonic(), Truncation()
+    if options.items is not None:
+        task = task.first(options.items)
+    scores = score(
+        loaded.model,
+        task.questions(loaded.tokenizer),
+        progress=lambda done, total: progress(task.name, done, total),
+        truncation=truncation,
+    )
+    notes = tuple[str, ...]()
+    if truncation.count:
+        context = loaded.model.config.context
+        what = f"{truncation.count:,} texts were longer than the context of {context}"
+        notes = (f"{task.name}: {what} and lost their beginning",)
+    return EvaluationResult(
+        task.name,
+        task.measures(scores),
+        count=len(scores),
+        seconds=time.monotonic() - started,
+        facts=task.facts,
+        notes=notes,
+    )
