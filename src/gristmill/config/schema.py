@@ -219,6 +219,18 @@ class SampleConfig(Settings):
     """Only the likeliest tokens that together have this probability can be drawn."""
 
 
+class EvaluateConfig(Settings):
+    """Scores on downstream tasks as the model learns."""
+
+    every: Interval
+    """How often, and at the end of the run."""
+    tasks: Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
+    """The tasks, by the names that `gristmill evaluate --tasks` takes: "hellaswag",
+    "lambada=FILE"."""
+    items: Count = 500
+    """Only this many items of each task. One process computes them while the others wait."""
+
+
 class CheckpointConfig(Settings):
     """What survives a crash."""
 
@@ -307,6 +319,8 @@ class RunConfig(Settings):
     """Validation along the way."""
     sample: SampleConfig | None = None
     """Samples along the way; none if not given."""
+    evaluate: EvaluateConfig | None = None
+    """Downstream tasks along the way; none if not given."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Saving."""
     track: TrackConfig = TrackConfig()

@@ -27,7 +27,7 @@ STEP_CURVES = (
     *("loss", "lr", "grad_norm", "tokens_per_second", "mfu", "memory_bytes", "loss_scale"),
     *("sent_bytes", "mixing", "sync_wait"),
 )
-VALIDATION_CURVES = ("loss", "perplexity", "consensus_distance")
+VALIDATION_CURVES = ("loss", "perplexity", "bits_per_byte", "consensus_distance")
 
 
 def buckets(count: int, *, limit: int = LIMIT) -> list[range]:

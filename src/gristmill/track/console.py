@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from gristmill.base.units import format_seconds
-from gristmill.track.metrics import EventRecord, Record, SampleRecord, StepRecord
+from gristmill.track.metrics import EventRecord, Record, SampleRecord, StepRecord, ValidationRecord
 from gristmill.track.sinks import EtaEstimator, Horizon, line, printable, rate
 
 FIRST_STEPS = 5
@@ -84,7 +84,8 @@ class BarSink:
             if isinstance(record, EventRecord):
                 style = _STYLES[record.level]
             else:
-                style = "green" if record.best else "default"
+                best = isinstance(record, ValidationRecord) and record.best
+                style = "green" if best else "default"
             self._console.print(Text(line(record), style=style), soft_wrap=True)
 
     def flush(self) -> None:

@@ -5,6 +5,7 @@ others are the fields of that kind's class below, in the order of their declarat
 
     {"kind": "step", "step": 1200, "samples": 576000, "tokens": 589824000, …, "loss": 3.2145, …}
     {"kind": "validation", "step": 1200, …, "loss": 3.31, "perplexity": 27.4, …}
+    {"kind": "evaluation", "step": 1200, …, "name": "hellaswag", "metric": "acc", "value": 0.31, …}
     {"kind": "sample", "step": 1200, …, "prompt": "Once", "text": " upon a time"}
     {"kind": "event", "step": 1200, …, "level": "warning", "text": "…"}
 
@@ -124,6 +125,28 @@ class ValidationRecord(ProgressStamp):
     consensus_distance: float | None = None
     """Root mean square distance of the workers to their average, relative to its norm; null unless
     workers have weights of their own."""
+    bits_per_byte: float | None = None
+    """The loss in bits, per byte of text; null if the text has no bytes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationRecord(ProgressStamp):
+    """One score on a downstream task."""
+
+    kind: ClassVar[str] = "evaluation"
+
+    name: str
+    """The task."""
+    metric: str
+    """What was measured, such as acc."""
+    value: float
+    """The score."""
+    stderr: float | None
+    """Its standard error; null if it is not known."""
+    items: int
+    """How many questions were asked."""
+    seconds: float
+    """How long the whole task took."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +173,7 @@ class EventRecord(ProgressStamp):
     """What happened, in one sentence."""
 
 
-Record = StepRecord | ValidationRecord | SampleRecord | EventRecord
+Record = StepRecord | ValidationRecord | EvaluationRecord | SampleRecord | EventRecord
 
 
 _CLASSES: dict[str, type[Record]] = {record.kind: record for record in get_args(Record)}

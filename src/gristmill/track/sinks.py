@@ -35,6 +35,7 @@ from gristmill.base.errors import UserError, optional
 from gristmill.base.files import storage_errors
 from gristmill.base.units import format_bytes, format_count, format_seconds
 from gristmill.track.metrics import (
+    EvaluationRecord,
     EventRecord,
     ProgressStamp,
     Record,
@@ -195,10 +196,18 @@ def line(
     if isinstance(record, ValidationRecord):
         apart = record.consensus_distance
         distance = "" if apart is None else f" | workers {100 * apart:.2g}% from their average"
+        bits = record.bits_per_byte
+        by_byte = "" if bits is None else f"{bits:.4f} bits per byte | "
         return (
             f"validation at step {record.step} | loss {record.loss:.4f} | "
-            f"perplexity {record.perplexity:.5g} | {record.windows} windows in "
+            f"perplexity {record.perplexity:.5g} | {by_byte}{record.windows} windows in "
             f"{format_seconds(record.seconds)}{distance}{' | best so far' if record.best else ''}"
+        )
+    if isinstance(record, EvaluationRecord):
+        error = "" if record.stderr is None else f" ± {record.stderr:.4f}"
+        return (
+            f"{record.name} at step {record.step} | {record.metric} {record.value:.4f}{error} | "
+            f"{record.items:,} items in {format_seconds(record.seconds)}"
         )
     if isinstance(record, SampleRecord):
         quoted = (
@@ -324,9 +333,11 @@ def scalars(record: Record) -> dict[str, float]:
         }
         return {name: value for name, value in named.items() if value is not None}
     if isinstance(record, ValidationRecord):
-        names = ("loss", "perplexity", "consensus_distance")
+        names = ("loss", "perplexity", "bits_per_byte", "consensus_distance")
         named = {f"validation/{name}": getattr(record, name) for name in names}
         return {name: value for name, value in named.items() if value is not None}
+    if isinstance(record, EvaluationRecord):
+        return {f"evaluation/{record.name}/{record.metric}": record.value}
     return {}
 
 

@@ -28,6 +28,7 @@ from gristmill.data.content_check import ContentCheck
 from gristmill.data.dataset import DatasetSplit, RunData, open_data, prove_tokenizer
 from gristmill.data.documents import DocumentRules
 from gristmill.data.loader import Loader, validation_batches
+from gristmill.evaluate.tasks.run import OpenTask, TaskOptions, open_tasks
 from gristmill.models.build import outline_model
 from gristmill.models.spec import CausalLM
 from gristmill.parallel.build import build_strategy
@@ -43,6 +44,7 @@ from gristmill.train.compare import CompareReplicas
 from gristmill.train.health import RunHealth
 from gristmill.train.hooks import Checkpoint, Hook, Sample, StopOnDamage, Validate
 from gristmill.train.meter import AHEAD, Meter
+from gristmill.train.task_evaluation import EvaluateTasks
 from gristmill.train.tracker import Tracker
 
 
@@ -292,8 +294,33 @@ def build_validate(parts: Assembly, tracker: Tracker) -> Validate | None:
             rules=document_rules(parts),
             vocab=parts.numbers.vocab,
         ),
+        tokenizer=parts.tokenizer,
         tracker=tracker,
         state=parts.state,
+    )
+
+
+def build_evaluation(parts: Assembly, tracker: Tracker) -> EvaluateTasks | None:
+    """The hook for downstream tasks, if the run file names some. Their data is read now."""
+    config = parts.config.evaluate
+    if config is None:
+        return None
+    options, opened = TaskOptions(items=config.items), list[OpenTask]()
+
+    def open_here() -> None:
+        opened.extend(open_tasks(config.tasks, options, where="evaluate.tasks"))
+
+    parts.control.on_rank0(open_here)
+    return EvaluateTasks(
+        config.every,
+        tasks=opened,
+        items=config.items,
+        precision=parts.config.precision.compute,
+        strategy=parts.strategy,
+        tokenizer=parts.tokenizer,
+        tracker=tracker,
+        state=parts.state,
+        folder=parts.folder,
     )
 
 
@@ -339,6 +366,9 @@ def build_hooks(
                 folder=parts.folder.samples,
             )
         )
+    evaluation = build_evaluation(parts, tracker)
+    if evaluation is not None:
+        hooks.append(evaluation)
     if config.parallel.compare is not None:
         hooks.append(
             CompareReplicas(

@@ -20,6 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from gristmill.base.errors import DataError, UserError
 from gristmill.base.files import write_atomic
 from gristmill.base.units import Duration, Progress, format_bytes
@@ -234,11 +236,14 @@ class Validate:
         *,
         strategy: Strategy,
         batches: Callable[[], Iterable[Batch]],
+        tokenizer: Tokenizer,
         tracker: Tracker,
         state: TrainState,
     ) -> None:
         self.every, self.strategy, self.batches = every, strategy, batches
         self.tracker, self.state = tracker, state
+        lengths = [len(tokenizer.token_bytes(id)) for id in range(tokenizer.size)]
+        self._bytes_of = torch.tensor(lengths)
         self._done_at: int | None = None
 
     def at_start(self) -> None:
@@ -260,11 +265,13 @@ class Validate:
 
     def _measure(self) -> None:
         started, windows = time.monotonic(), 0
+        tokens = text_bytes = 0.0
 
         def counted() -> Iterable[Batch]:
-            nonlocal windows
+            nonlocal windows, tokens, text_bytes
             for batch in self.batches():
-                windows += batch.samples
+                windows, tokens = windows + batch.samples, tokens + batch.counted
+                text_bytes += self._bytes(batch)
                 yield batch
 
         loss = self.strategy.evaluate(counted())
@@ -280,7 +287,14 @@ class Validate:
             seconds=time.monotonic() - started,
             best=better,
             consensus_distance=self.strategy.distance,
+            bits_per_byte=loss * tokens / math.log(2) / text_bytes if text_bytes else None,
         )
+
+    def _bytes(self, batch: Batch) -> float:
+        """The bytes of the counted targets."""
+        bytes_BT = self._bytes_of[batch.targets_BT]
+        weights_BT = batch.weights_BT
+        return float((bytes_BT if weights_BT is None else bytes_BT * weights_BT).sum())
 
 
 class Sample:

@@ -16,7 +16,13 @@ from gristmill.config.load import dump_run
 from gristmill.config.schema import RunConfig
 from gristmill.track.console import console_sink
 from gristmill.track.folder import RunFolder
-from gristmill.track.metrics import EventRecord, Record, SampleRecord, ValidationRecord
+from gristmill.track.metrics import (
+    EvaluationRecord,
+    EventRecord,
+    Record,
+    SampleRecord,
+    ValidationRecord,
+)
 from gristmill.track.sinks import (
     KEPT_RECORDS,
     Guarded,
@@ -49,6 +55,9 @@ class Tracker:
 
     def validation(self, loss: float, **facts: Any) -> None:
         self.write(ValidationRecord(**self._stamp(), loss=loss, **facts))
+
+    def evaluation(self, name: str, **facts: Any) -> None:
+        self.write(EvaluationRecord(**self._stamp(), name=name, **facts))
 
     def sample(self, prompt: str, text: str) -> None:
         self.write(SampleRecord(**self._stamp(), prompt=prompt, text=text))

@@ -46,6 +46,9 @@ class TaskOptions(NamedTuple):
 class OpenTask(Protocol):
     """A task whose data is there."""
 
+    @property
+    def name(self) -> str: ...
+
     def run(self, loaded: LoadedModel, progress: Progress) -> list[EvaluationResult]:
         """What a model scores; a group of tasks has several results."""
         ...
@@ -88,6 +91,10 @@ class _Single:
     task: Task
     options: TaskOptions
 
+    @property
+    def name(self) -> str:
+        return self.task.name
+
     def run(self, loaded: LoadedModel, progress: Progress) -> list[EvaluationResult]:
         return [_run(self.task, loaded, self.options, progress)]
 
@@ -96,6 +103,7 @@ class _Single:
 class _Core:
     tasks: list[core.CoreTask]
     options: TaskOptions
+    name = core.NAME
 
     def run(self, loaded: LoadedModel, progress: Progress) -> list[EvaluationResult]:
         results = [_run(task, loaded, self.options, progress) for task in self.tasks]
@@ -106,6 +114,10 @@ class _Core:
 class _InHarness:
     task: HarnessTask
     options: TaskOptions
+
+    @property
+    def name(self) -> str:
+        return self.task.name
 
     def run(self, loaded: LoadedModel, progress: Progress) -> list[EvaluationResult]:
         return self.task.run(

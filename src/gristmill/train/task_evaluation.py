@@ -1,0 +1,100 @@
+"""Scores on downstream tasks while a run trains.
+
+The rank that records the run computes them on the whole model, in the run's number format; the
+others wait for it, no longer than `parallel.timeout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gristmill.base.errors import UserError
+from gristmill.base.units import Duration
+from gristmill.checkpoint.layout import CheckpointFolder
+from gristmill.checkpoint.model import LoadedModel
+from gristmill.checkpoint.state import TrainState
+from gristmill.evaluate.results import EvaluationResult, result_name, write_result
+from gristmill.evaluate.tasks.run import OpenTask
+from gristmill.models.spec import CausalLM
+from gristmill.parallel.strategy import Strategy
+from gristmill.text.tokenizers.tokenizer import Tokenizer
+from gristmill.track.folder import RunFolder
+from gristmill.train.meter import StepEvent
+from gristmill.train.tracker import Tracker
+
+
+class EvaluateTasks:
+    """Runs the tasks of the run file."""
+
+    phase = "evaluation"
+
+    def __init__(
+        self,
+        every: Duration,
+        *,
+        tasks: Sequence[OpenTask],
+        items: int | None,
+        precision: str,
+        strategy: Strategy,
+        tokenizer: Tokenizer,
+        tracker: Tracker,
+        state: TrainState,
+        folder: RunFolder,
+    ) -> None:
+        """`tasks` are needed only where the whole model is."""
+        self.every, self.tasks, self.items, self.precision = every, tasks, items, precision
+        self.strategy, self.tokenizer, self.tracker = strategy, tokenizer, tracker
+        self.state, self.folder = state, folder
+        self._done_at: int | None = None
+        self._said = set[str]()
+
+    def at_start(self) -> None:
+        """Nothing: a model that has learnt nothing guesses."""
+
+    def due(self, event: StepEvent) -> bool:
+        return self.every.due(event.before, event.after)
+
+    def act(self, event: StepEvent) -> None:
+        self._evaluate()
+
+    def at_end(self, *, finished: bool) -> None:
+        if finished and self._done_at != self.state.progress.steps:
+            self._evaluate()
+
+    def _evaluate(self) -> None:
+        self._done_at = self.state.progress.steps
+        model = self.strategy.whole()
+        if model is None:
+            return
+        was_training = model.training
+        for task in self.tasks:
+            try:
+                self._run(task, model.eval())
+            except UserError as error:
+                self._warn(f"{task.name} was not evaluated: {error}")
+        model.train(was_training)
+
+    def _warn(self, text: str) -> None:
+        """Say something, but not at every evaluation."""
+        if text not in self._said:
+            self._said.add(text)
+            self.tracker.say(text, level="warning")
+
+    def _run(self, task: OpenTask, model: CausalLM) -> None:
+        step = self.state.progress.steps
+        origin = CheckpointFolder(self.folder.checkpoints).path(step)
+        loaded = LoadedModel(model, self.tokenizer, origin, self.folder.path, step)
+        for result in task.run(loaded, lambda name, done, total: None):
+            for note in result.notes:
+                self._warn(note)
+            self._record(result)
+            file = self.folder.evals / result_name(result, step=step, precision=self.precision)
+            settings = {"items": self.items, "shots": None}
+            write_result(file, result, loaded, precision=self.precision, settings=settings)
+
+    def _record(self, result: EvaluationResult) -> None:
+        facts = {"items": result.count, "seconds": result.seconds}
+        for metric, one in result.measures.items():
+            self.tracker.evaluation(
+                result.name, metric=metric, value=one.value, stderr=one.stderr, **facts
+            )

@@ -1,0 +1,67 @@
+"""Downstream tasks along a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gristmill.base.errors import UserError
+from gristmill.config.schema import RunConfig
+from gristmill.track.metrics import EvaluationRecord, EventRecord, ValidationRecord, read_metrics
+from gristmill.train.run import run_training
+
+TEXTS = [{"text": f"the mill {word} corn"} for word in ("grinds", "turns", "wants")]
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> tuple[Path, Path]:
+    good, long = tmp_path / "told.jsonl", tmp_path / "long.jsonl"
+    good.write_text("".join(json.dumps(row) + "\n" for row in TEXTS))
+    long.write_text(json.dumps({"context": "a", "continuation": "b" * 4000}) + "\n")
+    return good, long
+
+
+def test_scores_are_recorded_and_kept(
+    make_run: Callable[..., RunConfig], tmp_path: Path, tasks: tuple[Path, Path]
+) -> None:
+    names = json.dumps([str(file) for file in tasks])
+    settings = ("evaluate.every=2 steps", f"evaluate.tasks={names}", "evaluate.items=2")
+    config = make_run('train.until="5 steps"', *settings)
+    run_training(config)
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    found = [one for one in records if isinstance(one, EvaluationRecord)]
+    assert [(one.step, one.metric) for one in found] == [
+        (step, metric) for step in (2, 4, 5) for metric in ("acc", "perplexity")
+    ]
+    assert {one.name for one in found} == {"told"} and {one.items for one in found} == {2}
+    kept = json.loads((tmp_path / "run" / "evals" / "step-00000004-told.json").read_text())
+    assert kept["measures"]["perplexity"]["value"] == pytest.approx(found[3].value)
+    warnings = [one.text for one in records if isinstance(one, EventRecord) and "long" in one.text]
+    assert len(warnings) == 1 and "more than the model's context" in warnings[0]
+    validation = next(one for one in records if isinstance(one, ValidationRecord))
+    assert validation.bits_per_byte == pytest.approx(validation.loss / 0.6931472, rel=0.05)
+
+
+def test_training_is_not_changed_by_tasks(
+    make_run: Callable[..., RunConfig], tmp_path: Path, tasks: tuple[Path, Path]
+) -> None:
+    losses = []
+    for extra in ((), ("evaluate.every=1 steps", f'evaluate.tasks=["{tasks[0]}"]')):
+        folder = tmp_path / f"run-{len(extra)}"
+        run_training(make_run('train.until="4 steps"', f'folder="{folder}"', *extra))
+        kind = ValidationRecord
+        records = read_metrics(folder / "metrics.jsonl")
+        losses.append([one.loss for one in records if isinstance(one, kind)])
+    assert losses[0] == losses[1]
+
+
+def test_missing_data_is_told_before_the_first_step(
+    make_run: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    config = make_run("evaluate.every=1 steps", 'evaluate.tasks=["lambada=nowhere.jsonl"]')
+    with pytest.raises(UserError, match=r"nowhere.jsonl: there is no such file"):
+        run_training(config)
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
