@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.cli.options import Overrides
+
+if TYPE_CHECKING:
+    from gristmill.config.schema import RunConfig
 
 
 def train(
@@ -49,6 +53,14 @@ def train(
             "that crashed, at most N times in all.",
         ),
     ] = 0,
+    validate_only: Annotated[
+        bool,
+        typer.Option(
+            "--validate-only",
+            help="Do not train: compute the run's own validation at its newest checkpoint (or "
+            "--from STEP), or for the weights that it starts from. Changes nothing.",
+        ),
+    ] = False,
 ) -> None:
     """Train a model, or resume the run in the folder."""
     from gristmill.launch.lifeline import follow_supervisor
@@ -60,6 +72,9 @@ def train(
     config = load_run(run, settings or (), find_model=settings_folder)
     if fresh and start_from is not None:
         what = "--fresh starts over, and --from goes back to a checkpoint"
+        raise UserError(what, where="command line", remedy="leave out one of them", exit=Exit.USAGE)
+    if fresh and validate_only:
+        what = "--fresh starts a run over, and --validate-only changes nothing"
         raise UserError(what, where="command line", remedy="leave out one of them", exit=Exit.USAGE)
     if (processes > 1 or restarts > 0) and not supervised:
         from gristmill.base.process import Place
@@ -81,7 +96,7 @@ def train(
         folder = run_folder(config)
         if fresh:
             move_aside(folder)
-        if start_from is not None:
+        if start_from is not None and not validate_only:
             from gristmill.base.locks import FolderLock
             from gristmill.train.go_back import choose_step, go_back
 
@@ -91,10 +106,16 @@ def train(
                 go_back(folder, step)
         # As typed, since the run folder keeps it; a supervised process starts no others.
         options = (f"--processes={processes}", *([f"--restarts={restarts}"] if restarts else ()))
+        if validate_only:
+            chosen = () if start_from is None else (f"--from={start_from}",)
+            options = (*options, "--validate-only", *chosen)
         command = (sys.executable, "-m", "gristmill", "train", *options, "--", str(run))
         command = (*command, *(settings or ()))
         job = Job(command, processes, folder, restarts, elastic=config.parallel.elastic)
         raise typer.Exit(supervise(job))
+    if validate_only:
+        _validate(config, start_from)
+        return
     from gristmill.base.memory import keep_freed_memory
     from gristmill.train.stop import StopRequest
 
@@ -105,6 +126,21 @@ def train(
 
         outcome = run_training(config, fresh=fresh, start_from=start_from, stop=stop)
     raise typer.Exit(outcome.exit)
+
+
+def _validate(config: RunConfig, step: str | None) -> None:
+    """Print the validation of a run, beside what it recorded."""
+    from gristmill.track.sinks import line
+    from gristmill.train.validate import validate_run
+
+    found = validate_run(config, checkpoint=step)
+    if not found.leads:
+        return
+    typer.echo(line(replace(found.record, best=False)))
+    if found.recorded is not None:
+        then, now = found.recorded.loss, found.record.loss
+        same = "the same to the bit" if then == now else f"now {now:.9g}"
+        typer.echo(f"recorded by the run: loss {then:.9g}, {same}")
 
 
 def demo(

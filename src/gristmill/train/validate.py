@@ -1,0 +1,127 @@
+"""The validation of a run by itself, without training.
+
+Data, model, layout and number formats are those of the run, so the loss is the one that the run
+computed at the checkpoint: the same to the bit with as many processes and threads on the same kind
+of machine. Without a checkpoint, the weights that the run starts from are measured. Nothing in the
+run folder changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from gristmill.base.errors import Exit, UserError
+from gristmill.base.process import Place
+from gristmill.checkpoint.layout import CheckpointFolder, step_of
+from gristmill.checkpoint.state import restore
+from gristmill.config.rules import check_mesh
+from gristmill.config.schema import RunConfig
+from gristmill.parallel.liveness.monitor import Monitor
+from gristmill.parallel.liveness.verdict import Limits
+from gristmill.parallel.world import close_world, open_world
+from gristmill.track.folder import RunFolder, run_folder
+from gristmill.track.metrics import Record, ValidationRecord, read_metrics
+from gristmill.train.assemble import Assembly, assemble, build_validate
+from gristmill.train.go_back import choose_step
+from gristmill.train.tracker import Tracker
+
+
+@dataclass(frozen=True)
+class Validated:
+    """A validation, and what the run recorded at the same step."""
+
+    record: ValidationRecord
+    recorded: ValidationRecord | None
+    leads: bool
+    """Whether this process tells about it."""
+
+
+class _Collect:
+    """A sink that keeps the records of validation."""
+
+    def __init__(self) -> None:
+        self.records: list[ValidationRecord] = []
+
+    def write(self, record: Record) -> None:
+        if isinstance(record, ValidationRecord):
+            self.records.append(record)
+
+    def flush(self) -> None:
+        """Nothing is buffered."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def validate_run(config: RunConfig, *, checkpoint: str | None = None) -> Validated:
+    """Validate at the newest checkpoint that is intact, or at the step that is named."""
+    if config.parallel.elastic:
+        raise UserError(
+            "workers that may come and go are not validated by themselves",
+            where="parallel.elastic",
+            remedy="validate with parallel.elastic=false",
+        )
+    place, folder = Place.current(), run_folder(config)
+    mesh = check_mesh(config, processes=place.world)
+    limits = Limits.of(config.parallel, save=config.checkpoint.timeout)
+    with Monitor(place, limits=limits, log=folder.rank_log(place.rank)) as monitor:
+        world = open_world(
+            config.runtime,
+            tf32=config.precision.tf32,
+            mesh=mesh,
+            parallel=config.parallel,
+            place=place,
+        )
+        control = world.control_group("run")
+        parts = assemble(config, folder, world, control)
+        step = control.on_rank0(partial(_choose, folder, config, checkpoint))
+        if step is not None:
+            _load(parts, step)
+        monitor.phase("validation", step or 0)
+        collect = _Collect()
+        validate = build_validate(parts, Tracker([collect], clock=lambda: parts.state.progress))
+        if validate is None:
+            raise UserError(
+                "this run has no validation text",
+                where="data",
+                remedy="give data.validation, or data.split a second part",
+            )
+        validate.at_start()
+    close_world()
+    (record,) = collect.records
+    return Validated(record, _recorded(folder, record.step), leads=control.is_rank0)
+
+
+def _choose(folder: RunFolder, config: RunConfig, which: str | None) -> int | None:
+    """The step to validate at; None for the weights that the run starts from."""
+    checkpoints = CheckpointFolder(folder.checkpoints)
+    if which is not None:
+        return choose_step(folder, which)
+    found = checkpoints.newest_intact()
+    if found.path is not None:
+        return step_of(found.path)
+    if config.model.initial_weights is None:
+        raise UserError(
+            "there is no checkpoint, and the run starts from random weights",
+            where=folder.checkpoints,
+            remedy="train it first, or name weights with model.start",
+            exit=Exit.DATA,
+        )
+    return None
+
+
+def _load(parts: Assembly, step: int) -> None:
+    def load() -> None:
+        restore(parts.state, CheckpointFolder(parts.folder.checkpoints).path(step))
+        parts.strategy.load(parts.state.strategy)
+
+    parts.control.on_all_ranks(load)
+
+
+def _recorded(folder: RunFolder, step: int) -> ValidationRecord | None:
+    if not folder.metrics.is_file():
+        return None
+    records = read_metrics(folder.metrics, damaged=lambda number, why: None)
+    found = (one for one in records if isinstance(one, ValidationRecord) and one.step == step)
+    return next(found, None)

@@ -1,0 +1,62 @@
+"""The validation of a run by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gristmill.base.errors import UserError
+from gristmill.config.schema import RunConfig
+from gristmill.track.metrics import ValidationRecord, read_metrics
+from gristmill.train.run import run_training
+from gristmill.train.validate import validate_run
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
+
+
+def test_it_computes_what_the_run_computed(
+    make_run: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    config = make_run(
+        'train.until="6 steps"', 'validate.every="2 steps"', 'checkpoint.every="2 steps"'
+    )
+    run_training(config)
+    before = content(folder)
+    losses = {
+        one.step: one.loss
+        for one in read_metrics(folder / "metrics.jsonl")
+        if isinstance(one, ValidationRecord)
+    }
+    newest = validate_run(config)
+    assert newest.record.step == 6 and newest.record.loss == losses[6]
+    assert newest.recorded is not None and newest.recorded.loss == losses[6]
+    assert validate_run(config, checkpoint="4").record.loss == losses[4]
+    assert content(folder) == before
+
+
+def test_without_a_checkpoint_the_starting_weights_are_measured(
+    make_run: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    config = make_run('train.until="2 steps"')
+    with pytest.raises(UserError, match="starts from random weights"):
+        validate_run(config)
+    trained = run_training(config)
+    other = make_run(f'model.start="{trained.folder}"', f'folder="{tmp_path / "other"}"')
+    assert validate_run(other).record.loss == validate_run(config).record.loss
+    assert validate_run(other).recorded is None
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_run_without_validation_text(make_run: Callable[..., RunConfig]) -> None:
+    run_training(make_run('train.until="1 steps"', 'data.split="100,0"'))
+    with pytest.raises(UserError, match="no validation text"):
+        validate_run(make_run('train.until="1 steps"', 'data.split="100,0"'))
