@@ -26,6 +26,7 @@ from typing import Any
 
 from gristmill.base.errors import DataError, Exit, Problem, UserError
 from gristmill.base.files import read_json, write_atomic
+from gristmill.report.evaluations import newest_results
 from gristmill.report.plots import STEP_CURVES, VALIDATION_CURVES, buckets, make_plot
 from gristmill.track.folder import RunFolder
 from gristmill.track.metrics import (
@@ -120,6 +121,7 @@ def _run(
         "train": make_plot(steps, names=STEP_CURVES, start=start),
         "validation": make_plot(validations, names=VALIDATION_CURVES, start=start),
         "samples": _samples(records),
+        "evaluations": newest_results(folder.evals, warn=warn),
         "events": {"total": len(events), "newest": events[-MOST_EVENTS:]},
         "settings": folder.settings.read_text("utf-8", errors="replace"),
         "environment": {key: _shown(value) for key, value in _flat(environment).items()},
