@@ -53,7 +53,7 @@ class HarnessTask:
         progress: Callable[[int, int], None],
     ) -> list[EvaluationResult]:
         """The results of the task; a group of tasks has its own first, then one for each."""
-        started, model = time.monotonic(), _language_model(loaded, progress)
+        started, model = time.monotonic(), language_model(loaded, progress)
         with _quiet():
             from lm_eval.evaluator import simple_evaluate
 
@@ -187,7 +187,7 @@ def _quiet() -> Iterator[None]:
 # ------------------------------------------------------------------ the model
 
 
-def _language_model(loaded: LoadedModel, progress: Callable[[int, int], None] | None) -> Any:
+def language_model(loaded: LoadedModel, progress: Callable[[int, int], None] | None) -> Any:
     """The model as the harness calls it; its base class is imported only here."""
     from lm_eval.api.model import LM
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
