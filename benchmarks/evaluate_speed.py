@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
-TOLERANCE = {"fp32": 2e-2, "bf16": 2.0}
-"""How far log-likelihoods may be apart; answers in bf16 differ by rounding."""
+TOLERANCE = {"fp32": 2e-2, "bf16": 4.0}
+"""How far log-likelihoods of whole texts may be apart: in bf16 logits have three digits."""
 
 
 def main() -> None:

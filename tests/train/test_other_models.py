@@ -73,8 +73,9 @@ class Memory:
     def clear(self) -> None:
         self.length, self.states = 0, {}
 
-    def select(self, rows_B: torch.Tensor) -> None:
-        self.states = {number: state[rows_B] for number, state in self.states.items()}
+    def branch(self, rows_B: torch.Tensor) -> Memory:
+        states = {number: state[rows_B] for number, state in self.states.items()}
+        return Memory(self.length, states)
 
 
 class Cell(nn.Module):

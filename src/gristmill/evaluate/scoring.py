@@ -7,9 +7,10 @@ The options of one question usually share a long beginning:
              ------ prefix ----------- ------ branch --------     a continuation begins at |
 
 A prefix is computed once and its cache is copied to all branches. A branch begins one token before
-the earliest continuation, so that the logits of its first token are there. Questions of about the
-same length form a batch, and the shortest prefix of a batch is the prefix of all: nothing is padded
-on the left, so no mask is needed. Padding on the right is never seen by a causal model. The head
+the earliest continuation, so that the logits of its first token are there. Questions with prefixes
+of about the same length form a batch, and the shortest of them is the prefix of all: nothing is
+padded on the left, so no mask is needed. The branches of a batch are computed in groups of about
+the same length, since they are padded on the right, which a causal model never sees. The head
 computes logits for the continuations only, which for a small model is half of the work.
 
 Shapes: B rows, T positions, N scored tokens, V vocabulary.
@@ -24,16 +25,26 @@ from typing import NamedTuple
 import torch
 
 from gristmill.base.errors import DataError, UserError
-from gristmill.models.spec import CausalLM
+from gristmill.models.spec import Cache, CausalLM
 
-CPU_TOKENS, GPU_TOKENS = 4096, 65536
-"""Positions that a batch may have."""
-CPU_LOGIT_BYTES, GPU_LOGIT_BYTES = 2**28, 2**31
-"""Memory allowed for the fp32 logits of a batch."""
+
+@dataclass(frozen=True)
+class Limits:
+    """How much is computed at once."""
+
+    positions: int
+    """Positions of a batch, at most."""
+    logit_bytes: int
+    """Memory for the fp32 logits of a group of branches."""
+    least: int
+    """Positions that are worth a pass of their own, so that padding may be avoided."""
+
+
+LIMITS = {"cpu": Limits(4096, 2**28, 512), "gpu": Limits(65536, 2**31, 4096)}
 SHORTEST_PREFIX = 8
 """Shorter ones are not worth a pass of their own."""
-LEAST_SHARE = 0.75
-"""How long the shortest prefix of a batch is at least, compared with the longest."""
+MOST_WASTE = 0.1
+"""Positions computed for nothing, as a share of those that are needed."""
 
 
 class Continuation(NamedTuple):
@@ -76,17 +87,10 @@ class _Question:
     prefix: int
     """Ids that all rows share and whose logits are not needed."""
 
-    def positions(self, prefix: int) -> int:
-        """Positions computed, if the first ones are computed once; short rows are padded."""
-        return prefix + len(self.rows) * (self.longest - prefix)
-
     @property
-    def longest(self) -> int:
-        return max(len(row.ids) for row in self.rows)
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(row.ids) - row.first for row in self.rows)
+    def positions(self) -> int:
+        """Positions computed if nothing is padded."""
+        return self.prefix + sum(len(row.ids) - self.prefix for row in self.rows)
 
 
 @dataclass
@@ -168,30 +172,52 @@ def common_length(rows: Sequence[tuple[int, ...]]) -> int:
 
 
 def _batches(questions: list[_Question], model: CausalLM) -> Iterator[list[_Question]]:
-    """Questions of similar sizes together, the largest first, within the limits of memory."""
-    on_cpu = model.device.type == "cpu"
-    most = CPU_TOKENS if on_cpu else GPU_TOKENS
-    most_scored = (CPU_LOGIT_BYTES if on_cpu else GPU_LOGIT_BYTES) // (4 * model.vocab)
+    """Questions with prefixes of similar lengths, the longest first."""
+    limits = _limits(model)
     if model.new_cache(1) is None:
         questions = [replace(question, prefix=0) for question in questions]
     batch: list[_Question] = []
-    ordered = sorted(questions, key=lambda one: (one.prefix, one.longest), reverse=True)
-    for question in ordered:
-        together = [*batch, question]
-        # They are sorted, so the last one has the shortest prefix.
-        shortest = question.prefix
-        similar = not batch or shortest >= LEAST_SHARE * batch[0].prefix
-        rows = sum(len(one.rows) for one in together)
-        longest = max(one.longest for one in together) - shortest
-        positions = rows * longest + (len(together) * shortest)
-        scored = sum(one.tokens for one in together)
-        if batch and not (similar and positions <= most and scored <= most_scored):
+    needed = computed = 0
+    longest = sorted(questions, key=lambda one: (one.prefix, len(one.rows[0].ids)), reverse=True)
+    for question in longest:
+        # It has the shortest prefix, which the others would have to make do with.
+        before = batch[-1].prefix if batch else 0
+        rows = sum(len(one.rows) - 1 for one in batch) if before != question.prefix else 0
+        more = (before - question.prefix) * rows
+        wasted = computed + more - needed
+        full = computed + more + question.positions > limits.positions
+        if batch and (full or (wasted > MOST_WASTE * needed and needed >= limits.least)):
             yield batch
-            batch = [question]
-        else:
-            batch = together
+            batch, needed, computed, more = [], 0, 0, 0
+        batch.append(question)
+        needed, computed = needed + question.positions, computed + more + question.positions
     if batch:
         yield batch
+
+
+def _limits(model: CausalLM) -> Limits:
+    return LIMITS["cpu" if model.device.type == "cpu" else "gpu"]
+
+
+def _groups(rows: list[_PlacedRow], prefix: int, model: CausalLM) -> Iterator[list[_PlacedRow]]:
+    """Branches of similar lengths, the longest first, within the memory for their logits."""
+    limits = _limits(model)
+    most_scored = limits.logit_bytes // (4 * model.vocab)
+    group: list[_PlacedRow] = []
+    needed = scored = longest = 0
+    for one in sorted(rows, key=lambda one: len(one.row.ids), reverse=True):
+        length = len(one.row.ids) - prefix
+        longest = longest or length
+        padded = (len(group) + 1) * longest
+        waste = padded - needed - length
+        many = scored + len(one.row.ids) - one.row.first > most_scored
+        if group and (many or (waste > MOST_WASTE * needed and needed >= limits.least)):
+            yield group
+            group, needed, scored, longest = [], 0, 0, length
+        group.append(one)
+        needed, scored = needed + length, scored + len(one.row.ids) - one.row.first
+    if group:
+        yield group
 
 
 # ------------------------------------------------------------------ a batch
@@ -210,45 +236,64 @@ def _score_batch(model: CausalLM, batch: list[_Question]) -> Iterator[tuple[int,
     yield from _score_batch(model, batch[middle:])
 
 
+class _PlacedRow(NamedTuple):
+    """A row, and which question of its batch it belongs to."""
+
+    question: int
+    row: _Row
+
+
 @torch.inference_mode()
 def _computed(model: CausalLM, batch: list[_Question]) -> list[tuple[int, list[Score]]]:
     device, prefix = model.device, min(question.prefix for question in batch)
-    rows = [row for question in batch for row in question.rows]
-    longest = max(len(row.ids) for row in rows) - prefix
-    tokens_BT = torch.zeros((len(rows), longest), dtype=torch.int64)
+    rows = [_PlacedRow(place, row) for place, question in enumerate(batch) for row in question.rows]
+    cache = None
+    if prefix:
+        cache = model.new_cache(max(len(one.row.ids) for one in rows))
+        starts_BT = torch.tensor([question.rows[0].ids[:prefix] for question in batch])
+        nothing = torch.empty(0, dtype=torch.int64, device=device)
+        model(starts_BT.to(device), cache=cache, logits_at_N=nothing)
+    scores: list[dict[int, Score]] = [{} for _ in batch]
+    for group in _groups(rows, prefix, model):
+        options = {}
+        if cache is not None:
+            chosen = torch.tensor([one.question for one in group], device=device)
+            options["cache"] = cache.branch(chosen)
+        for question, option, found in _score_rows(model, group, prefix, options):
+            scores[question][option] = found
+    return [
+        (question.number, [found[option] for option in sorted(found)])
+        for question, found in zip(batch, scores, strict=True)
+    ]
+
+
+def _score_rows(
+    model: CausalLM, group: list[_PlacedRow], prefix: int, options: dict[str, Cache]
+) -> Iterator[tuple[int, int, Score]]:
+    """Question, option and score of every continuation of a group of rows."""
+    device, longest = model.device, max(len(one.row.ids) for one in group) - prefix
+    tokens_BT = torch.zeros((len(group), longest), dtype=torch.int64)
     at, targets = list[int](), list[int]()
-    for number, row in enumerate(rows):
+    for number, (_, row) in enumerate(group):
         tokens_BT[number, : len(row.ids) - prefix] = torch.tensor(row.ids[prefix:])
         for _, one in row.scored:
             first = number * longest - prefix
             at += range(first + one.start - 1, first + len(one.ids) - 1)
             targets += one.ids[one.start :]
-    options = {}
-    if prefix:
-        cache = model.new_cache(prefix + longest)
-        assert cache is not None
-        starts_BT = torch.tensor([question.rows[0].ids[:prefix] for question in batch])
-        nothing = torch.empty(0, dtype=torch.int64, device=device)
-        model(starts_BT.to(device), cache=cache, logits_at_N=nothing)
-        counts = torch.tensor([len(question.rows) for question in batch])
-        cache.select(torch.repeat_interleave(counts).to(device))
-        options["cache"] = cache
     at_N = torch.tensor(at, device=device)
     logits_NV = model(tokens_BT.to(device), logits_at_N=at_N, **options)
     assert isinstance(logits_NV, torch.Tensor)
     log_probs, right = _judge(logits_NV, torch.tensor(targets, device=device))
-    found, place = list[tuple[int, list[Score]]](), 0
-    for question in batch:
-        scores: dict[int, Score] = {}
-        for row in question.rows:
-            for option, one in row.scored:
-                end = place + len(one.ids) - one.start
-                scores[option] = Score(
-                    sum(log_probs[place:end]), all(right[place:end]), end - place
-                )
-                place = end
-        found.append((question.number, [scores[option] for option in sorted(scores)]))
-    return found
+    place = 0
+    for question, row in group:
+        for option, one in row.scored:
+            end = place + len(one.ids) - one.start
+            yield (
+                question,
+                option,
+                Score(sum(log_probs[place:end]), all(right[place:end]), end - place),
+            )
+            place = end
 
 
 def _judge(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> tuple[list[float], list[bool]]:

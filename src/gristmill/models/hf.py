@@ -11,6 +11,7 @@ Code in a model's repository is never run.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -262,8 +263,11 @@ class HFCache:
         self.length = 0
         self.inner = library().DynamicCache(config=self._config)
 
-    def select(self, rows_B: torch.Tensor) -> None:
-        self.inner.batch_select_indices(rows_B)
+    def branch(self, rows_B: torch.Tensor) -> HFCache:
+        other = HFCache(self._config)
+        other.inner, other.length = copy.deepcopy(self.inner), self.length
+        other.inner.batch_select_indices(rows_B)
+        return other
 
 
 def _plain_loss(

@@ -131,8 +131,8 @@ class Cache(Protocol):
     def clear(self) -> None:
         """Reset to empty and keep the memory."""
 
-    def select(self, rows_B: torch.Tensor) -> None:
-        """Continue with these samples of the batch, in this order; one may occur several times."""
+    def branch(self, rows_B: torch.Tensor) -> Cache:
+        """Another cache, with these samples of the batch; one may occur several times."""
 
 
 @dataclass
@@ -161,9 +161,10 @@ class KVCache:
     def clear(self) -> None:
         self.length = 0
 
-    def select(self, rows_B: torch.Tensor) -> None:
-        self.keys_BHTK = [keys_BHTK[rows_B] for keys_BHTK in self.keys_BHTK]
-        self.values_BHTK = [values_BHTK[rows_B] for values_BHTK in self.values_BHTK]
+    def branch(self, rows_B: torch.Tensor) -> KVCache:
+        keys, values = self.keys_BHTK, self.values_BHTK
+        chosen = [one[rows_B] for one in keys], [one[rows_B] for one in values]
+        return KVCache(self.capacity, *chosen, length=self.length)
 
 
 # ------------------------------------------------------------------ the contract
