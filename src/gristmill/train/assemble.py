@@ -25,6 +25,7 @@ from gristmill.config.resolve import Resolved, resolve
 from gristmill.config.schema import DataConfig, RunConfig
 from gristmill.data.build import OrderSpec, build_rules, build_stream, order_identity
 from gristmill.data.content_check import ContentCheck
+from gristmill.data.conversations import ChatOptions, open_chat, open_conversations
 from gristmill.data.dataset import DatasetSplit, RunData, open_data, prove_tokenizer
 from gristmill.data.documents import DocumentRules
 from gristmill.data.loader import Loader, validation_batches
@@ -37,6 +38,7 @@ from gristmill.parallel.device import memory_explained
 from gristmill.parallel.strategy import Strategy
 from gristmill.parallel.world import World, open_world
 from gristmill.plan.arithmetic import ModelSize, gpt_size, model_size
+from gristmill.text.chat.encoding import ChatEncoder
 from gristmill.text.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from gristmill.track.folder import RunFolder
 from gristmill.train.compare import CompareReplicas
@@ -63,6 +65,8 @@ class Assembly:
     """The whole model on the meta device."""
     notes: tuple[str, ...] = ()
     """What the user should know about the weights that the run starts from."""
+    chat: ChatEncoder | None = None
+    """How conversations become ids; None for a run on token files."""
 
     @property
     def parameters(self) -> int:
@@ -83,8 +87,9 @@ def assemble(
     `saves`: whether checkpoints are saved, so that the disk must have room for one. `workers`:
     those that take part in a decentralized run, if not all of them."""
     world = world or open_world(config.runtime, tf32=config.precision.tf32)
-    data = open_data(config.data, sequence=config.data.sequence or config.model.context)
-    tokenizer = _open_tokenizer(config, data)
+    chat = open_chat(config) if config.data.kind == "chat" else None
+    data, tokenizer = _open_data(config, folder, chat)
+    _require_room_for(tokenizer, config)
     numbers = resolve(config, vocab=tokenizer.size, mesh=world.mesh)
     control = control or ControlGroup()
     size = _model_size(config, numbers, world.mesh)
@@ -118,7 +123,8 @@ def assemble(
         parameters=strategy.parameters,
         padded=outline.vocabulary_parameters(),
         names=frozenset(outline.roles()),
-        identity=_identity(config, numbers, data, tokenizer),
+        identity=_identity(config, numbers, data, tokenizer)
+        | ({} if chat is None else {"data.template (content)": chat.template.fingerprint}),
         identity_defaults=_of_model(config.model.identity_defaults()),
         identity_retired=_of_model(config.model.retired),
         settings={"model": config.model.model_dump(exclude_none=True), "vocab": numbers.vocab},
@@ -133,8 +139,31 @@ def assemble(
         writes_unowned=not any(place for axis, place in world.at.items() if axis not in copied),
     )
     return Assembly(
-        config, numbers, folder, data, tokenizer, world, state, strategy, control, outline, notes
+        config,
+        numbers,
+        folder,
+        data,
+        tokenizer,
+        world,
+        state,
+        strategy,
+        control,
+        outline,
+        notes,
+        chat,
     )
+
+
+def _open_data(
+    config: RunConfig, folder: RunFolder, chat: ChatEncoder | None
+) -> tuple[RunData, Tokenizer]:
+    sequence = config.data.sequence or config.model.context
+    if chat is None:
+        data = open_data(config.data, sequence=sequence)
+        return data, _open_tokenizer(config, data)
+    together = config.packs_conversations
+    options = ChatOptions(sequence, together=together, cache=folder.path / "index")
+    return open_conversations(config.data, chat, options), chat.tokenizer
 
 
 def _model_size(config: RunConfig, numbers: Resolved, mesh: Mesh) -> ModelSize:
@@ -198,6 +227,11 @@ def _open_tokenizer(config: RunConfig, data: RunData) -> Tokenizer:
         for split in data.validation.splits:
             where = f"data.validation {split.path}"
             prove_tokenizer(tokenizer, split.reader, where=where, remedy=remedy)
+    return tokenizer
+
+
+def _require_room_for(tokenizer: Tokenizer, config: RunConfig) -> None:
+    """Refuse a tokenizer with more ids than the model."""
     if config.model.vocab is not None and config.model.vocab < tokenizer.size:
         raise UserError(
             f"the tokenizer has {tokenizer.size} ids, but the model has {config.model.vocab}",
@@ -205,7 +239,6 @@ def _open_tokenizer(config: RunConfig, data: RunData) -> Tokenizer:
             remedy="leave model.vocab out, raise model.hf_config.vocab_size, or prepare the text "
             "with a smaller tokenizer",
         )
-    return tokenizer
 
 
 def _identity(
@@ -240,6 +273,8 @@ def _each(data: RunData, fact: Callable[[DatasetSplit], Any]) -> Any:
 
 def document_rules(parts: Assembly) -> DocumentRules:
     """How document boundaries are treated."""
+    if parts.config.packs_conversations:
+        return DocumentRules(marks="files", attention=True, positions=True)
     return build_rules(parts.config.data, end_of_text=parts.tokenizer.end_of_text)
 
 
@@ -271,7 +306,8 @@ def build_loader(parts: Assembly) -> Loader:
 
 def build_content_check(parts: Assembly) -> ContentCheck:
     """The comparison of the token files with their checksums, by one process of each node."""
-    wanted = parts.config.data.verify and parts.world.place.local_rank == 0
+    has_manifests = parts.config.data.kind == "tokens" and parts.config.data.verify
+    wanted = has_manifests and parts.world.place.local_rank == 0
     mixtures = (parts.data.train, parts.data.validation) if wanted else ()
     return ContentCheck(split.path for held in mixtures if held for split in held.splits)
 
