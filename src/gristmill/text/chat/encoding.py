@@ -155,3 +155,11 @@ class ChatEncoder:
                 remedy='end every answer with {{ eos_token }}, or use "plain"',
             )
         return frozenset(ends)
+
+
+def turn_ends(tokenizer: Tokenizer, template: ChatTemplate) -> frozenset[int]:
+    """The control tokens by which a template ends answers; none if that cannot be told."""
+    try:
+        return ChatEncoder(tokenizer, template, where=template.name).ends
+    except UserError:
+        return frozenset()
