@@ -33,7 +33,7 @@ def converse(
 
     encoder = _open_encoder(loaded, template)
     chat = ChatGenerator(loaded.model, encoder, system=system, cached=cached)
-    if prompt is None and sys.stdin.isatty():
+    if prompt is None and _is_terminal():
         typer.echo("Type a message; an empty line or Ctrl-D ends.")
         told = False
         while line := _ask():
@@ -69,6 +69,10 @@ def _open_encoder(loaded: LoadedModel, template: str | None) -> ChatEncoder:
     return ChatEncoder(loaded.tokenizer, own, where=own.name)
 
 
+def _is_terminal() -> bool:
+    return sys.stdin.isatty()
+
+
 def _ask() -> str:
     try:
         return input(">> ")
@@ -98,3 +102,4 @@ def _write(answer: Iterator[tuple[int, str]]) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     sys.stdout.write("\n")
+    sys.stdout.flush()
