@@ -22,7 +22,6 @@ from gristmill.base.errors import DataError, UserError
 from gristmill.models.spec import CausalLM
 from gristmill.text.chat.conversations import Message
 from gristmill.text.chat.encoding import ChatEncoder
-from gristmill.text.chat.template import TemplateRefusedError, TemplateRewritesError
 from gristmill.text.tokenizers.tokenizer import Tokenizer
 
 
@@ -162,7 +161,7 @@ class TextGenerator:
             if not draft.finished:
                 yield number, self.tokenizer.decode(draft.ids)[draft.yielded :]
 
-    def texts(self, prompt: str, *, samples: int = 1, **options: Any) -> list[str]:
+    def texts(self, prompt: str | list[int], *, samples: int = 1, **options: Any) -> list[str]:
         """The whole continuations; `options` are those of `stream`."""
         texts = [""] * samples
         for number, piece in self.stream(prompt, samples=samples, **options):
@@ -242,14 +241,7 @@ class ChatGenerator:
         answer; the system message stays."""
         room = min(tokens, self.context // 4)
         while True:
-            try:
-                ids = self.encoder.encode_prompt(self.messages)
-            except TemplateRefusedError as error:
-                what = f"the template does not accept this conversation: {error}"
-                raise UserError(what, where=self.encoder.template.name) from error
-            except TemplateRewritesError as error:
-                what = "the template rewrites the messages of this conversation"
-                raise UserError(what, where=self.encoder.template.name) from error
+            ids = self.encoder.encode_prompt(self.messages)
             if len(ids) + room <= self.context:
                 return ids
             first = int(self.messages[0].role == "system")

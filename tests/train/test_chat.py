@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -175,6 +176,26 @@ def test_two_processes_and_micro_batches_train_as_one(
         assert [line["loss"] for line in other] == pytest.approx(
             [line["loss"] for line in one], rel=2e-4
         )
+
+
+def test_a_step_in_which_nothing_counts_changes_no_number(
+    make_chat: MakeRun, tmp_path: Path
+) -> None:
+    parts = assemble(make_chat(), RunFolder(tmp_path / "chat"))
+    (batch,) = build_loader(parts).step_batches(0)
+    assert batch.weights_BT is not None
+    nothing = replace(batch, weights_BT=torch.zeros_like(batch.weights_BT), counted=0.0)
+    result = parts.strategy.accumulate([nothing], parts.state.progress)
+    result = parts.strategy.update(result)
+    assert (float(result.loss), float(result.grad_norm or 0.0)) == (0.0, 0.0)
+    assert all(parameter.isfinite().all() for parameter in parts.strategy.model.parameters())
+
+
+def test_samples_are_answers(make_chat: MakeRun, tmp_path: Path) -> None:
+    sample = ('sample.every="2 steps"', 'sample.prompts=["red?"]', "sample.tokens=4")
+    assert run_training(make_chat('train.until="2 steps"', *sample)).exit is Exit.DONE
+    page = (tmp_path / "chat" / "samples" / "step-00000002.txt").read_text()
+    assert page.startswith("red?\n")
 
 
 def test_other_data_or_another_template_is_refused(

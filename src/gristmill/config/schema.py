@@ -218,7 +218,8 @@ class SampleConfig(Settings):
     every: Interval
     """How often."""
     prompts: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = ("",)
-    """Beginnings to continue; an empty one starts a new document."""
+    """Beginnings to continue; an empty one starts a new document. With data.kind = "chat", messages
+    to answer."""
     tokens: Count = 64
     """Length of each sample."""
     temperature: Annotated[float, Field(ge=0)] = 0.8

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -40,7 +40,6 @@ from gristmill.data.stream import OpenTokenSet
 from gristmill.data.watch import TokenFileWatch
 from gristmill.text.chat.conversations import (
     BadLine,
-    Conversation,
     LineLedger,
     read_conversations,
     require_conversations,
@@ -115,6 +114,8 @@ class ChatOptions:
     """Whether several share a sample; else each has its own."""
     cache: Path | None = None
     """Folder for encoded sets; None caches nothing."""
+    progress: Callable[[str], None] = lambda doing: None
+    """Called with what is being done, and how far it is."""
 
 
 def open_conversations(config: DataConfig, encoder: ChatEncoder, options: ChatOptions) -> RunData:
@@ -233,7 +234,7 @@ def _open_set(
     path: str, encoder: ChatEncoder, options: ChatOptions, warnings: list[str]
 ) -> _ChatSet:
     ledger = LineLedger()
-    conversations, runs = list[Conversation](), list[list[ChatRun]]()
+    runs = list[list[ChatRun]]()
     content, characters = hashlib.sha256(), 0
     for conversation in read_conversations(path, ledger):
         try:
@@ -247,8 +248,8 @@ def _open_set(
             what += "conversation, so their words cannot be told apart"
             remedy = "change the messages, or choose another template with data.template"
             raise DataError(what, where=conversation.origin, remedy=remedy) from error
-        conversations.append(conversation)
         runs.append(found)
+        options.progress(f"reading {path}: {len(runs)} conversations")
         said = [[one.role, one.content] for one in conversation.messages]
         content.update(json.dumps(said).encode() + b"\n")
         characters += sum(len(run.text) for run in found)
@@ -258,7 +259,7 @@ def _open_set(
     tokenizer, fingerprint = encoder.tokenizer, content.hexdigest()
 
     def build() -> Arrays:
-        return _encode(runs, encoder, padding=options.sequence + 1)
+        return _encode(runs, encoder, options)
 
     key = {
         "kind": "conversations",
@@ -285,22 +286,19 @@ def _open_set(
     return _ChatSet(source, starts, arrays["learnt"])
 
 
-def _encode(runs: Sequence[list[ChatRun]], encoder: ChatEncoder, *, padding: int) -> Arrays:
+def _encode(runs: Sequence[list[ChatRun]], encoder: ChatEncoder, options: ChatOptions) -> Arrays:
     ids, learnt, lengths = list[np.ndarray](), list[np.ndarray](), list[int]()
     dtype = np.uint16 if encoder.tokenizer.size <= 1 << 16 else np.uint32
-    for batch in _batches(runs):
-        for one in encoder.encode_runs(batch):
+    for first in range(0, len(runs), _BATCH):
+        options.progress(f"encoding conversations: {first} of {len(runs)}")
+        for one in encoder.encode_runs(runs[first : first + _BATCH]):
             # Nothing comes before the first id of a conversation to predict it from.
             one.learnt[:1] = False
             ids.append(one.ids.astype(dtype))
             learnt.append(one.learnt)
             lengths.append(len(one.ids))
+    padding = options.sequence + 1
     ids.append(np.full(padding, encoder.tokenizer.end_of_text, dtype))
     learnt.append(np.zeros(padding, bool))
     starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
     return {"ids": np.concatenate(ids), "learnt": np.concatenate(learnt), "starts": starts}
-
-
-def _batches(runs: Sequence[list[ChatRun]]) -> Iterator[Sequence[list[ChatRun]]]:
-    for first in range(0, len(runs), _BATCH):
-        yield runs[first : first + _BATCH]

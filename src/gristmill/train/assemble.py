@@ -40,6 +40,7 @@ from gristmill.parallel.world import World, open_world
 from gristmill.plan.arithmetic import ModelSize, gpt_size, model_size
 from gristmill.text.chat.encoding import ChatEncoder
 from gristmill.text.tokenizers.tokenizer import Tokenizer, open_tokenizer
+from gristmill.track.console import slow_work
 from gristmill.track.folder import RunFolder
 from gristmill.train.compare import CompareReplicas
 from gristmill.train.health import RunHealth
@@ -87,11 +88,11 @@ def assemble(
     `saves`: whether checkpoints are saved, so that the disk must have room for one. `workers`:
     those that take part in a decentralized run, if not all of them."""
     world = world or open_world(config.runtime, tf32=config.precision.tf32)
+    control = control or ControlGroup()
     chat = open_chat(config) if config.data.kind == "chat" else None
-    data, tokenizer = _open_data(config, folder, chat)
+    data, tokenizer = _open_data(config, folder, chat, shows=saves and control.is_rank0)
     _require_room_for(tokenizer, config)
     numbers = resolve(config, vocab=tokenizer.size, mesh=world.mesh)
-    control = control or ControlGroup()
     size = _model_size(config, numbers, world.mesh)
     require_memory(config, size, world)
     if saves:
@@ -155,14 +156,18 @@ def assemble(
 
 
 def _open_data(
-    config: RunConfig, folder: RunFolder, chat: ChatEncoder | None
+    config: RunConfig, folder: RunFolder, chat: ChatEncoder | None, *, shows: bool
 ) -> tuple[RunData, Tokenizer]:
     sequence = config.data.sequence or config.model.context
     if chat is None:
         data = open_data(config.data, sequence=sequence)
         return data, _open_tokenizer(config, data)
-    together = config.packs_conversations
-    options = ChatOptions(sequence, together=together, cache=folder.path / "index")
+    options = ChatOptions(
+        sequence,
+        together=config.packs_conversations,
+        cache=folder.path / "index",
+        progress=slow_work(quiet=not shows),
+    )
     return open_conversations(config.data, chat, options), chat.tokenizer
 
 
@@ -373,6 +378,7 @@ def build_hooks(
                 state=parts.state,
                 seed=config.train.seed,
                 folder=parts.folder.samples,
+                chat=parts.chat,
             )
         )
     if config.parallel.compare is not None:

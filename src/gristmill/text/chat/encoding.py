@@ -12,6 +12,7 @@ does.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,12 +78,14 @@ class ChatEncoder:
         encoded = iter(self.tokenizer.encode_batch(texts))
         found = []
         for runs in conversations:
-            ids, learnt = list[int](), list[bool]()
-            for run in runs:
-                new = next(encoded) if run.control is None else [run.control]
-                ids += new
-                learnt += [run.learnt] * len(new)
-            found.append(EncodedChat(np.array(ids, np.int64), np.array(learnt, np.bool_)))
+            ids = [next(encoded) if run.control is None else [run.control] for run in runs]
+            learnt = np.array([run.learnt for run in runs], np.bool_)
+            found.append(
+                EncodedChat(
+                    np.fromiter(itertools.chain.from_iterable(ids), np.int64),
+                    learnt.repeat([len(one) for one in ids]),
+                )
+            )
         return found
 
     def encode(self, messages: Sequence[Message]) -> EncodedChat:
@@ -91,7 +94,15 @@ class ChatEncoder:
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
         """The ids after which the next answer begins."""
-        runs = self.runs(messages, add_generation_prompt=True)
+        name = self.template.name
+        try:
+            runs = self.runs(messages, add_generation_prompt=True)
+        except TemplateRefusedError as error:
+            what = f"the template does not accept this conversation: {error}"
+            raise UserError(what, where=name) from error
+        except TemplateRewritesError as error:
+            what = "the template rewrites the messages of this conversation"
+            raise UserError(what, where=name) from error
         return [int(id) for id in self.encode_runs([runs])[0].ids]
 
     def _runs(self, pieces: Sequence[TemplatePiece], messages: Sequence[Message]) -> list[ChatRun]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,6 +39,7 @@ OWN = ("plain", "chatml")
 _CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 _PLANES = (0xF0000, 0x100000)
 """Where the characters for private use begin, 65534 of each."""
+_PRIVATE = re.compile(f"[{chr(_PLANES[0])}-{chr(0x10FFFF)}]")
 _MOST_MESSAGES = 32_000
 
 
@@ -108,7 +110,8 @@ class ChatTemplate:
         last = first + 2 * len(messages)
         pieces, inside, begin = list[TemplatePiece](), None, 0
         text = self._render(marked, **prompt)
-        for place, code in enumerate(map(ord, text)):
+        for found in _PRIVATE.finditer(text):
+            place, code = found.start(), ord(found[0])
             if not first <= code < last:
                 continue
             number, closes = divmod(code - first, 2)
@@ -162,10 +165,7 @@ def _free_plane(messages: Sequence[Message]) -> int:
     """Where characters for sentinels begin that no message holds."""
     if len(messages) > _MOST_MESSAGES:
         raise TemplateRefusedError(f"more than {_MOST_MESSAGES} messages")
-    highest = [max(map(ord, one.content), default=0) for one in messages]
-    if max(highest, default=0) < _PLANES[0]:
-        return _PLANES[0]
-    held = {ord(character) >> 16 for one in messages for character in one.content}
+    held = {ord(one) >> 16 for message in messages for one in _PRIVATE.findall(message.content)}
     free = next((first for first in _PLANES if first >> 16 not in held), None)
     if free is None:
         raise TemplateRefusedError("characters of both planes for private use")
