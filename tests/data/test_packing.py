@@ -192,7 +192,8 @@ def test_splits_are_cut_between_conversations(tmp_path: Path) -> None:
     starts = np.cumsum([0, *(len(CHAT.encode(talk).ids) for talk in talks)])
     assert trained == [range(starts[30])]
     assert held == [range(starts[30], starts[38])]
-    assert "30 conversations" in data.notes[0] and "8 conversations" in data.notes[1]
+    assert data.notes[0] == "conversations become text by the template plain"
+    assert "30 conversations" in data.notes[1] and "8 conversations" in data.notes[2]
 
 
 def test_long_conversations_are_cut_and_counted(tmp_path: Path) -> None:

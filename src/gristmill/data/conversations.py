@@ -120,7 +120,8 @@ class ChatOptions:
 
 def open_conversations(config: DataConfig, encoder: ChatEncoder, options: ChatOptions) -> RunData:
     """Read, encode, split and pack the conversations of a run."""
-    notes, warnings = list[str](), list[str]()
+    notes = [f"conversations become text by the template {encoder.template.name}"]
+    warnings = list[str]()
     sets = [_open_set(path, encoder, options, warnings) for path in path_list(config.paths)]
     if config.validation is None:
         shares = split_shares(config.split or DEFAULT_SPLIT)

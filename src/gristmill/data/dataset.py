@@ -51,6 +51,12 @@ class DatasetSplit:
     def reader(self) -> TokenReader:
         return self.source.reader
 
+    @property
+    def documents(self) -> list[int]:
+        """The first of its documents, and the first one after it."""
+        ends = [self.tokens.start, self.tokens.stop]
+        return [int(place) for place in np.searchsorted(self.reader.document_starts, ends)]
+
     def in_order(self, sequence: int) -> SampleIndex:
         """Its samples from beginning to end, which do not overlap."""
         if self.packing is not None:

@@ -124,8 +124,7 @@ def assemble(
         parameters=strategy.parameters,
         padded=outline.vocabulary_parameters(),
         names=frozenset(outline.roles()),
-        identity=_identity(config, numbers, data, tokenizer)
-        | ({} if chat is None else {"data.template (content)": chat.template.fingerprint}),
+        identity=_identity(config, numbers, data, tokenizer, chat),
         identity_defaults=_of_model(config.model.identity_defaults()),
         identity_retired=_of_model(config.model.retired),
         settings={"model": config.model.model_dump(exclude_none=True), "vocab": numbers.vocab},
@@ -247,16 +246,28 @@ def _require_room_for(tokenizer: Tokenizer, config: RunConfig) -> None:
 
 
 def _identity(
-    config: RunConfig, numbers: Resolved, data: RunData, tokenizer: Tokenizer
+    config: RunConfig,
+    numbers: Resolved,
+    data: RunData,
+    tokenizer: Tokenizer,
+    chat: ChatEncoder | None,
 ) -> dict[str, Any]:
     """What must stay the same for a run to resume exactly."""
+    cut: dict[str, Any] = {
+        "data.split (tokens)": _each(data, lambda split: [split.tokens.start, split.tokens.stop])
+    }
+    if chat is not None:
+        cut = {
+            "data.split (conversations)": _each(data, lambda split: split.documents),
+            "data.template (content)": chat.template.fingerprint,
+        }
     data_seed = {} if config.data.seed is None else {"data.seed": config.data.seed}
     return {
         **_of_model(config.model.identity()),
         "model.vocab": numbers.vocab,
         "tokenizer": tokenizer.fingerprint,
         "data.paths (content)": _each(data, lambda split: split.reader.info.fingerprint),
-        "data.split (tokens)": _each(data, lambda split: [split.tokens.start, split.tokens.stop]),
+        **cut,
         "data.order": config.data.order,
         "data.sequence": numbers.sequence,
         **data_seed,
