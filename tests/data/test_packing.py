@@ -26,7 +26,7 @@ from gristmill.models.build import build_model
 from gristmill.models.spec import CausalLM, Loss
 from gristmill.text.chat.conversations import Message
 from gristmill.text.chat.encoding import ChatEncoder
-from gristmill.text.chat.template import choose_template
+from gristmill.text.chat.template import ChatTemplate, choose_template
 from gristmill.text.tokenizers.tokenizer import ByteTokenizer
 
 BYTES = ByteTokenizer()
@@ -226,6 +226,29 @@ def test_long_conversations_are_cut_and_counted(tmp_path: Path) -> None:
     (tmp_path / "chat.jsonl").write_text(file.read_text().splitlines()[1] + "\n")
     with pytest.raises(UserError, match="no answer in the first 97 tokens"):
         open_chat(file)
+
+
+def test_what_the_template_does_not_accept(tmp_path: Path) -> None:
+    file, _ = write(tmp_path, 3)
+    loud = [{"role": "user", "content": "NO!"}, {"role": "assistant", "content": "Yes"}]
+    file.write_text(file.read_text() + json.dumps(loud) + "\n")
+
+    def opened(condition: str, then: str) -> RunData:
+        source = CHAT.template.source
+        source = "{% if messages[0]['content'] " + condition + " %}" + then + "{% endif %}" + source
+        template = ChatTemplate(source, "picky", BYTES.named_tokens)
+        chat = ChatEncoder(BYTES, template, where="data.template")
+        config = DataConfig(kind="chat", paths=str(file), split="1,0")
+        return open_conversations(config, chat, ChatOptions(SEQUENCE, together=True))
+
+    found = opened("is upper", "{{ raise_exception('too loud') }}")
+    assert found.warnings == (
+        f"{file}: 1 of 4 lines are left out: 1 refused by the template, at {file}:4 (too loud)",
+    )
+    # What only begins the plain text, and not that with marks, cannot be told apart.
+    with pytest.raises(UserError, match="rewrites the messages") as caught:
+        opened(".startswith('NO')", "{{ 1 }}")
+    assert str(caught.value).startswith(f"{file}:4: ")
 
 
 def test_large_sets_are_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

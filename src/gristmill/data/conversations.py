@@ -255,6 +255,7 @@ def _open_set(
         content.update(json.dumps(said).encode() + b"\n")
         characters += sum(len(run.text) for run in found)
     require_conversations(path, ledger)
+    warnings += ledger.skipped
     if left_out := ledger.described():
         warnings.append(f"{path}: {left_out}")
     tokenizer, fingerprint = encoder.tokenizer, content.hexdigest()

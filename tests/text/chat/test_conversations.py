@@ -97,5 +97,10 @@ def test_folders_globs_and_compressed_files(tmp_path: Path) -> None:
         assert [one.origin for one in found] == [
             f"{tmp_path / 'a.jsonl.gz'}:1", f"{tmp_path / 'b.jsonl'}:1",
         ]  # fmt: skip
+    (tmp_path / "c.jsonl").symlink_to(tmp_path / "gone")
+    ledger = LineLedger()
+    assert len(list(read_conversations(str(tmp_path), ledger))) == 2
+    gone = "the file it leads to does not exist"
+    assert ledger.skipped == [f"{tmp_path / 'c.jsonl'} is left out: {gone}"]
     with pytest.raises(UserError, match="no such file"):
         list(read_conversations(str(tmp_path / "missing.jsonl"), LineLedger()))

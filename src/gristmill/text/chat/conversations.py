@@ -98,6 +98,8 @@ class LineLedger:
     dropped: dict[BadLine, int] = field(default_factory=dict)
     first: dict[BadLine, str] = field(default_factory=dict)
     """The place of the first line dropped for each reason, and more about it if there is more."""
+    skipped: list[str] = field(default_factory=list)
+    """Files and folders that were left out as a whole, and why."""
 
     def drop(self, reason: BadLine, origin: str, detail: str = "") -> None:
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
@@ -127,7 +129,9 @@ def read_conversations(name: str, ledger: LineLedger) -> Iterator[Conversation]:
         what = "conversations are read from JSON-lines files, folders and globs"
         raise DataError(what, where=f"data.paths {name}")
     options = ReadOptions(split=DocumentSplit.LINE)
-    for source in find_sources([name], options).sources:
+    found = find_sources([name], options)
+    ledger.skipped += [f"{one.origin} is left out: {one.what}" for one in found.skipped]
+    for source in found.sources:
         # Whatever the name ends in: each line holds one value.
         source.extension = ".txt"
         first = 1

@@ -124,8 +124,6 @@ class ChatTemplate:
         return [*pieces, TemplatePiece(text[begin:], None)]
 
     def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        import jinja2
-
         try:
             text: str = self._compiled.render(
                 messages=[{"role": one.role, "content": one.content} for one in messages],
@@ -135,7 +133,9 @@ class ChatTemplate:
                 **self.tokens,
             )
             return text
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except DataError:
+            raise
+        except Exception as error:  # a template can raise anything
             raise TemplateRefusedError(str(error) or type(error).__name__) from error
 
     @functools.cached_property
