@@ -224,7 +224,7 @@ class ChatGenerator:
         comes after."""
         self.messages.append(Message("user", question))
         prompt = self._prompt(tokens)
-        answer = ""
+        written = [""] * samples
         for number, text in self.generator.stream(
             prompt,
             tokens=min(tokens, self.context - len(prompt)),
@@ -232,9 +232,15 @@ class ChatGenerator:
             samples=samples,
             stop=stop,
         ):
-            answer += text if number == 0 else ""
-            yield number, text
-        self.messages.append(Message("assistant", answer))
+            before = self._words(written[number])
+            written[number] += text
+            yield number, self._words(written[number])[len(before) :]
+        self.messages.append(Message("assistant", self._words(written[0])))
+
+    def _words(self, written: str) -> str:
+        """An answer without what the template puts before its words."""
+        lead = self.encoder.lead
+        return "" if lead.startswith(written) else written.removeprefix(lead)
 
     def _prompt(self, tokens: int) -> list[int]:
         """The ids of the conversation, without its oldest turns if there is no room for them and an

@@ -224,7 +224,7 @@ def test_long_conversations_are_cut_and_counted(tmp_path: Path) -> None:
     ]
     assert sorted(kept) == [1, SEQUENCE + 1 - len("User:\nqqqqqqqqqq\n\nAssistant:\n")]
     (tmp_path / "chat.jsonl").write_text(file.read_text().splitlines()[1] + "\n")
-    with pytest.raises(UserError, match="no answer in the first 97 tokens"):
+    with pytest.raises(UserError, match="has an answer in its first 97 tokens"):
         open_chat(file)
 
 

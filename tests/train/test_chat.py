@@ -4,7 +4,7 @@ model answers in the end."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,10 +20,11 @@ from gristmill.cli.main import app
 from gristmill.config.load import load_text
 from gristmill.config.schema import RunConfig
 from gristmill.export.folder import export
+from gristmill.export.gguf import export_gguf
 from gristmill.generate import ChatGenerator, Sampling
 from gristmill.text.chat.conversations import Message
 from gristmill.text.chat.encoding import ChatEncoder
-from gristmill.text.chat.template import choose_template, find_template
+from gristmill.text.chat.template import ChatTemplate, choose_template, find_template
 from gristmill.text.tokenizers.training import train_tokenizer
 from gristmill.track.folder import RunFolder
 from gristmill.track.metrics import EventRecord, StepRecord, ValidationRecord, read_metrics
@@ -141,6 +142,31 @@ def test_a_long_conversation_forgets_its_oldest_turns(make_chat: MakeRun, tmp_pa
     assert [one.content for one in chat.messages if one.role != "assistant"] == ["S", "six?"]
     with pytest.raises(UserError, match="tokens long, and the model's context is 64"):
         list(chat.ask("x" * 80, **options))
+
+
+class Parrot:
+    """Streams the same text to whoever asks, in pieces."""
+
+    def stream(self, prompt: list[int], **options: Any) -> Iterator[tuple[int, str]]:
+        for piece in (" ", "<think></th", "ink>", "Yo", "!"):
+            yield 0, piece
+
+
+def test_an_answer_is_its_words(make_chat: MakeRun, tmp_path: Path) -> None:
+    """What a template puts before them is written by the model, and not shown."""
+    parts = assemble(make_chat(), RunFolder(tmp_path / "chat"))
+    source = (
+        "{% for m in messages %}{{ m['role'] + ':' }}{% if m['role'] == 'assistant' %}"
+        "{{ ' <think></think>' }}{% endif %}{{ m['content'] + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    )
+    template = ChatTemplate(source, "thinking", parts.tokenizer.named_tokens)
+    encoder = ChatEncoder(parts.tokenizer, template, where="test")
+    chat = ChatGenerator(parts.strategy.model, encoder)
+    chat.generator = Parrot()  # type: ignore[assignment]
+    pieces = [text for _, text in chat.ask("Hi", tokens=9, sampling=Sampling())]
+    assert pieces == ["", "", "", "Yo", "!"]
+    assert chat.messages[-1] == Message("assistant", "Yo!")
 
 
 @pytest.mark.parametrize("settings", [(), ("train.accumulate=2", "model.dropout=0.1")])
@@ -288,6 +314,10 @@ def test_an_export_holds_the_template_and_a_run_starts_from_it(
     as_dicts[0]["content"], messages[0] = "red?", Message("user", "red?")
     ids = theirs.apply_chat_template(as_dicts, return_dict=False)
     assert encoder.encode(messages).ids.tolist() == ids
+    gguf = pytest.importorskip("gguf")
+    export_gguf(stored, tmp_path / "chat.gguf")
+    field = gguf.GGUFReader(tmp_path / "chat.gguf").get_field("tokenizer.chat_template")
+    assert field is not None and field.contents() == template.source
     # A run that starts from the folder takes over tokenizer and template.
     again = text.replace(shape, f'model.start = "{tmp_path / "hf"}"').replace("/run", "/again")
     again = again.replace(f', tokenizer = "{tmp_path / "bpe"}"', "")

@@ -140,10 +140,11 @@ def open_conversations(config: DataConfig, encoder: ChatEncoder, options: ChatOp
     notes += _described("training", train, counts, options)
     warnings += _losses("training", counts, options)
     if train is None or len(train.splits) < len(sets):
+        trainable = {split.path for split in train.splits} if train is not None else set()
+        empty = ", ".join(path for path in path_list(config.paths) if path not in trainable)
         raise UserError(
-            f"a training split has no answer in the first {options.sequence + 1} tokens of any "
-            "conversation",
-            where="data.paths",
+            f"no conversation to train on has an answer in its first {options.sequence + 1} tokens",
+            where=f"data.paths {empty}",
             remedy="raise data.sequence, or give more conversations",
             exit=Exit.DATA,
         )

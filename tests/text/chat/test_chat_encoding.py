@@ -19,7 +19,7 @@ from gristmill.text.chat.template import (
     choose_template,
     find_template,
 )
-from gristmill.text.tokenizers.tokenizer import ByteTokenizer, Tokenizer
+from gristmill.text.tokenizers.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 
 BYTES = ByteTokenizer()
 TALK = [
@@ -68,6 +68,14 @@ def test_plain_needs_no_control_token_but_the_end() -> None:
     assert chat.ends == {256}
 
 
+def test_the_begin_of_text_that_files_state_is_kept(chatml: Tokenizer, tmp_path: Path) -> None:
+    assert chatml.named_tokens["bos_token"] == "<s>"
+    chatml.save(tmp_path)
+    again = open_tokenizer(tmp_path)
+    assert again.named_tokens == chatml.named_tokens
+    assert again.fingerprint == chatml.fingerprint
+
+
 def test_chatml_ends_turns_with_its_own_token(chatml: Tokenizer) -> None:
     chat = encoder(chatml)
     assert chat.template.name == "chatml"
@@ -94,6 +102,18 @@ def test_a_template_may_put_blanks_around_answers(chatml: Tokenizer) -> None:
     assert learnt(chat, [Message("user", " a "), Message("assistant", "\n b ")])[0] == " b "
     with pytest.raises(TemplateRefusedError, match="no system role"):
         chat.runs(TALK)
+
+
+def test_what_comes_between_prompt_and_words_is_written_by_the_model(chatml: Tokenizer) -> None:
+    source = (
+        "{{ strftime_now('%d %B %Y') }}{% for m in messages %}{{ '<|im_start|>' + m['role'] }}"
+        "{{ '<s>' if m['role'] == 'assistant' else '' }}{{ m['content'] + '<|im_end|>' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
+    )
+    chat = written(chatml, source)
+    assert learnt(chat, TALK) == ["<s>", "Yo", "<|im_end|>", "<s>", "No", "<|im_end|>"]
+    assert chat.ends == {chatml.control_tokens["<|im_end|>"], chatml.end_of_text}
+    assert chat.runs(TALK)[0].text == "26 July 2024"
 
 
 WORDS = st.sampled_from(
@@ -127,7 +147,14 @@ def test_no_message_can_write_a_control_token(
 
 
 @settings(deadline=None)
-@given(texts=st.lists(st.text(min_size=1, max_size=9), min_size=1, max_size=3))
+@given(
+    texts=st.lists(
+        # One plane for private use is left to the sentinels.
+        st.text(st.characters(codec="utf-8", max_codepoint=0xFFFFF), min_size=1, max_size=9),
+        min_size=1,
+        max_size=3,
+    )
+)
 def test_pieces_are_the_rendered_text(chatml: Tokenizer, texts: list[str]) -> None:
     chat = encoder(chatml)
     messages = [Message(role, text) for text in texts for role in ("user", "assistant")]

@@ -16,6 +16,7 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -60,8 +61,9 @@ class ChatEncoder:
         self.tokenizer, self.template = tokenizer, template
         words = sorted(tokenizer.control_tokens, key=len, reverse=True)
         self._controls = re.compile(f"({'|'.join(map(re.escape, words))})")
-        self._lead = ""
-        """What templates put between the prompt for an answer and its words, often a space."""
+        self.lead = ""
+        """What a template puts between the prompt for an answer and its words, such as a space: a
+        model has to write it."""
         self.ends = frozenset({tokenizer.end_of_text}) | self._probe(where)
         """The control tokens at which generation stops."""
 
@@ -114,29 +116,47 @@ class ChatEncoder:
                 runs.append(ChatRun(text, None, learnt))
             text = ""
 
-        for piece in pieces:
+        for number, piece in enumerate(pieces):
             if piece.message is not None:
                 answers = messages[piece.message].role == "assistant"
-                lead = self._lead if answers and text.endswith(self._lead) else ""
-                if answers or learnt:
-                    text = text[: len(text) - len(lead)]
+                if answers != learnt:
                     flush()
-                text, learnt = text + lead + piece.text, answers
+                text, learnt = text + piece.text, answers
                 continue
-            parts = self._controls.split(piece.text)
-            for number, part in enumerate(parts):
-                if number % 2:
+            own, lead = self._without_lead(pieces[number : number + 2], messages)
+            parts = self._controls.split(own)
+            for place, part in enumerate(parts):
+                if place % 2:
                     flush()
                     runs.append(ChatRun(part, self.tokenizer.control_tokens[part], learnt))
                     learnt = False
-                elif learnt and (part.strip() or number == len(parts) - 1):
+                elif learnt and (part.strip() or place == len(parts) - 1):
                     # No control token ends this answer.
                     flush()
                     text, learnt = part, False
                 else:
                     text += part
+            if lead:
+                flush()
+                learnt = True
+            for place, part in enumerate(self._controls.split(lead)):
+                if place % 2:
+                    flush()
+                    runs.append(ChatRun(part, self.tokenizer.control_tokens[part], learnt))
+                else:
+                    text += part
         flush()
         return runs
+
+    def _without_lead(
+        self, pieces: Sequence[TemplatePiece], messages: Sequence[Message]
+    ) -> tuple[str, str]:
+        """The template's own text, and the end of it that belongs to the answer after it."""
+        own, *after = pieces
+        answers = any(messages[one.message or 0].role == "assistant" for one in after)
+        if not (self.lead and answers and own.text.endswith(self.lead)):
+            return own.text, ""
+        return own.text[: -len(self.lead)], self.lead
 
     def _probe(self, where: str) -> frozenset[int]:
         """How the template begins and ends answers, from a conversation that any accepts."""
@@ -148,8 +168,7 @@ class ChatEncoder:
             place = next(n for n, piece in enumerate(pieces) if piece.message == 1)
             before = "".join(piece.text for piece in pieces[:place])
             gap = before.removeprefix(begin)
-            if before.startswith(begin) and not self._controls.search(gap):
-                self._lead = gap
+            self.lead = gap if before.startswith(begin) else ""
             runs = self.runs(_PROBE)
         except TemplateRefusedError as error:
             what = f"the template {name} does not render a question with its answer: {error}"
@@ -157,7 +176,8 @@ class ChatEncoder:
         except (TemplateRewritesError, StopIteration) as error:
             what = f"the template {name} rewrites messages, so their words cannot be told apart"
             raise UserError(what, where=where, remedy="use another template") from error
-        ends = [run.control for run in runs if run.learnt and run.control is not None]
+        last = (one for one, after in pairwise([*runs, None]) if not (after and after.learnt))
+        ends = [one.control for one in last if one and one.learnt and one.control is not None]
         if len(ends) < 2:
             raise UserError(
                 f"the template {name} ends answers with no control token of this tokenizer, so a "

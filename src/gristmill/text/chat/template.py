@@ -12,8 +12,8 @@ once with every message between two characters for private use that no message h
 
 Both must be the same but for the sentinels. Templates that trim messages are tried with trimmed
 ones; those that rewrite messages in any other way are refused, since nothing would say where the
-words of a user end. A template sees no clock, so that a resumed run reads the same text the next
-day.
+words of a user end. The clock of templates stands still, so that a resumed run reads the same text
+the next day.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +42,8 @@ _PLANES = (0xF0000, 0x100000)
 """Where the characters for private use begin, 65534 of each."""
 _PRIVATE = re.compile(f"[{chr(_PLANES[0])}-{chr(0x10FFFF)}]")
 _MOST_MESSAGES = 32_000
+_TODAY = datetime(2024, 7, 26)
+"""What templates are told if they ask: the day that those of Llama fall back to."""
 
 
 class TemplatePiece(NamedTuple):
@@ -174,7 +177,7 @@ def _free_plane(messages: Sequence[Message]) -> int:
 
 @functools.cache
 def _environment() -> Any:
-    """Jinja as `transformers` sets it up, without its clock."""
+    """Jinja as `transformers` sets it up, but for the clock."""
     from jinja2.exceptions import TemplateError
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -200,6 +203,7 @@ def _environment() -> Any:
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = _TODAY.strftime
     return environment
 
 
