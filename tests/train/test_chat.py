@@ -85,8 +85,8 @@ def events(folder: Path) -> str:
     return "\n".join(record.text for record in records if isinstance(record, EventRecord))
 
 
-def generate(*words: object) -> str:
-    result = CliRunner().invoke(app, ["generate", *(str(word) for word in words)])
+def generate(*words: object, input: str | None = None) -> str:
+    result = CliRunner().invoke(app, ["generate", *(str(word) for word in words)], input=input)
     if isinstance(result.exception, UserError):
         raise result.exception
     assert result.exit_code == 0, result.output
@@ -108,6 +108,9 @@ def test_a_model_learns_to_answer(
     greedy = ("--temperature", 0)
     for colour, answer in ANSWERS.items():
         assert generate(run, f"{colour}?", "--chat", *greedy) == f"{answer}\n"
+    assert generate(run, "-", "--chat", *greedy, input="red?\n") == "Rose\n"
+    with pytest.raises(UserError, match="no message to answer"):
+        generate(run, "-", "--chat", input="")
     once = generate(run, "red?", "--chat", "--json", "--samples", 2, *greedy)
     assert [json.loads(line) for line in once.splitlines()] == [
         {"prompt": "red?", "text": "Rose"}

@@ -44,7 +44,8 @@ def converse(
                 typer.echo(note + "messages are forgotten", err=True)
         return
     if prompt is None or prompt == "-":
-        prompt = sys.stdin.read()
+        # The line end belongs to the terminal or to echo, not to the message.
+        prompt = sys.stdin.read().removesuffix("\n")
     if not prompt:
         raise UserError("there is no message to answer", where="PROMPT")
     _answer(chat, prompt, as_json=as_json, options=options)
