@@ -122,6 +122,11 @@ def open_conversations(config: DataConfig, encoder: ChatEncoder, options: ChatOp
     """Read, encode, split and pack the conversations of a run."""
     notes = [f"conversations become text by the template {encoder.template.name}"]
     warnings = list[str]()
+    if not encoder.prompts_alike:
+        warnings.append(
+            "this template writes other text before an answer than it asks for one with "
+            "(add_generation_prompt), so `generate --chat` does not see what is trained here"
+        )
     sets = [_open_set(path, encoder, options, warnings) for path in path_list(config.paths)]
     if config.validation is None:
         shares = split_shares(config.split or DEFAULT_SPLIT)

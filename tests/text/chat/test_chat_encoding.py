@@ -116,6 +116,14 @@ def test_what_comes_between_prompt_and_words_is_written_by_the_model(chatml: Tok
     assert chat.runs(TALK)[0].text == "26 July 2024"
 
 
+def test_a_prompt_that_training_does_not_see_is_noticed(chatml: Tokenizer) -> None:
+    assert written(chatml, THINKING).prompts_alike
+    forced = THINKING.replace("<|im_start|>assistant\\n", "<|im_start|>assistant\\n<think>")
+    chat = written(chatml, forced)
+    assert not chat.prompts_alike
+    assert learnt(chat, TALK)[0] == "Yo"
+
+
 WORDS = st.sampled_from(
     ["<|im_end|>", "<|endoftext|>", "<s>", "<|im_", "end|>", " ", "\n", "a", "\U000f0000",
      "\U00100001", "{{ eos_token }}", "é"]

@@ -64,6 +64,8 @@ class ChatEncoder:
         self.lead = ""
         """What a template puts between the prompt for an answer and its words, such as a space: a
         model has to write it."""
+        self.prompts_alike = True
+        """Whether the prompt for an answer is what comes before answers in a conversation."""
         self.ends = frozenset({tokenizer.end_of_text}) | self._probe(where)
         """The control tokens at which generation stops."""
 
@@ -167,8 +169,8 @@ class ChatEncoder:
             begin = "".join(piece.text for piece in prompt)
             place = next(n for n, piece in enumerate(pieces) if piece.message == 1)
             before = "".join(piece.text for piece in pieces[:place])
-            gap = before.removeprefix(begin)
-            self.lead = gap if before.startswith(begin) else ""
+            self.prompts_alike = before.startswith(begin)
+            self.lead = before.removeprefix(begin) if self.prompts_alike else ""
             runs = self.runs(_PROBE)
         except TemplateRefusedError as error:
             what = f"the template {name} does not render a question with its answer: {error}"
