@@ -41,7 +41,7 @@ from gristmill.base.units import format_count
 from gristmill.config.load import load_preset, load_text
 from gristmill.config.resolve import resolve
 from gristmill.config.schema import RunConfig
-from gristmill.data.sampling import spread_windows
+from gristmill.data.sampling import spread_samples
 from gristmill.parallel.world import open_world
 from gristmill.plan.arithmetic import count_multiplied, count_parameters
 from gristmill.tokens.reader import TokenReader
@@ -78,7 +78,7 @@ class Bench:
     def windows(self, sequence: int) -> np.ndarray:
         """Starts of the validation windows: every one that fits, one behind the other."""
         fitting = (len(self.validation) - 1) // sequence
-        starts = spread_windows(range(len(self.validation)), sequence=sequence, windows=fitting)
+        starts = spread_samples(fitting, most=fitting) * sequence
         assert np.array_equal(starts, np.arange(fitting) * sequence), "ours takes other windows"
         return starts
 

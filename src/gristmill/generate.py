@@ -5,14 +5,14 @@ has one.
 
 The window depends on positions only. So decoding sees the same ids with and without a cache, and
 greedy decoding gives the same ids. The engine knows nothing about text; `TextGenerator` adds a
-tokenizer.
+tokenizer, and `ChatGenerator` a template and the conversation so far.
 
 Shapes: B samples, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,8 @@ import torch
 
 from gristmill.base.errors import DataError, UserError
 from gristmill.models.spec import CausalLM
+from gristmill.text.chat.conversations import Message
+from gristmill.text.chat.encoding import ChatEncoder
 from gristmill.text.tokenizers.tokenizer import Tokenizer
 
 
@@ -124,22 +126,32 @@ class _Draft:
 class TextGenerator:
     """Continues text: an engine with a tokenizer and stop strings, whose text is streamed."""
 
-    def __init__(self, model: CausalLM, tokenizer: Tokenizer, *, cached: bool = True) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        tokenizer: Tokenizer,
+        *,
+        cached: bool = True,
+        ends: Collection[int] = (),
+    ) -> None:
+        """`ends` are control tokens that end a text besides end-of-text."""
         self.engine = Engine(model, cached=cached, ids=tokenizer.size)
         self.tokenizer = tokenizer
+        self.ends = {tokenizer.end_of_text, *ends}
 
     def stream(
         self,
-        prompt: str,
+        prompt: str | list[int],
         *,
         tokens: int,
         sampling: Sampling,
         samples: int = 1,
         stop: Sequence[str] = (),
     ) -> Iterator[tuple[int, str]]:
-        """Yield (sample, new text); a sample ends at end-of-text, before a stop string, or when
-        full."""
-        ids = self.tokenizer.encode(prompt) or [self.tokenizer.end_of_text]
+        """Yield (sample, new text); a sample ends at a token that ends texts, before a stop string,
+        or when full. The prompt is text or ids."""
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        ids = ids or [self.tokenizer.end_of_text]
         yield from self._stream([ids] * samples, tokens=tokens, sampling=sampling, stop=stop)
 
     def complete(
@@ -165,7 +177,7 @@ class TextGenerator:
             if not draft.finished:
                 yield number, self.tokenizer.decode(draft.ids)[draft.yielded :]
 
-    def texts(self, prompt: str, *, samples: int = 1, **options: Any) -> list[str]:
+    def texts(self, prompt: str | list[int], *, samples: int = 1, **options: Any) -> list[str]:
         """The whole continuations; `options` are those of `stream`."""
         texts = [""] * samples
         for number, piece in self.stream(prompt, samples=samples, **options):
@@ -174,7 +186,7 @@ class TextGenerator:
 
     def _extend(self, draft: _Draft, next_id: int, stop: Sequence[str]) -> str:
         """Append an id and return the text that is final now."""
-        if next_id == self.tokenizer.end_of_text:
+        if next_id in self.ends:
             draft.finished = True
         else:
             draft.ids.append(next_id)
@@ -196,3 +208,75 @@ def _stop_prefix(text: str, stop: Sequence[str]) -> int:
     """How many characters at the end of a text may be the beginning of a stop string."""
     lengths = (n for word in stop for n in range(1, len(word)) if text.endswith(word[:n]))
     return max(lengths, default=0)
+
+
+class ChatGenerator:
+    """Answers messages, and remembers the conversation as far as it fits into the context."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        encoder: ChatEncoder,
+        *,
+        system: str | None = None,
+        cached: bool = True,
+    ) -> None:
+        self.encoder, self.context = encoder, model.config.context
+        self.generator = TextGenerator(model, encoder.tokenizer, cached=cached, ends=encoder.ends)
+        self.messages = [] if system is None else [Message("system", system)]
+        self.forgotten = 0
+        """Messages that no longer fit."""
+
+    def ask(
+        self,
+        question: str,
+        *,
+        tokens: int,
+        sampling: Sampling,
+        samples: int = 1,
+        stop: Sequence[str] = (),
+    ) -> Iterator[tuple[int, str]]:
+        """Yield (sample, new text) of the answer; of several answers, the first one counts for what
+        comes after."""
+        self.messages.append(Message("user", question))
+        prompt = self._prompt(tokens)
+        written = [""] * samples
+        for number, text in self.generator.stream(
+            prompt,
+            tokens=min(tokens, self.context - len(prompt)),
+            sampling=sampling,
+            samples=samples,
+            stop=stop,
+        ):
+            before = self._words(written[number])
+            written[number] += text
+            yield number, self._words(written[number])[len(before) :]
+        self.messages.append(Message("assistant", self._words(written[0])))
+
+    def _words(self, written: str) -> str:
+        """An answer without what the template puts before its words."""
+        lead = self.encoder.lead
+        return "" if lead.startswith(written) else written.removeprefix(lead)
+
+    def _prompt(self, tokens: int) -> list[int]:
+        """The ids of the conversation, without its oldest turns if there is no room for them and an
+        answer; the system message stays."""
+        room = min(tokens, self.context // 4)
+        while True:
+            ids = self.encoder.encode_prompt(self.messages)
+            if len(ids) + room <= self.context:
+                return ids
+            first = int(self.messages[0].role == "system")
+            turns = (n for n, one in enumerate(self.messages) if one.role == "user" and n > first)
+            second = next(turns, None)
+            if second is None:
+                if len(ids) < self.context:
+                    return ids
+                raise UserError(
+                    f"this message is {len(ids)} tokens long, and the model's context is "
+                    f"{self.context}",
+                    where="PROMPT",
+                    remedy="shorten it",
+                )
+            self.forgotten += second - first
+            del self.messages[first:second]

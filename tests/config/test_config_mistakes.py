@@ -843,3 +843,37 @@ def test_unscaled_attention_is_refused_by_its_own_name(weights: Path) -> None:
 def test_a_damaged_start_names_its_file(tmp_path: Path, name: str, content: str) -> None:
     (tmp_path / name).write_text(content)
     assert str(tmp_path / name) in str(complaint(SIZELESS, (f"model.start={tmp_path}",)))
+
+
+# ------------------------------------------------------------------ conversations
+
+CHAT = 'data.kind="chat"'
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("data.order=megatron", "data.order: conversations have no megatron order"),
+        ("data.order=sequential", "data.order: conversations have no sequential order"),
+        ("data.documents=masked", "has no effect on conversations: conversations are always"),
+        ("data.reset_attention=true", "data.reset_attention: has no effect on conversations"),
+        ("data.reset_positions=true", "data.reset_positions: has no effect on conversations"),
+        ("data.mask_end_of_text=true", "the answers decide what counts in the loss"),
+        ("data.in_memory=true", "they are in memory anyway"),
+        ("data.verify=false", "a resumed run compares their content instead"),
+        ("data.samples=3", "data.samples: has no effect with order = 'shuffled'"),
+        ("data.cache=folder", "data.cache: has no effect with order = 'shuffled'"),
+        ("data.tokenizer=unset", "conversations name no tokenizer, and the run starts from no"),
+    ],
+)
+def test_what_cannot_act_on_conversations(word: str, told: str) -> None:
+    error = complaint(BASE, (CHAT, "data.tokenizer=bytes", word))
+    assert len(error.problems) == 1
+    assert told in str(error)
+
+
+def test_a_template_is_for_conversations() -> None:
+    error = complaint(BASE, ("data.template=plain",))
+    assert "data.template: has no effect on token files" in str(error)
+    words = (CHAT, "data.tokenizer=bytes", "data.template=plain")
+    assert load_text(BASE, words, place="run.toml").data.template == "plain"

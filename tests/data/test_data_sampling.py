@@ -12,7 +12,7 @@ from gristmill.data.sampling import (
     SequentialWindows,
     ShuffledWindows,
     Windows,
-    spread_windows,
+    spread_samples,
 )
 
 KINDS = (ShuffledWindows, RandomWindows, SequentialWindows)
@@ -176,8 +176,10 @@ def test_validation_windows_do_not_overlap_and_spread_over_the_text(
     text: tuple[range, int], windows: int
 ) -> None:
     tokens, sequence = text
-    starts = spread_windows(tokens, sequence=sequence, windows=windows)
+    index = SequentialWindows(tokens, sequence, seed=0)
     fitting = (len(tokens) - 1) // sequence
+    assert index.epoch == fitting
+    starts = index.starts(spread_samples(fitting, most=windows))
     assert len(starts) == min(windows, fitting)
     assert starts[0] == tokens.start
     assert (np.diff(starts) >= sequence).all()

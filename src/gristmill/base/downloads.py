@@ -32,7 +32,7 @@ from gristmill.base.units import format_bytes
 
 LARGER_CACHE = "set XDG_CACHE_HOME to a folder on a larger disk"
 """What to do if the cache's disk is too small."""
-_SETTINGS_FILES = ("*.json", "*.txt", "*.model")
+_SETTINGS_FILES = ("*.json", "*.txt", "*.model", "chat_template.jinja")
 """The settings and the tokenizer of a model."""
 _WEIGHT_FILES = ("*.safetensors",)
 _IGNORED_FILES = ("*/*", "consolidated*")

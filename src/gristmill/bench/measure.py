@@ -182,7 +182,8 @@ def _with_random_tokens(config: RunConfig, prefix: Path, *, steps: int) -> RunCo
     changes = {
         "paths": str(prefix),
         "split": "1,0",
-        **dict.fromkeys(("validation", "tokenizer", "blend"), None),
+        "kind": "tokens",
+        **dict.fromkeys(("validation", "tokenizer", "blend", "template"), None),
         # The order of a whole run over so few tokens would be many thousands of epochs long.
         "samples": (steps + READ_AHEAD) * divided.batch if data.order == "megatron" else None,
     }
@@ -191,6 +192,8 @@ def _with_random_tokens(config: RunConfig, prefix: Path, *, steps: int) -> RunCo
 
 def _require_tokens(config: RunConfig) -> None:
     problems: list[Problem] = []
+    if config.data.kind == "chat":
+        return  # read and refused by themselves
     for path in path_list(config.data.paths):
         try:
             open_tokens(path)

@@ -38,6 +38,7 @@ from gristmill.models.spec import CausalLM
 from gristmill.models.weights import Weights
 from gristmill.parallel.control import ControlGroup
 from gristmill.parallel.sharding import ShardedParameters
+from gristmill.text.chat.template import ChatTemplate, find_template
 from gristmill.text.tokenizers.tokenizer import Tokenizer, open_tokenizer
 
 
@@ -87,6 +88,12 @@ class StoredModel:
         *others, last = error.problems
         remedy = "choose another checkpoint of this run with --checkpoint" if self.run else None
         return DataError([*others, replace(last, remedy=remedy)])
+
+
+def chat_template(model: LoadedModel | StoredModel) -> ChatTemplate | None:
+    """How conversations become text for a model; None if nothing beside its tokenizer says so."""
+    folder = model.origin if model.run is None else model.run / "tokenizer"
+    return find_template(folder, model.tokenizer)
 
 
 def open_model(spec: str, *, device: torch.device, checkpoint: str = "latest") -> LoadedModel:

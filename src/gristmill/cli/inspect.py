@@ -65,6 +65,7 @@ def _derived(config: RunConfig) -> list[str]:
     from gristmill.base.units import format_bytes, format_count
     from gristmill.config.resolve import resolve
     from gristmill.config.rules import doubts
+    from gristmill.data.conversations import open_chat
     from gristmill.data.dataset import open_data
     from gristmill.tokens.store import TokensNotFoundError
 
@@ -72,9 +73,12 @@ def _derived(config: RunConfig) -> list[str]:
     try:
         # As `train` opens them, so that what it would refuse is refused here.
         data = config.data.model_copy(update={"in_memory": False})
-        first = open_data(data, sequence=data.sequence or config.model.context).train.splits[0]
-        if first.reader.info.vocab_size is not None:
-            vocab, source = first.reader.info.vocab_size, first.path
+        if data.kind == "chat":
+            vocab, source = open_chat(config).tokenizer.size, "the tokenizer"
+        else:
+            first = open_data(data, sequence=data.sequence or config.model.context).train.splits[0]
+            if first.reader.info.vocab_size is not None:
+                vocab, source = first.reader.info.vocab_size, first.path
     except TokensNotFoundError:
         source = "assumed: the token files are not there yet"
     if config.model.vocab is not None:

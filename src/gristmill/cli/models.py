@@ -69,20 +69,43 @@ def generate(
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.", min=0)] = 1337,
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this text.")] = None,
     cache: Annotated[bool, typer.Option(help="Use a key-value cache.")] = True,
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="PROMPT is a message to answer; without one, converse."),
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option(help="With --chat: a system message before all others.")
+    ] = None,
+    template: Annotated[
+        str | None,
+        typer.Option(
+            metavar="plain|chatml|FILE",
+            help="With --chat: how a conversation becomes text; the model's own if not given.",
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per sample.")
     ] = False,
     checkpoint: Which = "latest",
     device: Device = "auto",
 ) -> None:
-    """Continue a text with a model."""
+    """Continue a text with a model, or converse with it."""
     from gristmill.generate import Sampling, TextGenerator
 
+    for name, given in (("--system", system), ("--template", template)):
+        if given is not None and not chat:
+            raise UserError("this is for conversations", where=name, remedy="give --chat too")
     sampling = Sampling(temperature, top_k, top_p, seed)
     loaded = open_loaded(model, checkpoint=checkpoint, device=device)
-    generator = TextGenerator(loaded.model, loaded.tokenizer, cached=cache)
     stops = [text for text in stop or () if text]
     options: dict[str, Any] = {"tokens": tokens, "sampling": sampling, "stop": stops}
+    if chat:
+        from gristmill.cli.chat import converse
+
+        options |= {"samples": samples}
+        converse(loaded, prompt, system, template, cached=cache, as_json=as_json, options=options)
+        return
+    generator = TextGenerator(loaded.model, loaded.tokenizer, cached=cache)
     if prompt is None and sys.stdin.isatty():
         typer.echo("Type the beginning of a text; an empty line or Ctrl-D ends.")
         while line := _ask():

@@ -20,7 +20,7 @@ from gristmill.config.optim import InverseSqrtSchedule, MuonConfig, WarmupStable
 from gristmill.config.parallel import Mesh, build_mesh
 from gristmill.config.resolve import Resolved, divisors, nearest, portions, resolve
 from gristmill.config.roles import Ability, Role
-from gristmill.config.schema import RunConfig
+from gristmill.config.schema import DataConfig, RunConfig
 from gristmill.config.settings import Path_, Settings, no_effect
 
 Written = Collection[Path_]
@@ -43,6 +43,7 @@ def check(
         _offload_acts,
         _data_fits,
         _order_fits,
+        _chat_fits,
         _precision_fits,
         _schedule_fits,
         layout_problems,
@@ -229,6 +230,33 @@ def _data_fits(config: RunConfig) -> Iterator[Problem]:
         if data.documents == "masked" and getattr(data, name):
             why = 'with documents = "masked", which does both'
             yield no_effect(f"data.{name}", why, "remove one of the two")
+
+
+def _chat_fits(config: RunConfig) -> Iterator[Problem]:
+    data, remedy = config.data, 'remove it, or set data.kind = "chat"'
+    if data.kind != "chat":
+        if data.template is not None:
+            yield no_effect("data.template", "on token files", remedy)
+        return
+    if data.order != "shuffled":
+        what = f"conversations have no {data.order} order: they are packed, then shuffled"
+        yield Problem(what, "data.order", "leave it out")
+    whole = "conversations are always kept apart"
+    reasons = {
+        "documents": whole,
+        "reset_attention": whole,
+        "reset_positions": whole,
+        "mask_end_of_text": "the answers decide what counts in the loss",
+        "in_memory": "they are in memory anyway",
+        "verify": "they have no manifest: a resumed run compares their content instead",
+    }
+    for name, why in reasons.items():
+        if getattr(data, name) != DataConfig.model_fields[name].default:
+            yield no_effect(f"data.{name}", f"on conversations: {why}")
+    if data.tokenizer is None and config.model.initial_weights is None:
+        what = "conversations name no tokenizer, and the run starts from no model that has one"
+        remedy = "start from a model with model.start, or name a tokenizer"
+        yield Problem(what, "data.tokenizer", remedy)
 
 
 def _order_fits(config: RunConfig) -> Iterator[Problem]:

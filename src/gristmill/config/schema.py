@@ -16,6 +16,7 @@ from gristmill.config.hf_model import HFConfig
 from gristmill.config.model import GPTConfig, ModelConfig
 from gristmill.config.optim import AdamWConfig, AnyOptimizerConfig, CosineSchedule, ScheduleConfig
 from gristmill.config.parallel import ParallelConfig
+from gristmill.config.roles import Ability
 from gristmill.config.settings import Settings
 from gristmill.config.values import Count, Interval, Patience, Span, TokenPaths, WallTime
 
@@ -23,9 +24,13 @@ from gristmill.config.values import Count, Interval, Patience, Span, TokenPaths,
 class DataConfig(Settings):
     """Where the tokens come from and in which order they are read."""
 
+    kind: Literal["tokens", "chat"] = "tokens"
+    """tokens: token files, every token of which is learnt. chat: conversations as JSON lines, of
+    which only the answers are learnt; several share a sample and do not see one another."""
     paths: TokenPaths
     """Token files to train on: the prefix given to `gristmill prepare -o`, a list of such prefixes,
-    or a table from prefix to weight, such as { "tokens/web" = 0.9, "tokens/books" = 0.1 }."""
+    or a table from prefix to weight, such as { "tokens/web" = 0.9, "tokens/books" = 0.1 }. With
+    kind = "chat", files, folders or globs of JSON lines in the same forms."""
     blend: Literal["proportion", "exhaustive"] | None = None
     """How several sets are mixed; proportion if not given. proportion: by weight, or by size in a
     list. exhaustive: every sample of every set once per epoch, without weights."""
@@ -35,7 +40,12 @@ class DataConfig(Settings):
     """Proportions of `paths` for training, validation and, optionally, an unread test set, such as
     "969,30,1" or "969:30:1"; "99,1" if neither this nor `validation` is given."""
     tokenizer: str | None = None
-    """Tokenizer folder or file; found beside the token files if not given."""
+    """Tokenizer folder or file; if not given, found beside the token files, or with kind = "chat"
+    that of the weights that the run starts from."""
+    template: str | None = None
+    """For kind chat: how a conversation becomes text. "plain", "chatml", or a file in Jinja. If not
+    given, or "auto": the template of the model that the run starts from if it has one, else chatml
+    if the tokenizer has its control tokens, else plain."""
     sequence: Count | None = None
     """Tokens per sample; the model's context if not given."""
     order: Literal["shuffled", "random", "sequential", "megatron"] = "shuffled"
@@ -208,7 +218,8 @@ class SampleConfig(Settings):
     every: Interval
     """How often."""
     prompts: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = ("",)
-    """Beginnings to continue; an empty one starts a new document."""
+    """Beginnings to continue; an empty one starts a new document. With data.kind = "chat", messages
+    to answer."""
     tokens: Count = 64
     """Length of each sample."""
     temperature: Annotated[float, Field(ge=0)] = 0.8
@@ -302,7 +313,7 @@ class RunConfig(Settings):
     model: AnyModelConfig
     """The network."""
     data: DataConfig
-    """The token files."""
+    """The token files or conversations."""
     train: TrainConfig
     """Horizon and batch."""
     optim: AnyOptimizerConfig = AdamWConfig()
@@ -325,6 +336,17 @@ class RunConfig(Settings):
     """Saving."""
     track: TrackConfig = TrackConfig()
     """Metrics."""
+
+    @property
+    def packs_conversations(self) -> bool:
+        """Whether several conversations share a sample, kept apart by the model's attention."""
+        return self.data.kind == "chat" and Ability.DOCUMENTS in self.model.abilities
+
+    @property
+    def masks_documents(self) -> bool:
+        """Whether attention stays inside the documents of a sample."""
+        data = self.data
+        return data.documents == "masked" or data.reset_attention or self.packs_conversations
 
 
 def parse_model(values: dict[str, Any]) -> ModelConfig:

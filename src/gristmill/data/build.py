@@ -24,7 +24,14 @@ from gristmill.data.dataset import DatasetSplit, Mixture
 from gristmill.data.documents import JOINED, DocumentRules
 from gristmill.data.index_cache import Arrays, cached
 from gristmill.data.megatron_order import MegatronOrder, build_indices, plan_epochs
-from gristmill.data.sampling import RandomWindows, SequentialWindows, ShuffledWindows, Windows
+from gristmill.data.packing import PackedShuffled
+from gristmill.data.sampling import (
+    RandomWindows,
+    SampleIndex,
+    SequentialWindows,
+    ShuffledWindows,
+    Windows,
+)
 from gristmill.data.stream import SampleStream
 
 SURPLUS = 0.005
@@ -58,7 +65,7 @@ def build_stream(config: DataConfig, train: Mixture, spec: OrderSpec) -> SampleS
         return _megatron_stream(config, train, spec)
     # With one seed, sets of equal length would be read at the same places.
     indices = tuple(
-        _WINDOWS[config.order](split.tokens, spec.sequence, spec.seed + number)
+        _index(config, split, spec, seed=spec.seed + number)
         for number, split in enumerate(train.splits)
     )
     epochs = [index.epoch for index in indices]
@@ -69,6 +76,12 @@ def build_stream(config: DataConfig, train: Mixture, spec: OrderSpec) -> SampleS
         blend = proportional(train.weights or epochs)
     sets = tuple(split.source for split in train.splits)
     return SampleStream(sets, indices, blend, spec.sequence)
+
+
+def _index(config: DataConfig, split: DatasetSplit, spec: OrderSpec, *, seed: int) -> SampleIndex:
+    if split.packing is not None:
+        return PackedShuffled(split.packing, seed)
+    return _WINDOWS[config.order](split.tokens, spec.sequence, seed)
 
 
 def build_rules(config: DataConfig, *, end_of_text: int) -> DocumentRules:

@@ -21,6 +21,8 @@ from gristmill.base.units import split_shares
 from gristmill.config.schema import DataConfig
 from gristmill.config.values import TokenPaths
 from gristmill.data.megatron_order import row_table, split_rows
+from gristmill.data.packing import PackedInOrder, Packing
+from gristmill.data.sampling import SampleIndex, SequentialWindows
 from gristmill.data.stream import OpenTokenSet
 from gristmill.data.watch import TokenFileWatch
 from gristmill.text.tokenizers.tokenizer import Tokenizer
@@ -38,6 +40,8 @@ class DatasetSplit:
     tokens: range
     rows: range | None = None
     """The same range in rows, for Megatron's order."""
+    packing: Packing | None = None
+    """The samples of a set of conversations; None if samples are cut from the text."""
 
     @property
     def path(self) -> str:
@@ -46,6 +50,18 @@ class DatasetSplit:
     @property
     def reader(self) -> TokenReader:
         return self.source.reader
+
+    @property
+    def documents(self) -> list[int]:
+        """The first of its documents, and the first one after it."""
+        ends = [self.tokens.start, self.tokens.stop]
+        return [int(place) for place in np.searchsorted(self.reader.document_starts, ends)]
+
+    def in_order(self, sequence: int) -> SampleIndex:
+        """Its samples from beginning to end, which do not overlap."""
+        if self.packing is not None:
+            return PackedInOrder(self.packing)
+        return SequentialWindows(self.tokens, sequence, seed=0)
 
 
 @dataclass(frozen=True)
@@ -62,6 +78,10 @@ class RunData:
 
     train: Mixture
     validation: Mixture | None
+    notes: tuple[str, ...] = ()
+    """What was found."""
+    warnings: tuple[str, ...] = ()
+    """What was left out of it."""
 
 
 def path_list(paths: TokenPaths) -> tuple[str, ...]:
@@ -71,11 +91,18 @@ def path_list(paths: TokenPaths) -> tuple[str, ...]:
 
 def open_data(config: DataConfig, *, sequence: int) -> RunData:
     """Open the token files of a run and split them."""
+    if config.kind == "chat":
+        raise UserError(
+            "the run's data are conversations, not token files",
+            where="data.paths",
+            remedy="name token files with --data, or text with --text",
+            exit=Exit.DATA,
+        )
     by_rows = config.order == "megatron"
     sets = [
         open_set(path, in_memory=config.in_memory, rows=by_rows) for path in path_list(config.paths)
     ]
-    weights = held_weights = _weights(config.paths)
+    weights = held_weights = path_weights(config.paths)
     if config.validation is None:
         splits = [_split(one, config.split or DEFAULT_SPLIT) for one in sets]
         train = [both[0] for both in splits]
@@ -85,7 +112,7 @@ def open_data(config: DataConfig, *, sequence: int) -> RunData:
         paths = path_list(config.validation)
         train = [_whole(one) for one in sets]
         held = [_whole(open_set(path, in_memory=config.in_memory)) for path in paths]
-        held_weights = _weights(config.validation)
+        held_weights = path_weights(config.validation)
         _require_same_tokenizer(train, held)
     _require_training_windows(train, sequence)
     validation = _validation(held, held_weights, sequence, config) if held else None
@@ -105,7 +132,8 @@ def open_set(path: str, *, in_memory: bool = False, rows: bool = False) -> OpenT
     )
 
 
-def _weights(paths: TokenPaths) -> tuple[float, ...] | None:
+def path_weights(paths: TokenPaths) -> tuple[float, ...] | None:
+    """The weights of token sets, if they are given."""
     return tuple(paths.values()) if isinstance(paths, dict) else None
 
 

@@ -29,7 +29,7 @@ from gristmill.base.units import Progress
 from gristmill.config.ramp import BatchRamp
 from gristmill.data.dataset import Mixture
 from gristmill.data.documents import JOINED, DocumentRules, marks_after, restarted_positions
-from gristmill.data.sampling import TokenSpans, spread_windows
+from gristmill.data.sampling import spread_samples
 from gristmill.data.stream import SampleStream
 
 READ_AHEAD = 4
@@ -72,6 +72,7 @@ def make_batch(
     ids_BS: np.ndarray,
     *,
     marks_BS: np.ndarray | None = None,
+    learnt_BS: np.ndarray | None = None,
     rules: DocumentRules = JOINED,
     pin: bool = False,
 ) -> Batch:
@@ -81,6 +82,9 @@ def make_batch(
     counted = float(inputs_BT.size)
     if rules.unweighted:
         weights = _tensor(inputs_BT != rules.end_of_text, torch.float32, pin)
+    elif learnt_BS is not None:
+        weights = _tensor(learnt_BS[:, 1:], torch.float32, pin)
+    if weights is not None:
         counted = float(weights.sum())
     marks_BT = None if marks_BS is None else marks_BS[:, :-1]
     if rules.marks == "ids":
@@ -147,15 +151,19 @@ class Loader:
         marks = self.rules.marks == "files"
         samples = self.stream.read(mine.reshape(-1), marks=marks, vocab=self.vocab)
         shape = (-1, self.micro_batch, self.stream.sequence + 1)
-        ids, marks_BS = samples.ids_BS.reshape(shape), samples.marks_BS
+
+        def part(values_BS: np.ndarray | None, number: int) -> np.ndarray | None:
+            return None if values_BS is None else values_BS.reshape(shape)[number]
+
         return [
             make_batch(
                 ids_BS,
-                marks_BS=None if marks_BS is None else marks_BS.reshape(shape)[number],
+                marks_BS=part(samples.marks_BS, number),
+                learnt_BS=part(samples.learnt_BS, number),
                 rules=self.rules,
                 pin=self.pin,
             )
-            for number, ids_BS in enumerate(ids)
+            for number, ids_BS in enumerate(samples.ids_BS.reshape(shape))
         ]
 
     def starting_at(self, progress: Progress) -> Generator[list[Batch]]:
@@ -209,19 +217,24 @@ def validation_batches(
         split.source.watch.check_all()
     length = sequence + 1
     for split, count in zip(held.splits, window_shares(held, sequence, windows), strict=True):
-        starts = spread_windows(split.tokens, sequence=sequence, windows=count)
-        for first in range(0, len(starts), batch):
-            begins = starts[first : first + batch]
-            spans = TokenSpans(begins, np.full(len(begins), length))
+        index = split.in_order(sequence)
+        chosen = spread_samples(index.epoch, most=count)
+        for first in range(0, len(chosen), batch):
+            spans = index.spans(chosen[first : first + batch])
             marks = rules.marks == "files"
             samples = split.source.read(spans, length=length, marks=marks, vocab=vocab)
-            yield make_batch(samples.ids_BS, marks_BS=samples.marks_BS, rules=rules)
+            yield make_batch(
+                samples.ids_BS,
+                marks_BS=samples.marks_BS,
+                learnt_BS=samples.learnt_BS,
+                rules=rules,
+            )
 
 
 def window_shares(held: Mixture, sequence: int, windows: int) -> list[int]:
     """Windows of each set, by weight or size; at least one of each."""
     if len(held.splits) == 1:
         return [windows]
-    fitting = [(len(split.tokens) - 1) // sequence for split in held.splits]
+    fitting = [split.in_order(sequence).epoch for split in held.splits]
     weights: Sequence[float] = held.weights or fitting
     return [max(1, round(windows * weight / sum(weights))) for weight in weights]

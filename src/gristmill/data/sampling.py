@@ -118,8 +118,6 @@ class SequentialWindows(Windows):
         return self.tokens.start + samples.astype(np.int64) % self.epoch * self.sequence
 
 
-def spread_windows(tokens: range, *, sequence: int, windows: int) -> np.ndarray:
-    """Starts of up to `windows` windows that do not overlap, spread evenly over the text."""
-    fitting = (len(tokens) - 1) // sequence
-    chosen = np.linspace(0, fitting, min(windows, fitting), endpoint=False).astype(np.int64)
-    return tokens.start + chosen * sequence
+def spread_samples(count: int, *, most: int) -> np.ndarray:
+    """The numbers of up to `most` of so many samples, spread evenly over them."""
+    return np.linspace(0, count, min(most, count), endpoint=False).astype(np.int64)

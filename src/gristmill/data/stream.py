@@ -34,6 +34,8 @@ class Samples:
 
     ids_BS: np.ndarray
     marks_BS: np.ndarray | None
+    learnt_BS: np.ndarray | None = None
+    """Which ids count in the loss when they are predicted; None if all do."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class OpenTokenSet:
     """Watches no files if the ids are in memory."""
     rows: RowTable | None = None
     """The rows of the set, for Megatron's order."""
+    learnt: np.ndarray | None = None
+    """For each id, whether it counts in the loss; None if all do. Only of sets in memory."""
 
     def read(
         self, spans: TokenSpans, *, length: int, marks: bool, vocab: int | None = None
@@ -62,7 +66,10 @@ class OpenTokenSet:
             ids_BS.max() >= vocab or (ids_BS.dtype.kind == "i" and ids_BS.min() < 0)
         ):
             raise self._outside(ids_BS.reshape(-1), spans, vocab=vocab)
-        return Samples(ids_BS, found)
+        learnt_BS = None
+        if self.learnt is not None:
+            learnt_BS = _gather(self.learnt, spans, length=length)
+        return Samples(ids_BS, found, learnt_BS)
 
     def _outside(self, ids: np.ndarray, spans: TokenSpans, *, vocab: int) -> DataError:
         """Names the first id outside the vocabulary, and where it is."""
@@ -81,21 +88,31 @@ class OpenTokenSet:
 
     def gather(self, spans: TokenSpans, *, length: int) -> np.ndarray:
         """The ids of spans, as rows of `length`, in their stored type."""
-        total = int(spans.counts.sum())
-        if self.ids is not None and len(spans.begins) * length == total:
-            return np.asarray(sliding_window_view(self.ids, length)[spans.begins])
-        if self.ids is not None and total < _SHORT * len(spans.begins):
-            offsets = np.cumsum(spans.counts) - spans.counts
-            positions = np.repeat(spans.begins - offsets, spans.counts)
-            positions += np.arange(total)
-            return self.ids.take(positions).reshape(-1, length)
-        result = np.empty(total, self.reader.info.dtype)
-        at, ids, read = 0, self.ids, self.reader.read
+        if self.ids is not None:
+            return _gather(self.ids, spans, length=length)
+        result = np.empty(int(spans.counts.sum()), self.reader.info.dtype)
+        at = 0
         for begin, count in zip(spans.begins.tolist(), spans.counts.tolist(), strict=True):
-            found = read(begin, count) if ids is None else ids[begin : begin + count]
-            result[at : at + count] = found
+            result[at : at + count] = self.reader.read(begin, count)
             at += count
         return result.reshape(-1, length)
+
+
+def _gather(values: np.ndarray, spans: TokenSpans, *, length: int) -> np.ndarray:
+    """The values of spans, as rows of `length`."""
+    total = int(spans.counts.sum())
+    if len(spans.begins) * length == total:
+        return np.asarray(sliding_window_view(values, length)[spans.begins])
+    if total < _SHORT * len(spans.begins):
+        offsets = np.cumsum(spans.counts) - spans.counts
+        positions = np.repeat(spans.begins - offsets, spans.counts)
+        positions += np.arange(total)
+        return values.take(positions).reshape(-1, length)
+    result, at = np.empty(total, values.dtype), 0
+    for begin, count in zip(spans.begins.tolist(), spans.counts.tolist(), strict=True):
+        result[at : at + count] = values[begin : begin + count]
+        at += count
+    return result.reshape(-1, length)
 
 
 @dataclass(frozen=True)
@@ -121,6 +138,8 @@ class SampleStream:
         dtype = np.result_type(*(tokens.reader.info.dtype for tokens in self.sets))
         ids_BS = np.empty((len(samples), length), dtype)
         marks_BS = np.empty(ids_BS.shape, bool) if marks else None
+        some = any(tokens.learnt is not None for tokens in self.sets)
+        learnt_BS = np.ones(ids_BS.shape, bool) if some else None
         for number in np.unique(choice.sets).tolist():
             rows = np.flatnonzero(choice.sets == number)
             spans = self.indices[number].spans(choice.samples[rows])
@@ -128,7 +147,9 @@ class SampleStream:
             ids_BS[rows] = found.ids_BS
             if marks_BS is not None:
                 marks_BS[rows] = found.marks_BS
-        return Samples(ids_BS, marks_BS)
+            if learnt_BS is not None and found.learnt_BS is not None:
+                learnt_BS[rows] = found.learnt_BS
+        return Samples(ids_BS, marks_BS, learnt_BS)
 
     def check_files(self) -> None:
         """Refuse to continue if token files changed."""

@@ -2,7 +2,8 @@
 with the number of layers, and verifies it before the folder gets its name.
 
     DIR/  model.safetensors, or model-00001-of-0000N.safetensors ... and an index of them
-          tokenizer files · generation_config.json · config.json
+          tokenizer files · chat_template.jinja, if the model has one
+          generation_config.json · config.json
           modeling_gristmill.py, if it is exported with the model's own code
 
     read some rows of a tensor from the source -> finite? -> fp32, transposed -> append to a file
@@ -33,7 +34,7 @@ from gristmill.base.errors import Exit, UserError, optional
 from gristmill.base.files import require_room, write_atomic, write_json
 from gristmill.base.memory import free_memory
 from gristmill.base.units import format_bytes
-from gristmill.checkpoint.model import StoredModel
+from gristmill.checkpoint.model import StoredModel, chat_template
 from gristmill.checkpoint.tensor_reader import HF_INDEX, open_hf_tensors
 from gristmill.checkpoint.tensorfile import StreamedTensor, write_streamed
 from gristmill.config.hf import (
@@ -58,6 +59,7 @@ from gristmill.generate import Engine, Sampling
 from gristmill.models.families import foreign_tensors, open_foreign
 from gristmill.models.hf import hf_form
 from gristmill.models.weights import ForeignTensor
+from gristmill.text.chat.encoding import turn_ends
 from gristmill.text.tokenizers.library import TOKENIZER_FILE
 from gristmill.text.tokenizers.tokenizer import Tokenizer
 
@@ -141,7 +143,12 @@ def export(
         _write_weights(stored, staging, files, advance)
         _compare(stored, staging, tensors, target.family, advance)
         stored.tokenizer.save(staging)
-        write_json(staging / "generation_config.json", {"bos_token_id": end, "eos_token_id": end})
+        ends, template = [end], chat_template(stored)
+        if template is not None:
+            template.save(staging)
+            ends += sorted(turn_ends(stored.tokenizer, template) - {end})
+        stops = {"bos_token_id": end, "eos_token_id": ends if len(ends) > 1 else end}
+        write_json(staging / "generation_config.json", stops)
         if code:
             write_atomic(staging / f"{CODE_MODULE}.py", _own_code())
         write_json(staging / "config.json", target.settings)

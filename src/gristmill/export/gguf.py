@@ -25,7 +25,7 @@ import torch
 
 from gristmill.base.errors import UserError, optional
 from gristmill.base.files import require_room
-from gristmill.checkpoint.model import StoredModel
+from gristmill.checkpoint.model import StoredModel, chat_template
 from gristmill.config.families import GPT2, LLAMA, QWEN2, QWEN3, Family
 from gristmill.config.hf import differences
 from gristmill.config.model import GPTConfig
@@ -42,6 +42,7 @@ from gristmill.models.families import (
     values,
 )
 from gristmill.models.weights import ForeignTensor
+from gristmill.text.chat.encoding import turn_ends
 from gristmill.text.tokenizers.tokenizer import Tokenizer
 
 SUFFIX = ".gguf"
@@ -71,6 +72,11 @@ def export_gguf(
         raise UserError(what, where="export")
     family = _choose_architecture(config)
     tokenizer = _tokenizer(gguf, stored.tokenizer, vocab=stored.vocab)
+    template = chat_template(stored)
+    if template is not None:
+        tokenizer["add_chat_template"] = template.source
+        for end in turn_ends(stored.tokenizer, template) - {stored.tokenizer.end_of_text}:
+            tokenizer["add_eot_token_id"] = end
     tensors = table_tensors(stored.outline(), _TABLES[family.type])
     size, done = sum(map(tensor_bytes, tensors)), 0
     refuse_used_file(file)

@@ -203,8 +203,8 @@ def _compiles(config: RunConfig, world: World) -> Literal["whole", "blocks"] | N
     be compiled. With document masks, torch 2.11 computes wrong attention gradients in one graph."""
     if not config.runtime.compiles(world.device.kind):
         return None
-    masked = config.data.documents == "masked" or config.data.reset_attention
-    blocks = world.mesh.processes > 1 or config.runtime.compile == "blocks" or masked
+    several = world.mesh.processes > 1
+    blocks = several or config.runtime.compile == "blocks" or config.masks_documents
     return "blocks" if blocks else "whole"
 
 

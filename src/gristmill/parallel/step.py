@@ -65,7 +65,8 @@ def count_tokens(
     tensor = torch.full((), counted, device=device)
     if group is not None:
         dist.all_reduce(tensor, group=group)
-    return tensor
+    # A step in which nothing counts has loss and gradient 0, not 0 / 0.
+    return tensor.clamp_(min=1.0)
 
 
 def step_seed(seed: int, step: int, place: Sequence[int]) -> int:

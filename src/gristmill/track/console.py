@@ -12,6 +12,9 @@ their number, so that slow and fast runs give logs of similar length.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TextColumn
@@ -24,6 +27,19 @@ from gristmill.track.sinks import EtaEstimator, Horizon, line, printable, rate
 FIRST_STEPS = 5
 SECONDS_BETWEEN_STEPS = 10.0
 _STYLES = {"info": "default", "warning": "yellow", "error": "bold red"}
+
+
+def slow_work(*, quiet: bool = False) -> Callable[[str], None]:
+    """Says how far a run's preparations are, which come before all records, every ten seconds."""
+    last, console = time.monotonic(), Console(quiet=quiet)
+
+    def say(doing: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= SECONDS_BETWEEN_STEPS:
+            last = time.monotonic()
+            console.print(f"info: {doing}", highlight=False, markup=False, soft_wrap=True)
+
+    return say
 
 
 def console_sink(

@@ -25,6 +25,7 @@ from gristmill.config.resolve import Resolved, resolve
 from gristmill.config.schema import DataConfig, RunConfig
 from gristmill.data.build import OrderSpec, build_rules, build_stream, order_identity
 from gristmill.data.content_check import ContentCheck
+from gristmill.data.conversations import ChatOptions, open_chat, open_conversations
 from gristmill.data.dataset import DatasetSplit, RunData, open_data, prove_tokenizer
 from gristmill.data.documents import DocumentRules
 from gristmill.data.loader import Loader, validation_batches
@@ -38,7 +39,9 @@ from gristmill.parallel.device import memory_explained
 from gristmill.parallel.strategy import Strategy
 from gristmill.parallel.world import World, open_world
 from gristmill.plan.arithmetic import ModelSize, gpt_size, model_size
+from gristmill.text.chat.encoding import ChatEncoder
 from gristmill.text.tokenizers.tokenizer import Tokenizer, open_tokenizer
+from gristmill.track.console import slow_work
 from gristmill.track.folder import RunFolder
 from gristmill.train.compare import CompareReplicas
 from gristmill.train.health import RunHealth
@@ -65,6 +68,8 @@ class Assembly:
     """The whole model on the meta device."""
     notes: tuple[str, ...] = ()
     """What the user should know about the weights that the run starts from."""
+    chat: ChatEncoder | None = None
+    """How conversations become ids; None for a run on token files."""
 
     @property
     def parameters(self) -> int:
@@ -85,10 +90,11 @@ def assemble(
     `saves`: whether checkpoints are saved, so that the disk must have room for one. `workers`:
     those that take part in a decentralized run, if not all of them."""
     world = world or open_world(config.runtime, tf32=config.precision.tf32)
-    data = open_data(config.data, sequence=config.data.sequence or config.model.context)
-    tokenizer = _open_tokenizer(config, data)
-    numbers = resolve(config, vocab=tokenizer.size, mesh=world.mesh)
     control = control or ControlGroup()
+    chat = open_chat(config) if config.data.kind == "chat" else None
+    data, tokenizer = _open_data(config, folder, chat, shows=saves and control.is_rank0)
+    _require_room_for(tokenizer, config)
+    numbers = resolve(config, vocab=tokenizer.size, mesh=world.mesh)
     size = _model_size(config, numbers, world.mesh)
     require_memory(config, size, world)
     if saves:
@@ -120,7 +126,7 @@ def assemble(
         parameters=strategy.parameters,
         padded=outline.vocabulary_parameters(),
         names=frozenset(outline.roles()),
-        identity=_identity(config, numbers, data, tokenizer),
+        identity=_identity(config, numbers, data, tokenizer, chat),
         identity_defaults=_of_model(config.model.identity_defaults()),
         identity_retired=_of_model(config.model.retired),
         settings={"model": config.model.model_dump(exclude_none=True), "vocab": numbers.vocab},
@@ -135,8 +141,35 @@ def assemble(
         writes_unowned=not any(place for axis, place in world.at.items() if axis not in copied),
     )
     return Assembly(
-        config, numbers, folder, data, tokenizer, world, state, strategy, control, outline, notes
+        config,
+        numbers,
+        folder,
+        data,
+        tokenizer,
+        world,
+        state,
+        strategy,
+        control,
+        outline,
+        notes,
+        chat,
     )
+
+
+def _open_data(
+    config: RunConfig, folder: RunFolder, chat: ChatEncoder | None, *, shows: bool
+) -> tuple[RunData, Tokenizer]:
+    sequence = config.data.sequence or config.model.context
+    if chat is None:
+        data = open_data(config.data, sequence=sequence)
+        return data, _open_tokenizer(config, data)
+    options = ChatOptions(
+        sequence,
+        together=config.packs_conversations,
+        cache=folder.path / "index",
+        progress=slow_work(quiet=not shows),
+    )
+    return open_conversations(config.data, chat, options), chat.tokenizer
 
 
 def _model_size(config: RunConfig, numbers: Resolved, mesh: Mesh) -> ModelSize:
@@ -200,6 +233,11 @@ def _open_tokenizer(config: RunConfig, data: RunData) -> Tokenizer:
         for split in data.validation.splits:
             where = f"data.validation {split.path}"
             prove_tokenizer(tokenizer, split.reader, where=where, remedy=remedy)
+    return tokenizer
+
+
+def _require_room_for(tokenizer: Tokenizer, config: RunConfig) -> None:
+    """Refuse a tokenizer with more ids than the model."""
     if config.model.vocab is not None and config.model.vocab < tokenizer.size:
         raise UserError(
             f"the tokenizer has {tokenizer.size} ids, but the model has {config.model.vocab}",
@@ -207,20 +245,31 @@ def _open_tokenizer(config: RunConfig, data: RunData) -> Tokenizer:
             remedy="leave model.vocab out, raise model.hf_config.vocab_size, or prepare the text "
             "with a smaller tokenizer",
         )
-    return tokenizer
 
 
 def _identity(
-    config: RunConfig, numbers: Resolved, data: RunData, tokenizer: Tokenizer
+    config: RunConfig,
+    numbers: Resolved,
+    data: RunData,
+    tokenizer: Tokenizer,
+    chat: ChatEncoder | None,
 ) -> dict[str, Any]:
     """What must stay the same for a run to resume exactly."""
+    cut: dict[str, Any] = {
+        "data.split (tokens)": _each(data, lambda split: [split.tokens.start, split.tokens.stop])
+    }
+    if chat is not None:
+        cut = {
+            "data.split (conversations)": _each(data, lambda split: split.documents),
+            "data.template (content)": chat.template.fingerprint,
+        }
     data_seed = {} if config.data.seed is None else {"data.seed": config.data.seed}
     return {
         **_of_model(config.model.identity()),
         "model.vocab": numbers.vocab,
         "tokenizer": tokenizer.fingerprint,
         "data.paths (content)": _each(data, lambda split: split.reader.info.fingerprint),
-        "data.split (tokens)": _each(data, lambda split: [split.tokens.start, split.tokens.stop]),
+        **cut,
         "data.order": config.data.order,
         "data.sequence": numbers.sequence,
         **data_seed,
@@ -242,6 +291,8 @@ def _each(data: RunData, fact: Callable[[DatasetSplit], Any]) -> Any:
 
 def document_rules(parts: Assembly) -> DocumentRules:
     """How document boundaries are treated."""
+    if parts.config.packs_conversations:
+        return DocumentRules(marks="files", attention=True, positions=True)
     return build_rules(parts.config.data, end_of_text=parts.tokenizer.end_of_text)
 
 
@@ -273,7 +324,8 @@ def build_loader(parts: Assembly) -> Loader:
 
 def build_content_check(parts: Assembly) -> ContentCheck:
     """The comparison of the token files with their checksums, by one process of each node."""
-    wanted = parts.config.data.verify and parts.world.place.local_rank == 0
+    has_manifests = parts.config.data.kind == "tokens" and parts.config.data.verify
+    wanted = has_manifests and parts.world.place.local_rank == 0
     mixtures = (parts.data.train, parts.data.validation) if wanted else ()
     return ContentCheck(split.path for held in mixtures if held for split in held.splits)
 
@@ -364,6 +416,7 @@ def build_hooks(
                 state=parts.state,
                 seed=config.train.seed,
                 folder=parts.folder.samples,
+                chat=parts.chat,
             )
         )
     evaluation = build_evaluation(parts, tracker)

@@ -35,6 +35,8 @@ from gristmill.data.loader import Batch
 from gristmill.generate import Sampling, TextGenerator
 from gristmill.parallel.control import ControlGroup
 from gristmill.parallel.strategy import StepLimits, Strategy
+from gristmill.text.chat.conversations import Message
+from gristmill.text.chat.encoding import ChatEncoder
 from gristmill.text.tokenizers.tokenizer import Tokenizer
 from gristmill.train.health import GoBack, RunHealth
 from gristmill.train.meter import Meter, StepEvent
@@ -312,8 +314,11 @@ class Sample:
         state: TrainState,
         seed: int,
         folder: Path,
+        chat: ChatEncoder | None = None,
     ) -> None:
+        """With `chat`, prompts are messages, and samples the answers to them."""
         self.config, self.tracker, self.state, self.folder = config, tracker, state, folder
+        self.chat = chat
         self.strategy, self.tokenizer = strategy, tokenizer
         self.sampling = Sampling(config.temperature, config.top_k, config.top_p, seed)
         self._done_at: int | None = None
@@ -336,12 +341,16 @@ class Sample:
         model = self.strategy.whole()
         if model is None:
             return
-        generator, pages = TextGenerator(model, self.tokenizer), []
+        ends = () if self.chat is None else self.chat.ends
+        generator, pages = TextGenerator(model, self.tokenizer, ends=ends), []
         try:
             for prompt in self.config.prompts:
-                (text,) = generator.texts(prompt, tokens=self.config.tokens, sampling=self.sampling)
+                asked: str | list[int] = prompt
+                if self.chat is not None and prompt:
+                    asked = self.chat.encode_prompt([Message("user", prompt)])
+                (text,) = generator.texts(asked, tokens=self.config.tokens, sampling=self.sampling)
                 self.tracker.sample(prompt, text)
-                pages.append(f"{prompt}{text}\n")
+                pages.append(f"{prompt}{'' if asked == prompt else chr(10)}{text}\n")
             write_atomic(self.folder / f"step-{step:08d}.txt", "---\n".join(pages))
         except UserError as error:
             self.tracker.say(f"the samples were not written: {error}", level="warning")

@@ -126,6 +126,8 @@ def _fit_folder(parts: Assembly) -> list[str]:
     environment = describe_environment(parts.world, parameters=parts.parameters)
     write_json(folder.environment, environment)
     parts.tokenizer.save(folder.tokenizer)
+    if parts.chat is not None:
+        parts.chat.template.save(folder.tokenizer)
     return notes
 
 

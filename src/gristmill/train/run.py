@@ -308,8 +308,10 @@ def _announce(parts: Assembly, tracker: Tracker, resumed: Resumed) -> None:
         tracker.say(f"resuming from {resumed.checkpoint.name}")
     elif parts.config.model.initial_weights is not None:
         tracker.say(f"starting from the weights in {parts.config.model.initial_weights}")
+    for note in parts.data.notes:
+        tracker.say(note)
     starting = () if resumed.checkpoint is not None else parts.notes
-    for note in (*starting, *resumed.notes, *doubts(parts.config, numbers)):
+    for note in (*parts.data.warnings, *starting, *resumed.notes, *doubts(parts.config, numbers)):
         tracker.say(note, level="warning")
     if parts.control.is_rank0:
         parts.folder.write_status("running", step=state.progress.steps, steps=numbers.steps)

@@ -37,7 +37,10 @@ PAIRS = (
 the URLs of OpenAI's encoder.json and vocab.bpe."""
 _NAMING = (CONFIG_FILE, "special_tokens_map.json")
 _NUMBERING = ("generation_config.json", "config.json")
-_FILES = (TOKENIZER_FILE, *PAIRS[0], "added_tokens.json", *_NAMING, *_NUMBERING, *SLOW_FILES)
+TEMPLATE_FILE = "chat_template.jinja"
+"""How conversations become text."""
+_VOCABULARY = (TOKENIZER_FILE, *PAIRS[0], "added_tokens.json", *SLOW_FILES)
+_FILES = (*_VOCABULARY, *_NAMING, *_NUMBERING, TEMPLATE_FILE)
 _snapshot = partial(
     hub_folder,
     files=_FILES,
@@ -80,17 +83,28 @@ def find_pair(folder: Path) -> tuple[Path, Path] | None:
 
 def stated_ends(folder: Path, inner: tokenizers.Tokenizer) -> Iterator[str]:
     """The tokens that the files in a folder say end a text."""
-    for name in _NAMING:
-        for end in _values(folder / name, "eos_token"):
-            # The file may hold the token with its flags instead of its text alone.
-            text = end.get("content") if isinstance(end, dict) else end
-            if isinstance(text, str):
-                yield text
+    yield from _stated_names(folder, "eos_token")
     for name in _NUMBERING:
         for end in _values(folder / name, "eos_token_id"):
             token = inner.id_to_token(end) if type(end) is int and end >= 0 else None
             if token is not None:
                 yield token
+
+
+def stated_begin(folder: Path, inner: tokenizers.Tokenizer) -> str | None:
+    """The control token that the files in a folder say begins a text, if it is one."""
+    added = inner.get_added_tokens_decoder().values()
+    control = {token.content for token in added if token.special}
+    return next((text for text in _stated_names(folder, "bos_token") if text in control), None)
+
+
+def _stated_names(folder: Path, key: str) -> Iterator[str]:
+    for name in _NAMING:
+        for token in _values(folder / name, key):
+            # The file may hold the token with its flags instead of its text alone.
+            text = token.get("content") if isinstance(token, dict) else token
+            if isinstance(text, str):
+                yield text
 
 
 def convert(folder: Path) -> tokenizers.Tokenizer:

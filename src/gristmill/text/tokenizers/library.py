@@ -44,7 +44,11 @@ class LibraryTokenizer(abc.ABC):
     fingerprint: str
     lossless: bool
 
-    def __init__(self, inner: tokenizers.Tokenizer, *, end_of_text: str) -> None:
+    def __init__(
+        self, inner: tokenizers.Tokenizer, *, end_of_text: str, begin_of_text: str | None = None
+    ) -> None:
+        """`begin_of_text` is the control token that the files call bos_token, for chat
+        templates."""
         # These are left from the last use, and would truncate, pad or vary what is encoded.
         inner.no_truncation()
         inner.no_padding()
@@ -62,7 +66,9 @@ class LibraryTokenizer(abc.ABC):
         self.prefix = _prefix(inner)
         self._text = ""
         """The text of the tokenizer.json, if `_inner` no longer gives it."""
-        self._end_text = end_of_text
+        self._end_text, self._begin_text = end_of_text, begin_of_text
+        added = inner.get_added_tokens_decoder()
+        self.control_tokens = {token.content: id for id, token in added.items() if token.special}
 
     @property
     def definition(self) -> str | None:
@@ -97,9 +103,10 @@ class LibraryTokenizer(abc.ABC):
         """The bytes that every id stands for."""
 
     @property
-    def _named(self) -> dict[str, str]:
+    def named_tokens(self) -> dict[str, str]:
         """The control tokens by the names that `transformers` gives them."""
-        return {"eos_token": self._end_text}
+        begin = {"bos_token": self._begin_text} if self._begin_text else {}
+        return {**begin, "eos_token": self._end_text}
 
     def save(self, folder: Path) -> None:
         """Write tokenizer.json and its settings, which `transformers` reads too."""
@@ -107,7 +114,7 @@ class LibraryTokenizer(abc.ABC):
             folder.mkdir(parents=True, exist_ok=True)
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            **self._named,
+            **self.named_tokens,
             "clean_up_tokenization_spaces": False,
         }
         write_json(folder / CONFIG_FILE, settings)
@@ -126,8 +133,10 @@ class BpeTokenizer(LibraryTokenizer):
 
     kind = "byte-level-bpe"
 
-    def __init__(self, inner: tokenizers.Tokenizer, *, end_of_text: str) -> None:
-        super().__init__(inner, end_of_text=end_of_text)
+    def __init__(
+        self, inner: tokenizers.Tokenizer, *, end_of_text: str, begin_of_text: str | None = None
+    ) -> None:
+        super().__init__(inner, end_of_text=end_of_text, begin_of_text=begin_of_text)
         value = json.loads(inner.to_str())
         merges = value["model"]["merges"]
         self.fingerprint = byte_level.fingerprint(
@@ -163,15 +172,18 @@ class BpeTokenizer(LibraryTokenizer):
         return table
 
     @property
-    def _named(self) -> dict[str, str]:
-        return dict.fromkeys(("bos_token", "eos_token", "unk_token"), self._end_text)
+    def named_tokens(self) -> dict[str, str]:
+        names = dict.fromkeys(("bos_token", "eos_token", "unk_token"), self._end_text)
+        return names | super().named_tokens
 
 
 class SubwordTokenizer(LibraryTokenizer):
     """Any other tokenizer of the library."""
 
-    def __init__(self, inner: tokenizers.Tokenizer, *, end_of_text: str) -> None:
-        super().__init__(inner, end_of_text=end_of_text)
+    def __init__(
+        self, inner: tokenizers.Tokenizer, *, end_of_text: str, begin_of_text: str | None = None
+    ) -> None:
+        super().__init__(inner, end_of_text=end_of_text, begin_of_text=begin_of_text)
         # What is changed below is not saved.
         self._text = inner.to_str(pretty=True)
         value = json.loads(self._text)
@@ -213,8 +225,8 @@ class SubwordTokenizer(LibraryTokenizer):
         return table
 
     @property
-    def _named(self) -> dict[str, str]:
-        return super()._named | ({"unk_token": self._unknown} if self._unknown else {})
+    def named_tokens(self) -> dict[str, str]:
+        return super().named_tokens | ({"unk_token": self._unknown} if self._unknown else {})
 
 
 def _unknown(model: dict[str, Any]) -> str | None:

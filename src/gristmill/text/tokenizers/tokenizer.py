@@ -17,7 +17,7 @@ has the same fingerprint.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -64,6 +64,16 @@ class Tokenizer(Protocol):
         """Type, size, end-of-text id and fingerprint, for a manifest."""
         ...
 
+    @property
+    def control_tokens(self) -> Mapping[str, int]:
+        """The ids of all control tokens by their text, which `encode` never gives."""
+        ...
+
+    @property
+    def named_tokens(self) -> Mapping[str, str]:
+        """The control tokens by the names that `transformers` gives them, such as eos_token."""
+        ...
+
     def encode(self, text: str) -> list[int]:
         """The ids of a text; none of them is a control token."""
         ...
@@ -97,6 +107,8 @@ class ByteTokenizer:
     lossless = True
     prefix: tuple[int, ...] = ()
     definition = None
+    control_tokens: ClassVar[Mapping[str, int]] = {END_OF_TEXT: end_of_text}
+    named_tokens: ClassVar[Mapping[str, str]] = {"eos_token": END_OF_TEXT}
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -208,7 +220,8 @@ def _finished(
         if inner.token_to_id(end) is not None:
             is_bpe = isinstance(inner.model, models.BPE) and works_on_bytes(inner)
             kind = library.BpeTokenizer if is_bpe else library.SubwordTokenizer
-            return kind(inner, end_of_text=end)
+            begin = hub.stated_begin(folder, inner) if folder else None
+            return kind(inner, end_of_text=end, begin_of_text=begin)
     added = inner.get_added_tokens_decoder().values()
     special = ", ".join(token.content for token in added if token.special) or "none"
     raise DataError(
