@@ -76,13 +76,14 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _nearest(pattern: str, layers: Mapping[str, tuple[int, int]]) -> str:
+    """Which layers there are, those with the most similar names first."""
     # Blocks differ in their number only.
     kinds = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in layers))
     if not kinds:
         return "it has none: the blocks of this model cannot be adapted"
-    ends = {kind.rpartition(".")[2]: kind for kind in kinds}
-    near = difflib.get_close_matches(pattern.rpartition(".")[2], ends, n=2, cutoff=0.6)
-    if near:
-        return f"did you mean {' or '.join(ends[end] for end in near)}?"
+    end = pattern.rpartition(".")[2]
+    kinds.sort(
+        key=lambda kind: -difflib.SequenceMatcher(None, end, kind.rpartition(".")[2]).ratio()
+    )
     more = f" and {len(kinds) - _MOST_NAMED} more" if len(kinds) > _MOST_NAMED else ""
     return f"there are: {', '.join(kinds[:_MOST_NAMED])}{more}"
