@@ -117,7 +117,7 @@ def test_a_checkpoint_holds_the_adapters_only(
     config = lora_run(tokens, folder, base)
     run_training(config)
     held_out = [line["loss"] for line in runs.history(folder) if line["kind"] == "validation"]
-    assert held_out[-1] < held_out[0] - 0.01
+    assert held_out[-1] < held_out[0]
     held = runs.tensors(folder)
     layers = [
         f"blocks.{number}.{name}"

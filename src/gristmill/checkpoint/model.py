@@ -35,6 +35,7 @@ from gristmill.checkpoint.state_file import STATE, is_count, read_state, shown
 from gristmill.checkpoint.tensor_reader import open_hf_tensors, open_tensors
 from gristmill.config.hf import from_hf
 from gristmill.config.hf_model import architecture_settings
+from gristmill.config.lora import LoraConfig
 from gristmill.config.model import ModelConfig
 from gristmill.config.schema import parse_model
 from gristmill.models.build import build_model, outline_model
@@ -75,7 +76,9 @@ class StoredModel:
     notes: tuple[str, ...] = ()
     """What the user should know about the choice of this checkpoint."""
     base: BaseModel | None = None
-    """If these are `MergedWeights`, the model that the adapters belong to."""
+    """If these are `MergedWeights`, the model that the adapters belong to, where it is now."""
+    lora: LoraConfig | None = None
+    """Their settings, which `config` has no more."""
 
     def outline(self) -> CausalLM:
         """The model with names and shapes only."""
@@ -163,6 +166,7 @@ def _from_checkpoint(path: Path, *, notes: tuple[str, ...] = ()) -> StoredModel:
         step=step,
         notes=notes,
         base=content.base,
+        lora=content.lora,
     )
 
 
@@ -174,6 +178,7 @@ class _Content:
     vocab: int
     weights: Weights
     base: BaseModel | None = None
+    lora: LoraConfig | None = None
 
 
 def _open_content(path: Path) -> _Content:
@@ -217,7 +222,7 @@ def _merged(path: Path, config: ModelConfig, vocab: int, adapters: Weights) -> _
         raise DataError([replace(one, where=str(where)) for one in error.problems]) from error
     check_weights(adapted, adapters)
     both = MergedWeights(weights, adapters, layers=adapted.adapters, scale=config.lora.scale)
-    return _Content(merged, vocab, both, base)
+    return _Content(merged, vocab, both, replace(base, folder=str(folder)), config.lora)
 
 
 def _run_of(checkpoint: Path) -> Path:
