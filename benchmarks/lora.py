@@ -64,9 +64,7 @@ def main() -> None:
             for one in names:
                 found[one].append(in_child(options, one))
     print(f"\n{describe(options)}\n")
-    print(
-        "| system | ms per step | faster than the first | gradients and state | peak memory | loss |"
-    )
+    print("| system | ms per step | speed | gradients and state | peak memory | last loss |")
     print("| --- | --- | --- | --- | --- | --- |")
     times = {one: median(s for run in runs for s in run["seconds"]) for one, runs in found.items()}
     for one, runs in found.items():
