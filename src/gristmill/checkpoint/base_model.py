@@ -20,6 +20,7 @@ import os
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -147,8 +148,18 @@ def _start_of(run: Path) -> str | None:
 def _weights_sha256(folder: Path, checkpoint: str | None) -> str:
     if checkpoint is not None:
         return sha256_file(folder / "checkpoints" / checkpoint / MANIFEST)
-    files = sorted(folder.glob("*.safetensors"))
-    return sha256_text("".join(f"{sha256_file(file)} {file.name}\n" for file in files))
+    lines = []
+    for file in sorted(folder.glob("*.safetensors")):
+        stat = file.stat()
+        lines.append(f"{_file_sha256(file, stat.st_size, stat.st_mtime_ns)} {file.name}\n")
+    return sha256_text("".join(lines))
+
+
+@cache
+def _file_sha256(file: Path, size: int, changed: int) -> str:
+    """Of a file that may be large and is looked at more than once; the other arguments tell whether
+    it is still the same."""
+    return sha256_file(file)
 
 
 def saved_base(checkpoints: CheckpointFolder) -> BaseModel | None:
