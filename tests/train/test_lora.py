@@ -182,7 +182,14 @@ def train_lora(tokens: str, folder: str, start: str, *words: str) -> int:
     return int(run_training(lora_run(Path(tokens), Path(folder), Path(start), *words)).exit)
 
 
-@pytest.mark.parametrize("layout", ["parallel.dp_replicate=2", "parallel.dp_shard=2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "parallel.dp_replicate=2",
+        "parallel.dp_shard=2",
+        pytest.param("parallel.cp=2", marks=pytest.mark.slow),
+    ],
+)
 def test_two_processes_train_as_one(
     crowd: Crowd, tokens: Path, tmp_path: Path, base: Path, runs: Runs, layout: str
 ) -> None:

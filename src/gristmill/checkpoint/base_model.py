@@ -47,8 +47,8 @@ class BaseModel:
         names = [field.name for field in fields(cls)]
         if isinstance(value, dict) and sorted(value) == sorted(names):
             base = cls(**value)
-            texts = (base.start, base.folder, base.sha256)
-            texts += (base.relative or "", base.checkpoint or "")
+            texts = [base.start, base.folder, base.sha256]
+            texts += [base.relative or "", base.checkpoint or ""]
             if all(isinstance(text, str) for text in texts) and "/" not in texts[-1]:
                 return base
         raise DataError("`base` does not say which model the adapters belong to", where=where)

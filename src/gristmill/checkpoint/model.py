@@ -194,15 +194,16 @@ def _open_content(path: Path) -> _Content:
         raise DataError(what, where=where) from error
     vocab = _vocab(path)
     stored = open_tensors(path)
-    if config.lora is not None:
-        return _merged(path, config, vocab, stored)
+    if config.adapters is not None:
+        return _merged(path, config, config.adapters, vocab, stored)
     check_weights(_outline(config, vocab=vocab, stored=stored, where=where), stored)
     return _Content(config, vocab, stored)
 
 
-def _merged(path: Path, config: ModelConfig, vocab: int, adapters: Weights) -> _Content:
+def _merged(
+    path: Path, config: ModelConfig, lora: LoraConfig, vocab: int, adapters: Weights
+) -> _Content:
     """The model of a checkpoint of adapters."""
-    assert config.lora is not None
     where, merged = path / STATE, config.merged
     base = BaseModel.of(read_state(path).get("base"), where=where)
     folder = base.find(_run_of(path))
@@ -221,8 +222,8 @@ def _merged(path: Path, config: ModelConfig, vocab: int, adapters: Weights) -> _
     except UserError as error:
         raise DataError([replace(one, where=str(where)) for one in error.problems]) from error
     check_weights(adapted, adapters)
-    both = MergedWeights(weights, adapters, layers=adapted.adapters, scale=config.lora.scale)
-    return _Content(merged, vocab, both, replace(base, folder=str(folder)), config.lora)
+    both = MergedWeights(weights, adapters, layers=adapted.adapters, scale=lora.scale)
+    return _Content(merged, vocab, both, replace(base, folder=str(folder)), lora)
 
 
 def _run_of(checkpoint: Path) -> Path:

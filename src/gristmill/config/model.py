@@ -42,7 +42,6 @@ class ModelConfig(Settings):
         vocab_multiple: int
         dropout: float
         start: str | None
-        lora: LoraConfig | None
 
     @model_validator(mode="before")
     @classmethod
@@ -65,12 +64,17 @@ class ModelConfig(Settings):
     @property
     def drops(self) -> bool:
         """Whether training draws random numbers for dropout."""
-        return self.dropout > 0 or (self.lora is not None and self.lora.dropout > 0)
+        return self.dropout > 0 or (self.adapters is not None and self.adapters.dropout > 0)
+
+    @property
+    def adapters(self) -> LoraConfig | None:
+        """The settings of its adapters, if it is to have some."""
+        return getattr(self, "lora", None)
 
     @property
     def merged(self) -> Self:
         """The settings of the same model without adapters."""
-        return self.model_copy(update={"lora": None})
+        return self if self.adapters is None else self.model_copy(update={"lora": None})
 
     def effective(self, name: str) -> Any:
         """What a setting amounts to, where one that is not given follows from others."""
@@ -97,7 +101,7 @@ class ModelConfig(Settings):
 
     def lora_identity(self) -> dict[str, Any]:
         """The part of `identity` that adapters have."""
-        return {} if self.lora is None else {"lora": self.lora.identity()}
+        return {} if self.adapters is None else {"lora": self.adapters.identity()}
 
     @classmethod
     def identity_defaults(cls) -> dict[str, Any]:

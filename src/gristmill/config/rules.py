@@ -174,7 +174,7 @@ def _model_is_able(config: RunConfig) -> Iterator[Problem]:
 def _lora_fits(config: RunConfig) -> Iterator[Problem]:
     """What adapters need. Names and sizes of layers are known here for our own model only; those of
     others are checked when the model is outlined."""
-    model, parallel, lora = config.model, config.parallel, config.model.lora
+    model, parallel, lora = config.model, config.parallel, config.model.adapters
     if lora is None:
         return
     if model.initial_weights is None:

@@ -146,12 +146,13 @@ def _settings(
     lora: LoraConfig, base: BaseModel, modules: list[_Module], linears: list[_Module]
 ) -> dict[str, Any]:
     """The content of adapter_config.json."""
+    alpha = lora.effective_alpha
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base.start if base.relative is None else base.folder,
         "r": lora.rank,
-        "lora_alpha": lora.effective_alpha,
+        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
         "lora_dropout": lora.dropout,
         "target_modules": _targets(modules, linears),
         "fan_in_fan_out": any(one.transposed for one in modules),

@@ -27,8 +27,8 @@ def outline_model(
     of a whole model for."""
     with torch.device("meta"):
         model = MODELS[type(config)](config, vocab=vocab, shard=shard, pad_for=pad_for)
-        if config.lora is not None:
-            add_adapters(model, config.lora)
+        if config.adapters is not None:
+            add_adapters(model, config.adapters)
     return model
 
 
