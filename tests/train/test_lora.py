@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.checkpoint.layout import CheckpointFolder, verify
 from gristmill.checkpoint.model import open_model, open_stored
 from gristmill.checkpoint.tensor_reader import open_tensors
+from gristmill.cli.main import app
 from gristmill.config.load import load_run, load_text
 from gristmill.config.resolve import resolve
 from gristmill.config.schema import RunConfig
@@ -252,6 +254,24 @@ def test_it_opens_as_the_merged_model(tokens: Path, tmp_path: Path, base: Path) 
     found = evaluation_ids(opened, data=None, text=None)
     tuned = evaluate_loss(opened, found.ids, limit=400).loss
     assert tuned < evaluate_loss(open_model(str(base), device=CPU), found.ids, limit=400).loss
+
+
+def test_the_command_line_exports_adapters(tokens: Path, tmp_path: Path, base: Path) -> None:
+    folder = tmp_path / "tuned"
+    run_training(lora_run(tokens, folder, base, 'train.until="3 steps"'))
+    place = str(tmp_path / "adapter")
+    refused = CliRunner().invoke(app, ["export", str(folder), place, "--adapter", "--code"])
+    assert isinstance(refused.exception, UserError) and "--adapter" in str(refused.exception)
+    plain = CliRunner().invoke(app, ["export", str(base), place, "--adapter"])
+    assert isinstance(plain.exception, UserError) and "no adapters" in str(plain.exception)
+    done = CliRunner().invoke(app, ["export", str(folder), place, "--adapter"])
+    assert done.exit_code == 0, done.output
+    assert "14 modules" in done.output  # qkv is three of theirs, up two
+    assert f"note: these adapters belong to step-00000006 of {base}" in done.output
+    assert {file.name for file in Path(place).iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
 
 
 def test_a_further_run_starts_from_the_merged_model(
