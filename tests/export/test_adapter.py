@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from gristmill.base.errors import UserError
 from gristmill.base.files import write_json
-from gristmill.checkpoint.base_model import BaseModel
+from gristmill.checkpoint.adapter_base import AdapterBase
 from gristmill.checkpoint.model import StoredModel
 from gristmill.config.families import FAMILIES
 from gristmill.config.hf import to_hf
@@ -56,7 +56,7 @@ def stored_model(config: ModelConfig, base_folder: Path, **settings: Any) -> Sto
     weights = MergedWeights(
         base_weights, WeightsInMemory(adapters), layers=model.adapters, scale=lora.scale
     )
-    base = BaseModel(str(base_folder), str(base_folder), "../base", None, "0" * 64)
+    base = AdapterBase(str(base_folder), str(base_folder), "../base", None, "0" * 64)
     tokenizer = open_tokenizer("bytes")
     return StoredModel(
         config, VOCAB, weights, tokenizer, base_folder, base=base, lora=lora, run=base_folder

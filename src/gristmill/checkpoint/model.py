@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from gristmill.base.downloads import model_folder
 from gristmill.base.errors import DataError, Exit, Problem, UserError
 from gristmill.base.files import read_json
-from gristmill.checkpoint.base_model import BaseModel, saved_base
+from gristmill.checkpoint.adapter_base import AdapterBase, saved_base
 from gristmill.checkpoint.layout import (
     ALONE,
     MANIFEST,
@@ -75,7 +75,7 @@ class StoredModel:
     step: int | None = None
     notes: tuple[str, ...] = ()
     """What the user should know about the choice of this checkpoint."""
-    base: BaseModel | None = None
+    base: AdapterBase | None = None
     """If these are `MergedWeights`, the model that the adapters belong to, where it is now."""
     lora: LoraConfig | None = None
     """Their settings, which `config` has no more."""
@@ -177,7 +177,7 @@ class _Content:
     config: ModelConfig
     vocab: int
     weights: Weights
-    base: BaseModel | None = None
+    base: AdapterBase | None = None
     lora: LoraConfig | None = None
 
 
@@ -205,7 +205,7 @@ def _merged(
 ) -> _Content:
     """The model of a checkpoint of adapters."""
     where, merged = path / STATE, config.merged
-    base = BaseModel.of(read_state(path).get("base"), where=where)
+    base = AdapterBase.of(read_state(path).get("base"), where=where)
     folder = base.find(_run_of(path))
     weights: Weights
     if base.checkpoint is not None:
@@ -256,7 +256,7 @@ def _outline(config: ModelConfig, *, vocab: int, stored: Weights, where: Path) -
 class Started:
     """What a run has started from."""
 
-    base: BaseModel | None = None
+    base: AdapterBase | None = None
     """What these weights are, if the run trains adapters of them."""
     notes: tuple[str, ...] = ()
     """What the user should know about them."""
@@ -298,18 +298,20 @@ def load_start_weights(
     control.on_all_ranks(lambda: load_weights(model, weights, parameters))
     if base_names and base is None:
         base = _same_on_all(
-            lambda: BaseModel.at(start, path, checkpoint=chosen, run=run or Path()), control
+            lambda: AdapterBase.at(start, path, checkpoint=chosen, run=run or Path()), control
         )
     return Started(base, notes)
 
 
-def _saved_base(run: Path, start: str, folder: Path) -> BaseModel | None:
+def _saved_base(run: Path, start: str, folder: Path) -> AdapterBase | None:
     """The base of the adapters that a run has saved, which must be in this folder now."""
     known = saved_base(CheckpointFolder(run / "checkpoints"))
     return None if known is None else known.moved_to(start, folder, run=run)
 
 
-def _same_on_all(find: Callable[[], BaseModel | None], control: ControlGroup) -> BaseModel | None:
+def _same_on_all(
+    find: Callable[[], AdapterBase | None], control: ControlGroup
+) -> AdapterBase | None:
     """What rank 0 finds."""
 
     def as_json() -> dict[str, Any] | None:
@@ -317,7 +319,7 @@ def _same_on_all(find: Callable[[], BaseModel | None], control: ControlGroup) ->
         return None if found is None else asdict(found)
 
     values = control.on_rank0(as_json)
-    return None if values is None else BaseModel(**values)
+    return None if values is None else AdapterBase(**values)
 
 
 @dataclass(frozen=True)

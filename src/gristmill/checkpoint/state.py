@@ -98,7 +98,7 @@ class TrainState:
     best: Best | None = None
     """The best validation loss so far, whether its checkpoint still exists or not."""
     base: dict[str, Any] | None = None
-    """The model that adapters belong to, if the run trains those only (see `base_model.py`)."""
+    """The model that adapters belong to, if the run trains those only (see `adapter_base.py`)."""
     parameters: Mapping[str, ShardedParameter] = field(default_factory=dict)
     """This rank's shard of every parameter that is saved; all of the model if not given."""
     padded: frozenset[str] = frozenset()

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import read_json, write_json
-from gristmill.checkpoint.base_model import BaseModel
+from gristmill.checkpoint.adapter_base import AdapterBase
 from gristmill.checkpoint.model import StoredModel
 from gristmill.checkpoint.tensorfile import StreamedTensor, write_streamed
 from gristmill.config.hf import choose_family
@@ -102,7 +102,7 @@ def export_adapter(stored: StoredModel, folder: Path) -> ExportedAdapter:
     return ExportedAdapter(folder, len(modules), size, notes)
 
 
-def _family(stored: StoredModel, base: BaseModel) -> str | None:
+def _family(stored: StoredModel, base: AdapterBase) -> str | None:
     """The family of the class that the adapters are loaded onto; None for a model of transformers,
     which has its own names."""
     if not isinstance(stored.config, GPTConfig):
@@ -143,7 +143,7 @@ def _key(module: _Module, part: str) -> str:
 
 
 def _settings(
-    lora: LoraConfig, base: BaseModel, modules: list[_Module], linears: list[_Module]
+    lora: LoraConfig, base: AdapterBase, modules: list[_Module], linears: list[_Module]
 ) -> dict[str, Any]:
     """The content of adapter_config.json."""
     alpha = lora.effective_alpha

@@ -32,7 +32,7 @@ from gristmill.checkpoint.state_file import read_state
 
 
 @dataclass(frozen=True)
-class BaseModel:
+class AdapterBase:
     """Which weights adapters belong to."""
 
     start: str
@@ -42,7 +42,7 @@ class BaseModel:
     sha256: str
 
     @classmethod
-    def of(cls, value: Any, *, where: Path) -> BaseModel:
+    def of(cls, value: Any, *, where: Path) -> AdapterBase:
         """From a value of a JSON file."""
         names = [field.name for field in fields(cls)]
         if isinstance(value, dict) and sorted(value) == sorted(names):
@@ -54,7 +54,7 @@ class BaseModel:
         raise DataError("`base` does not say which model the adapters belong to", where=where)
 
     @classmethod
-    def at(cls, start: str, folder: Path, *, checkpoint: Path | None, run: Path) -> BaseModel:
+    def at(cls, start: str, folder: Path, *, checkpoint: Path | None, run: Path) -> AdapterBase:
         """The weights that a run finds in a folder, which may be large: all of them are read."""
         name = None if checkpoint is None else checkpoint.name
         sha256 = _weights_sha256(folder, name)
@@ -76,7 +76,7 @@ class BaseModel:
         """The folder of the weights themselves: of a run, that of the checkpoint."""
         return folder if self.checkpoint is None else folder / "checkpoints" / self.checkpoint
 
-    def moved_to(self, start: str, folder: Path, *, run: Path) -> BaseModel:
+    def moved_to(self, start: str, folder: Path, *, run: Path) -> AdapterBase:
         """The same model where a run file now says that it is; refuses another one."""
         fault = self.fault(folder)
         if fault is not None:
@@ -162,13 +162,13 @@ def _file_sha256(file: Path, size: int, changed: int) -> str:
     return sha256_file(file)
 
 
-def saved_base(checkpoints: CheckpointFolder) -> BaseModel | None:
+def saved_base(checkpoints: CheckpointFolder) -> AdapterBase | None:
     """The model that the adapters of a run's checkpoints belong to; None if there are none."""
     for path in reversed(checkpoints.committed()):
         try:
             value = read_state(path).get("base")
             if value is not None:
-                return BaseModel.of(value, where=path)
+                return AdapterBase.of(value, where=path)
         except UserError:
             continue  # damaged: the search for a checkpoint to resume from will say so
     return None
