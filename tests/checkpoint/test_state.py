@@ -35,6 +35,9 @@ class Tables(nn.Module):
     def vocabulary_parameters(self) -> frozenset[str]:
         return frozenset({"embedding.weight"})
 
+    def base_parameters(self) -> frozenset[str]:
+        return frozenset()
+
 
 def save_tables(folder: CheckpointFolder, model: Tables) -> Path:
     snapshot = capture(

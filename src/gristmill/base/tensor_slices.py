@@ -54,6 +54,11 @@ class TensorSlice:
             (*self.end[:dim], end, *self.end[after:]),
         )
 
+    @property
+    def transposed(self) -> TensorSlice:
+        """The same region of the tensor with its dimensions in reverse order."""
+        return TensorSlice(self.begin[::-1], self.end[::-1])
+
     def relative_to(self, outer: TensorSlice) -> TensorSlice:
         """The same region with offsets from the first element of an enclosing slice."""
         return self.shift([-offset for offset in outer.begin])

@@ -2,11 +2,15 @@
 
 A `StoredModel` is a model on disk, whose weights can be read region by region: enough where nothing
 is computed with it. Loading it gives a `LoadedModel`, which is in memory.
+
+A run that trained adapters opens as the merged model: their base is found and checked, and the
+products of the adapters are added to its weights as they are read.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ from pydantic import ValidationError
 from gristmill.base.downloads import model_folder
 from gristmill.base.errors import DataError, Exit, Problem, UserError
 from gristmill.base.files import read_json
+from gristmill.checkpoint.adapter_base import AdapterBase, saved_base
 from gristmill.checkpoint.layout import (
     ALONE,
     MANIFEST,
@@ -27,13 +32,15 @@ from gristmill.checkpoint.layout import (
 from gristmill.checkpoint.pieces import OPTIMIZER, STRATEGY
 from gristmill.checkpoint.state import check_weights, load_weights
 from gristmill.checkpoint.state_file import STATE, is_count, read_state, shown
-from gristmill.checkpoint.tensor_reader import TensorReader, open_hf_tensors, open_tensors
+from gristmill.checkpoint.tensor_reader import open_hf_tensors, open_tensors
 from gristmill.config.hf import from_hf
 from gristmill.config.hf_model import architecture_settings
+from gristmill.config.lora import LoraConfig
 from gristmill.config.model import ModelConfig
 from gristmill.config.schema import parse_model
 from gristmill.models.build import build_model, outline_model
 from gristmill.models.hf_weights import folder_weights
+from gristmill.models.lora import MergedWeights
 from gristmill.models.spec import CausalLM
 from gristmill.models.weights import Weights
 from gristmill.parallel.control import ControlGroup
@@ -69,6 +76,10 @@ class StoredModel:
     step: int | None = None
     notes: tuple[str, ...] = ()
     """What the user should know about the choice of this checkpoint."""
+    base: AdapterBase | None = None
+    """If these are `MergedWeights`, the model that the adapters belong to, where it is now."""
+    lora: LoraConfig | None = None
+    """Their settings, which `config` has no more."""
 
     def outline(self) -> CausalLM:
         """The model with names and shapes only."""
@@ -142,8 +153,8 @@ def _read_hf_config(content: Any, file: Path) -> ModelConfig:
 
 
 def _from_checkpoint(path: Path, *, notes: tuple[str, ...] = ()) -> StoredModel:
-    config, vocab, weights = _open_content(path)
-    run, state = path.resolve().parent.parent, read_state(path)
+    content = _open_content(path)
+    run, state = _run_of(path), read_state(path)
     tokenizer, step = open_tokenizer(run / "tokenizer"), state["progress"]["steps"]
     if state["identity"].get("tokenizer", tokenizer.fingerprint) != tokenizer.fingerprint:
         raise UserError(
@@ -152,10 +163,32 @@ def _from_checkpoint(path: Path, *, notes: tuple[str, ...] = ()) -> StoredModel:
             remedy=f"`gristmill train {run}` writes it anew, and trains no step if the run is done",
             exit=Exit.DATA,
         )
-    return StoredModel(config, vocab, weights, tokenizer, path, run=run, step=step, notes=notes)
+    return StoredModel(
+        content.config,
+        content.vocab,
+        content.weights,
+        tokenizer,
+        path,
+        run=run,
+        step=step,
+        notes=notes,
+        base=content.base,
+        lora=content.lora,
+    )
 
 
-def _open_content(path: Path) -> tuple[ModelConfig, int, TensorReader]:
+@dataclass(frozen=True)
+class _Content:
+    """The model of a checkpoint, with its adapters merged if it has any."""
+
+    config: ModelConfig
+    vocab: int
+    weights: Weights
+    base: AdapterBase | None = None
+    lora: LoraConfig | None = None
+
+
+def _open_content(path: Path) -> _Content:
     """The settings, vocabulary and weights of a checkpoint, checked against each other."""
     settings, where = read_state(path)["settings"], path / STATE
     try:
@@ -167,9 +200,41 @@ def _open_content(path: Path) -> tuple[ModelConfig, int, TensorReader]:
         what = f"settings.model{place}: {first['msg']}"
         raise DataError(what, where=where) from error
     vocab = _vocab(path)
-    weights = open_tensors(path)
-    check_weights(_outline(config, vocab=vocab, stored=weights, where=where), weights)
-    return config, vocab, weights
+    stored = open_tensors(path)
+    if config.adapters is not None:
+        return _merged(path, config, config.adapters, vocab, stored)
+    check_weights(_outline(config, vocab=vocab, stored=stored, where=where), stored)
+    return _Content(config, vocab, stored)
+
+
+def _merged(
+    path: Path, config: ModelConfig, lora: LoraConfig, vocab: int, adapters: Weights
+) -> _Content:
+    """The model of a checkpoint of adapters."""
+    where, merged = path / STATE, config.merged
+    base = AdapterBase.of(read_state(path).get("base"), where=where)
+    folder = base.find(_run_of(path))
+    weights: Weights
+    if base.checkpoint is not None:
+        weights = _open_content(_require_intact(base.path(folder))).weights
+        outline = _outline(merged, vocab=vocab, stored=weights, where=where)
+    else:
+        stored = open_hf_tensors(folder)
+        outline = _outline(merged, vocab=vocab, stored=stored, where=where)
+        values = read_json(folder / "config.json")
+        weights = folder_weights(stored, outline, values, folder=folder)
+    check_weights(outline, weights)
+    try:
+        adapted = outline_model(config, vocab=vocab)
+    except UserError as error:
+        raise DataError([replace(one, where=str(where)) for one in error.problems]) from error
+    check_weights(adapted, adapters)
+    both = MergedWeights(weights, adapters, layers=adapted.adapters, scale=lora.scale)
+    return _Content(merged, vocab, both, replace(base, folder=str(folder)), lora)
+
+
+def _run_of(checkpoint: Path) -> Path:
+    return checkpoint.resolve().parent.parent
 
 
 def _vocab(path: Path) -> int:
@@ -194,28 +259,74 @@ def _outline(config: ModelConfig, *, vocab: int, stored: Weights, where: Path) -
         raise DataError(f"no model has these sizes: {error}", where=where) from error
 
 
+@dataclass(frozen=True)
+class Started:
+    """What a run has started from."""
+
+    base: AdapterBase | None = None
+    """What these weights are, if the run trains adapters of them."""
+    notes: tuple[str, ...] = ()
+    """What the user should know about them."""
+
+
 def load_start_weights(
-    model: CausalLM, start: str, parameters: ShardedParameters, *, control: ControlGroup = ALONE
-) -> tuple[str, ...]:
+    model: CausalLM,
+    start: str,
+    parameters: ShardedParameters,
+    *,
+    run: Path | None = None,
+    control: ControlGroup = ALONE,
+) -> Started:
     """Load the weights of a run folder, a Hugging Face folder or name into this rank's shards of a
-    freshly built model; returns what the user should know about them."""
+    freshly built model. Of one with adapters these are its base: if the run in the folder `run` has
+    been saved before, the very same base."""
     path, notes = model_folder(start), tuple[str, ...]()
+    base, base_names, chosen = None, model.base_parameters(), None
+    if base_names:
+        assert run is not None, "runs with adapters have a folder"
+        parameters = {name: one for name, one in parameters.items() if name in base_names}
+        base = _same_on_all(lambda: _saved_base(run, start, path), control)
     weights: Weights
     if (path / "run.toml").is_file():
-        chosen = _choose_checkpoint(path, "latest", control)
-        vocab, notes = _vocab(chosen.path), chosen.notes
-        if vocab != model.vocab:
+        which = "latest" if base is None else str(step_of(base.path(path)))
+        found = _choose_checkpoint(path, which, control)
+        chosen, notes, content = found.path, found.notes, _open_content(found.path)
+        if content.vocab != model.vocab:
             raise UserError(
-                f"the weights in {start!r} are for a vocabulary of {vocab}, not {model.vocab}",
+                f"the weights in {start!r} are for a vocabulary of {content.vocab}, not "
+                f"{model.vocab}",
                 where="model.start",
             )
-        weights = open_tensors(chosen.path)
+        weights = content.weights
     else:
-        outline = outline_model(model.config, vocab=model.vocab)
+        outline = outline_model(model.config.merged, vocab=model.vocab)
         values = read_json(path / "config.json")
         weights = folder_weights(open_hf_tensors(path), outline, values, folder=path)
     control.on_all_ranks(lambda: load_weights(model, weights, parameters))
-    return notes
+    if base_names and base is None:
+        base = _same_on_all(
+            lambda: AdapterBase.at(start, path, checkpoint=chosen, run=run or Path()), control
+        )
+    return Started(base, notes)
+
+
+def _saved_base(run: Path, start: str, folder: Path) -> AdapterBase | None:
+    """The base of the adapters that a run has saved, which must be in this folder now."""
+    known = saved_base(CheckpointFolder(run / "checkpoints"))
+    return None if known is None else known.moved_to(start, folder, run=run)
+
+
+def _same_on_all(
+    find: Callable[[], AdapterBase | None], control: ControlGroup
+) -> AdapterBase | None:
+    """What rank 0 finds."""
+
+    def as_json() -> dict[str, Any] | None:
+        found = find()
+        return None if found is None else asdict(found)
+
+    values = control.on_rank0(as_json)
+    return None if values is None else AdapterBase(**values)
 
 
 @dataclass(frozen=True)

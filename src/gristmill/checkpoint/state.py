@@ -1,6 +1,7 @@
 """Exactly what a run needs to resume as if it had never stopped.
 
-    model.safetensors       weights under their own names; shared ones once
+    model.safetensors       weights under their own names; shared ones once; of a run that trains
+                            adapters, those only
     optimizer.safetensors   its state, named KIND/PARAMETER, such as exp_avg/norm.weight
     strategy.safetensors    the same for a strategy that keeps tensors; most do not
     state.json              everything else (see `state_file.py`)
@@ -96,13 +97,15 @@ class TrainState:
     micro_batch: int | None = None
     best: Best | None = None
     """The best validation loss so far, whether its checkpoint still exists or not."""
+    base: dict[str, Any] | None = None
+    """The model that adapters belong to, if the run trains those only (see `adapter_base.py`)."""
     parameters: Mapping[str, ShardedParameter] = field(default_factory=dict)
-    """This rank's shard of every parameter; all of the model if not given."""
+    """This rank's shard of every parameter that is saved; all of the model if not given."""
     padded: frozenset[str] = frozenset()
     """Parameters with a row for each token, which may be stored with more rows or fewer."""
     names: frozenset[str] = frozenset()
-    """All parameters of the whole model, none of which may be missing from a checkpoint; those that
-    any rank holds if not given."""
+    """All parameters of the whole model that are saved, none of which may be missing from a
+    checkpoint; those that any rank holds if not given."""
 
     def __post_init__(self) -> None:
         self.parameters = self.parameters or whole_parameters(self.model)
@@ -239,6 +242,7 @@ def capture(state: TrainState) -> Snapshot:
             "best": None if state.best is None else dataclasses.asdict(state.best),
             "layout": state.layout,
             "workers": list(state.workers) or None,
+            "base": state.base,
             "micro_batch": state.micro_batch,
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
@@ -315,9 +319,10 @@ def load_weights(
 
 
 def check_weights(model: CausalLM, weights: Weights) -> None:
-    """Refuse weights that do not fit a whole model, which needs no memory. Vocabulary tables may
-    have more rows or fewer, as long as they have the vocabulary."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    """Refuse weights that do not fit a whole model, which needs no memory; of a model with adapters
+    theirs. Vocabulary tables may have more rows or fewer, as long as they have the vocabulary."""
+    base, named = model.base_parameters(), model.named_parameters()
+    shapes = {name: tuple(one.shape) for name, one in named if name not in base}
     tables, stored = model.vocabulary_parameters(), weights.shapes
     enough = frozenset(n for n in tables if stored.get(n) and stored[n][0] >= model.vocab)
     _check_shapes(shapes, weights, padded=enough)

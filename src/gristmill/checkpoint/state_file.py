@@ -11,6 +11,7 @@ written for anything: whoever reads it may rely on every table and number below.
     health      what judges the steps of the run; if there are workers, a table for each
     best        step and loss of the best validation so far, or null
     workers     those with weights of their own, or null
+    base        the model that adapters belong to (see `adapter_base.py`), or null
     layout, micro_batch, torch, threads, processes    what the last bits of its numbers depend on
 """
 

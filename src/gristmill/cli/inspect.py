@@ -92,7 +92,8 @@ def _derived(config: RunConfig) -> list[str]:
         f"which begins after {numbers.ramp.steps_to(full.begin):,} steps"
     )
     rows = {
-        "parameters": f"{size.parameters:,}",
+        "parameters": f"{size.parameters:,}"
+        f"{f', of which {size.trained:,} are trained' if size.frozen else ''}",
         "vocabulary": f"{numbers.vocab:,}, padded to {numbers.padded_vocab:,} ({source})",
         "batch": f"{numbers.batch} samples of {numbers.sequence} tokens = {numbers.micro_batch} "
         f"x {numbers.accumulate} accumulated = {numbers.tokens_per_step:,} tokens",
@@ -121,7 +122,8 @@ def _size_and_cost(config: RunConfig, numbers: Resolved) -> tuple[ModelSize, Tok
     from gristmill.models.build import outline_model
 
     outline = outline_model(config.model, vocab=numbers.vocab)
-    return model_size(config, outline.size_by_role()), outline.token_cost(numbers.sequence)
+    size = model_size(config, outline.size_by_role(), frozen=outline.base_size())
+    return size, outline.token_cost(numbers.sequence)
 
 
 def report(

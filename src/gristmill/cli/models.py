@@ -169,6 +169,14 @@ def export(
             "trust_remote_code=True: for models that none of its classes can be.",
         ),
     ] = False,
+    adapter: Annotated[
+        bool,
+        typer.Option(
+            "--adapter",
+            help="Of a run with model.lora, write the adapters alone, for PEFT; without it they "
+            "are merged into the model.",
+        ),
+    ] = False,
 ) -> None:
     """Write a Hugging Face folder that `transformers` loads, or a GGUF file for llama.cpp.
 
@@ -184,10 +192,16 @@ def export(
     if as_gguf and check is ExportCheck.TRANSFORMERS:
         what = "a GGUF file is not compared with transformers"
         raise UserError(what, where="--check", remedy="leave it out")
+    if adapter and (as_gguf or code or check is not ExportCheck.AUTO):
+        what = "adapters are written as a folder, without code, and always checked with their base"
+        raise UserError(what, where="--adapter", remedy="give a folder, and no --code or --check")
     with ProgressLine("opening") as line:
         line.update(0, None, model)
         stored = open_stored(model, checkpoint=checkpoint)
     _warn(stored)
+    if adapter:
+        _export_adapter(stored, place)
+        return
     with ProgressLine("exporting") as line:
 
         def show(doing: str, count: int, total: int) -> None:
@@ -217,3 +231,16 @@ def export(
     typer.echo(f"{read_back}; {compared}")
     if code:
         typer.echo(f"{done.folder / 'modeling_gristmill.py'}: load it with trust_remote_code=True")
+
+
+def _export_adapter(stored: StoredModel, place: Path) -> None:
+    from gristmill.export.adapter import export_adapter
+
+    written = export_adapter(stored, place)
+    size = format_bytes(written.bytes)
+    typer.echo(
+        f"{place}: exported the adapters of {stored.origin}, {written.modules} modules, {size}"
+    )
+    typer.echo("checked: added to their base, they give the weights of the merged model")
+    for note in written.notes:
+        typer.echo(f"note: {note}", err=True)

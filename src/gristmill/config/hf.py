@@ -32,6 +32,9 @@ CODE_MODULE = "modeling_gristmill"
 _FILLED = ("bias", "qkv_bias", "norm_gain")
 """Without them, a model computes the same as one in which they are zero, or one."""
 _OTHERWISE = 'train the class of transformers: model.hf with model.init = "pretrained"'
+_OF_START = frozenset({"start", "init", "lora"})
+"""Settings of a run that say where its weights came from and how they were trained, not what they
+are: adapters are merged when weights are read."""
 _MOST_LAYERS = 10_000
 """More is taken for a mistake in the file."""
 
@@ -44,7 +47,7 @@ def model_settings(folder: Path) -> dict[str, Any]:
             model = tomllib.loads(run.read_text())["model"]
         except (tomllib.TOMLDecodeError, KeyError) as error:
             raise DataError(f"this is not the run file of a run: {error}", where=run) from error
-        return {name: value for name, value in model.items() if name != "start"}
+        return {name: value for name, value in model.items() if name not in _OF_START}
     if not (folder / "config.json").is_file():
         what = f"'{folder}' holds neither a run (run.toml) nor a Hugging Face model (config.json)"
         raise DataError(what, where="model.start")
@@ -119,7 +122,7 @@ def to_hf(model: GPTConfig, family: Family, *, vocab: int, end_of_text: int) -> 
 def to_hf_with_code(model: GPTConfig, *, vocab: int, end_of_text: int) -> dict[str, Any]:
     """The `config.json` of the model's own class. Settings that follow from others are written."""
     names = ("kv_heads", "head_width", "mlp_width", "qkv_bias")
-    settings = model.model_dump(exclude_none=True, exclude={"start", "vocab_multiple"})
+    settings = model.model_dump(exclude_none=True, exclude={"start", "lora", "vocab_multiple"})
     return {
         "architectures": [CODE_CLASS],
         "model_type": CODE_TYPE,

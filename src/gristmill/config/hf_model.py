@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, model_validator
 
+from gristmill.config.lora import LoraConfig
 from gristmill.config.model import ModelConfig
 from gristmill.config.roles import Role
 from gristmill.config.settings import UNSET
@@ -69,6 +70,9 @@ class HFConfig(ModelConfig):
     """Every dropout rate of the architecture; if not given, each is as in hf_config."""
     start: str | None = None
     """Start from the weights of this run folder, of a model with the same hf_config."""
+    lora: LoraConfig | None = None
+    """Train adapters of the initial weights instead of the weights; all weights if not given. Needs
+    init = "pretrained" or `start`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -115,7 +119,7 @@ class HFConfig(ModelConfig):
 
     def identity(self) -> dict[str, Any]:
         config = {key: one for key, one in self.hf_config.items() if key not in _DROPOUT}
-        return {"hf_config": config}
+        return {"hf_config": config, **self.lora_identity()}
 
     @classmethod
     def identity_defaults(cls) -> dict[str, Any]:

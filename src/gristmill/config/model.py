@@ -7,10 +7,11 @@ here, so that whatever it lacks is refused when the run file is read, before tor
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from gristmill.config.lora import LoraConfig
 from gristmill.config.roles import Ability, Role
 from gristmill.config.settings import Settings
 from gristmill.config.values import Count, Fraction
@@ -28,7 +29,7 @@ class ModelConfig(Settings):
     marks: ClassVar[frozenset[str]] = frozenset()
     """Settings that only this kind has, and one of which tables of it always have; empty for the
     kind that a table is of if it has none of any other's."""
-    not_of_weights: ClassVar[frozenset[str]] = frozenset({"start", "dropout"})
+    not_of_weights: ClassVar[frozenset[str]] = frozenset({"start", "dropout", "lora"})
     """Settings that may differ between a run and the weights it starts from or resumes with."""
     retired: ClassVar[Mapping[str, Any]] = {}
     """Settings that no longer exist, with the value at which they did nothing: older files and
@@ -60,6 +61,21 @@ class ModelConfig(Settings):
         """Where a new run's weights come from; None if they are random."""
         return self.start
 
+    @property
+    def drops(self) -> bool:
+        """Whether training draws random numbers for dropout."""
+        return self.dropout > 0 or (self.adapters is not None and self.adapters.dropout > 0)
+
+    @property
+    def adapters(self) -> LoraConfig | None:
+        """The settings of its adapters, if it is to have some."""
+        return getattr(self, "lora", None)
+
+    @property
+    def merged(self) -> Self:
+        """The settings of the same model without adapters."""
+        return self if self.adapters is None else self.model_copy(update={"lora": None})
+
     def effective(self, name: str) -> Any:
         """What a setting amounts to, where one that is not given follows from others."""
         return getattr(self, name)
@@ -80,7 +96,12 @@ class ModelConfig(Settings):
 
     def identity(self) -> dict[str, Any]:
         """Settings that a resumed run must share with the run that wrote the checkpoint."""
-        return self.model_dump(exclude_none=True, exclude=set(self.not_of_weights))
+        kept = self.model_dump(exclude_none=True, exclude=set(self.not_of_weights))
+        return {**kept, **self.lora_identity()}
+
+    def lora_identity(self) -> dict[str, Any]:
+        """The part of `identity` that adapters have."""
+        return {} if self.adapters is None else {"lora": self.adapters.identity()}
 
     @classmethod
     def identity_defaults(cls) -> dict[str, Any]:
@@ -170,6 +191,8 @@ class GPTConfig(ModelConfig):
     start: str | None = None
     """Start from these weights instead of random ones: a run folder, a Hugging Face folder, or a
     name there such as "gpt2". Its sizes are taken over; sizes given here too must agree with it."""
+    lora: LoraConfig | None = None
+    """Train adapters of the weights in `start` instead of the weights; all weights if not given."""
 
     @property
     def roles(self) -> frozenset[Role]:
@@ -247,6 +270,21 @@ class GPTConfig(ModelConfig):
     def value_layers(self) -> tuple[int, ...]:
         """Layers with value embeddings."""
         return tuple(range(self.layers - 1, -1, -2))[: self.value_embeddings]
+
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of the linear layers of blocks, by name."""
+        heads, gates = self.heads * self.head_size, 2 if self.activation == "swiglu" else 1
+        in_block = {
+            "attention.qkv": (self.width, heads + 2 * self.groups * self.head_size),
+            "attention.out": (heads, self.width),
+            "mlp.up": (self.width, gates * self.inner),
+            "mlp.down": (self.inner, self.width),
+        }
+        return {
+            f"blocks.{layer}.{name}": sizes
+            for layer in range(self.layers)
+            for name, sizes in in_block.items()
+        }
 
     @property
     def inner(self) -> int:

@@ -39,6 +39,7 @@ def check(
     broken = [problem for rule in of_kind if rule for problem in rule(config, written)]
     for rule in (
         _model_is_able,
+        _lora_fits,
         _batch_fits,
         _offload_acts,
         _data_fits,
@@ -169,6 +170,37 @@ def _model_is_able(config: RunConfig) -> Iterator[Problem]:
         if asked and ability not in model.abilities:
             what = f"needs {ability}, which {model.kind} models do not have"
             yield Problem(what, path, "leave it out")
+
+
+def _lora_fits(config: RunConfig) -> Iterator[Problem]:
+    """What adapters need. Names and sizes of layers are known here for our own model only; those of
+    others are checked when the model is outlined."""
+    model, parallel, lora = config.model, config.parallel, config.model.adapters
+    if lora is None:
+        return
+    if model.initial_weights is None:
+        what = "there are no weights to adapt: a new model would stay as random as it is"
+        remedy = "name some with model.start"
+        if isinstance(model, HFConfig):
+            remedy += ', or take those of model.hf with model.init = "pretrained"'
+        yield Problem(what, "model.lora", remedy)
+    if isinstance(model, GPTConfig):
+        yield from lora.problems(model.linears())
+    if isinstance(config.optim, MuonConfig):
+        what = "Muon is made for whole matrices, and adapters are factors of a small one"
+        yield Problem(what, "optim.type", 'set it to "adamw", or leave model.lora out')
+    if config.precision.fp8:
+        what = "is for training the head, which stays as it is"
+        yield Problem(what, "precision.fp8", "leave it out, or leave model.lora out")
+    for axis in ("tp", "pp"):
+        if getattr(parallel, axis) != 1:
+            what = "adapters are not divided over layers or within them"
+            remedy = "set it to 1; dp_shard divides the frozen weights too"
+            yield Problem(what, f"parallel.{axis}", remedy)
+    for name in ("gossip", "local"):
+        if getattr(parallel, name) is not None:
+            what = "workers exchange all weights, and adapters are only some"
+            yield Problem(what, f"parallel.{name}", "leave it out, or leave model.lora out")
 
 
 def _batch_fits(config: RunConfig) -> Iterator[Problem]:

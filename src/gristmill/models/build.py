@@ -5,7 +5,7 @@ Models are created on the meta device, which takes milliseconds at any size, the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from gristmill.config.hf_model import HFConfig
 from gristmill.config.model import GPTConfig, ModelConfig
 from gristmill.models.gpt import GPT
 from gristmill.models.hf import HFModel
+from gristmill.models.lora import add_adapters, draw_adapters
 from gristmill.models.spec import WHOLE, CausalLM, ModelShard
 
 MODELS: dict[type[ModelConfig], Callable[..., CausalLM]] = {GPTConfig: GPT, HFConfig: HFModel}
@@ -25,7 +26,10 @@ def outline_model(
     """A model, or a shard of one, on the meta device. `pad_for`: the tp size to pad the vocabulary
     of a whole model for."""
     with torch.device("meta"):
-        return MODELS[type(config)](config, vocab=vocab, shard=shard, pad_for=pad_for)
+        model = MODELS[type(config)](config, vocab=vocab, shard=shard, pad_for=pad_for)
+        if config.adapters is not None:
+            add_adapters(model, config.adapters)
+    return model
 
 
 def materialise(
@@ -41,6 +45,14 @@ def materialise(
         for name, buffer in list(inner.named_buffers(recurse=False)):
             moved = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
             inner._buffers[name] = moved
+
+
+def initialise(model: CausalLM, seed: int, names: Iterable[str]) -> None:
+    """Draw initial weights; of a model with adapters only theirs, since all others are read."""
+    if model.adapters:
+        draw_adapters(model, seed, names)
+    else:
+        model.initialise(seed, names)
 
 
 def build_model(

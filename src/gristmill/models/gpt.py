@@ -14,7 +14,6 @@ Shapes: B samples, T positions, D width, V vocabulary.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
@@ -31,7 +30,16 @@ from gristmill.models.documents import BLOCK, document_blocks, document_mask
 from gristmill.models.layers import Block, BlockContext, Linear, Rotary, build_norm
 from gristmill.models.loss import capped, linear_cross_entropy
 from gristmill.models.recompute import Recompute
-from gristmill.models.spec import WHOLE, Cache, CausalLM, KVCache, Loss, ModelShard, Split
+from gristmill.models.spec import (
+    WHOLE,
+    Cache,
+    CausalLM,
+    KVCache,
+    Loss,
+    ModelShard,
+    Split,
+    seeded_generator,
+)
 from gristmill.plan.arithmetic import TokenCost, token_cost
 
 
@@ -173,9 +181,7 @@ class GPT(CausalLM):
             return torch.ones(shape, device=device)
         value = torch.zeros(shape, device=device)
         if std:
-            digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-            generator = torch.Generator(device)
-            generator.manual_seed(int.from_bytes(digest[:7], "little"))
+            generator = seeded_generator(seed, name, device)
             drawn = value[: self.vocab] if name in ("embedding.weight", "head.weight") else value
             drawn.normal_(0.0, std, generator=generator)
         return value

@@ -143,16 +143,18 @@ class HFModel(CausalLM):
 
     def token_cost(self, sequence: int) -> TokenCost:
         config, roles = self.inner.config, self.roles()
-        used = sum(
-            one.numel() * self._share_used(name, one)
+        matrices = [
+            (one, self._share_used(name, one))
             for name, one in self.named_parameters()
             if roles[self.canonical_name(name)] is Role.MATRIX
-        )
-        head = self.inner.get_output_embeddings().weight.numel()
+        ]
+        matrices.append((self.inner.get_output_embeddings().weight, 1.0))
+        # The gradients of frozen weights are not computed.
+        products = sum((6 if one.requires_grad else 4) * one.numel() * n for one, n in matrices)
         layers, width = len(self._blocks), int(getattr(config, "hidden_size", 0))
         heads, head_width = (getattr(config, key, None) for key in _ATTENTION_SIZES)
         attention = layers * sequence * (heads * head_width if heads and head_width else width)
-        return TokenCost(6.0 * (used + head) + 12.0 * attention, 6.0 * (used + head + attention))
+        return TokenCost(products + 12.0 * attention, products + 6.0 * attention)
 
     def _share_used(self, name: str, parameter: torch.Tensor) -> float:
         """The part of a parameter that a token uses: some of the experts, if it holds those."""

@@ -265,7 +265,8 @@ class MLP(nn.Module):
     def forward(self, x_BTD: torch.Tensor, context: BlockContext) -> torch.Tensor:
         x_BTD = context.comm.enter(x_BTD)
         worth = worth_fusing(x_BTD, inner=self.inner, activation=self.activation)
-        if context.kernels.mlp and self.may_fuse and worth:
+        # Fused, it would compute the gradients of frozen weights, and pass adapters by.
+        if context.kernels.mlp and self.may_fuse and worth and self.up.weight.requires_grad:
             dtype = x_BTD.dtype
             bias = None if self.up.bias is None else self.up.bias.to(dtype)
             weights = self.up.weight.to(dtype), bias, self.down.weight.to(dtype)

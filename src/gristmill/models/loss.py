@@ -5,9 +5,9 @@ For N tokens, hidden states h, head W and loss weights w, the loss is the sum
     sum_n  w_n (logsumexp(z_n) - z_n[target_n])      z_n = W h_n (+ b), or cap tanh(that / cap)
 
 computed over slices of tokens. Gradients are computed in the same pass, slice by slice, overwriting
-the logits: dW and dh are kept, and the work is the usual three matrix products. The price: the
-scale of the loss must be known in the forward pass. This also scales fp16 gradients before they are
-rounded.
+the logits: dW and dh are kept, and the work is the usual three matrix products; two of them if the
+head is frozen, which has no dW. The price: the scale of the loss must be known in the forward pass.
+This also scales fp16 gradients before they are rounded.
 
 The Triton kernel keeps logits in the dtype of the hidden states and overwrites them with their
 gradient, computed in fp32; without it plain operations on fp32 logits do the same. In training the
@@ -58,9 +58,11 @@ def linear_cross_entropy(
     if scale is None:
         scale = torch.ones((), device=hidden_ND.device)
     others = None if comm is None or comm.single else comm
+    wants_gradient = torch.is_grad_enabled()
     scaled, total = _LinearCrossEntropy.apply(
         *(hidden_ND, head_VD, bias_V, targets_N, weights_N, scale),
-        *(vocab, cap, kernel, fp8, torch.is_grad_enabled(), others, first),
+        *(vocab, cap, kernel, fp8, wants_gradient, wants_gradient and head_VD.requires_grad),
+        *(others, first),
     )
     return Loss(scaled, total)
 
@@ -93,26 +95,33 @@ class _LinearCrossEntropy(torch.autograd.Function):
         kernel: bool,
         fp8: bool,
         wants_gradient: bool,
+        trains_head: bool,
         comm: ShardComm | None,
         first: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         tensors = (hidden_ND, head_VD, bias_V, targets_N, weights_N, scale)
         if comm is None:
-            total, *gradients = _sliced(*tensors, vocab, cap, kernel, fp8, wants_gradient)
+            wanted = (wants_gradient, trains_head)
+            total, *gradients = _sliced(*tensors, vocab, cap, kernel, fp8, *wanted)
         else:
             half = head_VD.to(hidden_ND.dtype)
             head = _PlainHead(half, None, vocab, cap, comm=comm, first=first)
-            total, *gradients = _over_slices(head, *tensors, 4, wants_gradient)
-        ctx.has_bias = bias_V is not None
+            total, *gradients = _over_slices(head, *tensors, 4, wants_gradient, trains_head)
+        ctx.trains_head, ctx.trains_bias = trains_head, trains_head and bias_V is not None
         ctx.save_for_backward(*gradients)
         ctx.mark_non_differentiable(total)
         return total * scale, total
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        outer, rest = gradients[0], (None,) * 10
-        d_hidden, d_head, d_bias = (one * outer.to(one.dtype) for one in ctx.saved_tensors)
-        return d_hidden, d_head, d_bias if ctx.has_bias else None, *rest
+        outer, rest = gradients[0], (None,) * 11
+        d_hidden, d_head, d_bias = ctx.saved_tensors
+        return (
+            d_hidden * outer.to(d_hidden.dtype),
+            d_head * outer.to(d_head.dtype) if ctx.trains_head else None,
+            d_bias * outer.to(d_bias.dtype) if ctx.trains_bias else None,
+            *rest,
+        )
 
 
 @torch.library.custom_op("gristmill::linear_cross_entropy", mutates_args=())
@@ -128,6 +137,7 @@ def _sliced(
     kernel: bool,
     fp8: bool,
     wants_gradient: bool,
+    trains_head: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The summed loss and the scaled gradients of hidden states, head and bias; those that are not
     wanted are empty."""
@@ -141,9 +151,8 @@ def _sliced(
         head = Fp8Head(head_VD, vocab=vocab, cap=cap)
     else:
         head = _PlainHead(*_aligned(head_VD, bias_V, dtype), vocab, cap, kernel)
-    return _over_slices(
-        head, hidden_ND, head_VD, bias_V, targets_N, weights_N, scale, width, wants_gradient
-    )
+    tensors = (hidden_ND, head_VD, bias_V, targets_N, weights_N, scale)
+    return _over_slices(head, *tensors, width, wants_gradient, trains_head)
 
 
 ROW_MULTIPLE = 64
@@ -174,6 +183,7 @@ def _over_slices(
     scale: torch.Tensor,
     width: int,
     wants_gradient: bool,
+    trains_head: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The same for a head in some format; a logit takes `width` bytes."""
     device = hidden_ND.device
@@ -181,7 +191,7 @@ def _over_slices(
     d_hidden = torch.empty_like(hidden_ND) if wants_gradient else hidden_ND.new_empty(0)
     # Accumulated over slices in fp32, whatever the head's dtype; with its rows of padding.
     rows = head_VD.shape[0]
-    shape = (head.rows, head_VD.shape[1]) if wants_gradient else (0,)
+    shape = (head.rows, head_VD.shape[1]) if trains_head else (0,)
     d_head = torch.zeros(shape, dtype=torch.float32, device=device)
     d_bias = torch.zeros(0 if bias_V is None else shape[0], dtype=torch.float32, device=device)
     scale = scale.float()
@@ -193,11 +203,11 @@ def _over_slices(
         weights = ones if weights_N is None else weights_N[part].float()
         if wants_gradient:
             losses, d_logits = head.losses(hidden, targets, scale * weights, d_hidden[part])
-            if d_logits.dtype == d_head.dtype:
+            if trains_head and d_logits.dtype == d_head.dtype:
                 d_head.addmm_(d_logits.T, hidden)
-            else:
+            elif trains_head:
                 d_head += d_logits.T @ hidden
-            if bias_V is not None:
+            if trains_head and bias_V is not None:
                 d_bias += d_logits.sum(dim=0, dtype=torch.float32)
             del d_logits  # frees the memory for the next slice
         else:
@@ -210,12 +220,13 @@ def _over_slices(
 def _(
     hidden_ND: torch.Tensor, head_VD: torch.Tensor, bias_V: torch.Tensor | None, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    wants_gradient = others[-1]
+    wants_gradient, trains_head = others[-2:]
     total, none = hidden_ND.new_empty((), dtype=torch.float32), head_VD.new_empty(0)
-    if not wants_gradient:
-        return total, hidden_ND.new_empty(0), none, head_VD.new_empty(0)
+    d_hidden = torch.empty_like(hidden_ND) if wants_gradient else hidden_ND.new_empty(0)
+    if not trains_head:
+        return total, d_hidden, none, head_VD.new_empty(0)
     d_bias = none if bias_V is None else torch.empty_like(bias_V, dtype=head_VD.dtype)
-    return total, torch.empty_like(hidden_ND), torch.empty_like(head_VD), d_bias
+    return total, d_hidden, torch.empty_like(head_VD), d_bias
 
 
 class _Head(Protocol):

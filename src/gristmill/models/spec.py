@@ -17,6 +17,7 @@ Shapes: B samples, T positions, D width, V vocabulary, H heads, K head width.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,6 +50,18 @@ class Loss(NamedTuple):
     """The sum times the requested scale, for `backward`."""
     total: torch.Tensor
     """The plain sum in nats, detached, for reports."""
+
+
+ADAPTER_PARTS = ("lora_a", "lora_b")
+"""What the parameters of an adapter are called, beside those of their layer."""
+
+
+def seeded_generator(seed: int, name: str, device: torch.device) -> torch.Generator:
+    """What the initial values of a parameter are drawn from."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator(device)
+    generator.manual_seed(int.from_bytes(digest[:7], "little"))
+    return generator
 
 
 # ------------------------------------------------------------------ sharded models
@@ -191,6 +204,9 @@ class CausalLM(nn.Module):
         """The dtype of activations."""
         self.kernels = Kernels()
         self.comm = ShardComm()
+        self.adapters: dict[str, bool] = {}
+        """Layers with adapters (`models/lora.py`) by module name, and whether their weight is
+        transposed. If there are any, only adapters are trained and saved."""
 
     # -------------------------------------------------------------- computation
 
@@ -236,11 +252,25 @@ class CausalLM(nn.Module):
         """The role of each parameter, by its name in the whole model."""
 
     def size_by_role(self) -> dict[Role, int]:
-        """How many parameters of each role there are."""
-        roles, sizes = self.roles(), dict.fromkeys(Role, 0)
+        """How many parameters of each role there are, without those of the base."""
+        roles, base, sizes = self.roles(), self.base_parameters(), dict.fromkeys(Role, 0)
         for name, parameter in self.named_parameters():
-            sizes[roles[self.canonical_name(name)]] += parameter.numel()
+            whole = self.canonical_name(name)
+            sizes[roles[whole]] += 0 if whole in base else parameter.numel()
         return sizes
+
+    def base_parameters(self) -> frozenset[str]:
+        """Parameters, by name in the whole model, that are neither trained nor saved: all but those
+        of the adapters, if there are any. They are read from the model that a run starts from."""
+        if not self.adapters:
+            return frozenset()
+        own = {f"{layer}.{part}" for layer in self.adapters for part in ADAPTER_PARTS}
+        return frozenset(self.roles()) - own
+
+    def base_size(self) -> int:
+        """How many parameters these are."""
+        base, named = self.base_parameters(), self.named_parameters()
+        return sum(one.numel() for name, one in named if self.canonical_name(name) in base)
 
     def canonical_name(self, name: str) -> str:
         """A parameter's name in the whole model and in checkpoints; of tied names, the first."""

@@ -99,9 +99,7 @@ class ForeignTensor:
 
     def swapped(self, region: TensorSlice) -> TensorSlice:
         """A region before it is transposed, from one after, and the other way round."""
-        if not self.transposed:
-            return region
-        return TensorSlice(region.begin[::-1], region.end[::-1])
+        return region.transposed if self.transposed else region
 
     def read(self, weights: Weights, region: TensorSlice) -> torch.Tensor:
         """A region of it, from weights under our names, in fp32 on the CPU."""

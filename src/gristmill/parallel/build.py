@@ -21,7 +21,8 @@ from gristmill.base.errors import UserError
 from gristmill.config.resolve import Resolved
 from gristmill.config.roles import Role
 from gristmill.config.schema import RunConfig
-from gristmill.models.build import materialise, outline_model
+from gristmill.models.build import initialise, materialise, outline_model
+from gristmill.models.lora import keep_frozen_in
 from gristmill.models.recompute import Recompute
 from gristmill.models.spec import CausalLM, ShardComm
 from gristmill.optim.build import build_optimizer
@@ -133,6 +134,8 @@ def place_model(
     shard = model_shard(config.parallel, world, layers=layers)
     model = outline_model(config.model, vocab=vocab, shard=shard)
     model.compute = precision.dtype
+    if model.adapters and model.casts_weights:
+        keep_frozen_in(model, precision.dtype)
     kernels = precision.kernels(wanted=config.runtime.kernels)
     compiled = _compiles(config, world) is not None
     model.kernels = kernels._replace(document_blocks=compiled and device.type == "cuda")
@@ -169,7 +172,7 @@ def _initialise(model: CausalLM, module: nn.Module, device: torch.device, *, see
     named = model.named_parameters(remove_duplicate=False)
     names = [name for name, one in named if one.is_meta and one in inside]
     materialise(module, device)
-    model.initialise(seed, names)
+    initialise(model, seed, names)
 
 
 def build_comm(config: RunConfig, world: World) -> ShardComm:

@@ -69,5 +69,5 @@ def _empty_whole(shard: CausalLM, world: World) -> CausalLM:
 
 
 def _local_slices(parameter: ShardedParameter) -> list[torch.Tensor]:
-    local = parameter.local.detach().cpu()
+    local = parameter.local.detach().cpu().float()
     return [local[part.local.slices].contiguous() for part in parameter.slices]

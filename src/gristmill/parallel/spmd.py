@@ -105,7 +105,7 @@ class Spmd:
         self._timer = None if self._everyone is None else SyncTimer(self.world.device)
         done = None if self._timer is None else self._timer.done
         self.model.train()
-        if self.model.config.dropout:
+        if self.model.config.drops:
             # tp ranks draw the same numbers, unless they have different positions.
             at = self.world.at
             place = [at["dp_replicate"] + self.worker, at["dp_shard"], at["cp"], at["pp"]]

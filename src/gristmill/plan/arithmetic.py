@@ -8,14 +8,15 @@ embeddings), one training token costs
     causal counting   6 N +  6 L C T     only the causal half; in layers with a window W instead of
                                          T / 2 the mean number of keys, W - W W / 2 T
 
-Recomputation and the optimizer are never counted. Both are reported because other programs use one
-or the other, and at 124M they differ by 7 %.
+Frozen weights, beside which adapters are trained, cost 4 instead of 6: their gradient is not
+computed. Recomputation and the optimizer are never counted. Both countings are reported because
+other programs use one or the other, and at 124M they differ by 7 %.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gristmill.config.model import GATE_FEATURES, GPTConfig
 from gristmill.config.parallel import ParallelConfig
@@ -33,7 +34,7 @@ class TokenCost:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What a whole model weighs, in bytes; weights and gradients are fp32."""
+    """What a whole model weighs, in bytes; trained weights and their gradients are fp32."""
 
     parameters: int
     state: int
@@ -42,23 +43,41 @@ class ModelSize:
     """Copies of the weights that a worker keeps for its exchanges with others."""
     workers: int = 1
     """How many have weights of their own, if there are such copies."""
+    frozen: int = 0
+    """Parameters, of all, that are not trained: without gradients and state, and not saved."""
+    frozen_bytes: int = 4
+    """Bytes of each of them."""
+
+    @property
+    def trained(self) -> int:
+        """Parameters that are trained."""
+        return self.parameters - self.frozen
+
+    @property
+    def saved(self) -> int:
+        """Bytes of the weights in a checkpoint."""
+        return 4 * self.trained
 
     @property
     def weights(self) -> int:
-        return 4 * self.parameters
+        return self.saved + self.frozen_bytes * self.frozen
 
     @property
     def checkpoint(self) -> int:
         """Weights and optimizer state; with exchanges the average, and all that workers keep. Their
         own weights take the place of those that they sent."""
-        own = self.copies * self.weights + self.state
-        return self.weights + self.workers * own
+        own = self.copies * self.saved + self.state
+        return self.saved + self.workers * own
+
+    @property
+    def on_device(self) -> int:
+        """Weights, gradients and what exchanges keep."""
+        return self.weights + (1 + self.copies) * self.saved
 
     @property
     def training(self) -> int:
-        """Weights, gradients, optimizer state and what exchanges keep: the least that training
-        holds in memory."""
-        return (2 + self.copies) * self.weights + self.state
+        """All that and optimizer state: the least that training holds in memory."""
+        return self.on_device + self.state
 
 
 def exchange_copies(parallel: ParallelConfig) -> int:
@@ -119,20 +138,40 @@ def count_multiplied(model: GPTConfig, *, rows: int) -> int:
     return model.layers * block_matrices(model) + rows * model.width
 
 
+def count_adapters(model: GPTConfig) -> int:
+    """Parameters of all adapters."""
+    lora = model.lora
+    if lora is None:
+        return 0
+    return sum(lora.rank * sum(one) for name, one in model.linears().items() if lora.chosen(name))
+
+
 def gpt_size(config: RunConfig, *, rows: int, workers: int = 1) -> ModelSize:
     """What a GPT weighs with the optimizer of its run, and with the exchanges of its workers."""
     assert isinstance(config.model, GPTConfig)
     size = count_parameters(config.model, rows=rows)
+    if config.model.lora is not None:
+        by_role = {Role.MATRIX: count_adapters(config.model)}
+        return replace(
+            model_size(config, by_role, frozen=size),
+            # Our own layers would cast them at each use.
+            frozen_bytes=4 if config.precision.compute == "fp32" else 2,
+        )
     matrices = config.model.layers * block_matrices(config.model)
     by_role = {Role.MATRIX: matrices, Role.EMBEDDING: size - matrices}
     return model_size(config, by_role, workers=workers)
 
 
-def model_size(config: RunConfig, by_role: Mapping[Role, int], *, workers: int = 1) -> ModelSize:
-    """The same for any model, from the number of parameters of each role."""
+def model_size(
+    config: RunConfig, by_role: Mapping[Role, int], *, frozen: int = 0, workers: int = 1
+) -> ModelSize:
+    """The same for any model, from the number of trained parameters of each role and of those that
+    are frozen."""
     state = sum(config.optim.state_bytes(role) * count for role, count in by_role.items())
     copies = exchange_copies(config.parallel)
-    return ModelSize(sum(by_role.values()), state, copies, workers if copies else 1)
+    return ModelSize(
+        frozen + sum(by_role.values()), state, copies, workers if copies else 1, frozen
+    )
 
 
 def token_cost(model: GPTConfig, *, rows: int, sequence: int) -> TokenCost:
@@ -144,6 +183,7 @@ def token_cost(model: GPTConfig, *, rows: int, sequence: int) -> TokenCost:
     features = model.heads * model.head_size
     palm = sum(count * window for window, count in layers.items())
     causal = sum(count * (window - window**2 / (2 * sequence)) for window, count in layers.items())
-    return TokenCost(
-        palm=6 * weights + 12 * features * palm, causal=6 * weights + 12 * features * causal
-    )
+    products = 6 * weights
+    if model.lora is not None:
+        products = 4 * weights + 6 * count_adapters(model)
+    return TokenCost(palm=products + 12 * features * palm, causal=products + 12 * features * causal)

@@ -8,14 +8,14 @@ User errors are found here, before the first step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from gristmill.base.errors import DataError, Exit, UserError
 from gristmill.base.memory import memory_limit
 from gristmill.base.units import format_bytes, format_count
-from gristmill.checkpoint.model import load_start_weights
+from gristmill.checkpoint.model import Started, load_start_weights
 from gristmill.checkpoint.state import TrainState
 from gristmill.checkpoint.state_file import STATE
 from gristmill.checkpoint.writer import CheckpointWriter, require_checkpoint_room
@@ -76,6 +76,19 @@ class Assembly:
         """Number of parameters of the whole model."""
         return sum(parameter.numel() for parameter in self.outline.parameters())
 
+    @property
+    def described_size(self) -> str:
+        """The number of parameters in words, and how many of them are trained if not all."""
+        size = f"{format_count(self.parameters)} parameters"
+        if not self.outline.adapters:
+            return size
+        trained, layers = sum(self.outline.size_by_role().values()), len(self.outline.adapters)
+        share = trained / self.parameters
+        return (
+            f"{size}, of which {format_count(trained)} ({share:.2%}) are trained, in adapters of "
+            f"{layers} layers"
+        )
+
 
 def assemble(
     config: RunConfig,
@@ -110,22 +123,23 @@ def assemble(
             numbers=numbers,
             workers=workers,
         )
-    notes: tuple[str, ...] = ()
-    start = config.model.initial_weights
+    started, start = Started(), config.model.initial_weights
     if start is not None:
         held = strategy.parameters
-        notes = load_start_weights(strategy.model, start, held, control=control)
+        started = load_start_weights(strategy.model, start, held, run=folder.path, control=control)
         strategy.weights_changed()
     outline = outline_model(config.model, vocab=numbers.vocab, pad_for=world.mesh.tp)
     apart = config.parallel.decentralized
     copied = ("pp", "dp_replicate") if apart else ("pp",)
     all_members = tuple(range(world.mesh.dp_replicate))
+    unsaved = outline.base_parameters()
     state = TrainState(
         model=strategy.model,
         optimizer=strategy.optimizer,
-        parameters=strategy.parameters,
+        parameters={n: one for n, one in strategy.parameters.items() if n not in unsaved},
         padded=outline.vocabulary_parameters(),
-        names=frozenset(outline.roles()),
+        names=frozenset(outline.roles()) - unsaved,
+        base=None if started.base is None else asdict(started.base),
         identity=_identity(config, numbers, data, tokenizer, chat),
         identity_defaults=_of_model(config.model.identity_defaults()),
         identity_retired=_of_model(config.model.retired),
@@ -141,18 +155,9 @@ def assemble(
         writes_unowned=not any(place for axis, place in world.at.items() if axis not in copied),
     )
     return Assembly(
-        config,
-        numbers,
-        folder,
-        data,
-        tokenizer,
-        world,
-        state,
-        strategy,
-        control,
-        outline,
-        notes,
-        chat,
+        *(config, numbers, folder, data, tokenizer, world, state, strategy, control, outline),
+        notes=started.notes,
+        chat=chat,
     )
 
 
@@ -178,7 +183,8 @@ def _model_size(config: RunConfig, numbers: Resolved, mesh: Mesh) -> ModelSize:
         # By formula: even to outline a model of absurd size can take minutes.
         return gpt_size(config, rows=numbers.padded_vocab, workers=mesh.dp_replicate)
     outline = outline_model(config.model, vocab=numbers.vocab, pad_for=mesh.tp)
-    return model_size(config, outline.size_by_role(), workers=mesh.dp_replicate)
+    sizes = outline.size_by_role()
+    return model_size(config, sizes, frozen=outline.base_size(), workers=mesh.dp_replicate)
 
 
 def require_memory(config: RunConfig, size: ModelSize, world: World) -> None:
@@ -197,7 +203,7 @@ def require_memory(config: RunConfig, size: ModelSize, world: World) -> None:
     elif config.runtime.offload is None:
         limits.append((held, size.training, on_device))
     else:
-        limits.append(("weights and gradients", (2 + size.copies) * size.weights, on_device))
+        limits.append(("weights and gradients", size.on_device, on_device))
         limits.append((held, size.training, host))
     for what, whole, most in limits:
         needed = whole // world.mesh.shards

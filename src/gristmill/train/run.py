@@ -17,7 +17,7 @@ from pathlib import Path
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.locks import FolderLock
 from gristmill.base.process import Place
-from gristmill.base.units import format_count, format_seconds, parse_seconds
+from gristmill.base.units import format_seconds, parse_seconds
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.writer import CheckpointWriter
 from gristmill.config.parallel import Mesh
@@ -295,7 +295,7 @@ def _announce(parts: Assembly, tracker: Tracker, resumed: Resumed) -> None:
             parts.folder.write_status("running", step=state.progress.steps, steps=numbers.steps)
         return
     tracker.say(
-        f"{parts.config.name}: {format_count(parts.parameters)} parameters, "
+        f"{parts.config.name}: {parts.described_size}, "
         f"vocabulary {numbers.vocab}, "
         f"batch {_describe_batch(numbers)}, "
         f"{parts.config.precision.described} on {parts.world.device.name}"

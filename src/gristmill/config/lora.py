@@ -1,0 +1,89 @@
+"""Settings of LoRA: a frozen model, and small trained matrices beside some of its linear layers.
+
+    y = W x + b + (alpha / rank) B A dropout(x)     A: rank x inputs, random   B: outputs x rank, 0
+
+Only linear layers inside blocks can be adapted. The head and the embeddings are computed by other
+kernels, which read their weights directly.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from gristmill.base.errors import Problem
+from gristmill.config.settings import Settings
+from gristmill.config.values import Count, Fraction
+
+_MOST_NAMED = 8
+"""How many kinds of layers a message names."""
+
+
+class LoraConfig(Settings):
+    """Train low-rank adapters of the linear layers, and leave the weights themselves as they are.
+    Checkpoints then hold the adapters only."""
+
+    rank: Count
+    """Rows of A and columns of B, such as 16; at most the inputs and outputs of each layer."""
+    alpha: Annotated[float, Field(gt=0)] | None = None
+    """Adapters count alpha / rank; twice the rank if not given."""
+    dropout: Fraction = 0.0
+    """Dropout on the input of the adapters, in training."""
+    layers: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = ("*",)
+    """Which linear layers of the blocks to adapt: names, or patterns with * and ?. The beginning of
+    a name may be left out: "qkv" stands for "blocks.*.attention.qkv". All if not given. The head
+    and the embeddings are never adapted."""
+
+    @property
+    def scale(self) -> float:
+        """What adapters are multiplied by."""
+        return self.effective_alpha / self.rank
+
+    @property
+    def effective_alpha(self) -> float:
+        return 2.0 * self.rank if self.alpha is None else self.alpha
+
+    def identity(self) -> dict[str, Any]:
+        """Settings that a resumed run must share with the run that wrote the checkpoint."""
+        return {"rank": self.rank, "alpha": self.effective_alpha, "layers": list(self.layers)}
+
+    def chosen(self, name: str) -> bool:
+        """Whether a linear layer inside a block is adapted."""
+        return any(_matches(name, pattern) for pattern in self.layers)
+
+    def problems(self, layers: Mapping[str, tuple[int, int]]) -> Iterator[Problem]:
+        """Why layers, with their inputs and outputs by name, cannot be adapted like this."""
+        for pattern in self.layers:
+            if not any(_matches(name, pattern) for name in layers):
+                what = f"{pattern!r} matches no linear layer in a block of this model"
+                yield Problem(what, "model.lora.layers", _nearest(pattern, layers))
+        for name, sizes in layers.items():
+            if self.chosen(name) and self.rank > min(sizes):
+                inputs, outputs = sizes
+                what = f"{self.rank} is more than {name} has: {inputs} inputs, {outputs} outputs"
+                remedy = f"give at most {min(sizes)}, or leave this layer out of model.lora.layers"
+                yield Problem(what, "model.lora.rank", remedy)
+                return
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+
+
+def _nearest(pattern: str, layers: Mapping[str, tuple[int, int]]) -> str:
+    """Which layers there are, those with the most similar names first."""
+    # Blocks differ in their number only.
+    kinds = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in layers))
+    if not kinds:
+        return "it has none: the blocks of this model cannot be adapted"
+    end = pattern.rpartition(".")[2]
+    kinds.sort(
+        key=lambda kind: -difflib.SequenceMatcher(None, end, kind.rpartition(".")[2]).ratio()
+    )
+    more = f" and {len(kinds) - _MOST_NAMED} more" if len(kinds) > _MOST_NAMED else ""
+    return f"there are: {', '.join(kinds[:_MOST_NAMED])}{more}"
