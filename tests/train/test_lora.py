@@ -101,7 +101,7 @@ def losses(runs: Runs, folder: Path) -> list[float]:
 
 
 def greedy(model: Any) -> list[int]:
-    stream = Engine(model).stream([1, 2, 3], tokens=16, sampling=Sampling(temperature=0.0))
+    stream = Engine(model).stream([[1, 2, 3]], tokens=16, sampling=Sampling(temperature=0.0))
     return [ids[0] for ids in stream]
 
 
