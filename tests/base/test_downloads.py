@@ -205,7 +205,7 @@ def test_a_model_folder_is_local_or_comes_from_the_hub(
     assert model_folder(str(tmp_path)) == tmp_path and not asked
     assert model_folder("someone/something") == tmp_path / "snapshot"
     assert model_folder("someone/something@v1", weights=False) == tmp_path / "snapshot"
-    settings = ["*.json", "*.txt", "*.model"]
+    settings = ["*.json", "*.txt", "*.model", "chat_template.jinja"]
     common = {
         "repo_type": "model",
         "ignore_patterns": ["*/*", "consolidated*"],

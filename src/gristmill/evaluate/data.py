@@ -79,6 +79,13 @@ def _load_settings(run: Path) -> RunConfig:
 def _held_out(run: Path) -> EvaluationText:
     """A run's validation text: the parts of its token sets, each of which begins a document."""
     config = _load_settings(run)
+    if config.data.kind == "chat":
+        raise UserError(
+            "this run was trained on conversations, which are no text to read in windows",
+            where=str(run),
+            remedy=f"its loss on answers: `gristmill train {run} --validate-only`; on text: --data "
+            "or --text",
+        )
     sequence = config.data.sequence or config.model.context
     held = open_data(config.data, sequence=sequence).validation
     if held is None:
