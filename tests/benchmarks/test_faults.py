@@ -12,6 +12,7 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_sample_of_the_fault_campaign() -> None:
     """In a process of its own, which forks: this one has threads by now. One of several processes

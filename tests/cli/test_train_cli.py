@@ -211,7 +211,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_closed_terminal_stops_with_a_save(file: Path, tmp_path: Path, processes: int) -> None:
     """As when the connection to a machine is lost: HUP, and nothing can be printed any more."""
     folder = tmp_path / "run"

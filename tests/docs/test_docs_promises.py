@@ -17,6 +17,7 @@ from gristmill.config.schema import RunConfig
 from gristmill.track.folder import RunFolder
 
 
+@pytest.mark.slow
 def test_a_closed_terminal_does_not_end_a_run(
     make_run: Callable[..., RunConfig], tmp_path: Path
 ) -> None:

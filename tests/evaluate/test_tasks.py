@@ -369,11 +369,17 @@ def test_the_harness_generates_and_measures_texts(loaded: LoadedModel, tmp_path:
     assert 5 < found < 12
 
 
-def test_a_task_that_does_not_exist(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_task_that_does_not_exist() -> None:
+    """The harness reads the files of all its tasks to know their names."""
     pytest.importorskip("lm_eval")
     with pytest.raises(UserError, match="there is no task 'hellaswagg'") as caught:
         open_tasks(["hellaswagg"])
     assert "similar names: hellaswag" in str(caught.value)
+
+
+def test_a_file_that_names_no_task(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
     (tmp_path / "empty.yaml").write_text("dataset_path: json\n")
     with pytest.raises(UserError, match="names no task"):
         open_tasks([str(tmp_path / "empty.yaml")])

@@ -113,7 +113,10 @@ def nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("nothing_is_built")
-@pytest.mark.parametrize("size", ["model.layers=100000000", "model.width=2000000"])
+@pytest.mark.parametrize(
+    "size",
+    [pytest.param("model.layers=100000000", marks=pytest.mark.slow), "model.width=2000000"],
+)
 def test_a_model_that_memory_cannot_hold_is_refused_first(
     make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: str
 ) -> None:

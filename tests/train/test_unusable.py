@@ -204,6 +204,7 @@ def step_after_resuming(config: RunConfig) -> int:
     return run_training(config).step
 
 
+@pytest.mark.slow
 def test_all_ranks_reject_what_one_of_them_cannot_use(
     copy_of: Callable[..., Path],
     crowd: Callable[..., list[Any]],

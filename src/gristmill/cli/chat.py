@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from gristmill.base.errors import UserError
+from gristmill.cli.models import ask, write_text
 
 if TYPE_CHECKING:
     from gristmill.checkpoint.model import LoadedModel
@@ -36,7 +36,7 @@ def converse(
     if prompt is None and _is_terminal():
         typer.echo("Type a message; an empty line or Ctrl-D ends.")
         told = False
-        while line := _ask():
+        while line := ask():
             _answer(chat, line, as_json=as_json, options=options)
             if chat.forgotten and not told:
                 told = True
@@ -74,18 +74,10 @@ def _is_terminal() -> bool:
     return sys.stdin.isatty()
 
 
-def _ask() -> str:
-    try:
-        return input(">> ")
-    except EOFError:
-        typer.echo("")
-        return ""
-
-
 def _answer(chat: ChatGenerator, question: str, *, as_json: bool, options: dict[str, Any]) -> None:
     answers = chat.ask(question, **options)
     if not as_json and options["samples"] == 1:
-        _write(answers)
+        write_text("", answers)
         return
     texts = [""] * options["samples"]
     for number, text in answers:
@@ -95,12 +87,3 @@ def _answer(chat: ChatGenerator, question: str, *, as_json: bool, options: dict[
             typer.echo(json.dumps({"prompt": question, "text": text}, ensure_ascii=False))
         else:
             typer.echo(f"--- {number} of {len(texts)}\n{text}")
-
-
-def _write(answer: Iterator[tuple[int, str]]) -> None:
-    """Print an answer as it appears."""
-    for _, text in answer:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
-    sys.stdout.flush()

@@ -108,13 +108,13 @@ def generate(
     generator = TextGenerator(loaded.model, loaded.tokenizer, cached=cache)
     if prompt is None and sys.stdin.isatty():
         typer.echo("Type the beginning of a text; an empty line or Ctrl-D ends.")
-        while line := _ask():
-            _write(line, generator.stream(line, **options))
+        while line := ask():
+            write_text(line, generator.stream(line, **options))
         return
     if prompt is None or prompt == "-":
         prompt = sys.stdin.read()
     if not as_json and samples == 1:
-        _write(prompt, generator.stream(prompt, **options))
+        write_text(prompt, generator.stream(prompt, **options))
         return
     for number, text in enumerate(generator.texts(prompt, samples=samples, **options), start=1):
         if as_json:
@@ -123,7 +123,8 @@ def generate(
             typer.echo(f"--- {number} of {samples}\n{prompt}{text}")
 
 
-def _ask() -> str:
+def ask() -> str:
+    """A line that somebody types; empty at the end."""
     try:
         return input(">> ")
     except EOFError:
@@ -131,7 +132,7 @@ def _ask() -> str:
         return ""
 
 
-def _write(prompt: str, stream: Iterator[tuple[int, str]]) -> None:
+def write_text(prompt: str, stream: Iterator[tuple[int, str]]) -> None:
     """Print a continuation as it appears."""
     sys.stdout.write(prompt)
     for _, text in stream:
