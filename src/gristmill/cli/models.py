@@ -139,6 +139,8 @@ def write_text(prompt: str, stream: Iterator[tuple[int, str]]) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     sys.stdout.write("\n")
+    # What is said on stderr comes after it.
+    sys.stdout.flush()
 
 
 class ExportCheck(enum.StrEnum):
