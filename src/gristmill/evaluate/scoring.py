@@ -40,7 +40,7 @@ class Limits:
     """Positions that are worth a pass of their own, so that padding may be avoided."""
 
 
-LIMITS = {"cpu": Limits(4096, 2**28, 512), "gpu": Limits(65536, 2**31, 4096)}
+LIMITS = {"cpu": Limits(4096, 2**28, 64), "gpu": Limits(65536, 2**31, 4096)}
 SHORTEST_PREFIX = 8
 """Shorter ones are not worth a pass of their own."""
 MOST_WASTE = 0.1
