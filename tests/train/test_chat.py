@@ -327,3 +327,31 @@ def test_an_export_holds_the_template_and_a_run_starts_from_it(
     assert run_training(load_text(again, place="chat.toml")).exit is Exit.DONE
     kept = find_template(tmp_path / "again" / "tokenizer", stored.tokenizer)
     assert kept is not None and kept.source == template.source
+
+
+def test_adapters_learn_other_answers_and_the_merged_export_gives_them(
+    make_chat: MakeRun, tmp_path: Path, talks: Path
+) -> None:
+    pytest.importorskip("transformers")
+    often = ('validate.every="100 steps"', 'checkpoint.every="100 steps"', "train.batch=8")
+    assert run_training(make_chat('train.until="100 steps"', *often)).exit is Exit.DONE
+    swapped = talks.read_text().replace("Rose", "Sea?").replace('Sea"', 'Rose"')
+    (tmp_path / "swapped.jsonl").write_text(swapped.replace("Sea?", "Sea"))
+    settings = (
+        f'model.start="{tmp_path / "chat"}"',
+        f'data.paths="{tmp_path / "swapped.jsonl"}"',
+        "model.lora.rank=8",
+        'train.until="120 steps"',
+        *often,
+    )
+    run, exported = tmp_path / "other", tmp_path / "exported"
+    assert run_training(make_chat(*settings, folder="other")).exit is Exit.DONE
+    losses = [one.loss for one in read_metrics(run / "metrics.jsonl")
+              if isinstance(one, ValidationRecord)]  # fmt: skip
+    assert losses[-1] < 0.3 * losses[0]
+    result = CliRunner().invoke(app, ["export", str(run), str(exported)])
+    assert result.exit_code == 0, result.output
+    greedy = ("--chat", "--temperature", 0)
+    for model in (run, exported):
+        answers = [generate(model, f"{colour}?", *greedy).strip() for colour in ANSWERS]
+        assert answers == ["Sea", "Rose", "Leaf", "Flour", "Coal"]
