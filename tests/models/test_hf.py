@@ -14,6 +14,7 @@ from gristmill.checkpoint.model import open_model
 from gristmill.checkpoint.tensor_reader import open_hf_tensors
 from gristmill.config.hf_model import HFConfig, architecture_settings
 from gristmill.config.roles import Role
+from gristmill.evaluate.scoring import Continuation, score
 from gristmill.generate import Engine, Sampling
 from gristmill.models.build import build_model, outline_model
 from gristmill.models.hf import HFModel
@@ -313,3 +314,22 @@ def test_encoders_are_told_not_to_look_ahead() -> None:
     changed = tokens.clone()
     changed[:, -1] = (changed[:, -1] + 1) % 96
     assert torch.equal(model(tokens)[:, :-1], model(changed)[:, :-1])
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_continuations_are_scored_as_one_at_a_time(kind: str) -> None:
+    """Branches of a cache, which sliding windows and experts make harder."""
+    model = built(tiny(kind)).eval()
+    ids = torch.randint(0, 96, (12, 40), generator=torch.Generator().manual_seed(1)).tolist()
+    asked = [
+        [Continuation((*ids[n][: 20 + n], *ids[m][: m - 1]), 20 + n) for m in (3, 5, 9)]
+        for n in range(6)
+    ]
+    for options, scores in zip(asked, score(model, asked), strict=True):
+        for one, found in zip(options, scores, strict=True):
+            with torch.inference_mode():
+                logits = model(torch.tensor([one.ids[:-1]]))[0]
+            targets = torch.tensor(one.ids[one.start :])
+            kept = logits[one.start - 1 :].log_softmax(-1)
+            total = kept.gather(1, targets[:, None]).sum().item()
+            assert found.log_prob == pytest.approx(total, abs=1e-3)
