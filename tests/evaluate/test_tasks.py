@@ -331,6 +331,7 @@ def test_the_harness_gives_the_same_numbers(
         doc_to_choice="endings",
         metric_list=[{"metric": "acc"}, {"metric": "acc_norm"}],
     )
+    before = torch.get_rng_state(), random.getstate()
     for ours, theirs in ((f"lambada={rows}", lambada), (f"hellaswag={questions}", hellaswag)):
         a, b = run(ours, loaded), run(theirs, loaded)
         assert {k: v.value for k, v in a.measures.items()} == pytest.approx(
@@ -340,6 +341,8 @@ def test_the_harness_gives_the_same_numbers(
         assert a.measures["acc"].items == b.measures["acc"].items
         assert a.count == b.count and b.facts["lm_eval"]
     assert capfd.readouterr().out == ""
+    # The harness seeds all generators, which a run that trains must not notice.
+    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
 
 
 @pytest.mark.usefixtures("offline")

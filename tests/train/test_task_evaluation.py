@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,13 @@ import pytest
 
 from gristmill.base.errors import UserError
 from gristmill.config.schema import RunConfig
-from gristmill.track.metrics import EvaluationRecord, EventRecord, ValidationRecord, read_metrics
+from gristmill.track.metrics import (
+    EvaluationRecord,
+    EventRecord,
+    StepRecord,
+    ValidationRecord,
+    read_metrics,
+)
 from gristmill.train.run import run_training
 
 TEXTS = [{"text": f"the mill {word} corn"} for word in ("grinds", "turns", "wants")]
@@ -48,14 +55,25 @@ def test_scores_are_recorded_and_kept(
 def test_training_is_not_changed_by_tasks(
     make_run: Callable[..., RunConfig], tmp_path: Path, tasks: tuple[Path, Path]
 ) -> None:
+    names = [str(tasks[0])]
+    if importlib.util.find_spec("lm_eval"):
+        # The harness seeds the generators that dropout draws from.
+        names.append(str(tmp_path / "told.yaml"))
+        Path(names[1]).write_text(
+            "task: told_by_the_harness\ndataset_path: json\ntest_split: test\n"
+            f"dataset_kwargs: {{data_files: {{test: {tasks[0]}}}}}\n"
+            "output_type: loglikelihood\ndoc_to_text: '{{text}}'\ndoc_to_target: ' corn'\n"
+            "metric_list: [{metric: acc}]\n"
+        )
     losses = []
-    for extra in ((), ("evaluate.every=1 steps", f'evaluate.tasks=["{tasks[0]}"]')):
+    for extra in ((), ("evaluate.every=1 steps", f"evaluate.tasks={json.dumps(names)}")):
         folder = tmp_path / f"run-{len(extra)}"
-        run_training(make_run('train.until="4 steps"', f'folder="{folder}"', *extra))
-        kind = ValidationRecord
+        words = ('train.until="4 steps"', f'folder="{folder}"', "model.dropout=0.2", *extra)
+        run_training(make_run(*words))
         records = read_metrics(folder / "metrics.jsonl")
-        losses.append([one.loss for one in records if isinstance(one, kind)])
+        losses.append([one.loss for one in records if isinstance(one, StepRecord)])
     assert losses[0] == losses[1]
+    assert {one.name for one in records if isinstance(one, EvaluationRecord)} >= {"told"}
 
 
 def test_missing_data_is_told_before_the_first_step(

@@ -12,12 +12,16 @@ import functools
 import importlib.metadata
 import io
 import logging
+import random
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
 
 from gristmill.base.errors import DataError, UserError, optional
 from gristmill.checkpoint.model import LoadedModel
@@ -54,7 +58,7 @@ class HarnessTask:
     ) -> list[EvaluationResult]:
         """The results of the task; a group of tasks has its own first, then one for each."""
         started, model = time.monotonic(), language_model(loaded, progress)
-        with _quiet():
+        with _quiet(), _own_random_numbers(loaded.model.device):
             from lm_eval.evaluator import simple_evaluate
 
             try:
@@ -165,6 +169,18 @@ def _hash(samples: Sequence[Any]) -> str | None:
 def _line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else "no reason given"
+
+
+@contextlib.contextmanager
+def _own_random_numbers(device: torch.device) -> Iterator[None]:
+    """The harness seeds all generators; a run that trains must not notice."""
+    python, numbers = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numbers)
 
 
 @contextlib.contextmanager
