@@ -40,17 +40,17 @@ def evaluate(
         ),
     ],
     data: Annotated[
-        list[str] | None, typer.Option(help="Token files, by their prefix. Several times.")
+        list[str] | None, typer.Option(help="Token files, by their prefix; may be repeated.")
     ] = None,
     text: Annotated[
         list[str] | None,
-        typer.Option(help="Text: a file, a folder, a glob or hf:DATASET. Several times."),
+        typer.Option(help="Text: a file, a folder, a glob or hf:DATASET; may be repeated."),
     ] = None,
     tasks: Annotated[
         list[str] | None,
         typer.Option(
             help="Tasks, separated by commas: lambada, hellaswag, core, FILE.jsonl, FILE.yaml or "
-            "a name of lm-evaluation-harness. lambada=FILE takes local data. Several times."
+            "a name of lm-evaluation-harness. lambada=FILE takes local data. May be repeated."
         ),
     ] = None,
     items: Annotated[
@@ -67,7 +67,7 @@ def evaluate(
     precision: Annotated[
         list[EvaluationPrecision] | None,
         typer.Option(
-            help="Number format of products and activations; fp32 if not given. Several times."
+            help="Number format of products and activations; fp32 if not given; may be repeated."
         ),
     ] = None,
     output: Annotated[
