@@ -94,7 +94,7 @@ def test_greedy_continuations_are_found() -> None:
 def test_small_batches_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked = make(), questions(15)
     whole = score(model, asked)
-    monkeypatch.setitem(scoring.LIMITS, "cpu", scoring.Limits(1, 1, 1))
+    monkeypatch.setitem(scoring.LIMITS, "cpu", scoring.BatchLimits(1, 1, 1))
     for ours, theirs in zip(score(model, asked), whole, strict=True):
         assert [o.log_prob for o in ours] == pytest.approx([t.log_prob for t in theirs], abs=1e-4)
 

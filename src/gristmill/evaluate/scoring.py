@@ -11,7 +11,7 @@ the earliest continuation, so that the logits of its first token are there. Ques
 of about the same length form a batch, and the shortest of them is the prefix of all: nothing is
 padded on the left, so no mask is needed. The branches of a batch are computed in groups of about
 the same length, since they are padded on the right, which a causal model never sees. The head
-computes logits for the continuations only, which for a small model is half of the work.
+computes logits for the continuations only: for GPT-2 small it is a third of the work.
 
 Shapes: B rows, T positions, N scored tokens, V vocabulary.
 """
@@ -29,7 +29,7 @@ from gristmill.models.spec import Cache, CausalLM
 
 
 @dataclass(frozen=True)
-class Limits:
+class BatchLimits:
     """How much is computed at once."""
 
     positions: int
@@ -40,7 +40,7 @@ class Limits:
     """Positions that are worth a pass of their own, so that padding may be avoided."""
 
 
-LIMITS = {"cpu": Limits(4096, 2**28, 64), "gpu": Limits(65536, 2**31, 4096)}
+LIMITS = {"cpu": BatchLimits(4096, 2**28, 64), "gpu": BatchLimits(65536, 2**31, 4096)}
 SHORTEST_PREFIX = 8
 """Shorter ones are not worth a pass of their own."""
 MOST_WASTE = 0.1
@@ -195,7 +195,7 @@ def _batches(questions: list[_Question], model: CausalLM) -> Iterator[list[_Ques
         yield batch
 
 
-def _limits(model: CausalLM) -> Limits:
+def _limits(model: CausalLM) -> BatchLimits:
     return LIMITS["cpu" if model.device.type == "cpu" else "gpu"]
 
 

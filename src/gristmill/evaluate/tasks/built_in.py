@@ -20,7 +20,7 @@ from typing import Any
 
 from gristmill.base.errors import DataError
 from gristmill.evaluate.tasks.rows import TaskRows, hub_rows, read_rows
-from gristmill.evaluate.tasks.spec import Choice, LastWords, Option, Task
+from gristmill.evaluate.tasks.spec import MultipleChoice, TextCompletion, Option, Task
 
 Row = Mapping[str, Any]
 _MARK = re.compile(r"\[.*?\]")
@@ -70,7 +70,7 @@ def _last_words(name: str, rows: TaskRows) -> Task:
             options.append(Option(context, f" {_text(row, 'continuation', where)}"))
         if not options[-1].context.strip() or not options[-1].continuation.strip():
             raise DataError("there is no word to predict, or nothing before it", where=where)
-    return LastWords(name, options, rows.facts)
+    return TextCompletion(name, options, rows.facts)
 
 
 # ------------------------------------------------------------------ options
@@ -137,7 +137,7 @@ def _choices(name: str, rows: TaskRows) -> Task:
         options.append(both)
         gold.append(_gold(row, shape.gold, where, count=len(both)))
         lengths.append([max(1, len(text)) for text in texts])
-    return Choice(name, options, gold, lengths, rows.facts)
+    return MultipleChoice(name, options, gold, lengths, rows.facts)
 
 
 def _text(row: Row, key: str, where: str) -> str:

@@ -1,7 +1,7 @@
 """What a task is: questions whose options a model scores, and what follows from the scores.
 
-    Choice      several options, one of them right: which one is the likeliest?
-    LastWords   one text and how it continues: does greedy decoding find it, how likely is it?
+    MultipleChoice   several options, one of them right: which one is the likeliest?
+    TextCompletion   one text and how it continues: does greedy decoding find it, how likely is it?
 
 Options are pairs of context and continuation. They are encoded as lm-evaluation-harness does it, so
 that scores can be compared: spaces at the end of a context belong to the continuation, and the
@@ -50,7 +50,7 @@ class Option(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Choice:
+class MultipleChoice:
     """Questions with several options, one of which is right.
 
     `acc` takes the likeliest option, `acc_norm` the likeliest per character.
@@ -64,7 +64,7 @@ class Choice:
     """Characters of each option."""
     facts: dict[str, Any]
 
-    def first(self, items: int) -> Choice:
+    def first(self, items: int) -> MultipleChoice:
         options, gold, lengths = self.options[:items], self.gold[:items], self.lengths[:items]
         return replace(self, options=options, gold=gold, lengths=lengths)
 
@@ -82,14 +82,14 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class LastWords:
+class TextCompletion:
     """Texts whose last words are to be predicted."""
 
     name: str
     options: list[Option]
     facts: dict[str, Any]
 
-    def first(self, items: int) -> LastWords:
+    def first(self, items: int) -> TextCompletion:
         return replace(self, options=self.options[:items])
 
     def questions(self, tokenizer: Tokenizer) -> list[list[Continuation]]:
