@@ -20,7 +20,7 @@ from typing import Any
 
 from gristmill.base.errors import DataError
 from gristmill.evaluate.tasks.rows import TaskRows, hub_rows, read_rows
-from gristmill.evaluate.tasks.spec import MultipleChoice, TextCompletion, Option, Task
+from gristmill.evaluate.tasks.spec import MultipleChoice, Option, Task, TextCompletion
 
 Row = Mapping[str, Any]
 _MARK = re.compile(r"\[.*?\]")
