@@ -187,7 +187,7 @@ def train_lora(tokens: str, folder: str, start: str, *words: str) -> int:
 @pytest.mark.parametrize(
     "layout",
     [
-        "parallel.dp_replicate=2",
+        pytest.param("parallel.dp_replicate=2", marks=pytest.mark.slow),
         "parallel.dp_shard=2",
         pytest.param("parallel.cp=2", marks=pytest.mark.slow),
     ],

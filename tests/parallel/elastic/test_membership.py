@@ -318,6 +318,8 @@ def member(address: Address) -> Iterator[Join]:
 
     yield join
     for one in made:
+        # Shown if the test fails.
+        print(f"worker {one.place.rank}: view {one.view}, failure {one._failure}")
         one.close()
 
 
@@ -375,6 +377,7 @@ def test_who_is_done_interrupts_nobody(member: Join) -> None:
     members[0].check(view)
 
 
+@pytest.mark.slow
 def test_a_frozen_worker_is_left_out_and_knows_it(
     member: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -401,6 +404,7 @@ def test_a_frozen_worker_is_left_out_and_knows_it(
     assert not members[1].left_out(), "since the last call"
 
 
+@pytest.mark.slow
 def test_nobody_is_silent_while_this_process_is_frozen(
     member: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
