@@ -32,9 +32,9 @@ class Evaluated(NamedTuple):
 def print_table(found: Sequence[Evaluated]) -> None:
     """A table with a row for each measure of each model; what all rows share stands above it."""
     rows = list(_rows(found))
-    titles = _Row("on", "measure", "model", "precision", "value", "std. error", "", "")
+    titles = _TableRow("on", "measure", "model", "precision", "value", "std. error", "", "")
     columns = [
-        [getattr(titles, name), *(getattr(row, name) for row in rows)] for name in _Row._fields
+        [getattr(titles, name), *(getattr(row, name) for row in rows)] for name in _TableRow._fields
     ]
     shared = (
         {"model", "precision"}
@@ -50,7 +50,7 @@ def print_table(found: Sequence[Evaluated]) -> None:
             typer.echo(f"{name:<9}  {getattr(found[0], name)}")
     kept = [
         (name, column)
-        for name, column in zip(_Row._fields, columns, strict=True)
+        for name, column in zip(_TableRow._fields, columns, strict=True)
         if name not in shared and any(column[1:])
     ]
     for number in range(len(rows) + 1):
@@ -63,7 +63,7 @@ def print_table(found: Sequence[Evaluated]) -> None:
         typer.echo("  ".join(cells).rstrip())
 
 
-class _Row(NamedTuple):
+class _TableRow(NamedTuple):
     """One line of the table."""
 
     on: str
@@ -76,7 +76,7 @@ class _Row(NamedTuple):
     size: str
 
 
-def _rows(found: Sequence[Evaluated]) -> Iterator[_Row]:
+def _rows(found: Sequence[Evaluated]) -> Iterator[_TableRow]:
     """Grouped by text or task, then by measure; what is as above is left empty."""
     by_name: dict[str, list[Evaluated]] = {}
     for one in found:
@@ -94,7 +94,7 @@ def _rows(found: Sequence[Evaluated]) -> Iterator[_Row]:
                         continue
                     value, result = measures[measure], one.result
                     size = f"{result.count:,} {result.unit} in {format_seconds(result.seconds)}"
-                    yield _Row(
+                    yield _TableRow(
                         on,
                         title,
                         one.model,

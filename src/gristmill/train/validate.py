@@ -37,7 +37,7 @@ class Validated:
     """Whether this process tells about it."""
 
 
-class _Collect:
+class _ValidationSink:
     """A sink that keeps the records of validation."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ def validate_run(config: RunConfig, *, checkpoint: str | None = None) -> Validat
         if step is not None:
             _load(parts, step)
         monitor.phase("validation", step or 0)
-        collect = _Collect()
+        collect = _ValidationSink()
         validate = build_validate(parts, Tracker([collect], clock=lambda: parts.state.progress))
         if validate is None:
             raise UserError(
