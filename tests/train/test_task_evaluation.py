@@ -57,7 +57,7 @@ def test_training_is_not_changed_by_tasks(
 ) -> None:
     names = [str(tasks[0])]
     if importlib.util.find_spec("lm_eval"):
-        # The harness seeds the generators that dropout draws from.
+        # The harness has a loop, seeds and a mode of the model of its own.
         names.append(str(tmp_path / "told.yaml"))
         Path(names[1]).write_text(
             "task: told_by_the_harness\ndataset_path: json\ntest_split: test\n"

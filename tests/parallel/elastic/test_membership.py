@@ -377,7 +377,6 @@ def test_who_is_done_interrupts_nobody(member: Join) -> None:
     members[0].check(view)
 
 
-@pytest.mark.slow
 def test_a_frozen_worker_is_left_out_and_knows_it(
     member: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -404,7 +403,6 @@ def test_a_frozen_worker_is_left_out_and_knows_it(
     assert not members[1].left_out(), "since the last call"
 
 
-@pytest.mark.slow
 def test_nobody_is_silent_while_this_process_is_frozen(
     member: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -422,6 +420,32 @@ def test_nobody_is_silent_while_this_process_is_frozen(
     wait_until(lambda: all(one._count > looks[0] + 3 for one in members))
     for one in members:
         one.check(view)
+
+
+def test_who_comes_while_another_reads_is_not_taken_for_dead(
+    address: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first view may be written between what a worker reads of the others and of views."""
+    first, reader, last = (
+        Membership(place, join_store(place, seconds=LIMIT), silence=20.0, start=LIMIT, beat=0.05)
+        for place in (Place(rank=rank, world=3, host="", address=address) for rank in range(3))
+    )
+    for one in (first, reader, last):
+        one._roll.namespace = ""
+    first._look()
+    note = reader._roll.note
+
+    def interrupted(*others: Any, **more: Any) -> None:
+        monkeypatch.undo()
+        last._look()
+        first._look()
+        note(*others, **more)
+
+    monkeypatch.setattr(reader._roll, "note", interrupted)
+    reader._look()
+    for one in (reader, first, last, reader):
+        one._look()
+        assert one.view is not None and one.view.number == 0 and one.view.workers == (0, 1, 2)
 
 
 def test_who_is_asked_to_stop_does_not_wait(member: Join) -> None:

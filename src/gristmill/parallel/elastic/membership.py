@@ -298,6 +298,9 @@ class Membership:
         self._clock += min(began - self._looked, self.silence / 2)
         now = self._clock
         self._post()
+        # Before the others are read: whoever is in the view has posted before it was written, so
+        # nobody is taken for dead who only came later than the last reading.
+        self._adopt()
         for worker in range(self.place.world):
             if worker not in self._posted and self.store.check([_member_key(worker)]):
                 self._posted.add(worker)
@@ -305,7 +308,6 @@ class Membership:
         values = self.store.multi_get([_member_key(worker) for worker in posted])
         for worker, text in zip(posted, values, strict=True):
             self._roll.note(worker, json.loads(text), now=now)
-        self._adopt()
         wanted = self._roll.proposal(
             self._view,
             now=now,
