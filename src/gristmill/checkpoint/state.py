@@ -9,8 +9,8 @@
 Of a sharded model each rank writes the slices that it owns and reads the slices that it holds,
 whatever the layout was when they were written (`pieces.py`, `tensor_reader.py`). For each kind of
 other state its owner declares the placement on the ranks (`optim/spec.py`): sharded like a
-parameter; replicated, and written by one rank; or one per rank, stored as a tensor with a row for
-each.
+parameter; replicated, and written by one rank; assigned to a few ranks, one of which writes it; or
+one per rank, stored as a tensor with a row for each.
 
 In a decentralized run, whose workers have weights of their own, model.safetensors holds the average
 of all workers, and everything else is there once for each worker: worker-3/exp_avg/norm.weight.
@@ -179,6 +179,9 @@ class Contribution:
                     writes = state.writes_unowned
                     if parameter is not None:
                         writes = parameter.writes_replicated
+                case Placement.ASSIGNED:
+                    shape, region = tuple(value.shape), TensorSlice.whole(value.shape)
+                    writes = True
                 case Placement.PER_RANK:
                     shape, writes = (state.ranks, *value.shape), True
                     region = TensorSlice.whole(shape).narrow(0, state.rank, state.rank + 1)
@@ -417,7 +420,7 @@ def _restore_entries(source: CheckpointState, stored: TensorReader, state: Train
                 shape, dtype = parameter.local.shape, stored.dtype(name)
                 value = torch.zeros(shape, dtype=dtype, device=parameter.local.device)
                 _fill(value, parameter, stored, name)
-            case Placement.REPLICATED | Placement.SCALAR:
+            case Placement.REPLICATED | Placement.SCALAR | Placement.ASSIGNED:
                 value = stored.read_exact(name).to(device)
             case Placement.PER_RANK:
                 ranks = stored.shapes[name][:1]

@@ -8,20 +8,15 @@ kernels, which read their weights directly.
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections.abc import Iterator, Mapping
-from fnmatch import fnmatchcase
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from gristmill.base.errors import Problem
+from gristmill.config.layer_names import LayerPatterns, matches, nearest_layers
 from gristmill.config.settings import Settings
 from gristmill.config.values import Count, Fraction
-
-_MOST_NAMED = 8
-"""How many kinds of layers a message names."""
 
 
 class LoraConfig(Settings):
@@ -34,7 +29,7 @@ class LoraConfig(Settings):
     """Adapters count alpha / rank; twice the rank if not given."""
     dropout: Fraction = 0.0
     """Dropout on the input of the adapters, in training."""
-    layers: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = ("*",)
+    layers: Annotated[LayerPatterns, Field(min_length=1)] = ("*",)
     """Which linear layers of the blocks to adapt: names, or patterns with * and ?. The beginning of
     a name may be left out: "qkv" stands for "blocks.*.attention.qkv". All if not given. The head
     and the embeddings are never adapted."""
@@ -54,14 +49,14 @@ class LoraConfig(Settings):
 
     def chosen(self, name: str) -> bool:
         """Whether a linear layer inside a block is adapted."""
-        return any(_matches(name, pattern) for pattern in self.layers)
+        return any(matches(name, pattern) for pattern in self.layers)
 
     def problems(self, layers: Mapping[str, tuple[int, int]]) -> Iterator[Problem]:
         """Why layers, with their inputs and outputs by name, cannot be adapted like this."""
         for pattern in self.layers:
-            if not any(_matches(name, pattern) for name in layers):
+            if not any(matches(name, pattern) for name in layers):
                 what = f"{pattern!r} matches no linear layer in a block of this model"
-                yield Problem(what, "model.lora.layers", _nearest(pattern, layers))
+                yield Problem(what, "model.lora.layers", nearest_layers(pattern, layers))
         for name, sizes in layers.items():
             if self.chosen(name) and self.rank > min(sizes):
                 inputs, outputs = sizes
@@ -69,21 +64,3 @@ class LoraConfig(Settings):
                 remedy = f"give at most {min(sizes)}, or leave this layer out of model.lora.layers"
                 yield Problem(what, "model.lora.rank", remedy)
                 return
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
-
-
-def _nearest(pattern: str, layers: Mapping[str, tuple[int, int]]) -> str:
-    """Which layers there are, those with the most similar names first."""
-    # Blocks differ in their number only.
-    kinds = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in layers))
-    if not kinds:
-        return "it has none: the blocks of this model cannot be adapted"
-    end = pattern.rpartition(".")[2]
-    kinds.sort(
-        key=lambda kind: -difflib.SequenceMatcher(None, end, kind.rpartition(".")[2]).ratio()
-    )
-    more = f" and {len(kinds) - _MOST_NAMED} more" if len(kinds) > _MOST_NAMED else ""
-    return f"there are: {', '.join(kinds[:_MOST_NAMED])}{more}"

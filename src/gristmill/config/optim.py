@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
 from pydantic import Field
 
 from gristmill.base.units import Duration
+from gristmill.config.preconditioner import PreconditionerConfig
 from gristmill.config.roles import Role
 from gristmill.config.settings import Settings
 from gristmill.config.values import Count, Fraction, Span, WholeSpan
@@ -30,6 +31,11 @@ class OptimizerConfig(Settings):
         # Every kind declares these itself, with its own default.
         type: str
         lr: float
+
+    @property
+    def preconditioning(self) -> PreconditionerConfig | None:
+        """How gradients are preconditioned, if this optimizer can follow a preconditioner."""
+        return getattr(self, "preconditioner", None)
 
     @property
     def momentum_rise(self) -> MomentumRise | None:
@@ -59,6 +65,29 @@ class AdamWConfig(OptimizerConfig):
     """Added to the root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Decay of matrices and embeddings; biases and norm gains are never decayed."""
+    preconditioner: PreconditionerConfig | None = None
+    """What changes the gradients before the optimizer sees them; nothing if not given."""
+
+
+class SGDConfig(OptimizerConfig):
+    """Stochastic gradient descent with momentum."""
+
+    type: Literal["sgd"] = "sgd"
+    """Which optimizer."""
+    lr: Annotated[float, Field(gt=0)] = 0.1
+    """Peak learning rate."""
+    momentum: Fraction = 0.9
+    """Memory of the gradients' decayed sum."""
+    nesterov: bool = False
+    """Look ahead: add the gradient once more to the decayed sum."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """L2 of matrices and embeddings: weight_decay x weight is added to the gradient. Biases and
+    norm gains have none."""
+    preconditioner: PreconditionerConfig | None = None
+    """What changes the gradients before the optimizer sees them; nothing if not given."""
+
+    def state_bytes(self, role: Role) -> int:
+        return 4 if self.momentum else 0
 
 
 class _AccumConfig(OptimizerConfig):
@@ -152,6 +181,8 @@ class MuonConfig(OptimizerConfig):
     """Added to the root of Adam's second moment."""
     adam_weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decay of embeddings, tables and head, each times its own rate; vectors are never decayed."""
+    preconditioner: PreconditionerConfig | None = None
+    """What changes the gradients before the optimizer sees them; nothing if not given."""
 
     steps_on_host: ClassVar[bool] = False
 
@@ -169,7 +200,8 @@ class MuonConfig(OptimizerConfig):
 
 
 AnyOptimizerConfig = Annotated[
-    AdamWConfig | MuonConfig | AccumAdamWConfig | AccumAdamConfig, Field(discriminator="type")
+    AdamWConfig | SGDConfig | MuonConfig | AccumAdamWConfig | AccumAdamConfig,
+    Field(discriminator="type"),
 ]
 
 

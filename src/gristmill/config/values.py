@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, WithJsonSchema
 
 from gristmill.base.errors import UserError
-from gristmill.base.units import Duration, parse_seconds
+from gristmill.base.units import Duration, Progress, parse_seconds
 
 T = TypeVar("T")
 
@@ -152,3 +153,94 @@ Count = Annotated[int, Field(ge=1)]
 Size = Annotated[Count | Literal["auto"], BeforeValidator(_size)]
 """The size of a mesh axis."""
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+# ------------------------------------------------------------------ values over a run
+
+N = TypeVar("N", int, float)
+
+
+@dataclass(frozen=True)
+class Scheduled(Generic[N]):
+    """A number that may change at certain points of a run."""
+
+    points: tuple[tuple[Duration, N], ...]
+    """Each number with the point from which on it counts; the first counts from the start."""
+
+    def at(self, progress: Progress) -> N:
+        """The number for the step that starts at `progress`."""
+        return [value for start, value in self.points if progress.reached(start)][-1]
+
+    @property
+    def values(self) -> tuple[N, ...]:
+        return tuple(value for _, value in self.points)
+
+
+def constant(value: N) -> Scheduled[N]:
+    """A number that never changes."""
+    return Scheduled(((Duration.parse("0 steps"), value),))
+
+
+def _scheduled(
+    value: Any, *, whole: bool, least: float, excluded: bool, below: float
+) -> Scheduled[Any]:
+    if isinstance(value, Scheduled):
+        return value
+
+    def number(given: Any) -> Any:
+        kinds = int if whole else int | float
+        if isinstance(given, bool) or not isinstance(given, kinds):
+            raise ValueError(f"must be a {'whole ' if whole else ''}number, not {given!r}")
+        if not math.isfinite(given) or given < least or (excluded and given == least):
+            raise ValueError(f"must be {'above' if excluded else 'at least'} {least:g}")
+        if given >= below:
+            raise ValueError(f"must be below {below:g}")
+        return given if whole else float(given)
+
+    if not isinstance(value, dict):
+        return constant(number(value))
+    points = tuple((_duration(start), number(one)) for start, one in value.items())
+    amounts = [start.amount for start, _ in points]
+    if not points or amounts[0] != 0:
+        raise ValueError('the first number must be from "0 steps" on')
+    if len({start.unit for start, _ in points}) > 1 or sorted(set(amounts)) != amounts:
+        raise ValueError("write the points in one unit and in ascending order")
+    return Scheduled(points)
+
+
+def _written(value: Scheduled[Any]) -> Any:
+    first, *others = value.points
+    return first[1] if not others else {str(start): number for start, number in value.points}
+
+
+def _over_run(number: dict[str, Any], **limits: Any) -> Any:
+    table = {"type": "object", "additionalProperties": number, "minProperties": 1}
+    return (
+        PlainValidator(partial(_scheduled, **limits)),
+        PlainSerializer(_written),
+        WithJsonSchema({"anyOf": [number, table]}),
+    )
+
+
+_LIMITS: dict[str, Any] = {"whole": False, "least": 0, "excluded": False, "below": math.inf}
+
+ScheduledCount = Annotated[
+    Scheduled[int],
+    *_over_run({"type": "integer", "minimum": 1}, **_LIMITS | {"whole": True, "least": 1}),
+]
+"""A whole number from 1, or a table such as { "0 steps" = 10, "1k steps" = 100 }: each number
+counts from that point of the run on."""
+ScheduledFraction = Annotated[
+    Scheduled[float],
+    *_over_run({"type": "number", "minimum": 0, "exclusiveMaximum": 1}, **_LIMITS | {"below": 1}),
+]
+"""The same for fractions below 1."""
+ScheduledPositive = Annotated[
+    Scheduled[float],
+    *_over_run({"type": "number", "exclusiveMinimum": 0}, **_LIMITS | {"excluded": True}),
+]
+"""The same for numbers above 0."""
+ScheduledNonNegative = Annotated[
+    Scheduled[float], *_over_run({"type": "number", "minimum": 0}, **_LIMITS)
+]
+"""The same for numbers from 0."""

@@ -27,6 +27,9 @@ class Placement(Enum):
     """Any shape; equal on every process that holds a shard of its key."""
     PER_RANK = "per rank"
     """Any shape; different on every process."""
+    ASSIGNED = "assigned"
+    """Any shape; held by the processes that it is assigned to. One of them has it among its
+    entries, all of them expect it."""
 
 
 class StateEntry(NamedTuple):

@@ -64,7 +64,7 @@ def held_checksums(parameters: ShardedParameters, optimizer: Optimizer) -> dict[
                 tensors[_key(name, parameters[entry.key].slices)] = entry.value
             case Placement.REPLICATED:
                 tensors[_key(name, ())] = entry.value
-            case Placement.PER_RANK:
+            case Placement.PER_RANK | Placement.ASSIGNED:
                 pass
     sums = [checksum(tensor) for tensor in tensors.values()]
     # Step counters may be on the host and everything else on a device.

@@ -1,0 +1,1 @@
+"""Preconditioners: curvature, estimated from second moments, that gradients are divided by."""

@@ -1,0 +1,70 @@
+"""Factors: running averages of second moments, and the eigenbases and inverses made of them.
+
+The k-th update of a factor F by a sample S is
+
+    F <- d F + (1 - d) S        with d = min(decay, 1 - 1 / k)
+
+so that the first samples are averaged evenly, and no memory of a start value remains. Everything is
+in fp32. Whether an update counts is decided on the device, as for the steps of optimizers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+FLOOR = 1e-30
+"""The least mean eigenvalue, so that a layer without any gradient divides by something."""
+
+
+class Eigen(NamedTuple):
+    """A symmetric matrix as basis x diagonal x basis^T, eigenvalues in ascending order."""
+
+    values: torch.Tensor
+    basis: torch.Tensor
+
+
+def advance(
+    factor: torch.Tensor,
+    sample: torch.Tensor,
+    *,
+    decay: float,
+    updates: torch.Tensor,
+    skip: torch.Tensor,
+) -> None:
+    """Update a factor in place; `updates` is how many it had before, `skip` is 1 to leave it."""
+    memory = (updates / (updates + 1)).clamp(max=decay)
+    factor.copy_(torch.where(skip > 0, factor, torch.lerp(sample, factor, memory)))
+
+
+def mean_eigenvalue(factor: torch.Tensor) -> torch.Tensor:
+    """The trace divided by the size."""
+    return factor.diagonal().mean().clamp(min=FLOOR)
+
+
+def decompose(factor: torch.Tensor) -> Eigen:
+    """Eigenvalues, none of them negative, and eigenvectors."""
+    scale = mean_eigenvalue(factor)
+    values, basis = torch.linalg.eigh(factor / scale)
+    return Eigen(values.clamp(min=0) * scale, basis)
+
+
+def refresh_basis(factor: torch.Tensor, basis: torch.Tensor) -> Eigen:
+    """A basis closer to the eigenvectors than the given one, by a step of orthogonal iteration, and
+    its Rayleigh quotients with the factor in descending order. Far cheaper than a decomposition,
+    and as good for a factor that changes slowly."""
+    moved = factor @ basis
+    quotients = (basis * moved).sum(dim=0)
+    order = quotients.argsort(descending=True)
+    # Columns of comparable size: a QR decomposition does not change with their scale.
+    moved = moved[:, order] / quotients[order].clamp(min=FLOOR)
+    return Eigen(quotients[order], torch.linalg.qr(moved).Q)
+
+
+def damped_inverse(factor: torch.Tensor, damping: torch.Tensor) -> torch.Tensor:
+    """The inverse of a factor with damping added to its diagonal."""
+    damped = factor.clone()
+    damped.diagonal().add_(damping)
+    lower, _ = torch.linalg.cholesky_ex(damped)
+    return torch.cholesky_inverse(lower)
