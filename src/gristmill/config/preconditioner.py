@@ -6,11 +6,13 @@ Whatever depends on the run can be a number, or a table from points of the run t
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from gristmill.config.layer_names import LayerPatterns
+from gristmill.base.errors import Problem
+from gristmill.config.layer_names import LayerPatterns, matches, nearest_layers
 from gristmill.config.settings import Settings
 from gristmill.config.values import (
     Count,
@@ -58,6 +60,24 @@ class KfacConfig(Settings):
     """Which fraction of the processes hold the inverses of a layer and precondition its gradient
     (KAISA): 0 is one process, which sends the result to the others (least memory); 1 is all of them
     (least communication)."""
+
+    def chosen(self, name: str) -> bool:
+        """Whether the gradient of a linear layer inside a block is preconditioned."""
+        return not any(matches(name, pattern) for pattern in self.skip)
+
+    def problems(self, layers: Collection[str]) -> Iterator[Problem]:
+        """Why nothing, or not what was meant, would be preconditioned among these layers."""
+        for pattern in self.skip:
+            if not any(matches(name, pattern) for name in layers):
+                what = f"{pattern!r} matches no linear layer in a block of this model"
+                yield Problem(what, "optim.preconditioner.skip", nearest_layers(pattern, layers))
+        if not layers:
+            what = "K-FAC is for linear layers, and the blocks of this model have none"
+            yield Problem(what, "optim.preconditioner.type", "remove the table")
+        elif not any(self.chosen(name) for name in layers):
+            what = "leaves no layer to precondition"
+            remedy = "skip fewer layers, or remove [optim.preconditioner]"
+            yield Problem(what, "optim.preconditioner.skip", remedy)
 
 
 class SoapConfig(Settings):
