@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from gristmill.config.linears import LinearShape
 from gristmill.config.preconditioner import KfacConfig
 from gristmill.optim.precondition.factors import advance, decompose, refresh_basis
 from gristmill.optim.precondition.kfac import KfacLayer, LayerCurvature, StepSettings
@@ -31,7 +32,7 @@ def settings(damping: float) -> StepSettings:
 def curvature(inputs: torch.Tensor, outputs: torch.Tensor, **words: Any) -> LayerCurvature:
     """That of a layer that saw these inputs and output gradients, as rows."""
     config = KfacConfig(type="kfac", **words)
-    layer = KfacLayer("layer", inputs.shape[1], (outputs.shape[1],), False, False)
+    layer = KfacLayer("layer", LinearShape(inputs.shape[1], (outputs.shape[1],), False), False)
     made = LayerCurvature(layer, config)
     made.allocate(torch.device("cpu"), factors=True)
     samples = [one.T @ one / len(one) for one in (inputs, outputs)]
@@ -107,7 +108,7 @@ def test_stacked_matrices_have_gradients_of_their_own() -> None:
     """Three matrices in one weight are preconditioned as three layers with the same inputs."""
     inputs, outputs, gradient = torch.randn(50, X), torch.randn(50, 9), torch.randn(9, X)
     config = KfacConfig(type="kfac", method="eigen")
-    layer = KfacLayer("qkv", X, (4, 3, 2), False, False)
+    layer = KfacLayer("qkv", LinearShape(X, (4, 3, 2), False), False)
     whole = LayerCurvature(layer, config)
     whole.allocate(torch.device("cpu"), factors=True)
     parts = outputs.split([4, 3, 2], dim=1)
@@ -124,7 +125,7 @@ def test_stacked_matrices_have_gradients_of_their_own() -> None:
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_weight_and_bias_are_one_matrix(transposed: bool) -> None:
-    layer = KfacLayer("layer", X, (Y,), True, transposed)
+    layer = KfacLayer("layer", LinearShape(X, (Y,), True), transposed)
     weight, bias = torch.randn(X, Y) if transposed else torch.randn(Y, X), torch.randn(Y)
     joined = layer.join((weight, bias))
     assert joined.shape == (Y, X + 1)

@@ -21,11 +21,11 @@ from gristmill.models.gpt import GPT
 from gristmill.models.linears import block_linears, is_transposed
 from gristmill.models.spec import CausalLM
 from gristmill.parallel.build import build_strategy
-from gristmill.parallel.kaisa import assign_layers, rows_of_grid
 from gristmill.parallel.kfac import Kfac
 from gristmill.parallel.sharding import ShardedParameters
 from gristmill.parallel.spmd import Spmd
 from gristmill.parallel.world import open_world
+from gristmill.plan.kaisa import assign_layers, rows_of_grid
 
 Crowd = Callable[..., list[Any]]
 MakeRun = Callable[..., RunConfig]
@@ -328,7 +328,7 @@ def test_a_grid_from_least_memory_to_least_communication() -> None:
         for one in work.values():
             assert len(one.preconditions) == rows
             assert one.inverts in one.preconditions
-        load = {rank: 0.0 for rank in range(4, 8)}
+        load = dict.fromkeys(range(4, 8), 0.0)
         for name, one in work.items():
             load[one.inverts] += costs[name]
         assert max(load.values()) <= 1.4 * sum(costs.values()) / 4

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from gristmill.base.errors import Problem
-from gristmill.config.layer_names import LayerPatterns, matches, nearest_layers
+from gristmill.config.linears import LayerPatterns, matches, nearest_layers
 from gristmill.config.settings import Settings
 from gristmill.config.values import (
     Count,
@@ -30,7 +30,7 @@ class KfacConfig(Settings):
     approximation of its curvature. One factor is the second moment of the layer's inputs, the other
     that of the gradients of its outputs (empirical Fisher)."""
 
-    type: Literal["kfac"]
+    type: Literal["kfac"] = "kfac"
     """Which preconditioner."""
     method: Literal["eigen", "inverse"] = "eigen"
     """eigen: eigendecompositions, with damping added to the products of eigenvalues. inverse: each
@@ -84,7 +84,7 @@ class SoapConfig(Settings):
     """SOAP: Adam's second moment in the eigenbasis of Shampoo's factors, for the matrices inside
     blocks. With Muon, momentum is divided by its root before it is orthogonalised (SOAP-Muon)."""
 
-    type: Literal["soap"]
+    type: Literal["soap"] = "soap"
     """Which preconditioner."""
     decay: ScheduledFraction = constant(0.95)
     """Memory of the factors."""

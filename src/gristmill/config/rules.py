@@ -18,6 +18,7 @@ from gristmill.config.layouts import layout_problems, ramp_problems
 from gristmill.config.model import GPTConfig
 from gristmill.config.optim import InverseSqrtSchedule, MuonConfig, WarmupStableDecaySchedule
 from gristmill.config.parallel import Mesh, build_mesh
+from gristmill.config.preconditioner import KfacConfig
 from gristmill.config.resolve import Resolved, divisors, nearest, portions, resolve
 from gristmill.config.roles import Ability, Role
 from gristmill.config.schema import DataConfig, RunConfig
@@ -40,6 +41,7 @@ def check(
     for rule in (
         _model_is_able,
         _lora_fits,
+        _kfac_fits,
         _batch_fits,
         _offload_acts,
         _data_fits,
@@ -57,7 +59,11 @@ def check(
 
 def doubts(config: RunConfig, numbers: Resolved) -> list[str]:
     """What is no mistake in itself but seldom wanted, in words."""
-    return [*_no_validation(config), *_long_rise(config, numbers)]
+    return [
+        *_no_validation(config),
+        *_long_rise(config, numbers),
+        *_seldom_updated(config, numbers),
+    ]
 
 
 def _no_validation(config: RunConfig) -> Iterator[str]:
@@ -82,6 +88,25 @@ def _long_rise(config: RunConfig, numbers: Resolved) -> list[str]:
         f"optim.momentum_warmup, {rise.over}, is longer than the run: momentum ends at "
         f"{reached:.3g} instead of {rise.end:g}"
     ]
+
+
+def _seldom_updated(config: RunConfig, numbers: Resolved) -> Iterator[str]:
+    kfac = config.optim.preconditioning
+    if not isinstance(kfac, KfacConfig):
+        return
+    table = "optim.preconditioner"
+    for name, what in (("factor_every", "updated"), ("inverse_every", "inverted")):
+        least = min(getattr(kfac, name).values)
+        if least >= numbers.steps:
+            yield (
+                f"{table}.{name}, {least} steps, is as long as the run or longer: factors are "
+                f"{what} once, in the first step"
+            )
+    if max(kfac.inverse_every.values) < min(kfac.factor_every.values):
+        yield (
+            f"{table}.inverse_every is below factor_every: most of the inversions invert the same "
+            "factors again"
+        )
 
 
 def _gpt_fits(config: RunConfig, written: Written) -> Iterator[Problem]:
@@ -201,6 +226,23 @@ def _lora_fits(config: RunConfig) -> Iterator[Problem]:
         if getattr(parallel, name) is not None:
             what = "workers exchange all weights, and adapters are only some"
             yield Problem(what, f"parallel.{name}", "leave it out, or leave model.lora out")
+
+
+def _kfac_fits(config: RunConfig) -> Iterator[Problem]:
+    """What K-FAC needs. Layers of other models than our own are checked when one is outlined."""
+    kfac, where = config.optim.preconditioning, "optim.preconditioner.type"
+    if not isinstance(kfac, KfacConfig):
+        return
+    if isinstance(config.model, GPTConfig):
+        yield from kfac.problems(config.model.linears())
+    if config.model.adapters is not None:
+        what = "K-FAC is for the weights of linear layers, and adapters leave those as they are"
+        yield Problem(what, where, "leave one of the two out")
+    if config.parallel.schedule == "zero-bubble":
+        what = (
+            "hides what K-FAC collects: it computes the gradients of weights in passes of their own"
+        )
+        yield Problem(what, "parallel.schedule", 'choose "1f1b" or "interleaved"')
 
 
 def _batch_fits(config: RunConfig) -> Iterator[Problem]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
+from gristmill.config.linears import LinearShape
 from gristmill.config.roles import Role
 from gristmill.models.spec import CausalLM
 
@@ -26,9 +26,12 @@ def is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-def linear_sizes(module: nn.Module) -> tuple[int, int]:
-    """Inputs and outputs of a layer."""
-    weight = module.weight
-    assert isinstance(weight, torch.Tensor)
-    first, second = weight.shape
-    return (first, second) if is_transposed(module) else (second, first)
+def linear_shapes(model: CausalLM) -> dict[str, LinearShape]:
+    """The shapes that these layers have in the whole model."""
+    stacked, found = model.stacked_rows(), {}
+    for name, module in block_linears(model).items():
+        shape = model.whole_shape(f"{name}.weight")
+        outputs, inputs = reversed(shape) if is_transposed(module) else shape
+        parts = stacked.get(f"{name}.weight", (outputs,))
+        found[name] = LinearShape(inputs, parts, module.bias is not None)
+    return found

@@ -26,7 +26,7 @@ from torch.nn import functional
 from gristmill.base.errors import UserError
 from gristmill.base.tensor_slices import TensorSlice
 from gristmill.config.lora import LoraConfig
-from gristmill.models.linears import block_linears, is_transposed, linear_sizes
+from gristmill.models.linears import block_linears, is_transposed, linear_shapes
 from gristmill.models.spec import ADAPTER_PARTS, CausalLM, seeded_generator
 from gristmill.models.weights import TensorParts, Weights
 
@@ -37,17 +37,16 @@ _BLOCK = 2**22
 
 def add_adapters(model: CausalLM, lora: LoraConfig) -> None:
     """Freeze a model on the meta device, and add an adapter to each of the chosen layers."""
-    layers = block_linears(model)
-    sizes = {name: linear_sizes(module) for name, module in layers.items()}
-    if broken := list(lora.problems(sizes)):
+    layers, shapes = block_linears(model), linear_shapes(model)
+    if broken := list(lora.problems(shapes)):
         raise UserError(broken)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for name, module in layers.items():
         if lora.chosen(name):
-            inputs, outputs = sizes[name]
-            module.register_parameter(A, nn.Parameter(torch.empty(lora.rank, inputs)))
-            module.register_parameter(B, nn.Parameter(torch.empty(outputs, lora.rank)))
+            shape = shapes[name]
+            module.register_parameter(A, nn.Parameter(torch.empty(lora.rank, shape.inputs)))
+            module.register_parameter(B, nn.Parameter(torch.empty(shape.outputs, lora.rank)))
             module.lora_scale, module.lora_dropout = lora.scale, lora.dropout  # type: ignore[assignment]
             module.register_forward_hook(_add_product)
             model.adapters[name] = is_transposed(module)

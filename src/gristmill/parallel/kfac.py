@@ -24,7 +24,7 @@ from gristmill.base.errors import UserError
 from gristmill.base.units import Progress
 from gristmill.config.preconditioner import KfacConfig
 from gristmill.models.layer_statistics import LayerStatistics, LayerSums
-from gristmill.models.linears import block_linears, is_transposed
+from gristmill.models.linears import block_linears, is_transposed, linear_shapes
 from gristmill.models.spec import CausalLM
 from gristmill.optim.precondition.kfac import (
     FACTOR,
@@ -34,11 +34,12 @@ from gristmill.optim.precondition.kfac import (
     inverse_kinds,
 )
 from gristmill.optim.spec import Placement, StateEntry
-from gristmill.parallel.kaisa import assign_layers
 from gristmill.parallel.muon_exchange import ShardedMuonExchange, stage_ranks
 from gristmill.parallel.sharding import ShardedParameters, ShardLayout
 from gristmill.parallel.strategy import StepStatistics
 from gristmill.parallel.world import World
+from gristmill.plan.kaisa import assign_layers
+from gristmill.plan.preconditioner import kfac_inversion
 
 BUCKET = 2**24
 """Elements of factors that are sent at once."""
@@ -60,7 +61,7 @@ class Kfac:
     ) -> None:
         self.config, self.layers, self.statistics, self.world = config, layers, statistics, world
         self.ranks, device = stage_ranks(world), world.device.torch_device
-        costs = {name: float(sum(n**3 for n in one.sizes)) for name, one in layers.items()}
+        costs = {name: kfac_inversion(config, layer.shape) for name, layer in layers.items()}
         self.work = assign_layers(costs, self.ranks, fraction=config.worker_fraction)
         self.curvatures = {
             name: LayerCurvature(layer, config)
@@ -249,7 +250,7 @@ def build_kfac(config: KfacConfig, model: CausalLM, world: World) -> Kfac:
         layers,
         statistics=LayerStatistics(
             model,
-            {name: layer.parts for name, layer in layers.items()},
+            {name: layer.shape.parts for name, layer in layers.items()},
             outputs=config.sides == "both",
         ),
         layout=ShardLayout.of(model, world.mesh),
@@ -259,18 +260,14 @@ def build_kfac(config: KfacConfig, model: CausalLM, world: World) -> Kfac:
 
 def kfac_layers(config: KfacConfig, model: CausalLM) -> dict[str, KfacLayer]:
     """The layers of a model whose gradients are preconditioned, with the sizes of the whole."""
-    linears, stacked = block_linears(model), model.stacked_rows()
-    if broken := list(config.problems(linears)):
+    shapes, modules = linear_shapes(model), block_linears(model)
+    if broken := list(config.problems(shapes)):
         raise UserError(broken)
-    layers = {}
-    for name, module in linears.items():
-        if not config.chosen(name):
-            continue
-        transposed, shape = is_transposed(module), model.whole_shape(f"{name}.weight")
-        outputs, inputs = reversed(shape) if transposed else shape
-        parts = stacked.get(f"{name}.weight", (outputs,))
-        layers[name] = KfacLayer(name, inputs, parts, module.bias is not None, transposed)
-    return layers
+    return {
+        name: KfacLayer(name, shape, is_transposed(modules[name]))
+        for name, shape in shapes.items()
+        if config.chosen(name)
+    }
 
 
 def _gradient(parameters: ShardedParameters, name: str) -> torch.Tensor:
@@ -291,5 +288,5 @@ def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 def _chunks(layers: Sequence[KfacLayer]) -> Iterator[Sequence[KfacLayer]]:
     """Layers whose gradients are gathered at once."""
-    size = max(1, BUCKET // max(layer.inputs * sum(layer.parts) for layer in layers))
+    size = max(1, BUCKET // max(one.shape.inputs * one.shape.outputs for one in layers))
     return (layers[begin : begin + size] for begin in range(0, len(layers), size))

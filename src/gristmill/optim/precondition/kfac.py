@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 
 from gristmill.base.errors import DataError
+from gristmill.config.linears import LinearShape
 from gristmill.config.preconditioner import KfacConfig
 from gristmill.optim.precondition.factors import (
     FLOOR,
@@ -34,6 +35,7 @@ from gristmill.optim.precondition.factors import (
     decompose,
     mean_eigenvalue,
 )
+from gristmill.plan.preconditioner import kfac_sizes
 
 
 @dataclass(frozen=True)
@@ -42,33 +44,26 @@ class KfacLayer:
 
     name: str
     """The module's name."""
-    inputs: int
-    parts: tuple[int, ...]
-    """Rows of the matrices that are stacked in its weight."""
-    biased: bool
+    shape: LinearShape
     transposed: bool
     """Whether the weight is stored as inputs x outputs."""
 
     @property
     def parameters(self) -> tuple[str, ...]:
         """The names of its weight, and of its bias if it has one."""
-        return (f"{self.name}.weight", f"{self.name}.bias")[: 1 + self.biased]
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Rows of the factors: that of the inputs, then those of the outputs."""
-        return (self.inputs + self.biased, *self.parts)
+        return (f"{self.name}.weight", f"{self.name}.bias")[: 1 + self.shape.biased]
 
     def join(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """The gradients of weight and bias as one matrix, outputs x inputs."""
         weight = gradients[0].T if self.transposed else gradients[0]
-        return torch.cat([weight, gradients[1][:, None]], dim=1) if self.biased else weight
+        return torch.cat([weight, gradients[1][:, None]], dim=1) if self.shape.biased else weight
 
     def separate(self, matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The gradients of weight and bias that were joined."""
-        weight = matrix[:, : self.inputs]
+        weight = matrix[:, : self.shape.inputs]
         weight = (weight.T if self.transposed else weight).contiguous()
-        return (weight, matrix[:, self.inputs].contiguous()) if self.biased else (weight,)
+        bias = matrix[:, self.shape.inputs :].flatten()
+        return (weight, bias) if self.shape.biased else (weight,)
 
 
 class StepSettings(NamedTuple):
@@ -96,7 +91,7 @@ class LayerCurvature:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Rows of the factors in use."""
-        return self.layer.sizes if self.config.sides == "both" else self.layer.sizes[:1]
+        return kfac_sizes(self.config, self.layer.shape)
 
     def allocate(self, device: torch.device, *, factors: bool) -> None:
         """Memory for the inverses, and for the factors if this process updates them."""
@@ -145,7 +140,7 @@ class LayerCurvature:
     def precondition(self, matrix: torch.Tensor, settings: StepSettings) -> torch.Tensor:
         """A gradient, outputs x inputs, divided by the curvature."""
         first, *others = self.inverses
-        parts = torch.split(matrix, list(self.layer.parts)) if others else ()
+        parts = torch.split(matrix, list(self.layer.shape.parts)) if others else ()
         if self.config.method == "inverse":
             if others:
                 matrix = torch.cat([one[0] @ p for one, p in zip(others, parts, strict=True)])
