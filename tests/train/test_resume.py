@@ -39,6 +39,14 @@ def events(folder: Path) -> str:
     return "\n".join(record.text for record in records if isinstance(record, EventRecord))
 
 
+KFAC = (
+    'optim.preconditioner.type="kfac"',
+    # So that runs are stopped between two updates of both.
+    "optim.preconditioner.factor_every=2",
+    "optim.preconditioner.inverse_every=3",
+)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -53,9 +61,13 @@ def events(folder: Path) -> str:
         ['optim.type="muon"', 'precision.compute="fp16"', "precision.loss_scale.window=2"],
         ['optim.type="accum-adamw"', "optim.accum=3"],
         ['optim.type="accum-adam"', 'precision.compute="fp16"', "precision.loss_scale.window=2"],
+        [*KFAC],
+        [*KFAC, 'optim.preconditioner.method="inverse"', 'precision.compute="fp16"'],
+        [*KFAC, 'optim.type="muon"', 'optim.preconditioner.sides="input"'],
     ],
     ids=(
-        "plain dropout accumulate bf16 fp16 foreground muon muon-heads muon-fp16 accum accum-fp16"
+        "plain dropout accumulate bf16 fp16 foreground muon muon-heads muon-fp16 accum accum-fp16 "
+        "kfac kfac-fp16 kfac-muon"
     ).split(),
 )
 def test_stopped_and_resumed_equals_uninterrupted(
