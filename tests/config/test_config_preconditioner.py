@@ -158,5 +158,5 @@ def test_the_grid_trades_memory_for_communication() -> None:
     assert (costs[0].inverses, costs[2].gradients) == (0, 0)
     text = describe_preconditioner(load().optim, load().model.linears(), processes=4)  # type: ignore[attr-defined]
     assert text is not None
-    assert "preconditions 8 layers" in text
-    assert "sent in every step" in text
+    assert "K-FAC for 8 layers" in text
+    assert "sent in each step" in text

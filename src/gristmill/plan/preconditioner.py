@@ -84,18 +84,18 @@ class KfacCost:
 
     def described(self, kfac: KfacConfig, *, processes: int) -> str:
         """In words, for the start of a run."""
-        every = _every(kfac)
-        text = (
-            f"K-FAC preconditions {self.layers} layers: {format_bytes(self.held)} of factors and "
-            f"inverses, and {format_bytes(self.collected)} more in steps that update factors "
-            f"({every[0]}); inverted {every[1]}"
-        )
+        collected, inverted = _every(kfac)
+        held, sums = format_bytes(self.held), format_bytes(self.collected)
         if processes == 1:
-            return text
+            return (
+                f"K-FAC for {self.layers} layers: {held} of factors and inverses; {sums} more to "
+                f"collect the factors, {collected}; inverses are computed {inverted}"
+            )
         return (
-            f"{text}. In the process that holds most; each sends {format_bytes(self.collected)} "
-            f"{every[0]} and gets up to {format_bytes(self.inverses)} {every[1]}; "
-            f"{format_bytes(self.gradients)} of gradients are sent in every step"
+            f"K-FAC for {self.layers} layers: at most {held} of factors and inverses in a process; "
+            f"{sums} more to collect the factors, sent {collected}; inverses are computed "
+            f"{inverted}, and at most {format_bytes(self.inverses)} sent to a process; "
+            f"{format_bytes(self.gradients)} of preconditioned gradients are sent in each step"
         )
 
 
