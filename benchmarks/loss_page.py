@@ -150,7 +150,7 @@ def _protocol(results: Sequence[Result]) -> list[str]:
 WIDTH, HEIGHT = 760, 400
 LEFT, RIGHT, TOP, BOTTOM = 58, 20, 20, 52
 INK, MUTED, GRID = "#1e2024", "#5c6270", "#e6e2d8"
-COLOURS = ("#c8472f", "#2563c9", "#2f8f5b")
+COLOURS = ("#c8472f", "#2563c9", "#2f8f5b", "#e58a1f", "#7b5ea7", "#1b998b", "#d4508b", "#8a8f98")
 
 
 def ticks(low: float, high: float, *, wanted: int) -> list[float]:
