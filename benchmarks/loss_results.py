@@ -284,6 +284,9 @@ def odds(results: Iterable[Result]) -> str | None:
 
 Cells = dict[str, str]
 
+WORDS = ("run", "what", "row", "settings")
+"""Columns of tables that hold words, not numbers."""
+
 
 def describe(result: Result, place: str) -> str:
     """A run in two lines."""
@@ -388,7 +391,7 @@ def plain_table(rows: Sequence[Cells]) -> str:
     def line(cells: Mapping[str, str]) -> str:
         return "  ".join(
             cells.get(name, "").ljust(widths[name])
-            if name in ("run", "what")
+            if name in WORDS
             else cells.get(name, "").rjust(widths[name])
             for name in names
         ).rstrip()
