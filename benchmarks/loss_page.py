@@ -112,6 +112,8 @@ Each row changes one thing about the preset and nothing else, at the same number
 it says so. The difference is that of the loss from the preset's (above zero is worse). One of the
 size of ±, the standard deviation, means nothing."""
 
+_FIRST = {"median": "median ones", "mean": "the mean of the others"}
+
 _TIMED = "The time ratio is that of the seconds to the preset's."
 _UNTIMED = "Runs shared the device with others, so their times are not compared."
 
@@ -144,7 +146,7 @@ def protocol(results: Sequence[Result], *, first_steps: FirstSteps) -> list[str]
         f"| validation | {facts['windows']} windows that do not overlap, all of "
         f"{facts['validation']}, in order; the same for all |",
         f"| time | of training steps alone: no compiling, no validation; the first {UNTIMED} steps "
-        f"of a run, which compile, count as {first_steps} ones |",
+        f"of a run, which compile, count as {_FIRST[first_steps]} |",
     ]
 
 

@@ -8,14 +8,17 @@ written by hand, and kept when the page is made again.
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from html import escape
 from pathlib import Path
 
 from loss_page import fact, markdown_table, picture, protocol
 from loss_results import UNTIMED, Cells, Result, odds
 from optimizer_results import BEST, Sweeping, result_table, verdict
-from optimizer_rows import REFERENCE, Sweep
+from optimizer_rows import REFERENCE, SIZES, Sweep
 
 from gristmill.base.files import write_atomic
 from gristmill.base.units import format_count
@@ -130,6 +133,17 @@ def html_table(rows: Sequence[Cells]) -> list[str]:
     return ["<table>", line(names, "th"), *body, "</table>"]
 
 
+def _changed(sweep: Sweep) -> str:
+    """Options that were not left at those of the size."""
+    usual = asdict(SIZES[sweep.size])
+    found = []
+    for name, value in sweep.common.items():
+        if name in usual and value is not None and value != json.loads(json.dumps(usual[name])):
+            words = [value] if isinstance(value, str | int) else map(shlex.quote, value)
+            found.append(f" --{name} {' '.join(map(str, words))}")
+    return "".join(found)
+
+
 def _commands(sweeps: Iterable[Sweep]) -> list[str]:
     lines = [
         "```shell",
@@ -145,14 +159,14 @@ def _commands(sweeps: Iterable[Sweep]) -> list[str]:
             f"    --validation tokens/val --rows {','.join(row.name for row in sweep.rows)} \\",
             f"    --trials {sweep.trials} --trial-tokens {sweep.trial_tokens} "
             f"--tokens {sweep.tokens} --seeds {seeds} \\",
-            f"    --output {names[-1]}",
+            f"    --points {sweep.points}{_changed(sweep)} --output {names[-1]}",
         ]
     return [*lines, f"python benchmarks/optimizers.py --page docs {' '.join(names)}", "```"]
 
 
 _QUESTION = """\
-K-FAC and SOAP estimate curvature, so a step of theirs is better, and costs more. Do AdamW and Muon
-reach the same loss sooner with them, counted in steps, and counted in seconds?"""
+K-FAC and SOAP spend a part of each step on an estimate of the curvature, in order to need fewer
+steps. Do AdamW and Muon reach the same loss sooner with them, in steps and in seconds?"""
 
 _COLUMNS = """\
 Settings are the best ones of the search. "Steps to" and "seconds to" tell when a row has the loss

@@ -196,18 +196,19 @@ def _cells(one: FinalRuns, finals: Sequence[FinalRuns], base: FinalRuns | None) 
     if base is not None:
         title = base.row.title
         cells["difference"] = "" if one is base else f"{one.loss - base.loss:+.4f}"
-        cells[f"steps to {title}'s loss"] = _ratio(one.steps_to(base.loss), base.runs.first.steps)
-        cells["seconds to it"] = _ratio(one.seconds_to(base.loss), base.curve[-1].seconds)
-    seconds, memory = one.step_seconds, one.memory
+        steps, seconds = one.steps_to(base.loss), one.seconds_to(base.loss)
+        cells[f"steps to {title}'s loss"] = _ratio(steps, base.curve[-1].step, digits=0)
+        cells["seconds to it"] = _ratio(seconds, base.curve[-1].seconds, digits=1)
+    step, memory = one.step_seconds, one.memory
     return cells | {
-        "ms/step": f"{1000 * seconds:.1f}" if seconds else "",
+        "ms/step": f"{1000 * step:.1f}" if step else "",
         "preconditioner": "" if share is None else f"{100 * share:.0f} %",
         "GiB": f"{memory / 2**30:.1f}" if memory else "",
     }
 
 
-def _ratio(value: float | None, whole: float) -> str:
-    return f"{value:.0f} ({value / whole:.2f})" if value is not None and whole else "-"
+def _ratio(value: float | None, whole: float, *, digits: int) -> str:
+    return f"{value:.{digits}f} ({value / whole:.2f})" if value is not None and whole else "-"
 
 
 def verdict(sweeping: Sweeping) -> list[str]:

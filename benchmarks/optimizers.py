@@ -236,8 +236,8 @@ def plan_lines(options: argparse.Namespace) -> list[str]:
         *lines,
         f"{trials + finals:>4} runs: {format_count(total)} tokens, {whole / 60:.0f} min at "
         f"{options.rate:,.0f} tokens/s, with {size.overhead_seconds:g} s around a run and "
-        f"{size.validation_seconds:g} s for a validation; rows with a preconditioner are slower, and "
-        "compiling comes on top",
+        f"{size.validation_seconds:g} s for a validation; rows with a preconditioner are slower, "
+        "and compiling comes on top",
     ]
 
 
