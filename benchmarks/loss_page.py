@@ -155,7 +155,7 @@ def protocol(results: Sequence[Result], *, first_steps: FirstSteps) -> list[str]
 WIDTH, HEIGHT = 760, 400
 LEFT, RIGHT, TOP, BOTTOM = 58, 20, 20, 52
 INK, MUTED, GRID = "#1e2024", "#5c6270", "#e6e2d8"
-COLOURS = ("#c8472f", "#2563c9", "#2f8f5b", "#e58a1f", "#7b5ea7", "#1b998b", "#d4508b", "#8a8f98")
+COLOURS = ("#c8472f", "#2563c9", "#2f8f5b", "#e58a1f", "#7b5ea7", "#d4508b", "#1b998b", "#8a8f98")
 
 
 def ticks(low: float, high: float, *, wanted: int) -> list[float]:
@@ -205,7 +205,7 @@ def picture(
         'stroke-dasharray="5 4"/>'
     )
     for number, (name, curve) in enumerate(curves.items()):
-        colour, xs = COLOURS[number], places[name]
+        colour, xs = COLOURS[number % len(COLOURS)], places[name]
         dots = [(to_x(x), to_y(point.loss)) for x, point in zip(xs, curve, strict=True)]
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in dots)
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
@@ -256,7 +256,8 @@ def _legend(curves: Mapping[str, Sequence[Point]], *, axis: str, target: str) ->
         end = getattr(curve[-1], axis)
         amount = f"{end:.1f} s" if axis == "seconds" else f"{format_count(end)} {axis.rstrip('s')}s"
         words = f"{name}: {curve[-1].loss:.3f} after {amount}"
-        yield _text(x, y + 20 * number, words, anchor="end", fill=COLOURS[number], weight=600)
+        colour = COLOURS[number % len(COLOURS)]
+        yield _text(x, y + 20 * number, words, anchor="end", fill=colour, weight=600)
     yield _text(x, y + 20 * len(curves), target, anchor="end", fill=MUTED)
 
 

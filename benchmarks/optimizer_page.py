@@ -172,8 +172,9 @@ _COLUMNS = """\
 Settings are the best ones of the search. "Steps to" and "seconds to" tell when a row has the loss
 that the reference ends with, in brackets as a multiple of the reference's own; "-" is never. The
 difference is that of the loss from the reference's (above zero is worse), and ± the standard
-deviation over the seeds: a difference of its size means nothing. "Preconditioner" is the part of a
-step that the same optimizer without the preconditioner does not need."""
+deviation over the seeds. A difference of that size means nothing, and a row of one seed does not
+say how much of its difference is chance. "Preconditioner" is the part of a step that the same
+optimizer without the preconditioner does not need."""
 
 _PROTOCOL = f"""\
 - **The same for all rows:** the model, its start and the text in its order for a seed, batch,

@@ -71,7 +71,7 @@ class Sweeping:
                 found.append(
                     {
                         "row": row.title,
-                        "settings": settings_text(candidate),
+                        "settings": candidate.text,
                         "loss": "diverged" if run.loss is None else f"{run.loss:.4f}",
                         "": "best" if candidate == best else "",
                     }
@@ -173,11 +173,6 @@ def read_sweep(file: Path) -> Sweeping:
 # ------------------------------------------------------------------ tables and sentences
 
 
-def settings_text(candidate: Candidate) -> str:
-    named = ((setting.rpartition(".")[2], value) for setting, value in candidate.values.items())
-    return ", ".join(f"{name} {value:g}" for name, value in named)
-
-
 def result_table(sweeping: Sweeping) -> list[Cells]:
     """A line for each row that has a final run, and its distance from the reference."""
     finals = sweeping.finals()
@@ -189,7 +184,7 @@ def _cells(one: FinalRuns, finals: Sequence[FinalRuns], base: FinalRuns | None) 
     spread, share = one.runs.spread, one.share(finals)
     cells = {
         "row": one.row.title,
-        "settings": settings_text(one.candidate),
+        "settings": one.candidate.text,
         "seeds": str(len(one.runs.runs)),
         "loss": f"{one.loss:.4f}" + ("" if spread is None else f" ± {spread:.4f}"),
     }
@@ -217,7 +212,7 @@ def verdict(sweeping: Sweeping) -> list[str]:
     base = next((one for one in finals if one.row.name == REFERENCE), None)
     if base is None:
         return [f"There is no final run of {REFERENCE}, so nothing to compare with."]
-    steps, seconds = base.runs.first.steps, base.curve[-1].seconds
+    steps, seconds = base.curve[-1].step, base.curve[-1].seconds
     within = f" and {seconds:.1f} seconds" if seconds else ""
     lines = [f"{base.row.title} ends at {base.loss:.4f} after {steps} steps{within}."]
     for one in sorted(finals, key=lambda one: one.loss):
@@ -227,22 +222,17 @@ def verdict(sweeping: Sweeping) -> list[str]:
 
 
 def _beside(one: FinalRuns, base: FinalRuns) -> str:
-    name, steps = base.row.title, base.runs.first.steps
+    name, steps, whole = base.row.title, base.curve[-1].step, base.curve[-1].seconds
     found, seconds = one.steps_to(base.loss), one.seconds_to(base.loss)
     if found is not None:
-        time = ""
-        if seconds is not None:
-            time = f" and {seconds / base.curve[-1].seconds:.2f} of its seconds"
+        time = f" and {seconds / whole:.2f} of its seconds" if seconds and whole else ""
         return (
-            f" is there after {found / steps:.2f} of {name}'s steps{time}, and ends at "
+            f" has that loss after {found / steps:.2f} of {name}'s steps{time}, and ends at "
             f"{one.loss:.4f}"
         )
-    behind = f" is not there at the end: it ends {one.loss - base.loss:.4f} higher"
-    back = base.steps_to(one.loss)
+    behind = f" does not reach it: it ends {one.loss - base.loss:.4f} higher"
+    back, mine, own = base.steps_to(one.loss), base.seconds_to(one.loss), one.curve[-1].seconds
     if back is None:
         return behind
-    mine = base.seconds_to(one.loss)
-    time = ""
-    if mine is not None and one.curve[-1].seconds:
-        time = f" and {mine / one.curve[-1].seconds:.2f} of the seconds"
-    return f"{behind}, where {name} is after {back / steps:.2f} of the steps{time}"
+    time = f" and {mine / own:.2f} of the seconds" if mine and own else ""
+    return f"{behind}, at a loss that {name} has after {back / steps:.2f} of the steps{time}"

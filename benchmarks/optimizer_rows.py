@@ -53,13 +53,18 @@ def read_rows(file: Path, *, size: str) -> dict[str, OptimizerRow]:
     """All rows of a file, with the learning rates of a size."""
     try:
         tables = tomllib.loads(file.read_text())
-        rows = {name: _row(name, table, size=size) for name, table in tables.items()}
     except OSError as error:
         raise SystemExit(f"{file}: {error.strerror}") from None
     except tomllib.TOMLDecodeError as error:
         raise SystemExit(f"{file}: {error}") from None
-    except (KeyError, TypeError, ValueError) as error:
-        raise SystemExit(f"{file}: a row is not as described at its top: {error}") from None
+    rows = {}
+    for name, table in tables.items():
+        try:
+            rows[name] = _row(name, table, size=size)
+        except KeyError as error:
+            raise SystemExit(f"{file}: [{name}] has no {error}; see {ROWS.name}") from None
+        except (TypeError, ValueError) as error:
+            raise SystemExit(f"{file}: [{name}]: {error}; see {ROWS.name}") from None
     for name, row in rows.items():
         if row.base is not None and row.base not in rows:
             raise SystemExit(f"{file}: [{name}] has base {row.base!r}, which is no row")
@@ -69,7 +74,7 @@ def read_rows(file: Path, *, size: str) -> dict[str, OptimizerRow]:
 def _row(name: str, table: Mapping[str, Any], *, size: str) -> OptimizerRow:
     unknown = set(table) - {"title", "lr", "second", "base", "set", "optim"}
     if unknown:
-        raise ValueError(f"[{name}] has {unknown.pop()!r}")
+        raise ValueError(f"{min(unknown)!r} is no part of a row")
     lr = table["lr"]
     start = float(lr[size] if isinstance(lr, Mapping) else lr)
     return OptimizerRow(
@@ -191,8 +196,8 @@ def from_table(table: Mapping[str, Any]) -> Sweep:
 def joined(before: Sweep, now: Sweep) -> Sweep:
     """The sweep of a file that goes on: the same, but rows may have been added."""
     was, wanted = to_table(before), to_table(now)
-    for name in was.keys() - {"rows"}:
-        if was[name] != wanted[name]:
+    for name in was:
+        if name != "rows" and was[name] != wanted[name]:
             raise SystemExit(
                 f"the sweep to go on with has {name} {was[name]}, not {wanted[name]}: give the "
                 "same options, or begin another result file"

@@ -35,9 +35,12 @@ class Knob:
     memory: bool = False
     """Whether the factor is that of 1 - value."""
 
-    @property
-    def short(self) -> str:
-        return self.setting.rpartition(".")[2]
+    def __post_init__(self) -> None:
+        if not (self.start > 0 and self.factor > 1 and (self.start < 1 or not self.memory)):
+            raise ValueError(
+                f"{self.setting} cannot start at {self.start:g} and move by factors of "
+                f"{self.factor:g}"
+            )
 
     def at(self, steps: float) -> float:
         """The value so many steps from the start, in three digits."""
@@ -56,6 +59,11 @@ class Candidate:
     def words(self) -> list[str]:
         """As on the command line."""
         return [f"optim.{setting}={value:g}" for setting, value in self.values.items()]
+
+    @property
+    def text(self) -> str:
+        """For tables: the last parts of the names will do."""
+        return str(self).replace("=", " ").replace(",", ", ")
 
     def __str__(self) -> str:
         named = ((setting.rpartition(".")[2], value) for setting, value in self.values.items())

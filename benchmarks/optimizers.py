@@ -45,7 +45,6 @@ from optimizer_results import (
     read_sweep,
     result_table,
     run_name,
-    settings_text,
     verdict,
 )
 from optimizer_rows import REFERENCE, ROWS, SIZES, OptimizerRow, Sweep, joined, read_rows, to_table
@@ -109,7 +108,7 @@ class Runner:
         tokens = sweep.tokens if kind == "final" else sweep.trial_tokens
         if kind == "trial":
             words.append(f'validate.every="{tokens} tokens"')
-        change = Change(f"{row.title}, {settings_text(candidate)}", words)
+        change = Change(f"{row.title}, {candidate.text}", words)
         job = Job(run_name(kind, row, candidate), kind, seed, tokens, change)
         before = next((run for run in self.sweeping.runs if run.key == self.key(job)), None)
         if before is not None and (before.error is None or before.diverged):

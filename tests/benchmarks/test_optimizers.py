@@ -113,6 +113,11 @@ def test_all_rows_are_settings_that_can_be_loaded() -> None:
         ('[x]\ntitel = "X"\n', "'titel'"),
         ("[x\n", "rows.toml"),
         (
+            '[x]\ntitle="X"\nlr=1\noptim={type="sgd"}\n'
+            'second={setting="momentum",start=0.9,factor=1}',
+            r"\[x\]: momentum cannot start at 0.9 and move by factors of 1",
+        ),
+        (
             '[x]\ntitle="X"\nlr=1\nbase="y"\noptim={type="sgd"}\n'
             'second={setting="momentum",start=0.9,factor=2}',
             "which is no row",
@@ -231,8 +236,8 @@ def test_rows_are_compared_at_the_final_loss_of_the_reference() -> None:
     assert soap["preconditioner"] == "50 %"
     said = results.verdict(sweeping)
     assert said[0] == "Muon ends at 4.0000 after 100 steps and 10.0 seconds."
-    assert said[1].startswith("SOAP-Muon is there after 0.80 of Muon's steps and 1.60 of its sec")
-    assert said[2].endswith("where Muon is after 0.75 of the steps and 0.75 of the seconds.")
+    assert said[1].startswith("SOAP-Muon has that loss after 0.80 of Muon's steps and 1.60 of")
+    assert said[2].endswith("that Muon has after 0.75 of the steps and 0.75 of the seconds.")
 
 
 def test_the_best_two_and_the_reference_get_all_seeds() -> None:
