@@ -211,9 +211,10 @@ def facts_of(bench: Bench, config: RunConfig, job: Job) -> dict[str, str]:
         code = f"nanoGPT (SHA-256 of model.py {digest[:12]})"
     else:
         code = " ".join(filter(None, ("gristmill", version("gristmill"), code_commit())))
+    cores = f", {torch.get_num_threads()} threads" if config.runtime.device == "cpu" else ""
     held, windows_held = bench.validation, len(bench.windows(numbers.sequence))
     return {
-        "device": world.device.name,
+        "device": world.device.name + cores,
         "software": ", ".join(f"{name} {number}" for name, number in software.items() if number),
         "code": code,
         "model": f"{model.layers} layers, {model.heads} heads, width {model.width}, "

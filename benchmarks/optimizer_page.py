@@ -67,15 +67,16 @@ def _sweep_lines(sweeping: Sweeping, folder: Path) -> list[str]:
     finals = sweeping.finals()
     if finals:
         lines += [f"- {line}" for line in verdict(sweeping)]
-        lines += ["", *markdown_table(result_table(sweeping)), ""]
-        lines += [_COLUMNS]
+        lines += ["", *markdown_table(result_table(sweeping))]
         for image in _pictures(sweeping, folder):
             lines += ["", image]
     made = [run for run in runs if run.facts]
     if made:
         facts = protocol(made, first_steps="mean")
         model = f"| model | {fact(made, 'model')} |"
-        lines += ["", *facts[:2], model, *facts[2:], *_amounts(sweep)]
+        dates = sorted({run.date for run in made})
+        when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+        lines += ["", *facts[:2], f"| measured | {when} |", model, *facts[2:], *_amounts(sweep)]
     trials = [cells for row in sweep.rows for cells in sweeping.trial_cells(row)]
     if trials:
         lines += ["", f"<details><summary>All {len(trials)} trials</summary>"]
@@ -168,15 +169,13 @@ _QUESTION = """\
 K-FAC and SOAP spend a part of each step on an estimate of the curvature, in order to need fewer
 steps. Do AdamW and Muon reach the same loss sooner with them, in steps and in seconds?"""
 
-_COLUMNS = """\
-Settings are the best ones of the search. "Steps to" and "seconds to" tell when a row has the loss
-that the reference ends with, in brackets as a multiple of the reference's own; "-" is never. The
-difference is that of the loss from the reference's (above zero is worse), and ± the standard
-deviation over the seeds. A difference of that size means nothing, and a row of one seed does not
-say how much of its difference is chance. "Preconditioner" is the part of a step that the same
-optimizer without the preconditioner does not need."""
-
 _PROTOCOL = f"""\
+- **The table.** Settings are the best ones of the search. "Steps to" and "seconds to" tell when a
+  row has the loss that Muon ends with, in brackets as a multiple of Muon's own; "-" is never. The
+  difference is that of the loss from Muon's (above zero is worse), and ± the standard deviation
+  over the seeds. A difference of that size means nothing, and a row of one seed does not say how
+  much of its difference is chance. "Preconditioner" is the part of a step that the same optimizer
+  without the preconditioner does not need.
 - **The same for all rows:** the model, its start and the text in its order for a seed, batch,
   number of tokens, schedule and clipping. Only settings of the optimizer differ, with one
   exception. AdamW has one rate for all parameters, which would hardly move an embedding that starts
@@ -199,4 +198,5 @@ _PROTOCOL = f"""\
   still fewer steps in a run that was planned to be that short.
 - **Time** is that of training steps alone, without validation and saving. The first {UNTIMED} steps
   compile. They count as the mean of all others, not as the median, so that what a preconditioner
-  does once in 10 or 100 steps is paid for in them too."""
+  does once in 10 or 100 steps has its place in them too. What it does in the very first step alone
+  is not counted."""
