@@ -63,10 +63,9 @@ def answer_of(page: Path) -> str:
 
 def _sweep_lines(sweeping: Sweeping, folder: Path) -> list[str]:
     sweep, runs = sweeping.sweep, sweeping.runs
-    lines = [f"## {TITLES.get(sweep.size, sweep.size)}", ""]
-    finals = sweeping.finals()
-    if finals:
-        lines += [f"- {line}" for line in verdict(sweeping)]
+    lines = [f"## {TITLES.get(sweep.size, sweep.size)}"]
+    if sweeping.finals():
+        lines += ["", *(f"- {line}" for line in verdict(sweeping))]
         lines += ["", *markdown_table(result_table(sweeping))]
         for image in _pictures(sweeping, folder):
             lines += ["", image]

@@ -104,7 +104,7 @@ class Sweeping:
             if run.seed == seed and run.loss is not None
         }
         best = sorted(losses, key=lambda name: losses[name])[:BEST]
-        return [row.name for row in self.sweep.rows if row.name in {*best, REFERENCE}]
+        return [name for name in losses if name in {*best, REFERENCE}]
 
 
 @dataclass(frozen=True)
