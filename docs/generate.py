@@ -14,15 +14,16 @@ import ast
 import dataclasses
 import enum
 import inspect
+import math
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import UnionType
+from types import SimpleNamespace, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
-from pydantic import BaseModel
+from pydantic import BaseModel, PlainValidator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -30,6 +31,7 @@ from gristmill.base.errors import Exit
 from gristmill.base.units import Duration
 from gristmill.cli.main import app
 from gristmill.config import schema
+from gristmill.config.values import Scheduled
 from gristmill.track import metrics
 
 _UNIONS = (Union, UnionType)
@@ -50,7 +52,8 @@ def settings_page() -> str:
         "",
         *_table(schema.RunConfig),
     ]
-    for path, models in _tables(schema.RunConfig):
+    # Several kinds of a table may have the same table inside.
+    for path, models in dict(_tables(schema.RunConfig)).items():
         lines += ["", f"## `[{path}]`", ""]
         for model in models:
             if len(models) > 1:
@@ -121,10 +124,20 @@ def _type(annotation: Any, metadata: list[Any]) -> str:
         if value is Any:
             return "table"
         return f"table from {_type(key, [])} to {_type(value, [])}"
+    if origin is Scheduled:
+        number = _type(get_args(annotation)[0], [_limits(metadata)])
+        return f"{number}; or a table from durations to such numbers"
     names = {int: "whole number", float: "number", str: "text", bool: "`true` or `false`"}
     if annotation is Duration:
         return "duration"
     return names[annotation] + _bounds(annotation, metadata)
+
+
+def _limits(metadata: list[Any]) -> Any:
+    """The bounds of a number that may change along the run."""
+    words = next(one.func.keywords for one in metadata if isinstance(one, PlainValidator))
+    lower = {"gt" if words["excluded"] else "ge": words["least"]}
+    return SimpleNamespace(**lower, lt=words["below"] if words["below"] < math.inf else None)
 
 
 def _bounds(annotation: Any, metadata: list[Any]) -> str:
@@ -151,6 +164,8 @@ def _toml(value: Any) -> str:
     match value:
         case bool():
             return str(value).lower()
+        case Scheduled():
+            return _toml(value.values[0])
         case str() | Duration():
             return f'"{value}"'
         case tuple():
