@@ -16,7 +16,12 @@ from gristmill.base.units import parse_split
 from gristmill.config.hf_model import NULL, HFConfig, positions
 from gristmill.config.layouts import layout_problems, ramp_problems
 from gristmill.config.model import GPTConfig
-from gristmill.config.optim import InverseSqrtSchedule, MuonConfig, WarmupStableDecaySchedule
+from gristmill.config.optim import (
+    InverseSqrtSchedule,
+    MuonConfig,
+    SGDConfig,
+    WarmupStableDecaySchedule,
+)
 from gristmill.config.parallel import Mesh, build_mesh
 from gristmill.config.resolve import Resolved, divisors, nearest, portions, resolve
 from gristmill.config.roles import Ability, Role
@@ -387,10 +392,17 @@ def _muon_fits(config: RunConfig, written: Written) -> Iterator[Problem]:
         yield Problem(what, "optim.lr", "give a rate as for AdamW, such as 6e-4")
 
 
+def _sgd_fits(config: RunConfig, written: Written) -> Iterator[Problem]:
+    assert isinstance(config.optim, SGDConfig)
+    if config.optim.nesterov and config.optim.momentum == 0:
+        yield no_effect("optim.nesterov", "when optim.momentum is zero", "remove one of the two")
+
+
 _OF_KIND: dict[type[Settings], Callable[[RunConfig, Written], Iterator[Problem]]] = {
     GPTConfig: _gpt_fits,
     HFConfig: _hf_fits,
     MuonConfig: _muon_fits,
+    SGDConfig: _sgd_fits,
 }
 """The rules of one kind of model or optimizer."""
 

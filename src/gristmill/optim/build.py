@@ -14,11 +14,13 @@ from gristmill.config.optim import (
     AdamWConfig,
     MuonConfig,
     OptimizerConfig,
+    SGDConfig,
 )
 from gristmill.config.roles import Role
 from gristmill.optim.accum import AccumAdam
 from gristmill.optim.adamw import AdamW
 from gristmill.optim.muon import Muon, MuonExchange
+from gristmill.optim.sgd import SGD
 from gristmill.optim.spec import Optimizer
 
 
@@ -48,6 +50,7 @@ class OptimizerInputs:
 
 OPTIMIZERS: dict[type[OptimizerConfig], Callable[[OptimizerInputs], Optimizer]] = {
     AdamWConfig: lambda given: AdamW(given.config, given.parameters, roles=given.model.roles()),
+    SGDConfig: lambda given: SGD(given.config, given.parameters, roles=given.model.roles()),
     MuonConfig: lambda given: Muon(
         given.config,
         given.parameters,
