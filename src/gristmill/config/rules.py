@@ -23,6 +23,7 @@ from gristmill.config.optim import (
     WarmupStableDecaySchedule,
 )
 from gristmill.config.parallel import Mesh, build_mesh
+from gristmill.config.preconditioner import SoapConfig
 from gristmill.config.resolve import Resolved, divisors, nearest, portions, resolve
 from gristmill.config.roles import Ability, Role
 from gristmill.config.schema import DataConfig, RunConfig
@@ -45,6 +46,7 @@ def check(
     for rule in (
         _model_is_able,
         _lora_fits,
+        _soap_fits,
         _batch_fits,
         _offload_acts,
         _data_fits,
@@ -62,7 +64,11 @@ def check(
 
 def doubts(config: RunConfig, numbers: Resolved) -> list[str]:
     """What is no mistake in itself but seldom wanted, in words."""
-    return [*_no_validation(config), *_long_rise(config, numbers)]
+    return [
+        *_no_validation(config),
+        *_long_rise(config, numbers),
+        *_first_basis_stays(config, numbers),
+    ]
 
 
 def _no_validation(config: RunConfig) -> Iterator[str]:
@@ -87,6 +93,15 @@ def _long_rise(config: RunConfig, numbers: Resolved) -> list[str]:
         f"optim.momentum_warmup, {rise.over}, is longer than the run: momentum ends at "
         f"{reached:.3g} instead of {rise.end:g}"
     ]
+
+
+def _first_basis_stays(config: RunConfig, numbers: Resolved) -> Iterator[str]:
+    soap = config.optim.preconditioning
+    if isinstance(soap, SoapConfig) and min(soap.basis_every.values) >= numbers.steps > 1:
+        yield (
+            f"optim.preconditioner.basis_every, {min(soap.basis_every.values)} steps, is as long "
+            f"as the run of {numbers.steps}: the eigenbasis of the first gradient stays"
+        )
 
 
 def _gpt_fits(config: RunConfig, written: Written) -> Iterator[Problem]:
@@ -206,6 +221,21 @@ def _lora_fits(config: RunConfig) -> Iterator[Problem]:
         if getattr(parallel, name) is not None:
             what = "workers exchange all weights, and adapters are only some"
             yield Problem(what, f"parallel.{name}", "leave it out, or leave model.lora out")
+
+
+def _soap_fits(config: RunConfig) -> Iterator[Problem]:
+    if not isinstance(config.optim.preconditioning, SoapConfig):
+        return
+    where = "optim.preconditioner.type"
+    if isinstance(config.optim, SGDConfig):
+        what = "SOAP is Adam in another basis, and SGD has no second moment to put there"
+        yield Problem(what, where, 'set optim.type to "adamw" or "muon", or use "kfac"')
+    if config.model.adapters is not None:
+        what = "SOAP is made for whole matrices, and adapters are factors of a small one"
+        yield Problem(what, where, "leave optim.preconditioner or model.lora out")
+    if config.runtime.offload is not None and config.optim.steps_on_host:
+        what = "a step with SOAP would take far too long on the host"
+        yield Problem(what, "runtime.offload", "remove it, or leave optim.preconditioner out")
 
 
 def _batch_fits(config: RunConfig) -> Iterator[Problem]:

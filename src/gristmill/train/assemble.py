@@ -281,7 +281,7 @@ def _identity(
         **data_seed,
         **order_identity(config.data, data.train, _order_spec(config.data, numbers)),
         "train.seed": config.train.seed,
-        "optim.type": config.optim.type,
+        **{f"optim.{name}": value for name, value in config.optim.identity().items()},
     }
 
 
