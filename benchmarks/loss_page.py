@@ -15,7 +15,9 @@ from pathlib import Path
 from loss_results import (
     REFERENCE,
     UNTIMED,
+    WORDS,
     Cells,
+    FirstSteps,
     Group,
     Point,
     Result,
@@ -70,7 +72,7 @@ def _page_lines(
         lines += [f"- {line}" for line in verdict(results, target)]
     for image in pictures:
         lines += ["", image]
-    lines += ["", "## What was measured", "", *_protocol(results)]
+    lines += ["", "## What was measured", "", *protocol(results, first_steps="median")]
     if baseline:
         lines += ["", "## The baseline", "", _BASELINE, "", _models(results, "baseline"), ""]
         lines += markdown_table([run_cells(row) for row in baseline], without=["run", "steps"])
@@ -110,6 +112,8 @@ Each row changes one thing about the preset and nothing else, at the same number
 it says so. The difference is that of the loss from the preset's (above zero is worse). One of the
 size of ±, the standard deviation, means nothing."""
 
+_FIRST = {"median": "median ones", "mean": "the mean of the others"}
+
 _TIMED = "The time ratio is that of the seconds to the preset's."
 _UNTIMED = "Runs shared the device with others, so their times are not compared."
 
@@ -118,7 +122,7 @@ def _first(text: str) -> str:
     return text.splitlines()[0]
 
 
-def _all(results: Iterable[Result], name: str) -> str:
+def fact(results: Iterable[Result], name: str) -> str:
     """A fact about some runs, or all of them where they differ."""
     return "; ".join(dict.fromkeys(run.facts[name] for run in results if run.facts))
 
@@ -126,22 +130,23 @@ def _all(results: Iterable[Result], name: str) -> str:
 def _models(results: Iterable[Result], group: Group, *, name: str | None = None) -> str:
     chosen = [run for run in results if run.group == group and name in (None, run.name)]
     asked = "" if name is None else f", {format_count(chosen[0].asked)} tokens" if chosen else ""
-    return f"The model: {_all(chosen, 'model')}{asked}."
+    return f"The model: {fact(chosen, 'model')}{asked}."
 
 
-def _protocol(results: Sequence[Result]) -> list[str]:
+def protocol(results: Sequence[Result], *, first_steps: FirstSteps) -> list[str]:
+    """A table of what has to be known about the machine, the versions, the text and the clock."""
     facts = next(run.facts for run in results if run.facts)
     return [
         "| what | in these runs |",
         "| --- | --- |",
-        f"| device | {_all(results, 'device')} |",
-        f"| software | {_all(results, 'software')} |",
-        f"| code | {_all(results, 'code')} |",
+        f"| device | {fact(results, 'device')} |",
+        f"| software | {fact(results, 'software')} |",
+        f"| code | {fact(results, 'code')} |",
         f"| training text | {facts['training']} |",
         f"| validation | {facts['windows']} windows that do not overlap, all of "
         f"{facts['validation']}, in order; the same for all |",
         f"| time | of training steps alone: no compiling, no validation; the first {UNTIMED} steps "
-        "of a run, which compile, count as median ones |",
+        f"of a run, which compile, count as {_FIRST[first_steps]} |",
     ]
 
 
@@ -150,7 +155,7 @@ def _protocol(results: Sequence[Result]) -> list[str]:
 WIDTH, HEIGHT = 760, 400
 LEFT, RIGHT, TOP, BOTTOM = 58, 20, 20, 52
 INK, MUTED, GRID = "#1e2024", "#5c6270", "#e6e2d8"
-COLOURS = ("#c8472f", "#2563c9", "#2f8f5b")
+COLOURS = ("#c8472f", "#2563c9", "#2f8f5b", "#e58a1f", "#7b5ea7", "#d4508b", "#1b998b", "#8a8f98")
 
 
 def ticks(low: float, high: float, *, wanted: int) -> list[float]:
@@ -162,11 +167,25 @@ def ticks(low: float, high: float, *, wanted: int) -> list[float]:
     return [round(number * step, 10) for number in range(first, last + 1)]
 
 
-def picture(curves: Mapping[str, Sequence[Point]], *, axis: str, label: str, target: float) -> str:
-    """Loss over seconds or tokens, with a line at the loss to reach.
+def picture(
+    curves: Mapping[str, Sequence[Point]],
+    *,
+    axis: str,
+    label: str,
+    target: float,
+    target_label: str = "loss to reach",
+    top: float | None = None,
+) -> str:
+    """Loss over seconds, steps or tokens, with a line at the loss to reach; what is above `top` is
+    cut off.
 
     It brings its own background, since a picture on a page is not told whether that page is dark.
     """
+    curves = {
+        name: [point for point in curve if top is None or point.loss <= top]
+        for name, curve in curves.items()
+    }
+    curves = {name: curve for name, curve in curves.items() if curve}
     places = {name: [float(getattr(p, axis)) for p in curve] for name, curve in curves.items()}
     losses = [point.loss for curve in curves.values() for point in curve] + [target]
     right_end = 1.02 * max(x for xs in places.values() for x in xs)
@@ -186,12 +205,12 @@ def picture(curves: Mapping[str, Sequence[Point]], *, axis: str, label: str, tar
         'stroke-dasharray="5 4"/>'
     )
     for number, (name, curve) in enumerate(curves.items()):
-        colour, xs = COLOURS[number], places[name]
+        colour, xs = COLOURS[number % len(COLOURS)], places[name]
         dots = [(to_x(x), to_y(point.loss)) for x, point in zip(xs, curve, strict=True)]
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in dots)
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
         parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in dots]
-    parts += _legend(curves, axis=axis, target=target)
+    parts += _legend(curves, axis=axis, target=f"{target_label}: {target:.3f}")
     body = "\n".join(parts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
@@ -230,16 +249,16 @@ def _frame(
     )
 
 
-def _legend(curves: Mapping[str, Sequence[Point]], *, axis: str, target: float) -> Iterable[str]:
+def _legend(curves: Mapping[str, Sequence[Point]], *, axis: str, target: str) -> Iterable[str]:
     """In the upper right corner, where curves that fall have left room."""
     x, y = WIDTH - RIGHT - 8, TOP + 16
     for number, (name, curve) in enumerate(curves.items()):
         end = getattr(curve[-1], axis)
-        amount = f"{end:.1f} s" if axis == "seconds" else f"{format_count(end)} tokens"
+        amount = f"{end:.1f} s" if axis == "seconds" else f"{format_count(end)} {axis.rstrip('s')}s"
         words = f"{name}: {curve[-1].loss:.3f} after {amount}"
-        yield _text(x, y + 20 * number, words, anchor="end", fill=COLOURS[number], weight=600)
-    words = f"loss to reach: {target:.3f}"
-    yield _text(x, y + 20 * len(curves), words, anchor="end", fill=MUTED)
+        colour = COLOURS[number % len(COLOURS)]
+        yield _text(x, y + 20 * number, words, anchor="end", fill=colour, weight=600)
+    yield _text(x, y + 20 * len(curves), target, anchor="end", fill=MUTED)
 
 
 def _text(x: float, y: float, words: str, *, anchor: str, fill: str, weight: int = 400) -> str:
@@ -251,6 +270,6 @@ def _text(x: float, y: float, words: str, *, anchor: str, fill: str, weight: int
 
 def markdown_table(rows: Sequence[Cells], *, without: Sequence[str] = ()) -> list[str]:
     names = [name for name in rows[0] if name not in without and any(r.get(name) for r in rows)]
-    rules = ["---" if name in ("run", "what") else "---:" for name in names]
+    rules = ["---" if name in WORDS else "---:" for name in names]
     lines = [[row.get(name, "").replace("|", "\\|") for name in names] for row in rows]
     return [f"| {' | '.join(cells)} |" for cells in (names, rules, *lines)]

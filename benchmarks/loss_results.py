@@ -1,4 +1,4 @@
-"""What `time_to_loss.py` measured: the records, their file, and what follows from them.
+"""What `time_to_loss.py` and `optimizers.py` measured: the records, their file, and what follows.
 
     results.json   {"runs": [{"name": "modern", "group": "ours", "seed": 1337, "asked": 20000000,
                               "loss": 3.96, "seconds": 40.1, "curve": [[step, tokens, s, loss], …],
@@ -15,17 +15,25 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 from gristmill.base.files import write_atomic
 from gristmill.base.units import format_count
 
-Group = Literal["baseline", "ours", "ablation"]
+Group = Literal["baseline", "ours", "ablation", "trial", "final"]
 
 UNTIMED = 10
 """Steps at the start of a run whose time is not counted: compiling is among them."""
+
+NOT_FINITE = "the loss is not finite"
+DIVERGED = ("the run has diverged", NOT_FINITE)
+"""Words in the errors of runs that diverged."""
+
+FirstSteps = Literal["median", "mean"]
+"""What the first steps of a run, which are not timed, count as. The mean is right where some steps
+do more than others, as those that update a preconditioner."""
 
 REFERENCE = "ablate/preset"
 """The row of the ablation that the others are compared with: nothing changed."""
@@ -86,23 +94,32 @@ class Result:
     def rate(self) -> float:
         return self.tokens / self.seconds if self.seconds else math.nan
 
+    @property
+    def diverged(self) -> bool:
+        """Whether training itself came to no loss; other errors say nothing about the settings."""
+        return self.error is not None and any(words in self.error for words in DIVERGED)
+
 
 def untimed(steps: Sequence[Step]) -> int:
     """How many of the first steps are not timed: never more than half of a short run."""
     return min(UNTIMED, len(steps) // 2)
 
 
-def clock(steps: Sequence[Step]) -> list[float]:
-    """Counted seconds after each step; the first ones cost what the median token does."""
+def clock(steps: Sequence[Step], *, first_steps: FirstSteps = "median") -> list[float]:
+    """Counted seconds after each step; the first ones cost what the median or mean token does."""
     left_out = untimed(steps)
-    token = statistics.median(step.seconds / step.tokens for step in steps[left_out:])
+    typical = statistics.median if first_steps == "median" else statistics.fmean
+    token = typical([step.seconds / step.tokens for step in steps[left_out:]])
     first = [token * step.tokens for step in steps[:left_out]]
     return list(accumulate([*first, *(step.seconds for step in steps[left_out:])]))
 
 
-def measured(steps: Sequence[Step], losses: Mapping[int, float]) -> dict[str, Any]:
+def measured(
+    steps: Sequence[Step], losses: Mapping[int, float], *, first_steps: FirstSteps = "median"
+) -> dict[str, Any]:
     """The fields of a result that follow from its steps and the validations after some of them."""
-    seconds, tokens = clock(steps), list(accumulate(step.tokens for step in steps))
+    seconds = clock(steps, first_steps=first_steps)
+    tokens = list(accumulate(step.tokens for step in steps))
     curve = tuple(
         Point(step, tokens[step - 1], seconds[step - 1], loss) for step, loss in losses.items()
     )
@@ -110,7 +127,7 @@ def measured(steps: Sequence[Step], losses: Mapping[int, float]) -> dict[str, An
     final = curve[-1].loss
     return {
         "loss": final if math.isfinite(final) else None,
-        "error": None if math.isfinite(final) else "the loss is not finite",
+        "error": None if math.isfinite(final) else NOT_FINITE,
         "steps": len(steps),
         "tokens": tokens[-1],
         "seconds": seconds[-1],
@@ -125,17 +142,28 @@ def without_times(result: Result) -> Result:
     return replace(result, seconds=0.0, untimed_seconds=0.0, wall=0.0, curve=curve)
 
 
+def reached(points: Sequence[tuple[float, float]], loss: float) -> float | None:
+    """Where the line through pairs of a place and a loss is first down to a loss."""
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if y1 <= loss < y0:
+            return x0 + (y0 - loss) / (y0 - y1) * (x1 - x0)
+    return points[0][0] if points and points[0][1] <= loss else None
+
+
 # ------------------------------------------------------------------ files
 
 
-def write_results(path: Path, results: Iterable[Result]) -> None:
-    """All runs so far, so that a killed script loses only the one in progress."""
+def write_results(
+    path: Path, results: Iterable[Result], *, more: Mapping[str, Any] | None = None
+) -> None:
+    """All runs so far, so that a killed script loses only the one in progress; `more` stands before
+    them in the file."""
     runs = []
     for result in results:
         run = asdict(result)
         run["curve"] = [list(asdict(point).values()) for point in result.curve]
         runs.append(run)
-    write_atomic(path, json.dumps({"runs": runs}, indent=1, allow_nan=False) + "\n")
+    write_atomic(path, json.dumps({**(more or {}), "runs": runs}, indent=1, allow_nan=False) + "\n")
 
 
 def read_results(paths: Iterable[Path]) -> list[Result]:
@@ -256,6 +284,27 @@ def odds(results: Iterable[Result]) -> str | None:
 
 Cells = dict[str, str]
 
+WORDS = ("run", "what", "row", "settings")
+"""Columns of tables that hold words, not numbers."""
+
+
+def describe(result: Result, place: str) -> str:
+    """A run in two lines."""
+    head = f"[{place}] {result.name}, {format_count(result.asked)}, seed {result.seed}"
+    if result.error:
+        return f"{head}: {result.error}"
+    memory = f", {result.memory / 2**30:.1f} GiB" if result.memory else ""
+    end = f"{head}: loss {result.loss:.4f} after {format_count(result.tokens)} tokens"
+    if not result.seconds:
+        losses = ", ".join(f"{point.loss:.3f}" for point in result.curve)
+        return f"{end}{memory}\n    losses  {losses}"
+    curve = ", ".join(f"{point.seconds:.0f}: {point.loss:.3f}" for point in result.curve)
+    return (
+        f"{end} in {result.seconds:.1f} s, {result.rate:,.0f} tokens/s{memory}; wall "
+        f"{result.wall:.0f} s, of which {result.untimed_seconds:.0f} s for the first steps, which "
+        f"are not timed\n    seconds: loss  {curve}"
+    )
+
 
 def run_cells(row: Row) -> Cells:
     """What is said about a row in every table."""
@@ -342,7 +391,7 @@ def plain_table(rows: Sequence[Cells]) -> str:
     def line(cells: Mapping[str, str]) -> str:
         return "  ".join(
             cells.get(name, "").ljust(widths[name])
-            if name in ("run", "what")
+            if name in WORDS
             else cells.get(name, "").rjust(widths[name])
             for name in names
         ).rstrip()

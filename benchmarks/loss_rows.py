@@ -19,10 +19,14 @@ A file of further rows, for --runs, has a table for each:
 
 from __future__ import annotations
 
+import argparse
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from gristmill.base.errors import UserError
+from gristmill.base.units import Duration
 
 
 @dataclass(frozen=True)
@@ -129,3 +133,11 @@ def rows_by_name(more: Path | None) -> dict[str, Recipe | Change]:
         **ours,
         **{f"ablate/{name}": row for name, row in ablate.items()},
     }
+
+
+def amount(text: str) -> int:
+    """A number of tokens such as 118M."""
+    try:
+        return Duration.parse(f"{text} tokens").amount
+    except UserError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens") from error

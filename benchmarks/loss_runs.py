@@ -1,4 +1,5 @@
-"""One run of `time_to_loss.py`, ours or the baseline's, and the settings and facts that go with it.
+"""One run of `time_to_loss.py` or `optimizers.py`, ours or the baseline's, and the settings and
+facts that go with it.
 
     Job      a name, a row, a seed and a horizon
     Bench    what all runs share: the options, both texts, a folder, and the results so far
@@ -12,19 +13,25 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import gc
 import hashlib
 import io
+import json
 import math
+import re
 import shutil
 import sys
+import time
+import traceback
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tomli_w
 import torch
-from loss_results import Group, Result, Step, measured
+from loss_results import FirstSteps, Group, Result, Step, measured, without_times
 from loss_rows import Change, Recipe
 from peers import (
     Stopwatch,
@@ -36,7 +43,7 @@ from peers import (
     windows,
 )
 
-from gristmill.base.errors import Exit
+from gristmill.base.errors import Exit, UserError
 from gristmill.base.units import format_count
 from gristmill.config.load import load_preset, load_text
 from gristmill.config.resolve import resolve
@@ -49,6 +56,9 @@ from gristmill.track.folder import run_folder
 from gristmill.track.metrics import StepRecord, ValidationRecord, read_metrics
 from gristmill.train.environment import code_commit, version
 from gristmill.train.run import run_training
+
+GRAPHS = 1024
+"""Compiled versions of a function that are kept: the runs of one process are more than usual."""
 
 VALIDATED_AT_ONCE = 16
 """Windows of the baseline's validation; its logits are held whole."""
@@ -74,6 +84,7 @@ class Bench:
     validation: TokenReader
     folder: Path
     results: list[Result] = field(default_factory=list)
+    first_steps: FirstSteps = "median"
 
     def windows(self, sequence: int) -> np.ndarray:
         """Starts of the validation windows: every one that fits, one behind the other."""
@@ -81,6 +92,62 @@ class Bench:
         starts = spread_samples(fitting, most=fitting) * sequence
         assert np.array_equal(starts, np.arange(fitting) * sequence), "ours takes other windows"
         return starts
+
+
+# ------------------------------------------------------------------ one run
+
+
+def make_run(bench: Bench, job: Job) -> Result | None:
+    """One run, its failure included: the others are made all the same. None if it was made."""
+    result = Result(
+        name=job.name,
+        group=job.group,
+        seed=job.seed,
+        asked=job.tokens,
+        about=job.row.about,
+        settings={},
+        facts={},
+        date=date.today().isoformat(),
+    )
+    started = time.monotonic()
+    try:
+        config = config_of(bench, job)
+        settings = settings_of(bench, config, job)
+        result = dataclasses.replace(result, settings=settings, facts=facts_of(bench, config, job))
+        if is_made(bench, result):
+            return None
+        free()
+        train = run_nanogpt if isinstance(job.row, Recipe) else run_ours
+        found = train(bench, config, job)
+    except UserError as error:
+        found = {"error": str(error)}
+    except Exception as error:  # of any kind: hours of other runs would be lost with it
+        traceback.print_exc()
+        found = {"error": f"{type(error).__name__}: {error}"}
+    result = dataclasses.replace(result, wall=time.monotonic() - started, **found)
+    return without_times(result) if bench.options.shared else result
+
+
+def is_made(bench: Bench, wanted: Result) -> bool:
+    settings = json.loads(json.dumps(wanted.settings))
+    return any(
+        one.key == wanted.key and one.error is None and one.settings == settings
+        for one in bench.results
+    )
+
+
+def keep_compiled() -> None:
+    """Runs with equal graphs share compiled code; others must not make it be thrown away."""
+    torch._dynamo.config.recompile_limit = GRAPHS
+    torch._dynamo.config.accumulated_recompile_limit = GRAPHS
+
+
+def free() -> None:
+    """Give the memory of the run before back, and count the peak anew; compiled code stays."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 # ------------------------------------------------------------------ settings
@@ -102,7 +169,7 @@ def config_of(bench: Bench, job: Job) -> RunConfig:
         tables = {"preset": options.preset}
         words, batch = [*shape, *options.set, *row.set], options.batch
     tables |= {
-        "name": job.name.replace("/", "-"),
+        "name": re.sub(r"[^A-Za-z0-9._-]", "-", job.name),
         "folder": str(bench.folder / "run"),
         "data": {"paths": str(options.data), "validation": str(options.validation)},
         "train": {"until": f"{job.tokens} tokens", "batch": batch, "seed": job.seed},
@@ -144,9 +211,10 @@ def facts_of(bench: Bench, config: RunConfig, job: Job) -> dict[str, str]:
         code = f"nanoGPT (SHA-256 of model.py {digest[:12]})"
     else:
         code = " ".join(filter(None, ("gristmill", version("gristmill"), code_commit())))
+    cores = f", {torch.get_num_threads()} threads" if config.runtime.device == "cpu" else ""
     held, windows_held = bench.validation, len(bench.windows(numbers.sequence))
     return {
-        "device": world.device.name,
+        "device": world.device.name + cores,
         "software": ", ".join(f"{name} {number}" for name, number in software.items() if number),
         "code": code,
         "model": f"{model.layers} layers, {model.heads} heads, width {model.width}, "
@@ -184,7 +252,11 @@ def run_ours(bench: Bench, config: RunConfig, job: Job) -> dict[str, Any]:
     assert all(check.windows == expected for check in checks), "validated on other windows"
     return {
         "memory": made[-1].memory_bytes if config.runtime.device == "cuda" else None,
-        **measured(steps, {check.step: check.loss for check in checks}),
+        **measured(
+            steps,
+            {check.step: check.loss for check in checks},
+            first_steps=bench.first_steps,
+        ),
     }
 
 

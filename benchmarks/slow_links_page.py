@@ -12,11 +12,11 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from loss_page import GRID, INK, MUTED, markdown_table, ticks
+from loss_results import reached
 
 from gristmill.base.files import write_atomic
 
@@ -55,11 +55,7 @@ class Measured:
 
     def seconds_to(self, loss: float, links: str) -> float | None:
         """When the line through its validations is down to a loss."""
-        points = self.over_seconds(links)
-        for (x0, y0), (x1, y1) in pairwise(points):
-            if y1 <= loss < y0:
-                return x0 + (y0 - loss) / (y0 - y1) * (x1 - x0)
-        return points[0][0] if points and points[0][1] <= loss else None
+        return reached(self.over_seconds(links), loss)
 
     @property
     def difference(self) -> float:

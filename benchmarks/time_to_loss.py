@@ -28,24 +28,19 @@ adds others; `loss_runs.py` makes a run, `loss_results.py` says what follows fro
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import fnmatch
-import gc
-import json
 import math
 import tempfile
 import time
-import traceback
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
 
-import torch
 from loss_page import write_page
 from loss_results import (
     Group,
     Result,
     ablation_table,
+    describe,
     horizon_table,
     odds,
     plain_table,
@@ -54,18 +49,13 @@ from loss_results import (
     run_cells,
     target_of,
     verdict,
-    without_times,
     write_results,
 )
-from loss_rows import OURS, Recipe, rows_by_name
-from loss_runs import Bench, Job, config_of, facts_of, run_nanogpt, run_ours, settings_of
+from loss_rows import OURS, Recipe, amount, rows_by_name
+from loss_runs import Bench, Job, keep_compiled, make_run
 
-from gristmill.base.errors import UserError
-from gristmill.base.units import Duration, format_count
+from gristmill.base.units import format_count
 from gristmill.tokens.store import open_tokens
-
-GRAPHS = 1024
-"""Compiled versions of a function that are kept: the runs of one process are more than usual."""
 
 
 def main() -> None:
@@ -91,9 +81,7 @@ def make_page(options: argparse.Namespace) -> None:
 
 def run_all(options: argparse.Namespace) -> None:
     jobs = plan(options)
-    # Runs with equal graphs share compiled code; others must not make it be thrown away.
-    torch._dynamo.config.recompile_limit = GRAPHS
-    torch._dynamo.config.accumulated_recompile_limit = GRAPHS
+    keep_compiled()
     made = read_results([options.json]) if options.json and options.json.exists() else []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         sets = open_tokens(options.data), open_tokens(options.validation)
@@ -119,72 +107,7 @@ def make_runs(bench: Bench, jobs: Sequence[Job]) -> None:
         print(describe(done, f"{number} of {len(jobs)}"), flush=True)
 
 
-def make_run(bench: Bench, job: Job) -> Result | None:
-    """One run, its failure included: the others are made all the same. None if it was made."""
-    result = Result(
-        name=job.name,
-        group=job.group,
-        seed=job.seed,
-        asked=job.tokens,
-        about=job.row.about,
-        settings={},
-        facts={},
-        date=date.today().isoformat(),
-    )
-    started = time.monotonic()
-    try:
-        config = config_of(bench, job)
-        settings = settings_of(bench, config, job)
-        result = dataclasses.replace(result, settings=settings, facts=facts_of(bench, config, job))
-        if is_made(bench, result):
-            return None
-        free()
-        train = run_nanogpt if isinstance(job.row, Recipe) else run_ours
-        found = train(bench, config, job)
-    except UserError as error:
-        found = {"error": str(error)}
-    except Exception as error:  # of any kind: hours of other runs would be lost with it
-        traceback.print_exc()
-        found = {"error": f"{type(error).__name__}: {error}"}
-    result = dataclasses.replace(result, wall=time.monotonic() - started, **found)
-    return without_times(result) if bench.options.shared else result
-
-
-def is_made(bench: Bench, wanted: Result) -> bool:
-    settings = json.loads(json.dumps(wanted.settings))
-    return any(
-        one.key == wanted.key and one.error is None and one.settings == settings
-        for one in bench.results
-    )
-
-
-def free() -> None:
-    """Give the memory of the run before back, and count the peak anew; compiled code stays."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
 # ------------------------------------------------------------------ printing
-
-
-def describe(result: Result, place: str) -> str:
-    """A run in two lines."""
-    head = f"[{place}] {result.name}, {format_count(result.asked)}, seed {result.seed}"
-    if result.error:
-        return f"{head}: {result.error}"
-    memory = f", {result.memory / 2**30:.1f} GiB" if result.memory else ""
-    end = f"{head}: loss {result.loss:.4f} after {format_count(result.tokens)} tokens"
-    if not result.seconds:
-        losses = ", ".join(f"{point.loss:.3f}" for point in result.curve)
-        return f"{end}{memory}\n    losses  {losses}"
-    curve = ", ".join(f"{point.seconds:.0f}: {point.loss:.3f}" for point in result.curve)
-    return (
-        f"{end} in {result.seconds:.1f} s, {result.rate:,.0f} tokens/s{memory}; wall "
-        f"{result.wall:.0f} s, of which {result.untimed_seconds:.0f} s for the first steps, which "
-        f"count as median ones\n    seconds: loss  {curve}"
-    )
 
 
 def print_tables(results: Sequence[Result], options: argparse.Namespace) -> None:
@@ -229,14 +152,6 @@ def plan(options: argparse.Namespace) -> list[Job]:
             group, horizons = "ours", options.tokens
         jobs += [Job(name, group, seed, n, row) for n in horizons for seed in options.seeds]
     return jobs
-
-
-def amount(text: str) -> int:
-    """A number of tokens such as 118M."""
-    try:
-        return Duration.parse(f"{text} tokens").amount
-    except UserError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens") from error
 
 
 def parse() -> argparse.Namespace:

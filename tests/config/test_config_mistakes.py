@@ -155,9 +155,9 @@ ADDED = {
         "run.toml:11: precision.compute: input should be 'fp32', 'bf16' or 'fp16' (it is 'fp8')\n",
     ),
     "unknown optimizer": (
-        '[optim]\ntype = "sgd"',
-        "run.toml:11: optim.type: there is no type 'sgd'\n"
-        "    one of 'adamw', 'muon', 'accum-adamw', 'accum-adam'",
+        '[optim]\ntype = "lion"',
+        "run.toml:11: optim.type: there is no type 'lion'\n"
+        "    one of 'adamw', 'sgd', 'muon', 'accum-adamw', 'accum-adam'",
     ),
     "unknown schedule": (
         '[schedule]\ntype = "cosinus"',
@@ -646,7 +646,7 @@ WORDS = {
     "a setting of another type taken away": (
         "optim.momentum=unset",
         "command line 'optim.momentum=unset': optim.momentum: there is no such setting\n"
-        "    optim has it with type = 'muon'",
+        "    optim has it with type = 'sgd' or 'muon'",
     ),
     "empty name": ("name=", "command line 'name=': name: string should match pattern "),
 }

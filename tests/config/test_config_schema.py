@@ -32,11 +32,12 @@ schedule.warmup = "2k steps"
 def tables(model: type[BaseModel] = RunConfig) -> set[type[BaseModel]]:
     """A settings class and every one that stands inside it."""
     found = {model}
-    for info in model.model_fields.values():
-        options = (info.annotation, *get_args(info.annotation))
-        for option in (*options, *(inner for one in options[1:] for inner in get_args(one))):
-            if isinstance(option, type) and issubclass(option, BaseModel):
-                found |= tables(option)
+    options: list[Any] = [info.annotation for info in model.model_fields.values()]
+    while options:
+        option = options.pop()
+        options += get_args(option)
+        if isinstance(option, type) and issubclass(option, BaseModel):
+            found |= tables(option)
     return found
 
 
@@ -113,8 +114,11 @@ def test_every_reference_of_the_json_schema_leads_somewhere(schema: dict[str, An
 def test_the_json_schema_and_the_program_know_the_same_settings(schema: dict[str, Any]) -> None:
     def paths(part: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
         for name, value in part["properties"].items():
-            options = [value, *value.get("anyOf", ()), *value.get("oneOf", ())]
-            inner = [option["$ref"] for option in options if "$ref" in option]
+            options, inner = [value], []
+            while options:
+                option = options.pop()
+                options += [*option.get("anyOf", ()), *option.get("oneOf", ())]
+                inner += [option["$ref"]] if "$ref" in option else []
             if not inner:
                 yield (*path, name)
             for reference in inner:

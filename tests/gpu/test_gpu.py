@@ -140,16 +140,6 @@ def test_soap_waits_for_the_device_in_its_first_step_only(make_run: MakeRun, kin
     assert all(torch.isfinite(one.value).all() for one in optimizer.entries())
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_soap_compiled_and_not(make_run: MakeRun, kind: str) -> None:
-    rate = "optim.lr=0.02" if kind == "muon" else "optim.lr=3e-3"
-    settings = (*ON_GPU[:-1], f"optim.type={kind}", rate, 'optim.preconditioner.type="soap"')
-    plain = losses(make_run(*settings, "runtime.compile=false"))
-    compiled = losses(make_run(*settings, "runtime.compile=true"))
-    assert compiled == pytest.approx(plain, rel=0.03)
-    assert plain[-1] < plain[0] - 0.5
-
-
 @pytest.mark.parametrize("kind", ["accum-adamw", "accum-adam"])
 def test_accumulated_moments_never_wait_for_the_device(make_run: MakeRun, kind: str) -> None:
     """And move weights as they do on the CPU, over skipped steps too."""

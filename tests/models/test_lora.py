@@ -17,6 +17,7 @@ from gristmill.config.model import GPTConfig, ModelConfig
 from gristmill.config.roles import Role
 from gristmill.models import lora as lora_module
 from gristmill.models.build import build_model, initialise, outline_model
+from gristmill.models.linears import linear_shapes
 from gristmill.models.lora import MergedWeights, keep_frozen_in
 from gristmill.models.recompute import Recompute
 from gristmill.models.spec import CausalLM, Kernels, Loss
@@ -216,8 +217,7 @@ def test_sizes_by_formula_are_those_of_the_model(config: GPTConfig) -> None:
         small = with_lora(config, layers=layers)
         assert isinstance(small, GPTConfig)
         model = outline_model(small, vocab=VOCAB)
-        found = {name: model.get_submodule(name) for name in small.linears()}
-        assert {n: (m.in_features, m.out_features) for n, m in found.items()} == small.linears()
+        assert linear_shapes(model) == small.linears()
         assert count_adapters(small) == sum(model.size_by_role().values())
         rows = model.rows  # type: ignore[attr-defined]
         assert model.base_size() == count_parameters(config, rows=rows)

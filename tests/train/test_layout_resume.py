@@ -94,6 +94,7 @@ def settings_with(optimizer: str, *, steps: int) -> list[str]:
         "muon": ('optim.type="muon"', 'optim.normalise="neurons"', "model.tie_head=false"),
         "accum": ('optim.type="accum-adamw"', "optim.accum=2", "optim.eps=1e-4"),
         "soap": ('optim.type="muon"', *SOAP),
+        "kfac": (*KFAC, "optim.preconditioner.damping=0.1", "optim.eps=1e-4"),
     }[optimizer]
     usual = [word for word in SETTINGS if optimizer == "adamw" or "eps" not in word]
     return [*usual, *own, f'train.until="{steps} steps"', 'validate.every="1 steps"']
@@ -101,7 +102,10 @@ def settings_with(optimizer: str, *, steps: int) -> list[str]:
 
 @pytest.mark.parametrize(
     "optimizer",
-    ["adamw", *(pytest.param(one, marks=pytest.mark.slow) for one in ("muon", "accum", "soap"))],
+    [
+        "adamw",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("muon", "accum", "kfac", "soap")),
+    ],
 )
 def test_a_run_moves_from_layout_to_layout(
     crowd: Crowd, make_run: MakeRun, tmp_path: Path, runs: Runs, optimizer: str
@@ -109,12 +113,8 @@ def test_a_run_moves_from_layout_to_layout(
     """Each layout makes one step more; Muon's moments are whole where its matrices are divided."""
     settings = settings_with(optimizer, steps=10)
     run_training(make_run(*settings, folder="whole"))
-    chosen = {
-        "adamw": LAYOUTS,
-        "muon": LAYOUTS[1:6],
-        "accum": LAYOUTS[1:4],
-        "soap": LAYOUTS[:4],
-    }[optimizer]
+    known = {"adamw": LAYOUTS, "muon": LAYOUTS[1:6], "accum": LAYOUTS[1:4]}
+    chosen = known.get(optimizer, LAYOUTS[:6])
     for processes, layout in chosen:
         config = make_run(*settings, *words(layout), folder="moving")
         if processes == 1:
@@ -192,16 +192,34 @@ def test_written_under_any_layout_and_read_under_any(
             shutil.rmtree(tmp_path / folder)
 
 
+KFAC = (
+    'optim.preconditioner.type="kfac"',
+    "optim.preconditioner.factor_every=2",
+    "optim.preconditioner.inverse_every=4",
+)
+
+
+@pytest.mark.parametrize(
+    ("processes", "layout", "more"),
+    [(4, "dp_shard=2 tp=2", ()), (2, "dp_shard=2", KFAC)],
+    ids=["plain", "kfac"],
+)
 def test_the_same_layout_goes_on_to_the_bit(
-    crowd: Crowd, make_run: MakeRun, tmp_path: Path, runs: Runs
+    crowd: Crowd,
+    make_run: MakeRun,
+    tmp_path: Path,
+    runs: Runs,
+    processes: int,
+    layout: str,
+    more: tuple[str, ...],
 ) -> None:
     short = ('train.until="6 steps"', 'validate.every="3 steps"', "model.layers=2")
-    settings = (*SETTINGS, *short, "model.dropout=0.1", *words("dp_shard=2 tp=2"))
-    crowd(4, go_on, make_run(*settings, folder="whole"), None)
-    answers = crowd(4, go_on, make_run(*settings, folder="halves"), 2, 2)
-    assert answers == [int(Exit.STOPPED)] * 4, "one process was asked, and all stopped"
+    settings = (*SETTINGS, *short, "model.dropout=0.1", *words(layout), *more)
+    crowd(processes, go_on, make_run(*settings, folder="whole"), None)
+    answers = crowd(processes, go_on, make_run(*settings, folder="halves"), 2, processes - 1)
+    assert answers == [int(Exit.STOPPED)] * processes, "one process was asked, and all stopped"
     assert stored_steps(tmp_path / "halves") == [3]
-    crowd(4, go_on, make_run(*settings, folder="halves"), None)
+    crowd(processes, go_on, make_run(*settings, folder="halves"), None)
     assert_same(tmp_path, runs)
 
 

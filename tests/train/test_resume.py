@@ -40,6 +40,12 @@ def events(folder: Path) -> str:
 
 
 SOAP = 'optim.preconditioner.type="soap"'
+KFAC = (
+    'optim.preconditioner.type="kfac"',
+    # So that runs are stopped between two updates of both.
+    "optim.preconditioner.factor_every=2",
+    "optim.preconditioner.inverse_every=3",
+)
 
 
 @pytest.mark.parametrize(
@@ -56,13 +62,16 @@ SOAP = 'optim.preconditioner.type="soap"'
         ['optim.type="muon"', 'precision.compute="fp16"', "precision.loss_scale.window=2"],
         ['optim.type="accum-adamw"', "optim.accum=3"],
         ['optim.type="accum-adam"', 'precision.compute="fp16"', "precision.loss_scale.window=2"],
+        [*KFAC],
+        [*KFAC, 'optim.preconditioner.method="inverse"', 'precision.compute="fp16"'],
+        [*KFAC, 'optim.type="muon"', 'optim.preconditioner.sides="input"'],
         ['optim.type="sgd"'],
         [SOAP, "optim.preconditioner.basis_every=3"],
         [SOAP, 'optim.type="muon"', 'precision.compute="fp16"', "precision.loss_scale.window=2"],
     ],
     ids=(
         "plain dropout accumulate bf16 fp16 foreground muon muon-heads muon-fp16 accum accum-fp16 "
-        "sgd soap soap-muon-fp16"
+        "kfac kfac-fp16 kfac-muon sgd soap soap-muon-fp16"
     ).split(),
 )
 def test_stopped_and_resumed_equals_uninterrupted(

@@ -12,6 +12,9 @@ from gristmill.base.errors import UserError
 from gristmill.cli.options import Overrides
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from gristmill.config.linears import LinearShape
     from gristmill.config.resolve import Resolved
     from gristmill.config.schema import RunConfig
     from gristmill.plan.arithmetic import ModelSize, TokenCost
@@ -67,6 +70,7 @@ def _derived(config: RunConfig) -> list[str]:
     from gristmill.config.rules import doubts
     from gristmill.data.conversations import open_chat
     from gristmill.data.dataset import open_data
+    from gristmill.plan.preconditioner import describe_preconditioner
     from gristmill.tokens.store import TokensNotFoundError
 
     vocab, source = 50257, "assumed: the token files do not say"
@@ -84,7 +88,8 @@ def _derived(config: RunConfig) -> list[str]:
     if config.model.vocab is not None:
         source = "model.vocab"
     numbers = resolve(config, vocab=vocab)
-    size, cost = _size_and_cost(config, numbers)
+    size, cost, linears = _size_and_cost(config, numbers)
+    preconditioner = describe_preconditioner(config.optim, linears, processes=1)
     total = numbers.samples * numbers.sequence
     *growing, full = numbers.ramp.ramp_steps
     ramp = (
@@ -102,6 +107,7 @@ def _derived(config: RunConfig) -> list[str]:
         "compute": f"{cost.palm * total:.3g} floating-point operations "
         f"({format_count(cost.palm)} a token; {format_count(cost.causal)} counting attention as "
         "causal)",
+        **({"curvature": preconditioner} if preconditioner else {}),
         "validate": f"every {numbers.validate_every}",
         "checkpoint": f"every {numbers.checkpoint_every}, {format_bytes(size.checkpoint)} each"
         f"{' with one worker' if size.copies else ''}",
@@ -110,7 +116,9 @@ def _derived(config: RunConfig) -> list[str]:
     return ["# which means", *(f"# {name:<11} {text}" for name, text in lines)]
 
 
-def _size_and_cost(config: RunConfig, numbers: Resolved) -> tuple[ModelSize, TokenCost]:
+def _size_and_cost(
+    config: RunConfig, numbers: Resolved
+) -> tuple[ModelSize, TokenCost, Mapping[str, LinearShape]]:
     """By formula for our own models; others are outlined, which loads torch."""
     from gristmill.config.model import GPTConfig
     from gristmill.plan.arithmetic import gpt_size, model_size, token_cost
@@ -118,12 +126,14 @@ def _size_and_cost(config: RunConfig, numbers: Resolved) -> tuple[ModelSize, Tok
     if isinstance(config.model, GPTConfig):
         rows = numbers.padded_vocab
         cost = token_cost(config.model, rows=rows, sequence=numbers.sequence)
-        return gpt_size(config, rows=rows), cost
+        return gpt_size(config, rows=rows), cost, config.model.linears()
     from gristmill.models.build import outline_model
+    from gristmill.models.linears import linear_shapes
 
     outline = outline_model(config.model, vocab=numbers.vocab)
-    size = model_size(config, outline.size_by_role(), frozen=outline.base_size())
-    return size, outline.token_cost(numbers.sequence)
+    linears, frozen = linear_shapes(outline), outline.base_size()
+    size = model_size(config, outline.size_by_role(), linears=linears, frozen=frozen)
+    return size, outline.token_cost(numbers.sequence), linears
 
 
 def report(

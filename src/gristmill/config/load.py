@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Protocol, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Protocol, Union, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel, Tag, ValidationError
@@ -243,8 +244,15 @@ def _lay_over(below: Values, above: Values, *, within_layer: bool = False) -> Va
             continue
         if _family(key, now) != _family(key, before or default):
             other_type.add(key)
+    # Tables further inside have no default type.
+    inner = [p[:-1] for p, kind in above.items() if len(p) > 2 and p[-1] == "type"]
+    replaced = [p for p in inner if below.get((*p, "type"), above[*p, "type"]) != above[*p, "type"]]
     if not within_layer:
-        below = {path: value for path, value in below.items() if path[0] not in other_type}
+        below = {
+            path: value
+            for path, value in below.items()
+            if path[0] not in other_type and not any(path[: len(p)] == p for p in replaced)
+        }
     # An empty table leaves the settings of the table below it as they are.
     filled = {p[:depth] for p in below for depth in range(1, len(p))}
     above = {path: value for path, value in above.items() if value != {} or path not in filled}
@@ -337,6 +345,9 @@ def _problem(details: ErrorDetails, places: _Places) -> Problem:
         case "union_tag_invalid":
             got, choices = details["ctx"]["tag"], details["ctx"]["expected_tags"]
             return Problem(f"there is no type {got!r}", f"{where}.type", f"one of {choices}")
+        case "union_tag_not_found" if isinstance(details["input"], dict):
+            names = " or ".join(map(repr, _tables(model, path[-1])))
+            return Problem("the table does not say its type", f"{where}.type", f"give {names}")
         case "model_type" | "model_attributes_type" | "union_tag_not_found":
             if details["input"] == UNSET:
                 return Problem("every run has this table", where, "unset its settings one by one")
@@ -371,15 +382,19 @@ def _field(model: type[BaseModel], key: str) -> Any:
 
 def _tables(model: type[BaseModel], key: str) -> dict[str, type[BaseModel]]:
     """The table classes a field may hold, by their `type` or tag."""
-    kinds = getattr(_field(model, key), "annotation", None)
-    found: dict[str, type[BaseModel]] = {}
-    for option in (kinds, *get_args(kinds)):
-        table, *tags = get_args(option) if get_origin(option) is Annotated else (option,)
-        if isinstance(table, type) and issubclass(table, BaseModel):
-            kind = table.model_fields.get("type")
-            tag = next((one.tag for one in tags if isinstance(one, Tag)), table.__name__)
-            found[str(kind.default) if kind else tag] = table
-    return found
+    return _table_classes(getattr(_field(model, key), "annotation", None))
+
+
+def _table_classes(option: Any) -> dict[str, type[BaseModel]]:
+    table, *tags = get_args(option) if get_origin(option) is Annotated else (option,)
+    if isinstance(table, type) and issubclass(table, BaseModel):
+        kind = table.model_fields.get("type")
+        tag = next((one.tag for one in tags if isinstance(one, Tag)), table.__name__)
+        return {str(kind.default) if kind else tag: table}
+    if get_origin(table) not in (Union, UnionType):
+        return {}
+    classes = [_table_classes(one) for one in get_args(table)]
+    return {kind: one for some in classes for kind, one in some.items()}
 
 
 def _description(path: Path_, model: type[BaseModel]) -> str | None:

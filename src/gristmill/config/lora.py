@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from gristmill.base.errors import Problem
-from gristmill.config.layer_names import LayerPatterns, matches, nearest_layers
+from gristmill.config.linears import LayerPatterns, LinearShape, matches, nearest_layers
 from gristmill.config.settings import Settings
 from gristmill.config.values import Count, Fraction
 
@@ -51,16 +51,17 @@ class LoraConfig(Settings):
         """Whether a linear layer inside a block is adapted."""
         return any(matches(name, pattern) for pattern in self.layers)
 
-    def problems(self, layers: Mapping[str, tuple[int, int]]) -> Iterator[Problem]:
-        """Why layers, with their inputs and outputs by name, cannot be adapted like this."""
+    def problems(self, layers: Mapping[str, LinearShape]) -> Iterator[Problem]:
+        """Why layers, by name, cannot be adapted like this."""
         for pattern in self.layers:
             if not any(matches(name, pattern) for name in layers):
                 what = f"{pattern!r} matches no linear layer in a block of this model"
                 yield Problem(what, "model.lora.layers", nearest_layers(pattern, layers))
-        for name, sizes in layers.items():
-            if self.chosen(name) and self.rank > min(sizes):
-                inputs, outputs = sizes
-                what = f"{self.rank} is more than {name} has: {inputs} inputs, {outputs} outputs"
-                remedy = f"give at most {min(sizes)}, or leave this layer out of model.lora.layers"
+        for name, shape in layers.items():
+            least = min(shape.inputs, shape.outputs)
+            if self.chosen(name) and self.rank > least:
+                sizes = f"{shape.inputs} inputs, {shape.outputs} outputs"
+                what = f"{self.rank} is more than {name} has: {sizes}"
+                remedy = f"give at most {least}, or leave this layer out of model.lora.layers"
                 yield Problem(what, "model.lora.rank", remedy)
                 return

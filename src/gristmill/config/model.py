@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from gristmill.config.linears import LinearShape
 from gristmill.config.lora import LoraConfig
 from gristmill.config.roles import Ability, Role
 from gristmill.config.settings import Settings
@@ -271,19 +272,20 @@ class GPTConfig(ModelConfig):
         """Layers with value embeddings."""
         return tuple(range(self.layers - 1, -1, -2))[: self.value_embeddings]
 
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """Inputs and outputs of the linear layers of blocks, by name."""
-        heads, gates = self.heads * self.head_size, 2 if self.activation == "swiglu" else 1
+    def linears(self) -> dict[str, LinearShape]:
+        """The linear layers of blocks, by name."""
+        query, key = (heads * self.head_size for heads in (self.heads, self.groups))
+        gates = 2 if self.activation == "swiglu" else 1
         in_block = {
-            "attention.qkv": (self.width, heads + 2 * self.groups * self.head_size),
-            "attention.out": (heads, self.width),
-            "mlp.up": (self.width, gates * self.inner),
-            "mlp.down": (self.inner, self.width),
+            "attention.qkv": LinearShape(self.width, (query, key, key), self.has_qkv_bias),
+            "attention.out": LinearShape(query, (self.width,), self.bias),
+            "mlp.up": LinearShape(self.width, (self.inner,) * gates, self.bias),
+            "mlp.down": LinearShape(self.inner, (self.width,), self.bias),
         }
         return {
-            f"blocks.{layer}.{name}": sizes
+            f"blocks.{layer}.{name}": shape
             for layer in range(self.layers)
-            for name, sizes in in_block.items()
+            for name, shape in in_block.items()
         }
 
     @property

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
 from gristmill.base.units import Duration
-from gristmill.config.preconditioner import PreconditionerConfig, SoapConfig
+from gristmill.config.preconditioner import PreconditionerConfig
 from gristmill.config.roles import Role
 from gristmill.config.settings import Settings
 from gristmill.config.values import Count, Fraction, Span, WholeSpan
@@ -36,10 +36,6 @@ class OptimizerConfig(Settings):
     def preconditioning(self) -> PreconditionerConfig | None:
         """How gradients are preconditioned, if this optimizer can follow a preconditioner."""
         return getattr(self, "preconditioner", None)
-
-    def identity(self) -> dict[str, Any]:
-        """The settings that must not change when a run resumes."""
-        return {"type": self.type}
 
     @property
     def momentum_rise(self) -> MomentumRise | None:
@@ -71,11 +67,6 @@ class AdamWConfig(OptimizerConfig):
     """Decay of matrices and embeddings; biases and norm gains are never decayed."""
     preconditioner: PreconditionerConfig | None = None
     """What changes the gradients before the optimizer sees them; nothing if not given."""
-
-    def identity(self) -> dict[str, Any]:
-        # Adam's second moments are of no use in another basis, nor the other way round.
-        soap = isinstance(self.preconditioner, SoapConfig)
-        return super().identity() | ({"preconditioner.type": "soap"} if soap else {})
 
 
 class SGDConfig(OptimizerConfig):
@@ -200,8 +191,7 @@ class MuonConfig(OptimizerConfig):
         return MomentumRise(self.first_momentum, self.momentum, self.momentum_warmup)
 
     def state_bytes(self, role: Role) -> int:
-        soap = isinstance(self.preconditioner, SoapConfig)
-        return 8 if soap or role is not Role.MATRIX else 4
+        return 4 if role is Role.MATRIX else 8
 
     @property
     def first_momentum(self) -> float:

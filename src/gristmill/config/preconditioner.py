@@ -6,11 +6,13 @@ Whatever depends on the run can be a number, or a table from points of the run t
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from gristmill.config.layer_names import LayerPatterns
+from gristmill.base.errors import Problem
+from gristmill.config.linears import LayerPatterns, matches, nearest_layers
 from gristmill.config.settings import Settings
 from gristmill.config.values import (
     Count,
@@ -28,7 +30,7 @@ class KfacConfig(Settings):
     approximation of its curvature. One factor is the second moment of the layer's inputs, the other
     that of the gradients of its outputs (empirical Fisher)."""
 
-    type: Literal["kfac"]
+    type: Literal["kfac"] = "kfac"
     """Which preconditioner."""
     method: Literal["eigen", "inverse"] = "eigen"
     """eigen: eigendecompositions, with damping added to the products of eigenvalues. inverse: each
@@ -59,12 +61,30 @@ class KfacConfig(Settings):
     (KAISA): 0 is one process, which sends the result to the others (least memory); 1 is all of them
     (least communication)."""
 
+    def chosen(self, name: str) -> bool:
+        """Whether the gradient of a linear layer inside a block is preconditioned."""
+        return not any(matches(name, pattern) for pattern in self.skip)
+
+    def problems(self, layers: Collection[str]) -> Iterator[Problem]:
+        """Why nothing, or not what was meant, would be preconditioned among these layers."""
+        for pattern in self.skip:
+            if not any(matches(name, pattern) for name in layers):
+                what = f"{pattern!r} matches no linear layer in a block of this model"
+                yield Problem(what, "optim.preconditioner.skip", nearest_layers(pattern, layers))
+        if not layers:
+            what = "K-FAC is for linear layers, and the blocks of this model have none"
+            yield Problem(what, "optim.preconditioner.type", "remove the table")
+        elif not any(self.chosen(name) for name in layers):
+            what = "leaves no layer to precondition"
+            remedy = "skip fewer layers, or remove [optim.preconditioner]"
+            yield Problem(what, "optim.preconditioner.skip", remedy)
+
 
 class SoapConfig(Settings):
     """SOAP: Adam's second moment in the eigenbasis of Shampoo's factors, for the matrices inside
     blocks. With Muon, momentum is divided by its root before it is orthogonalised (SOAP-Muon)."""
 
-    type: Literal["soap"]
+    type: Literal["soap"] = "soap"
     """Which preconditioner."""
     decay: ScheduledFraction = constant(0.95)
     """Memory of the factors."""

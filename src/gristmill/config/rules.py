@@ -23,7 +23,7 @@ from gristmill.config.optim import (
     WarmupStableDecaySchedule,
 )
 from gristmill.config.parallel import Mesh, build_mesh
-from gristmill.config.preconditioner import SoapConfig
+from gristmill.config.preconditioner import KfacConfig, SoapConfig
 from gristmill.config.resolve import Resolved, divisors, nearest, portions, resolve
 from gristmill.config.roles import Ability, Role
 from gristmill.config.schema import DataConfig, RunConfig
@@ -46,6 +46,7 @@ def check(
     for rule in (
         _model_is_able,
         _lora_fits,
+        _kfac_fits,
         _soap_fits,
         _batch_fits,
         _offload_acts,
@@ -67,7 +68,7 @@ def doubts(config: RunConfig, numbers: Resolved) -> list[str]:
     return [
         *_no_validation(config),
         *_long_rise(config, numbers),
-        *_first_basis_stays(config, numbers),
+        *_seldom_updated(config, numbers),
     ]
 
 
@@ -95,12 +96,26 @@ def _long_rise(config: RunConfig, numbers: Resolved) -> list[str]:
     ]
 
 
-def _first_basis_stays(config: RunConfig, numbers: Resolved) -> Iterator[str]:
-    soap = config.optim.preconditioning
-    if isinstance(soap, SoapConfig) and min(soap.basis_every.values) >= numbers.steps > 1:
+def _seldom_updated(config: RunConfig, numbers: Resolved) -> Iterator[str]:
+    kfac, table = config.optim.preconditioning, "optim.preconditioner"
+    if isinstance(kfac, SoapConfig) and min(kfac.basis_every.values) >= numbers.steps:
         yield (
-            f"optim.preconditioner.basis_every, {min(soap.basis_every.values)} steps, is as long "
-            f"as the run of {numbers.steps}: the eigenbasis of the first gradient stays"
+            f"{table}.basis_every, {min(kfac.basis_every.values)} steps, is as long as the run or "
+            "longer: the eigenbasis of the first gradient stays"
+        )
+    if not isinstance(kfac, KfacConfig):
+        return
+    for name, what in (("factor_every", "updated"), ("inverse_every", "inverted")):
+        least = min(getattr(kfac, name).values)
+        if least >= numbers.steps:
+            yield (
+                f"{table}.{name}, {least} steps, is as long as the run or longer: factors are "
+                f"{what} once, in the first step"
+            )
+    if max(kfac.inverse_every.values) < min(kfac.factor_every.values):
+        yield (
+            f"{table}.inverse_every is below factor_every: most of the inversions invert the same "
+            "factors again"
         )
 
 
@@ -221,6 +236,23 @@ def _lora_fits(config: RunConfig) -> Iterator[Problem]:
         if getattr(parallel, name) is not None:
             what = "workers exchange all weights, and adapters are only some"
             yield Problem(what, f"parallel.{name}", "leave it out, or leave model.lora out")
+
+
+def _kfac_fits(config: RunConfig) -> Iterator[Problem]:
+    """What K-FAC needs. Layers of other models than our own are checked when one is outlined."""
+    kfac, where = config.optim.preconditioning, "optim.preconditioner.type"
+    if not isinstance(kfac, KfacConfig):
+        return
+    if isinstance(config.model, GPTConfig):
+        yield from kfac.problems(config.model.linears())
+    if config.model.adapters is not None:
+        what = "K-FAC is for the weights of linear layers, and adapters leave those as they are"
+        yield Problem(what, where, "leave one of the two out")
+    if config.parallel.schedule == "zero-bubble":
+        what = (
+            "hides what K-FAC collects: it computes the gradients of weights in passes of their own"
+        )
+        yield Problem(what, "parallel.schedule", 'choose "1f1b" or "interleaved"')
 
 
 def _soap_fits(config: RunConfig) -> Iterator[Problem]:

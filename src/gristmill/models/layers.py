@@ -265,8 +265,11 @@ class MLP(nn.Module):
     def forward(self, x_BTD: torch.Tensor, context: BlockContext) -> torch.Tensor:
         x_BTD = context.comm.enter(x_BTD)
         worth = worth_fusing(x_BTD, inner=self.inner, activation=self.activation)
-        # Fused, it would compute the gradients of frozen weights, and pass adapters by.
-        if context.kernels.mlp and self.may_fuse and worth and self.up.weight.requires_grad:
+        # Fused, it would compute the gradients of frozen weights, and pass adapters and statistics
+        # of layers by.
+        watched = any(getattr(one, "statistics_on", False) for one in (self.up, self.down))
+        may_fuse = self.may_fuse and self.up.weight.requires_grad and not watched
+        if context.kernels.mlp and may_fuse and worth:
             dtype = x_BTD.dtype
             bias = None if self.up.bias is None else self.up.bias.to(dtype)
             weights = self.up.weight.to(dtype), bias, self.down.weight.to(dtype)

@@ -26,7 +26,7 @@ from torch.nn import functional
 from gristmill.base.errors import UserError
 from gristmill.base.tensor_slices import TensorSlice
 from gristmill.config.lora import LoraConfig
-from gristmill.config.roles import Role
+from gristmill.models.linears import block_linears, is_transposed, linear_shapes
 from gristmill.models.spec import ADAPTER_PARTS, CausalLM, seeded_generator
 from gristmill.models.weights import TensorParts, Weights
 
@@ -37,20 +37,19 @@ _BLOCK = 2**22
 
 def add_adapters(model: CausalLM, lora: LoraConfig) -> None:
     """Freeze a model on the meta device, and add an adapter to each of the chosen layers."""
-    layers = _linears(model)
-    sizes = {name: _sizes(module) for name, module in layers.items()}
-    if broken := list(lora.problems(sizes)):
+    layers, shapes = block_linears(model), linear_shapes(model)
+    if broken := list(lora.problems(shapes)):
         raise UserError(broken)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for name, module in layers.items():
         if lora.chosen(name):
-            inputs, outputs = sizes[name]
-            module.register_parameter(A, nn.Parameter(torch.empty(lora.rank, inputs)))
-            module.register_parameter(B, nn.Parameter(torch.empty(outputs, lora.rank)))
+            shape = shapes[name]
+            module.register_parameter(A, nn.Parameter(torch.empty(lora.rank, shape.inputs)))
+            module.register_parameter(B, nn.Parameter(torch.empty(shape.outputs, lora.rank)))
             module.lora_scale, module.lora_dropout = lora.scale, lora.dropout  # type: ignore[assignment]
             module.register_forward_hook(_add_product)
-            model.adapters[name] = _is_transposed(module)
+            model.adapters[name] = is_transposed(module)
 
 
 def draw_adapters(model: CausalLM, seed: int, names: Iterable[str]) -> None:
@@ -76,30 +75,6 @@ def keep_frozen_in(model: CausalLM, dtype: torch.dtype) -> None:
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
-
-
-def _linears(model: CausalLM) -> dict[str, nn.Module]:
-    """The linear layers of the blocks, without the small ones that are gates."""
-    roles, found = model.roles(), dict[str, nn.Module]()
-    for block in model.block_names():
-        for inner, module in model.get_submodule(block).named_modules(prefix=block):
-            linear = isinstance(module, nn.Linear) or _is_transposed(module)
-            weight = model.canonical_name(f"{inner}.weight")
-            if linear and roles.get(weight) is Role.MATRIX:
-                found[inner] = module
-    return found
-
-
-def _is_transposed(module: nn.Module) -> bool:
-    """Whether this is a layer of transformers that has its weight as inputs x outputs."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
-
-
-def _sizes(module: nn.Module) -> tuple[int, int]:
-    weight = module.weight
-    assert isinstance(weight, torch.Tensor)
-    first, second = weight.shape
-    return (first, second) if _is_transposed(module) else (second, first)
 
 
 def _add_product(module: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:

@@ -97,14 +97,19 @@ class ShardComm:
     """How a model shard communicates with the other shards. This base class is for a whole model
     and communicates nothing."""
 
-    single = True
-    """Whether there are no other shards."""
+    shards = 1
+    """How many shards share each layer."""
     forks_rng = False
     """Whether `distinct_rng` forks the random state, which a compiled graph cannot contain."""
     sequence_parallel = False
     """Whether the residual stream between blocks is sharded along the sequence."""
     attend: Callable[..., torch.Tensor] | None = None
     """Attention for context parallelism; None where this process has whole sequences."""
+
+    @property
+    def single(self) -> bool:
+        """Whether there are no other shards."""
+        return self.shards == 1
 
     def enter(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """The input of column-parallel linears, with all positions; backward sums its gradient over
@@ -122,6 +127,10 @@ class ShardComm:
     def distinct_rng(self) -> contextlib.AbstractContextManager[None]:
         """A context in which each shard draws different random numbers."""
         return contextlib.nullcontext()
+
+    def gather_features(self, x_NF: torch.Tensor) -> torch.Tensor:
+        """The features of all shards, without a gradient."""
+        return x_NF
 
     def all_max(self, x: torch.Tensor) -> torch.Tensor:
         """The element-wise maximum over all shards."""

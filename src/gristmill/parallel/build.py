@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from gristmill.base.errors import UserError
+from gristmill.config.preconditioner import KfacConfig
 from gristmill.config.resolve import Resolved
 from gristmill.config.roles import Role
 from gristmill.config.schema import RunConfig
@@ -26,12 +27,15 @@ from gristmill.models.lora import keep_frozen_in
 from gristmill.models.recompute import Recompute
 from gristmill.models.spec import CausalLM, ShardComm
 from gristmill.optim.build import build_optimizer
+from gristmill.optim.precondition.joined import PreconditionedOptimizer
+from gristmill.optim.spec import Optimizer
 from gristmill.parallel.context import heads_attention, ring_attention
 from gristmill.parallel.control import ControlGroup
 from gristmill.parallel.data_parallel import build_gradient_sync, shard_module, shard_parameters
 from gristmill.parallel.decentralized.agreement import StopAgreement
 from gristmill.parallel.decentralized.strategy import Decentralized, build_mixing
 from gristmill.parallel.decentralized.workers import WorkerSet, all_workers, worker_world
+from gristmill.parallel.kfac import build_kfac
 from gristmill.parallel.microbatches import MicroBatches, SequentialMicroBatches
 from gristmill.parallel.muon_exchange import ShardedMuonExchange
 from gristmill.parallel.offload import Offload
@@ -102,13 +106,17 @@ def _build_spmd(
             )
         offload = Offload(parameters)
     optimized = parameters if offload is None else offload.parameters
-    optimizer = build_optimizer(
+    optimizer: Optimizer = build_optimizer(
         config.optim,
         model,
         parameters={name: one.local for name, one in optimized.items()},
         compiled=config.runtime.compiles(world.device.kind),
         exchange=_muon_exchange(model, world),
     )
+    preconditioner, settings = None, config.optim.preconditioning
+    if isinstance(settings, KfacConfig):
+        preconditioner = build_kfac(settings, model, world)
+        optimizer = PreconditionedOptimizer(optimizer, preconditioner)
     return Spmd(
         config,
         model=model,
@@ -120,6 +128,7 @@ def _build_spmd(
         control=control,
         loss_scale=precision.loss_scale(),
         offload=offload,
+        preconditioner=preconditioner,
         worker=worker,
     )
 

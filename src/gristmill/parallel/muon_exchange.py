@@ -1,11 +1,12 @@
-"""Sharded matrices, gathered on the rank that orthogonalises them for Muon.
+"""Sharded matrices, gathered on the ranks that process them as a whole.
 
-    gather      each rank sends the slices that it owns to the matrix's worker
-    scatter     each worker sends every rank its slices of the result
+    gather      each rank sends the slices that it owns to the matrix's workers that lack them
+    scatter     a worker sends every rank its slices of the result
 
-Every matrix has one worker among the ranks of its pipeline stage, the largest matrices assigned
-first, so that each matrix is processed once, whether ranks hold shards or copies of it. All sizes
-follow from the layout, so only the numbers themselves are sent.
+Unless told otherwise, every matrix has one worker among the ranks of its pipeline stage, the
+largest matrices assigned first, so that each is processed once, whether ranks hold shards or copies
+of it. If it has several, each serves an equal number of consecutive ranks. All sizes follow from
+the layout, so only the numbers themselves are sent.
 """
 
 from __future__ import annotations
@@ -23,22 +24,39 @@ from gristmill.parallel.sharding import ShardLayout
 from gristmill.parallel.world import World
 
 
+def stage_ranks(world: World) -> list[int]:
+    """The ranks of this process's pipeline stage."""
+    return world.mesh.group(world.rank, *(axis for axis in world.mesh.sizes if axis != "pp"))
+
+
 class ShardedMuonExchange:
     """The exchange among the ranks of one stage; all numbers are in fp32."""
 
-    def __init__(self, layout: ShardLayout, world: World, *, names: Sequence[str]) -> None:
-        axes = [axis for axis in world.mesh.sizes if axis != "pp"]
+    def __init__(
+        self,
+        layout: ShardLayout,
+        world: World,
+        *,
+        names: Sequence[str],
+        workers: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
         self.layout, self.world, self.names = layout, world, names
-        self.ranks = world.mesh.group(world.rank, *axes)
+        self.ranks = stage_ranks(world)
+        self.workers = workers or self._one_each()
+        """The ranks that process each matrix."""
         group = world.groups.of(self.ranks)
         assert group is not None, "a single rank has nothing to exchange"
         self.group = group
 
-    @cached_property
-    def _worker(self) -> dict[str, int]:
-        """The rank that processes each matrix."""
+    def _one_each(self) -> dict[str, tuple[int, ...]]:
         largest_first = sorted(self.names, key=lambda name: (-prod(self.shape(name)), name))
-        return dict(zip(largest_first, itertools.cycle(self.ranks), strict=False))
+        pairs = zip(largest_first, itertools.cycle(self.ranks), strict=False)
+        return {name: (rank,) for name, rank in pairs}
+
+    def _server(self, name: str, rank: int) -> int:
+        """The worker that a rank gets its slices of the result from."""
+        workers = self.workers[name]
+        return workers[self.ranks.index(rank) * len(workers) // len(self.ranks)]
 
     @cached_property
     def _held(self) -> dict[tuple[str, int], tuple[ShardSlice, ...]]:
@@ -47,18 +65,25 @@ class ShardedMuonExchange:
         return {(name, rank): self.layout.slices(name, rank) for name, rank in pairs}
 
     @cached_property
-    def _owned(self) -> dict[tuple[str, int], tuple[ShardSlice, ...]]:
-        """What each rank owns of each matrix."""
-        return {
-            (name, rank): slices if self.layout.owned(name, rank) else ()
-            for (name, rank), slices in self._held.items()
-        }
+    def _taken(self) -> dict[tuple[str, int, int], tuple[ShardSlice, ...]]:
+        """What each worker of a matrix takes from each rank: its own slices from itself, and from
+        every other rank those that it owns and the worker does not hold."""
+        found = {}
+        for name in self.names:
+            for worker, rank in itertools.product(self.workers[name], self.ranks):
+                held = self._held[name, rank]
+                if rank != worker:
+                    here = {one.whole for one in self._held[name, worker]}
+                    owned = held if self.layout.owned(name, rank) else ()
+                    held = tuple(one for one in owned if one.whole not in here)
+                found[name, worker, rank] = held
+        return found
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.layout.shapes[name]
 
     def computes(self, name: str) -> bool:
-        return self._worker[name] == self.world.rank
+        return self.world.rank in self.workers[name]
 
     def gather(
         self, names: Sequence[str], shards: Sequence[torch.Tensor]
@@ -69,11 +94,11 @@ class ShardedMuonExchange:
         for other in self.ranks:
             to_other, from_other = [], []
             for place in self._places(names, other):
-                owned = self._owned[names[place], me]
-                to_other += [shards[place][one.local.slices] for one in owned]
+                taken = self._taken[names[place], other, me]
+                to_other += [shards[place][one.local.slices] for one in taken]
             for place in mine:
-                owned = self._owned[names[place], other]
-                from_other += [whole[place][one.whole.slices] for one in owned]
+                taken = self._taken[names[place], me, other]
+                from_other += [whole[place][one.whole.slices] for one in taken]
             send.append(to_other)
             targets.append(from_other)
         self._exchange(send, targets)
@@ -96,10 +121,14 @@ class ShardedMuonExchange:
         for other in self.ranks:
             to_other, from_other = [], []
             for place, direction in directions.items():
+                if self._server(names[place], other) != me:
+                    continue
                 held = self._held[names[place], other]
                 to_other += [direction[one.whole.slices] for one in held]
                 to_other += [moments[place]] if moments else []
             for place in self._places(names, other):
+                if self._server(names[place], me) != other:
+                    continue
                 held = self._held[names[place], me]
                 from_other += [result[place][one.local.slices] for one in held]
                 from_other += [moments[place]] if moments else []
@@ -110,7 +139,7 @@ class ShardedMuonExchange:
 
     def _places(self, names: Sequence[str], rank: int) -> list[int]:
         """Which of these matrices a rank processes."""
-        return [place for place, name in enumerate(names) if self._worker[name] == rank]
+        return [place for place, name in enumerate(names) if rank in self.workers[name]]
 
     def _exchange(self, send: list[list[torch.Tensor]], targets: list[list[torch.Tensor]]) -> None:
         """Send each rank its tensors, and copy what each rank sends here to its targets."""

@@ -2,9 +2,8 @@
 
     accumulate   forward and backward over the micro-batches, with gradient synchronisation
     update       reduce         the gradients that synchronisation does not cover
-                 unscale        if a preconditioner needs true gradients
-                 precondition
                  norm           of the whole gradient, all-reduced with loss and stop requests
+                 unscale, precondition, and the norm of the result, if there is a preconditioner
                  clip           as a divisor
                  step           or skip, if loss or gradient is not finite or above its limit
 
@@ -38,13 +37,15 @@ from gristmill.parallel.offload import Offload
 from gristmill.parallel.precision import LossScale
 from gristmill.parallel.sharding import ShardedParameters, owned_squares
 from gristmill.parallel.step import (
+    Decision,
+    clip_preconditioned,
     count_tokens,
     decide,
     divide_batches,
     shard_sequences,
     step_seed,
 )
-from gristmill.parallel.strategy import Preconditioner, StepLimits, StepResult
+from gristmill.parallel.strategy import Preconditioner, StepLimits, StepResult, StepStatistics
 from gristmill.parallel.sync_timing import SyncTimer
 from gristmill.parallel.world import World
 
@@ -80,6 +81,7 @@ class Spmd:
         self.clip, self.seed, self.worker = config.train.clip, config.train.seed, worker
         self._everyone = world.groups.along(*world.mesh.sizes)
         self._timer: SyncTimer | None = None
+        self._counted: torch.Tensor | None = None
         # All tp ranks compute the same loss: one of them reports it.
         self._reports_loss = model.shard.last and world.at["tp"] == 0
         self._partial = self._partial_gradients()
@@ -105,6 +107,8 @@ class Spmd:
         self._timer = None if self._everyone is None else SyncTimer(self.world.device)
         done = None if self._timer is None else self._timer.done
         self.model.train()
+        if self.preconditioner is not None:
+            self.preconditioner.begin(progress)
         if self.model.config.drops:
             # tp ranks draw the same numbers, unless they have different positions.
             at = self.world.at
@@ -118,6 +122,7 @@ class Spmd:
             group=self.world.groups.along("dp_replicate", "dp_shard"),
             device=self.world.device.torch_device,
         )
+        self._counted = counted
         scale = 1.0 / counted
         if self.loss_scale is not None:
             scale = scale * self.loss_scale.scale
@@ -138,16 +143,12 @@ class Spmd:
         self.sync.finish()
         for parameters, group in self._partial:
             sum_together([p.grad for p in parameters if p.grad is not None], group)
-        scale = result.loss_scale
-        if self.preconditioner is not None:
-            if scale is not None:
-                local = [one.local.grad for one in self.sync.parameters.values()]
-                torch._foreach_div_([gradient for gradient in local if gradient is not None], scale)
-            self.preconditioner.apply(self.sync.parameters)
-            scale = None
         loss, squares, stops = self._agree(result.loss, stop)
         waited = None if self._timer is None else self._timer.end()
-        decision = decide(loss, squares, scale=scale, clip=self.clip, limits=limits)
+        decision = decide(loss, squares, scale=result.loss_scale, clip=self.clip, limits=limits)
+        if self.preconditioner is not None:
+            squares = self._precondition(self.preconditioner, result, decision)
+            decision = clip_preconditioned(decision, squares, clip=self.clip)
         if self.offload is not None:
             self.offload.step(self.optimizer, divisor=decision.divisor, skip=decision.skip)
         else:
@@ -163,6 +164,23 @@ class Spmd:
             stops=stops,
             waited=waited,
         )
+
+    def _precondition(
+        self, preconditioner: Preconditioner, result: StepResult, decision: Decision
+    ) -> torch.Tensor:
+        """Replace the gradients; returns the squared norm of the new ones."""
+        scale, parameters = result.loss_scale, self.sync.parameters
+        if scale is not None:
+            local = [one.local.grad for one in parameters.values()]
+            torch._foreach_div_([gradient for gradient in local if gradient is not None], scale)
+        assert self._counted is not None
+        lr = self.optimizer.param_groups[0]["lr"]
+        step = StepStatistics(decision.skip, result.tokens, self._counted, scale, lr)
+        preconditioner.apply(parameters, step)
+        squares = owned_squares(parameters)
+        if self._everyone is not None:
+            dist.all_reduce(squares, group=self._everyone)
+        return squares
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:

@@ -55,6 +55,16 @@ def decide(
     return Decision(norm, divisor, skip.float(), overflow)
 
 
+def clip_preconditioned(decision: Decision, squares: torch.Tensor, *, clip: float) -> Decision:
+    """The decision of a step whose gradients were unscaled and preconditioned after it was made,
+    given the squared norm that they have now. The norm of the plain gradient remains."""
+    norm = squares.sqrt()
+    finite = torch.isfinite(norm)
+    excess = (norm / clip).clamp(min=1.0) if clip else torch.ones_like(norm)
+    skip = torch.maximum(decision.skip, (~finite).float())
+    return decision._replace(divisor=torch.where(finite, excess, 1.0), skip=skip)
+
+
 def count_tokens(
     batches: Sequence[Batch], *, ranks: int, group: dist.ProcessGroup | None, device: torch.device
 ) -> torch.Tensor:

@@ -71,10 +71,28 @@ class StepResult:
     """None if all processes hold the same weights."""
 
 
-class Preconditioner(Protocol):
-    """Replaces gradients before their norm is taken."""
+class StepStatistics(NamedTuple):
+    """What a preconditioner needs to know about a step."""
 
-    def apply(self, parameters: ShardedParameters) -> None:
+    skip: torch.Tensor
+    """1 if the step will not change the weights."""
+    positions: int
+    """Positions in the micro-batches of all processes."""
+    counted: torch.Tensor
+    """Tokens that count in the loss, which is divided by their number."""
+    loss_scale: torch.Tensor | None
+    """What the loss was multiplied by; gradients are already divided by it."""
+    lr: float
+
+
+class Preconditioner(CheckpointState, Protocol):
+    """Replaces gradients before they are clipped."""
+
+    def begin(self, progress: Progress) -> None:
+        """Called before the forward passes of a step."""
+        ...
+
+    def apply(self, parameters: ShardedParameters, step: StepStatistics) -> None:
         """Change this process's gradients in place."""
         ...
 

@@ -33,8 +33,6 @@ _scatter = getattr(functional, "reduce_scatter_single", None) or functional.redu
 class TensorParallelComm(ShardComm):
     """Communication among the ranks that share layers."""
 
-    single = False
-
     def __init__(
         self,
         group: dist.ProcessGroup,
@@ -44,6 +42,7 @@ class TensorParallelComm(ShardComm):
         attend: Callable[..., torch.Tensor] | None = None,
     ) -> None:
         self.group, self.sequence_parallel = group, sequence_parallel
+        self.shards = group.size()
         # With sequence parallelism all random numbers differ already.
         self.forks_rng = dropout and not sequence_parallel
         self.attend = attend
@@ -63,6 +62,9 @@ class TensorParallelComm(ShardComm):
 
     def distinct_rng(self) -> contextlib.AbstractContextManager[None]:
         return _rng_of_rank(self.group.rank()) if self.forks_rng else contextlib.nullcontext()
+
+    def gather_features(self, x_NF: torch.Tensor) -> torch.Tensor:
+        return functional.wait_tensor(_gather(x_NF.contiguous(), 1, self.group))
 
     def all_max(self, x: torch.Tensor) -> torch.Tensor:
         return _communicate(x, "max", self.group)

@@ -18,10 +18,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from gristmill.config.linears import LinearShape
 from gristmill.config.model import GATE_FEATURES, GPTConfig
 from gristmill.config.parallel import ParallelConfig
 from gristmill.config.roles import Role
 from gristmill.config.schema import RunConfig
+from gristmill.plan.preconditioner import preconditioner_bytes
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,8 @@ def count_adapters(model: GPTConfig) -> int:
     lora = model.lora
     if lora is None:
         return 0
-    return sum(lora.rank * sum(one) for name, one in model.linears().items() if lora.chosen(name))
+    chosen = (shape for name, shape in model.linears().items() if lora.chosen(name))
+    return sum(lora.rank * (shape.inputs + shape.outputs) for shape in chosen)
 
 
 def gpt_size(config: RunConfig, *, rows: int, workers: int = 1) -> ModelSize:
@@ -153,21 +156,27 @@ def gpt_size(config: RunConfig, *, rows: int, workers: int = 1) -> ModelSize:
     if config.model.lora is not None:
         by_role = {Role.MATRIX: count_adapters(config.model)}
         return replace(
-            model_size(config, by_role, frozen=size),
+            model_size(config, by_role, linears={}, frozen=size),
             # Our own layers would cast them at each use.
             frozen_bytes=4 if config.precision.compute == "fp32" else 2,
         )
     matrices = config.model.layers * block_matrices(config.model)
     by_role = {Role.MATRIX: matrices, Role.EMBEDDING: size - matrices}
-    return model_size(config, by_role, workers=workers)
+    return model_size(config, by_role, linears=config.model.linears(), workers=workers)
 
 
 def model_size(
-    config: RunConfig, by_role: Mapping[Role, int], *, frozen: int = 0, workers: int = 1
+    config: RunConfig,
+    by_role: Mapping[Role, int],
+    *,
+    linears: Mapping[str, LinearShape],
+    frozen: int = 0,
+    workers: int = 1,
 ) -> ModelSize:
     """The same for any model, from the number of trained parameters of each role and of those that
-    are frozen."""
+    are frozen, and its linear layers."""
     state = sum(config.optim.state_bytes(role) * count for role, count in by_role.items())
+    state += preconditioner_bytes(config.optim, linears)
     copies = exchange_copies(config.parallel)
     return ModelSize(
         frozen + sum(by_role.values()), state, copies, workers if copies else 1, frozen

@@ -21,6 +21,7 @@ from gristmill.checkpoint.state_file import STATE
 from gristmill.checkpoint.writer import CheckpointWriter, require_checkpoint_room
 from gristmill.config.model import GPTConfig
 from gristmill.config.parallel import Mesh
+from gristmill.config.preconditioner import PreconditionerConfig
 from gristmill.config.resolve import Resolved, resolve
 from gristmill.config.schema import DataConfig, RunConfig
 from gristmill.data.build import OrderSpec, build_rules, build_stream, order_identity
@@ -31,6 +32,7 @@ from gristmill.data.documents import DocumentRules
 from gristmill.data.loader import Loader, validation_batches
 from gristmill.evaluate.tasks.run import OpenTask, TaskOptions, open_tasks
 from gristmill.models.build import outline_model
+from gristmill.models.linears import linear_shapes
 from gristmill.models.spec import CausalLM
 from gristmill.parallel.build import build_strategy
 from gristmill.parallel.control import ControlGroup
@@ -184,7 +186,8 @@ def _model_size(config: RunConfig, numbers: Resolved, mesh: Mesh) -> ModelSize:
         return gpt_size(config, rows=numbers.padded_vocab, workers=mesh.dp_replicate)
     outline = outline_model(config.model, vocab=numbers.vocab, pad_for=mesh.tp)
     sizes = outline.size_by_role()
-    return model_size(config, sizes, frozen=outline.base_size(), workers=mesh.dp_replicate)
+    linears, frozen = linear_shapes(outline), outline.base_size()
+    return model_size(config, sizes, linears=linears, frozen=frozen, workers=mesh.dp_replicate)
 
 
 def require_memory(config: RunConfig, size: ModelSize, world: World) -> None:
@@ -253,6 +256,13 @@ def _require_room_for(tokenizer: Tokenizer, config: RunConfig) -> None:
         )
 
 
+def _preconditioner_identity(settings: PreconditionerConfig | None) -> dict[str, Any]:
+    """What decides which state a preconditioner has."""
+    names = ("type", "method", "sides")
+    values = {name: getattr(settings, name, None) for name in names}
+    return {f"optim.preconditioner.{n}": value for n, value in values.items() if value is not None}
+
+
 def _identity(
     config: RunConfig,
     numbers: Resolved,
@@ -281,7 +291,8 @@ def _identity(
         **data_seed,
         **order_identity(config.data, data.train, _order_spec(config.data, numbers)),
         "train.seed": config.train.seed,
-        **{f"optim.{name}": value for name, value in config.optim.identity().items()},
+        "optim.type": config.optim.type,
+        **_preconditioner_identity(config.optim.preconditioning),
     }
 
 

@@ -25,6 +25,7 @@ from gristmill.config.resolve import Resolved
 from gristmill.config.rules import check_mesh, doubts
 from gristmill.config.schema import RunConfig
 from gristmill.data.content_check import ContentCheck
+from gristmill.models.linears import linear_shapes
 from gristmill.optim.schedule import build_schedule
 from gristmill.parallel.control import ControlGroup
 from gristmill.parallel.device import memory_explained
@@ -32,6 +33,7 @@ from gristmill.parallel.elastic.membership import ViewChangedError
 from gristmill.parallel.liveness.monitor import Monitor
 from gristmill.parallel.liveness.verdict import Limits
 from gristmill.parallel.world import World, close_world, open_world
+from gristmill.plan.preconditioner import describe_preconditioner
 from gristmill.track.folder import RunFolder, move_aside, run_folder
 from gristmill.train.assemble import (
     Assembly,
@@ -304,6 +306,8 @@ def _announce(parts: Assembly, tracker: Tracker, resumed: Resumed) -> None:
         tracker.say(_mesh_table(parts))
     if parts.state.workers:
         tracker.say(parts.config.parallel.described_exchange)
+    if (cost := _preconditioner_cost(parts)) is not None:
+        tracker.say(cost)
     if resumed.checkpoint is not None:
         tracker.say(f"resuming from {resumed.checkpoint.name}")
     elif parts.config.model.initial_weights is not None:
@@ -315,6 +319,14 @@ def _announce(parts: Assembly, tracker: Tracker, resumed: Resumed) -> None:
         tracker.say(note, level="warning")
     if parts.control.is_rank0:
         parts.folder.write_status("running", step=state.progress.steps, steps=numbers.steps)
+
+
+def _preconditioner_cost(parts: Assembly) -> str | None:
+    """Memory and communication of the preconditioner, in words."""
+    mesh, alone = parts.world.mesh, parts.config.parallel.decentralized
+    processes = mesh.processes // mesh.pp // (mesh.dp_replicate if alone else 1)
+    linears = linear_shapes(parts.strategy.model)
+    return describe_preconditioner(parts.config.optim, linears, processes=processes)
 
 
 def _mesh_table(parts: Assembly) -> str:

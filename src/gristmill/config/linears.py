@@ -1,4 +1,4 @@
-"""Choosing linear layers by name.
+"""The linear layers of a model: their shapes, and choosing some by name.
 
 A pattern is a name with * and ? for any characters; the beginning of a name may be left out.
 """
@@ -9,9 +9,23 @@ import difflib
 import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from pydantic import Field
+
+
+class LinearShape(NamedTuple):
+    """The shape of a linear layer."""
+
+    inputs: int
+    parts: tuple[int, ...]
+    """Outputs of each of the matrices that are stacked in its weight; usually one."""
+    biased: bool
+
+    @property
+    def outputs(self) -> int:
+        return sum(self.parts)
+
 
 LayerPatterns = Annotated[tuple[str, ...], Field(strict=False)]
 
