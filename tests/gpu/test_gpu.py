@@ -122,6 +122,24 @@ def test_muon_compiled_and_not(make_run: MakeRun) -> None:
     assert plain[-1] < plain[0] - 0.5
 
 
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_soap_waits_for_the_device_in_its_first_step_only(make_run: MakeRun, kind: str) -> None:
+    config = make_run(f"optim.type={kind}", 'optim.preconditioner.type="soap"')
+    model = build_model(config.model, vocab=257, device=torch.device("cuda"))
+    model.initialise(1)
+    named = dict(model.named_parameters())
+    optimizer = build_optimizer(config.optim, model, parameters=named)
+    divisor = torch.tensor(4.0, device="cuda")
+    for step in range(6):
+        for parameter in named.values():
+            parameter.grad = torch.randn_like(parameter)
+        skip = torch.tensor(float(step == 3), device="cuda")
+        torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
+        optimizer.step(divisor=divisor, skip=skip)
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.isfinite(one.value).all() for one in optimizer.entries())
+
+
 @pytest.mark.parametrize("kind", ["accum-adamw", "accum-adam"])
 def test_accumulated_moments_never_wait_for_the_device(make_run: MakeRun, kind: str) -> None:
     """And move weights as they do on the CPU, over skipped steps too."""

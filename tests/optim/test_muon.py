@@ -18,9 +18,10 @@ from gristmill.config.resolve import resolve
 from gristmill.config.roles import Role
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
-from gristmill.optim import muon
+from gristmill.optim import compiled as compiled_steps
+from gristmill.optim import matrix
 from gristmill.optim.build import build_optimizer
-from gristmill.optim.muon import Muon
+from gristmill.optim.matrix import MatrixOptimizer
 from gristmill.optim.orthogonal import POLAR_EXPRESS, QUINTIC
 from gristmill.optim.schedule import build_schedule
 
@@ -40,9 +41,9 @@ def named(network: GPT) -> dict[str, torch.nn.Parameter]:
     return dict(network.named_parameters())
 
 
-def optimizer(network: GPT, **settings: Any) -> Muon:
+def optimizer(network: GPT, **settings: Any) -> MatrixOptimizer:
     built = build_optimizer(MuonConfig(**settings), network, parameters=named(network))
-    assert isinstance(built, Muon)
+    assert isinstance(built, MatrixOptimizer)
     return built
 
 
@@ -61,7 +62,7 @@ def copied(network: GPT) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
 
 
-def state_of(built: Muon) -> list[torch.Tensor]:
+def state_of(built: MatrixOptimizer) -> list[torch.Tensor]:
     return [value.clone() for kinds in built.state.values() for value in kinds.values()]
 
 
@@ -187,7 +188,7 @@ def test_a_group_in_pieces_moves_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> 
     whole, parted = model(layers=5), model(layers=5)
     for network in (whole, parted):
         if network is parted:
-            monkeypatch.setattr(muon, "PIECE", 2 * 48 * 16)
+            monkeypatch.setattr(matrix, "PIECE", 2 * 48 * 16)
         built = optimizer(network, normalise="neurons")
         for step in range(2):
             give_gradients(network, step)
@@ -198,7 +199,7 @@ def test_a_group_in_pieces_moves_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_pieces_are_few_and_even() -> None:
     for count, size, lengths in ((7, 2**18, [7]), (9, 2**25, [3, 3, 3]), (2, 2**28, [1, 1])):
-        pieces = muon._pieces(range(count), size=size)
+        pieces = matrix._pieces(range(count), size=size)
         assert [len(piece) for piece in pieces] == lengths
 
 
@@ -207,7 +208,7 @@ def test_a_compiled_step_is_made_once_and_does_the_same(monkeypatch: pytest.Monk
     from torch._dynamo.utils import counters
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    muon._compiled.cache_clear()
+    compiled_steps._compiled.cache_clear()
     counters.clear()
     plain, traced = model(kv_heads=1), model(kv_heads=1)
     settings = MuonConfig(normalise="neurons", cautious=True)
@@ -220,7 +221,7 @@ def test_a_compiled_step_is_made_once_and_does_the_same(monkeypatch: pytest.Monk
                     group["momentum"] = 0.8 + step / 30
             give_gradients(network, step)
             built.step(divisor=torch.tensor(1.0 + step), skip=torch.tensor(step % 2.0))
-    muon._compiled.cache_clear()
+    compiled_steps._compiled.cache_clear()
     assert counters["stats"]["unique_graphs"] == 4  # qkv, out, up, down
     for one, two in zip(plain.parameters(), traced.parameters(), strict=True):
         torch.testing.assert_close(one, two, rtol=0, atol=1e-6)

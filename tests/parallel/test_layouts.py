@@ -216,6 +216,31 @@ def test_copies_and_shares_are_equal_to_the_bit(crowd: Crowd) -> None:
     assert copies == shares == whole_gradients
 
 
+SOAP = (
+    'optim.preconditioner.type="soap"',
+    "optim.preconditioner.eps=1e-4",
+    # The longer side of the MLP has more directions than the first gradient, and those that are
+    # left over are nothing but rounding.
+    "optim.preconditioner.max_dim=32",
+)
+
+
+@pytest.mark.parametrize(
+    ("base", "far"), [(("optim.eps=1e-4",), 2e-4), (GPT2, 1e-3)], ids=["adamw", "muon"]
+)
+def test_soap_does_the_same_on_two_processes(
+    crowd: Crowd, base: tuple[str, ...], far: float
+) -> None:
+    """One of them computes each matrix, whether they hold copies or shards of it. Rounding grows
+    as fast on one process, with another number of micro-batches."""
+    words = (*base, *SOAP, "train.clip=0", "train.accumulate=1")
+    (alone,) = losses_of([()], words, 6)
+    copies, shares, tensor = crowd(2, losses_of, [(), SHARES, ("parallel.tp=2",)], words, 6)[0]
+    assert copies == shares
+    assert copies == pytest.approx(alone, rel=0, abs=far)
+    assert tensor == pytest.approx(alone, rel=0, abs=far)
+
+
 def test_sums_in_a_narrow_format_stay_close(crowd: Crowd) -> None:
     (exact,) = losses_of([()], (), 4)
     for narrow in crowd(2, losses_of, [(), SHARES], ('precision.reduce="bf16"',), 4)[0]:

@@ -64,6 +64,12 @@ def go_on(config: RunConfig, stop_at: int | None, asked: int | None = None) -> i
         StopRequest.check_time = real  # type: ignore[method-assign]
 
 
+SOAP = (
+    'optim.preconditioner.type="soap"',
+    "optim.preconditioner.basis_every=2",
+    "optim.preconditioner.eps=1e-4",
+)
+
 LAYOUTS = [
     (1, ""),
     (2, "dp_shard=2"),
@@ -87,6 +93,7 @@ def settings_with(optimizer: str, *, steps: int) -> list[str]:
         "adamw": ("model.tie_head=true",),
         "muon": ('optim.type="muon"', 'optim.normalise="neurons"', "model.tie_head=false"),
         "accum": ('optim.type="accum-adamw"', "optim.accum=2", "optim.eps=1e-4"),
+        "soap": ('optim.type="muon"', *SOAP),
         "kfac": (*KFAC, "optim.preconditioner.damping=0.1", "optim.eps=1e-4"),
     }[optimizer]
     usual = [word for word in SETTINGS if optimizer == "adamw" or "eps" not in word]
@@ -95,7 +102,10 @@ def settings_with(optimizer: str, *, steps: int) -> list[str]:
 
 @pytest.mark.parametrize(
     "optimizer",
-    ["adamw", *(pytest.param(one, marks=pytest.mark.slow) for one in ("muon", "accum", "kfac"))],
+    [
+        "adamw",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("muon", "accum", "kfac", "soap")),
+    ],
 )
 def test_a_run_moves_from_layout_to_layout(
     crowd: Crowd, make_run: MakeRun, tmp_path: Path, runs: Runs, optimizer: str
@@ -210,6 +220,32 @@ def test_the_same_layout_goes_on_to_the_bit(
     assert answers == [int(Exit.STOPPED)] * processes, "one process was asked, and all stopped"
     assert stored_steps(tmp_path / "halves") == [3]
     crowd(processes, go_on, make_run(*settings, folder="halves"), None)
+    assert_same(tmp_path, runs)
+
+
+@pytest.mark.parametrize("layout", ["dp_replicate=2", "dp_shard=2"])
+def test_soap_goes_on_to_the_bit_between_two_refreshes(
+    crowd: Crowd, make_run: MakeRun, tmp_path: Path, runs: Runs, layout: str
+) -> None:
+    """What one process computes a matrix with is stored once, and read by that process only."""
+    settings = (*settings_with("soap", steps=6), "model.layers=2", *words(layout))
+    crowd(2, go_on, make_run(*settings, folder="whole"), None)
+    crowd(2, go_on, make_run(*settings, folder="halves"), 2)
+    assert stored_steps(tmp_path / "halves")[-1] == 3
+    shutil.copytree(tmp_path / "halves", tmp_path / "alone")
+    crowd(2, go_on, make_run(*settings, folder="halves"), None)
+    assert_same(tmp_path, runs)
+    alone = settings_with("soap", steps=6)
+    assert go_on(make_run(*alone, "model.layers=2", folder="alone"), None) == Exit.DONE
+    for one, other in zip(
+        runs.history(tmp_path / "whole"), runs.history(tmp_path / "alone"), strict=True
+    ):
+        if "loss" in one:
+            assert other["loss"] == pytest.approx(one["loss"], abs=2e-5)
+
+
+def assert_same(tmp_path: Path, runs: Runs) -> None:
+    """The folders "whole" and "halves" hold the same numbers."""
     assert runs.history(tmp_path / "whole") == runs.history(tmp_path / "halves")
     one, other = (newest(tmp_path / name) for name in ("whole", "halves"))
     for kind in ("model", "optimizer"):

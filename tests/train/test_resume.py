@@ -39,6 +39,7 @@ def events(folder: Path) -> str:
     return "\n".join(record.text for record in records if isinstance(record, EventRecord))
 
 
+SOAP = 'optim.preconditioner.type="soap"'
 KFAC = (
     'optim.preconditioner.type="kfac"',
     # So that runs are stopped between two updates of both.
@@ -64,10 +65,13 @@ KFAC = (
         [*KFAC],
         [*KFAC, 'optim.preconditioner.method="inverse"', 'precision.compute="fp16"'],
         [*KFAC, 'optim.type="muon"', 'optim.preconditioner.sides="input"'],
+        ['optim.type="sgd"'],
+        [SOAP, "optim.preconditioner.basis_every=3"],
+        [SOAP, 'optim.type="muon"', 'precision.compute="fp16"', "precision.loss_scale.window=2"],
     ],
     ids=(
         "plain dropout accumulate bf16 fp16 foreground muon muon-heads muon-fp16 accum accum-fp16 "
-        "kfac kfac-fp16 kfac-muon"
+        "kfac kfac-fp16 kfac-muon sgd soap soap-muon-fp16"
     ).split(),
 )
 def test_stopped_and_resumed_equals_uninterrupted(
@@ -263,6 +267,7 @@ def test_all_checkpoints_damaged_is_an_error_that_changes_nothing(
         ("model.layers=3", "model.layers: was 2 and is now 3"),
         ("train.seed=2", "train.seed: was 1337 and is now 2"),
         ('optim.type="muon"', "optim.type: was 'adamw' and is now 'muon'"),
+        (SOAP, "optim.preconditioner.type: was None and is now 'soap'"),
         ("data.sequence=12", "data.sequence: was 24 and is now 12"),
         ('data.split="80,20"', "data.split (tokens): was"),
     ],

@@ -16,9 +16,14 @@ from gristmill.base.units import parse_split
 from gristmill.config.hf_model import NULL, HFConfig, positions
 from gristmill.config.layouts import layout_problems, ramp_problems
 from gristmill.config.model import GPTConfig
-from gristmill.config.optim import InverseSqrtSchedule, MuonConfig, WarmupStableDecaySchedule
+from gristmill.config.optim import (
+    InverseSqrtSchedule,
+    MuonConfig,
+    SGDConfig,
+    WarmupStableDecaySchedule,
+)
 from gristmill.config.parallel import Mesh, build_mesh
-from gristmill.config.preconditioner import KfacConfig
+from gristmill.config.preconditioner import KfacConfig, SoapConfig
 from gristmill.config.resolve import Resolved, divisors, nearest, portions, resolve
 from gristmill.config.roles import Ability, Role
 from gristmill.config.schema import DataConfig, RunConfig
@@ -42,6 +47,7 @@ def check(
         _model_is_able,
         _lora_fits,
         _kfac_fits,
+        _soap_fits,
         _batch_fits,
         _offload_acts,
         _data_fits,
@@ -91,10 +97,14 @@ def _long_rise(config: RunConfig, numbers: Resolved) -> list[str]:
 
 
 def _seldom_updated(config: RunConfig, numbers: Resolved) -> Iterator[str]:
-    kfac = config.optim.preconditioning
+    kfac, table = config.optim.preconditioning, "optim.preconditioner"
+    if isinstance(kfac, SoapConfig) and min(kfac.basis_every.values) >= numbers.steps:
+        yield (
+            f"{table}.basis_every, {min(kfac.basis_every.values)} steps, is as long as the run or "
+            "longer: the eigenbasis of the first gradient stays"
+        )
     if not isinstance(kfac, KfacConfig):
         return
-    table = "optim.preconditioner"
     for name, what in (("factor_every", "updated"), ("inverse_every", "inverted")):
         least = min(getattr(kfac, name).values)
         if least >= numbers.steps:
@@ -243,6 +253,21 @@ def _kfac_fits(config: RunConfig) -> Iterator[Problem]:
             "hides what K-FAC collects: it computes the gradients of weights in passes of their own"
         )
         yield Problem(what, "parallel.schedule", 'choose "1f1b" or "interleaved"')
+
+
+def _soap_fits(config: RunConfig) -> Iterator[Problem]:
+    if not isinstance(config.optim.preconditioning, SoapConfig):
+        return
+    where = "optim.preconditioner.type"
+    if isinstance(config.optim, SGDConfig):
+        what = "SOAP is Adam in another basis, and SGD has no second moment to put there"
+        yield Problem(what, where, 'set optim.type to "adamw" or "muon", or use "kfac"')
+    if config.model.adapters is not None:
+        what = "SOAP is made for whole matrices, and adapters are factors of a small one"
+        yield Problem(what, where, "leave optim.preconditioner or model.lora out")
+    if config.runtime.offload is not None and config.optim.steps_on_host:
+        what = "a step with SOAP would take far too long on the host"
+        yield Problem(what, "runtime.offload", "remove it, or leave optim.preconditioner out")
 
 
 def _batch_fits(config: RunConfig) -> Iterator[Problem]:
@@ -429,10 +454,17 @@ def _muon_fits(config: RunConfig, written: Written) -> Iterator[Problem]:
         yield Problem(what, "optim.lr", "give a rate as for AdamW, such as 6e-4")
 
 
+def _sgd_fits(config: RunConfig, written: Written) -> Iterator[Problem]:
+    assert isinstance(config.optim, SGDConfig)
+    if config.optim.nesterov and config.optim.momentum == 0:
+        yield no_effect("optim.nesterov", "when optim.momentum is zero", "remove one of the two")
+
+
 _OF_KIND: dict[type[Settings], Callable[[RunConfig, Written], Iterator[Problem]]] = {
     GPTConfig: _gpt_fits,
     HFConfig: _hf_fits,
     MuonConfig: _muon_fits,
+    SGDConfig: _sgd_fits,
 }
 """The rules of one kind of model or optimizer."""
 

@@ -50,21 +50,28 @@ def decay_groups(
     roles: Mapping[str, Role],
 ) -> list[dict[str, Any]]:
     """Two groups: parameters that decay, and vectors, which do not."""
-    decays = {True: config.weight_decay, False: 0.0}
+    decaying, still = members_by_decay(parameters, roles=roles)
     return [
         {
-            "params": [
-                parameter
-                for name, parameter in parameters.items()
-                if (roles[name] is not Role.VECTOR) is decayed
-            ],
+            "params": members,
             "lr": config.lr,
             "betas": (config.beta1, config.beta2),
             "eps": config.eps,
             "weight_decay": decay,
         }
-        for decayed, decay in decays.items()
+        for members, decay in ((decaying, config.weight_decay), (still, 0.0))
     ]
+
+
+def members_by_decay(
+    parameters: Mapping[str, nn.Parameter], *, roles: Mapping[str, Role]
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Parameters that decay, and vectors, which do not."""
+    decaying, still = (
+        [one for name, one in parameters.items() if (roles[name] is not Role.VECTOR) is decays]
+        for decays in (True, False)
+    )
+    return decaying, still
 
 
 def adam_step(

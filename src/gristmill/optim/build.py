@@ -14,11 +14,14 @@ from gristmill.config.optim import (
     AdamWConfig,
     MuonConfig,
     OptimizerConfig,
+    SGDConfig,
 )
+from gristmill.config.preconditioner import SoapConfig
 from gristmill.config.roles import Role
 from gristmill.optim.accum import AccumAdam
 from gristmill.optim.adamw import AdamW
-from gristmill.optim.muon import Muon, MuonExchange
+from gristmill.optim.matrix import MatrixExchange, MatrixOptimizer
+from gristmill.optim.sgd import SGD
 from gristmill.optim.spec import Optimizer
 
 
@@ -42,26 +45,37 @@ class OptimizerInputs:
     model: DescribedModel
     compiled: bool | None
     """Whether to compile its step; None compiles on CUDA only."""
-    exchange: MuonExchange | None
+    exchange: MatrixExchange | None
     """Communication with the processes that hold other shards of the same matrices."""
 
 
-OPTIMIZERS: dict[type[OptimizerConfig], Callable[[OptimizerInputs], Optimizer]] = {
-    AdamWConfig: lambda given: AdamW(given.config, given.parameters, roles=given.model.roles()),
-    MuonConfig: lambda given: Muon(
+def _build_adamw(given: OptimizerInputs) -> Optimizer:
+    if isinstance(given.config.preconditioner, SoapConfig):
+        return _build_matrix_optimizer(given)
+    return AdamW(given.config, given.parameters, roles=given.model.roles())
+
+
+def _build_matrix_optimizer(given: OptimizerInputs) -> Optimizer:
+    return MatrixOptimizer(
         given.config,
         given.parameters,
         roles=given.model.roles(),
         stacked_rows=given.model.stacked_rows(),
         compiled=given.compiled,
         exchange=given.exchange,
-    ),
-    AccumAdamWConfig: lambda given: AccumAdam(
-        given.config, given.parameters, roles=given.model.roles()
-    ),
-    AccumAdamConfig: lambda given: AccumAdam(
-        given.config, given.parameters, roles=given.model.roles()
-    ),
+    )
+
+
+def _build_accum(given: OptimizerInputs) -> Optimizer:
+    return AccumAdam(given.config, given.parameters, roles=given.model.roles())
+
+
+OPTIMIZERS: dict[type[OptimizerConfig], Callable[[OptimizerInputs], Optimizer]] = {
+    AdamWConfig: _build_adamw,
+    SGDConfig: lambda given: SGD(given.config, given.parameters, roles=given.model.roles()),
+    MuonConfig: _build_matrix_optimizer,
+    AccumAdamWConfig: _build_accum,
+    AccumAdamConfig: _build_accum,
 }
 
 
@@ -71,7 +85,7 @@ def build_optimizer(
     *,
     parameters: Mapping[str, nn.Parameter],
     compiled: bool | None = None,
-    exchange: MuonExchange | None = None,
+    exchange: MatrixExchange | None = None,
 ) -> Optimizer:
     """The optimizer of a run, over the parameters that require gradients."""
     trained = {name: one for name, one in parameters.items() if one.requires_grad}

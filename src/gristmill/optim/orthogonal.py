@@ -1,4 +1,5 @@
-"""The arithmetic of Muon: one function that updates many equal matrices at once.
+"""The arithmetic of Muon: one function that updates many equal matrices at once. Without the
+iteration it is that of momentum alone, for directions which something else has whitened.
 
 For each matrix W (R, C) with gradient g, momentum mu, rate lr and shape factor s:
 
@@ -69,18 +70,18 @@ def build_iteration(
 def orthogonalise(x_NRC: torch.Tensor, iteration: Iteration) -> torch.Tensor:
     """Each matrix with its singular values moved close to 1, in the iteration's dtype."""
     if x_NRC.shape[1] > x_NRC.shape[2]:
-        transposed: torch.Tensor = orthogonalise(_in_order(x_NRC.mT), iteration).mT
+        transposed: torch.Tensor = orthogonalise(in_order(x_NRC.mT), iteration).mT
         return transposed
     norm_N11 = torch.linalg.vector_norm(x_NRC, dim=(1, 2), keepdim=True)
     x_NSL: torch.Tensor = (x_NRC / (norm_N11 * iteration.margin + TINY)).to(iteration.dtype)
     for a, b, c in iteration.rows:
-        products_NSS = torch.bmm(x_NSL, _in_order(x_NSL.mT))
+        products_NSS = torch.bmm(x_NSL, in_order(x_NSL.mT))
         factors_NSS = torch.baddbmm(products_NSS, products_NSS, products_NSS, beta=b, alpha=c)
         x_NSL = torch.baddbmm(x_NSL, factors_NSS, x_NSL, beta=a)
     return x_NSL
 
 
-def _in_order(x: torch.Tensor) -> torch.Tensor:
+def in_order(x: torch.Tensor) -> torch.Tensor:
     """A matmul operand: on some CPUs a transposed one costs a millisecond, however small."""
     return x.contiguous() if x.device.type == "cpu" else x
 
@@ -106,14 +107,15 @@ def equalise(
 
 
 @dataclass(frozen=True)
-class MuonRule:
+class MatrixRule:
     """The constants of a group of equal matrices."""
 
     parts: tuple[int, ...]
     """Rows of the matrices stacked in each parameter."""
     scales: tuple[float, ...]
     """The factor of each part's direction."""
-    iteration: Iteration
+    iteration: Iteration | None
+    """None does not orthogonalise."""
     nesterov: bool
     cautious: bool
     beta2: float | None
@@ -130,6 +132,8 @@ class StepScalars(NamedTuple):
     lr: torch.Tensor
     decay: torch.Tensor
     momentum: torch.Tensor
+    factor_decay: torch.Tensor
+    """Memory of factors; 0 without any."""
     divisor: torch.Tensor
     skip: torch.Tensor
 
@@ -140,7 +144,7 @@ def update_matrices(
     momenta: Sequence[torch.Tensor],
     moments: Sequence[torch.Tensor],
     scalars: StepScalars,
-    rule: MuonRule,
+    rule: MatrixRule,
 ) -> None:
     """Update equal matrices and their state, in place."""
     advanced = advance_momenta(gradients, momenta, scalars, rule)
@@ -152,7 +156,7 @@ def advance_momenta(
     gradients: Sequence[torch.Tensor],
     momenta: Sequence[torch.Tensor],
     scalars: StepScalars,
-    rule: MuonRule,
+    rule: MatrixRule,
 ) -> list[torch.Tensor]:
     """Update the momenta in place; returns what to orthogonalise. Works on shards too."""
     skipped = scalars.skip > 0
@@ -169,9 +173,11 @@ def find_directions(
     advanced: Sequence[torch.Tensor],
     moments: Sequence[torch.Tensor],
     scalars: StepScalars,
-    rule: MuonRule,
+    rule: MatrixRule,
 ) -> torch.Tensor:
     """The directions of whole matrices; updates their second moments in place."""
+    if rule.iteration is None:
+        return torch.stack(list(advanced))
     direction_NRC, moments_NL = _directions(torch.stack(list(advanced)), moments, rule)
     skipped = scalars.skip > 0
     for moment, new in zip(moments, moments_NL, strict=True):
@@ -183,7 +189,7 @@ def move_weights(
     weights: Sequence[torch.Tensor],
     directions: Sequence[torch.Tensor],
     scalars: StepScalars,
-    rule: MuonRule,
+    rule: MatrixRule,
 ) -> None:
     """Update weights in place. Works on shards too."""
     skipped = scalars.skip > 0
@@ -196,9 +202,10 @@ def move_weights(
 
 
 def _directions(
-    u_NRC: torch.Tensor, moments: Sequence[torch.Tensor], rule: MuonRule
+    u_NRC: torch.Tensor, moments: Sequence[torch.Tensor], rule: MatrixRule
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
     """Orthogonal directions of stacked matrices, part by part, with equal parts batched."""
+    assert rule.iteration is not None
     parts = torch.split(u_NRC, list(rule.parts), dim=1)
     lengths = list(rule.moments(u_NRC.shape[2]))
     old = torch.split(torch.stack(list(moments)), lengths, dim=1) if moments else ()

@@ -10,7 +10,9 @@ of zero. During a batch ramp the rate may scale with the batch, by `lr_power`:
 
     rate (batch / full batch) ** power              min_lr included
 
-Momentum may warm up linearly too. `Schedule.apply` is the only place that sets optimizer settings
+Momentum may warm up linearly too, and SOAP's settings may change at points of the run. Its bases
+are refreshed in the first step and in every one that comes after a multiple of `basis_every` steps.
+`Schedule.apply` is the only place that sets optimizer settings
 which depend on progress.
 """
 
@@ -30,6 +32,7 @@ from gristmill.config.optim import (
     PolynomialSchedule,
     WarmupStableDecaySchedule,
 )
+from gristmill.config.preconditioner import SoapConfig
 from gristmill.config.ramp import BatchRamp
 from gristmill.config.resolve import Resolved
 from gristmill.config.schema import RunConfig
@@ -67,6 +70,7 @@ class Schedule:
     batch_power: float = 0.0
     """The exponent of batch / full batch, which multiplies the rate."""
     momentum: Rise | None = None
+    soap: SoapConfig | None = None
 
     def rate(self, progress: Progress) -> float:
         """The learning rate of the step that starts at `progress`."""
@@ -77,18 +81,23 @@ class Schedule:
         return factor * (self.floor + (self.peak - self.floor) * self.shape(progress.samples))
 
     def apply(self, optimizer: Optimizer, progress: Progress) -> float:
-        """Set each group's rate, and its momentum if it has one; returns the learning rate."""
+        """Set each group's rate, its momentum if it has one, and what SOAP needs; returns the
+        learning rate."""
         rate = self.rate(progress)
         for group in optimizer.param_groups:
             group["lr"] = rate * group.get("lr_factor", 1.0)
             if self.momentum is not None and "momentum" in group:
                 group["momentum"] = self.momentum.at(progress)
+            if self.soap is not None and "refresh" in group:
+                group["factor_decay"] = self.soap.decay.at(progress)
+                group["refresh"] = progress.steps % self.soap.basis_every.at(progress) == 0
         return rate
 
 
 def build_schedule(config: RunConfig, numbers: Resolved) -> Schedule:
     """The schedule of a run."""
     settings, rise = config.schedule, config.optim.momentum_rise
+    soap = config.optim.preconditioning
     return Schedule(
         peak=config.optim.lr,
         floor=getattr(settings, "min_lr", 0.0),
@@ -99,6 +108,7 @@ def build_schedule(config: RunConfig, numbers: Resolved) -> Schedule:
         momentum=None
         if rise is None
         else Rise(rise.start, rise.end, numbers.samples_of(rise.over)),
+        soap=soap if isinstance(soap, SoapConfig) else None,
     )
 
 

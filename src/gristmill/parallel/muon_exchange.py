@@ -82,6 +82,9 @@ class ShardedMuonExchange:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.layout.shapes[name]
 
+    def computes(self, name: str) -> bool:
+        return self.world.rank in self.workers[name]
+
     def gather(
         self, names: Sequence[str], shards: Sequence[torch.Tensor]
     ) -> dict[int, torch.Tensor]:

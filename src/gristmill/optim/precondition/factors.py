@@ -25,11 +25,18 @@ class Eigen(NamedTuple):
     basis: torch.Tensor
 
 
+class SortedBasis(NamedTuple):
+    """A basis, and which column of the one before it each of its columns follows."""
+
+    basis: torch.Tensor
+    order: torch.Tensor
+
+
 def advance(
     factor: torch.Tensor,
     sample: torch.Tensor,
     *,
-    decay: float,
+    decay: float | torch.Tensor,
     updates: torch.Tensor,
     skip: torch.Tensor,
 ) -> None:
@@ -50,16 +57,16 @@ def decompose(factor: torch.Tensor) -> Eigen:
     return Eigen(values.clamp(min=0) * scale, basis)
 
 
-def refresh_basis(factor: torch.Tensor, basis: torch.Tensor) -> Eigen:
-    """A basis closer to the eigenvectors than the given one, by a step of orthogonal iteration, and
-    its Rayleigh quotients with the factor in descending order. Far cheaper than a decomposition,
-    and as good for a factor that changes slowly."""
+def refresh_basis(factor: torch.Tensor, basis: torch.Tensor) -> SortedBasis:
+    """A basis closer to the eigenvectors than the given one, by a step of orthogonal iteration, in
+    descending order of eigenvalues. Far cheaper than a decomposition, and as good for a factor that
+    changes slowly."""
     moved = factor @ basis
-    quotients = (basis * moved).sum(dim=0)
-    order = quotients.argsort(descending=True)
+    order = (basis * moved).sum(dim=0).argsort(descending=True, stable=True)
+    moved = moved[:, order]
     # Columns of comparable size: a QR decomposition does not change with their scale.
-    moved = moved[:, order] / quotients[order].clamp(min=FLOOR)
-    return Eigen(quotients[order], torch.linalg.qr(moved).Q)
+    moved = moved / torch.linalg.vector_norm(moved, dim=0).clamp(min=FLOOR)
+    return SortedBasis(torch.linalg.qr(moved).Q, order)
 
 
 def damped_inverse(factor: torch.Tensor, damping: torch.Tensor) -> torch.Tensor:
