@@ -91,6 +91,7 @@ def test_stopped_and_resumed_equals_uninterrupted(
         "runtime.deterministic=true",
         "runtime.compile=false",
         'precision.compute="fp16"',
+        "precision.loss_scale.initial=65536.0",
     )
     run_training(make_run(*words, folder="whole"))
     real, seen = StopRequest.check_time, 0
