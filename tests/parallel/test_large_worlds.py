@@ -18,7 +18,7 @@ from gristmill.config.load import load_text
 from gristmill.config.rules import check_mesh
 from gristmill.config.schema import RunConfig
 from gristmill.models.spec import CausalLM
-from gristmill.parallel.build import _muon_exchange, place_model
+from gristmill.parallel.build import place_model
 from gristmill.parallel.data_parallel import shard_parameters
 from gristmill.parallel.device import Device
 from gristmill.parallel.world import Groups, World
@@ -88,7 +88,7 @@ def test_a_rank_of_1536_holds_its_share_of_145_billion(
                 rank = stage * 8 * copies + 8 * (copies // 2) + 3
                 world = world_of(config, rank=rank, processes=processes)
                 model_here, _ = place_model(config, vocab=VOCAB, world=world)
-                _muon_exchange(model_here, world)
+                _matrix_exchange(model_here, world)
                 held.append(held_here(model_here, world))
         # The inner stages hold 5 of 80 layers, an eighth of each but its norms and last biases.
         layer = 12 * model.width**2 + 13 * model.width

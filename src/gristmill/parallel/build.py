@@ -36,8 +36,8 @@ from gristmill.parallel.decentralized.agreement import StopAgreement
 from gristmill.parallel.decentralized.strategy import Decentralized, build_mixing
 from gristmill.parallel.decentralized.workers import WorkerSet, all_workers, worker_world
 from gristmill.parallel.kfac import build_kfac
+from gristmill.parallel.matrix_exchange import ShardedMatrixExchange
 from gristmill.parallel.microbatches import MicroBatches, SequentialMicroBatches
-from gristmill.parallel.muon_exchange import ShardedMuonExchange
 from gristmill.parallel.offload import Offload
 from gristmill.parallel.pipeline import PipelineMicroBatches, StageModule, build_stages, model_shard
 from gristmill.parallel.precision import Precision
@@ -111,7 +111,7 @@ def _build_spmd(
         model,
         parameters={name: one.local for name, one in optimized.items()},
         compiled=config.runtime.compiles(world.device.kind),
-        exchange=_muon_exchange(model, world),
+        exchange=_matrix_exchange(model, world),
     )
     preconditioner, settings = None, config.optim.preconditioning
     if isinstance(settings, KfacConfig):
@@ -202,12 +202,13 @@ def build_comm(config: RunConfig, world: World) -> ShardComm:
     return comm
 
 
-def _muon_exchange(model: CausalLM, world: World) -> ShardedMuonExchange | None:
-    """Muon's communication between processes with shards or copies; None if there are none."""
+def _matrix_exchange(model: CausalLM, world: World) -> ShardedMatrixExchange | None:
+    """The optimizer's exchange of matrices between processes with shards or copies of them; None if
+    there are none."""
     if world.mesh.processes == world.mesh.pp:
         return None
     names = [name for name, role in model.roles().items() if role is Role.MATRIX]
-    return ShardedMuonExchange(ShardLayout.of(model, world.mesh), world, names=names)
+    return ShardedMatrixExchange(ShardLayout.of(model, world.mesh), world, names=names)
 
 
 def _compiles(config: RunConfig, world: World) -> Literal["whole", "blocks"] | None:

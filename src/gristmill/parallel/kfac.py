@@ -34,7 +34,7 @@ from gristmill.optim.precondition.kfac import (
     inverse_kinds,
 )
 from gristmill.optim.spec import Placement, StateEntry
-from gristmill.parallel.muon_exchange import ShardedMuonExchange, stage_ranks
+from gristmill.parallel.matrix_exchange import ShardedMatrixExchange, stage_ranks
 from gristmill.parallel.sharding import ShardedParameters, ShardLayout
 from gristmill.parallel.strategy import StepStatistics
 from gristmill.parallel.world import World
@@ -79,7 +79,9 @@ class Kfac:
                 for name, layer in layers.items()
                 for parameter in layer.parameters
             }
-            self.exchange = ShardedMuonExchange(layout, world, names=list(workers), workers=workers)
+            self.exchange = ShardedMatrixExchange(
+                layout, world, names=list(workers), workers=workers
+            )
         self._everyone = world.groups.along(*world.mesh.sizes)
         self.updates = torch.zeros((), device=device)
         self._known = dict.fromkeys((layer.parameters[0] for layer in layers.values()), False)

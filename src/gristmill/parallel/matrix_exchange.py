@@ -29,7 +29,7 @@ def stage_ranks(world: World) -> list[int]:
     return world.mesh.group(world.rank, *(axis for axis in world.mesh.sizes if axis != "pp"))
 
 
-class ShardedMuonExchange:
+class ShardedMatrixExchange:
     """The exchange among the ranks of one stage; all numbers are in fp32."""
 
     def __init__(
