@@ -18,7 +18,7 @@ from gristmill.config.load import load_text
 from gristmill.config.rules import check_mesh
 from gristmill.config.schema import RunConfig
 from gristmill.models.spec import CausalLM
-from gristmill.parallel.build import place_model
+from gristmill.parallel.build import _matrix_exchange, place_model
 from gristmill.parallel.data_parallel import shard_parameters
 from gristmill.parallel.device import Device
 from gristmill.parallel.world import Groups, World

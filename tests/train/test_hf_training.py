@@ -84,8 +84,9 @@ def losses(runs: Runs, folder: Path) -> list[float]:
         pytest.param(('optim.type="muon"', "optim.lr=0.02"), marks=pytest.mark.slow),
         ('train.recompute="full"', 'precision.compute="bf16"'),
         ('train.recompute="selective"', "model.dropout=0.1"),
+        ('optim.preconditioner.type="soap"',),
     ],
-    ids=["adamw", "muon", "recomputed in bf16", "dropout"],
+    ids=["adamw", "muon", "recomputed in bf16", "dropout", "soap"],
 )
 def test_it_trains_and_resumes_exactly(
     tokens: Path,
@@ -271,6 +272,20 @@ def test_muon_refuses_stacked_experts(tokens: Path, tmp_path: Path, llama: Path)
     words = ("model.hf_config.model_type=mixtral", "optim.type=muon")
     with pytest.raises(UserError, match=r"experts.*has 3 dimensions"):
         run_training(hf_run(tokens, tmp_path / "run", llama, *words))
+
+
+def test_soap_leaves_stacked_experts_to_adam(
+    tokens: Path, tmp_path: Path, llama: Path, runs: Runs
+) -> None:
+    words = ("model.hf_config.model_type=mixtral", 'optim.preconditioner.type="soap"')
+    run_training(hf_run(tokens, tmp_path / "run", llama, *words, 'train.until="2 steps"'))
+    stored = {name.partition(":")[2] for name in runs.tensors(tmp_path / "run")}
+    kinds = {"experts": set[str](), "q_proj": set[str]()}
+    for kind, _, key in (name.partition("/") for name in stored):
+        for part in kinds:
+            kinds[part] |= {kind} if part in key else set()
+    assert kinds["experts"] == {"step", "exp_avg", "exp_avg_sq"}
+    assert {"momentum", "row_basis", "column_factor"} < kinds["q_proj"]
 
 
 def test_another_architecture_does_not_resume(tokens: Path, tmp_path: Path, llama: Path) -> None:

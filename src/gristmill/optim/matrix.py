@@ -140,8 +140,8 @@ class MatrixOptimizer(ParameterOptimizer):
             self.soap = Soap(_soap_rule(config, config.preconditioner), mine, compiled=compiled)
 
     def stepped_kinds(self) -> Mapping[str, Collection[str]]:
-        # The second moment is missing after a run with another `optim.normalise`, SOAP's state
-        # after one without it.
+        # The second moment is missing after a run with another `optim.normalise`, and SOAP's state
+        # as long as a matrix had no gradient.
         return {
             name: ("momentum",) if name in self._matrices else ADAM_PLACEMENTS
             for name in self.parameters
