@@ -65,6 +65,15 @@ class AdamWConfig(OptimizerConfig):
     """Added to the root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Decay of matrices and embeddings; biases and norm gains are never decayed."""
+    embedding_lr: Annotated[float, Field(gt=0)] | None = None
+    """Peak rate of token and position embeddings, also of a tied head; lr if not given. The
+    schedule and its min_lr are those of lr; these rates follow in proportion."""
+    table_lr: Annotated[float, Field(gt=0)] | None = None
+    """Peak rate of tables looked up further up, such as value embeddings; lr if not given."""
+    head_lr: Annotated[float, Field(gt=0)] | None = None
+    """Peak rate of a head that is not tied; lr if not given."""
+    vector_lr: Annotated[float, Field(gt=0)] | None = None
+    """Peak rate of biases, gains and gates; lr if not given."""
     preconditioner: PreconditionerConfig | None = None
     """What changes the gradients before the optimizer sees them; nothing if not given."""
 

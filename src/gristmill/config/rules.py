@@ -17,6 +17,7 @@ from gristmill.config.hf_model import NULL, HFConfig, positions
 from gristmill.config.layouts import layout_problems, ramp_problems
 from gristmill.config.model import GPTConfig
 from gristmill.config.optim import (
+    AdamWConfig,
     InverseSqrtSchedule,
     MuonConfig,
     SGDConfig,
@@ -421,6 +422,22 @@ def _schedule_fits(config: RunConfig) -> Iterator[Problem]:
         yield Problem(what, "schedule.warmup", "shorten it, or raise train.until")
 
 
+def _adamw_fits(config: RunConfig, written: Written) -> Iterator[Problem]:
+    yield from _rates_apply(config)
+
+
+def _rates_apply(config: RunConfig) -> Iterator[Problem]:
+    """Rates of parameters that the model does not have."""
+    absent = {
+        Role.TABLE: ("the model has no value embeddings", "remove it"),
+        Role.HEAD: ("a tied head is the embedding", "set embedding_lr, or model.tie_head = false"),
+        Role.VECTOR: ("the model has no biases, gains or gates", "remove it"),
+    }
+    for role, (why, remedy) in absent.items():
+        if getattr(config.optim, f"{role}_lr") is not None and role not in config.model.roles:
+            yield no_effect(f"optim.{role}_lr", f"because {why}", remedy)
+
+
 def _muon_fits(config: RunConfig, written: Written) -> Iterator[Problem]:
     optim = config.optim
     assert isinstance(optim, MuonConfig)
@@ -439,14 +456,7 @@ def _muon_fits(config: RunConfig, written: Written) -> Iterator[Problem]:
         yield no_effect(
             "optim.cautious", "when optim.weight_decay is zero", "remove one of the two"
         )
-    absent = {
-        Role.TABLE: ("the model has no value embeddings", "remove it"),
-        Role.HEAD: ("a tied head is the embedding", "set embedding_lr, or model.tie_head = false"),
-        Role.VECTOR: ("the model has no biases, gains or gates", "remove it"),
-    }
-    for role, (why, remedy) in absent.items():
-        if getattr(optim, f"{role}_lr") is not None and role not in config.model.roles:
-            yield no_effect(f"optim.{role}_lr", f"because {why}", remedy)
+    yield from _rates_apply(config)
     # A rate that was meant for another scale: the default, or a preset's beside the user's scale.
     for_it = ("optim", "lr") in written or ("optim", "scale") not in written
     if optim.scale == "rms" and ("lr" not in optim.model_fields_set or not for_it):
@@ -463,6 +473,7 @@ def _sgd_fits(config: RunConfig, written: Written) -> Iterator[Problem]:
 _OF_KIND: dict[type[Settings], Callable[[RunConfig, Written], Iterator[Problem]]] = {
     GPTConfig: _gpt_fits,
     HFConfig: _hf_fits,
+    AdamWConfig: _adamw_fits,
     MuonConfig: _muon_fits,
     SGDConfig: _sgd_fits,
 }

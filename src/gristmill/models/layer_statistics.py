@@ -123,14 +123,20 @@ class _Collect(torch.autograd.Function):
             rows_NF = x.flatten(0, -2)
             if options.split == ROWS:
                 rows_NF = comm.gather_features(rows_NF)
-            rows_NF = rows_NF.float()
             if options.biased:
                 rows_NF = torch.cat([rows_NF, rows_NF.new_ones(rows_NF.shape[0], 1)], dim=1)
-            sums = [rows_NF.T @ rows_NF]
+            sums = [_products(rows_NF)]
             divided = options.split == COLUMNS
             sizes = [size // shards for size in ctx.sizes] if divided else ctx.sizes
             parts = gradients[0].flatten(0, -2).split(sizes, dim=1) if sizes else ()
             for part_NF in parts:
-                g_NF = (comm.gather_features(part_NF) if divided else part_NF).float()
-                sums.append(g_NF.T @ g_NF)
+                sums.append(_products(comm.gather_features(part_NF) if divided else part_NF))
         return None, gradients[0], None, *sums
+
+
+def _products(x_NF: torch.Tensor) -> torch.Tensor:
+    """The sum of x x^T over rows, in fp32. Products of half precision are exact in it."""
+    if x_NF.is_cuda and x_NF.dtype is not torch.float32:
+        return torch.mm(x_NF.T, x_NF, out_dtype=torch.float32)
+    x_NF = x_NF.float()
+    return x_NF.T @ x_NF

@@ -49,26 +49,31 @@ def decay_groups(
     *,
     roles: Mapping[str, Role],
 ) -> list[dict[str, Any]]:
-    """Two groups: parameters that decay, and vectors, which do not."""
-    decaying, still = members_by_decay(parameters, roles=roles)
-    return [
-        {
-            "params": members,
-            "lr": config.lr,
-            "betas": (config.beta1, config.beta2),
-            "eps": config.eps,
-            "weight_decay": decay,
-        }
-        for members, decay in ((decaying, config.weight_decay), (still, 0.0))
-    ]
+    """Parameters that decay, and vectors, which do not; of each those with the same rate."""
+    groups = []
+    for members, decay in zip(
+        members_by_decay(parameters, roles=roles), (config.weight_decay, 0.0), strict=True
+    ):
+        rates = {name: getattr(config, f"{roles[name]}_lr", None) or config.lr for name in members}
+        for rate in dict.fromkeys([config.lr, *rates.values()]):
+            group = {
+                "params": [parameter for name, parameter in members.items() if rates[name] == rate],
+                "lr": rate,
+                "lr_factor": rate / config.lr,
+                "betas": (config.beta1, config.beta2),
+                "eps": config.eps,
+                "weight_decay": decay,
+            }
+            groups.append(group)
+    return groups
 
 
 def members_by_decay(
     parameters: Mapping[str, nn.Parameter], *, roles: Mapping[str, Role]
-) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
     """Parameters that decay, and vectors, which do not."""
     decaying, still = (
-        [one for name, one in parameters.items() if (roles[name] is not Role.VECTOR) is decays]
+        {name: p for name, p in parameters.items() if (roles[name] is not Role.VECTOR) is decays}
         for decays in (True, False)
     )
     return decaying, still

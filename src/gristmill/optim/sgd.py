@@ -36,8 +36,12 @@ class SGD(ParameterOptimizer):
     ) -> None:
         decaying, still = members_by_decay(parameters, roles=roles)
         groups = [
-            {"params": decaying, "lr": config.lr, "weight_decay": config.weight_decay},
-            {"params": still, "lr": config.lr, "weight_decay": 0.0},
+            {
+                "params": list(decaying.values()),
+                "lr": config.lr,
+                "weight_decay": config.weight_decay,
+            },
+            {"params": list(still.values()), "lr": config.lr, "weight_decay": 0.0},
         ]
         super().__init__(parameters, groups)
         self.momentum, self.nesterov = config.momentum, config.nesterov

@@ -16,6 +16,7 @@ Before the first finite step there are no factors; until then they are collected
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,7 @@ from gristmill.optim.precondition.kfac import (
     StepSettings,
     inverse_kinds,
 )
+from gristmill.optim.precondition.side_by_side import side_by_side
 from gristmill.optim.spec import Placement, StateEntry
 from gristmill.parallel.matrix_exchange import ShardedMatrixExchange, stage_ranks
 from gristmill.parallel.sharding import ShardedParameters, ShardLayout
@@ -160,9 +162,17 @@ class Kfac:
                     one.copy_(part.view_as(one))
 
     def _update_inverses(self) -> None:
-        for name, curvature in self.curvatures.items():
-            if self._inverts(name):
-                curvature.invert(self._settings)
+        mine = [
+            (curvature, number)
+            for name, curvature in self.curvatures.items()
+            if self._inverts(name)
+            for number in range(len(curvature.factors))
+        ]
+        mine.sort(key=lambda one: -one[0].sizes[one[1]])
+        side_by_side(
+            [partial(one.invert_factor, number, self._settings) for one, number in mine],
+            self.updates.device,
+        )
         for name, curvature in self.curvatures.items():
             work = self.work[name]
             group = self.world.groups.of(list(work.preconditions))

@@ -115,16 +115,19 @@ class LayerCurvature:
 
     def invert(self, settings: StepSettings) -> None:
         """Compute the inverses from the factors, in place."""
-        for kept, new in zip(self.inverses, self._inverted(settings), strict=True):
-            for old, value in zip(kept, new, strict=True):
-                old.copy_(value)
+        for number in range(len(self.factors)):
+            self.invert_factor(number, settings)
 
-    def _inverted(self, settings: StepSettings) -> Iterator[Inverse]:
+    def invert_factor(self, number: int, settings: StepSettings) -> None:
+        """Compute one of them."""
+        factor = self.factors[number]
+        new: Inverse
         if self.config.method == "eigen":
-            yield from (decompose(factor) for factor in self.factors)
-            return
-        for factor, damping in zip(self.factors, self._dampings(settings.damping), strict=True):
-            yield (damped_inverse(factor, damping),)
+            new = decompose(factor)
+        else:
+            new = (damped_inverse(factor, self._dampings(settings.damping)[number]),)
+        for kept, value in zip(self.inverses[number], new, strict=True):
+            kept.copy_(value)
 
     def _dampings(self, damping: float) -> list[torch.Tensor]:
         """The part of the damping that each factor gets."""

@@ -31,12 +31,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from gristmill.optim.compiled import maybe_compiled
 from gristmill.optim.orthogonal import StepScalars, in_order
 from gristmill.optim.precondition.factors import advance, decompose, refresh_basis
+from gristmill.optim.precondition.side_by_side import side_by_side
 from gristmill.optim.spec import Placement, StateEntry
 
 FIRST_EPS = 0.01
@@ -206,15 +208,18 @@ def whiten_parts(
 def refresh_parts(states: Sequence[State], skip: torch.Tensor) -> None:
     """Move the bases of equal parts towards the eigenvectors of their factors, and the second
     moments with them; in place, unless `skip` is 1."""
+    side_by_side([partial(_refresh, state, skip) for state in states], skip.device)
+
+
+def _refresh(state: State, skip: torch.Tensor) -> None:
     skipped = skip > 0
     for side, dim in (("row", 0), ("column", 1)):
-        for state in states:
-            if f"{side}_factor" not in state:
-                continue
-            basis, v_RC = state[f"{side}_basis"], state["soap_exp_avg_sq"]
-            fresh = refresh_basis(state[f"{side}_factor"], basis)
-            basis.copy_(torch.where(skipped, basis, fresh.basis))
-            v_RC.copy_(torch.where(skipped, v_RC, v_RC.index_select(dim, fresh.order)))
+        if f"{side}_factor" not in state:
+            continue
+        basis, v_RC = state[f"{side}_basis"], state["soap_exp_avg_sq"]
+        fresh = refresh_basis(state[f"{side}_factor"], basis)
+        basis.copy_(torch.where(skipped, basis, fresh.basis))
+        v_RC.copy_(torch.where(skipped, v_RC, v_RC.index_select(dim, fresh.order)))
 
 
 def _advance_factors(
