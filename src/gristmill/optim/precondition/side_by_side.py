@@ -29,6 +29,7 @@ def side_by_side(tasks: Sequence[Task], device: torch.device) -> None:
             task()
         return
     main = torch.cuda.current_stream(device)
+    _load_library(device)
 
     def run(task: Task) -> torch.cuda.Stream:
         stream = _own_stream(device)
@@ -39,6 +40,13 @@ def side_by_side(tasks: Sequence[Task], device: torch.device) -> None:
 
     for stream in set(_threads().map(run, tasks)):
         main.wait_stream(stream)
+
+
+@cache
+def _load_library(device: torch.device) -> None:
+    """torch loads its library of decompositions at their first use, which only one thread may
+    make."""
+    torch.linalg.cholesky(torch.eye(2, device=device))
 
 
 @cache
