@@ -176,14 +176,10 @@ _PROTOCOL = f"""\
   much of its difference is chance. "Preconditioner" is the part of a step that the same optimizer
   without the preconditioner does not need.
 - **The same for all rows:** the model, its start and the text in its order for a seed, batch,
-  number of tokens, schedule and clipping. Only settings of the optimizer differ, with one
-  exception. AdamW has one rate for all parameters, which would hardly move an embedding that starts
-  as large as Muon's recipe wants it; so it starts smaller in rows with AdamW. The model normalises
-  its embedding, so it computes the same either way: the size only sets how fast the embedding
-  turns.
-- **Rates.** In rows with Muon, Adam updates embeddings, tables, head and vectors. Its rates are
-  those of the preset in all of these rows and are not tuned; the tuned rate is that of the
-  matrices. Rows with AdamW have one rate, which is tuned.
+  number of tokens, schedule and clipping. Adam updates embeddings, tables, head and vectors in all
+  rows, with the rates of the preset, which are not tuned; its betas are 0.8 and 0.95 in rows with
+  Muon, and those of the row in rows with AdamW. Rows differ in what they do with the matrices
+  inside blocks.
 - **Tuning.** All rows get the same number of trials by the same search. It starts at the defaults,
   doubles the rate, or halves it if that was worse, and goes on in the better direction while it
   improves. Then it does the same with one further setting, and starts over with steps of half the

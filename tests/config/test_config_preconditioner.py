@@ -107,6 +107,11 @@ def test_what_does_not_go_with_kfac(where: str) -> None:
     assert message in str(caught.value)
 
 
+def test_a_model_without_linear_layers_is_refused() -> None:
+    (problem,) = kfac().problems([])
+    assert "the blocks of this model have none" in problem.what
+
+
 def test_a_table_without_a_type_says_what_is_missing() -> None:
     text = RUN.replace('type = "kfac"', "damping = 0.5")
     with pytest.raises(UserError, match="does not say its type\n    give 'kfac' or 'soap'"):

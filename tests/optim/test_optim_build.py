@@ -7,12 +7,18 @@ from typing import Any
 import pytest
 import torch
 
+from gristmill.base.errors import UserError
+from gristmill.base.units import Progress
+from gristmill.config.load import load_text
 from gristmill.config.model import GPTConfig
 from gristmill.config.optim import AdamWConfig
+from gristmill.config.resolve import resolve
+from gristmill.config.roles import Role
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
 from gristmill.optim.adamw import AdamW
 from gristmill.optim.build import build_optimizer
+from gristmill.optim.schedule import build_schedule
 from gristmill.optim.spec import Optimizer
 
 
@@ -115,3 +121,37 @@ def test_adamw_moves_as_torchs_own_does() -> None:
         theirs.step()
     for mine, reference in zip(network.parameters(), other.parameters(), strict=True):
         assert torch.equal(mine, reference)
+
+
+def test_every_role_may_have_its_own_rate() -> None:
+    network = model(tie_head=False, value_embeddings=1)
+    rates = {"embedding_lr": 0.5, "table_lr": 0.25, "head_lr": 0.125, "vector_lr": 0.0625}
+    made = optimizer(network, lr=1e-3, **rates)
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    found = {names[id(p)]: group for group in made.param_groups for p in group["params"]}
+    roles = network.roles()
+    assert found.keys() == roles.keys()
+    for name, group in found.items():
+        assert group["lr"] == rates.get(f"{roles[name]}_lr", 1e-3), name
+        assert group["weight_decay"] == (0.0 if roles[name] is Role.VECTOR else 0.1)
+    # K-FAC reads the rate of the matrices there.
+    assert made.param_groups[0]["lr"] == 1e-3
+    config = load_text(RUN, [f"optim.{name}={rate}" for name, rate in rates.items()], place="x")
+    schedule = build_schedule(config, resolve(config, vocab=20))
+    schedule.apply(made, Progress(0))
+    assert found["embedding.weight"]["lr"] == pytest.approx(500 * found["head.weight"]["lr"] / 125)
+
+
+RUN = """
+name = "rates"
+model = { layers = 2, heads = 2, width = 16, context = 8, tie_head = false, value_embeddings = 1 }
+data.paths = "none"
+train = { until = "10 steps", batch = 1 }
+optim.lr = 1e-3
+"""
+
+
+def test_a_rate_of_what_the_model_does_not_have_is_refused() -> None:
+    words = ["model.tie_head=true", "optim.head_lr=0.1"]
+    with pytest.raises(UserError, match=r"optim\.head_lr: has no effect because a tied head"):
+        load_text(RUN, words, place="run.toml")

@@ -32,7 +32,8 @@ MakeRun = Callable[..., RunConfig]
 Gradients = dict[str, torch.Tensor]
 
 KFAC = ('optim.preconditioner.type="kfac"',)
-EXACT = (*KFAC, "optim.preconditioner.kl_clip=0.0", "optim.preconditioner.damping=0.1")
+EIGEN = 'optim.preconditioner.method="eigen"'
+EXACT = (*KFAC, EIGEN, "optim.preconditioner.kl_clip=0.0", "optim.preconditioner.damping=0.1")
 SMALL = ("model.width=8", "model.heads=2")
 
 
@@ -338,6 +339,7 @@ def test_a_grid_from_least_memory_to_least_communication() -> None:
 
 WORDS = (
     *KFAC,
+    EIGEN,
     "optim.preconditioner.factor_every=2",
     "optim.preconditioner.inverse_every=3",
     # Wrong by a factor, a curvature would have the same effect with relative damping.

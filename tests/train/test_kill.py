@@ -80,9 +80,28 @@ def kill_after(child: BaseProcess, folder: Path, *, steps: int, pause: float) ->
     child.kill()
 
 
-def test_killed_at_random_moments(make_run: MakeRun, tmp_path: Path, runs: Runs) -> None:
-    assert wait_for(in_child(make_run(*SETTINGS, folder="whole"))) == 0
-    config = make_run(*SETTINGS, folder="killed")
+KFAC = (
+    'optim.preconditioner.type="kfac"',
+    "optim.preconditioner.factor_every=2",
+    "optim.preconditioner.inverse_every=5",
+)
+SOAP = (
+    'optim.type="muon"',
+    'optim.preconditioner.type="soap"',
+    "optim.preconditioner.basis_every=3",
+)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [(), *(pytest.param(one, marks=pytest.mark.slow) for one in (KFAC, SOAP))],
+    ids=["adamw", "kfac", "soap-muon"],
+)
+def test_killed_at_random_moments(
+    make_run: MakeRun, tmp_path: Path, runs: Runs, more: tuple[str, ...]
+) -> None:
+    assert wait_for(in_child(make_run(*SETTINGS, *more, folder="whole"))) == 0
+    config = make_run(*SETTINGS, *more, folder="killed")
     rng, kills = random.Random(11), 0
     while True:
         child = in_child(config)
