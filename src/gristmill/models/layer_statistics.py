@@ -15,7 +15,7 @@ of the whole layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,9 +68,9 @@ class LayerStatistics:
         for module in self._modules.values():
             module.statistics_on = on
 
-    def take(self, names: Iterable[str] | None = None) -> dict[str, LayerSums]:
+    def take(self) -> dict[str, LayerSums]:
         """The sums since they were last taken; of a layer that had no gradient, zeros."""
-        return {name: _taken(self._modules[name]) for name in names or self._modules}
+        return {name: _taken(module) for name, module in self._modules.items()}
 
 
 def _leaf(size: int, device: torch.device) -> torch.Tensor:
