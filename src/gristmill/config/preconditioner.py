@@ -33,9 +33,9 @@ class KfacConfig(Settings):
     type: Literal["kfac"] = "kfac"
     """Which preconditioner."""
     method: Literal["inverse", "eigen"] = "inverse"
-    """inverse: each factor gets its part of the damping and is inverted. eigen: eigendecompositions,
-    with damping added to the products of eigenvalues, which is more exact and takes ten times as
-    long."""
+    """inverse: each factor gets its part of the damping and is inverted. eigen: factors are
+    decomposed and damping is added to the products of their eigenvalues, which is more exact and
+    takes ten times as long."""
     sides: Literal["both", "input"] = "both"
     """input: only the factor of the inputs, as for Newton-Muon."""
     damping: ScheduledPositive = constant(0.1)
