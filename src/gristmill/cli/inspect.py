@@ -126,7 +126,8 @@ def _size_and_cost(
     if isinstance(config.model, GPTConfig):
         rows = numbers.padded_vocab
         cost = token_cost(config.model, rows=rows, sequence=numbers.sequence)
-        return gpt_size(config, rows=rows), cost, config.model.linears()
+        linears = {} if config.optim.preconditioning is None else config.model.linears()
+        return gpt_size(config, rows=rows), cost, linears
     from gristmill.models.build import outline_model
     from gristmill.models.linears import linear_shapes
 

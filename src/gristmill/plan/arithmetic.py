@@ -162,7 +162,9 @@ def gpt_size(config: RunConfig, *, rows: int, workers: int = 1) -> ModelSize:
         )
     matrices = config.model.layers * block_matrices(config.model)
     by_role = {Role.MATRIX: matrices, Role.EMBEDDING: size - matrices}
-    return model_size(config, by_role, linears=config.model.linears(), workers=workers)
+    # By name, layer by layer: only for those who need it, since a model may have absurdly many.
+    linears = {} if config.optim.preconditioning is None else config.model.linears()
+    return model_size(config, by_role, linears=linears, workers=workers)
 
 
 def model_size(
