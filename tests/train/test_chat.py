@@ -193,6 +193,7 @@ def train_here(config: RunConfig) -> int:
     return int(run_training(config).exit)
 
 
+@pytest.mark.slow
 def test_two_processes_and_micro_batches_train_as_one(
     crowd: Crowd, make_chat: MakeRun, tmp_path: Path, runs: Runs
 ) -> None:

@@ -274,6 +274,7 @@ def test_muon_refuses_stacked_experts(tokens: Path, tmp_path: Path, llama: Path)
         run_training(hf_run(tokens, tmp_path / "run", llama, *words))
 
 
+@pytest.mark.slow
 def test_soap_leaves_stacked_experts_to_adam(
     tokens: Path, tmp_path: Path, llama: Path, runs: Runs
 ) -> None:

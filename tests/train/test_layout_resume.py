@@ -223,7 +223,9 @@ def test_the_same_layout_goes_on_to_the_bit(
     assert_same(tmp_path, runs)
 
 
-@pytest.mark.parametrize("layout", ["dp_replicate=2", "dp_shard=2"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param("dp_replicate=2", marks=pytest.mark.slow), "dp_shard=2"]
+)
 def test_soap_goes_on_to_the_bit_between_two_refreshes(
     crowd: Crowd, make_run: MakeRun, tmp_path: Path, runs: Runs, layout: str
 ) -> None:
