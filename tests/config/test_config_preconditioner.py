@@ -6,7 +6,9 @@ import pytest
 
 from gristmill.base.errors import UserError
 from gristmill.base.units import Progress
+from gristmill.config.linears import LinearShape
 from gristmill.config.load import dump_run, load_text
+from gristmill.config.model import GPTConfig
 from gristmill.config.preconditioner import KfacConfig, SoapConfig
 from gristmill.config.resolve import resolve
 from gristmill.config.rules import doubts
@@ -31,6 +33,12 @@ def kfac(*words: str, added: str = "") -> KfacConfig:
     settings = load(*words, added=added).optim.preconditioning
     assert isinstance(settings, KfacConfig)
     return settings
+
+
+def linears(*words: str) -> dict[str, LinearShape]:
+    model = load(*words).model
+    assert isinstance(model, GPTConfig)
+    return model.linears()
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
@@ -138,9 +146,8 @@ ELEMENTS = 2 * (9**2 + 3 * 8**2 + 9**2 + 8**2 + 9**2 + 32**2 + 33**2 + 8**2)
 
 def test_bytes_by_formula() -> None:
     config = load('optim.preconditioner.method="inverse"')
-    linears = config.model.linears()  # type: ignore[attr-defined]
-    assert preconditioner_bytes(config.optim, linears) == 2 * 4 * ELEMENTS
-    one = kfac_cost(kfac('optim.preconditioner.method="inverse"'), linears, 1)
+    assert preconditioner_bytes(config.optim, linears()) == 2 * 4 * ELEMENTS
+    one = kfac_cost(kfac('optim.preconditioner.method="inverse"'), linears(), 1)
     assert (one.held, one.collected, one.inverses, one.gradients) == (
         8 * ELEMENTS,
         4 * ELEMENTS,
@@ -153,7 +160,7 @@ def test_the_grid_trades_memory_for_communication() -> None:
     costs = [
         kfac_cost(
             kfac(f"optim.preconditioner.worker_fraction={fraction}"),
-            load().model.linears(),  # type: ignore[attr-defined]
+            linears(),
             4,
         )
         for fraction in (0.0, 0.5, 1.0)
@@ -161,7 +168,7 @@ def test_the_grid_trades_memory_for_communication() -> None:
     assert [one.held for one in costs] == sorted(one.held for one in costs)
     assert [-one.gradients for one in costs] == sorted(-one.gradients for one in costs)
     assert (costs[0].inverses, costs[2].gradients) == (0, 0)
-    text = describe_preconditioner(load().optim, load().model.linears(), processes=4)  # type: ignore[attr-defined]
+    text = describe_preconditioner(load().optim, linears(), processes=4)
     assert text is not None
     assert "K-FAC for 8 layers" in text
     assert "sent in each step" in text

@@ -261,7 +261,7 @@ def test_factors_are_in_fp32(make_run: MakeRun) -> None:
 
 
 def test_kl_clip_bounds_the_step(make_run: MakeRun) -> None:
-    """The seed of all: lr^2 x (preconditioned . plain gradient), over all layers together."""
+    """lr^2 x (preconditioned . plain gradient), over all layers together."""
     words = (*KFAC, "optim.preconditioner.damping=0.1")
     free, limited = (
         preconditioned_pair(make_run(*words, f"optim.preconditioner.kl_clip={clip}"))

@@ -1,14 +1,14 @@
 """Rules between settings; all broken ones are reported at once.
 
 `check_mesh` has the rules that depend on the number of processes, `layouts.py` those about the
-sizes of a layout. `doubts` are about what is allowed but may be a mistake. A problem's `where` is
+sizes of a layout, `optim_rules.py` those about optimizers. `doubts` are about what is allowed but may be a mistake. A problem's `where` is
 the path of the setting to change.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from gristmill.base.errors import Problem, UserError
@@ -23,15 +23,20 @@ from gristmill.config.optim import (
     SGDConfig,
     WarmupStableDecaySchedule,
 )
+from gristmill.config.optim_rules import (
+    adamw_fits,
+    kfac_fits,
+    long_rise,
+    muon_fits,
+    seldom_updated,
+    sgd_fits,
+    soap_fits,
+)
 from gristmill.config.parallel import Mesh, build_mesh
-from gristmill.config.preconditioner import KfacConfig, SoapConfig
 from gristmill.config.resolve import Resolved, divisors, nearest, portions, resolve
-from gristmill.config.roles import Ability, Role
+from gristmill.config.roles import Ability
 from gristmill.config.schema import DataConfig, RunConfig
-from gristmill.config.settings import Path_, Settings, no_effect
-
-Written = Collection[Path_]
-"""Settings that the user wrote, as opposed to a preset's."""
+from gristmill.config.settings import Settings, Written, no_effect
 
 FP8_MULTIPLE = 16
 """Matrix products in fp8 are of sizes that are multiples of this."""
@@ -47,8 +52,8 @@ def check(
     for rule in (
         _model_is_able,
         _lora_fits,
-        _kfac_fits,
-        _soap_fits,
+        kfac_fits,
+        soap_fits,
         _batch_fits,
         _offload_acts,
         _data_fits,
@@ -68,8 +73,8 @@ def doubts(config: RunConfig, numbers: Resolved) -> list[str]:
     """What is no mistake in itself but seldom wanted, in words."""
     return [
         *_no_validation(config),
-        *_long_rise(config, numbers),
-        *_seldom_updated(config, numbers),
+        *long_rise(config, numbers),
+        *seldom_updated(config, numbers),
     ]
 
 
@@ -80,43 +85,6 @@ def _no_validation(config: RunConfig) -> Iterator[str]:
         yield (
             f"nothing is validated, although [validate] sets {' and '.join(asked)}: data.split = "
             f'"{data.split}" holds nothing out; give a share to validation, such as "99,1"'
-        )
-
-
-def _long_rise(config: RunConfig, numbers: Resolved) -> list[str]:
-    rise = config.optim.momentum_rise
-    if rise is None or rise.start == rise.end:
-        return []
-    warmup = numbers.samples_of(rise.over)
-    if warmup <= numbers.samples:
-        return []
-    reached = rise.start + numbers.samples / warmup * (rise.end - rise.start)
-    return [
-        f"optim.momentum_warmup, {rise.over}, is longer than the run: momentum ends at "
-        f"{reached:.3g} instead of {rise.end:g}"
-    ]
-
-
-def _seldom_updated(config: RunConfig, numbers: Resolved) -> Iterator[str]:
-    kfac, table = config.optim.preconditioning, "optim.preconditioner"
-    if isinstance(kfac, SoapConfig) and min(kfac.basis_every.values) >= numbers.steps:
-        yield (
-            f"{table}.basis_every, {min(kfac.basis_every.values)} steps, is as long as the run or "
-            "longer: the eigenbasis of the first gradient stays"
-        )
-    if not isinstance(kfac, KfacConfig):
-        return
-    for name, what in (("factor_every", "updated"), ("inverse_every", "inverted")):
-        least = min(getattr(kfac, name).values)
-        if least >= numbers.steps:
-            yield (
-                f"{table}.{name}, {least} steps, is as long as the run or longer: factors are "
-                f"{what} once, in the first step"
-            )
-    if max(kfac.inverse_every.values) < min(kfac.factor_every.values):
-        yield (
-            f"{table}.inverse_every is below factor_every: most of the inversions invert the same "
-            "factors again"
         )
 
 
@@ -237,38 +205,6 @@ def _lora_fits(config: RunConfig) -> Iterator[Problem]:
         if getattr(parallel, name) is not None:
             what = "workers exchange all weights, and adapters are only some"
             yield Problem(what, f"parallel.{name}", "leave it out, or leave model.lora out")
-
-
-def _kfac_fits(config: RunConfig) -> Iterator[Problem]:
-    """What K-FAC needs. Layers of other models than our own are checked when one is outlined."""
-    kfac, where = config.optim.preconditioning, "optim.preconditioner.type"
-    if not isinstance(kfac, KfacConfig):
-        return
-    if isinstance(config.model, GPTConfig):
-        yield from kfac.problems(config.model.linears())
-    if config.model.adapters is not None:
-        what = "K-FAC is for the weights of linear layers, and adapters leave those as they are"
-        yield Problem(what, where, "leave one of the two out")
-    if config.parallel.schedule == "zero-bubble":
-        what = (
-            "hides what K-FAC collects: it computes the gradients of weights in passes of their own"
-        )
-        yield Problem(what, "parallel.schedule", 'choose "1f1b" or "interleaved"')
-
-
-def _soap_fits(config: RunConfig) -> Iterator[Problem]:
-    if not isinstance(config.optim.preconditioning, SoapConfig):
-        return
-    where = "optim.preconditioner.type"
-    if isinstance(config.optim, SGDConfig):
-        what = "SOAP is Adam in another basis, and SGD has no second moment to put there"
-        yield Problem(what, where, 'set optim.type to "adamw" or "muon", or use "kfac"')
-    if config.model.adapters is not None:
-        what = "SOAP is made for whole matrices, and adapters are factors of a small one"
-        yield Problem(what, where, "leave optim.preconditioner or model.lora out")
-    if config.runtime.offload is not None and config.optim.steps_on_host:
-        what = "a step with SOAP would take far too long on the host"
-        yield Problem(what, "runtime.offload", "remove it, or leave optim.preconditioner out")
 
 
 def _batch_fits(config: RunConfig) -> Iterator[Problem]:
@@ -422,60 +358,12 @@ def _schedule_fits(config: RunConfig) -> Iterator[Problem]:
         yield Problem(what, "schedule.warmup", "shorten it, or raise train.until")
 
 
-def _adamw_fits(config: RunConfig, written: Written) -> Iterator[Problem]:
-    yield from _rates_apply(config)
-
-
-def _rates_apply(config: RunConfig) -> Iterator[Problem]:
-    """Rates of parameters that the model does not have."""
-    absent = {
-        Role.TABLE: ("the model has no value embeddings", "remove it"),
-        Role.HEAD: ("a tied head is the embedding", "set embedding_lr, or model.tie_head = false"),
-        Role.VECTOR: ("the model has no biases, gains or gates", "remove it"),
-    }
-    for role, (why, remedy) in absent.items():
-        if getattr(config.optim, f"{role}_lr") is not None and role not in config.model.roles:
-            yield no_effect(f"optim.{role}_lr", f"because {why}", remedy)
-
-
-def _muon_fits(config: RunConfig, written: Written) -> Iterator[Problem]:
-    optim = config.optim
-    assert isinstance(optim, MuonConfig)
-    warmup = optim.momentum_warmup
-    if optim.momentum_start is not None and not getattr(warmup, "amount", warmup):
-        why = "when optim.momentum_warmup is zero"
-        yield no_effect("optim.momentum_start", why, "remove one of the two")
-    elif optim.first_momentum > optim.momentum:
-        what = f"{optim.momentum_start} is above optim.momentum = {optim.momentum}"
-        remedy = "momentum rises: give at most optim.momentum, or leave it out"
-        yield Problem(what, "optim.momentum_start", remedy)
-    if optim.beta2 is not None and optim.normalise == "none":
-        remedy = 'remove it, or set optim.normalise = "neurons"; adam_beta2 is Adam\'s'
-        yield no_effect("optim.beta2", "with normalise = 'none'", remedy)
-    if optim.cautious and optim.weight_decay == 0:
-        yield no_effect(
-            "optim.cautious", "when optim.weight_decay is zero", "remove one of the two"
-        )
-    yield from _rates_apply(config)
-    # A rate that was meant for another scale: the default, or a preset's beside the user's scale.
-    for_it = ("optim", "lr") in written or ("optim", "scale") not in written
-    if optim.scale == "rms" and ("lr" not in optim.model_fields_set or not for_it):
-        what = f"{optim.lr}, which is for scale = 'shape', is far too high with scale = 'rms'"
-        yield Problem(what, "optim.lr", "give a rate as for AdamW, such as 6e-4")
-
-
-def _sgd_fits(config: RunConfig, written: Written) -> Iterator[Problem]:
-    assert isinstance(config.optim, SGDConfig)
-    if config.optim.nesterov and config.optim.momentum == 0:
-        yield no_effect("optim.nesterov", "when optim.momentum is zero", "remove one of the two")
-
-
 _OF_KIND: dict[type[Settings], Callable[[RunConfig, Written], Iterator[Problem]]] = {
     GPTConfig: _gpt_fits,
     HFConfig: _hf_fits,
-    AdamWConfig: _adamw_fits,
-    MuonConfig: _muon_fits,
-    SGDConfig: _sgd_fits,
+    AdamWConfig: adamw_fits,
+    MuonConfig: muon_fits,
+    SGDConfig: sgd_fits,
 }
 """The rules of one kind of model or optimizer."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict
@@ -12,6 +13,9 @@ from gristmill.base.errors import Problem
 
 Path_ = tuple[str, ...]
 """Where a setting is: its table, and its name there."""
+
+Written = Collection[Path_]
+"""Settings that the user wrote, as opposed to a preset's."""
 
 UNSET = "unset"
 """Written in the place of a value: takes away what lower layers say, so that the default counts."""

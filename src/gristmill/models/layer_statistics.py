@@ -94,7 +94,7 @@ def _collect(module: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> torc
         return output
     options = _Options(module.bias is not None, module.statistics_split, module.statistics_comm)
     leaves = module.statistics_inputs, *module.statistics_outputs
-    return _Collect.apply(inputs[0], output, options, *leaves)
+    return _SecondMoments.apply(inputs[0], output, options, *leaves)
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class _Options:
     comm: ShardComm
 
 
-class _Collect(torch.autograd.Function):
+class _SecondMoments(torch.autograd.Function):
     """The output as it is; its backward pass gives the sums as gradients of the leaves."""
 
     @staticmethod

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ from gristmill.parallel.sharding import ShardedParameter, ShardedParameters, Sha
 from gristmill.parallel.world import World
 
 BUCKET = 2**24
-"""Gradient elements per all-reduce."""
+"""Elements of gradients or factors per collective."""
 
 
 def shard_parameters(model: CausalLM, mesh: Mesh, rank: int) -> dict[str, ShardedParameter]:
@@ -116,14 +116,9 @@ class LateSync(GradientSync):
         self.group, self.dtype = group, dtype
 
     def finish(self) -> None:
-        bucket: list[torch.Tensor] = []
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        for gradient in gradients:
-            if bucket and sum(one.numel() for one in bucket) + gradient.numel() > BUCKET:
-                sum_together(bucket, self.group, dtype=self.dtype)
-                bucket = []
-            bucket.append(gradient)
-        sum_together(bucket, self.group, dtype=self.dtype)
+        for bucket in buckets(gradients):
+            sum_together(bucket, self.group, dtype=self.dtype)
 
 
 class FSDPSync(GradientSync):
@@ -235,6 +230,18 @@ def build_gradient_sync(
         return GradientSync(model, parameters)
     kind = DDPSync if world.mesh.pp == 1 else LateSync
     return kind(model, parameters, group=group, dtype=reduce)
+
+
+def buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Tensors in groups that are sent together."""
+    bucket: list[torch.Tensor] = []
+    for tensor in tensors:
+        if bucket and sum(one.numel() for one in bucket) + tensor.numel() > BUCKET:
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
 
 
 def sum_together(

@@ -36,6 +36,7 @@ from gristmill.optim.precondition.kfac import (
 )
 from gristmill.optim.precondition.side_by_side import side_by_side
 from gristmill.optim.spec import Placement, StateEntry
+from gristmill.parallel.data_parallel import BUCKET, buckets
 from gristmill.parallel.matrix_exchange import ShardedMatrixExchange, stage_ranks
 from gristmill.parallel.sharding import ShardedParameters, ShardLayout
 from gristmill.parallel.strategy import StepStatistics
@@ -43,8 +44,6 @@ from gristmill.parallel.world import World
 from gristmill.plan.kaisa import assign_layers
 from gristmill.plan.preconditioner import kfac_inversion
 
-BUCKET = 2**24
-"""Elements of factors that are sent at once."""
 UPDATES = "factor_updates"
 """How often the factors were updated, stored with the weight of each layer."""
 
@@ -153,7 +152,7 @@ class Kfac:
 
     def _sum_on(self, rank: int, tensors: Sequence[torch.Tensor]) -> None:
         """Sum tensors over the processes of the stage, in place on one of them."""
-        for bucket in _buckets(tensors):
+        for bucket in buckets(tensors):
             flat = torch.cat([one.reshape(-1) for one in bucket])
             dist.reduce(flat, group=self.group, group_dst=self.ranks.index(rank))
             if rank == self.world.rank:
@@ -285,17 +284,6 @@ def kfac_layers(config: KfacConfig, model: CausalLM) -> dict[str, KfacLayer]:
 def _gradient(parameters: ShardedParameters, name: str) -> torch.Tensor:
     local = parameters[name].local
     return torch.zeros_like(local) if local.grad is None else local.grad.float()
-
-
-def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    bucket: list[torch.Tensor] = []
-    for tensor in tensors:
-        if bucket and sum(one.numel() for one in bucket) + tensor.numel() > BUCKET:
-            yield bucket
-            bucket = []
-        bucket.append(tensor)
-    if bucket:
-        yield bucket
 
 
 def _chunks(layers: Sequence[KfacLayer]) -> Iterator[Sequence[KfacLayer]]:

@@ -113,13 +113,8 @@ class LayerCurvature:
         for factor, sample in zip(self.factors, samples, strict=True):
             advance(factor, sample, decay=decay, updates=updates, skip=skip)
 
-    def invert(self, settings: StepSettings) -> None:
-        """Compute the inverses from the factors, in place."""
-        for number in range(len(self.factors)):
-            self.invert_factor(number, settings)
-
     def invert_factor(self, number: int, settings: StepSettings) -> None:
-        """Compute one of them."""
+        """Compute an inverse from its factor, in place."""
         factor = self.factors[number]
         new: Inverse
         if self.config.method == "eigen":
