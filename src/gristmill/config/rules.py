@@ -1,8 +1,8 @@
 """Rules between settings; all broken ones are reported at once.
 
 `check_mesh` has the rules that depend on the number of processes, `layouts.py` those about the
-sizes of a layout, `optim_rules.py` those about optimizers. `doubts` are about what is allowed but may be a mistake. A problem's `where` is
-the path of the setting to change.
+sizes of a layout, `optim_rules.py` those about optimizers. `doubts` are about what is allowed but
+may be a mistake. A problem's `where` is the path of the setting to change.
 """
 
 from __future__ import annotations
