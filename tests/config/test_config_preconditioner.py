@@ -126,6 +126,9 @@ def test_a_table_without_a_type_says_what_is_missing() -> None:
         load_text(text, (), place="run.toml")
 
 
+MORE_OFTEN = "optim.preconditioner.inverse_every=50"
+
+
 def test_intervals_longer_than_the_run_are_doubted() -> None:
     def warnings(*words: str) -> list[str]:
         config = load(*words)
@@ -134,6 +137,8 @@ def test_intervals_longer_than_the_run_are_doubted() -> None:
     assert warnings("optim.preconditioner.inverse_every=99") == []
     (seldom,) = warnings("optim.preconditioner.inverse_every=100")
     assert "inverse_every, 100 steps, is as long as the run or longer" in seldom
+    (clipped,) = warnings('optim.type="sgd"', 'optim.preconditioner.type="kfac"', MORE_OFTEN)
+    assert "set train.clip = 0" in clipped
     (twice,) = warnings("optim.preconditioner.inverse_every=5")
     assert "invert the same factors again" in twice
 

@@ -53,6 +53,17 @@ def seldom_updated(config: RunConfig, numbers: Resolved) -> Iterator[str]:
         )
 
 
+def clipped_curvature(config: RunConfig) -> Iterator[str]:
+    """Preconditioned gradients that are clipped as if they were plain ones."""
+    kfac = isinstance(config.optim.preconditioning, KfacConfig)
+    if kfac and isinstance(config.optim, SGDConfig) and config.train.clip:
+        yield (
+            f"train.clip = {config.train.clip:g} applies to preconditioned gradients, which are "
+            "far longer than plain ones: SGD will hardly move; set train.clip = 0 and bound the "
+            "step with optim.preconditioner.kl_clip"
+        )
+
+
 def kfac_fits(config: RunConfig) -> Iterator[Problem]:
     """What K-FAC needs. Layers of other models than our own are checked when one is outlined."""
     kfac, where = config.optim.preconditioning, "optim.preconditioner.type"

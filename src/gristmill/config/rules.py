@@ -25,6 +25,7 @@ from gristmill.config.optim import (
 )
 from gristmill.config.optim_rules import (
     adamw_fits,
+    clipped_curvature,
     kfac_fits,
     long_rise,
     muon_fits,
@@ -75,6 +76,7 @@ def doubts(config: RunConfig, numbers: Resolved) -> list[str]:
         *_no_validation(config),
         *long_rise(config, numbers),
         *seldom_updated(config, numbers),
+        *clipped_curvature(config),
     ]
 
 
