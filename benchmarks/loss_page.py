@@ -212,11 +212,14 @@ def picture(
         parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in dots]
     parts += _legend(curves, axis=axis, target=f"{target_label}: {target:.3f}")
     body = "\n".join(parts)
+    above = _legend_height(curves)
+    size = f"{WIDTH} {HEIGHT + above}"
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 {-above} {size}" role="img" '
         f'font-family="system-ui, Segoe UI, Roboto, Liberation Sans, sans-serif" font-size="13">\n'
         f"<title>{escape(f'Validation loss over {label}')}</title>\n"
-        f'<rect width="{WIDTH}" height="{HEIGHT}" rx="6" fill="#ffffff"/>\n{body}\n</svg>\n'
+        f'<rect y="{-above}" width="{WIDTH}" height="{HEIGHT + above}" rx="6" fill="#ffffff"/>\n'
+        f"{body}\n</svg>\n"
     )
 
 
@@ -250,15 +253,19 @@ def _frame(
 
 
 def _legend(curves: Mapping[str, Sequence[Point]], *, axis: str, target: str) -> Iterable[str]:
-    """In the upper right corner, where curves that fall have left room."""
-    x, y = WIDTH - RIGHT - 8, TOP + 16
+    """Above the frame, so that it touches no curve."""
+    x, y = LEFT, 24 - _legend_height(curves)
     for number, (name, curve) in enumerate(curves.items()):
         end = getattr(curve[-1], axis)
         amount = f"{end:.1f} s" if axis == "seconds" else f"{format_count(end)} {axis.rstrip('s')}s"
         words = f"{name}: {curve[-1].loss:.3f} after {amount}"
         colour = COLOURS[number % len(COLOURS)]
-        yield _text(x, y + 20 * number, words, anchor="end", fill=colour, weight=600)
-    yield _text(x, y + 20 * len(curves), target, anchor="end", fill=MUTED)
+        yield _text(x, y + 20 * number, words, anchor="start", fill=colour, weight=600)
+    yield _text(x, y + 20 * len(curves), target, anchor="start", fill=MUTED)
+
+
+def _legend_height(curves: Mapping[str, Sequence[Point]]) -> int:
+    return 20 * len(curves) + 24
 
 
 def _text(x: float, y: float, words: str, *, anchor: str, fill: str, weight: int = 400) -> str:

@@ -43,8 +43,11 @@ class OptimizerRow:
 
 def _words(table: Mapping[str, Any], place: str) -> Iterator[str]:
     for key, value in table.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and all(name.isidentifier() for name in value):
             yield from _words(value, f"{place}.{key}")
+        elif isinstance(value, Mapping):  # numbers by the point of the run they count from
+            points = (f"{json.dumps(start)} = {number}" for start, number in value.items())
+            yield f"{place}.{key}={{ {', '.join(points)} }}"
         else:
             yield f"{place}.{key}={json.dumps(value)}"
 

@@ -483,6 +483,14 @@ def test_bases_are_refreshed_by_progress_alone() -> None:
     assert [decay for decay, _ in found] == [0.5] * 10 + [0.9] * 11
 
 
+def test_a_young_basis_is_refreshed_in_every_step_with_adamw_alone() -> None:
+    due = [settings_at(step)[1] for step in range(61)]
+    assert [step for step, one in enumerate(due) if one] == [*range(41), 50, 60]
+    muon = 'optim={ type = "muon", preconditioner = { type = "soap" } }'
+    due = [settings_at(step, muon)[1] for step in range(61)]
+    assert [step for step, one in enumerate(due) if one] == [0, 10, 20, 30, 40, 50, 60]
+
+
 def test_second_moments_are_forgotten_as_the_settings_say() -> None:
     network = model()
     for kind, own, given, expected in (

@@ -32,11 +32,13 @@ def long_rise(config: RunConfig, numbers: Resolved) -> list[str]:
 def seldom_updated(config: RunConfig, numbers: Resolved) -> Iterator[str]:
     """Preconditioners that are hardly ever updated, or more often than makes sense."""
     kfac, table = config.optim.preconditioning, "optim.preconditioner"
-    if isinstance(kfac, SoapConfig) and min(kfac.basis_every.values) >= numbers.steps:
-        yield (
-            f"{table}.basis_every, {min(kfac.basis_every.values)} steps, is as long as the run or "
-            "longer: the eigenbasis of the first gradient stays"
-        )
+    if isinstance(kfac, SoapConfig):
+        every = kfac.basis_schedule(muon=isinstance(config.optim, MuonConfig))
+        if min(every.values) >= numbers.steps:
+            yield (
+                f"{table}.basis_every, {min(every.values)} steps, is as long as the run or longer: "
+                "the eigenbasis of the first gradient stays"
+            )
     if not isinstance(kfac, KfacConfig):
         return
     for name, what in (("factor_every", "updated"), ("inverse_every", "inverted")):

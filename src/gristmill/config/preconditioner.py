@@ -12,11 +12,13 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from gristmill.base.errors import Problem
+from gristmill.base.units import Duration
 from gristmill.config.linears import LayerPatterns, matches, nearest_layers
 from gristmill.config.settings import Settings
 from gristmill.config.values import (
     Count,
     Fraction,
+    Scheduled,
     ScheduledCount,
     ScheduledFraction,
     ScheduledNonNegative,
@@ -81,6 +83,9 @@ class KfacConfig(Settings):
             yield Problem(what, "optim.preconditioner.skip", remedy)
 
 
+_YOUNG_BASIS = Scheduled(((Duration.parse("0 steps"), 1), (Duration.parse("40 steps"), 10)))
+
+
 class SoapConfig(Settings):
     """SOAP: Adam's second moment in the eigenbasis of Shampoo's factors, for the matrices inside
     blocks. With Muon, momentum is divided by its root before it is orthogonalised (SOAP-Muon)."""
@@ -94,10 +99,17 @@ class SoapConfig(Settings):
     given."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the root of the second moment."""
-    basis_every: ScheduledCount = constant(10)
-    """Steps from one update of the eigenbasis to the next."""
+    basis_every: ScheduledCount | None = None
+    """Steps from one update of the eigenbasis to the next. If not given, 10 with Muon, and with
+    AdamW 1 in the first 40 steps and 10 after them: the basis of a few gradients is soon wrong."""
     max_dim: Count = 8192
     """A side of a matrix that is longer than this is not rotated and has no factor."""
+
+    def basis_schedule(self, *, muon: bool) -> Scheduled[int]:
+        """`basis_every`, or what holds if it is not given."""
+        if self.basis_every is not None:
+            return self.basis_every
+        return constant(10) if muon else _YOUNG_BASIS
 
 
 PreconditionerConfig = Annotated[KfacConfig | SoapConfig, Field(discriminator="type")]

@@ -29,6 +29,8 @@ from gristmill.config.optim import (
     CosineSchedule,
     InverseSqrtSchedule,
     LinearSchedule,
+    MuonConfig,
+    OptimizerConfig,
     PolynomialSchedule,
     WarmupStableDecaySchedule,
 )
@@ -37,6 +39,7 @@ from gristmill.config.ramp import BatchRamp
 from gristmill.config.resolve import Resolved
 from gristmill.config.schema import RunConfig
 from gristmill.config.settings import Settings
+from gristmill.config.values import Scheduled
 from gristmill.optim.spec import Optimizer
 
 Shape = Callable[[int], float]
@@ -59,6 +62,14 @@ class Rise:
 
 
 @dataclass(frozen=True)
+class SoapRhythm:
+    """What SOAP does over a run."""
+
+    decay: Scheduled[float]
+    basis_every: Scheduled[int]
+
+
+@dataclass(frozen=True)
 class Schedule:
     """The learning rate over a run; `shape` maps samples since the start to a factor 0 to 1."""
 
@@ -70,7 +81,7 @@ class Schedule:
     batch_power: float = 0.0
     """The exponent of batch / full batch, which multiplies the rate."""
     momentum: Rise | None = None
-    soap: SoapConfig | None = None
+    soap: SoapRhythm | None = None
 
     def rate(self, progress: Progress) -> float:
         """The learning rate of the step that starts at `progress`."""
@@ -97,7 +108,6 @@ class Schedule:
 def build_schedule(config: RunConfig, numbers: Resolved) -> Schedule:
     """The schedule of a run."""
     settings, rise = config.schedule, config.optim.momentum_rise
-    soap = config.optim.preconditioning
     return Schedule(
         peak=config.optim.lr,
         floor=getattr(settings, "min_lr", 0.0),
@@ -108,8 +118,15 @@ def build_schedule(config: RunConfig, numbers: Resolved) -> Schedule:
         momentum=None
         if rise is None
         else Rise(rise.start, rise.end, numbers.samples_of(rise.over)),
-        soap=soap if isinstance(soap, SoapConfig) else None,
+        soap=_soap_rhythm(config.optim),
     )
+
+
+def _soap_rhythm(optim: OptimizerConfig) -> SoapRhythm | None:
+    soap = optim.preconditioning
+    if not isinstance(soap, SoapConfig):
+        return None
+    return SoapRhythm(soap.decay, soap.basis_schedule(muon=isinstance(optim, MuonConfig)))
 
 
 def _half_cosine(time: float) -> float:
