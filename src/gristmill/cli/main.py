@@ -31,6 +31,7 @@ from gristmill.cli import (
     bench,
     evaluate,
     inspect,
+    launch,
     models,
     prepare,
     replay,
@@ -77,6 +78,7 @@ app.command("prepare", epilog=prepare.EXAMPLES)(prepare.prepare)
 app.add_typer(tokens.tokens, name="tokens")
 app.add_typer(tokenizer.tokenizer, name="tokenizer")
 app.command("train")(train.train)
+app.add_typer(launch.launch, name="launch")
 app.command("replay")(replay.replay)
 app.command("bench")(bench.bench)
 app.command("evaluate")(evaluate.evaluate)

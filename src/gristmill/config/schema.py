@@ -13,6 +13,7 @@ from pydantic import Discriminator, Field, Tag, TypeAdapter
 
 from gristmill.base.units import Duration
 from gristmill.config.hf_model import HFConfig
+from gristmill.config.launch import LaunchConfig
 from gristmill.config.model import GPTConfig, ModelConfig
 from gristmill.config.optim import AdamWConfig, AnyOptimizerConfig, CosineSchedule, ScheduleConfig
 from gristmill.config.parallel import ParallelConfig
@@ -336,6 +337,8 @@ class RunConfig(Settings):
     """Saving."""
     track: TrackConfig = TrackConfig()
     """Metrics."""
+    launch: LaunchConfig | None = None
+    """The job on a cluster, for `gristmill launch`."""
 
     @property
     def packs_conversations(self) -> bool:

@@ -11,6 +11,7 @@
     ├── checkpoints/        step-00012000/ and so on
     ├── evals/ · samples/   evaluation results, generated texts
     ├── logs/               rank-00001.log and so on: what processes other than rank 0 print
+    ├── job/                the job that was submitted to a cluster
     ├── set-aside/          what came after a checkpoint that the run went back to
     ├── report.html         the page with the curves
     └── .lock               locked by the process that trains
@@ -58,6 +59,7 @@ class RunFolder:
         self.evals = path / "evals"
         self.samples = path / "samples"
         self.logs = path / "logs"
+        self.job = path / "job"
         self.set_aside = path / "set-aside"
         self.report = path / "report.html"
         self.lock = path / ".lock"

@@ -1,0 +1,316 @@
+"""`launch`: submit a run to a cluster, and ask about it."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import shlex
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from gristmill.base.errors import Exit, UserError
+from gristmill.cli.options import AsJson, Overrides
+
+if TYPE_CHECKING:
+    from gristmill.launch.batch import BatchState, JobRecord, Launcher
+    from gristmill.launch.submit import PlannedJob
+
+_POLL = 0.5
+_TAIL = 40
+"""Lines of a log that are shown first."""
+
+EXAMPLES = """
+Examples:
+
+gristmill launch run.toml --on slurm --dry-run        print the job
+
+gristmill launch run.toml --on slurm launch.nodes=4 launch.account=abc
+
+gristmill launch run.toml --then 'evaluate runs/NAME'    another job after this one
+
+gristmill launch run.toml --sweep optim.lr=1e-3,6e-4 --sweep train.seed=1,2
+
+gristmill launch status runs/NAME
+"""
+
+
+class _SubmitByDefault(TyperGroup):
+    """`launch RUN.toml` is `launch submit RUN.toml`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        asks_for_help = bool(args) and args[0] in ("-h", "--help")
+        if args and args[0] not in self.commands and not asks_for_help:
+            args = ["submit", *args]
+        return super().parse_args(ctx, args)
+
+
+launch = typer.Typer(
+    cls=_SubmitByDefault,
+    help="Run on a cluster: Slurm, PBS, MPI, Kubernetes or Ray. `launch RUN.toml --on slurm` "
+    "submits; see `launch submit --help`.",
+    no_args_is_help=True,
+)
+
+RunArgument = Annotated[
+    Path, typer.Argument(metavar="RUN", help="The run folder, or a run file of which it follows.")
+]
+
+
+@launch.command("submit", epilog=EXAMPLES)
+def submit(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN.toml", help="The run file, or a run folder to resume.")
+    ],
+    settings: Overrides = None,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WHERE", help="slurm, pbs, mpi, kubernetes or ray; launch.on if not given."
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the files of the job, and submit nothing.")
+    ] = False,
+    fresh: Annotated[
+        bool,
+        typer.Option("--fresh", help="Start over; an existing run is moved aside, not deleted."),
+    ] = False,
+    after: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ID", help="Wait until this job has succeeded; may be repeated."),
+    ] = None,
+    then: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="COMMAND",
+            help="A command of gristmill for another job, of one process, that begins when this "
+            "one has succeeded: 'evaluate runs/NAME'. Repeat it for a chain.",
+        ),
+    ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=V1,V2…",
+            help="Train one run for each value, as an array of jobs; several of these options "
+            "give all combinations.",
+        ),
+    ] = None,
+    at_once: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Runs of a sweep at the same time.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Submit a run to a cluster.
+
+    The job is written into the run folder (RUN/job). `launch status`, `logs` and `cancel` find it
+    there.
+    """
+    from gristmill.base.downloads import settings_folder
+    from gristmill.config.load import load_run
+    from gristmill.launch.build import launcher_of
+    from gristmill.launch.submit import plan_command, plan_sweep, plan_training, sweep_words
+    from gristmill.launch.submit import submit as submit_job
+    from gristmill.track.folder import move_aside, run_folder
+
+    config = load_run(run, settings or (), find_model=settings_folder)
+    name, launcher = launcher_of(on or (config.launch.on if config.launch else None))
+    _check_ids(after or ())
+    chain = [_command(text) for text in then or ()]
+    if sweep:
+        if fresh:
+            what = "a sweep continues runs that exist, and --fresh would start them over"
+            raise UserError(what, where="--sweep", remedy="leave out one", exit=Exit.USAGE)
+        runs = [
+            (words, load_run(run, [*(settings or ()), *words], find_model=settings_folder))
+            for words in sweep_words(sweep, name=config.name)
+        ]
+        planned = plan_sweep(config, runs, launcher, name, at_once=at_once, after=after or ())
+    else:
+        if at_once is not None:
+            what = "only the runs of a sweep can be limited"
+            raise UserError(what, where="--at-once", remedy="add --sweep", exit=Exit.USAGE)
+        planned = plan_training(config, launcher, name, after=after or ())
+    if dry_run:
+        _show(planned)
+        return
+    if fresh:
+        move_aside(run_folder(config))
+    record = submit_job(planned, launcher)
+    submitted, previous = [record], planned
+    for words in chain:
+        previous = plan_command(words, previous, launcher, after=[submitted[-1].id])
+        submitted.append(submit_job(previous, launcher))
+    _report(planned, submitted, chain, as_json=as_json)
+
+
+def _check_ids(ids: list[str] | tuple[()]) -> None:
+    import re
+
+    for id in ids:
+        if not re.fullmatch(r"[A-Za-z0-9][\w.\[\]-]*", id):
+            raise UserError(f"{id!r} is no id of a job", where="--after", exit=Exit.USAGE)
+
+
+def _command(text: str) -> list[str]:
+    """The words of a command of gristmill."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"{error}: {text!r}", where="--then", exit=Exit.USAGE) from error
+    words = words[1:] if words[:1] == ["gristmill"] else words
+    allowed = ("evaluate", "export", "generate", "report", "train", "prepare", "replay")
+    if not words or words[0] not in allowed:
+        raise UserError(
+            f"{text!r} is no command that a job can run",
+            where="--then",
+            remedy=f"begin it with one of: {', '.join(allowed)}",
+            exit=Exit.USAGE,
+        )
+    return words
+
+
+def _show(planned: PlannedJob) -> None:
+    for name, text in planned.files.items():
+        typer.echo(f"# ---- {planned.job.folder / name}")
+        typer.echo(text)
+
+
+def _report(
+    planned: PlannedJob, records: list[JobRecord], chain: list[list[str]], *, as_json: bool
+) -> None:
+    home = _short(planned.job.folder.parent)
+    if as_json:
+        ids = [record.id for record in records]
+        typer.echo(json.dumps({"on": records[0].launcher, "ids": ids, "run": str(home)}))
+        return
+    first, *others = records
+    tasks = f", {len(planned.job.array)} tasks" if planned.job.array is not None else ""
+    typer.echo(f"submitted job {first.id} ({first.launcher}{tasks}) from {home}/job")
+    for record, words in zip(others, chain, strict=True):
+        typer.echo(f"then job {record.id}: gristmill {shlex.join(words)}")
+    typer.echo(f"    gristmill launch status {home}")
+    typer.echo(f"    gristmill launch logs -f {home}")
+
+
+def _short(path: Path) -> Path:
+    """Relative to the working folder, if it is below that."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def _job_of(run: Path) -> tuple[Path, JobRecord, Launcher]:
+    """The folder of a run, its job and where that is."""
+    from gristmill.config.load import load_run
+    from gristmill.launch.batch import read_record
+    from gristmill.launch.build import launcher_of
+    from gristmill.track.folder import RunFolder, run_folder
+
+    folder = RunFolder(run) if run.is_dir() else run_folder(load_run(run))
+    record = read_record(folder.job)
+    if record is None:
+        raise UserError(
+            "this run was not submitted as a job",
+            where=str(folder.path),
+            remedy=f"submit it: gristmill launch {run} --on slurm",
+            exit=Exit.USAGE,
+        )
+    return folder.path, record, launcher_of(record.launcher)[1]
+
+
+@launch.command("status")
+def status(run: RunArgument, as_json: AsJson = False) -> None:
+    """What the scheduler and the run itself say.
+
+    Exit status 0 if the run is done, 75 if it is not.
+    """
+    from gristmill.track.folder import RunFolder
+
+    path, record, launcher = _job_of(run)
+    state, own = launcher.state(record), RunFolder(path).read_status()
+    if as_json:
+        job = {"on": record.launcher, "id": record.id, "submitted": record.submitted}
+        found = {"phase": state.phase, "state": state.text, "exit": state.exit}
+        typer.echo(json.dumps({"job": {**job, **found}, "run": own}, indent=2, ensure_ascii=False))
+    else:
+        typer.echo(f"job {record.id} ({record.launcher}): {describe(state)}")
+        typer.echo(f"run {_short(path.absolute())}: {_own_words(own)}")
+        if state.phase in ("ended", "unknown") and own.get("state") != "done":
+            typer.echo(f"    to continue it: gristmill launch {path} --on {record.launcher}")
+    done = own.get("state") == "done" or (not own and state.exit == 0)
+    raise typer.Exit(Exit.DONE if done else Exit.STOPPED)
+
+
+def describe(state: BatchState) -> str:
+    """A state with the meaning of its exit status."""
+    if state.exit is None:
+        return state.text
+    meaning = f" ({Exit(state.exit).meaning})" if state.exit in set(Exit) else ""
+    return f"{state.text}, exit status {state.exit}{meaning}"
+
+
+def _own_words(own: dict[str, Any]) -> str:
+    if not own:
+        return "has not begun"
+    words = f"{own.get('state', '?')} at step {own.get('step', 0)}"
+    words += f", {own['updated']}" if "updated" in own else ""
+    return words + (f": {own['error']}" if own.get("error") else "")
+
+
+@launch.command("logs")
+def logs(
+    run: RunArgument,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")
+    ] = False,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", min=0, metavar="N", help="How many lines to begin with.")
+    ] = _TAIL,
+) -> None:
+    """What the job has printed."""
+    _, record, launcher = _job_of(run)
+    command = launcher.output(record)
+    if command is not None:
+        follows = [*command, f"--tail={lines}", *(["--follow"] if follow else [])]
+        raise typer.Exit(os.spawnvp(os.P_WAIT, follows[0], follows))
+    shown: dict[str, int] = {}
+    while True:
+        ended = not follow or launcher.state(record).phase in ("ended", "unknown")
+        for file in sorted(file for pattern in record.logs for file in glob.glob(pattern)):
+            _print_new(Path(file), shown, lines=lines)
+        if ended:
+            break
+        time.sleep(_POLL)
+    if not shown:
+        typer.echo(f"nothing yet: {launcher.state(record).text}", err=True)
+
+
+def _print_new(file: Path, shown: dict[str, int], *, lines: int) -> None:
+    """Print what a file holds beyond what was printed; at first, its last lines."""
+    with file.open("rb") as log:
+        if str(file) not in shown:
+            typer.echo(f"==> {_short(file.absolute())}", err=True)
+            text = b"".join(log.readlines()[-lines:] if lines else [])
+        else:
+            log.seek(shown[str(file)])
+            text = log.read()
+        shown[str(file)] = log.tell()
+    if text:
+        typer.echo(text.decode(errors="replace"), nl=False)
+
+
+@launch.command("cancel")
+def cancel(run: RunArgument) -> None:
+    """End the job; the run is saved first, if the scheduler gives it the time."""
+    path, record, launcher = _job_of(run)
+    state = launcher.state(record)
+    if state.phase in ("ended", "unknown"):
+        typer.echo(f"job {record.id} has ended: {describe(state)}")
+        return
+    launcher.cancel(record)
+    typer.echo(f"asked {record.launcher} to end job {record.id}; the run saves and stops")
+    typer.echo(f"    to continue it: gristmill launch {path} --on {record.launcher}")

@@ -1,0 +1,200 @@
+"""A job on a cluster: what it runs, the files that describe it, and what is known of it later.
+
+    RUN/job/
+    ├── run.toml        the settings as submitted: editing the run file later changes nothing
+    ├── train.sbatch    the job, as a person could have written it
+    └── job.json        launcher, ids and logs, for `gristmill launch status`, `logs` and `cancel`
+
+A launcher is one module and one row of `build.py`. It knows nothing of training: a job is words
+to run, and the `[launch]` table says where.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from gristmill.base.errors import DataError, Exit, Problem, UserError
+from gristmill.base.files import read_json, storage_errors, write_atomic, write_json
+from gristmill.config.launch import LaunchConfig, LauncherName
+
+RECORD = "job.json"
+_VERSION = 1
+
+Phase = Literal["waiting", "running", "ended", "unknown"]
+
+
+@dataclass(frozen=True)
+class ArrayTask:
+    """One task of an array of jobs."""
+
+    words: Sequence[str]
+    """The last words of its command."""
+    run: Path | None = None
+    """The run folder, if it trains."""
+
+
+@dataclass(frozen=True)
+class BatchJob:
+    """What a launcher is asked to run."""
+
+    name: str
+    command: Sequence[str]
+    """The words that every process runs; for an array, those that all of its tasks begin with."""
+    launch: LaunchConfig
+    folder: Path
+    """Where the files of the job go: RUN/job."""
+    logs: Path
+    """The folder of its logs."""
+    work: Path
+    """The folder it runs in."""
+    run: Path | None = None
+    """The run folder, if the command trains."""
+    array: Mapping[int, ArrayTask] | None = None
+    """For an array: its tasks by their numbers."""
+    at_once: int | None = None
+    """How many tasks of an array may run at the same time."""
+    after: Sequence[str] = ()
+    """Ids of jobs that have to succeed first."""
+    elastic: bool = False
+    """Whether the others continue when a process is lost."""
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """A job that was submitted."""
+
+    launcher: LauncherName
+    id: str
+    logs: Sequence[str]
+    """Where its output goes, relative to the folder of the run or absolute; `*` for parts of the
+    name that only the scheduler knows."""
+    submitted: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What the launcher needs to find it again."""
+    earlier: Sequence[str] = ()
+    """Ids of jobs that this folder was submitted as before."""
+
+
+@dataclass(frozen=True)
+class BatchState:
+    """What a scheduler says of a job."""
+
+    phase: Phase
+    text: str
+    """In the scheduler's own words."""
+    exit: int | None = None
+    """The exit status, if it has ended and the scheduler knows it."""
+
+
+class Launcher(Protocol):
+    """A way to start a job and to find out about it."""
+
+    @property
+    def unused(self) -> Collection[str]:
+        """Settings of `[launch]` that do nothing here."""
+
+    def problems(self, launch: LaunchConfig) -> Iterable[Problem]:
+        """What else is wrong with `[launch]`."""
+
+    def files(self, job: BatchJob) -> dict[str, str]:
+        """The files that describe the job, by name; the first is the one that is submitted."""
+
+    def submit(self, job: BatchJob, file: Path) -> JobRecord:
+        """Submit what `files` described."""
+
+    def state(self, record: JobRecord) -> BatchState:
+        """What became of the job."""
+
+    def cancel(self, record: JobRecord) -> None:
+        """End the job politely: its processes are asked to save first."""
+
+    def output(self, record: JobRecord) -> Sequence[str] | None:
+        """The command that prints the job's output, where it is in no file."""
+
+
+def write_files(job: BatchJob, files: Mapping[str, str]) -> Path:
+    """Put the files of a job into its folder; returns the one to submit."""
+    with storage_errors(job.folder):
+        job.folder.mkdir(parents=True, exist_ok=True)
+        job.logs.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        write_atomic(job.folder / name, text)
+    return job.folder / next(iter(files))
+
+
+def write_record(folder: Path, record: JobRecord) -> None:
+    """Note which job this folder was submitted as."""
+    write_json(folder / RECORD, {"version": _VERSION, **asdict(record)})
+
+
+def read_record(folder: Path) -> JobRecord | None:
+    """The job that this folder was submitted as; None if it was not."""
+    file = folder / RECORD
+    if not file.is_file():
+        return None
+    try:
+        found = read_json(file)
+        if found.pop("version") == _VERSION:
+            return JobRecord(**found)
+    except (KeyError, TypeError, AttributeError):
+        pass
+    raise DataError(
+        "this is not what this version of `gristmill launch` writes",
+        where=file,
+        remedy="look for the job with the scheduler's own commands, and remove the file",
+    )
+
+
+def now() -> str:
+    """The time, for records."""
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def run_scheduler(words: Sequence[str], *, needs: str, timeout: float = 60.0) -> str:
+    """What a command of a scheduler prints; `needs` says where the command is found."""
+    result = try_scheduler(words, needs=needs, timeout=timeout)
+    if result.returncode:
+        said = " ".join((result.stderr or result.stdout).split()) or "it gave no reason"
+        raise UserError(
+            f"{words[0]} ended with {result.returncode}: {said}",
+            where=shlex.join(words),
+            remedy="mend what it complains about; nothing was submitted or changed",
+            exit=Exit.CONFIG,
+        )
+    return result.stdout
+
+
+def try_scheduler(
+    words: Sequence[str], *, needs: str, timeout: float = 60.0
+) -> subprocess.CompletedProcess[str]:
+    """As `run_scheduler`; an exit status other than 0 is up to the caller."""
+    if shutil.which(words[0]) is None:
+        raise UserError(
+            f"{words[0]} is not installed here",
+            where="command line",
+            remedy=f"run this {needs}, or write the job with --dry-run and submit it there",
+        )
+    try:
+        return subprocess.run(
+            words,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise UserError(
+            f"{words[0]} did not answer within {timeout:.0f} seconds",
+            where=shlex.join(words),
+            remedy="the scheduler may be down; try again later",
+            exit=Exit.PEER,
+        ) from None

@@ -1,0 +1,28 @@
+"""All launchers, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from gristmill.base.errors import Exit, UserError
+from gristmill.config.launch import LauncherName
+from gristmill.launch.batch import Launcher
+from gristmill.launch.mpi import Mpi
+from gristmill.launch.pbs import Pbs
+from gristmill.launch.slurm import Slurm
+
+LAUNCHERS: Mapping[LauncherName, Callable[[], Launcher]] = {"slurm": Slurm, "pbs": Pbs, "mpi": Mpi}
+
+
+def launcher_of(name: str | None) -> tuple[LauncherName, Launcher]:
+    """The launcher with this name."""
+    for known, make in LAUNCHERS.items():
+        if known == name:
+            return known, make()
+    what = "nothing says where to submit the run" if name is None else f"there is no {name!r}"
+    raise UserError(
+        what,
+        where="--on",
+        remedy=f"give --on or set launch.on to one of: {', '.join(LAUNCHERS)}",
+        exit=Exit.USAGE,
+    )

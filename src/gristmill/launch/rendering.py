@@ -1,0 +1,108 @@
+"""Job files from templates, in which no value can be read as a command.
+
+A template is Jinja in `templates/`. Whatever it puts out has to say how it is quoted, by a filter:
+
+    {{ value | sh }}          one word of shell
+    {{ words | words }}       several words of shell
+    {{ value | directive }}   the value of an #SBATCH or #PBS line
+    {{ value | yaml }}        a value in YAML (JSON, which is YAML)
+    {{ value | comment }}     the rest of a line that is a comment
+    {{ line | program }}      a line of shell as the user wrote it: `launch.setup`, nothing else
+
+Numbers need none. Text without a filter is an error, so a template that forgets one does not
+render, whatever the value is.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup as _Quoted
+
+from gristmill.base.errors import UserError
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+
+
+def render(template: str, **values: Any) -> str:
+    """The text of a template."""
+    return _environment().get_template(template).render(**values)
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    made = jinja2.Environment(
+        loader=jinja2.PackageLoader("gristmill.launch"),
+        finalize=_refuse_unquoted,
+        # With it, what a macro puts out counts as quoted; nothing else is left to escape.
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    made.filters |= {
+        "sh": _sh,
+        "words": _words,
+        "directive": _directive,
+        "yaml": _yaml,
+        "comment": _comment,
+        "program": _program,
+    }
+    return made
+
+
+def _refuse_unquoted(value: Any) -> Any:
+    if isinstance(value, _Quoted) or type(value) is int:
+        return value
+    if value is None or isinstance(value, jinja2.Undefined):
+        raise AssertionError("a template puts out a value that is not there")
+    raise AssertionError(f"a template puts out {value!r} without saying how it is quoted")
+
+
+def _sh(value: str | Path | int) -> _Quoted:
+    if "\0" in str(value):
+        raise _unprintable(value)
+    return _Quoted(shlex.quote(str(value)))
+
+
+def _words(values: Sequence[str | Path]) -> _Quoted:
+    return _Quoted(" ".join(_sh(value) for value in values))
+
+
+def _directive(value: str | Path | int) -> _Quoted:
+    """Schedulers read such lines themselves, and the shell takes them for comments."""
+    text = str(value)
+    if _CONTROL.search(text):
+        raise _unprintable(value)
+    if not re.search(r"""[\s"'#\\]""", text):
+        return _Quoted(text)
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return _Quoted(f'"{escaped}"')
+
+
+def _yaml(value: Any) -> _Quoted:
+    return _Quoted(json.dumps(value))
+
+
+def _comment(value: str | Path) -> _Quoted:
+    return _Quoted(_CONTROL.sub(" ", str(value)))
+
+
+def _program(line: str) -> _Quoted:
+    return _Quoted(line)
+
+
+def _unprintable(value: Any) -> UserError:
+    return UserError(
+        "this has a line break or another control character, which no job script can hold",
+        where=repr(str(value)),
+        remedy="use another name",
+    )

@@ -1,0 +1,266 @@
+"""From a run to a job: check the `[launch]` table, write the files, submit them.
+
+The settings are written into the job as they are now, so that a job that waits for days trains what
+was submitted, whatever happens to the run file meanwhile.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from gristmill.base.errors import Exit, Problem, UserError
+from gristmill.base.units import format_seconds, parse_seconds
+from gristmill.config.launch import LaunchConfig, LauncherName
+from gristmill.config.load import dump_run
+from gristmill.config.rules import check_mesh
+from gristmill.config.schema import RunConfig
+from gristmill.launch.batch import (
+    ArrayTask,
+    BatchJob,
+    JobRecord,
+    Launcher,
+    read_record,
+    write_files,
+    write_record,
+)
+from gristmill.track.folder import RunFolder, run_folder
+
+SETTINGS = "run.toml"
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """A job that could be submitted."""
+
+    job: BatchJob
+    files: dict[str, str]
+    """Its files by name; the first is the one that is submitted."""
+
+
+def plan_training(
+    config: RunConfig, launcher: Launcher, on: LauncherName, *, after: Sequence[str] = ()
+) -> PlannedJob:
+    """The job that trains a run."""
+    launch = checked(config, launcher, on)
+    folder = RunFolder(run_folder(config).path.absolute())
+    job = BatchJob(
+        name=config.name,
+        command=train_command(launch, folder.job / SETTINGS),
+        launch=launch,
+        folder=folder.job,
+        logs=folder.logs,
+        work=Path.cwd(),
+        run=folder.path,
+        after=after,
+        elastic=config.parallel.elastic,
+    )
+    settings = dump_run(_with_time_limit(config, on))
+    return PlannedJob(job, {**launcher.files(job), SETTINGS: settings})
+
+
+def plan_sweep(
+    config: RunConfig,
+    runs: Sequence[tuple[Sequence[str], RunConfig]],
+    launcher: Launcher,
+    on: LauncherName,
+    *,
+    at_once: int | None = None,
+    after: Sequence[str] = (),
+) -> PlannedJob:
+    """The array of jobs that trains several runs, each with the words that make it."""
+    launch = checked(config, launcher, on)
+    for _, one in runs:
+        check_mesh(one, processes=launch.processes)
+    home = RunFolder(run_folder(config).path.absolute())
+    folder = RunFolder(home.path.with_name(f"{home.path.name}-sweep"))
+    tasks = {
+        number: ArrayTask(words, run_folder(one).path.absolute())
+        for number, (words, one) in enumerate(runs, 1)
+    }
+    job = BatchJob(
+        name=f"{config.name}-sweep",
+        command=train_command(launch, folder.job / SETTINGS),
+        launch=launch,
+        folder=folder.job,
+        logs=folder.logs,
+        work=Path.cwd(),
+        array=tasks,
+        at_once=at_once,
+        after=after,
+        elastic=config.parallel.elastic,
+    )
+    settings = dump_run(_with_time_limit(config, on))
+    return PlannedJob(job, {**launcher.files(job), SETTINGS: settings})
+
+
+def plan_command(
+    words: Sequence[str], planned: PlannedJob, launcher: Launcher, *, after: Sequence[str]
+) -> PlannedJob:
+    """The job of one process that follows another one and runs a command of gristmill."""
+    before = planned.job
+    name = f"{before.name}-{words[0]}"
+    alone: dict[str, Any] = {"nodes": 1, "processes_per_node": 1, "requeue": False, "restarts": 0}
+    if before.launch.gpus_per_node:
+        alone["gpus_per_node"] = 1
+    launch = before.launch.model_copy(update={**alone, "starter": "tasks"})
+    job = replace(
+        before,
+        name=name,
+        command=(*gristmill_command(launch), *words),
+        launch=launch,
+        folder=before.folder / words[0],
+        run=None,
+        array=None,
+        after=after,
+        elastic=False,
+    )
+    return PlannedJob(job, launcher.files(job))
+
+
+def submit(planned: PlannedJob, launcher: Launcher) -> JobRecord:
+    """Write the files of a job and submit it, unless it runs or waits already."""
+    before = read_record(planned.job.folder)
+    if before is not None:
+        refuse_active(planned.job, before, launcher)
+    file = write_files(planned.job, planned.files)
+    record = launcher.submit(planned.job, file)
+    if before is not None:
+        record = replace(record, earlier=[*before.earlier, before.id])
+    write_record(planned.job.folder, record)
+    return record
+
+
+def refuse_active(job: BatchJob, record: JobRecord, launcher: Launcher) -> None:
+    """Refuse to submit a run that is a job already."""
+    state = launcher.state(record)
+    if state.phase in ("waiting", "running"):
+        raise UserError(
+            f"this run is job {record.id} already: {state.text}",
+            where=str(job.folder.parent),
+            remedy=f"wait for it, or end it with: gristmill launch cancel {job.folder.parent}",
+            exit=Exit.REFUSED,
+        )
+
+
+# ------------------------------------------------------------------ the settings
+
+
+def checked(config: RunConfig, launcher: Launcher, on: LauncherName) -> LaunchConfig:
+    """The `[launch]` table of a run, with everything that is wrong with it for a launcher."""
+    launch = config.launch or LaunchConfig()
+    problems = [
+        Problem(
+            f"has no effect with {on}", f"launch.{name}", f"remove it, or add launch.{name}=unset"
+        )
+        for name in launcher.unused
+        if getattr(launch, name) != LaunchConfig.model_fields[name].get_default()
+    ]
+    if launch.time and parse_seconds(launch.stop_early) >= parse_seconds(launch.time):
+        what = f"leaves no time to train: the job has {launch.time}"
+        problems.append(
+            Problem(what, "launch.stop_early", "make it shorter, or launch.time longer")
+        )
+    problems += [
+        Problem(f"{mount!r} does not say where to mount what", "launch.mounts", 'write "/out:/in"')
+        for mount in launch.mounts
+        if not re.fullmatch(r"/[^:]*:/[^:]*(:\w+)?", mount)
+    ]
+    if launch.mounts and not launch.container:
+        problems.append(
+            Problem("has no effect without launch.container", "launch.mounts", "remove it")
+        )
+    problems += launcher.problems(launch)
+    if problems:
+        raise UserError(problems)
+    check_mesh(config, processes=launch.processes)
+    return launch
+
+
+def _with_time_limit(config: RunConfig, on: LauncherName) -> RunConfig:
+    """Where no scheduler sends a signal before the time is over, the run has to look at the clock
+    itself."""
+    launch = config.launch
+    if on == "slurm" or launch is None or launch.time is None:
+        return config
+    seconds = parse_seconds(launch.time) - parse_seconds(launch.stop_early)
+    given = config.train.time_limit
+    if given is not None and parse_seconds(given) <= seconds:
+        return config
+    train = config.train.model_copy(update={"time_limit": format_seconds(seconds)})
+    return config.model_copy(update={"train": train})
+
+
+def gristmill_command(launch: LaunchConfig) -> tuple[str, ...]:
+    """The first words of every command of gristmill in a job."""
+    python = launch.python or ("python" if launch.container else sys.executable)
+    return (python, "-m", "gristmill")
+
+
+def train_command(launch: LaunchConfig, settings: Path) -> tuple[str, ...]:
+    """The command that every process of a training runs."""
+    return (*gristmill_command(launch), "train", str(settings))
+
+
+# ------------------------------------------------------------------ sweeps
+
+
+def sweep_words(axes: Sequence[str], *, name: str) -> list[list[str]]:
+    """For each run of a sweep its settings as words, the name of the run last.
+
+    An axis is KEY=V1,V2,...; commas within brackets, braces and quotes belong to a value.
+    """
+    keys, values = [], []
+    for axis in axes:
+        key, equals, text = axis.partition("=")
+        found = [one.strip() for one in _split(text)]
+        if not equals or not all(found):
+            raise UserError(
+                f"{axis!r} is no setting with several values",
+                where="--sweep",
+                remedy="write KEY=VALUE,VALUE,... such as optim.lr=1e-3,6e-4",
+                exit=Exit.USAGE,
+            )
+        keys.append(key)
+        values.append(found)
+    if len(set(keys)) < len(keys):
+        raise UserError("a setting is given twice", where="--sweep", exit=Exit.USAGE)
+    runs, names = [], set[str]()
+    for chosen in itertools.product(*values):
+        pairs = list(zip(keys, chosen, strict=True))
+        parts = [f"{key.rpartition('.')[2]}-{_plain(value)}" for key, value in pairs]
+        own = "-".join([name, *parts])
+        while own in names:
+            own += "_"
+        names.add(own)
+        runs.append([*(f"{key}={value}" for key, value in pairs), f"name={own}"])
+    return runs
+
+
+def _split(text: str) -> list[str]:
+    parts, depth, quote, current = [], 0, "", ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            quote = letter
+        elif letter in "[{":
+            depth += 1
+        elif letter in "]}":
+            depth -= 1
+        if letter == "," and not depth and not quote:
+            parts.append(current)
+            current = ""
+        else:
+            current += letter
+    return [*parts, current]
+
+
+def _plain(value: Any) -> str:
+    """A value as a part of a name."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", str(value)).strip("-") or "empty"
