@@ -66,7 +66,7 @@ class ClusterRun:
         # The last line may be on its way.
         lines = metrics.read_text().rpartition("\n")[0].splitlines()
         records = [json.loads(line) for line in lines]
-        return {one["step"]: one["loss"] for one in records if one["kind"] == "train"}
+        return {one["step"]: one["loss"] for one in records if one["kind"] == "step"}
 
     def status(self) -> dict[str, Any]:
         status: dict[str, Any] = json.loads((self.folder / "status.json").read_text())
