@@ -35,6 +35,8 @@ _PHASES: dict[Phase, tuple[str, ...]] = {
 }
 _MAIL = {"begin": "BEGIN", "end": "END", "fail": "FAIL"}
 _MOST_SIGNAL = 65535
+_EARLY = 60
+"""Seconds by which Slurm may send a signal before its time."""
 _WAIT = 300
 """Seconds from the end of the first process to the end of those that do not end by themselves."""
 
@@ -45,7 +47,12 @@ class Slurm:
     unused = ("filesystems", "resources", "mpi", "hostfile", "kubernetes", "address")
 
     def problems(self, launch: LaunchConfig) -> Iterator[Problem]:
-        yield from ()
+        if launch.time is None:
+            return
+        left = parse_seconds(launch.time) - parse_seconds(launch.stop_early)
+        if 0 < left < _EARLY:
+            what = f"leaves {left:.0f} seconds, and Slurm may send the signal {_EARLY} s too early"
+            yield Problem(what, "launch.stop_early", "make it shorter, or launch.time longer")
 
     def files(self, job: BatchJob) -> dict[str, str]:
         text = render(
