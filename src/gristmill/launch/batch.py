@@ -78,7 +78,7 @@ class JobRecord:
     submitted: str
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What the launcher needs to find it again."""
-    earlier: Sequence[str] = ()
+    earlier: Sequence[str] = field(default_factory=list)
     """Ids of jobs that this folder was submitted as before."""
 
 
