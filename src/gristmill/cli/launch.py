@@ -79,7 +79,7 @@ def submit(
     write: Annotated[
         bool,
         typer.Option(
-            "--write", help="Write the files of the job into RUN/job, to be used by hand."
+            "--write", help="Write the files of the job into RUN/job; submit nothing."
         ),
     ] = False,
     fresh: Annotated[
