@@ -39,9 +39,7 @@ def test_ranks_of_two_nodes_train_as_one_process(
     run.assert_as_alone()
 
 
-def test_a_script_sees_what_pbs_gives_it(
-    pbs: PbsCluster, pbs_job: Callable[..., PbsJob], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_script_sees_what_pbs_gives_it(pbs: PbsCluster, pbs_job: Callable[..., PbsJob]) -> None:
     pbs.environment["OF_THE_SUBMITTER"] = "1"
     job = pbs_job(
         "#PBS -N look\n#PBS -j oe\npwd; env; cat $PBS_NODEFILE >&2; exit 3\n", nodes=2, ppn=2
@@ -96,19 +94,19 @@ def test_a_job_waits_for_nodes_and_can_be_deleted(pbs: PbsCluster, tmp_path: Pat
     assert (unknown.returncode, unknown.stderr) == (153, "qstat: Unknown Job Id 9.pbs\n")
 
 
-def test_a_script_without_a_trap_takes_its_ranks_along(pbs: PbsCluster, tmp_path: Path) -> None:
-    rank = write(tmp_path, "trap 'sleep 1; touch saved; exit 0' TERM\ntouch ready\nsleep 600 & wait\n")
-    rank = rank.rename(tmp_path / "rank.sh")
-    text = f"cd $PBS_O_WORKDIR\nmpiexec -n 1 bash {rank}\n"
-    for name, script, saved in (("plain", text, False), ("exec", text.replace("mpi", "exec mpi"), True)):
-        (tmp_path / "ready").unlink(missing_ok=True)
-        job = pbs.submit(write(tmp_path, script))
-        while not (tmp_path / "ready").exists():
-            assert pbs.job(job).state in "QR"
-        pbs.run("qdel", job)
-        done = pbs.wait(job)
-        assert (tmp_path / "saved").exists() is saved, name
-        assert done.exit_status == (0 if saved else 256 + 15)
+@pytest.mark.parametrize(("launch", "saved"), [("mpiexec", False), ("exec mpiexec", True)])
+def test_a_script_that_ends_takes_its_ranks_along(
+    pbs: PbsCluster, tmp_path: Path, launch: str, saved: bool
+) -> None:
+    """The shell of a script without a trap ends with TERM at once, and PBS kills the rest."""
+    rank = tmp_path / "rank.sh"
+    rank.write_text("trap 'sleep 1; touch saved; exit 75' TERM\ntouch ready\nsleep 600 & wait\n")
+    job = pbs.submit(write(tmp_path, f"cd $PBS_O_WORKDIR\n{launch} -n 1 bash {rank}\n"))
+    while not (tmp_path / "ready").exists():
+        assert pbs.job(job).state in "QR"
+    assert pbs.run("qdel", job).returncode == 0
+    assert pbs.wait(job).exit_status == (75 if saved else 256 + 15)
+    assert (tmp_path / "saved").exists() is saved
 
 
 def test_mpiexec_ends_all_ranks_when_one_fails(pbs_job: Callable[..., PbsJob]) -> None:
