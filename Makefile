@@ -43,7 +43,7 @@ test: check docs ## all checks, the documentation, then all tests
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 test-cluster: $(CLUSTER) ## install Slurm and Open MPI (Debian, as root), then test on them
-	$(BIN)/python -m pytest tests/cluster $(ARGS)
+	$(BIN)/python -m pytest tests/cluster -m cluster $(ARGS)
 
 check: $(DEV) ## lint, formatting, types and the import floors
 	$(BIN)/ruff check $(CODE)
