@@ -78,9 +78,7 @@ def submit(
     ] = False,
     write: Annotated[
         bool,
-        typer.Option(
-            "--write", help="Write the files of the job into RUN/job; submit nothing."
-        ),
+        typer.Option("--write", help="Write the files of the job into RUN/job; submit nothing."),
     ] = False,
     fresh: Annotated[
         bool,

@@ -38,6 +38,8 @@ class ArrayTask:
     """The last words of its command."""
     run: Path | None = None
     """The run folder, if it trains."""
+    log: Path | None = None
+    """A file that its output is appended to; that of the job if not given."""
 
 
 @dataclass(frozen=True)

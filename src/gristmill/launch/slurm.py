@@ -92,7 +92,7 @@ class Slurm:
         kept = try_scheduler(words, needs=NEEDS)
         if kept.returncode == 0 and kept.stdout.strip():
             state, code, elapsed = kept.stdout.strip().splitlines()[-1].split("|")[:3]
-            return BatchState(_phase(state), f"{state} after {elapsed}", _exit_code(code))
+            return BatchState(phase_of(state), f"{state} after {elapsed}", exit_code(code))
         return BatchState("unknown", "Slurm no longer knows it, so it has ended")
 
     def cancel(self, record: JobRecord) -> None:
@@ -186,12 +186,13 @@ def clock(seconds: float) -> str:
     return f"{minutes // 60:02d}:{minutes % 60:02d}:{rest:02d}"
 
 
-def _phase(state: str) -> Phase:
+def phase_of(state: str) -> Phase:
+    """The phase of a job in a state of Slurm."""
     first = state.split()[0].rstrip("+") if state else ""
     return next((phase for phase, names in _PHASES.items() if first in names), "ended")
 
 
-def _exit_code(text: str) -> int | None:
+def exit_code(text: str) -> int | None:
     """The exit status of "75:0"; 128 and the signal for "0:15"."""
     found = re.fullmatch(r"(\d+):(\d+)", text)
     if found is None:
@@ -203,7 +204,7 @@ def _from_scontrol(text: str) -> BatchState:
     """The state of a job, or of an array, of which there is one line for each task."""
     lines = [line for line in text.splitlines() if "JobState=" in line]
     tasks = [dict(re.findall(r"(\w+)=(\S*)", line)) for line in lines]
-    phases = [_phase(one["JobState"]) for one in tasks]
+    phases = [phase_of(one["JobState"]) for one in tasks]
     overall: Phase = next((one for one in ("running", "waiting") if one in phases), "ended")
     first = tasks[phases.index(overall)]
     words = first["JobState"]
@@ -218,5 +219,5 @@ def _from_scontrol(text: str) -> BatchState:
         words += f" for {first.get('RunTime', '?')} on {first.get('NodeList', '?')}"
     if len(tasks) == 1 and first.get("Restarts", "0") != "0":
         words += f", started {int(first['Restarts']) + 1} times"
-    code = max((_exit_code(one.get("ExitCode", "")) or 0 for one in tasks), default=0)
+    code = max((exit_code(one.get("ExitCode", "")) or 0 for one in tasks), default=0)
     return BatchState(overall, words, code if overall == "ended" else None)
