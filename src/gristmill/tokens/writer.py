@@ -74,7 +74,7 @@ class TokenWriter(abc.ABC):
         self._lock.acquire()
         try:
             if not new.state:
-                _refuse_existing(new)
+                refuse_existing(new)
             with storage_errors(new.prefix):
                 self._open_files()
         except BaseException:
@@ -279,7 +279,8 @@ def _remove_hidden(new: NewSet) -> None:
             (new.prefix.parent / found).unlink(missing_ok=True)
 
 
-def _refuse_existing(new: NewSet) -> None:
+def refuse_existing(new: NewSet) -> None:
+    """Refuse to replace files without being asked to."""
     manifest = file_of(new.prefix, ".json")
     if manifest.exists() and not is_manifest(manifest):
         raise UserError(
