@@ -383,7 +383,7 @@ class _PartsRun:
             PartsProgress(
                 parts=len(self._requests),
                 done=len(self._done),
-                running=len(self._engine.running),
+                running=len(set(self._engine.running) - self._done.keys()),
                 failed=len(self._failures),
                 counts=counts,
                 new_text_bytes=counts.text_bytes - before,
