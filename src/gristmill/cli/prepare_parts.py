@@ -53,7 +53,7 @@ EngineName = Annotated[
     typer.Option(
         metavar="ENGINE",
         rich_help_panel=_PARTS,
-        help="Do all --parts, and merge them: local on this machine, ray on a Ray cluster.",
+        help="Do all --parts and merge them: local on this machine, or ray on a Ray cluster.",
     ),
 ]
 AtOnce = Annotated[
@@ -195,7 +195,8 @@ def prepare_parts(
             line.update(
                 state.bytes_done,
                 state.bytes_total,
-                f"{state.done:,} parts done, {state.running:,} running, {waiting:,} to do{failed}; "
+                f"{state.done:,} of {state.parts:,} parts done, {state.running:,} running, "
+                f"{waiting:,} to do{failed}; "
                 f"{format_count(state.counts.documents)} documents, "
                 f"{format_count(state.counts.tokens)} tokens, {rate} of text/s",
             )

@@ -28,7 +28,7 @@ _QUIET = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 """Variables that keep Ray's messages away from the terminal, and its statistics at home."""
-_PASSED_ON = ("PYTHONPATH", "HF_", "GRISTMILL_")
+_PASSED_ON = ("PYTHONPATH", "XDG_CACHE_HOME", "HF_", "GRISTMILL_")
 """How the variables begin that a command gets from here, and not from its node."""
 
 

@@ -19,11 +19,14 @@ from typer.testing import CliRunner
 from gristmill.base.errors import Exit, UserError
 from gristmill.cli import prepare_parts
 from gristmill.cli.main import app
+from gristmill.text.prepare.all_parts import log_pattern
 from gristmill.text.prepare.part_status import PartState, part_statuses
 from gristmill.text.prepare.parts import PartNumber
 from gristmill.text.prepare.prepare import prepare
 from gristmill.text.prepare.request import PrepareRequest
 from gristmill.text.prepare.work_plan import PrepareProgress
+from gristmill.text.sources import corpora
+from gristmill.text.sources.corpora import Corpus
 from gristmill.text.sources.source import ReadOptions
 from gristmill.text.tokenizers.tokenizer import ByteTokenizer
 
@@ -156,6 +159,26 @@ def test_parts_without_documents(here: Callable[..., list[HereTasks]]) -> None:
     with pytest.raises(UserError, match=r"no document was found in 3 lines \(3 missing key\)"):
         invoke("empty.jsonl", "-o", "none/set", "-t", "bytes", "--parts=2", "--engine=local")
     assert files_of("none") == {}
+
+
+def test_a_corpus_by_name(
+    tmp_path: Path, here: Callable[..., list[HereTasks]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    where = {"homepage": "https://example.invalid", "url": "https://example.invalid/small.jsonl"}
+    small = Corpus("small", "A small one", licence="CC0", held_out=0.1, seed=4, **where)
+    monkeypatch.setattr(corpora, "known_corpora", lambda: {"small": small})
+    small.file.parent.mkdir(parents=True)
+    small.file.write_bytes(Path("in/a.jsonl").read_bytes())
+    here()
+    for folder, parts in (("one", []), ("many", ["--parts", "4", "--engine", "local"])):
+        invoke("small", "-o", f"{folder}/set", "-t", "bytes", *parts)
+    assert files_of("many") == files_of("one") and Path("many/set_val.bin").is_file()
+
+
+def test_logs_of_all_parts() -> None:
+    request = PrepareRequest(["in"], Path("100%/{split}"), BYTES)
+    assert log_pattern(request, 12) % 3 == "100%/all.part-03-of-12.log"
 
 
 def test_what_dies_runs_again_and_what_fails_does_not(
