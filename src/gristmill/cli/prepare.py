@@ -30,6 +30,7 @@ from gristmill.cli.prepare_parts import (
     AtOnce,
     Attempts,
     EngineName,
+    JobSettings,
     RayAddress,
     Status,
     check_parts_options,
@@ -226,6 +227,7 @@ def prepare(
     at_once: AtOnce = None,
     attempts: Attempts = None,
     ray_address: RayAddress = None,
+    launch: JobSettings = None,
     status: Status = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -253,6 +255,7 @@ def prepare(
         at_once=at_once,
         attempts=attempts,
         ray_address=ray_address,
+        launch=launch or (),
     )
     if separator is not None and (not separator or documents is not DocumentSplit.FILE):
         raise UserError(

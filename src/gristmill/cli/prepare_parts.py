@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import os
+import shutil
 import signal
 import sys
 from collections import Counter
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 
 ATTEMPTS = 3
 _NOT_OF_A_PART = frozenset(
-    "engine at_once attempts ray_address status part parts workers as_json quiet corpora".split()
+    "engine at_once attempts ray_address launch status part parts workers as_json quiet "
+    "corpora".split()
 )
 """Options that concern all parts together, or that each part is given anew."""
 _MAX_SHOWN = 20
@@ -45,6 +47,7 @@ class PartsEngine(enum.StrEnum):
     """Who runs the parts."""
 
     LOCAL = "local"
+    SLURM = "slurm"
     RAY = "ray"
 
 
@@ -53,7 +56,8 @@ EngineName = Annotated[
     typer.Option(
         metavar="ENGINE",
         rich_help_panel=_PARTS,
-        help="Do all --parts and merge them: local on this machine, or ray on a Ray cluster.",
+        help="Do all --parts, and merge them: local on this machine, slurm as an array of jobs, "
+        "ray on a Ray cluster.",
     ),
 ]
 AtOnce = Annotated[
@@ -82,6 +86,16 @@ RayAddress = Annotated[
         help="The cluster of --engine ray; RAY_ADDRESS or the one of this machine if not given.",
     ),
 ]
+JobSettings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--launch",
+        metavar="KEY=VALUE",
+        rich_help_panel=_PARTS,
+        help="What to ask Slurm for, as in [launch] of a run file: account=abc, queue=cpu, "
+        "time=2h, memory=8G. May be repeated.",
+    ),
+]
 Status = Annotated[
     bool,
     typer.Option(
@@ -104,6 +118,8 @@ class PartsOptions:
     workers: int
     """Processes of one part."""
     ray_address: str | None
+    launch: Sequence[str]
+    """Settings of the jobs of Slurm."""
 
 
 def check_parts_options(
@@ -115,10 +131,12 @@ def check_parts_options(
     at_once: int | None,
     attempts: int | None,
     ray_address: str | None,
+    launch: Sequence[str],
 ) -> PartsOptions | None:
     """How all parts are run; None if this command does one part or the whole."""
     if engine is None:
         given = {"--at-once": at_once, "--attempts": attempts, "--ray-address": ray_address}
+        given["--launch"] = len(launch) or None
         for name, value in given.items():
             if value is not None:
                 raise UserError(
@@ -142,6 +160,9 @@ def check_parts_options(
     if ray_address is not None and engine is not PartsEngine.RAY:
         what, remedy = "only --engine ray has an address", "leave it out, or choose that engine"
         raise UserError(what, where="--ray-address", remedy=remedy)
+    if launch and engine is not PartsEngine.SLURM:
+        what, remedy = "only --engine slurm submits jobs", "leave it out, or choose that engine"
+        raise UserError(what, where="--launch", remedy=remedy)
     return PartsOptions(
         engine,
         parts,
@@ -149,6 +170,7 @@ def check_parts_options(
         ATTEMPTS if attempts is None else attempts,
         workers or 1,
         ray_address,
+        launch,
     )
 
 
@@ -185,7 +207,7 @@ def prepare_parts(
     from gristmill.text.prepare.all_parts import PartsListener, log_pattern, prepare_in_parts
 
     logs = str(Path(log_pattern(request, options.parts)).absolute())
-    engine = _build_engine(arguments, options, logs=logs)
+    engine = _build_engine(arguments, options, logs=logs, name=request.name)
     with ProgressLine("preparing", quiet=quiet) as line, _stopped_by_signals():
 
         def show(state: PartsProgress) -> None:
@@ -211,13 +233,19 @@ def prepare_parts(
             line.update(state.bytes_done, state.bytes_total, words)
 
         listener = PartsListener(show, show_copy, show_check, line.say)
-        return prepare_in_parts(
+        made = prepare_in_parts(
             request, options.parts, engine, attempts=options.attempts, listener=listener
         )
+    shutil.rmtree(_job_folder(request.name), ignore_errors=True)
+    return made
 
 
-def _build_engine(arguments: Sequence[str], options: PartsOptions, *, logs: str) -> TaskEngine:
+def _build_engine(
+    arguments: Sequence[str], options: PartsOptions, *, logs: str, name: Path
+) -> TaskEngine:
     at_once = options.at_once
+    if options.engine is PartsEngine.SLURM:
+        return _slurm_engine(arguments, options, logs=logs, name=name)
     if options.engine is PartsEngine.RAY:
         from gristmill.launch.tasks_ray import RayTasks
 
@@ -230,6 +258,35 @@ def _build_engine(arguments: Sequence[str], options: PartsOptions, *, logs: str)
     command = [sys.executable, "-m", "gristmill", *arguments]
     fitting = max(1, usable_cores() // options.workers)
     return LocalTasks(command, logs=logs, at_once=at_once or fitting)
+
+
+def _slurm_engine(
+    arguments: Sequence[str], options: PartsOptions, *, logs: str, name: Path
+) -> TaskEngine:
+    from gristmill.config.load import load_launch
+    from gristmill.launch.batch import has_no_effect
+    from gristmill.launch.slurm import Slurm
+    from gristmill.launch.submit import gristmill_command
+    from gristmill.launch.tasks_slurm import SlurmTasks
+
+    # A part is one process on one node, whatever it is asked for.
+    settings = (f"cpus_per_process={options.workers}", *options.launch)
+    launch = load_launch(settings)
+    unused = (*Slurm().unused, "on", "nodes", "processes_per_node", "starter", "stop_early")
+    if problems := [*has_no_effect(launch, unused, "for parts"), *Slurm().problems(launch)]:
+        raise UserError(problems)
+    return SlurmTasks(
+        [*gristmill_command(launch), *arguments],
+        logs=logs,
+        at_once=options.at_once,
+        launch=launch,
+        folder=_job_folder(name),
+    )
+
+
+def _job_folder(name: Path) -> Path:
+    """Where the scripts of arrays are until all parts are merged."""
+    return name.with_name(f".{name.name}.jobs")
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Protocol, Union, get_args, get_origin
+from typing import Annotated, Any, Protocol, Union, cast, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel, Tag, ValidationError
@@ -28,6 +28,7 @@ from gristmill.base.errors import DataError, Problem, UserError
 from gristmill.base.files import read_json
 from gristmill.config.hf import model_settings
 from gristmill.config.hf_model import architecture_settings
+from gristmill.config.launch import LaunchConfig
 from gristmill.config.rules import check
 from gristmill.config.schema import MODEL_KINDS, RunConfig
 from gristmill.config.settings import UNSET, NoEffect, Path_
@@ -68,6 +69,21 @@ def load_run(
     except UnicodeDecodeError as error:
         raise UserError("the run file is not UTF-8 text", where=path) from error
     return load_text(text, overrides, place=str(path), find_model=find_model)
+
+
+def load_launch(words: Sequence[str]) -> LaunchConfig:
+    """The `[launch]` table of words such as account=abc, for jobs that train nothing."""
+    values, places = Values(), dict[Path_, str | None]()
+    for word in words:
+        found = {("launch", *path): value for path, value in _parse_override(word).items()}
+        values |= found
+        places |= dict.fromkeys(found, f"command line {word!r}")
+    try:
+        return LaunchConfig.model_validate(_nest(values).get("launch", {}))
+    except ValidationError as error:
+        known = _Places("command line", "", places)
+        errors = [{**details, "loc": ("launch", *details["loc"])} for details in error.errors()]
+        raise UserError(_problem(cast(ErrorDetails, one), known) for one in errors) from None
 
 
 def load_text(

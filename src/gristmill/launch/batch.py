@@ -121,6 +121,15 @@ class Launcher(Protocol):
         """The command that prints the job's output, where it is in no file."""
 
 
+def has_no_effect(launch: LaunchConfig, names: Iterable[str], where: str) -> list[Problem]:
+    """The settings among some that were given and do nothing."""
+    return [
+        Problem(f"has no effect {where}", f"launch.{name}", f"add launch.{name}=unset")
+        for name in names
+        if getattr(launch, name) != LaunchConfig.model_fields[name].get_default()
+    ]
+
+
 def write_files(job: BatchJob, files: Mapping[str, str]) -> Path:
     """Put the files of a job into its folder; returns the one to submit."""
     with storage_errors(job.folder):

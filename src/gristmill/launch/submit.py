@@ -25,6 +25,7 @@ from gristmill.launch.batch import (
     BatchJob,
     JobRecord,
     Launcher,
+    has_no_effect,
     read_record,
     write_files,
     write_record,
@@ -154,13 +155,7 @@ def refuse_active(job: BatchJob, record: JobRecord, launcher: Launcher) -> None:
 def checked(config: RunConfig, launcher: Launcher, on: LauncherName) -> LaunchConfig:
     """The `[launch]` table of a run, with everything that is wrong with it for a launcher."""
     launch = config.launch or LaunchConfig()
-    problems = [
-        Problem(
-            f"has no effect with {on}", f"launch.{name}", f"remove it, or add launch.{name}=unset"
-        )
-        for name in launcher.unused
-        if getattr(launch, name) != LaunchConfig.model_fields[name].get_default()
-    ]
+    problems = has_no_effect(launch, launcher.unused, f"with {on}")
     if launch.time and parse_seconds(launch.stop_early) >= parse_seconds(launch.time):
         what = f"leaves no time to train: the job has {launch.time}"
         problems.append(
