@@ -188,10 +188,8 @@ class SlurmCluster:
         daemon = self._daemons.pop(node)
         daemon.kill()
         daemon.wait()
-        tasks = list(self._tasks(node))
-        # Their parents first, which would report how the tasks have ended.
-        parents = {_parent(pid) for pid in tasks} - set(tasks)
-        _kill([*(pid for pid in parents if _name(pid).startswith("slurmstepd")), *tasks])
+        # Those that watch the tasks first: they would report how the tasks have ended.
+        _kill([*self._step_daemons(node), *self._tasks(node)])
 
     def start_node(self, node: str) -> None:
         """Start the slurmd of a node, and wait until it takes jobs."""
@@ -208,6 +206,16 @@ class SlurmCluster:
                 if folder.name.isdigit() and int(folder.name) not in daemons:
                     values = (folder / "environ").read_bytes().split(b"\0")
                     if wanted <= set(values) and b"SLURM_JOB_ID=" in b"".join(values):
+                        yield int(folder.name)
+
+    def _step_daemons(self, node: str | None = None) -> Iterator[int]:
+        """The slurmstepd of each step. They hide their environment, but keep their log open."""
+        logs = {str(self.folder / f"{one}.log") for one in NODES if node in (None, one)}
+        for folder in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if folder.name.isdigit() and "slurmstepd" in (folder / "comm").read_text():
+                    files = {str(one.readlink()) for one in (folder / "fd").iterdir()}
+                    if files & logs:
                         yield int(folder.name)
 
     # -------------------------------------------------------------- from start to stop
@@ -245,7 +253,7 @@ class SlurmCluster:
 
     def stop(self) -> None:
         """End all jobs and daemons, and remove everything; also after half a start."""
-        _kill(list(self._tasks()))
+        _kill([*self._step_daemons(), *self._tasks()])
         nodes = [self._daemons.pop(node) for node in NODES if node in self._daemons]
         controllers = list(reversed(self._daemons.values()))
         # A daemon that cannot reach the one it needs takes long to end.
@@ -292,20 +300,6 @@ def _kill(pids: Iterable[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-def _parent(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
-
-
-def _name(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text()
-    except OSError:
-        return ""
 
 
 def _free_ports(count: int) -> list[int]:
