@@ -76,7 +76,7 @@ def test_a_job_whose_time_is_nearly_over_is_queued_again(
     done = slurm.wait(job, "COMPLETED", timeout=600)
     log = log_of(run, job)
     assert done.restarts == 1, log
-    assert "saved before the time limit; queueing the job again" in log
+    assert "stopped and saved; queueing the job again" in log
     assert log.count("resuming from step-") == 1, log
     run.assert_as_alone()
 
@@ -135,6 +135,35 @@ def test_a_process_that_crashes_is_restarted(
     slurm.run("scancel", "--signal=KILL", f"{job}.0")
     assert slurm.wait(job).state == "COMPLETED", log_of(run, job)
     assert "restarting all processes (1 of 1)" in log_of(run, job)
+    run.assert_as_alone()
+
+
+@pytest.mark.slow
+def test_a_lost_node_is_replaced(slurm: SlurmCluster, cluster_run: MakeClusterRun) -> None:
+    run = cluster_run(steps=600)
+    job = submit(slurm, run, *FOUR)
+    run.wait_for_step(15, lambda: slurm.job(job).state in ("PENDING", "RUNNING"))
+    lost = slurm.job(job).nodes[1]
+    slurm.kill_node(lost)
+    try:
+        done = slurm.wait(job, "COMPLETED", timeout=600)
+    finally:
+        slurm.start_node(lost)
+    assert done.restarts == 1 and lost not in done.nodes, log_of(run, job)
+    run.assert_as_alone()
+
+
+@pytest.mark.slow
+def test_a_more_urgent_job_comes_first(slurm: SlurmCluster, cluster_run: MakeClusterRun) -> None:
+    run = cluster_run(steps=600)
+    job = submit(slurm, run, "launch.nodes=4", "launch.exclusive=true")
+    run.wait_for_step(15, lambda: slurm.job(job).state in ("PENDING", "RUNNING"))
+    words = ("--partition=urgent", "--nodes=4", "--exclusive")
+    urgent = slurm.submit("sleep 1", *words, cwd=run.file.parent)
+    assert slurm.wait(urgent).state == "COMPLETED"
+    done = slurm.wait(job, "COMPLETED", timeout=600)
+    log = log_of(run, job)
+    assert done.restarts == 1 and "stopped and saved at step" in log, log
     run.assert_as_alone()
 
 

@@ -93,7 +93,7 @@ def test_slurm_is_asked_for_what_the_table_says() -> None:
         "wait-all-nodes=1",
         "spread-job",
     ]
-    assert "srun --kill-on-bad-exit=0 --wait=300 --cpus-per-task=6 --" in text
+    assert "srun --kill-on-bad-exit=0 --wait=900 --cpus-per-task=6 --" in text
     assert "export OMP_NUM_THREADS=6" in text
 
 

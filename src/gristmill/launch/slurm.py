@@ -37,8 +37,9 @@ _MAIL = {"begin": "BEGIN", "end": "END", "fail": "FAIL"}
 _MOST_SIGNAL = 65535
 _EARLY = 60
 """Seconds by which Slurm may send a signal before its time."""
-_WAIT = 300
-"""Seconds from the end of the first process to the end of those that do not end by themselves."""
+_WAIT = 900
+"""Seconds from the end of the first process to the end of those that do not end by themselves.
+Slurm takes minutes to notice that a node is lost; then it requeues the job."""
 
 
 class Slurm:
