@@ -211,9 +211,13 @@ def prepare_parts(
             line.update(state.bytes_done, state.bytes_total, words)
 
         listener = PartsListener(show, show_copy, show_check, line.say)
-        return prepare_in_parts(
-            request, options.parts, engine, attempts=options.attempts, listener=listener
-        )
+        try:
+            return prepare_in_parts(
+                request, options.parts, engine, attempts=options.attempts, listener=listener
+            )
+        except KeyboardInterrupt:
+            line.say("interrupted: run the same command again to resume")
+            raise
 
 
 def _build_engine(arguments: Sequence[str], options: PartsOptions, *, logs: str) -> TaskEngine:
