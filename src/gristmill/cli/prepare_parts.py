@@ -233,9 +233,13 @@ def prepare_parts(
             line.update(state.bytes_done, state.bytes_total, words)
 
         listener = PartsListener(show, show_copy, show_check, line.say)
-        made = prepare_in_parts(
-            request, options.parts, engine, attempts=options.attempts, listener=listener
-        )
+        try:
+            made = prepare_in_parts(
+                request, options.parts, engine, attempts=options.attempts, listener=listener
+            )
+        except KeyboardInterrupt:
+            line.say("interrupted: run the same command again to resume")
+            raise
     shutil.rmtree(_job_folder(request.name), ignore_errors=True)
     return made
 

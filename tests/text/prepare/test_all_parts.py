@@ -235,8 +235,14 @@ def test_a_lock_of_a_lost_process_is_waited_for(
     here: Callable[..., list[HereTasks]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gristmill.text.prepare.all_parts._AGAIN", 0.0)
-    ends = {(2, 1): None, (2, 2): int(Exit.REFUSED), (2, 3): int(Exit.REFUSED)}
-    made = here(instead=lambda *one: ends.get(one, "run"))
+
+    def instead(number: int, attempt: int) -> int | str | None:
+        if number == 2 and attempt in (2, 3):
+            Path("many/.set.part-2-of-3.prepare.lock").write_text("process 1 on elsewhere")
+            return int(Exit.REFUSED)
+        return None if (number, attempt) == (2, 1) else "run"
+
+    made = here(instead=instead)
     words = ("in", "-o", "many/set", "-t", "bytes", "--parts=3", "--engine=local")
     invoke(*words)
     assert made[0].started == [1, 2, 3, 2, 2, 2]
@@ -345,6 +351,13 @@ def test_status_of_parts_that_were_run_by_hand() -> None:
     assert "4 parts: 4 missing" in said
     prepare(PrepareRequest(["in"], Path("many/set"), BYTES, part=PartNumber(2, 3)))
     assert "3 parts: 3 done; 200 documents" in invoke("-o", "many/set", "--status")
+    Path("many/set.part-2-of-3.json").unlink()
+    assert "2 done, 1 missing" in invoke("-o", "many/set", "--status", code=Exit.STOPPED)
+    # Merged by hand, and the parts removed.
+    invoke("in", "-o", "many/set", "-t", "bytes")
+    for path in Path("many").glob("set.part-*.json"):
+        path.unlink()
+    assert "complete, no parts are left: many/set" in invoke("-o", "many/set", "--status")
 
 
 def during_progress(state: PrepareProgress) -> None:

@@ -237,6 +237,7 @@ class _PartsRun:
         self._tries: Counter[int] = Counter()
         self._lost: dict[int, float] = {}
         """When a process was lost that may have held the lock of a part."""
+        self._refused: set[int] = set()
         self._again: dict[int, float] = {}
         """When to try to get such a lock again."""
         self._failures: dict[int, UserError] = {}
@@ -266,14 +267,12 @@ class _PartsRun:
             self._begun = set(engine.attach(state.jobs)) - self._done.keys()
             self._start(sorted(self._requests.keys() - self._done.keys() - self._begun))
             self._wait(before)
-        except BaseException as error:
+        except BaseException:
             stopped = engine.stop()
             if stopped:
                 self._listener.note(stopped)
             state.jobs = engine.jobs()
             state.save()
-            if isinstance(error, KeyboardInterrupt):
-                self._listener.note("run the same command again to resume")
             raise
         return self._count().text_bytes - before
 
@@ -339,9 +338,12 @@ class _PartsRun:
     def _after(self, number: int, status: int | None) -> bool:
         """Whether to run a part again that has ended without being done."""
         part, now = self._requests[number], time.monotonic()
-        if status == Exit.REFUSED and now - self._lost.get(number, -_LINGERING) < _LINGERING:
-            self._again[number] = now + _AGAIN
-            return False
+        if status == Exit.REFUSED and now < self._lost.get(number, -_LINGERING) + _LINGERING:
+            # Perhaps for the lock, which may be gone by now.
+            first, self._refused = number not in self._refused, {*self._refused, number}
+            if first or OutputLock(part.name, purpose="prepare").path.exists():
+                self._again[number] = now + _AGAIN
+                return False
         permanent = status in _PERMANENT
         if not permanent:
             self._lost[number] = now

@@ -8,13 +8,14 @@ the part is done, or that its sources have changed since.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.files import read_json, sha256_text, write_sealed_json
+from gristmill.base.files import read_json, sha256_text, write_json
 from gristmill.text.prepare.ledger import Ledger
 from gristmill.text.prepare.outputs import PreparedKey, PreparedSet
 from gristmill.text.prepare.records import SetCounts, SpanId
@@ -38,6 +39,12 @@ class PartRecord:
     """Whether any line was dropped."""
     damaged: bool
     """Whether a damaged file was left out."""
+    manifests: Sequence[str]
+    """Of all its sets, as seen from the folder of the record."""
+
+    def files_there(self, name: Path) -> bool:
+        """Whether nobody has removed the part since."""
+        return all((name.parent / manifest).is_file() for manifest in self.manifests)
 
     def same_request(self, request: PrepareRequest, asked: Mapping[str, Any]) -> bool:
         """Whether this command made the part; if another did and it is there, that is an error."""
@@ -75,6 +82,7 @@ def read_record(name: Path) -> PartRecord | None:
             SetCounts(**value["counts"]),
             value["dropped"],
             value["damaged"],
+            value["manifests"],
         )
     except (UserError, KeyError, TypeError):
         return None
@@ -96,8 +104,13 @@ def write_record(
         "counts": asdict(counts),
         "dropped": any(key.ledger.dropped for key in keys),
         "damaged": any(SkipReason.DAMAGED_FILE in key.ledger.skipped for key in keys),
+        "manifests": [
+            os.path.relpath(file_of(made.prefix, ".json"), name.parent)
+            for key in keys
+            for made in key.sets
+        ],
     }
-    write_sealed_json(record_file(name), value)
+    write_json(record_file(name), value)
 
 
 def prepared_keys(request: PrepareRequest) -> tuple[PreparedKey, ...]:

@@ -125,7 +125,7 @@ def part_statuses(output: Path, of: int | None = None) -> list[PartStatus]:
             remedy="say which is meant: --parts",
         )
     of = of or next(iter(divisions), None)
-    if of is None or (of not in divisions and finished_sets(output)):
+    if of is None:
         if not finished_sets(output):
             raise DataError(
                 "there are no parts of a token set here, and no finished one",
@@ -134,7 +134,9 @@ def part_statuses(output: Path, of: int | None = None) -> list[PartStatus]:
             )
         return []
     state = PartsState.open(name, of)
-    return [_status(name, PartNumber(number, of), state) for number in range(1, of + 1)]
+    found = [_status(name, PartNumber(number, of), state) for number in range(1, of + 1)]
+    removed = all(status.state is PartState.MISSING for status in found)
+    return [] if removed and finished_sets(output) else found
 
 
 def finished_sets(output: Path) -> list[Path]:
@@ -170,7 +172,7 @@ def _status(whole: Path, part: PartNumber, state: PartsState) -> PartStatus:
         return PartStatus(part, PartState.FAILED, counts, why, log)
     if saved:
         return PartStatus(part, PartState.INTERRUPTED, counts, log=log)
-    if record:
+    if record and record.files_there(name):
         return PartStatus(part, PartState.DONE, record.counts, log=log)
     return PartStatus(part, PartState.MISSING, log=log)
 
