@@ -113,7 +113,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[HereTasks]]:
     def use(**settings: Any) -> list[HereTasks]:
         made: list[HereTasks] = []
 
-        def build(arguments: Sequence[str], options: Any, *, logs: str) -> HereTasks:
+        def build(arguments: Sequence[str], options: Any, **places: Any) -> HereTasks:
             made.append(HereTasks(arguments, **settings))
             return made[-1]
 
