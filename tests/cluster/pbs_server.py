@@ -574,9 +574,7 @@ def _send(running: Mapping[int, subprocess.Popen[bytes]], number: int) -> None:
         process.send_signal(number)
 
 
-COMMANDS = {
-    one.__name__: one for one in (qsub, qstat, qdel, run, mpiexec)
-}
+COMMANDS = {one.__name__: one for one in (qsub, qstat, qdel, run, mpiexec)}
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ GRACE = 5.0
 _TERM = 0.2
 """The part of these that passes before TERM, which would end a process before it has reported."""
 _TICK = 0.05
-_PERMANENT = (Exit.USAGE, Exit.DATA, Exit.DEVICE, Exit.STORAGE, Exit.REFUSED, Exit.CONFIG)
+PERMANENT = (Exit.USAGE, Exit.DATA, Exit.DEVICE, Exit.STORAGE, Exit.REFUSED, Exit.CONFIG)
 """Failures that a restart would meet again."""
 
 
@@ -57,6 +57,8 @@ class Job:
     """Whether the others continue when one fails, which is then restarted by itself."""
     starter: Starter | None = None
     """What starts the processes; without it, all run on this machine."""
+    killed_as_signal: bool = False
+    """Whether a process that was killed gives 128 and its signal, and not `Exit.PEER`."""
 
     @property
     def has_first(self) -> bool:
@@ -78,15 +80,15 @@ class Ending:
     def failed(self) -> bool:
         return not self.wanted and self.code not in (Exit.DONE, Exit.STOPPED)
 
-    @property
-    def status(self) -> int:
+    def status(self, *, killed_as_signal: bool = False) -> int:
         """The exit status of the whole run if this is the cause."""
-        return Exit.PEER if self.code < 0 else self.code
+        killed = 128 - self.code if killed_as_signal else Exit.PEER
+        return killed if self.code < 0 else self.code
 
     @property
     def permanent(self) -> bool:
         """Whether a restart would fail again."""
-        return self.code in _PERMANENT
+        return self.code in PERMANENT
 
     @property
     def blame_order(self) -> int:
@@ -141,7 +143,7 @@ def supervise(job: Job, *, grace: float = GRACE) -> int:
             _note_failure(job, cause, message)
             if not crew.printed(cause):
                 _print(f"error: {message}{no_restart}")
-            return cause.status
+            return cause.status(killed_as_signal=job.killed_as_signal)
     raise AssertionError("no restart follows the last attempt")
 
 
@@ -157,7 +159,7 @@ def _supervise_elastic(job: Job, signals: list[signal.Signals], *, grace: float)
     _note_failure(job, cause, message)
     if not crew.printed(cause):
         _print(f"error: {message}; no worker is left")
-    return cause.status
+    return cause.status(killed_as_signal=job.killed_as_signal)
 
 
 def _blame(job: Job, cause: Ending) -> str:
