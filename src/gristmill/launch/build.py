@@ -10,6 +10,7 @@ from gristmill.launch.batch import Launcher
 from gristmill.launch.kubernetes import Kubernetes
 from gristmill.launch.mpi import Mpi
 from gristmill.launch.pbs import Pbs
+from gristmill.launch.ray import Ray
 from gristmill.launch.slurm import Slurm
 
 LAUNCHERS: Mapping[LauncherName, Callable[[], Launcher]] = {
@@ -17,6 +18,7 @@ LAUNCHERS: Mapping[LauncherName, Callable[[], Launcher]] = {
     "pbs": Pbs,
     "mpi": Mpi,
     "kubernetes": Kubernetes,
+    "ray": Ray,
 }
 
 

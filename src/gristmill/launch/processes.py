@@ -282,7 +282,7 @@ class _Crew:
     def _start(self) -> None:
         with storage_errors(self.job.folder.logs):
             self.job.folder.logs.mkdir(parents=True, exist_ok=True)
-        self.starter.prepare()
+        self.starter.prepare(lambda: bool(self.signals))
         for rank in self.starter.ranks:
             self._start_rank(rank)
 

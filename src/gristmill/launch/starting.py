@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -42,8 +42,9 @@ class Starter(Protocol):
     def ranks(self) -> Sequence[int]:
         """Which processes of the run these are."""
 
-    def prepare(self) -> None:
-        """Find a rendezvous for all of them; called before each attempt."""
+    def prepare(self, interrupted: Callable[[], bool]) -> None:
+        """Find a rendezvous for all of them, before each attempt; if that takes long, `interrupted`
+        says whether to give up."""
 
     def start(self, rank: int, command: Sequence[str], log: Path) -> Process:
         """Start one process, whose output goes to the log; that of rank 0 to the terminal."""
@@ -65,7 +66,7 @@ class LocalStarter:
         each = self.processes // self.nodes
         return range(self.node * each, (self.node + 1) * each)
 
-    def prepare(self) -> None:
+    def prepare(self, interrupted: Callable[[], bool]) -> None:
         if self.nodes == 1:
             self.address = Address("127.0.0.1", free_port("127.0.0.1"))
 
