@@ -26,19 +26,24 @@ INPUTS   := pyproject.toml $(CONSTRAINTS)
 BASE     := $(VENV)/.installed-torch
 RUNTIME  := $(VENV)/.installed
 DEV      := $(VENV)/.installed-dev
+CLUSTER  := $(VENV)/.installed-cluster
+SYSTEM   := slurm-wlm munge openmpi-bin
 CODE     := src tests docs $(wildcard benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs bench clean
+.PHONY: help demo test test-cluster check docs bench clean
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 21
 
 demo: $(RUNTIME) ## train a small model on this machine, from text to report, in a few minutes
 	$(BIN)/gristmill demo $(ARGS)
 
 test: check docs ## all checks, the documentation, then all tests
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
+
+test-cluster: $(CLUSTER) ## install Slurm and Open MPI (Debian, as root), then test on them
+	$(BIN)/python -m pytest tests/cluster -m cluster $(ARGS)
 
 check: $(DEV) ## lint, formatting, types and the import floors
 	$(BIN)/ruff check $(CODE)
@@ -80,3 +85,14 @@ $(RUNTIME): $(BASE) $(INPUTS)
 $(DEV): $(BASE) $(INPUTS)
 	$(PIP) -c $(CONSTRAINTS) -e '.[dev]'
 	@touch $@ $(RUNTIME)
+
+# No daemon of the system is started: the tests start their own, and stop them.
+$(CLUSTER): $(DEV)
+	@command -v apt-get >/dev/null || { echo 'make test-cluster installs $(SYSTEM) by apt-get, which \
+	is not here; install them yourself, then run: $(BIN)/python -m pytest tests/cluster'; exit 1; }
+	@test "$$(id -u)" = 0 || { echo 'make test-cluster installs $(SYSTEM), and starts a Slurm: \
+	run it as root, in a container for example'; exit 1; }
+	apt-get update -q
+	RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -qy $(SYSTEM)
+	$(PIP) -c $(CONSTRAINTS) -e '.[cluster]'
+	@touch $@

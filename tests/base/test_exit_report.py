@@ -10,6 +10,7 @@ import pytest
 from gristmill.base.exit_report import (
     print_exit_report,
     read_exit_report,
+    read_remedy,
     write_exit_report,
 )
 
@@ -56,3 +57,14 @@ def test_the_report_is_read_from_the_log(tmp_path: Path) -> None:
     for errors_only in (False, True):
         report = read_exit_report(log, errors_only=errors_only)
         assert report is not None and report.startswith("rank 1 is gone!") and len(report) == 400
+
+
+def test_the_remedy_of_the_last_error(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert read_remedy(log) is None
+    log.write_text("error: one\n    mend one\nerror: two\n")
+    assert read_remedy(log) is None
+    log.write_text("error: one\nerror: two\n    mend two\n    again\n")
+    assert read_remedy(log) == "mend two"
+    log.write_text("error: two\n    mend two\n--- a new start\n    indented\n")
+    assert read_remedy(log) is None

@@ -1,4 +1,4 @@
-"""Clusters to run on: a real Slurm and Open MPI where they are installed, and a stand-in for PBS."""
+"""Clusters to run on: a real Slurm and Open MPI, if installed, and a stand-in for PBS."""
 
 from __future__ import annotations
 

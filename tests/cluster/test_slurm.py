@@ -47,26 +47,26 @@ def test_a_cancelled_job_has_saved(slurm: SlurmCluster, cluster_run: MakeCluster
 def test_a_run_resumes_after_the_loss_of_a_node(
     slurm: SlurmCluster, cluster_run: MakeClusterRun
 ) -> None:
-    run = cluster_run(steps=300)
-    job = slurm.submit(
-        f"srun --kill-on-bad-exit=0 {shlex.join(run.command)}",
-        "--nodes=2",
-        "--ntasks-per-node=1",
-        "--requeue",
-        cwd=run.file.parent,
-    )
-    run.wait_for_step(30, lambda: slurm.job(job).state in ("PENDING", "RUNNING"))
+    run = cluster_run(steps=5000)
+    train = shlex.join(run.command)
+    options = ("--nodes=2", "--ntasks-per-node=1", "--requeue")
+    job = slurm.submit(f"srun --kill-on-bad-exit=0 {train}", *options, cwd=run.file.parent)
+    run.wait_for_step(12, lambda: slurm.job(job).state in ("PENDING", "RUNNING"))
     lost = slurm.job(job).nodes[1]
     slurm.kill_node(lost)
     try:
-        assert max(run.losses()) < run.steps, "the run was over before the node was lost"
-        done = slurm.wait(job, "COMPLETED", timeout=600)
-        assert done.restarts == 1 and lost not in done.nodes
+        slurm.wait(job, "PENDING")
+        last = max(run.losses())
+        assert last < run.steps, "the run was over before the node was lost"
+        again = slurm.wait(job, "RUNNING")
+        assert again.restarts == 1 and lost not in again.nodes
+        run.wait_for_step(last + 1, lambda: slurm.job(job).state == "RUNNING")
+        slurm.cancel(job)
+        slurm.wait(job, "CANCELLED")
     finally:
         slurm.start_node(lost)
-    assert list(run.losses()) == list(range(1, run.steps + 1))
-    log = (run.folder / "train.log").read_text()
-    assert log.count("resuming from step-") == 1, log
+    assert list(run.losses()) == list(range(1, max(run.losses()) + 1))
+    assert "resuming from step-" in (run.folder / "train.log").read_text()
 
 
 def test_an_array_prepares_in_parts_what_one_process_does(

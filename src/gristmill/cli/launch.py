@@ -76,6 +76,10 @@ def submit(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the files of the job, and submit nothing.")
     ] = False,
+    write: Annotated[
+        bool,
+        typer.Option("--write", help="Write the files of the job into RUN/job; submit nothing."),
+    ] = False,
     fresh: Annotated[
         bool,
         typer.Option("--fresh", help="Start over; an existing run is moved aside, not deleted."),
@@ -112,6 +116,7 @@ def submit(
     """
     from gristmill.base.downloads import settings_folder
     from gristmill.config.load import load_run
+    from gristmill.launch.batch import write_files
     from gristmill.launch.build import launcher_of
     from gristmill.launch.submit import plan_command, plan_sweep, plan_training, sweep_words
     from gristmill.launch.submit import submit as submit_job
@@ -142,6 +147,9 @@ def submit(
         planned = plan_training(config, launcher, name, after=after or ())
     if dry_run:
         _show(planned)
+        return
+    if write:
+        typer.echo(f"wrote {_short(write_files(planned.job, planned.files))}; nothing is submitted")
         return
     if fresh:
         move_aside(run_folder(config))

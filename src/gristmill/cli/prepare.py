@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gristmill.base.errors import UserError
+from gristmill.base.errors import Exit, UserError
 from gristmill.base.hub import downloads_shown
 from gristmill.base.units import format_bytes, format_count, format_seconds
 from gristmill.cli.options import (
@@ -25,6 +25,17 @@ from gristmill.cli.options import (
     Quiet,
     ShardSize,
     TokenFormat,
+)
+from gristmill.cli.prepare_parts import (
+    AtOnce,
+    Attempts,
+    EngineName,
+    RayAddress,
+    Status,
+    check_parts_options,
+    part_arguments,
+    prepare_parts,
+    show_parts,
 )
 from gristmill.cli.progress import ProgressLine
 from gristmill.text.sources.source import DocumentSplit, OnDamage, ReadOptions
@@ -59,19 +70,23 @@ gristmill prepare crawl.jsonl.gz -o tokens/crawl --split 999,1 -t bytes
 
 gristmill prepare openwebtext -o 'data/openwebtext/{split}'
 
+gristmill prepare crawl/ -o tokens/crawl --parts 64 --engine local
+
 gristmill prepare crawl/ -o tokens/crawl --parts 8    (a task of a job array)
 """
 
 
 def prepare(
+    context: typer.Context,
     sources: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             metavar="SOURCE…",
             help="Files, globs, folders (JSON, CSV, Parquet, Arrow, text; .gz .bz2 .xz .zst), "
             "- for stdin, hf:NAME[@REVISION] for a dataset, or the name of a corpus.",
         ),
-    ],
+    ] = None,
+    *,
     output: Output,
     tokenizer: Annotated[
         str,
@@ -184,7 +199,8 @@ def prepare(
             min=1,
             metavar="N",
             rich_help_panel=_WORK,
-            help="Processes; one for each core if not given.",
+            help="Processes; one for each core if not given. With --engine, those of one part, "
+            "and 1 if not given.",
         ),
     ] = None,
     part: Annotated[
@@ -202,10 +218,15 @@ def prepare(
             min=1,
             metavar="N",
             rich_help_panel=_WORK,
-            help="How many parts there are. Without --part, the task of the job array says which "
-            "one to do.",
+            help="How many parts there are. With --engine all are done, and merged; with --part "
+            "one; with neither, the one of this task of a job array.",
         ),
     ] = None,
+    engine: EngineName = None,
+    at_once: AtOnce = None,
+    attempts: Attempts = None,
+    ray_address: RayAddress = None,
+    status: Status = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -213,9 +234,26 @@ def prepare(
 
     After a kill or an interruption, the same command resumes.
     """
-    from gristmill.text.prepare.parts import parse_part
+    from gristmill.launch.lifeline import follow_supervisor
+    from gristmill.text.prepare.parts import WHOLE, no_parts_of, parse_part
     from gristmill.text.prepare.request import PrepareRequest
 
+    follow_supervisor()
+    if status:
+        show_parts(output, parts, as_json=as_json, quiet=quiet)
+        return
+    if not sources:
+        what, remedy = "no source is given", "name files, folders or a corpus"
+        raise UserError(what, where="command line", remedy=remedy, exit=Exit.USAGE)
+    in_parts = check_parts_options(
+        engine,
+        part=part,
+        parts=parts,
+        workers=workers,
+        at_once=at_once,
+        attempts=attempts,
+        ray_address=ray_address,
+    )
     if separator is not None and (not separator or documents is not DocumentSplit.FILE):
         raise UserError(
             "documents are split in one way: by --documents, or by a separator that is not empty",
@@ -234,12 +272,20 @@ def prepare(
         format=format.value,
         shard_size=shard_size,
         holdout=_holdout(corpus, split, seed),
-        part=parse_part(part, parts=parts),
+        part=WHOLE if in_parts else parse_part(part, parts=parts),
         workers=workers,
         overwrite=overwrite,
     )
+
+    def run(request: PrepareRequest, expected: int | None = None) -> PrepareResult:
+        if in_parts is None:
+            return _prepare(request, quiet, expected)
+        return prepare_parts(request, part_arguments(context, in_parts), in_parts, quiet=quiet)
+
     with downloads_shown(None) if quiet else nullcontext():
-        results = _prepare_corpus(corpus, request, quiet) if corpus else [_prepare(request, quiet)]
+        if corpus and in_parts and corpus.dataset:
+            raise no_parts_of(corpus.name)
+        results = _prepare_corpus(corpus, request, run, quiet) if corpus else [run(request)]
     if as_json:
         typer.echo(json.dumps(prepared_as_json(results), indent=2, ensure_ascii=False))
     elif not quiet:
@@ -332,7 +378,9 @@ def _find_corpus(sources: Sequence[str]) -> Corpus | None:
     return find_corpus(named[0]) if named else None
 
 
-def _prepare_corpus(corpus: Corpus, request: PrepareRequest, quiet: bool) -> list[PrepareResult]:
+def _prepare_corpus(
+    corpus: Corpus, request: PrepareRequest, run: Callable[..., PrepareResult], quiet: bool
+) -> list[PrepareResult]:
     from gristmill.text.prepare.request import split_name
     from gristmill.text.sources.corpora import check_disk, describe, fetch_corpus
 
@@ -344,13 +392,10 @@ def _prepare_corpus(corpus: Corpus, request: PrepareRequest, quiet: bool) -> lis
             corpus, progress=lambda done, total: line.update(done, total, format_bytes(done))
         )
     if request.holdout or not corpus.validation:
-        return [_prepare(replace(request, sources=[source]), quiet, corpus.text_bytes)]
+        return [run(replace(request, sources=[source]), corpus.text_bytes)]
     # The corpus has a validation set of its own.
     return [
-        _prepare(
-            replace(request, sources=[own], output=Path(split_name(str(request.output), name))),
-            quiet,
-        )
+        run(replace(request, sources=[own], output=Path(split_name(str(request.output), name))))
         for name, own in (("train", source), ("val", corpus.source(corpus.validation)))
     ]
 

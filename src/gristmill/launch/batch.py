@@ -38,6 +38,8 @@ class ArrayTask:
     """The last words of its command."""
     run: Path | None = None
     """The run folder, if it trains."""
+    log: Path | None = None
+    """A file that its output is appended to; that of the job if not given."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class JobRecord:
     submitted: str
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What the launcher needs to find it again."""
-    earlier: Sequence[str] = ()
+    earlier: Sequence[str] = field(default_factory=list)
     """Ids of jobs that this folder was submitted as before."""
 
 

@@ -130,7 +130,7 @@ def _options(job: BatchJob) -> Iterator[tuple[str, Any]]:
         yield "q", launch.reservation or launch.queue
     if launch.mail:
         yield "M", launch.mail
-        yield "m", "".join(_MAIL[one] for one in sorted(launch.mail_on))
+        yield "m", "".join(sorted(_MAIL[one] for one in launch.mail_on))
     if job.array is not None:
         at_once = f"%{job.at_once}" if job.at_once else ""
         yield "J", f"{ranges(list(job.array))}{at_once}"

@@ -35,6 +35,8 @@ _PHASES: dict[Phase, tuple[str, ...]] = {
 }
 _MAIL = {"begin": "BEGIN", "end": "END", "fail": "FAIL"}
 _MOST_SIGNAL = 65535
+_EARLY = 60
+"""Seconds by which Slurm may send a signal before its time."""
 _WAIT = 300
 """Seconds from the end of the first process to the end of those that do not end by themselves."""
 
@@ -46,7 +48,12 @@ class Slurm:
     lacks = ()
 
     def problems(self, launch: LaunchConfig) -> Iterator[Problem]:
-        yield from ()
+        if launch.time is None:
+            return
+        left = parse_seconds(launch.time) - parse_seconds(launch.stop_early)
+        if 0 < left < _EARLY:
+            what = f"leaves {left:.0f} seconds, and Slurm may send the signal {_EARLY} s too early"
+            yield Problem(what, "launch.stop_early", "make it shorter, or launch.time longer")
 
     def files(self, job: BatchJob) -> dict[str, str]:
         text = render(
@@ -86,7 +93,7 @@ class Slurm:
         kept = try_scheduler(words, needs=NEEDS)
         if kept.returncode == 0 and kept.stdout.strip():
             state, code, elapsed = kept.stdout.strip().splitlines()[-1].split("|")[:3]
-            return BatchState(_phase(state), f"{state} after {elapsed}", _exit_code(code))
+            return BatchState(phase_of(state), f"{state} after {elapsed}", exit_code(code))
         return BatchState("unknown", "Slurm no longer knows it, so it has ended")
 
     def cancel(self, record: JobRecord) -> None:
@@ -180,12 +187,13 @@ def clock(seconds: float) -> str:
     return f"{minutes // 60:02d}:{minutes % 60:02d}:{rest:02d}"
 
 
-def _phase(state: str) -> Phase:
+def phase_of(state: str) -> Phase:
+    """The phase of a job in a state of Slurm."""
     first = state.split()[0].rstrip("+") if state else ""
     return next((phase for phase, names in _PHASES.items() if first in names), "ended")
 
 
-def _exit_code(text: str) -> int | None:
+def exit_code(text: str) -> int | None:
     """The exit status of "75:0"; 128 and the signal for "0:15"."""
     found = re.fullmatch(r"(\d+):(\d+)", text)
     if found is None:
@@ -197,7 +205,7 @@ def _from_scontrol(text: str) -> BatchState:
     """The state of a job, or of an array, of which there is one line for each task."""
     lines = [line for line in text.splitlines() if "JobState=" in line]
     tasks = [dict(re.findall(r"(\w+)=(\S*)", line)) for line in lines]
-    phases = [_phase(one["JobState"]) for one in tasks]
+    phases = [phase_of(one["JobState"]) for one in tasks]
     overall: Phase = next((one for one in ("running", "waiting") if one in phases), "ended")
     first = tasks[phases.index(overall)]
     words = first["JobState"]
@@ -212,5 +220,5 @@ def _from_scontrol(text: str) -> BatchState:
         words += f" for {first.get('RunTime', '?')} on {first.get('NodeList', '?')}"
     if len(tasks) == 1 and first.get("Restarts", "0") != "0":
         words += f", started {int(first['Restarts']) + 1} times"
-    code = max((_exit_code(one.get("ExitCode", "")) or 0 for one in tasks), default=0)
+    code = max((exit_code(one.get("ExitCode", "")) or 0 for one in tasks), default=0)
     return BatchState(overall, words, code if overall == "ended" else None)

@@ -1,6 +1,7 @@
 """Copy one or more token sets into a new one of any format, in order and in bounded memory.
 
-Ids are copied a few MiB at a time; only the document starts of a source are held as a whole, 8
+Ids are copied a few MiB at a time. Several threads read and check them, another computes checksums,
+and this one writes; only the document starts of a source are held as a whole, 8
 bytes each. The type of the ids is chosen for the new format and the vocabulary. The user may state
 what a source does not (see `gristmill.tokens.foreign`), and every id is checked against it;
 otherwise the vocabulary ends after the largest id, and the tokenizer stays unknown.
@@ -9,19 +10,26 @@ otherwise the vocabulary ends after the largest id, and the tokenizer stays unkn
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from gristmill.base.errors import DataError, Exit, UserError
+from gristmill.base.process import usable_cores
 from gristmill.tokens.foreign import Reading
 from gristmill.tokens.format import NewSet, Starts, TokenSetInfo
-from gristmill.tokens.reader import TokenReader, id_range, pieces
+from gristmill.tokens.reader import IdRange, TokenReader, id_range, piece_bounds
 from gristmill.tokens.store import create_tokens, find_manifest, is_empty_part, open_tokens
 from gristmill.tokens.writer import TokenWriter
+
+_MAX_THREADS = 8
+"""That read; more than one disk or one hash needs."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,7 @@ def convert_tokens(
             format=format or readers[0].info.format,
             shard_size=shard_size,
             overwrite=overwrite,
+            background=True,
         )
     )
     sizes = [size for reader in readers if (size := reader.info.text_bytes) is not None]
@@ -98,18 +107,54 @@ def _copy(
 ) -> None:
     began, total = time.perf_counter(), sum(len(reader) for reader in readers)
     tokens = documents = 0
-    for reader in readers:
-        starts, sequences = reader.document_starts, reader.sequence_starts
-        for begin, ids in pieces(reader):
-            inside = _within(starts, begin, len(ids))
-            writer.append(
-                ids,
-                starts=inside,
-                sequences=None if sequences is None else _within(sequences, begin, len(ids)),
-            )
-            tokens, documents = tokens + len(ids), documents + len(inside)
-            if progress:
-                progress(CopyProgress(tokens, total, documents, time.perf_counter() - began))
+    for reader, loaded in _read_ahead(readers):
+        begin, ids = loaded.begin, loaded.ids
+        inside, sequences = _within(reader.starts, begin, len(ids)), None
+        if reader.sequences is not None:
+            sequences = _within(reader.sequences, begin, len(ids))
+        writer.append(ids, starts=inside, sequences=sequences, extremes=loaded.extremes)
+        tokens, documents = tokens + len(ids), documents + len(inside)
+        if progress:
+            progress(CopyProgress(tokens, total, documents, time.perf_counter() - began))
+
+
+class _Places(NamedTuple):
+    """Where the documents and sequences of a set begin."""
+
+    starts: Starts
+    sequences: Starts | None
+
+
+class _LoadedPiece(NamedTuple):
+    """Ids that are in memory and were looked at."""
+
+    begin: int
+    ids: npt.NDArray[Any]
+    extremes: IdRange
+
+
+def _read_ahead(readers: Sequence[TokenReader]) -> Iterator[tuple[_Places, _LoadedPiece]]:
+    """All pieces of all sets in order, read by several threads."""
+    threads = min(usable_cores(), _MAX_THREADS)
+    waiting: deque[tuple[_Places, Future[_LoadedPiece]]] = deque()
+    pool = ThreadPoolExecutor(threads, "read")
+    try:
+        for reader in readers:
+            places = _Places(reader.document_starts, reader.sequence_starts)
+            for begin, count in piece_bounds(reader):
+                waiting.append((places, pool.submit(_load, reader, begin, count)))
+                if len(waiting) > 2 * threads:
+                    first, future = waiting.popleft()
+                    yield first, future.result()
+        for first, future in waiting:
+            yield first, future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _load(reader: TokenReader, begin: int, count: int) -> _LoadedPiece:
+    ids = reader.read(begin, count)
+    return _LoadedPiece(begin, ids, IdRange(int(ids.min()), int(ids.max())))
 
 
 def _within(places: Starts, begin: int, count: int) -> Starts:

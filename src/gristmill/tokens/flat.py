@@ -19,7 +19,7 @@ import numpy.typing as npt
 from gristmill.base.errors import DataError
 from gristmill.tokens.format import FileFacts, Manifest, NewSet, Starts, dtype_for, file_of, stored
 from gristmill.tokens.reader import TokenFiles, TokenShard, file_size, map_array, read_starts
-from gristmill.tokens.writer import TokenWriter
+from gristmill.tokens.writer import TokenWriter, raw_bytes
 
 FORMAT = "flat"
 
@@ -56,7 +56,7 @@ class FlatWriter(TokenWriter):
 
     def _write(self, ids: npt.NDArray[Any], starts: Starts, sequences: Starts) -> None:
         self._starts.write(self._start_bytes(starts))
-        self._bin.write(ids.tobytes())
+        self._bin.write(raw_bytes(ids))
 
     def _state(self) -> dict[str, Any]:
         return {".bin": self._bin.state(), ".starts": self._starts.state()}

@@ -110,6 +110,8 @@ class NewSet:
     state: Mapping[str, Any] | None = None
     """With a state the set can outlive its process: {} begins one, and what `TokenWriter.save`
     returned resumes it."""
+    background: bool = False
+    """Whether other threads compute checksums; the ids that are given must not change then."""
     generation: int = 0
     """Tells the hidden files of such a set from those that an earlier attempt left."""
 

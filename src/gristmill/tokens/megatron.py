@@ -40,7 +40,7 @@ import numpy.typing as npt
 from gristmill.base.errors import DataError, UserError
 from gristmill.tokens.format import FileFacts, Manifest, NewSet, Starts, file_of, stored
 from gristmill.tokens.reader import TokenFiles, TokenShard, file_size, map_array
-from gristmill.tokens.writer import TokenWriter
+from gristmill.tokens.writer import TokenWriter, raw_bytes
 
 FORMAT = "megatron"
 MAGIC = b"MMIDIDX\x00\x00"
@@ -286,7 +286,7 @@ class MegatronWriter(TokenWriter):
             )
         self._extend("lengths", lengths[:-1])
         self._current = int(lengths[-1])
-        self._bin.write(ids.tobytes())
+        self._bin.write(raw_bytes(ids))
 
     def _count(self, name: str) -> int:
         return self._arrays[name].bytes // _ARRAYS[name].itemsize

@@ -139,10 +139,16 @@ def file_size(path: Path) -> int:
         raise DataError(f"cannot read: {error.strerror}", where=path) from error
 
 
+def piece_bounds(reader: TokenReader) -> Iterator[tuple[int, int]]:
+    """The position and length of each piece in which a whole set is read."""
+    for start in range(0, len(reader), PIECE):
+        yield start, min(PIECE, len(reader) - start)
+
+
 def pieces(reader: TokenReader) -> Iterator[tuple[int, npt.NDArray[Any]]]:
     """The whole set in its order, a few MiB at a time, each piece with its position."""
-    for start in range(0, len(reader), PIECE):
-        yield start, reader.read(start, min(PIECE, len(reader) - start))
+    for start, count in piece_bounds(reader):
+        yield start, reader.read(start, count)
 
 
 def id_range(reader: TokenReader) -> IdRange:

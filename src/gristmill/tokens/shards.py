@@ -47,7 +47,7 @@ from gristmill.tokens.reader import (
     pieces,
     read_starts,
 )
-from gristmill.tokens.writer import SHARD_ENDINGS, TokenWriter
+from gristmill.tokens.writer import SHARD_ENDINGS, TokenWriter, raw_bytes
 
 LLMC = "llmc"
 NPY = "npy"
@@ -200,13 +200,13 @@ class ShardWriter(TokenWriter):
 
     def _write(self, ids: npt.NDArray[Any], starts: Starts, sequences: Starts) -> None:
         self._starts.write(self._start_bytes(starts))
-        self._content.update(ids.tobytes())
+        self._content.update(raw_bytes(ids))
         rest = ids
         while len(rest):
             if self._filled == self._size:
                 self._next_shard()
             part = rest[: self._size - self._filled]
-            self._files[-1].write(part.tobytes())
+            self._files[-1].write(raw_bytes(part))
             self._filled += len(part)
             rest = rest[len(part) :]
 

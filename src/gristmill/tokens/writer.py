@@ -34,6 +34,7 @@ import numpy.typing as npt
 from gristmill.base.errors import DataError, Exit, UserError
 from gristmill.base.files import sha256_file, storage_errors, sync_folder
 from gristmill.base.locks import OutputLock
+from gristmill.tokens.background import BackgroundHash, Hash
 from gristmill.tokens.format import (
     FileFacts,
     Manifest,
@@ -46,7 +47,7 @@ from gristmill.tokens.format import (
     stored,
     write_manifest,
 )
-from gristmill.tokens.reader import TokenFiles, TokenReader
+from gristmill.tokens.reader import IdRange, TokenFiles, TokenReader
 
 _BUFFER = 1 << 20
 _FIXED = (".json", ".idx", ".bin", ".starts")
@@ -68,13 +69,15 @@ class TokenWriter(abc.ABC):
         """In the order in which they are renamed into place."""
         self._scratch: list[HashedFile] = []
         """Files that are only needed while the set is written."""
-        self._content = hashlib.sha256()
+        self._content = self._new_hash()
         """Of the ids."""
         self._lock = OutputLock(new.prefix, purpose="writing")
         self._lock.acquire()
         try:
             if not new.state:
-                _refuse_existing(new)
+                refuse_existing(new)
+            if new.state is None:
+                _remove_hidden(new, ending=r"\d+\.tmp")
             with storage_errors(new.prefix):
                 self._open_files()
         except BaseException:
@@ -110,12 +113,15 @@ class TokenWriter(abc.ABC):
     def _close(self) -> dict[str, FileFacts]:
         """Complete the files and flush them, still under hidden names."""
 
+    def _new_hash(self) -> Hash:
+        return BackgroundHash() if self._new.background else hashlib.sha256()
+
     def _hidden(self, suffix: str, saved: Any = None, header: bytes = b"") -> HashedFile:
         final = file_of(self._new.prefix, suffix)
         ending = f"{os.getpid()}.tmp"
         if self._new.state is not None:
             ending = f"part{self._new.generation or ''}"
-        return HashedFile(final, ending=ending, saved=saved, header=header)
+        return HashedFile(final, ending=ending, saved=saved, header=header, hash=self._new_hash())
 
     def add(self, ids: npt.NDArray[Any] | Sequence[int]) -> None:
         """Append one document; an id outside the vocabulary is refused."""
@@ -127,17 +133,19 @@ class TokenWriter(abc.ABC):
         *,
         starts: Starts,
         sequences: Starts | None = None,
+        extremes: IdRange | None = None,
     ) -> None:
         """Append tokens in which documents begin at the positions `starts`.
 
         Tokens before the first of them belong to the last document of the call before. Some formats
         split documents into sequences, which begin at `sequences`; the others do not store them.
+        `extremes` are the smallest and the largest id, if they are known.
         """
         new = self._new
         array = np.asarray(ids)
         assert array.ndim == 1 and array.size > 0, "a document is a non-empty row of ids"
         assert array.dtype.kind in "iu", f"ids are whole numbers, not {array.dtype}"
-        smallest, largest = int(array.min()), int(array.max())
+        smallest, largest = extremes or (int(array.min()), int(array.max()))
         if smallest < 0 or largest >= new.vocab_size:
             outside = smallest if smallest < 0 else largest
             raise DataError(
@@ -240,8 +248,13 @@ class TokenWriter(abc.ABC):
         for file in (*self._files, *self._scratch):
             file.discard()
         if self._new.state is not None:
-            _remove_hidden(self._new)
+            _remove_hidden(self._new, ending=r"part\d*")
         self._lock.release()
+
+
+def raw_bytes(ids: npt.NDArray[Any]) -> memoryview:
+    """The bytes of ids, without a copy."""
+    return np.ascontiguousarray(ids).view(np.uint8).data
 
 
 def shard_suffixes(prefix: Path, ending: str) -> list[str]:
@@ -270,16 +283,18 @@ def _existing(new: NewSet) -> list[str]:
     return [suffix for suffix in suffixes if file_of(prefix, suffix).is_file()]
 
 
-def _remove_hidden(new: NewSet) -> None:
-    """Remove what earlier attempts left: other generations, and shards that are not needed now."""
+def _remove_hidden(new: NewSet, *, ending: str) -> None:
+    """Remove what earlier attempts left: other generations, shards that are not needed now, and
+    files of a process that was killed."""
     shard = r"(_\d+)?" if new.format in SHARD_ENDINGS else ""
-    name = re.escape(f".{new.prefix.name}") + shard + r"\.(bin|npy|starts|idx(\.\w+)?)\.part\d*"
+    name = re.escape(f".{new.prefix.name}") + shard + r"\.(bin|npy|starts|idx(\.\w+)?)\." + ending
     for found in os.listdir(new.prefix.parent):
         if re.fullmatch(name, found):
             (new.prefix.parent / found).unlink(missing_ok=True)
 
 
-def _refuse_existing(new: NewSet) -> None:
+def refuse_existing(new: NewSet) -> None:
+    """Refuse to replace files without being asked to."""
     manifest = file_of(new.prefix, ".json")
     if manifest.exists() and not is_manifest(manifest):
         raise UserError(
@@ -309,6 +324,7 @@ class HashedFile:
         ending: str,
         saved: Mapping[str, Any] | None = None,
         header: bytes = b"",
+        hash: Hash | None = None,
     ) -> None:
         """Begin the file with a header, or resume what `state` described; `ending` hides it."""
         self._final = final
@@ -325,7 +341,7 @@ class HashedFile:
         """The length at the last flush."""
         self._file = self._open()
         self._file.truncate(self.bytes)
-        self.hash = hashlib.sha256()
+        self.hash: Hash = hash or hashlib.sha256()
         if saved is None:
             self.write(header)
         else:
@@ -351,7 +367,7 @@ class HashedFile:
         while piece := self._file.read(_BUFFER):
             yield piece
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | memoryview) -> None:
         self._file.write(data)
         self.bytes += len(data)
         self.hash.update(data)

@@ -73,11 +73,16 @@ class Generation:
         return SpanRecord(self.current, keys)
 
 
+def journal_file(name: Path) -> Path:
+    """Where the journal of a preparation is."""
+    return name.with_name(f".{name.name}.prepare.json")
+
+
 class Journal:
     """The journal of one preparation."""
 
     def __init__(self, name: Path, request: Mapping[str, Any]) -> None:
-        self.path = name.with_name(f".{name.name}.prepare.json")
+        self.path = journal_file(name)
         self._name = name
         self._request = dict(request)
         self._generation = 0

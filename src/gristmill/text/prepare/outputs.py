@@ -264,14 +264,8 @@ class Outputs:
             self.skip(item)
         self.close_span()
         for key in self._keys:
-            key.ledger.check(may_be_empty=may_be_empty)
-            for one in key.sets:
-                if not one.writer.documents and not may_be_empty:
-                    raise HopelessError(
-                        f"none of {key.ledger.kept} documents fell into this set",
-                        where=one.prefix,
-                        remedy="hold out a larger share (--split), or choose another --seed",
-                    )
+            documents = {one.prefix: one.writer.documents for one in key.sets}
+            check_complete(key.ledger, documents, may_be_empty=may_be_empty)
         prepared = []
         for key in self._keys:
             ledger_file = file_of(self._request.prefix(key.key, None), LEDGER_FILE)
@@ -293,6 +287,21 @@ class Outputs:
         """Remove everything that is not in place yet."""
         for one in self._sets:
             one.writer.abandon()
+
+
+def check_complete(
+    ledger: Ledger, documents: Mapping[Path, int], *, may_be_empty: bool = False
+) -> None:
+    """Every line of a key is accounted for, and unless they may be empty, all its sets have
+    documents."""
+    ledger.check(may_be_empty=may_be_empty)
+    for prefix, count in documents.items():
+        if not count and not may_be_empty:
+            raise HopelessError(
+                f"none of {ledger.kept} documents fell into this set",
+                where=prefix,
+                remedy="hold out a larger share (--split), or choose another --seed",
+            )
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:

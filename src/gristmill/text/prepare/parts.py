@@ -136,11 +136,7 @@ def spans_of(sources: Sequence[Source], options: ReadOptions, part: PartNumber) 
     sizes = []
     for source in sources:
         if source.size is None:
-            raise UserError(
-                "this source cannot be divided into parts, since its size is not known",
-                where=source.name,
-                remedy="give files, or leave out --part",
-            )
+            raise no_parts_of(source.name)
         sizes.append(source.size)
     total = sum(sizes)
     low, high = total * (part.number - 1) // part.of, total * part.number // part.of
@@ -154,6 +150,15 @@ def spans_of(sources: Sequence[Source], options: ReadOptions, part: PartNumber) 
             spans.append(SourceSpan(number, disk=size))
         offset += size
     return spans
+
+
+def no_parts_of(source: str) -> UserError:
+    """The error for a source without a size."""
+    return UserError(
+        "this source cannot be divided into parts, since its size is not known",
+        where=source,
+        remedy="give files, or prepare it as a whole, without --part and --parts",
+    )
 
 
 def find_sets(names: Sequence[Path]) -> list[Path]:

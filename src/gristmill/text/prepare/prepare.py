@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gristmill.base.errors import UserError
@@ -30,6 +30,8 @@ from gristmill.base.locks import OutputLock
 from gristmill.text.prepare.journal import Generation, Journal
 from gristmill.text.prepare.ledger import HopelessError
 from gristmill.text.prepare.outputs import Outputs, PreparedKey
+from gristmill.text.prepare.part_record import prepared_keys, read_record, write_record
+from gristmill.text.prepare.parts import WHOLE
 from gristmill.text.prepare.records import Cursor, KeptSpan, SpanId, kept_spans
 from gristmill.text.prepare.request import FIRST_SAVE, PrepareRequest
 from gristmill.text.prepare.work_plan import (
@@ -90,10 +92,22 @@ def prepare(
         if workers:
             stack.callback(workers.close)
         tokenizer = request.tokenizer() if callable(request.tokenizer) else request.tokenizer
+        asked = request.as_json(tokenizer)
         journal = None
         if all(source.repeatable for source in sources):
-            journal = Journal(request.name, request.as_json(tokenizer))
+            journal = Journal(request.name, asked)
             stack.callback(journal.release)
+        record = None if request.part == WHOLE else read_record(request.name)
+        mine = record and not request.overwrite and record.same_request(request, asked)
+        if journal and record and mine:
+            if journal.load() is None and record.holds(request, plan.ids):
+                note(f"part {request.part} is already done")
+                seconds = time.perf_counter() - plan.began
+                return PrepareResult(
+                    prepared_keys(request), record.counts.text_bytes, 0, seconds, ""
+                )
+            # The same command made it from other text.
+            request = replace(request, overwrite=True)
         outputs, cursor = _open_outputs(request, tokenizer, journal, plan, note=note)
         before = outputs.text_bytes
         try:
@@ -132,6 +146,8 @@ def prepare(
                     journal.remove()
             raise
         if journal:
+            if request.part != WHOLE:
+                write_record(request.name, asked, plan.ids, made)
             journal.remove()
         outputs.abandon()
     done, seconds = outputs.text_bytes, time.perf_counter() - plan.began

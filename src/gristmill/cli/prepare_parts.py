@@ -1,0 +1,312 @@
+"""`prepare --engine` and `prepare --status`: all parts of a preparation."""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gristmill.base.errors import Exit, UserError
+from gristmill.base.process import usable_cores
+from gristmill.base.signals import stop_signals
+from gristmill.base.units import format_bytes, format_count
+from gristmill.cli.progress import ProgressLine
+
+if TYPE_CHECKING:
+    from gristmill.text.prepare.all_parts import PartsProgress, TaskEngine
+    from gristmill.text.prepare.part_status import PartStatus
+    from gristmill.text.prepare.prepare import PrepareResult
+    from gristmill.text.prepare.request import PrepareRequest
+    from gristmill.tokens.convert import CopyProgress
+    from gristmill.tokens.store import VerifyProgress
+
+ATTEMPTS = 3
+_NOT_OF_A_PART = frozenset(
+    "engine at_once attempts ray_address status part parts workers as_json quiet corpora".split()
+)
+"""Options that concern all parts together, or that each part is given anew."""
+_MAX_SHOWN = 20
+_PARTS = "All parts"
+"""A panel of the help."""
+
+
+class PartsEngine(enum.StrEnum):
+    """Who runs the parts."""
+
+    LOCAL = "local"
+    RAY = "ray"
+
+
+EngineName = Annotated[
+    PartsEngine | None,
+    typer.Option(
+        metavar="ENGINE",
+        rich_help_panel=_PARTS,
+        help="Do all --parts and merge them: local on this machine, or ray on a Ray cluster.",
+    ),
+]
+AtOnce = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        rich_help_panel=_PARTS,
+        help="How many parts run at the same time; as many as there are cores for if not given.",
+    ),
+]
+Attempts = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        rich_help_panel=_PARTS,
+        help=f"How often a part that dies may be started; {ATTEMPTS} if not given.",
+    ),
+]
+RayAddress = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS",
+        rich_help_panel=_PARTS,
+        help="The cluster of --engine ray; RAY_ADDRESS or the one of this machine if not given.",
+    ),
+]
+Status = Annotated[
+    bool,
+    typer.Option(
+        "--status",
+        rich_help_panel=_PARTS,
+        help="Show how far the parts of NAME are, whoever runs them, and exit: with 0 if all are "
+        "done, with 75 if not.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class PartsOptions:
+    """How all parts are run."""
+
+    engine: PartsEngine
+    parts: int
+    at_once: int | None
+    attempts: int
+    workers: int
+    """Processes of one part."""
+    ray_address: str | None
+
+
+def check_parts_options(
+    engine: PartsEngine | None,
+    *,
+    part: str | None,
+    parts: int | None,
+    workers: int | None,
+    at_once: int | None,
+    attempts: int | None,
+    ray_address: str | None,
+) -> PartsOptions | None:
+    """How all parts are run; None if this command does one part or the whole."""
+    if engine is None:
+        given = {"--at-once": at_once, "--attempts": attempts, "--ray-address": ray_address}
+        for name, value in given.items():
+            if value is not None:
+                raise UserError(
+                    "this says how all parts are run, and no engine runs them",
+                    where=name,
+                    remedy="add --engine, or leave it out",
+                )
+        return None
+    if part is not None:
+        raise UserError(
+            "an engine runs all parts, and this names one of them",
+            where=f"--part {part}",
+            remedy="leave out --part, or --engine to do this part here",
+        )
+    if parts is None:
+        raise UserError(
+            "the number of parts is not given",
+            where=f"--engine {engine}",
+            remedy="add --parts, such as --parts 8",
+        )
+    if ray_address is not None and engine is not PartsEngine.RAY:
+        what, remedy = "only --engine ray has an address", "leave it out, or choose that engine"
+        raise UserError(what, where="--ray-address", remedy=remedy)
+    return PartsOptions(
+        engine,
+        parts,
+        at_once,
+        ATTEMPTS if attempts is None else attempts,
+        workers or 1,
+        ray_address,
+    )
+
+
+def part_arguments(context: typer.Context, options: PartsOptions) -> list[str]:
+    """The arguments of `gristmill` for one part: those of this command, and room for its number."""
+    words = ["prepare"]
+    arguments: list[str] = []
+    for parameter in context.command.params:
+        name = str(parameter.name)
+        source = context.get_parameter_source(name)
+        if name in _NOT_OF_A_PART or source is None or source.name != "COMMANDLINE":
+            continue
+        value = context.params[name]
+        if parameter.param_type_name == "argument":
+            arguments += map(str, value)
+        elif isinstance(value, bool):
+            # Options with a name of their own for "no" have it second.
+            words.append(parameter.opts[0] if value else parameter.secondary_opts[0])
+        else:
+            option = max(parameter.opts, key=len)
+            values = value if isinstance(value, list | tuple) else [value]
+            texts = (one.value if isinstance(one, enum.Enum) else one for one in values)
+            words += [f"{option}={text}" for text in texts]
+    tail = ["--workers", str(options.workers), "--parts", str(options.parts), "--part"]
+    # A name must not be taken for an option; standard input, which is "-", has no parts.
+    sources = [f"./{name}" if name.startswith("-") else name for name in arguments]
+    return [*words, *sources, *tail]
+
+
+def prepare_parts(
+    request: PrepareRequest, arguments: Sequence[str], options: PartsOptions, *, quiet: bool
+) -> PrepareResult:
+    """Run all parts and merge them, with progress."""
+    from gristmill.text.prepare.all_parts import PartsListener, log_pattern, prepare_in_parts
+
+    logs = str(Path(log_pattern(request, options.parts)).absolute())
+    engine = _build_engine(arguments, options, logs=logs)
+    with ProgressLine("preparing", quiet=quiet) as line, _stopped_by_signals():
+
+        def show(state: PartsProgress) -> None:
+            waiting = state.parts - state.done - state.running - state.failed
+            failed = f", {state.failed:,} failed" if state.failed else ""
+            rate = format_bytes(state.new_text_bytes / max(state.seconds, 1e-9))
+            line.update(
+                state.bytes_done,
+                state.bytes_total,
+                f"{state.done:,} of {state.parts:,} parts done, {state.running:,} running, "
+                f"{waiting:,} to do{failed}; "
+                f"{format_count(state.counts.documents)} documents, "
+                f"{format_count(state.counts.tokens)} tokens, {rate} of text/s",
+            )
+
+        def show_copy(state: CopyProgress) -> None:
+            line.update(
+                state.tokens, state.tokens_total, f"merging, {format_count(state.tokens)} tokens"
+            )
+
+        def show_check(state: VerifyProgress) -> None:
+            words = f"verifying, {format_bytes(state.bytes_done)}"
+            line.update(state.bytes_done, state.bytes_total, words)
+
+        listener = PartsListener(show, show_copy, show_check, line.say)
+        return prepare_in_parts(
+            request, options.parts, engine, attempts=options.attempts, listener=listener
+        )
+
+
+def _build_engine(arguments: Sequence[str], options: PartsOptions, *, logs: str) -> TaskEngine:
+    at_once = options.at_once
+    if options.engine is PartsEngine.RAY:
+        from gristmill.launch.tasks_ray import RayTasks
+
+        address = options.ray_address
+        return RayTasks(
+            arguments, logs=logs, at_once=at_once, cores=options.workers, address=address
+        )
+    from gristmill.launch.tasks_local import LocalTasks
+
+    command = [sys.executable, "-m", "gristmill", *arguments]
+    fitting = max(1, usable_cores() // options.workers)
+    return LocalTasks(command, logs=logs, at_once=at_once or fitting)
+
+
+@contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """Signals that ask to stop do what Ctrl-C does, and have the exit status of a run."""
+    seen: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in stop_signals()}
+    try:
+        yield
+    except KeyboardInterrupt:
+        if seen and seen[0] != signal.SIGINT:
+            raise typer.Exit(Exit.STOPPED) from None
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def show_parts(output: Path, parts: int | None, *, as_json: bool, quiet: bool) -> None:
+    """Print how far all parts are; exits with 75 if any is not done."""
+    from gristmill.text.prepare.part_status import PartState, finished_sets, part_statuses
+
+    statuses = part_statuses(output, parts)
+    counts = Counter(status.state.value for status in statuses)
+    complete = all(status.state is PartState.DONE for status in statuses)
+    if as_json:
+        value = {
+            "name": str(output),
+            "parts": len(statuses),
+            "complete": complete,
+            "counts": counts,
+            "sets": [str(prefix) for prefix in finished_sets(output)],
+            "status": [_status_as_json(status) for status in statuses],
+        }
+        typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    elif not quiet:
+        _print_statuses(output, statuses, counts)
+    if not complete:
+        raise typer.Exit(Exit.STOPPED)
+
+
+def _status_as_json(status: PartStatus) -> dict[str, Any]:
+    return {
+        "part": status.part.number,
+        "state": status.state.value,
+        **asdict(status.counts),
+        "what": status.what,
+        "log": str(status.log) if status.log else None,
+    }
+
+
+def _print_statuses(output: Path, statuses: Sequence[PartStatus], counts: Counter[str]) -> None:
+    from gristmill.text.prepare.part_status import PartState, finished_sets
+
+    if not statuses:
+        names = ", ".join(str(prefix) for prefix in finished_sets(output))
+        typer.echo(f"{output}: complete, no parts are left: {names}")
+        return
+    tokens = sum(status.counts.tokens for status in statuses)
+    documents = sum(status.counts.documents for status in statuses)
+    found = ", ".join(f"{counts[state]:,} {state}" for state in PartState if counts[state])
+    typer.echo(
+        f"{output}: {len(statuses):,} parts: {found}; "
+        f"{format_count(documents)} documents, {format_count(tokens)} tokens"
+    )
+    rest = [status for status in statuses if status.state is not PartState.DONE]
+    for status in rest[:_MAX_SHOWN]:
+        words = f"  {status.part!s:<9} {status.state:<11}"
+        if status.counts.documents:
+            words += f" {format_count(status.counts.documents)} documents"
+        words += f" {status.what}" if status.what else ""
+        words += f" ({os.path.relpath(status.log)})" if status.log else ""
+        typer.echo(words.rstrip())
+    if len(rest) > _MAX_SHOWN:
+        typer.echo(f"  and {len(rest) - _MAX_SHOWN:,} more; --json lists all")

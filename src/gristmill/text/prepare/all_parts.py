@@ -1,0 +1,400 @@
+"""A preparation in parts, from the first part to the merged set, wherever the parts run.
+
+    parts that are done   kept, if the same command made them from the same text
+    all others            an engine runs them: one command for each, `prepare … --parts 8 --part 3`
+    one that dies         runs again and resumes, a few times at most
+    one that fails        not again: bad data, a full disk or a wrong command stay what they are
+    all are done          merged, read again from the disk, and removed
+
+An engine (`TaskEngine`) knows numbers and commands only. Whether a part is done is decided by its
+files, so nothing is lost and nothing done twice if this process is killed. `PartsState` remembers
+what the engine submitted to others, and that merging has begun.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from gristmill.base.errors import Exit, Problem, UserError
+from gristmill.base.exit_report import read_exit_report, read_remedy
+from gristmill.base.locks import OutputLock
+from gristmill.text.prepare.ledger import HopelessError
+from gristmill.text.prepare.merge_parts import merge_parts, remove_part
+from gristmill.text.prepare.part_record import prepared_keys, read_record
+from gristmill.text.prepare.part_status import (
+    PartsState,
+    log_file,
+    saved_counts,
+)
+from gristmill.text.prepare.parts import PartNumber, no_parts_of
+from gristmill.text.prepare.prepare import PrepareResult
+from gristmill.text.prepare.records import Cursor, SetCounts
+from gristmill.text.prepare.request import PrepareRequest
+from gristmill.text.prepare.work_plan import WorkPlan
+from gristmill.text.sources.datasets import PREFIX as DATASET_PREFIX
+from gristmill.text.sources.reading import STDIN, find_sources
+from gristmill.text.tokenizers.tokenizer import Tokenizer
+from gristmill.tokens.convert import CopyProgress
+from gristmill.tokens.format import NewSet
+from gristmill.tokens.store import VerifyProgress
+from gristmill.tokens.writer import refuse_existing
+
+_PERMANENT = (
+    Exit.USAGE, Exit.DATA, Exit.INTERNAL, Exit.DEVICE, Exit.STORAGE, Exit.REFUSED, Exit.CONFIG,
+)  # fmt: skip
+"""Failures that another attempt would meet again."""
+_OF_ONE_PART = (Exit.DATA, Exit.INTERNAL)
+"""Those of them that the other parts need not meet."""
+_LINGERING = 150.0
+"""Seconds for which the lock of a process that is gone may be seen, on a network file system."""
+_AGAIN = 5.0
+"""Seconds between attempts to get such a lock."""
+_COUNT_EVERY = 2.0
+"""Seconds between looks at what the running parts have saved."""
+_MAX_NAMED = 5
+
+
+class TaskEngine(Protocol):
+    """A way to run commands somewhere that differ in a number alone.
+
+    An engine is made with the command, to which the number is appended as the last argument, and
+    with the log of each number, to which the output is appended.
+    """
+
+    @property
+    def name(self) -> str:
+        """What `--engine` calls it."""
+
+    @property
+    def poll_seconds(self) -> float:
+        """How long to wait between two polls."""
+
+    def attach(self, jobs: Mapping[str, Any]) -> Collection[int]:
+        """The tasks, waiting or running, that an earlier process has submitted, from what `jobs`
+        returned to it; from now on they are polled."""
+
+    def start(self, numbers: Sequence[int]) -> None:
+        """Run tasks as soon as there is room for them, first or again."""
+
+    def jobs(self) -> Mapping[str, Any]:
+        """What `attach` needs, as JSON; asked for after each start."""
+
+    def poll(self) -> Mapping[int, int | None]:
+        """The tasks that have ended since the last poll: their exit status, minus the signal that
+        ended them, or None if that is not known, as when a machine is lost."""
+
+    @property
+    def running(self) -> Collection[int]:
+        """The tasks that were running at the last poll; the others wait."""
+
+    def stop(self) -> str:
+        """Stop all tasks, or leave them to themselves; says which."""
+
+
+@dataclass(frozen=True)
+class PartsProgress:
+    """How far a preparation in parts is."""
+
+    parts: int
+    done: int
+    running: int
+    failed: int
+    counts: SetCounts
+    """What all parts together have saved."""
+    new_text_bytes: int
+    """Without what was done before this process began."""
+    bytes_done: int
+    bytes_total: int
+    """Both are bytes on disk."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PartsListener:
+    """Who is told how it goes."""
+
+    progress: Callable[[PartsProgress], None] = lambda state: None
+    copying: Callable[[CopyProgress], None] = lambda state: None
+    verifying: Callable[[VerifyProgress], None] = lambda state: None
+    note: Callable[[str], None] = lambda message: None
+
+
+def prepare_in_parts(
+    request: PrepareRequest,
+    of: int,
+    engine: TaskEngine,
+    *,
+    attempts: int,
+    listener: PartsListener,
+) -> PrepareResult:
+    """Run all parts of a preparation and merge them into what one process would have made."""
+    began = time.perf_counter()
+    requests = part_requests(request, of)
+    for name in request.sources:
+        if name == STDIN or name.startswith(DATASET_PREFIX):
+            raise no_parts_of(name)
+        if Path(name).is_dir() and request.name.resolve().is_relative_to(Path(name).resolve()):
+            raise UserError(
+                "this source holds the output too, so the first parts would be text for the others",
+                where=name,
+                remedy="give an output in another folder (-o)",
+            )
+    sources = find_sources(request.sources, request.options).sources
+    plans = [WorkPlan(sources, part) for part in requests]
+    with OutputLock(request.name, purpose="prepare"):
+        state = PartsState.open(request.name, of)
+        tokenizer = request.tokenizer() if callable(request.tokenizer) else request.tokenizer
+        if not state.merging and not request.overwrite:
+            _refuse_existing(request, tokenizer)
+        new_text_bytes = 0
+        if not state.merged:
+            run = _PartsRun(requests, plans, tokenizer, engine, state, attempts, listener)
+            new_text_bytes = run.run()
+            state.merging = True
+            state.save()
+            try:
+                merge_parts(
+                    request,
+                    requests,
+                    tokenizer,
+                    copying=listener.copying,
+                    verifying=listener.verifying,
+                )
+            except HopelessError:
+                # The same command would end here again.
+                _remove(requests, state)
+                raise
+            state.merged = True
+            state.save()
+        _remove(requests, state)
+    keys = prepared_keys(request)
+    text_bytes = sum(made.info.text_bytes or 0 for key in keys for made in key.sets)
+    return PrepareResult(keys, text_bytes, new_text_bytes, time.perf_counter() - began, "")
+
+
+def part_requests(request: PrepareRequest, of: int) -> list[PrepareRequest]:
+    """What each part is asked for."""
+    if of < 2:
+        raise UserError(
+            "one part is the whole",
+            where=f"--parts {of}",
+            remedy="give more parts, or leave out --parts and --engine",
+        )
+    return [replace(request, part=PartNumber(number, of)) for number in range(1, of + 1)]
+
+
+def log_pattern(request: PrepareRequest, of: int) -> str:
+    """The logs of all parts: the number of the part in it is written as `printf` does."""
+    text = str(log_file(request.name.with_name(f"{request.name.name}\0")))
+    text = text.replace("%", "%%")
+    return text.replace("\0", f".part-%0{len(str(of))}d-of-{of}")
+
+
+def _refuse_existing(request: PrepareRequest, tokenizer: Tokenizer) -> None:
+    """Hours of work should not end with a refusal to replace something."""
+    for key in request.options.keys:
+        for split in request.splits:
+            prefix, spec = request.prefix(key, split), tokenizer.spec
+            new = NewSet(prefix, tokenizer.size, tokenizer.end_of_text, spec, request.format)
+            refuse_existing(new)
+
+
+def _remove(requests: Sequence[PrepareRequest], state: PartsState) -> None:
+    for part in requests:
+        remove_part(part)
+    state.path.unlink(missing_ok=True)
+
+
+class _PartsRun:
+    """All parts, run by an engine until they are done."""
+
+    def __init__(
+        self,
+        requests: Sequence[PrepareRequest],
+        plans: Sequence[WorkPlan],
+        tokenizer: Tokenizer,
+        engine: TaskEngine,
+        state: PartsState,
+        attempts: int,
+        listener: PartsListener,
+    ) -> None:
+        self._requests = {part.part.number: part for part in requests}
+        self._plans = dict(zip(self._requests, plans, strict=True))
+        self._tokenizer = tokenizer
+        self._engine = engine
+        self._state = state
+        self._attempts = attempts
+        self._listener = listener
+        self._began = time.perf_counter()
+        self._done: dict[int, SetCounts] = {}
+        self._begun: set[int] = set()
+        """Those that the engine has, waiting or running."""
+        self._tries: Counter[int] = Counter()
+        self._lost: dict[int, float] = {}
+        """When a process was lost that may have held the lock of a part."""
+        self._again: dict[int, float] = {}
+        """When to try to get such a lock again."""
+        self._failures: dict[int, UserError] = {}
+        self._saved: dict[int, tuple[SetCounts, int]] = {}
+        """What unfinished parts have saved, and the bytes on disk that they have read."""
+
+    def run(self) -> int:
+        """Run all parts that are not done; the bytes of text that this process got done."""
+        state, engine, now = self._state, self._engine, time.monotonic()
+        if state.jobs and state.engine != engine.name:
+            raise UserError(
+                f"parts may still run that --engine {state.engine} has started",
+                where=str(state.path),
+                remedy=f"give the same command with --engine {state.engine}; interrupting it stops "
+                "them",
+                exit=Exit.REFUSED,
+            )
+        if state.engine:
+            self._lost = dict.fromkeys(self._requests, now)
+        for number in self._requests:
+            self._look(number)
+        known = f", {len(self._done):,} done before" if self._done else ""
+        self._listener.note(f"{len(self._requests):,} parts{known}")
+        before = self._count().text_bytes
+        state.engine, state.failed = engine.name, {}
+        try:
+            self._begun = set(engine.attach(state.jobs)) - self._done.keys()
+            self._start(sorted(self._requests.keys() - self._done.keys() - self._begun))
+            self._wait(before)
+        except BaseException as error:
+            stopped = engine.stop()
+            if stopped:
+                self._listener.note(stopped)
+            state.jobs = engine.jobs()
+            state.save()
+            if isinstance(error, KeyboardInterrupt):
+                self._listener.note("run the same command again to resume")
+            raise
+        return self._count().text_bytes - before
+
+    def _look(self, number: int) -> bool:
+        """Whether a part is done."""
+        part = self._requests[number]
+        record, asked = read_record(part.name), part.as_json(self._tokenizer)
+        saved = saved_counts(part.name)
+        if record and not saved and (not part.overwrite or record.request == asked):
+            mine = record.same_request(part, asked)
+            if mine and record.holds(part, self._plans[number].ids):
+                self._done[number] = record.counts
+                self._saved.pop(number, None)
+                return True
+        if saved:
+            self._saved[number] = saved[0], self._bytes_read(number, saved[1])
+        return False
+
+    def _bytes_read(self, number: int, cursor: Cursor) -> int:
+        spans = self._plans[number].spans
+        read = sum(span.disk for span in spans[: cursor.span])
+        if cursor.position is not None and cursor.span < len(spans):
+            span = spans[cursor.span]
+            read += min(max(cursor.position - span.begin, 0), span.disk)
+        return read
+
+    def _count(self) -> SetCounts:
+        saved = [counts for counts, _ in self._saved.values()]
+        return sum([*self._done.values(), *saved], SetCounts())
+
+    def _start(self, numbers: Sequence[int]) -> None:
+        if numbers:
+            self._engine.start(numbers)
+            self._begun.update(numbers)
+        self._state.jobs = self._engine.jobs()
+        self._state.save()
+
+    def _wait(self, before: int) -> None:
+        """Wait until nothing is left to run, and start again what may succeed then."""
+        count_at = 0.0
+        while self._begun or self._again:
+            ended, now = self._engine.poll(), time.monotonic()
+            again = [number for number, due in self._again.items() if now >= due]
+            for number in again:
+                del self._again[number]
+            for number, status in ended.items():
+                self._begun.discard(number)
+                if not self._look(number) and self._after(number, status):
+                    again.append(number)
+            if again:
+                self._start(sorted(again))
+            if any(error.exit not in _OF_ONE_PART for error in self._failures.values()):
+                break
+            if now >= count_at or ended:
+                count_at = now + _COUNT_EVERY
+                for number in self._engine.running:
+                    self._look(number)
+                self._report(before)
+            time.sleep(self._engine.poll_seconds)
+        if self._failures:
+            raise self._failure()
+
+    def _after(self, number: int, status: int | None) -> bool:
+        """Whether to run a part again that has ended without being done."""
+        part, now = self._requests[number], time.monotonic()
+        if status == Exit.REFUSED and now - self._lost.get(number, -_LINGERING) < _LINGERING:
+            self._again[number] = now + _AGAIN
+            return False
+        permanent = status in _PERMANENT
+        if not permanent:
+            self._lost[number] = now
+            self._tries[number] += 1
+        log, words = log_file(part.name), _ending(status)
+        again = not permanent and self._tries[number] < self._attempts
+        if again:
+            count = f"attempt {self._tries[number] + 1} of {self._attempts}"
+            self._listener.note(f"part {part.part} ended {words}; {count} begins")
+            return True
+        what = read_exit_report(log, errors_only=not permanent) or f"it ended {words}"
+        if status == Exit.DONE:
+            what = "what it made is not what its sources give now"
+        if not permanent:
+            what += f", after {self._attempts} attempts"
+        exit = Exit(status) if permanent and status is not None else Exit.PEER
+        remedy = read_remedy(log) or "run the same command again to try once more"
+        text = f"part {part.part} failed: {what}; its log is {log}"
+        self._failures[number] = UserError(text, remedy=remedy, exit=exit)
+        self._state.failed[str(number)] = what
+        self._state.save()
+        others = len(self._begun) + len(self._again)
+        if others and exit in _OF_ONE_PART:
+            self._listener.note(f"{text}; {others:,} others continue")
+        return False
+
+    def _failure(self) -> UserError:
+        """The error for all parts that failed."""
+        errors = [error for _, error in sorted(self._failures.items())]
+        problems = [problem for error in errors[:_MAX_NAMED] for problem in error.problems]
+        if len(errors) > _MAX_NAMED:
+            problems.append(Problem(f"{len(errors) - _MAX_NAMED:,} more parts failed"))
+        return UserError(problems, exit=errors[0].exit)
+
+    def _report(self, before: int) -> None:
+        counts = self._count()
+        read = sum(plan.bytes_total or 0 for n, plan in self._plans.items() if n in self._done)
+        self._listener.progress(
+            PartsProgress(
+                parts=len(self._requests),
+                done=len(self._done),
+                running=len(set(self._engine.running) - self._done.keys()),
+                failed=len(self._failures),
+                counts=counts,
+                new_text_bytes=counts.text_bytes - before,
+                bytes_done=read + sum(size for _, size in self._saved.values()),
+                bytes_total=sum(plan.bytes_total or 0 for plan in self._plans.values()),
+                seconds=time.perf_counter() - self._began,
+            )
+        )
+
+
+def _ending(status: int | None) -> str:
+    if status is None:
+        return "with its machine"
+    return f"by signal {-status}" if status < 0 else f"with exit status {status}"
