@@ -153,7 +153,7 @@ def test_a_cancelled_job_has_saved(cluster: RayCluster, cluster_run: MakeCluster
 def test_a_run_survives_the_loss_of_a_node(
     cluster: RayCluster, cluster_run: MakeClusterRun
 ) -> None:
-    run = cluster_run(steps=400)
+    run = cluster_run(steps=120)
     submit(run, cluster, "launch.restarts=1")
     run.wait_for_step(25, lambda: alive(run))
     cluster.remove_node_with(processes_of(run))
