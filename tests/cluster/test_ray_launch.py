@@ -153,9 +153,10 @@ def test_a_cancelled_job_has_saved(cluster: RayCluster, cluster_run: MakeCluster
 def test_a_run_survives_the_loss_of_a_node(
     cluster: RayCluster, cluster_run: MakeClusterRun
 ) -> None:
-    run = cluster_run(steps=120)
+    run = cluster_run(steps=300)
     submit(run, cluster, "launch.restarts=1")
-    run.wait_for_step(25, lambda: alive(run))
+    # Asking Ray takes seconds, in which the run would come far.
+    run.wait_for_step(25, lambda: True)
     cluster.remove_node_with(processes_of(run))
     found, output = wait(run), launch("logs", run.folder, "-n", "1000").stdout
     assert found["exit"] == 0, output
