@@ -152,6 +152,9 @@ def find(words: list[str]) -> tuple[Any, list[str]]:
     """The command that the first words name, and the words after them."""
     command, rest = GROUP, list(words)
     while hasattr(command, "commands"):
+        if "submit" in command.commands and rest[:1] not in [[one] for one in command.commands]:
+            # `launch RUN.toml` is `launch submit RUN.toml`.
+            rest.insert(0, "submit")
         assert rest and rest[0] in command.commands, f"gristmill {' '.join(words)}: no such verb"
         command = command.commands[rest.pop(0)]
     return command, rest

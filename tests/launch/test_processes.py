@@ -18,7 +18,8 @@ import pytest
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.locks import FolderLock
 from gristmill.base.process import Place
-from gristmill.launch.processes import Ending, Job, process_environment, supervise
+from gristmill.launch.processes import Ending, Job, supervise
+from gristmill.launch.starting import process_environment
 from gristmill.track.folder import RunFolder
 
 PRELUDE = """

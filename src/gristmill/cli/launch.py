@@ -124,6 +124,11 @@ def submit(
 
     config = load_run(run, settings or (), find_model=settings_folder)
     name, launcher = launcher_of(on or (config.launch.on if config.launch else None))
+    for option, value in (("--after", after), ("--then", then), ("--sweep", sweep)):
+        if value and option in launcher.lacks:
+            what = f"{name} runs each job by itself"
+            remedy = "leave it out, or use slurm or pbs"
+            raise UserError(what, where=option, remedy=remedy, exit=Exit.USAGE)
     _check_ids(after or ())
     chain = [_command(text) for text in then or ()]
     if sweep:

@@ -23,6 +23,10 @@ Word = Annotated[str, Field(pattern=r"^[\w@%+=:,./~&|()\[\]*?!<>{}^-]+$")]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 """The name of an environment variable."""
 OptionName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_.-]*$")]
+ResourceName = Annotated[
+    str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)?$")
+]
+"""The name of a resource; in Kubernetes it may have a prefix: rdma/hca."""
 DnsName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
 """The name of an object in Kubernetes."""
 Words = Annotated[tuple[Word, ...], Field(strict=False)]
@@ -93,7 +97,7 @@ class LaunchConfig(Settings):
     """Whether nodes are not shared with other jobs."""
     filesystems: Words = ()
     """File systems that the job needs, as PBS on Polaris asks for them: ["home", "grand"]."""
-    resources: dict[OptionName, Word | int] = Field(default={})
+    resources: dict[ResourceName, Word | int] = Field(default={})
     """More resources of each node: in PBS they are added to `select`, such as
     { system = "polaris" }; in Kubernetes they are limits of the container; in Ray, custom
     resources."""

@@ -58,6 +58,8 @@ class BatchJob:
     """The folder it runs in."""
     run: Path | None = None
     """The run folder, if the command trains."""
+    settings: str | None = None
+    """The text of the run file in the folder, for nodes that cannot see it."""
     array: Mapping[int, ArrayTask] | None = None
     """For an array: its tasks by their numbers."""
     at_once: int | None = None
@@ -101,6 +103,10 @@ class Launcher(Protocol):
     @property
     def unused(self) -> Collection[str]:
         """Settings of `[launch]` that do nothing here."""
+
+    @property
+    def lacks(self) -> Collection[str]:
+        """Options of `gristmill launch` that cannot be had here."""
 
     def problems(self, launch: LaunchConfig) -> Iterable[Problem]:
         """What else is wrong with `[launch]`."""

@@ -7,11 +7,19 @@ from collections.abc import Callable, Mapping
 from gristmill.base.errors import Exit, UserError
 from gristmill.config.launch import LauncherName
 from gristmill.launch.batch import Launcher
+from gristmill.launch.kubernetes import Kubernetes
 from gristmill.launch.mpi import Mpi
 from gristmill.launch.pbs import Pbs
+from gristmill.launch.ray import Ray
 from gristmill.launch.slurm import Slurm
 
-LAUNCHERS: Mapping[LauncherName, Callable[[], Launcher]] = {"slurm": Slurm, "pbs": Pbs, "mpi": Mpi}
+LAUNCHERS: Mapping[LauncherName, Callable[[], Launcher]] = {
+    "slurm": Slurm,
+    "pbs": Pbs,
+    "mpi": Mpi,
+    "kubernetes": Kubernetes,
+    "ray": Ray,
+}
 
 
 def launcher_of(name: str | None) -> tuple[LauncherName, Launcher]:

@@ -30,6 +30,7 @@ class Mpi:
         *("account", "queue", "qos", "constraint", "reservation", "exclusive", "filesystems"),
         *("resources", "options", "mail", "mail_on", "memory", "requeue", "kubernetes", "address"),
     )
+    lacks = ("--after", "--then", "--sweep")
 
     def problems(self, launch: LaunchConfig) -> Iterator[Problem]:
         if launch.nodes > 1 and not launch.hostfile:

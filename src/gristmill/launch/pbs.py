@@ -53,6 +53,7 @@ class Pbs:
     """Jobs of PBS."""
 
     unused = ("qos", "constraint", "hostfile", "kubernetes", "address")
+    lacks = ()
 
     def problems(self, launch: LaunchConfig) -> Iterator[Problem]:
         for name in launch.options:

@@ -16,11 +16,8 @@ is found. One that was killed left no report: the last line repeats what the oth
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
 import signal
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,9 +29,8 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.base.exit_report import START, read_exit_report
 from gristmill.base.files import storage_errors
 from gristmill.base.locks import FolderLock
-from gristmill.base.process import usable_cores
 from gristmill.base.signals import INTERRUPTED, stop_signals
-from gristmill.launch.lifeline import SUPERVISOR
+from gristmill.launch.starting import LocalStarter, Process, Starter
 from gristmill.track.folder import RunFolder
 
 GRACE = 5.0
@@ -42,7 +38,7 @@ GRACE = 5.0
 _TERM = 0.2
 """The part of these that passes before TERM, which would end a process before it has reported."""
 _TICK = 0.05
-_PERMANENT = (Exit.USAGE, Exit.DATA, Exit.DEVICE, Exit.STORAGE, Exit.REFUSED, Exit.CONFIG)
+PERMANENT = (Exit.USAGE, Exit.DATA, Exit.DEVICE, Exit.STORAGE, Exit.REFUSED, Exit.CONFIG)
 """Failures that a restart would meet again."""
 
 
@@ -53,11 +49,21 @@ class Job:
     command: Sequence[str]
     """The command of every process."""
     processes: int
+    """Of the whole run."""
     folder: RunFolder
     restarts: int = 0
     """How often all processes may be restarted after a failure."""
     elastic: bool = False
     """Whether the others continue when one fails, which is then restarted by itself."""
+    starter: Starter | None = None
+    """What starts the processes; without it, all run on this machine."""
+    killed_as_signal: bool = False
+    """Whether a process that was killed gives 128 and its signal, and not `Exit.PEER`."""
+
+    @property
+    def has_first(self) -> bool:
+        """Whether rank 0, which speaks for the whole run, is one of the processes."""
+        return self.starter is None or 0 in self.starter.ranks
 
 
 @dataclass(frozen=True)
@@ -74,15 +80,15 @@ class Ending:
     def failed(self) -> bool:
         return not self.wanted and self.code not in (Exit.DONE, Exit.STOPPED)
 
-    @property
-    def status(self) -> int:
+    def status(self, *, killed_as_signal: bool = False) -> int:
         """The exit status of the whole run if this is the cause."""
-        return Exit.PEER if self.code < 0 else self.code
+        killed = 128 - self.code if killed_as_signal else Exit.PEER
+        return killed if self.code < 0 else self.code
 
     @property
     def permanent(self) -> bool:
         """Whether a restart would fail again."""
-        return self.code in _PERMANENT
+        return self.code in PERMANENT
 
     @property
     def blame_order(self) -> int:
@@ -107,7 +113,7 @@ class Ending:
 
 def supervise(job: Job, *, grace: float = GRACE) -> int:
     """Run all processes to their end, with restarts if these may help; returns the exit status."""
-    if job.folder.lock.is_file():
+    if job.has_first and job.folder.lock.is_file():
         # Refuse a folder that another run uses, before anything in it is touched.
         with storage_errors(job.folder.lock), FolderLock(job.folder.path):
             pass
@@ -137,7 +143,7 @@ def supervise(job: Job, *, grace: float = GRACE) -> int:
             _note_failure(job, cause, message)
             if not crew.printed(cause):
                 _print(f"error: {message}{no_restart}")
-            return cause.status
+            return cause.status(killed_as_signal=job.killed_as_signal)
     raise AssertionError("no restart follows the last attempt")
 
 
@@ -153,7 +159,7 @@ def _supervise_elastic(job: Job, signals: list[signal.Signals], *, grace: float)
     _note_failure(job, cause, message)
     if not crew.printed(cause):
         _print(f"error: {message}; no worker is left")
-    return cause.status
+    return cause.status(killed_as_signal=job.killed_as_signal)
 
 
 def _blame(job: Job, cause: Ending) -> str:
@@ -175,7 +181,7 @@ def _blame(job: Job, cause: Ending) -> str:
 def _note_failure(job: Job, cause: Ending, message: str) -> None:
     """Write into the run folder that the run failed, if its processes could not; unless they were
     refused the folder, or never began."""
-    if cause.permanent:
+    if cause.permanent or not job.has_first:
         return
     with contextlib.suppress(UserError, OSError):
         status = job.folder.read_status()
@@ -214,12 +220,14 @@ class _Crew:
     signals: list[signal.Signals]
     """Those that have arrived here."""
     grace: float
-    running: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    running: dict[int, Process] = field(default_factory=dict)
     endings: list[Ending] = field(default_factory=list)
     """In the order in which they came."""
     forwarded: set[signal.Signals] = field(default_factory=set)
     ended_here: bool = False
-    port: int = 0
+
+    def __post_init__(self) -> None:
+        self.starter = self.job.starter or LocalStarter(self.job.processes)
 
     def run(self) -> None:
         """Start all processes, and return when none is left, whatever happens here."""
@@ -272,13 +280,10 @@ class _Crew:
         return Exit.STOPPED if stopped else Exit.DONE
 
     def _start(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
         with storage_errors(self.job.folder.logs):
             self.job.folder.logs.mkdir(parents=True, exist_ok=True)
-        self.port = port
-        for rank in range(self.job.processes):
+        self.starter.prepare(lambda: bool(self.signals))
+        for rank in self.starter.ranks:
             self._start_rank(rank)
 
     def _start_rank(self, rank: int) -> None:
@@ -286,18 +291,10 @@ class _Crew:
         command = " ".join(shlex.join(self.job.command).split())
         path = self.job.folder.rank_log(rank)
         start = f"{START}{when} rank {rank} of {self.job.processes}: {command}\n"
-        with storage_errors(path), path.open("ab") as log:
-            log.write(start.encode())
-            log.flush()
-            output = log if rank else None
-            self.running[rank] = subprocess.Popen(
-                self.job.command,
-                env=process_environment(rank, processes=self.job.processes, port=self.port),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                process_group=0,
-            )
+        with storage_errors(path):
+            with path.open("ab") as log:
+                log.write(start.encode())
+            self.running[rank] = self.starter.start(rank, self.job.command, path)
 
     def _forward(self) -> None:
         """Send the signals that have arrived to all processes, once."""
@@ -332,8 +329,7 @@ class _Crew:
         """Kill all that are left, with the processes that they have started."""
         self.ended_here = True
         for process in self.running.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
 
 
 class _ElasticCrew(_Crew):
@@ -393,31 +389,3 @@ class _ElasticCrew(_Crew):
                 _print(f"{what}; {count}")
                 named.add(rank)
         return named
-
-
-def process_environment(
-    rank: int, *, processes: int, port: int, around: Mapping[str, str] | None = None
-) -> dict[str, str]:
-    """The environment variables of one process."""
-    around = os.environ if around is None else around
-    values = {name: text for name, text in around.items() if not name.startswith("TORCHELASTIC_")}
-    values |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(processes),
-        "LOCAL_WORLD_SIZE": str(processes),
-        "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        SUPERVISOR: str(os.getpid()),
-    }
-    if processes > 1:
-        values.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // processes)))
-    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    if loopback:
-        # Gloo accepts every connection to its ports; on one machine no other host needs them.
-        values.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
-    if rank:
-        # The log should hold everything that a killed process has printed.
-        values.setdefault("PYTHONUNBUFFERED", "1")
-    return values

@@ -28,6 +28,7 @@ from markupsafe import Markup as _Quoted
 
 from gristmill.base.errors import UserError
 
+_UNPRINTABLE = re.compile(r"[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
@@ -89,7 +90,10 @@ def _directive(value: str | Path | int) -> _Quoted:
 
 
 def _yaml(value: Any) -> _Quoted:
-    return _Quoted(json.dumps(value))
+    """JSON writes rare letters as two halves, which YAML does not join; and YAML wants more of the
+    unprintable ones escaped than JSON does."""
+    text = json.dumps(value, ensure_ascii=False)
+    return _Quoted(_UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 def _comment(value: str | Path) -> _Quoted:

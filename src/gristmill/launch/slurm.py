@@ -46,6 +46,7 @@ class Slurm:
     """Jobs of Slurm."""
 
     unused = ("filesystems", "resources", "mpi", "hostfile", "kubernetes", "address")
+    lacks = ()
 
     def problems(self, launch: LaunchConfig) -> Iterator[Problem]:
         if launch.time is None:

@@ -50,6 +50,7 @@ def plan_training(
     """The job that trains a run."""
     launch = checked(config, launcher, on)
     folder = RunFolder(run_folder(config).path.absolute())
+    settings = dump_run(_with_time_limit(config, on))
     job = BatchJob(
         name=config.name,
         command=train_command(launch, folder.job / SETTINGS),
@@ -58,10 +59,10 @@ def plan_training(
         logs=folder.logs,
         work=Path.cwd(),
         run=folder.path,
+        settings=settings,
         after=after,
         elastic=config.parallel.elastic,
     )
-    settings = dump_run(_with_time_limit(config, on))
     return PlannedJob(job, {**launcher.files(job), SETTINGS: settings})
 
 
@@ -117,6 +118,7 @@ def plan_command(
         launch=launch,
         folder=before.folder / words[0],
         run=None,
+        settings=None,
         array=None,
         after=after,
         elastic=False,
