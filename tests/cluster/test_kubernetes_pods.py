@@ -15,9 +15,9 @@ import yaml
 
 from gristmill.base.errors import Exit
 from gristmill.config.load import load_run
-from gristmill.launch.kubernetes import Kubernetes
+from gristmill.launch.jobs.kubernetes import Kubernetes
+from gristmill.launch.jobs.submit import plan_training
 from gristmill.launch.starting import free_port
-from gristmill.launch.submit import plan_training
 
 if TYPE_CHECKING:
     from conftest import ClusterRun

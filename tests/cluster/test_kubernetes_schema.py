@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from gristmill.config.load import load_text
-from gristmill.launch.kubernetes import Kubernetes
-from gristmill.launch.submit import plan_training
+from gristmill.launch.jobs.kubernetes import Kubernetes
+from gristmill.launch.jobs.submit import plan_training
 
 pytestmark = pytest.mark.cluster
 

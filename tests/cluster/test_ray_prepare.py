@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from gristmill.launch import tasks_ray
+from gristmill.launch.tasks import ray as tasks_ray
 
-SOURCE = str(Path(tasks_ray.__file__).parents[2])
+SOURCE = str(Path(tasks_ray.__file__).parents[3])
 HELD = """
 import os, sys, time
 from pathlib import Path

@@ -20,12 +20,12 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.base.process import Address, Place
 from gristmill.cli.main import app
 from gristmill.config.load import load_text
-from gristmill.launch.batch import BatchJob, JobRecord, read_record
-from gristmill.launch.kubernetes import Kubernetes, object_name
+from gristmill.launch.jobs.batch import BatchJob, JobRecord, read_record
+from gristmill.launch.jobs.kubernetes import Kubernetes, object_name
+from gristmill.launch.jobs.submit import plan_training, submit
 from gristmill.launch.node import FRUITLESS, limit_fruitless, main, pod_starter
 from gristmill.launch.processes import Job, supervise
 from gristmill.launch.starting import LocalStarter, process_environment
-from gristmill.launch.submit import plan_training, submit
 from gristmill.track.folder import RunFolder
 
 RUN = """

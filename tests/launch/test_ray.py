@@ -16,10 +16,10 @@ import pytest
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.config.load import load_text
-from gristmill.launch.batch import JobRecord
-from gristmill.launch.ray import DEFAULT, Ray, main
+from gristmill.launch.jobs.batch import JobRecord
+from gristmill.launch.jobs.ray import DEFAULT, Ray, main
+from gristmill.launch.jobs.submit import PlannedJob, plan_training, submit
 from gristmill.launch.ray_driver import bundle_of
-from gristmill.launch.submit import PlannedJob, plan_training, submit
 
 RUN = """
 name = "tiny"

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gristmill.base.errors import UserError
-from gristmill.launch import rendering
-from gristmill.launch.rendering import render
+from gristmill.launch.jobs import rendering
+from gristmill.launch.jobs.rendering import render
 
 HOSTILE = (
     "$(touch pwned)",

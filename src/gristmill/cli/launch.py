@@ -17,8 +17,8 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.cli.options import AsJson, Overrides
 
 if TYPE_CHECKING:
-    from gristmill.launch.batch import BatchState, JobRecord, Launcher
-    from gristmill.launch.submit import PlannedJob
+    from gristmill.launch.jobs.batch import BatchState, JobRecord, Launcher
+    from gristmill.launch.jobs.submit import PlannedJob
 
 _POLL = 0.5
 _TAIL = 40
@@ -116,10 +116,10 @@ def submit(
     """
     from gristmill.base.downloads import settings_folder
     from gristmill.config.load import load_run
-    from gristmill.launch.batch import write_files
-    from gristmill.launch.build import launcher_of
-    from gristmill.launch.submit import plan_command, plan_sweep, plan_training, sweep_words
-    from gristmill.launch.submit import submit as submit_job
+    from gristmill.launch.jobs.batch import write_files
+    from gristmill.launch.jobs.build import launcher_of
+    from gristmill.launch.jobs.submit import plan_command, plan_sweep, plan_training, sweep_words
+    from gristmill.launch.jobs.submit import submit as submit_job
     from gristmill.track.folder import move_aside, run_folder
 
     config = load_run(run, settings or (), find_model=settings_folder)
@@ -219,8 +219,8 @@ def _short(path: Path) -> Path:
 def _job_of(run: Path) -> tuple[Path, JobRecord, Launcher]:
     """The folder of a run, its job and where that is."""
     from gristmill.config.load import load_run
-    from gristmill.launch.batch import read_record
-    from gristmill.launch.build import launcher_of
+    from gristmill.launch.jobs.batch import read_record
+    from gristmill.launch.jobs.build import launcher_of
     from gristmill.track.folder import RunFolder, run_folder
 
     folder = RunFolder(run) if run.is_dir() else run_folder(load_run(run))

@@ -92,8 +92,8 @@ JobSettings = Annotated[
         "--launch",
         metavar="KEY=VALUE",
         rich_help_panel=_PARTS,
-        help="What to ask Slurm for, as in [launch] of a run file: account=abc, queue=cpu, "
-        "time=2h, memory=8G. May be repeated.",
+        help="What to ask Slurm for, by the settings of a run file's launch table: account=abc, "
+        "queue=cpu, time=2h, memory=8G. May be repeated.",
     ),
 ]
 Status = Annotated[
@@ -251,13 +251,13 @@ def _build_engine(
     if options.engine is PartsEngine.SLURM:
         return _slurm_engine(arguments, options, logs=logs, name=name)
     if options.engine is PartsEngine.RAY:
-        from gristmill.launch.tasks_ray import RayTasks
+        from gristmill.launch.tasks.ray import RayTasks
 
         address = options.ray_address
         return RayTasks(
             arguments, logs=logs, at_once=at_once, cores=options.workers, address=address
         )
-    from gristmill.launch.tasks_local import LocalTasks
+    from gristmill.launch.tasks.local import LocalTasks
 
     command = [sys.executable, "-m", "gristmill", *arguments]
     fitting = max(1, usable_cores() // options.workers)
@@ -268,10 +268,10 @@ def _slurm_engine(
     arguments: Sequence[str], options: PartsOptions, *, logs: str, name: Path
 ) -> TaskEngine:
     from gristmill.config.load import load_launch
-    from gristmill.launch.batch import has_no_effect
-    from gristmill.launch.slurm import Slurm
-    from gristmill.launch.submit import gristmill_command
-    from gristmill.launch.tasks_slurm import SlurmTasks
+    from gristmill.launch.jobs.batch import has_no_effect
+    from gristmill.launch.jobs.slurm import Slurm
+    from gristmill.launch.jobs.submit import gristmill_command
+    from gristmill.launch.tasks.slurm import SlurmTasks
 
     # A part is one process on one node, whatever it is asked for.
     settings = (f"cpus_per_process={options.workers}", *options.launch)

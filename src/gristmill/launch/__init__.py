@@ -1,1 +1,1 @@
-"""Floor 3: starting the processes of a run and keeping them together."""
+"""Floor 3: the processes of a run here (`processes`), `jobs` of clusters, and `tasks` of both."""

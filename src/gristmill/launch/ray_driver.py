@@ -25,9 +25,9 @@ from gristmill.base.errors import Exit, UserError, optional
 from gristmill.base.process import Address
 from gristmill.base.units import format_seconds, parse_seconds
 from gristmill.config.launch import LaunchConfig
+from gristmill.launch.jobs.submit import train_command
 from gristmill.launch.processes import Job, supervise
 from gristmill.launch.starting import LocalProcess, free_port, process_environment
-from gristmill.launch.submit import train_command
 from gristmill.track.folder import run_folder
 
 _TICK = 0.2

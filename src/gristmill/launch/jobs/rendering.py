@@ -40,7 +40,7 @@ def render(template: str, **values: Any) -> str:
 @functools.cache
 def _environment() -> jinja2.Environment:
     made = jinja2.Environment(
-        loader=jinja2.PackageLoader("gristmill.launch"),
+        loader=jinja2.PackageLoader("gristmill.launch.jobs"),
         finalize=_refuse_unquoted,
         # With it, what a macro puts out counts as quoted; nothing else is left to escape.
         autoescape=True,

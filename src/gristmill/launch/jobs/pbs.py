@@ -16,7 +16,7 @@ from typing import Any
 from gristmill.base.errors import Problem, UserError
 from gristmill.base.units import parse_seconds
 from gristmill.config.launch import LaunchConfig
-from gristmill.launch.batch import (
+from gristmill.launch.jobs.batch import (
     BatchJob,
     BatchState,
     JobRecord,
@@ -25,9 +25,9 @@ from gristmill.launch.batch import (
     run_scheduler,
     try_scheduler,
 )
-from gristmill.launch.mpi import mpi_values
-from gristmill.launch.rendering import render
-from gristmill.launch.slurm import clock, ranges
+from gristmill.launch.jobs.mpi import mpi_values
+from gristmill.launch.jobs.rendering import render
+from gristmill.launch.jobs.slurm import clock, ranges
 
 IDS = "ids"
 NEEDS = "on a login node of the cluster"

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.config.launch import LauncherName
-from gristmill.launch.batch import Launcher
-from gristmill.launch.kubernetes import Kubernetes
-from gristmill.launch.mpi import Mpi
-from gristmill.launch.pbs import Pbs
-from gristmill.launch.ray import Ray
-from gristmill.launch.slurm import Slurm
+from gristmill.launch.jobs.batch import Launcher
+from gristmill.launch.jobs.kubernetes import Kubernetes
+from gristmill.launch.jobs.mpi import Mpi
+from gristmill.launch.jobs.pbs import Pbs
+from gristmill.launch.jobs.ray import Ray
+from gristmill.launch.jobs.slurm import Slurm
 
 LAUNCHERS: Mapping[LauncherName, Callable[[], Launcher]] = {
     "slurm": Slurm,

@@ -23,10 +23,10 @@ from typing import Any
 from gristmill.base.errors import Exit, Problem, UserError
 from gristmill.base.units import parse_seconds
 from gristmill.config.launch import KubernetesConfig, LaunchConfig
-from gristmill.launch.batch import BatchJob, BatchState, JobRecord, now, run_scheduler
+from gristmill.launch.jobs.batch import BatchJob, BatchState, JobRecord, now, run_scheduler
+from gristmill.launch.jobs.rendering import render
 from gristmill.launch.node import RESTART
 from gristmill.launch.processes import PERMANENT
-from gristmill.launch.rendering import render
 
 NEEDS = "where kubectl can reach the cluster"
 RUN_ANNOTATION = "gristmill/run"

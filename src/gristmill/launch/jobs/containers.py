@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gristmill.launch.batch import BatchJob
+from gristmill.launch.jobs.batch import BatchJob
 
 
 def container_words(job: BatchJob) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 from gristmill.base.errors import Problem, UserError
 from gristmill.base.units import parse_seconds
 from gristmill.config.launch import LaunchConfig
-from gristmill.launch.batch import (
+from gristmill.launch.jobs.batch import (
     BatchJob,
     BatchState,
     JobRecord,
@@ -25,8 +25,8 @@ from gristmill.launch.batch import (
     run_scheduler,
     try_scheduler,
 )
-from gristmill.launch.containers import container_words
-from gristmill.launch.rendering import render
+from gristmill.launch.jobs.containers import container_words
+from gristmill.launch.jobs.rendering import render
 
 NEEDS = "on a login node of the cluster"
 _PHASES: dict[Phase, tuple[str, ...]] = {

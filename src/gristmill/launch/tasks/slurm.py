@@ -14,9 +14,15 @@ from typing import Any
 
 from gristmill.base.errors import UserError
 from gristmill.config.launch import LaunchConfig
-from gristmill.launch.batch import ArrayTask, BatchJob, run_scheduler, try_scheduler, write_files
-from gristmill.launch.slurm import NEEDS, Slurm, exit_code, phase_of
-from gristmill.launch.tasks_local import open_task_log
+from gristmill.launch.jobs.batch import (
+    ArrayTask,
+    BatchJob,
+    run_scheduler,
+    try_scheduler,
+    write_files,
+)
+from gristmill.launch.jobs.slurm import NEEDS, Slurm, exit_code, phase_of
+from gristmill.launch.tasks.local import open_task_log
 
 _CODES = ("COMPLETED", "FAILED")
 """States in which the exit status of a task is its own; in the others Slurm ended it."""

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from gristmill.base.errors import Problem, UserError
 from gristmill.config.launch import LaunchConfig
-from gristmill.launch.batch import BatchJob, BatchState, JobRecord, now, run_scheduler
-from gristmill.launch.containers import container_words
-from gristmill.launch.rendering import render
+from gristmill.launch.jobs.batch import BatchJob, BatchState, JobRecord, now, run_scheduler
+from gristmill.launch.jobs.containers import container_words
+from gristmill.launch.jobs.rendering import render
 
 FILE = "train.sh"
 

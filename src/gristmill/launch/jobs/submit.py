@@ -20,7 +20,7 @@ from gristmill.config.launch import LaunchConfig, LauncherName
 from gristmill.config.load import dump_run
 from gristmill.config.rules import check_mesh
 from gristmill.config.schema import RunConfig
-from gristmill.launch.batch import (
+from gristmill.launch.jobs.batch import (
     ArrayTask,
     BatchJob,
     JobRecord,

@@ -25,8 +25,8 @@ from gristmill.base.errors import Exit, Problem, UserError, optional
 from gristmill.base.signals import INTERRUPTED
 from gristmill.base.units import parse_seconds
 from gristmill.config.launch import LaunchConfig
-from gristmill.launch.batch import BatchJob, BatchState, JobRecord, Phase, now
-from gristmill.launch.rendering import render
+from gristmill.launch.jobs.batch import BatchJob, BatchState, JobRecord, Phase, now
+from gristmill.launch.jobs.rendering import render
 
 DEFAULT = "http://127.0.0.1:8265"
 """The dashboard of a cluster whose head is this machine."""
@@ -102,7 +102,7 @@ class Ray:
 
     def output(self, record: JobRecord) -> Sequence[str]:
         # Ray's own command prints all of it, and its own messages besides.
-        own = [sys.executable, "-m", "gristmill.launch.ray"]
+        own = [sys.executable, "-m", "gristmill.launch.jobs.ray"]
         return [*own, record.facts["address"], record.id]
 
 
@@ -171,8 +171,8 @@ def print_output(record: JobRecord, *, tail: int, follow: bool) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """`python -m gristmill.launch.ray ADDRESS ID`: what `gristmill launch logs` runs."""
-    parser = argparse.ArgumentParser(prog="python -m gristmill.launch.ray")
+    """`python -m gristmill.launch.jobs.ray ADDRESS ID`: what `gristmill launch logs` runs."""
+    parser = argparse.ArgumentParser(prog="python -m gristmill.launch.jobs.ray")
     parser.add_argument("address")
     parser.add_argument("id")
     parser.add_argument("--tail", type=int, required=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gristmill.base.errors import UserError, optional
-from gristmill.launch.tasks_local import start_task, stop_tasks
+from gristmill.launch.tasks.local import start_task, stop_tasks
 
 _GRACE = 20.0
 """Seconds for tasks to end when they are cancelled, before Ray kills their processes."""

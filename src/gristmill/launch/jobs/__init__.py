@@ -1,0 +1,1 @@
+"""Jobs for clusters, from templates: described, submitted, asked about, ended."""
