@@ -81,6 +81,15 @@ def test_yaml_keeps_a_value_a_string() -> None:
         assert yaml.safe_load(made("key: {{ value | yaml }}", value=value)) == {"key": value}
 
 
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]))))
+def test_lines_in_yaml_are_those_lines(lines: list[str]) -> None:
+    yaml = pytest.importorskip("yaml")
+    text = "\n".join(lines)
+    for value in (text, f"x{text}\n"):
+        shown = made("a:\n  b: {{ value | lines(4) }}\n  c: 1\n", value=value)
+        assert yaml.safe_load(shown) == {"a": {"b": value, "c": 1}}
+
+
 def test_all_templates_are_there() -> None:
     folder = Path(rendering.__file__).with_name("templates")
     for file in folder.glob("*.jinja"):

@@ -6,6 +6,7 @@ A template is Jinja in `templates/`. Whatever it puts out has to say how it is q
     {{ words | words }}       several words of shell
     {{ value | directive }}   the value of an #SBATCH or #PBS line
     {{ value | yaml }}        a value in YAML (JSON, which is YAML)
+    {{ text | lines(4) }}     lines of text in YAML, indented by so many spaces
     {{ value | comment }}     the rest of a line that is a comment
     {{ line | program }}      a line of shell as the user wrote it: `launch.setup`, nothing else
 
@@ -54,6 +55,7 @@ def _environment() -> jinja2.Environment:
         "words": _words,
         "directive": _directive,
         "yaml": _yaml,
+        "lines": _lines,
         "comment": _comment,
         "program": _program,
     }
@@ -94,6 +96,16 @@ def _yaml(value: Any) -> _Quoted:
     unprintable ones escaped than JSON does."""
     text = json.dumps(value, ensure_ascii=False)
     return _Quoted(_UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
+
+
+def _lines(text: str, spaces: int) -> _Quoted:
+    """Several lines of text in YAML, indented, as a person would write them."""
+    # One line break at the end is what YAML keeps.
+    plain = re.fullmatch(r"[^ \n](.*[^\n])?\n", text, re.DOTALL)
+    if not plain or not all(line.isprintable() for line in text.split("\n")):
+        return _yaml(text)
+    indented = (f"{' ' * spaces}{line}" if line else "" for line in text.split("\n"))
+    return _Quoted("|\n" + "\n".join(indented).rstrip("\n"))
 
 
 def _comment(value: str | Path) -> _Quoted:
