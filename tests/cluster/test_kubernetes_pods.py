@@ -54,6 +54,7 @@ def start_pods(run: ClusterRun, *, nodes: int, each: int) -> list[subprocess.Pop
     ]
 
 
+@pytest.mark.slow
 def test_two_pods_train_as_one_process(cluster_run: MakeClusterRun) -> None:
     run = cluster_run(steps=12)
     pods = start_pods(run, nodes=2, each=2)

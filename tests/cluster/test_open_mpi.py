@@ -82,6 +82,7 @@ def test_ranks_train_as_one_process(mpiexec: list[str], cluster_run: MakeCluster
     run.assert_as_alone()
 
 
+@pytest.mark.slow
 def test_all_ranks_save_when_asked_to_stop(mpiexec: list[str], cluster_run: MakeClusterRun) -> None:
     run = cluster_run(steps=5000)
     with started(mpiexec, run) as process:
@@ -93,6 +94,7 @@ def test_all_ranks_save_when_asked_to_stop(mpiexec: list[str], cluster_run: Make
     assert (run.folder / f"checkpoints/step-{last:08d}").is_dir()
 
 
+@pytest.mark.slow
 def test_a_run_resumes_after_mpiexec_was_terminated(
     mpiexec: list[str], cluster_run: MakeClusterRun
 ) -> None:
@@ -112,6 +114,7 @@ def test_a_run_resumes_after_mpiexec_was_terminated(
     assert "resuming from step-" in (run.folder / "train.log").read_text()
 
 
+@pytest.mark.slow
 def test_all_ranks_end_when_one_is_killed(mpiexec: list[str], cluster_run: MakeClusterRun) -> None:
     run = cluster_run(steps=5000)
     with started(mpiexec, run) as process:

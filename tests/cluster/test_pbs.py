@@ -23,6 +23,7 @@ def write(folder: Path, script: str) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_ranks_of_two_nodes_train_as_one_process(
     pbs_job: Callable[..., PbsJob], cluster_run: Callable[..., ClusterRun]
 ) -> None:

@@ -97,6 +97,7 @@ def state_of(run: ClusterRun, environment: Mapping[str, str]) -> str:
     return phase
 
 
+@pytest.mark.slow
 def test_mpiexec_trains_in_the_background(mpiexec: list[str], cluster_run: MakeClusterRun) -> None:
     run, environment = cluster_run(steps=12), mpi_environment()
     submit(environment, run, "--on", "mpi", "launch.processes_per_node=2")
@@ -108,6 +109,7 @@ def test_mpiexec_trains_in_the_background(mpiexec: list[str], cluster_run: MakeC
     run.assert_as_alone()
 
 
+@pytest.mark.slow
 def test_mpiexec_is_cancelled_politely(mpiexec: list[str], cluster_run: MakeClusterRun) -> None:
     run, environment = cluster_run(steps=5000), mpi_environment()
     submit(environment, run, "--on", "mpi", "launch.processes_per_node=2")

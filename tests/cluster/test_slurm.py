@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 MakeClusterRun = Callable[..., "ClusterRun"]
 
 
+@pytest.mark.slow
 def test_tasks_of_two_nodes_train_as_one_process(
     slurm: SlurmCluster, cluster_run: MakeClusterRun
 ) -> None:
@@ -33,6 +34,7 @@ def test_tasks_of_two_nodes_train_as_one_process(
     assert "4 processes" in (run.folder / "train.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_cancelled_job_has_saved(slurm: SlurmCluster, cluster_run: MakeClusterRun) -> None:
     run = cluster_run(steps=5000)
     job = slurm.submit(f"exec srun {shlex.join(run.command)}", "-N2", "-n2", cwd=run.file.parent)
@@ -44,6 +46,7 @@ def test_a_cancelled_job_has_saved(slurm: SlurmCluster, cluster_run: MakeCluster
     assert (run.folder / f"checkpoints/step-{last:08d}").is_dir()
 
 
+@pytest.mark.slow
 def test_a_run_resumes_after_the_loss_of_a_node(
     slurm: SlurmCluster, cluster_run: MakeClusterRun
 ) -> None:

@@ -91,6 +91,7 @@ def test_the_time_limit_itself(slurm: SlurmCluster, cluster_run: MakeClusterRun)
     assert list(run.losses()) == list(range(1, run.steps + 1))
 
 
+@pytest.mark.slow
 def test_cancel_saves_and_the_run_goes_on(slurm: SlurmCluster, cluster_run: MakeClusterRun) -> None:
     run = cluster_run(steps=300)
     job = submit(slurm, run, *FOUR, "launch.time=1h")
