@@ -328,6 +328,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return call
 
 
+@pytest.mark.slow
 def test_a_sweep_is_interrupted_and_goes_on(
     command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -61,6 +61,7 @@ def held_here(model: CausalLM, world: World) -> int:
     return sum(one.local.numel() for one in parameters.values())
 
 
+@pytest.mark.slow
 def test_a_rank_of_1536_holds_its_share_of_145_billion(
     world_of: WorldOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:

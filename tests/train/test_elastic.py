@@ -193,6 +193,7 @@ def start(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> Iterator[St
             one.process.wait()
 
 
+@pytest.mark.slow
 def test_a_killed_worker_comes_back_and_the_run_ends_well(start: Start) -> None:
     """Through the command line: the first worker, which writes the records, is killed."""
     often = ("validate.every=50 steps", "checkpoint.every=100 steps")

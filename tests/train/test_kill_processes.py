@@ -368,6 +368,7 @@ def test_a_process_is_killed(stories: dict[str, Future[Story]], runs: Runs, case
     assert left == []
 
 
+@pytest.mark.slow
 def test_torchrun_starts_all_again(stories: dict[str, Future[Story]], runs: Runs) -> None:
     """From the newest checkpoint, with no cleaning."""
     whole, story = stories["whole"].result(), stories["torchrun"].result()

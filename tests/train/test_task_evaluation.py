@@ -52,6 +52,7 @@ def test_scores_are_recorded_and_kept(
     assert validation.bits_per_byte == pytest.approx(validation.loss / 0.6931472, rel=0.05)
 
 
+@pytest.mark.slow
 def test_training_is_not_changed_by_tasks(
     make_run: Callable[..., RunConfig], tmp_path: Path, tasks: tuple[Path, Path]
 ) -> None:

@@ -495,6 +495,7 @@ def command_of(pid: int) -> bytes:
         return b""
 
 
+@pytest.mark.slow
 def test_the_store_stays_while_workers_send_heartbeats(tmp_path: Any) -> None:
     port = free_port()
     code = f"""

@@ -115,6 +115,7 @@ def test_an_abandoned_collective_keeps_its_group_and_nothing_waits_for_it(port: 
         forget_finished()
 
 
+@pytest.mark.slow
 def test_connections_of_older_views_are_closed(port: int) -> None:
     pair = [groups_of(port, worker) for worker in range(2)]
     stores = [one.store for one in pair]

@@ -158,6 +158,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_killed_with_its_workers_at_random_moments(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in.jsonl", 6_000)
     more = write_lines(tmp_path / "more.jsonl", 1_000)

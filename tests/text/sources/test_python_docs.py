@@ -70,6 +70,7 @@ def test_the_order_is_mixed_and_the_same_every_time(library: Path) -> None:
     assert [document.origin for document in python_documents()] == origins
 
 
+@pytest.mark.slow
 def test_this_python_carries_enough_english() -> None:
     documents = list(python_documents())
     texts = {document.origin: document.text for document in documents}
