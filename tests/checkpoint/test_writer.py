@@ -186,3 +186,41 @@ def test_a_disk_that_fills_up_while_writing(tmp_path: Path) -> None:
         assert written.steps == [1, 3]
     finally:
         os.system(f"umount {small}")
+
+
+def test_a_save_is_skipped_while_a_large_one_is_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_SMALL", 0)
+    written, goes_on = Written(tmp_path), threading.Event()
+    real = Snapshot.write
+
+    def slow(self: Snapshot, *args: Any, **options: Any) -> dict[str, Any]:
+        assert goes_on.wait(60)
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(Snapshot, "write", slow)
+    assert written.writer.ready()
+    written.writer.save(snapshot(1))
+    for step in (2, 3):
+        assert not written.writer.ready()
+        written.writer.skip(step)
+    goes_on.set()
+    written.writer.finish()
+    assert written.writer.ready()
+    written.writer.save(snapshot(4))
+    written.writer.finish()
+    assert written.steps == [1, 4]
+    (warning,) = written.warned
+    assert warning.startswith(
+        "no checkpoint at step 2: that of step 1 (32 B) is still being written"
+    )
+
+
+def test_a_small_save_under_way_is_waited_for(tmp_path: Path) -> None:
+    written = Written(tmp_path)
+    for step in (1, 2):
+        assert written.writer.ready()
+        written.writer.save(snapshot(step))
+    written.writer.close()
+    assert written.steps == [1, 2]

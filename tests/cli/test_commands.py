@@ -195,7 +195,7 @@ def test_config(trained: Path) -> None:
     growing = run("config", trained / "run.toml", *ramp)
     assert "2 stages before the full batch, which begins after 3 steps" in growing
     assert "# run         6 steps, 304 tokens" in growing
-    assert re.search(r"# checkpoint  every 1 steps, \S+ [KM]iB each\n", output)
+    assert re.search(r"# checkpoint  every 15m, \S+ [KM]iB each\n", output)
     assert "# warning" not in output
     muon = run("config", trained / "run.toml", "optim.type=muon")
     assert "# warning     optim.momentum_warmup, 300 steps, is longer than the run" in muon

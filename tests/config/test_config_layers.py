@@ -281,9 +281,8 @@ def test_the_vocabulary_is_padded() -> None:
 def test_intervals_that_are_not_given_follow_the_horizon() -> None:
     numbers = resolve(load(), vocab=1)
     assert str(numbers.validate_every) == "5 steps"
-    assert str(numbers.checkpoint_every) == "10 steps"
     short = resolve(load("", "train.until=3 steps"), vocab=1)
-    assert short.validate_every == short.checkpoint_every == Duration(1, Unit.STEPS)
+    assert short.validate_every == Duration(1, Unit.STEPS)
     given_ = resolve(load("", "validate.every=7 samples"), vocab=1)
     assert given_.validate_every == Duration(7, Unit.SAMPLES)
 

@@ -165,13 +165,12 @@ ADDED = {
     ),
     "interval without a unit": (
         "[checkpoint]\nevery = 10",
-        f"run.toml:11: checkpoint.every: needs a unit: {DURATION} (it is 10)\n"
-        "    How often; ten times in the run if not given.",
+        'run.toml:11: checkpoint.every: needs a unit: write "15m", "500 steps", "1M samples" or '
+        '"20B tokens" (it is 10)\n    How often: a wall-clock span',
     ),
     "interval in quotes without a unit": (
         '[checkpoint]\nevery = "10"',
-        "run.toml:11: checkpoint.every: '10' is not a duration; "
-        'write a number and a unit: "500 steps",',
+        'run.toml:11: checkpoint.every: \'10\' is not an interval; write "15m", "2h", "500 steps",',
     ),
     "interval in hours": (
         '[validate]\nevery = "2 hours"',

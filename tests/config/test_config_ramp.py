@@ -120,7 +120,7 @@ def test_the_end_of_the_run_from_where_it_is() -> None:
 def test_megatrons_order_and_the_intervals_follow_the_growing_steps() -> None:
     found = numbers("data.order=megatron")
     assert found.asked_samples == 9600
-    assert str(found.checkpoint_every) == "30 steps"
+    assert str(found.validate_every) == "15 steps"
     assert numbers("train.until=9590 samples").asked_samples == 9590
 
 

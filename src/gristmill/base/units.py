@@ -75,6 +75,11 @@ class Duration:
             raise UserError(f"{text!r} is not a whole number of {unit.value}")
         return cls(int(amount), unit)
 
+    @staticmethod
+    def matches(text: str) -> bool:
+        """Whether a text is written like a duration."""
+        return _DURATION.fullmatch(text.strip()) is not None
+
     def __str__(self) -> str:
         return f"{format_exact(self.amount)} {self.unit.value}"
 

@@ -27,6 +27,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ from gristmill.parallel.control import ControlGroup
 
 MANIFEST = "MANIFEST"
 ALONE = ControlGroup()
+_HASHING_THREADS = 8
+"""How many files are read and hashed at a time."""
 _STEP = re.compile(r"step-(\d{8,})")
 _LINE = re.compile(r"([0-9a-f]{64}) (\d{1,18}) ([^/]+)")
 
@@ -302,7 +305,12 @@ def verify(
         what = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else "is damaged"
         found: list[Problem | None] = [Problem(what, str(folder / MANIFEST))]
     else:
-        found = [_problem(folder, one, read=read is None or read(one.name)) for one in files]
+        with ThreadPoolExecutor(_HASHING_THREADS) as pool:
+            found = list(
+                pool.map(
+                    lambda one: _problem(folder, one, read=read is None or read(one.name)), files
+                )
+            )
     return merge_problems([one for one in found if one is not None], control)
 
 

@@ -30,6 +30,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from gristmill.base.errors import DataError, Problem, UserError
 from gristmill.base.files import storage_errors
 from gristmill.base.tensor_slices import TensorSlice, whole_slice
 from gristmill.base.units import Progress
+from gristmill.checkpoint.host import HOST, HostMemory, required_bytes
 from gristmill.checkpoint.layout import Best
 from gristmill.checkpoint.pieces import (
     MODEL,
@@ -127,7 +129,7 @@ class Contribution:
     """What one rank writes of a kind of tensors, and what it reports of all that it holds."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Copies in host memory, by their key in the file."""
+    """By their key in the file; in a snapshot, copies in host memory."""
     reports: dict[str, TensorReport] = field(default_factory=dict)
     """By the name of the tensor."""
 
@@ -138,11 +140,10 @@ class Contribution:
         dtype: torch.dtype,
         pieces: Iterable[tuple[TensorSlice, torch.Tensor]],
     ) -> None:
-        """Copy the pieces of a tensor that this rank writes."""
+        """Add the pieces of a tensor that this rank writes."""
         bounds = []
         for region, piece in pieces:
-            copy = piece.detach().to("cpu", copy=True).contiguous()
-            self.tensors[piece_key(name, region, shape)] = copy
+            self.tensors[piece_key(name, region, shape)] = piece.detach()
             bounds.append((region.begin, region.end))
         self.reports[name] = (DTYPE_NAMES[dtype], shape, bounds)
 
@@ -154,7 +155,7 @@ class Contribution:
         *,
         writes: bool = True,
     ) -> None:
-        """Copy what this rank owns of a tensor that is sharded like a parameter, if it writes that
+        """Add what this rank owns of a tensor that is sharded like a parameter, if it writes that
         at all."""
         assert value.shape == parameter.local.shape, f"{name} is not sharded like {parameter.name}"
         owned = parameter.owned and writes
@@ -166,7 +167,7 @@ class Contribution:
         self.add(name, shape, value.dtype, pieces)
 
     def add_state(self, source: CheckpointState, state: TrainState) -> None:
-        """Copy what this rank writes of the state of an optimizer or a strategy."""
+        """Add what this rank writes of the state of an optimizer or a strategy."""
         prefix = worker_prefix(state.worker) if state.workers else ""
         for kind, key, value in source.entries():
             name, parameter = f"{prefix}{kind}/{key}", state.parameters.get(key)
@@ -210,19 +211,26 @@ class Snapshot:
     def write(self, folder: Path, *, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
         """Write this rank's files, and report as JSON what is in them. A rank that owns nothing of
         a kind writes no file of it."""
-        with storage_errors(folder):
-            files = [
-                write_tensors(folder / file_name(kind, rank=rank, ranks=ranks), mine.tensors)
-                for kind, mine in self.kinds.items()
-                if mine.tensors or ranks == 1
-            ]
+        contents = {
+            folder / file_name(kind, rank=rank, ranks=ranks): mine.tensors
+            for kind, mine in self.kinds.items()
+            if mine.tensors or ranks == 1
+        }
+        with storage_errors(folder), ThreadPoolExecutor(len(contents) or 1) as pool:
+            files = list(pool.map(write_tensors, contents, contents.values()))
         tensors = {kind: mine.reports for kind, mine in self.kinds.items()}
         return {"files": [dataclasses.astuple(file) for file in files], "tensors": tensors}
 
 
-def capture(state: TrainState) -> Snapshot:
-    """Copy this rank's part of a state to host memory. Training waits for this step of saving
-    only."""
+def named_tensors(kinds: Mapping[str, Contribution]) -> dict[str, torch.Tensor]:
+    """The tensors of all kinds, named KIND/KEY."""
+    return {
+        f"{kind}/{key}": one for kind, mine in kinds.items() for key, one in mine.tensors.items()
+    }
+
+
+def contributions(state: TrainState) -> dict[str, Contribution]:
+    """What this rank writes of a state, by kind, where it lies now."""
     kinds = {kind: Contribution() for kind in (MODEL, OPTIMIZER)}
     for parameter in state.parameters.values():
         name, writes = parameter.name, state.writes_average(parameter.name)
@@ -231,6 +239,21 @@ def capture(state: TrainState) -> Snapshot:
     if state.strategy_tensors is not None:
         kinds[STRATEGY] = Contribution()
         kinds[STRATEGY].add_state(state.strategy_tensors, state)
+    return kinds
+
+
+def state_bytes(state: TrainState) -> int:
+    """The host memory that a copy of this rank's part takes."""
+    return required_bytes(named_tensors(contributions(state)))
+
+
+def capture(state: TrainState, host: HostMemory = HOST) -> Snapshot:
+    """Copy this rank's part of a state to host memory. Training waits for this step of saving
+    only."""
+    kinds = contributions(state)
+    copies = host.copy(named_tensors(kinds))
+    for kind, mine in kinds.items():
+        mine.tensors = {key: copies[f"{kind}/{key}"] for key in mine.tensors}
     return Snapshot(
         kinds=kinds,
         state={

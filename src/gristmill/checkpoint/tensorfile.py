@@ -13,18 +13,20 @@ numbers of the system in a text.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.files import sha256_file
 from gristmill.checkpoint.layout import Fingerprint
 
 DTYPES = {
@@ -46,6 +48,7 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CHUNK = 2**24
 """Bytes that are hashed and written at a time."""
+Chunk = bytes | memoryview
 
 
 @dataclass(frozen=True)
@@ -68,17 +71,48 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> Fingerprin
         name: StreamedTensor(tensor.dtype, tuple(tensor.shape), partial(iter, (tensor,)))
         for name, tensor in tensors.items()
     }
-    digest = hashlib.sha256()
-    size = write_streamed(path, streamed, digest=digest)
-    written = Fingerprint(path.name, digest.hexdigest(), size)
-    if sha256_file(path) != written.sha256:
+    digest, size = hashlib.sha256(), 0
+    # Hashing takes as long as writing, so another thread does it.
+    with path.open("w+b", buffering=0) as file, ThreadPoolExecutor(1) as hashing:
+        chunks = list(_chunks(streamed, None))
+        hashed = [hashing.submit(digest.update, chunk) for chunk in chunks]
+        for chunk in chunks:
+            _write_all(file, chunk)
+            size += len(chunk)
+        os.fsync(file.fileno())
+        same = _holds(file, chunks)
+        for one in hashed:
+            one.result()
+    if not same:
         raise UserError(
             "does not read back as it was written",
             where=str(path),
             remedy="the disk or the memory of this machine is failing: check both",
             exit=Exit.STORAGE,
         )
-    return written
+    return Fingerprint(path.name, digest.hexdigest(), size)
+
+
+def _write_all(file: io.FileIO, chunk: Chunk) -> None:
+    """Write a chunk; the system may take it in several parts."""
+    left = memoryview(chunk)
+    while left:
+        left = left[file.write(left) :]
+
+
+def _holds(file: io.FileIO, chunks: Sequence[Chunk]) -> bool:
+    """Whether a file that was just written, and is still in the system's cache, holds chunks. To
+    compare them is much faster than to hash the file."""
+    buffer = np.empty(max(map(len, chunks)), np.uint8)
+    file.seek(0)
+    for chunk in chunks:
+        read, wanted = buffer[: len(chunk)], np.frombuffer(chunk, np.uint8)
+        begin = 0
+        while begin < len(chunk) and (count := file.readinto(read[begin:].data)):
+            begin += count
+        if begin < len(chunk) or not np.array_equal(read, wanted):
+            return False
+    return True
 
 
 def write_streamed(
@@ -86,14 +120,11 @@ def write_streamed(
     tensors: Mapping[str, StreamedTensor],
     *,
     metadata: Mapping[str, str] | None = None,
-    digest: hashlib._Hash | None = None,
 ) -> int:
     """Write and flush tensors whose parts are made while they are written; returns the size of the
     file. Reading it back is left to the caller."""
     with path.open("wb") as file:
         for chunk in _chunks(tensors, metadata):
-            if digest is not None:
-                digest.update(chunk)
             file.write(chunk)
         file.flush()
         os.fsync(file.fileno())
@@ -102,7 +133,7 @@ def write_streamed(
 
 def _chunks(
     tensors: Mapping[str, StreamedTensor], metadata: Mapping[str, str] | None
-) -> Iterator[bytes | memoryview]:
+) -> Iterator[Chunk]:
     # Wide elements first keeps all of them aligned.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}

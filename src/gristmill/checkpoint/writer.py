@@ -10,7 +10,8 @@ rank 0 removes its files and reports who could not write and why, and training c
 checkpoints stay as they are. A defect, or the loss of a process, ends the run instead: the next
 `wait` raises it. The staging folder that it leaves is recognised by its name.
 
-There is one save at a time: a second waits for the first.
+There is one save at a time. Its copy is in memory that is used again, so the next one cannot begin
+before it is written: whoever asks then is told that the writer is not ready.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import require_room, storage_errors, write_json
 from gristmill.base.units import Progress, format_bytes
+from gristmill.checkpoint.host import HostMemory
 from gristmill.checkpoint.layout import ALONE, Best, CheckpointFolder, Fingerprint, verify
 from gristmill.checkpoint.pieces import MODEL, PIECES, find_faults, merge_reports, write_index
 from gristmill.checkpoint.state import Snapshot
@@ -32,6 +36,10 @@ from gristmill.checkpoint.state_file import IN_PIECES, STATE
 from gristmill.config.schema import CheckpointConfig
 from gristmill.parallel.control import ControlGroup, RefusedError
 from gristmill.track.metrics import SAVED_CHECKPOINT
+
+_HOST = torch.device("cpu")
+_SMALL, _PATIENCE = 2**26, 10.0
+"""A save of so many bytes is waited for, up to so many seconds."""
 
 
 class CheckpointWriter:
@@ -47,13 +55,16 @@ class CheckpointWriter:
         say: Callable[[str], None],
         warn: Callable[[str], None],
         control: ControlGroup = ALONE,
+        device: torch.device = _HOST,
     ) -> None:
         self.folder, self.config, self.say, self.warn = folder, config, say, warn
         self.progress_at, self.control = progress_at, control
+        self.host = HostMemory(device)
         self.seconds = 0.0
         self.failure: UserError | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
+        self._step, self._bytes, self._began, self._skipped = 0, 0, 0.0, 0
 
     def save(
         self, snapshot: Snapshot, *, best: Best | None = None, good_before: int | None = None
@@ -61,10 +72,33 @@ class CheckpointWriter:
         """Begin to write a snapshot; `best` marks it as the best so far once it is committed.
         Checkpoints before step `good_before` are kept beside the newest."""
         self.wait()
+        self._step, self._bytes, self._skipped = snapshot.step, snapshot.bytes, 0
+        self._began = time.monotonic()
         if self.config.background:
             self._pending = self._thread.submit(self._write, snapshot, best, good_before)
         else:
             self._write(snapshot, best, good_before)
+
+    def ready(self) -> bool:
+        """Whether a save can begin. One of a small model is waited for, since it is done in a
+        moment."""
+        if self._pending is None:
+            return True
+        wait([self._pending], timeout=_PATIENCE if self._bytes <= _SMALL else 0)
+        if not self._pending.done():
+            return False
+        self.wait()
+        return True
+
+    def skip(self, step: int) -> None:
+        """Note that a step is not saved, because the writer is not ready."""
+        self._skipped += 1
+        if self.control.is_rank0 and self._skipped == 1:
+            size, taken = format_bytes(self._bytes), time.monotonic() - self._began
+            self.warn(
+                f"no checkpoint at step {step}: that of step {self._step} ({size}) is still being "
+                f"written after {taken:.1f}s; saves are skipped until it is done"
+            )
 
     def wait(self) -> None:
         """Return when nothing is being written; raises a defect that ended the last save."""
@@ -76,6 +110,11 @@ class CheckpointWriter:
         self.wait()
         if self.failure is not None:
             raise self.failure
+
+    def close(self) -> None:
+        """Wait for the last save, and give the memory of its copy back."""
+        self.wait()
+        self.host.close()
 
     def mark_best(self, best: Best) -> None:
         """Mark a step that is saved already as the best."""

@@ -109,7 +109,7 @@ def _derived(config: RunConfig) -> list[str]:
         "causal)",
         **({"curvature": preconditioner} if preconditioner else {}),
         "validate": f"every {numbers.validate_every}",
-        "checkpoint": f"every {numbers.checkpoint_every}, {format_bytes(size.checkpoint)} each"
+        "checkpoint": f"every {config.checkpoint.every}, {format_bytes(size.checkpoint)} each"
         f"{' with one worker' if size.copies else ''}",
     }
     lines = (*rows.items(), *(("warning", doubt) for doubt in doubts(config, numbers)))

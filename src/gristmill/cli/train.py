@@ -117,9 +117,13 @@ def train(
         _validate(config, start_from)
         return
     from gristmill.base.memory import keep_freed_memory
+    from gristmill.base.process import Place
+    from gristmill.track.folder import run_folder
     from gristmill.train.stop import StopRequest
 
     keep_freed_memory()
+    if Place.current().rank == 0:
+        typer.echo(f"info: {config.name}: starting in {run_folder(config).path}")
     # The next import takes seconds, and a signal may arrive meanwhile.
     with StopRequest() as stop:
         from gristmill.train.run import run_training

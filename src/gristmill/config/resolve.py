@@ -42,7 +42,6 @@ class Resolved:
     padded_vocab: int
     """Rows of the embedding."""
     validate_every: Duration
-    checkpoint_every: Duration
 
     @property
     def tokens_per_step(self) -> int:
@@ -172,7 +171,6 @@ def resolve(config: RunConfig, *, vocab: int, mesh: Mesh | None = None) -> Resol
         vocab=vocab,
         padded_vocab=padded(vocab, config.model, ranks=1 if mesh is None else mesh.tp),
         validate_every=config.validation.every or Duration(math.ceil(steps / 20), Unit.STEPS),
-        checkpoint_every=config.checkpoint.every or Duration(math.ceil(steps / 10), Unit.STEPS),
     )
 
 

@@ -19,7 +19,15 @@ from gristmill.config.optim import AdamWConfig, AnyOptimizerConfig, CosineSchedu
 from gristmill.config.parallel import ParallelConfig
 from gristmill.config.roles import Ability
 from gristmill.config.settings import Settings
-from gristmill.config.values import Count, Interval, Patience, Span, TokenPaths, WallTime
+from gristmill.config.values import (
+    Count,
+    Interval,
+    Patience,
+    SaveInterval,
+    Span,
+    TokenPaths,
+    WallTime,
+)
 
 
 class DataConfig(Settings):
@@ -246,8 +254,9 @@ class EvaluateConfig(Settings):
 class CheckpointConfig(Settings):
     """What survives a crash."""
 
-    every: Interval | None = None
-    """How often; ten times in the run if not given. The end of the run is always saved."""
+    every: SaveInterval = "15m"
+    """How often: a wall-clock span such as "15m", or "500 steps". The end of the run is always
+    saved."""
     keep: Annotated[int, Field(ge=2)] = 3
     """How many of the newest to keep; at least 2, so that a damaged one has a predecessor."""
     keep_every: Interval | None = None
@@ -255,7 +264,8 @@ class CheckpointConfig(Settings):
     keep_best: bool = True
     """Also keep the one with the best validation loss."""
     background: bool = True
-    """Write in the background, while training continues."""
+    """Write in the background, while training continues. A save that comes due while a large one
+    is still being written is skipped."""
     timeout: Patience = "1h"
     """How long processes wait for one another in a save before the run ends; at least "5s"."""
 

@@ -58,6 +58,26 @@ def _seconds(value: Any) -> str:
     return str(value)
 
 
+def _save_interval(value: Any) -> Duration | str:
+    if isinstance(value, Duration):
+        return _positive_duration(value)
+    examples = '"15m", "500 steps", "1M samples" or "20B tokens"'
+    if isinstance(value, str) and Duration.matches(value):
+        return _positive_duration(value)
+    seconds = _parsed(value, _parse_interval, examples=examples)
+    if seconds <= 0:
+        raise ValueError("must be longer than 0")
+    return str(value)
+
+
+def _parse_interval(text: str) -> float:
+    try:
+        return parse_seconds(text)
+    except UserError as error:
+        remedy = 'write "15m", "2h", "500 steps", "1M samples" or "20B tokens"'
+        raise UserError(f"{text!r} is not an interval", remedy=remedy) from error
+
+
 def _patience(value: Any) -> str:
     text = _seconds(value)
     if parse_seconds(text) < LEAST_PATIENCE:
@@ -127,6 +147,16 @@ WholeSpan = Annotated[
     WithJsonSchema({"anyOf": [_DURATION_SCHEMA, {"type": "number", "minimum": 0, "maximum": 1}]}),
 ]
 """The same, which may also be the whole run: 1."""
+
+SaveInterval = Annotated[
+    Duration | str,
+    BeforeValidator(_save_interval),
+    PlainSerializer(str),
+    WithJsonSchema(
+        {"anyOf": [_DURATION_SCHEMA, {"type": "string", "examples": ["15m", "2h", "1d"]}]}
+    ),
+]
+"""A wall-clock span, "15m", or an amount of steps, samples or tokens, at least 1."""
 
 WallTime = Annotated[str, BeforeValidator(_seconds)]
 """A wall-clock span such as "3h30m"."""

@@ -5,14 +5,16 @@
     place_model      meta model -> communication -> compile and checkpoint blocks -> block by block:
                      memory, initial weights, FSDP -> the same for embedding, norm and head
 
+FSDP and torch's pipelines are imported by the runs that use them: each takes seconds.
+
 No process ever holds more than its shard of the weights and one whole block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -31,7 +33,7 @@ from gristmill.optim.precondition.joined import PreconditionedOptimizer
 from gristmill.optim.spec import Optimizer
 from gristmill.parallel.context import heads_attention, ring_attention
 from gristmill.parallel.control import ControlGroup
-from gristmill.parallel.data_parallel import build_gradient_sync, shard_module, shard_parameters
+from gristmill.parallel.data_parallel import build_gradient_sync, shard_parameters
 from gristmill.parallel.decentralized.agreement import StopAgreement
 from gristmill.parallel.decentralized.strategy import Decentralized, build_mixing
 from gristmill.parallel.decentralized.workers import WorkerSet, all_workers, worker_world
@@ -39,13 +41,16 @@ from gristmill.parallel.kfac import build_kfac
 from gristmill.parallel.matrix_exchange import ShardedMatrixExchange
 from gristmill.parallel.microbatches import MicroBatches, SequentialMicroBatches
 from gristmill.parallel.offload import Offload
-from gristmill.parallel.pipeline import PipelineMicroBatches, StageModule, build_stages, model_shard
 from gristmill.parallel.precision import Precision
 from gristmill.parallel.sharding import ShardLayout
 from gristmill.parallel.spmd import Spmd
+from gristmill.parallel.stages import model_shard
 from gristmill.parallel.strategy import Strategy
 from gristmill.parallel.tensor import TensorParallelComm
 from gristmill.parallel.world import World
+
+if TYPE_CHECKING:
+    from gristmill.parallel.pipeline import StageModule
 
 _ATTENTION = {"ring": ring_attention, "heads": heads_attention}
 
@@ -95,6 +100,8 @@ def _build_spmd(
     compiled = _compiled(model) if _compiles(config, world) == "whole" else None
     micro_batches: MicroBatches = SequentialMicroBatches(model, sync, compiled)
     if stages:
+        from gristmill.parallel.pipeline import PipelineMicroBatches
+
         micro_batches = PipelineMicroBatches(model, stages, world, config=config.parallel)
     offload = None
     if config.runtime.offload is not None:
@@ -149,7 +156,7 @@ def place_model(
     compiled = _compiles(config, world) is not None
     model.kernels = kernels._replace(document_blocks=compiled and device.type == "cuda")
     model.comm = build_comm(config, world)
-    fsdp = partial(shard_module, world=world, config=config.parallel, reduce=precision.reduce)
+    fsdp = _sharding(config, world, precision)
     blocks = [model.get_submodule(name) for name in model.block_names()]
     if _compiles(config, world) == "blocks":
         for block in blocks:
@@ -158,19 +165,32 @@ def place_model(
     model.recompute_blocks(Recompute(config.train.recompute, config.train.recompute_every or 1))
     for block in blocks:
         _initialise(model, block, device, seed=seed)
-        if world.mesh.shards_rows:
+        if fsdp is not None:
             fsdp(block, compute=precision.dtype)
     _initialise(model, model, device, seed=seed)
     if device.type != "meta":
         model.tie()
         model.reset_buffers()
-    stages = build_stages(config.parallel, model, world, layers=layers) if world.mesh.pp > 1 else []
-    if world.mesh.shards_rows:
+    stages: list[StageModule] = []
+    if world.mesh.pp > 1:
+        from gristmill.parallel.pipeline import build_stages
+
+        stages = build_stages(config.parallel, model, world, layers=layers)
+    if fsdp is not None:
         roots: Sequence[nn.Module] = stages or [model]
         for root in roots:
             # Gradients of embedding and head sum over many tokens, so both stay in fp32.
             fsdp(root, compute=torch.float32)
     return model, stages
+
+
+def _sharding(config: RunConfig, world: World, precision: Precision) -> Callable[..., None] | None:
+    """Shards a module by rows, if this run does so."""
+    if not world.mesh.shards_rows:
+        return None
+    from gristmill.parallel.fsdp import shard_module
+
+    return partial(shard_module, world=world, config=config.parallel, reduce=precision.reduce)
 
 
 def _initialise(model: CausalLM, module: nn.Module, device: torch.device, *, seed: int) -> None:

@@ -19,9 +19,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gristmill.config.parallel import ROW_AXES, Mesh, ParallelConfig
@@ -38,7 +35,7 @@ def shard_parameters(model: CausalLM, mesh: Mesh, rank: int) -> dict[str, Sharde
     layout, found = ShardLayout.of(model, mesh), {}
     for name, parameter in model.named_parameters():
         local = parameter
-        if isinstance(parameter, DTensor):
+        if hasattr(parameter, "to_local"):
             local = nn.Parameter(parameter.to_local().detach(), parameter.requires_grad)
         whole = model.canonical_name(name)
         # Of a parameter tied across pipeline stages, the last stage has a copy.
@@ -121,31 +118,6 @@ class LateSync(GradientSync):
             sum_together(bucket, self.group, dtype=self.dtype)
 
 
-class FSDPSync(GradientSync):
-    """Weights sharded by rows (FSDP2)."""
-
-    def __init__(
-        self, model: CausalLM, parameters: ShardedParameters, *, config: ParallelConfig
-    ) -> None:
-        super().__init__(model, parameters)
-        self.keep = config.keep or "nothing"
-
-    def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[Any]:
-        root = self.model
-        assert isinstance(root, FSDPModule)
-        if self.keep != "nothing":
-            root.set_reshard_after_backward(last)
-        if self.keep == "gradients":
-            root.set_requires_gradient_sync(last)
-        return contextlib.nullcontext()
-
-    def finish(self) -> None:
-        for name, parameter in self.model.named_parameters():
-            gradient = parameter.grad
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            self.parameters[self.model.canonical_name(name)].local.grad = local
-
-
 class _ReduceState(NamedTuple):
     """The state of DDP's communication hook."""
 
@@ -172,48 +144,6 @@ _reduce_hook.__annotations__.update(
 )
 
 
-def shard_module(
-    module: nn.Module,
-    world: World,
-    *,
-    config: ParallelConfig,
-    compute: torch.dtype,
-    reduce: torch.dtype,
-) -> None:
-    """Shard a module with FSDP2, except for inner modules that are already sharded. Weights are
-    gathered, and gradients computed, in `compute`."""
-    policy = MixedPrecisionPolicy(
-        param_dtype=None if compute is torch.float32 else compute,
-        reduce_dtype=None if reduce is torch.float32 and compute is torch.float32 else reduce,
-        cast_forward_inputs=False,
-    )
-    sharded = fully_shard(
-        module,
-        mesh=_device_mesh(world),
-        # A pipeline schedule gathers weights and reduces gradients once per step.
-        reshard_after_forward=config.keep in (None, "nothing") and world.mesh.pp == 1,
-        mp_policy=policy,
-    )
-    sharded.set_gradient_divide_factor(1.0)
-    sharded.set_force_sum_reduction_for_comms(True)
-
-
-def _device_mesh(world: World) -> DeviceMesh:
-    """FSDP2's device mesh: replicas (rows) of shards (columns)."""
-    mesh, rank = world.mesh, world.rank
-    shards = world.groups.along(*ROW_AXES)
-    assert shards is not None
-    # Models on the meta device are sharded too.
-    kind = "cpu" if world.device.kind == "meta" else world.device.kind
-    if mesh.dp_replicate == 1:
-        return DeviceMesh.from_group(shards, kind, mesh_dim_names=("shard",))
-    copies = world.groups.along("dp_replicate")
-    assert copies is not None
-    ranks = torch.tensor(mesh.group(rank, "dp_replicate", *ROW_AXES)).view(mesh.dp_replicate, -1)
-    names = ("replicate", "shard")
-    return DeviceMesh.from_group([copies, shards], kind, mesh=ranks, mesh_dim_names=names)
-
-
 def build_gradient_sync(
     model: CausalLM,
     parameters: ShardedParameters,
@@ -224,6 +154,9 @@ def build_gradient_sync(
 ) -> GradientSync:
     """The gradient synchronisation of a placed model."""
     if world.mesh.shards_rows:
+        # Importing FSDP takes seconds.
+        from gristmill.parallel.fsdp import FSDPSync
+
         return FSDPSync(model, parameters, config=config)
     group = world.groups.along("dp_replicate", *ROW_AXES)
     if group is None:

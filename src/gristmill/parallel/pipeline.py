@@ -28,9 +28,10 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.profiler import record_function
 
-from gristmill.config.parallel import Mesh, ParallelConfig
+from gristmill.config.parallel import ParallelConfig
 from gristmill.data.loader import Batch
-from gristmill.models.spec import CausalLM, Loss, ModelShard, StagedModel
+from gristmill.models.spec import CausalLM, Loss, StagedModel
+from gristmill.parallel.stages import stage_layers
 from gristmill.parallel.world import World
 
 _SINGLE: dict[str, Callable[..., Any]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -39,28 +40,6 @@ _SEVERAL: dict[str, Callable[..., Any]] = {
     "zero-bubble": ScheduleInterleavedZeroBubble,
 }
 _FIELDS = ("tokens_BT", "targets_BT", "weights_BT", "positions_BT", "documents_BT")
-
-
-def stage_layers(config: ParallelConfig, mesh: Mesh, *, layers: int, rank: int) -> list[range]:
-    """The layers of each stage of a rank of the pipeline."""
-    stages = mesh.pp * config.stages_each
-    each = layers // stages
-    return [range(stage * each, (stage + 1) * each) for stage in range(rank, stages, mesh.pp)]
-
-
-def model_shard(config: ParallelConfig, world: World, *, layers: int) -> ModelShard:
-    """The part of the model on this rank."""
-    at, mesh = world.at, world.mesh
-    if mesh.pp == 1:
-        return ModelShard(tp_rank=at["tp"], tp_size=mesh.tp)
-    mine = stage_layers(config, mesh, layers=layers, rank=at["pp"])
-    return ModelShard(
-        tuple(layer for stage in mine for layer in stage),
-        first=at["pp"] == 0,
-        last=at["pp"] == mesh.pp - 1,
-        tp_rank=at["tp"],
-        tp_size=mesh.tp,
-    )
 
 
 class StageModule(nn.Module):

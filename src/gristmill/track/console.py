@@ -84,12 +84,13 @@ class BarSink:
 
     def write(self, record: Record) -> None:
         if isinstance(record, StepRecord):
+            speed, left = record.tokens_per_second, self._eta.seconds_left(record)
             self._progress.update(
                 self._task,
                 completed=record.step,
                 loss=f"loss {record.loss:.4f}",
-                speed=f"{rate(record.tokens_per_second)} tok/s",
-                left=f"{format_seconds(self._eta.seconds_left(record))} left",
+                speed="" if speed is None else f"{rate(speed)} tok/s",
+                left="" if left is None else f"{format_seconds(left)} left",
             )
         elif isinstance(record, SampleRecord):
             # Text objects are literal: brackets that a model writes are never read as markup.

@@ -69,18 +69,18 @@ class StepRecord(ProgressStamp):
     """Learning rate of this step's update."""
     grad_norm: float
     """Global norm of the gradient before clipping."""
-    tokens_per_second: float
-    """Tokens per second, over all processes."""
+    tokens_per_second: float | None
+    """Tokens per second, over all processes; like all rates null for a step that compiled."""
     step_seconds: float
     """How long this step took."""
-    tflops: float
+    tflops: float | None
     """10^12 model FLOPs per second per device, counting attention in full (as PaLM does)."""
-    tflops_causal: float
+    tflops_causal: float | None
     """The same, counting only the half of the attention that a causal mask leaves."""
     mfu: float | None = None
-    """`tflops` as a fraction of the device's peak; null when the peak is not known."""
+    """`tflops` as a fraction of the device's peak; null if the peak is not known."""
     mfu_causal: float | None = None
-    """`tflops_causal` as a fraction of the device's peak; null when the peak is not known."""
+    """`tflops_causal` as a fraction of the device's peak; null if the peak is not known."""
     memory_bytes: int | None = None
     """Most memory held on the device so far; null where the device does not tell."""
     loss_scale: float | None = None

@@ -176,12 +176,15 @@ class EtaEstimator:
         self._horizon = horizon.samples
         self._seen: deque[tuple[int, float]] = deque(maxlen=100)
 
-    def seconds_left(self, record: StepRecord) -> float:
+    def seconds_left(self, record: StepRecord) -> float | None:
+        """None if that cannot be said yet."""
         if not self._seen or self._seen[-1] != (record.samples, record.time):
             self._seen.append((record.samples, record.time))
         (first, first_time), (samples, now) = self._seen[0], self._seen[-1]
         if samples > first:
             seconds = max(now - first_time, 0.0) / (samples - first)
+        elif record.tokens_per_second is None:
+            return None
         else:
             seconds = record.tokens / record.samples / record.tokens_per_second
         return max(self._horizon - samples, 0) * seconds
@@ -224,8 +227,8 @@ def _step_line(record: StepRecord, horizon_steps: int | None, seconds_left: floa
         f"loss {record.loss:.4f}",
         f"lr {record.lr:.2e}",
         f"grad {record.grad_norm:.3f}",
-        f"{rate(record.tokens_per_second)} tok/s",
-        f"{record.tflops:.3g} TFLOP/s",
+        record.tokens_per_second is not None and f"{rate(record.tokens_per_second)} tok/s",
+        record.tflops is not None and f"{record.tflops:.3g} TFLOP/s",
         record.mfu is not None and f"mfu {record.mfu:.1%}",
         *(
             f"{name} {seconds / record.step_seconds:.0%}"

@@ -35,6 +35,7 @@ from gristmill.models.build import outline_model
 from gristmill.models.linears import linear_shapes
 from gristmill.models.spec import CausalLM
 from gristmill.parallel.build import build_strategy
+from gristmill.parallel.compiling import CompileClock
 from gristmill.parallel.control import ControlGroup
 from gristmill.parallel.decentralized.workers import WorkerSet
 from gristmill.parallel.device import memory_explained
@@ -450,7 +451,7 @@ def build_hooks(
         )
     hooks.append(
         Checkpoint(
-            parts.numbers.checkpoint_every,
+            config.checkpoint.every,
             writer=writer,
             state=parts.state,
             strategy=parts.strategy,
@@ -463,7 +464,9 @@ def build_hooks(
     return hooks
 
 
-def build_meter(parts: Assembly, tracker: Tracker, health: RunHealth) -> Meter:
+def build_meter(
+    parts: Assembly, tracker: Tracker, health: RunHealth, compiling: CompileClock | None = None
+) -> Meter:
     """The meter that turns step results into records."""
     config, numbers = parts.config, parts.numbers
     return Meter(
@@ -477,4 +480,5 @@ def build_meter(parts: Assembly, tracker: Tracker, health: RunHealth) -> Meter:
         ),
         health=health,
         bad_steps=config.train.bad_steps,
+        compiling=compiling,
     )

@@ -97,7 +97,7 @@ def make_up(parts: Assembly, hooks: Sequence[Hook], *, validated: bool) -> None:
             hook.skip_end()
         elif isinstance(hook, Validate) and hook.every.due(numbers.progress_at(step - 1), now):
             hook.at_start()
-        elif isinstance(hook, Checkpoint) and hook.every.due(numbers.progress_at(newest), now):
+        elif isinstance(hook, Checkpoint) and hook.missed_since(numbers.progress_at(newest)):
             hook.put_off()
 
 

@@ -24,9 +24,9 @@ import torch
 
 from gristmill.base.errors import DataError, UserError
 from gristmill.base.files import write_atomic
-from gristmill.base.units import Duration, Progress, format_bytes
+from gristmill.base.units import Duration, Progress, format_bytes, parse_seconds
 from gristmill.checkpoint.layout import Best
-from gristmill.checkpoint.state import TrainState, capture
+from gristmill.checkpoint.state import TrainState, capture, state_bytes
 from gristmill.checkpoint.writer import CheckpointWriter
 from gristmill.config.resolve import Resolved
 from gristmill.config.schema import SampleConfig
@@ -42,6 +42,7 @@ from gristmill.train.health import GoBack, RunHealth
 from gristmill.train.meter import Meter, StepEvent
 from gristmill.train.stop import StopRequest
 from gristmill.train.tracker import Tracker
+from gristmill.train.wall_clock import WallClock
 
 
 class Hook(Protocol):
@@ -358,13 +359,14 @@ class Sample:
 
 class Checkpoint:
     """Saves the state periodically, and whenever validation finds a new best loss; after a
-    non-finite step it waits for a good one. The end of a run is always saved."""
+    non-finite step it waits for a good one. A save is skipped while the disk is still busy with the
+    one before. The end of a run is always saved."""
 
     phase = "save"
 
     def __init__(
         self,
-        every: Duration,
+        every: Duration | str,
         *,
         writer: CheckpointWriter,
         state: TrainState,
@@ -379,6 +381,11 @@ class Checkpoint:
         self.validate, self.keep_best, self.health = validate, keep_best, health
         self._late = False
         """Whether a save was put off."""
+        self._clock: WallClock | None = None
+        if isinstance(every, str):
+            seconds, step = parse_seconds(every), state.progress.steps
+            self._clock = WallClock(seconds, step=step, control=control)
+        self._reserved = False
         resumed = writer.folder.path(state.progress.steps).is_dir()
         self._saved_at = state.progress.steps if resumed else None
 
@@ -386,13 +393,20 @@ class Checkpoint:
         """Nothing to save: initial weights follow from the settings."""
 
     def due(self, event: StepEvent) -> bool:
-        if self._late or self.every.due(event.before, event.after):
+        self._reserve()
+        if self._late or self._maybe_over(event):
             return True
         return self.keep_best and self.validate is not None and self.validate.due(event)
 
     def act(self, event: StepEvent) -> None:
+        over = self._maybe_over(event)
+        if over and self._clock is not None:
+            over = self._clock.over(event.after.steps)
         best = self._best_now()
-        if best is None and not self._late and not self.every.due(event.before, event.after):
+        if best is None and not self._late and not over:
+            return
+        if self.control.any(not self.writer.ready()):
+            self.writer.skip(event.after.steps)
             return
         self._late = self.health.non_finite > 0
         if self.state.workers:
@@ -409,6 +423,24 @@ class Checkpoint:
         if best is not None:
             # The final validation may find the best loss at a step that was already saved.
             self.writer.mark_best(best)
+
+    def _reserve(self) -> None:
+        """Reserve the memory of the first copy after the first step, when the state has its full
+        size. That of a decentralized run can be looked at only when it is saved."""
+        if not self._reserved and not self.state.workers:
+            self.writer.host.reserve(state_bytes(self.state))
+        self._reserved = True
+
+    def _maybe_over(self, event: StepEvent) -> bool:
+        """Whether the interval is over; by the wall clock, whether it is time to ask."""
+        if self._clock is not None:
+            return self._clock.asks(event.after.steps)
+        assert isinstance(self.every, Duration)
+        return self.every.due(event.before, event.after)
+
+    def missed_since(self, last: Progress) -> bool:
+        """Whether a save was due since the last one."""
+        return isinstance(self.every, Duration) and self.every.due(last, self.state.progress)
 
     def put_off(self) -> None:
         """Save after the next step."""
@@ -431,5 +463,9 @@ class Checkpoint:
         with self.strategy.averaged():
             self.state.strategy = self.strategy.state()
             self.state.health = health
-            snapshot = capture(self.state)
+            # The one before is still being written from the same memory.
+            self.writer.wait()
+            snapshot = capture(self.state, self.writer.host)
+        if self._clock is not None:
+            self._clock.restart()
         self.writer.save(snapshot, best=best, good_before=good_before)

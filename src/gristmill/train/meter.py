@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from gristmill.base.units import Duration, Progress
+from gristmill.base.units import Duration, Progress, format_seconds
 from gristmill.checkpoint.state_file import Counters
+from gristmill.parallel.compiling import CompileClock
 from gristmill.parallel.device import Mark
 from gristmill.parallel.strategy import StepResult
 from gristmill.parallel.world import World
@@ -45,6 +46,8 @@ class _Pending:
     event: StepEvent
     scalars: torch.Tensor
     end: Mark
+    compiled: float
+    """Seconds of compiling in this step, and since the one before."""
 
 
 class Meter:
@@ -61,10 +64,13 @@ class Meter:
         peak_flops: float | None,
         health: RunHealth,
         bad_steps: int,
+        compiling: CompileClock | None = None,
     ) -> None:
         self.tracker, self.counters, self.every = tracker, counters, every
         self.cost, self.world, self.bad_steps = cost, world, bad_steps
-        self.peak, self.health = peak_flops, health
+        self.peak, self.health, self.compiling = peak_flops, health, compiling
+        self._compiled = 0.0
+        """Seconds of compiling before the last step."""
         self._pending: deque[_Pending] = deque()
         self._last = world.device.mark()
         self.step_seconds = 0.0
@@ -79,10 +85,17 @@ class Meter:
         if self.stop_step is None:
             self.stop_step = event.result.stop_step
         scalars = device.to_host(_scalars(event.result))
-        self._pending.append(_Pending(event, scalars, device.mark()))
+        self._pending.append(_Pending(event, scalars, device.mark(), self._compile_seconds()))
         if len(self._pending) > AHEAD:
             self._pending[-AHEAD - 1].end.wait()
         self._report()
+
+    def _compile_seconds(self) -> float:
+        """Seconds of compiling since the last call."""
+        if self.compiling is None:
+            return 0.0
+        before, self._compiled = self._compiled, self.compiling.seconds
+        return self._compiled - before
 
     def settle(self) -> None:
         """Wait for all steps and record them."""
@@ -97,12 +110,15 @@ class Meter:
         while self._pending and self._pending[0].end.reached():
             pending = self._pending.popleft()
             self.step_seconds = pending.end.seconds_since(self._last)
-            self.sample_seconds = self.step_seconds / pending.event.result.samples
+            trained = max(0.0, self.step_seconds - pending.compiled)
+            self.sample_seconds = trained / pending.event.result.samples
             self.counters.seconds += self.step_seconds
             self._last = pending.end
-            self._record(pending.event, pending.scalars.tolist())
+            if pending.compiled:
+                self.tracker.say(f"compiled in {format_seconds(pending.compiled)}")
+            self._record(pending.event, pending.scalars.tolist(), compiled=pending.compiled > 0)
 
-    def _record(self, event: StepEvent, scalars: list[float]) -> None:
+    def _record(self, event: StepEvent, scalars: list[float], *, compiled: bool) -> None:
         loss, norm, skipped, scale, stops = scalars
         if stops and self.stop_step is None:
             self.stop_step = event.after.steps + (AHEAD if self.world.device.is_async else 0)
@@ -113,7 +129,7 @@ class Meter:
         fp16 = event.result.loss_scale is not None
         overflow = bool(skipped) and math.isfinite(loss) and not math.isfinite(norm) and fp16
         if self.every.due(before, after) or after.steps == 1:
-            self.tracker.write(self._step_record(event, loss, norm, scale))
+            self.tracker.write(self._step_record(event, loss, norm, scale, compiled=compiled))
         self.health.observe(
             StepOutcome(
                 after.steps, before.samples, after.samples, loss, norm, bool(skipped), overflow
@@ -125,7 +141,9 @@ class Meter:
                 "above the guard's limits"
             )
 
-    def _step_record(self, event: StepEvent, loss: float, norm: float, scale: float) -> StepRecord:
+    def _step_record(
+        self, event: StepEvent, loss: float, norm: float, scale: float, *, compiled: bool
+    ) -> StepRecord:
         rate = event.result.tokens / self.step_seconds if self.step_seconds else math.inf
         per_process = rate / self.world.mesh.processes
         palm, causal = per_process * self.cost.palm, per_process * self.cost.causal
@@ -138,12 +156,12 @@ class Meter:
             loss=loss,
             lr=event.lr,
             grad_norm=norm,
-            tokens_per_second=rate,
+            tokens_per_second=None if compiled else rate,
             step_seconds=self.step_seconds,
-            tflops=palm / 1e12,
-            tflops_causal=causal / 1e12,
-            mfu=palm / self.peak if self.peak else None,
-            mfu_causal=causal / self.peak if self.peak else None,
+            tflops=None if compiled else palm / 1e12,
+            tflops_causal=None if compiled else causal / 1e12,
+            mfu=palm / self.peak if self.peak and not compiled else None,
+            mfu_causal=causal / self.peak if self.peak and not compiled else None,
             memory_bytes=self.world.device.memory_peak(),
             loss_scale=None if event.result.loss_scale is None else scale,
             skipped=self.counters.skipped,

@@ -27,6 +27,7 @@ from gristmill.config.schema import RunConfig
 from gristmill.data.content_check import ContentCheck
 from gristmill.models.linears import linear_shapes
 from gristmill.optim.schedule import build_schedule
+from gristmill.parallel.compiling import CompileClock
 from gristmill.parallel.control import ControlGroup
 from gristmill.parallel.device import memory_explained
 from gristmill.parallel.elastic.membership import ViewChangedError
@@ -394,12 +395,17 @@ def _run(
         control=parts.world.control_group(
             "checkpoints", timeout=parse_seconds(config.checkpoint.timeout)
         ),
+        device=parts.world.device.torch_device,
     )
     validate = build_validate(parts, tracker)
     all_hooks = build_hooks(parts, tracker, writer, validate, health, check)
+    cleanup = contextlib.ExitStack()
+    compiling = None
+    if config.runtime.compiles(parts.world.device.kind):
+        compiling = cleanup.enter_context(CompileClock(begins=_CompileNotice(tracker)))
     hooks = Hooks(
         all_hooks,
-        meter=build_meter(parts, tracker, health),
+        meter=build_meter(parts, tracker, health, compiling),
         tracker=tracker,
         stop=stop,
         writer=writer,
@@ -430,7 +436,8 @@ def _run(
         raise
     finally:
         batches.close()
-        writer.wait()
+        cleanup.close()
+        writer.close()
     best = state.best if validate is not None else None
     outcome = "done" if finished else "stopped and saved"
     outcome += f" at step {state.progress.steps} after {format_seconds(state.counters.seconds)}"
@@ -442,6 +449,18 @@ def _run(
         outcome += "; run the same command again to resume"
     tracker.say(outcome)
     return _finish(parts, Exit.DONE if finished else Exit.STOPPED, best.loss if best else None)
+
+
+class _CompileNotice:
+    """Tells once that the model is being compiled, which may take a while."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self.tracker, self.told = tracker, False
+
+    def __call__(self) -> None:
+        if not self.told:
+            self.told = True
+            self.tracker.say("compiling; a minute or so at first, less when the cache has it")
 
 
 def _finish(parts: Assembly, exit: Exit, best_loss: float | None) -> Outcome:
