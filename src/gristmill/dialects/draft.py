@@ -104,7 +104,7 @@ class Draft:
 
     def written(self, name: str) -> str:
         """An option as the user wrote it, or its name."""
-        return self.options[name].written if self.given(name) else name
+        return self.options[name].written if name in self.options else name
 
     @property
     def left_over(self) -> list[str]:

@@ -1,20 +1,10 @@
-"""Options of Megatron-LM and Megatron-DeepSpeed that mean something only together."""
+"""Options of Megatron-LM and Megatron-DeepSpeed about the model, the run and its layout."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
-from typing import Any
-
-from gristmill.dialects.draft import Draft, Remark
-from gristmill.dialects.naming import run_name
+from gristmill.dialects.draft import Draft
 
 _UNITS = {"iters": "steps", "samples": "samples", "tokens": "tokens"}
-_BY_NAME = (
-    *("HuggingFaceTokenizer", "PretrainedFromHF", "Llama2Tokenizer"),
-    *("SentencePieceTokenizer", "GPTSentencePieceTokenizer"),
-)
-"""Tokenizers that have one file, or a name."""
 _NEVER = 2**31 - 1
 """A window that no run is as long as."""
 
@@ -25,7 +15,15 @@ def horizon(draft: Draft) -> None:
     if name is None:
         draft.refuse("the length of the run is not given", "--train-iters", "add it")
         return
-    draft.set("train.until", f"{draft.get(name)} {_unit(name)}", name)
+    amount, batch = draft.get(name), draft.get("--global-batch-size")
+    if name == "--train-samples" and batch and not draft.given("--rampup-batch-size"):
+        # Megatron makes no step with fewer samples, and builds its order for all of them.
+        if amount % batch and amount > batch > 0:
+            draft.set("data.samples", amount, name)
+            amount -= amount % batch
+            draft.set("train.until", f"{amount} samples", name, "--global-batch-size")
+            return
+    draft.set("train.until", f"{amount} {_unit(name)}", name)
 
 
 def batch(draft: Draft) -> None:
@@ -146,7 +144,11 @@ def precision(draft: Draft) -> None:
 
 def recompute(draft: Draft) -> None:
     """Which activations are computed again."""
-    full = ("--checkpoint-activations", "--deepspeed-activation-checkpointing")
+    full = (
+        "--checkpoint-activations",
+        "--deepspeed-activation-checkpointing",
+        "--activations-checkpoint-method",
+    )
     asked = draft.get("--recompute-granularity")
     old = next((name for name in full if draft.given(name)), None)
     if asked is not None:
@@ -246,34 +248,16 @@ def layout(draft: Draft) -> None:
         draft.set("parallel.sequence", draft.given("--sequence-parallel"), "--sequence-parallel")
     elif draft.given("--sequence-parallel"):
         draft.ignore("--sequence-parallel", "only tensor parallelism uses it, as in Megatron")
-    name = "--num-layers-per-virtual-pipeline-stage"
-    if draft.given(name):
-        each, layers = draft.get(name), draft.get("--num-layers")
-        if pp == 1:
-            draft.ignore(name, "there is no pipeline")
-        elif each < 1 or not isinstance(layers, int) or layers % (pp * each):
-            what = f"{layers} layers cannot be divided among {pp} stages in groups of {each}"
-            draft.refuse(what, name, "choose a divisor of the layers of a stage")
-        else:
-            draft.set("parallel.stages", layers // (pp * each), name)
-            if layers // (pp * each) > 1:
-                draft.set("parallel.schedule", "interleaved", name)
-    keep = draft.choice("--zero-stage") if draft.given("--zero-stage") else None
-    names = ["--use-distributed-optimizer", "--zero-stage"]
-    if draft.given(names[0]) and draft.given(names[1]) and keep != "gradients":
-        draft.refuse("asks for another sharding than --zero-stage", names[0], "leave one out")
-    elif draft.given(names[0]) or keep not in (None, "off"):
-        draft.set("parallel.dp_shard", "auto", *names)
-        draft.set("parallel.keep", keep or "gradients", *names)
-    elif keep == "off":
-        draft.ignore("--zero-stage", "0 shards nothing, as is done in any case")
+    _virtual_stages(draft, pp)
+    _sharding(draft)
+    _context(draft)
     multiple = draft.get("--make-vocab-size-divisible-by")
     padded = draft.get("--pad-vocab-size-to")
     if padded is None:
         draft.set("model.vocab_multiple", multiple, "--make-vocab-size-divisible-by")
         return
     draft.account("--make-vocab-size-divisible-by")
-    if padded < 1 or padded % tp:
+    if padded < 1 or tp < 1 or padded % tp:
         what = f"{padded} rows cannot be divided among {tp} tensor-parallel ranks"
         draft.refuse(what, "--pad-vocab-size-to", f"give a multiple of {tp}")
     else:
@@ -281,168 +265,66 @@ def layout(draft: Draft) -> None:
         draft.set("model.vocab_multiple", padded // tp, "--pad-vocab-size-to")
 
 
-def data(draft: Draft) -> None:
-    """Token files and how they are divided; `--eval-iters 0` holds nothing out for validation."""
-    path = draft.only_one("--data-path", "--train-data-path")
-    if path is None:
-        draft.refuse("no token files are given", "--data-path", "add their prefix")
-    else:
-        draft.set("data.paths", _blend(draft, path), path)
-    none = draft.get("--eval-iters") == 0
-    if path == "--train-data-path":
-        if draft.given("--split"):
-            draft.refuse("separate token files are not split", "--split", "leave it out")
-        if draft.given("--valid-data-path") and not none:
-            draft.set("data.validation", _blend(draft, "--valid-data-path"), "--valid-data-path")
-        else:
-            draft.set("data.split", "1,0", "--valid-data-path", "--eval-iters")
+def _virtual_stages(draft: Draft, pp: int) -> None:
+    """Several groups of layers on each device, counted in layers or in groups."""
+    names = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
+    name = draft.only_one(*names)
+    if name is None:
         return
-    if draft.given("--valid-data-path"):
-        what = "validation files of their own need --train-data-path"
-        draft.refuse(what, "--valid-data-path", "give it in place of --data-path")
-    parts = str(draft.get("--split")).replace("/", ",").split(",")
-    split = [*(part.strip() for part in parts), "0", "0"][:3]
-    if none and split[1].strip("0."):
-        try:
-            # The same documents are trained on; nobody reads the others.
-            unread = sum(map(float, split[1:]))
-        except ValueError:
-            draft.refuse("these are no proportions", "--split", "write three, such as 949,50,1")
-            return
-        split = [split[0], "0", f"{unread:g}"]
-    draft.set("data.split", ",".join(split), "--split", *(["--eval-iters"] if none else []))
-
-
-def _blend(draft: Draft, name: str) -> Any:
-    """One prefix, a list of prefixes, or prefixes with weights."""
-    words: Sequence[str] = draft.get(name)
-    if len(words) == 1:
-        return words[0]
-    try:
-        weights = [float(word) for word in words[::2]] if len(words) % 2 == 0 else []
-    except ValueError:
-        weights = []
-    if not weights:
-        return list(words)
-    blend: dict[str, float] = {}
-    for prefix, weight in zip(words[1::2], weights, strict=True):
-        if prefix in blend:
-            draft.change(name, f"{prefix} is given twice; its weights are added")
-        blend[prefix] = blend.get(prefix, 0.0) + weight
-    return blend
-
-
-def tokenizer(draft: Draft) -> None:
-    """The tokenizer, which Megatron's token files do not name."""
-    kind = draft.get("--tokenizer-type")
-    files = ("--vocab-file", "--merge-file")
-    model = draft.only_one("--tokenizer-model", "--tokenizer-name-or-path")
-    where = [os.path.dirname(draft.get(name)) or "." for name in files if draft.given(name)]
-    if model is not None:
-        draft.set("data.tokenizer", draft.get(model), model, "--tokenizer-type")
-        for name in filter(draft.given, files):
-            draft.ignore(name, f"{model} names the tokenizer")
-    elif len(where) == 2 and where[0] == where[1]:
-        draft.set("data.tokenizer", where[0], *files, "--tokenizer-type")
-    elif where:
-        what = "a vocabulary and its merges must lie in one folder"
-        name = next(name for name in files if draft.given(name))
-        draft.refuse(what, name, "give both files, from one folder")
-        draft.account(*files)
-    elif kind == "NullTokenizer":
-        what = "a run needs the tokenizer of its token files"
-        draft.refuse(what, "--tokenizer-type", "give --vocab-file and --merge-file")
-    elif kind is not None:
-        draft.ignore("--tokenizer-type", "the tokenizer is found beside the token files")
-
-
-def validation(draft: Draft) -> None:
-    """How often, and on how much."""
-    batches, every = draft.get("--eval-iters"), draft.get("--eval-interval")
-    if batches == 0:
-        draft.account("--eval-iters")
-        if draft.given("--eval-interval"):
-            draft.ignore("--eval-interval", "--eval-iters 0 validates nothing")
+    count, layers = draft.get(name), draft.get("--num-layers")
+    if pp == 1:
+        draft.ignore(name, "there is no pipeline")
         return
-    held_out = str(draft.get("--split")).replace("/", ",").split(",")[1:2]
-    if not draft.given("--train-data-path") and not "".join(held_out).strip(" 0."):
-        for name in filter(draft.given, ("--eval-iters", "--eval-interval")):
-            draft.ignore(name, "--split holds nothing out for validation")
+    parts = pp * count
+    if parts < 1 or not isinstance(layers, int) or layers % parts:
+        what = f"{layers} layers cannot be divided among {pp} stages in this way"
+        draft.refuse(what, name, "choose a divisor of the layers of a stage")
         return
-    sizes = ("--global-batch-size", "--micro-batch-size")
-    size = next((draft.get(name) for name in sizes if draft.given(name)), 1)
-    draft.set("validate.every", f"{every} steps", "--eval-interval")
-    draft.set("validate.windows", batches * size, "--eval-iters")
-    if draft.given("--eval-iters"):
-        text = "every validation reads the same samples; Megatron reads new ones each time"
-        draft.change("--eval-iters", text)
+    stages = count if name == names[1] else layers // parts
+    draft.set("parallel.stages", stages, name)
+    if stages > 1:
+        draft.set("parallel.schedule", "interleaved", name)
 
 
-def folder(draft: Draft) -> None:
-    """Where the run lies, what it is called, and what it starts from."""
-    save, load = draft.get("--save"), draft.get("--load")
-    named = draft.get("--wandb-exp-name")
-    base = named or os.path.basename(os.path.normpath(save or "")) or "megatron"
-    draft.set("name", run_name(base, "megatron"), "--wandb-exp-name" if named else "--save")
-    if save is not None:
-        draft.set("folder", save, "--save")
+def _sharding(draft: Draft) -> None:
+    """What data-parallel processes keep whole, by whichever of Megatron's means."""
+    fsdp = ("--use-torch-fsdp2", "--use-megatron-fsdp")
+    strategy, optimizer = "--data-parallel-sharding-strategy", "--use-distributed-optimizer"
+    chosen = draft.only_one("--zero-stage", *fsdp)
+    if draft.given(strategy) and chosen != fsdp[1]:
+        draft.ignore(strategy, f"only {fsdp[1]} uses it")
+    keep: str | None = None
+    names = [name for name in (chosen, optimizer) if name is not None and draft.given(name)]
+    if chosen == "--zero-stage":
+        keep = draft.choice(chosen)
+    elif chosen is not None:
+        keep = draft.choice(strategy) if chosen == fsdp[1] else "nothing"
+        names += [strategy] if chosen == fsdp[1] else []
+    elif names:
+        keep = "gradients"
+    if chosen == "--zero-stage" and draft.given(optimizer) and keep != "gradients":
+        draft.refuse("asks for another sharding than --zero-stage", optimizer, "leave one out")
+    elif keep == "off" and chosen is not None:
+        draft.ignore(chosen, "nothing is sharded, as is done in any case")
+        draft.account(*names)
+    elif keep is not None:
+        draft.set("parallel.dp_shard", "auto", *names)
+        draft.set("parallel.keep", keep, *names)
+
+
+def _context(draft: Draft) -> None:
+    """How context parallelism attends."""
+    name, cp = "--cp-comm-type", draft.get("--context-parallel-size")
+    if not draft.given(name):
+        return
+    kinds = {"p2p": "ring", "a2a": "heads"}
+    found = {kinds.get(kind) for kind in draft.get(name)}
+    if cp in (None, 1):
+        draft.ignore(name, "only --context-parallel-size uses it")
+    elif len(found) == 1 and None not in found:
+        draft.set("parallel.attention", found.pop(), name)
     else:
-        text = "checkpoints are saved all the same, into the run's folder"
-        draft.changed.append(Remark("without --save", text))
-    same = save is not None and load is not None and _same(save, load)
-    if draft.given("--finetune") and load is not None and not same:
-        draft.set("model.start", load, "--load", "--finetune")
-    elif draft.given("--finetune"):
-        what = "starts a new run from weights, which are not in a folder of their own"
-        draft.refuse(what, "--finetune", "give --load the folder of the weights, --save another")
-        draft.account("--load")
-    elif same:
-        draft.account("--load")
-    elif load is not None:
-        what = "a run resumes in its own folder"
-        draft.refuse(what, "--load", "give --save the same folder, or --finetune for its weights")
-    elif save is not None:
-        text = "a run that this folder holds is resumed, also without --load"
-        draft.change("--save", text)
-    every = draft.get("--save-interval")
-    if every is not None:
-        # Megatron deletes no checkpoint.
-        for setting in ("every", "keep_every"):
-            draft.set(f"checkpoint.{setting}", f"{every} steps", "--save-interval")
-    if draft.given("--wandb-project") and draft.get("--wandb-project"):
-        draft.set("track.wandb.project", draft.get("--wandb-project"), "--wandb-project")
-
-
-def prepared_tokenizer(draft: Draft) -> None:
-    """The tokenizer of preprocess_data.py."""
-    kind = draft.get("--tokenizer-type")
-    model = draft.only_one("--tokenizer-model", "--tokenizer-name-or-path")
-    files = ("--vocab-file", "--merge-file")
-    if kind is None or kind in _BY_NAME:
-        if model is None and kind is not None:
-            draft.refuse("the tokenizer is not named", "--tokenizer-type", "give --tokenizer-model")
-        elif model is not None:
-            draft.set("--tokenizer", draft.get(model), model, "--tokenizer-type")
-    elif kind == "GPT2BPETokenizer":
-        if model is not None:
-            draft.refuse("GPT-2's tokenizer has two files", model, "give --vocab-file, --merge-file")
-        elif not any(map(draft.given, files)):
-            draft.set("--tokenizer", "gpt2", "--tokenizer-type")
-    else:
-        what = "only tokenizers of GPT models are known"
-        draft.refuse(what, "--tokenizer-type", "give GPT2BPETokenizer or HuggingFaceTokenizer")
-    for name in filter(draft.given, files):
-        if kind == "GPT2BPETokenizer" or model is None:
-            draft.set(name, draft.get(name), name)
-        else:
-            draft.ignore(name, f"{model} names the tokenizer")
-    ends = "--append-eod" if draft.given("--append-eod") else "--no-append-eod"
-    draft.set(ends, True, "--append-eod")
-    draft.account("--tokenizer-type")
-
-
-def _same(one: str, other: str) -> bool:
-    return os.path.normpath(one) == os.path.normpath(other)
+        draft.refuse("attention is p2p or a2a here, in all layers", name, "give p2p or a2a")
 
 
 def _unit(name: str) -> str | None:
@@ -460,9 +342,4 @@ RULES = (
     positions,
     optimizer,
     layout,
-    data,
-    tokenizer,
-    validation,
-    folder,
-    prepared_tokenizer,
 )

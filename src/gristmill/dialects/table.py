@@ -9,11 +9,18 @@ written; then comes one row for each option:
     "--zarr"           = { refused = "…", instead = "…" }
 
 An option is taken (`to` or `rule`), ignored because, or refused because; there is no fourth way.
+Options that share a reason may share a row, by their names or by a pattern:
+
+    [[families]]
+    names = ["--moe-*", "--expert-tensor-parallel-size"]
+    ignored = "only mixtures of experts use it"
 """
 
 from __future__ import annotations
 
 import difflib
+import fnmatch
+import re
 import tomllib
 from functools import cache
 from importlib import resources
@@ -24,14 +31,15 @@ from pydantic import Field, model_validator
 from gristmill.base.errors import Exit, UserError
 from gristmill.config.settings import Settings
 
+_NAME = re.compile(r"-{0,2}[A-Za-z][\w.-]*")
 Texts = Annotated[tuple[str, ...], Field(strict=False)]
 
 
 class ForeignOption(Settings):
     """One option of another program."""
 
-    value: Literal["flag", "int", "float", "text", "bool"] = "flag"
-    """What is written behind it; nothing for a flag."""
+    value: Literal["flag", "int", "float", "text", "bool", "words"] = "flag"
+    """What is written behind it: nothing for a flag; any number of words that nobody reads."""
     count: Annotated[int, Field(ge=2)] | Literal["any"] | None = None
     """How many values there are; one if not given."""
     also: Texts = ()
@@ -40,7 +48,7 @@ class ForeignOption(Settings):
     """What the program takes if the option is not given, where that is not our default too."""
     to: str | None = None
     """The setting it becomes, or the option or ARGUMENT of our command."""
-    convert: Literal["steps", "samples", "tokens", "minutes", "negate"] | None = None
+    convert: Literal["steps", "samples", "tokens", "minutes", "seconds", "negate"] | None = None
     """How the value changes on the way."""
     becomes: Any = None
     """Our value, whatever theirs is."""
@@ -69,6 +77,27 @@ class ForeignOption(Settings):
         return self
 
 
+class OptionFamily(Settings):
+    """Options of another program that are ignored or refused for the same reason."""
+
+    names: Texts
+    """Their names; `*` stands for any rest of a name."""
+    ignored: str | None = None
+    refused: str | None = None
+    instead: str | None = None
+
+    def has(self, name: str) -> bool:
+        """Whether an option is one of these."""
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.names)
+
+    @property
+    def option(self) -> ForeignOption:
+        """The row of each of them."""
+        return ForeignOption(
+            value="words", ignored=self.ignored, refused=self.refused, instead=self.instead
+        )
+
+
 class FixedSetting(Settings):
     """A setting that is always the same in runs of another program."""
 
@@ -88,6 +117,8 @@ class Dialect(Settings):
     syntax: Literal["argparse", "configurator", "toml"] = "argparse"
     """How options are written: `--a b`, `--a=b` and Python files as nanoGPT takes them, or TOML."""
     options: dict[str, ForeignOption]
+    families: Annotated[tuple[OptionFamily, ...], Field(strict=False)] = ()
+    """Options that share a row."""
     fixed: dict[str, FixedSetting] = Field(default={})
     """Settings of every run, by path."""
     rules: Texts = ()
@@ -95,20 +126,37 @@ class Dialect(Settings):
     about: str = ""
     """What a newcomer should know, for the page about this dialect."""
 
+    def option(self, name: str) -> ForeignOption:
+        """The row of an option, its own or that of its family."""
+        if name in self.options:
+            return self.options[name]
+        return next(family.option for family in self.families if family.has(name))
+
     def resolve(self, name: str) -> list[str]:
         """The options that a written name may stand for; argparse takes any unique beginning."""
         if name in self.options:
             return [name]
         if found := [known for known, option in self.options.items() if name in option.also]:
             return found
+        if not _NAME.fullmatch(name):
+            return []
+        if any(family.has(name) for family in self.families):
+            return [name]
         if self.syntax != "argparse" or not name.startswith("--") or len(name) < 3:
             return []
-        return [known for known in self.options if known.startswith(name)]
+        known = (*self.options, *self._in_families)
+        return [one for one in known if one.startswith(name)]
 
     def nearest(self, name: str) -> list[str]:
         """The options whose names are most like this one."""
-        known = [*self.options, *(one for option in self.options.values() for one in option.also)]
+        others = [one for option in self.options.values() for one in option.also]
+        known = [*self.options, *others, *self._in_families]
         return difflib.get_close_matches(name, known, n=2, cutoff=0.6)
+
+    @property
+    def _in_families(self) -> list[str]:
+        """The options of families that are known by their whole names."""
+        return [name for family in self.families for name in family.names if "*" not in name]
 
 
 def table_names() -> list[str]:

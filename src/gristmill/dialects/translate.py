@@ -28,6 +28,7 @@ CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
     "samples": lambda amount: f"{amount} samples",
     "tokens": lambda amount: f"{amount} tokens",
     "minutes": lambda amount: f"{amount}m",
+    "seconds": lambda amount: f"{amount}s",
     "negate": lambda yes: not yes,
 }
 """How values change on the way, by the names that tables use."""
@@ -125,8 +126,8 @@ def translate(dialect: Dialect, words: Sequence[str]) -> Translation:
     draft = Draft(dialect, given)
     for path, fixed in dialect.fixed.items():
         draft.settings.append(TranslatedSetting(path, fixed.value, fixed.because))
-    for name, option in dialect.options.items():
-        _take(draft, name, option)
+    for name in dict.fromkeys((*dialect.options, *draft.options)):
+        _take(draft, name, dialect.option(name))
     for rule in dialect.rules:
         RULES[rule](draft)
     _note_repeated(draft, given)
@@ -146,7 +147,8 @@ def translate(dialect: Dialect, words: Sequence[str]) -> Translation:
 
 def _take(draft: Draft, name: str, option: ForeignOption) -> None:
     """What the row of an option says by itself."""
-    value, given = draft.get(name), draft.given(name)
+    given = name in draft.options
+    value = draft.options[name].value if given else option.default
     if value is None:
         return
     if given and option.changed is not None:
@@ -163,7 +165,9 @@ def _take(draft: Draft, name: str, option: ForeignOption) -> None:
             value = option.choices[value]
         else:
             known = ", ".join(option.choices)
-            draft.refuse(option.refused or "is not known", name, option.instead or f"one of {known}")
+            draft.refuse(
+                option.refused or "is not known", name, option.instead or f"one of {known}"
+            )
             return
     if option.becomes is not None:
         value = option.becomes

@@ -80,7 +80,7 @@ def _argparse(dialect: Dialect, words: Sequence[str]) -> Iterator[GivenOption | 
                 at += 1
             continue
         (known,) = option_names
-        option = dialect.options[known]
+        option = dialect.option(known)
         values = [behind] if equals else []
         while not equals and at < len(words) and _is_value(words[at]) and _takes(option, values):
             values.append(words[at])
@@ -97,7 +97,7 @@ def _takes(option: ForeignOption, values: Sequence[str]) -> bool:
     """Whether another word can belong to an option."""
     if option.value == "flag":
         return False
-    return option.count == "any" or len(values) < (option.count or 1)
+    return option.value == "words" or option.count == "any" or len(values) < (option.count or 1)
 
 
 def _given(
@@ -107,6 +107,8 @@ def _given(
         if explicit:
             return Problem("takes no value", written, f"write {name} alone")
         return GivenOption(name, True, written)
+    if option.value == "words":
+        return GivenOption(name, list(values), written)
     wanted = 1 if option.count is None else option.count
     if not values or (wanted != "any" and len(values) != wanted):
         many = "a value" if wanted == 1 else "values" if wanted == "any" else f"{wanted} values"
@@ -278,7 +280,7 @@ def _typed(dialect: Dialect, name: str, value: Any, written: str) -> GivenOption
     if not names:
         unknown = _unknown(dialect, name, ())
         return Problem(unknown.what, written, unknown.remedy)
-    option = dialect.options[names[0]]
+    option = dialect.option(names[0])
     values = value if option.count is not None and isinstance(value, list | tuple) else [value]
     if option.count is not None and (
         not isinstance(value, list | tuple) or option.count not in ("any", len(value))
@@ -296,6 +298,7 @@ def _typed(dialect: Dialect, name: str, value: Any, written: str) -> GivenOption
 def _wrong_kind(option: ForeignOption, value: Any) -> str | None:
     is_bool = isinstance(value, bool)
     fits = {
+        "words": True,
         "flag": is_bool,
         "bool": is_bool,
         "int": isinstance(value, int) and not is_bool,
