@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from gristmill.dialects.draft import Draft
 from gristmill.dialects.naming import run_name
@@ -43,7 +44,7 @@ def exchange(draft: Draft) -> None:
 def folder(draft: Draft) -> None:
     """Where the run lies, where its tokens are, and how often it validates and saves."""
     log, data = draft.get("log_dir"), draft.get("data_dir")
-    own = os.path.basename(os.path.normpath(log))
+    own = Path(log).name
     draft.set("name", run_name(own, "decentralized"), "log_dir")
     draft.set("folder", log, "log_dir")
     draft.changed_once("log_dir", "the folder is that of one run, and holds no folder for each job")

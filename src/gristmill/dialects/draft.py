@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gristmill.base.errors import Problem
 from gristmill.dialects.table import Dialect
-from gristmill.dialects.words import GivenOption
+from gristmill.dialects.words import GivenOption, printable
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,20 @@ class Remark:
         return f"{self.option}: {self.text}"
 
 
+@dataclass(frozen=True)
+class Preparation:
+    """A command of ours that makes what a run reads."""
+
+    words: tuple[str, ...]
+    makes: tuple[str, ...]
+    """The token sets that it makes, by prefix."""
+
+    @property
+    def command(self) -> str:
+        """The command, for a shell."""
+        return printable(shlex.join(["gristmill", *self.words]))
+
+
 class Draft:
     """Collects what becomes of the options of one command; every option given is accounted for."""
 
@@ -43,8 +58,7 @@ class Draft:
         self.changed: list[Remark] = []
         self.ignored: list[Remark] = []
         self.problems: list[Problem] = []
-        self.first: list[tuple[str, ...]] = []
-        """Commands of ours that have to be run before."""
+        self.first: list[Preparation] = []
         self._accounted: set[str] = set()
 
     def given(self, name: str) -> bool:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
+from typing import Any
 from urllib.parse import quote_plus
 
-from gristmill.dialects.draft import Draft
+from gristmill.dialects.draft import Draft, Preparation, Remark
 from gristmill.dialects.naming import run_name
 from gristmill.dialects.nanogpt_rules import GRAD_SCALER
 
-_SCHEDULES = {
+_SCHEDULES: dict[str, dict[str, Any]] = {
     "linear": {"type": "linear"},
     "cosine": {"type": "cosine"},
     "cosine_with_restarts": {"type": "cosine-restarts", "cycles": 1},
@@ -128,7 +129,7 @@ def folder(draft: Draft) -> None:
     if output is None:
         draft.refuse("the folder of the run is not given", "--output_dir", "add it")
     else:
-        own = os.path.basename(os.path.normpath(output))
+        own = Path(output).name
         draft.set("name", run_name(own, "llm-pytorch"), "--output_dir")
         draft.set("folder", output, "--output_dir")
     every = draft.get("--checkpointing_steps")
@@ -166,6 +167,11 @@ def data(draft: Draft) -> None:
         _from_files(draft, files, tokenizer, options)
 
 
+_CORPORA = {
+    ("wikitext", "wikitext-2-raw-v1"): "wikitext-2",
+    ("wikitext", "wikitext-103-raw-v1"): "wikitext-103",
+}
+"""Datasets with a validation set of their own that `prepare` knows by name."""
 _TOKENIZERS = ("--tokenizer_name", "--model_name_or_path", "--config_name")
 
 
@@ -176,7 +182,16 @@ def _from_dataset(draft: Draft, dataset: str, tokenizer: str, options: list[str]
     prefix = _prefix("-".join(filter(None, (dataset, part))), tokenizer)
     if draft.given("--validation_file"):
         draft.ignore("--validation_file", "--dataset_name brings its own validation set")
-    local = dataset if dataset.startswith((".", "/")) or not os.path.exists(dataset) else None
+    if (corpus := _CORPORA.get((dataset.rpartition("/")[2], part))) is not None:
+        words = ("prepare", corpus, f"--output={prefix}", *options)
+        draft.first.append(Preparation(words, (f"{prefix}_train", f"{prefix}_val")))
+        draft.set("data.paths", f"{prefix}_train", *names)
+        draft.set("data.validation", f"{prefix}_val", *names)
+        if draft.given("--validation_split_percentage"):
+            why = "the dataset has a validation set of its own"
+            draft.ignore("--validation_split_percentage", why)
+        return
+    local = dataset if dataset.startswith((".", "/")) or not Path(dataset).exists() else None
     source = f"hf:{local or f'./{dataset}'}{query}"
     _hold_out(draft, prefix, source, options, *names)
 
@@ -191,7 +206,7 @@ def _from_files(draft: Draft, file: str, tokenizer: str, options: list[str]) -> 
         draft.ignore("--dataset_config_name", "files have no configuration")
     # A line of a text file is a document, as in the datasets library.
     lines = ["--documents=line"] if file.endswith(".txt") else []
-    stem = os.path.basename(file).rpartition(".")[0]
+    stem = Path(file).stem
     prefix = _prefix(stem, tokenizer)
     own = draft.get("--validation_file")
     if own is None:
@@ -203,7 +218,7 @@ def _from_files(draft: Draft, file: str, tokenizer: str, options: list[str]) -> 
     ):
         each = ["--documents=line"] if source.endswith(".txt") else []
         words = ("prepare", source, f"--output={prefix}_{part}", *options, *each)
-        draft.first.append(words)
+        draft.first.append(Preparation(words, (f"{prefix}_{part}",)))
         draft.set(f"data.{setting}", f"{prefix}_{part}", name)
     if draft.given("--validation_split_percentage"):
         draft.ignore("--validation_split_percentage", "--validation_file is the validation set")
@@ -217,16 +232,17 @@ def _hold_out(draft: Draft, prefix: str, source: str, options: list[str], *names
         draft.refuse("must be above 0 and below 100", held, "give 5, for example")
         return
     split = f"--split={100 - percent},{percent}"
-    draft.first.append(("prepare", source, f"--output={prefix}", split, *options))
+    words = ("prepare", source, f"--output={prefix}", split, *options)
+    draft.first.append(Preparation(words, (f"{prefix}_train", f"{prefix}_val")))
     draft.set("data.paths", f"{prefix}_train", *names)
     draft.set("data.validation", f"{prefix}_val", *names, held)
     text = "documents are drawn at random, also where a dataset has a validation set of its own"
-    draft.changed_once(held, text)
+    draft.changed.append(Remark(draft.written(held), text))
 
 
 def _prefix(text: str, tokenizer: str) -> str:
     """Where the tokens of a text lie; a path names the tokenizer by its last part."""
-    return f"tokens/{run_name(text, 'text')}-{run_name(os.path.basename(tokenizer), 'tokenizer')}"
+    return f"tokens/{run_name(text, 'text')}-{run_name(Path(tokenizer).name, 'tokenizer')}"
 
 
 RULES = (model, batch, schedule, precision, kfac, folder, data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from gristmill.dialects.draft import Draft, Remark
@@ -14,6 +15,8 @@ _BY_NAME = (
     *("SentencePieceTokenizer", "GPTSentencePieceTokenizer"),
 )
 """Tokenizers that have one file, or a name."""
+_FILES = (("vocab.json", "merges.txt"), ("gpt2-vocab.json", "gpt2-merges.txt"))
+"""Names by which a folder's vocabulary and merges are found."""
 
 
 def data(draft: Draft) -> None:
@@ -72,18 +75,20 @@ def tokenizer(draft: Draft) -> None:
     kind = draft.get("--tokenizer-type")
     files = ("--vocab-file", "--merge-file")
     model = draft.only_one("--tokenizer-model", "--tokenizer-name-or-path")
-    where = [os.path.dirname(draft.get(name)) or "." for name in files if draft.given(name)]
+    paths = [Path(draft.get(name)) for name in files if draft.given(name)]
+    where = [str(path.parent) for path in paths]
     if model is not None:
         draft.set("data.tokenizer", draft.get(model), model, "--tokenizer-type")
         for name in filter(draft.given, files):
             draft.ignore(name, f"{model} names the tokenizer")
-    elif len(where) == 2 and where[0] == where[1]:
+    elif tuple(path.name for path in paths) in _FILES and where[0] == where[1]:
         draft.set("data.tokenizer", where[0], *files, "--tokenizer-type")
     elif where:
-        what = "a vocabulary and its merges must lie in one folder"
+        what = "a tokenizer is a folder here, with vocab.json and merges.txt in it"
         name = next(name for name in files if draft.given(name))
-        draft.refuse(what, name, "give both files, from one folder")
-        draft.account(*files)
+        instead = "give both files from one folder, by these names or with gpt2- before them"
+        draft.refuse(what, name, instead)
+        draft.account(*files, "--tokenizer-type")
     elif kind == "NullTokenizer":
         what = "a run needs the tokenizer of its token files"
         draft.refuse(what, "--tokenizer-type", "give --vocab-file and --merge-file")
@@ -118,7 +123,7 @@ def folder(draft: Draft) -> None:
     """Where the run lies, what it is called, and what it starts from."""
     save, load = draft.get("--save"), draft.get("--load")
     named = draft.get("--wandb-exp-name")
-    base = named or os.path.basename(os.path.normpath(save or "")) or "megatron"
+    base = named or Path(save or "").name or "megatron"
     draft.set("name", run_name(base, "megatron"), "--wandb-exp-name" if named else "--save")
     if save is not None:
         draft.set("folder", save, "--save")

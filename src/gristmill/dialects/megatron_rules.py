@@ -16,13 +16,13 @@ def horizon(draft: Draft) -> None:
         draft.refuse("the length of the run is not given", "--train-iters", "add it")
         return
     amount, batch = draft.get(name), draft.get("--global-batch-size")
-    if name == "--train-samples" and batch and not draft.given("--rampup-batch-size"):
+    by_samples = name == "--train-samples" and not draft.given("--rampup-batch-size")
+    if by_samples and batch is not None and 0 < batch < amount and amount % batch:
         # Megatron makes no step with fewer samples, and builds its order for all of them.
-        if amount % batch and amount > batch > 0:
-            draft.set("data.samples", amount, name)
-            amount -= amount % batch
-            draft.set("train.until", f"{amount} samples", name, "--global-batch-size")
-            return
+        draft.set("data.samples", amount, name)
+        amount -= amount % batch
+        draft.set("train.until", f"{amount} samples", name, "--global-batch-size")
+        return
     draft.set("train.until", f"{amount} {_unit(name)}", name)
 
 

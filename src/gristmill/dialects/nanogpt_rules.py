@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 
 from gristmill.dialects.draft import Draft
 from gristmill.dialects.naming import run_name
@@ -83,7 +83,7 @@ def folder(draft: Draft) -> None:
     """Where the run lies and where its tokens are."""
     out, named = draft.get("out_dir"), draft.get("wandb_run_name")
     draft.set("folder", out, "out_dir")
-    logs, own = draft.get("wandb_log"), os.path.basename(os.path.normpath(out))
+    logs, own = draft.get("wandb_log"), Path(out).name
     if logs:
         draft.set("name", run_name(named, "nanogpt"), "wandb_run_name")
         draft.set("track.wandb.project", draft.get("wandb_project"), "wandb_project", "wandb_log")

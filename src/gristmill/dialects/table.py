@@ -112,7 +112,9 @@ class Dialect(Settings):
     """The system, as its users call it."""
     program: str
     """The script."""
-    verb: Literal["train", "prepare", "generate"] = "train"
+    scripts: Texts = ()
+    """Files and modules that are this program. What stands before such a name starts it."""
+    verb: Literal["train", "prepare", "generate", "tokens merge"] = "train"
     """The command that does the same here."""
     syntax: Literal["argparse", "configurator", "toml"] = "argparse"
     """How options are written: `--a b`, `--a=b` and Python files as nanoGPT takes them, or TOML."""

@@ -18,10 +18,10 @@ import tomli_w
 
 from gristmill.base.errors import Problem, UserError
 from gristmill.config.schema import RunConfig
-from gristmill.dialects.draft import Draft, Remark, TranslatedSetting
+from gristmill.dialects.draft import Draft, Preparation, Remark, TranslatedSetting
 from gristmill.dialects.rules import RULES
 from gristmill.dialects.table import Dialect, ForeignOption
-from gristmill.dialects.words import GivenOption, printable, read_options
+from gristmill.dialects.words import GivenOption, printable, read_options, split_launcher
 
 CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
     "steps": lambda amount: f"{amount} steps",
@@ -49,8 +49,8 @@ class Translation:
     """Options that are taken, but not quite as the other program takes them."""
     ignored: tuple[Remark, ...]
     """Options without effect on the result, and why."""
-    first: tuple[tuple[str, ...], ...] = ()
-    """Commands of ours that have to be run before, such as `prepare …`."""
+    first: tuple[Preparation, ...] = ()
+    """Commands of ours that have to be run before."""
 
     @property
     def words(self) -> list[str]:
@@ -72,23 +72,23 @@ class Translation:
     @property
     def text(self) -> str:
         """The run file, or our command; each line with the options that it comes from."""
-        typed = printable(shlex.join([self.dialect.program, *self.command]))
-        lines = [f"# {self.dialect.title}: {typed}", *(f"# first: {one}" for one in self.before)]
+        started = split_launcher(self.dialect, self.command)[0]
+        program = [] if started else [self.dialect.program]
+        typed = printable(" ".join([*program, shlex.join(self.command)])).strip()
+        lines = [
+            f"# {self.dialect.title}: {typed}",
+            *(f"# first: {one.command}" for one in self.first),
+        ]
         if self.dialect.verb == "train":
             lines += [f"# with: gristmill train {printable(word)}" for word in self.words]
             lines += _run_file([one for one in self.settings if not one.path.startswith("-")])
         else:
-            lines += ["", shlex.join(["gristmill", self.dialect.verb, *self.words]), ""]
+            lines += ["", shlex.join(["gristmill", *self.dialect.verb.split(), *self.words]), ""]
             lines += [f"# {one.path}: {one.source}" for one in self.settings]
         for title, remarks in (("changed", self.changed), ("ignored", self.ignored)):
             if remarks:
                 lines += ["", f"# {title}", *(f"#   {printable(str(one))}" for one in remarks)]
         return "\n".join(lines) + "\n"
-
-    @property
-    def before(self) -> list[str]:
-        """The commands that have to be run before, for a shell."""
-        return [printable(shlex.join(["gristmill", *words])) for words in self.first]
 
     def explain(self, error: UserError) -> UserError:
         """An error about settings, in terms of the options that they come from."""
@@ -108,12 +108,18 @@ class Translation:
             if path in sources or 0 < len(inside) <= 3:
                 where = f"{' '.join(inside)}: {'.'.join(parts)}"
                 return Problem(problem.what, where, problem.remedy)
-        return problem
+        setting = ".".join(parts)
+        named = [name for name, option in self.dialect.options.items() if option.to == setting]
+        place = f"{named[0]}: {setting}" if named else problem.where
+        return Problem(problem.what, place, problem.remedy)
 
 
-def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Settings of ours at the beginning, such as runtime.device=cpu, and the other program's
-    words."""
+def split_overrides(dialect: Dialect, words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Settings of ours, such as runtime.device=cpu, and the other program's words. Where those may
+    be values of options, ours stand at the beginning."""
+    if dialect.syntax != "argparse":
+        ours = [word for word in words if _OVERRIDE.fullmatch(word)]
+        return ours, [word for word in words if not _OVERRIDE.fullmatch(word)]
     count = 0
     while count < len(words) and _OVERRIDE.fullmatch(words[count]):
         count += 1
@@ -122,8 +128,14 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def translate(dialect: Dialect, words: Sequence[str]) -> Translation:
     """Translate a command; raises one error that lists all options that cannot be taken."""
-    given = read_options(dialect, words)
+    launcher, options = split_launcher(dialect, words)
+    given = read_options(dialect, options)
     draft = Draft(dialect, given)
+    if launcher:
+        text = "this starts the other program"
+        if dialect.verb == "train":
+            text += "; --processes, or `gristmill launch`, starts several processes here"
+        draft.ignored.append(Remark(shlex.join(launcher), text))
     for path, fixed in dialect.fixed.items():
         draft.settings.append(TranslatedSetting(path, fixed.value, fixed.because))
     for name in dict.fromkeys((*dialect.options, *draft.options)):

@@ -24,6 +24,10 @@ from gristmill.base.errors import Exit, Problem, UserError
 from gristmill.dialects.table import Dialect, ForeignOption
 
 _LARGEST_FILE = 1 << 20
+_LARGEST_INT = 1 << 63
+"""What TOML can hold."""
+_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*=")
+_LAUNCHER = re.compile(r"python[\d.]*|torchrun|deepspeed|srun|mpirun|mpiexec|accelerate")
 _NEGATIVE = re.compile(r"-(\d|\.\d)")
 
 
@@ -41,7 +45,9 @@ def read_options(dialect: Dialect, words: Sequence[str]) -> list[GivenOption]:
     """The options of a command line, in order; raises one error with all that cannot be read."""
     readers = {"argparse": _argparse, "configurator": _configurator, "toml": _toml}
     found: list[GivenOption] = []
-    problems: list[Problem] = []
+    problems = [Problem("this is not UTF-8 text", printable(word)) for word in words if _odd(word)]
+    if problems:
+        raise UserError(problems, exit=Exit.USAGE)
     for item in readers[dialect.syntax](dialect, words):
         if isinstance(item, Problem):
             problems.append(item)
@@ -50,6 +56,24 @@ def read_options(dialect: Dialect, words: Sequence[str]) -> list[GivenOption]:
     if problems:
         raise UserError(problems, exit=Exit.USAGE)
     return found
+
+
+def _odd(text: str) -> bool:
+    """Whether a text has bytes that no text has, or a NUL, which no path may have."""
+    return "\0" in text or any("\ud800" <= one <= "\udfff" for one in text)
+
+
+def split_launcher(dialect: Dialect, words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """What starts the program, such as `torchrun --nproc_per_node 8 pretrain_gpt.py`, and the words
+    behind it. Only a known launcher or the script itself begins such a part."""
+    names = [word.rpartition("/")[2] for word in words]
+    begin = next((at for at, word in enumerate(words) if not _VARIABLE.match(word)), len(words))
+    if begin == len(words):
+        return (), words
+    if names[begin] not in dialect.scripts and not _LAUNCHER.fullmatch(names[begin]):
+        return (), words
+    at = next((at for at, name in enumerate(names) if name in dialect.scripts), None)
+    return ((), words) if at is None else (words[: at + 1], words[at + 1 :])
 
 
 def printable(text: str) -> str:
@@ -124,16 +148,22 @@ def _value(option: ForeignOption, text: str) -> Any:
     """The value of a word, or why it is none."""
     try:
         if option.value == "int":
-            return int(text)
+            return _sensible(int(text))
         if option.value == "float":
             return _finite(float(text))
     except ValueError:
-        kind = "whole number" if option.value == "int" else "finite number"
+        kind = "whole number below 2^63" if option.value == "int" else "finite number"
         return ValueError(f"{printable(text)[:60]!r} is not a {kind}")
     if option.value == "bool":
         known = {"true": True, "false": False, "1": True, "0": False}
         return known.get(text.lower(), ValueError(f"{printable(text)[:60]!r} is not true or false"))
     return text
+
+
+def _sensible(number: int) -> int:
+    if abs(number) >= _LARGEST_INT:
+        raise ValueError
+    return number
 
 
 def _finite(number: float) -> float:
@@ -308,8 +338,12 @@ def _wrong_kind(option: ForeignOption, value: Any) -> str | None:
     if not fits[option.value]:
         kinds = {"int": "a whole number", "float": "a number", "text": "text"}
         return f"must be {kinds.get(option.value, 'true or false')}"
-    if isinstance(value, int | float) and not abs(value) < 1e30:
+    if isinstance(value, int) and abs(value) >= _LARGEST_INT:
+        return "must be below 2^63"
+    if isinstance(value, float) and not math.isfinite(value):
         return "must be a finite number"
+    if isinstance(value, str) and _odd(value):
+        return "must be text without NUL"
     return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 
 from gristmill.dialects.draft import Draft
 from gristmill.dialects.naming import run_name
@@ -120,7 +120,7 @@ def folder(draft: Draft) -> None:
         draft.set("track.wandb.project", draft.get(names[0]), *names)
         draft.set("name", run_name(named, "xla-gpt2"), "--wandb-name")
     else:
-        own = os.path.basename(os.path.normpath(path))
+        own = Path(path).name
         draft.set("name", run_name(own, "xla-gpt2"), "--checkpoints-dir")
         for name in filter(draft.given, ("--wandb-project", "--wandb-name")):
             draft.ignore(name, "without --wandb-logging nothing is sent")
