@@ -34,20 +34,22 @@ def exchange(draft: Draft) -> None:
         if draft.given("train.grad_norm_clip"):
             text = "the norm is that of the whole gradient, not of each bucket"
             draft.change("train.grad_norm_clip", text)
-    elif draft.given("train.topology"):
+    elif draft.given("train.backend") and draft.get("train.backend") == "pytorchddp":
+        draft.ignore("train.backend", "gradients are summed over all processes in any case")
+    if draft.get("train.backend") != "decentdp" and draft.given("train.topology"):
         draft.ignore("train.topology", "only the backend decentdp has one")
     if draft.get("train.backend") not in ("decentdp", "pytorchddp"):
         draft.refuse("is no backend", "train.backend", "give decentdp or pytorchddp")
-    draft.account("train.backend")
 
 
 def folder(draft: Draft) -> None:
     """Where the run lies, where its tokens are, and how often it validates and saves."""
     log, data = draft.get("log_dir"), draft.get("data_dir")
-    own = Path(log).name
-    draft.set("name", run_name(own, "decentralized"), "log_dir")
-    draft.set("folder", log, "log_dir")
-    draft.changed_once("log_dir", "the folder is that of one run, and holds no folder for each job")
+    # Theirs is named for the job, of which there is a new one at every start.
+    own = run_name(Path(draft.words[-1]).stem, "decentralized")
+    draft.set("name", own, "log_dir")
+    draft.set("folder", os.path.join(log, own), "log_dir")
+    draft.changed_once("log_dir", "the run's folder in it is named for the file, not for the job")
     for setting, part in (("paths", "train"), ("validation", "val")):
         draft.set(f"data.{setting}", os.path.join(data, part), "data_dir")
     every = f"{draft.get('log.eval_interval')} steps"
@@ -60,7 +62,7 @@ def folder(draft: Draft) -> None:
         draft.set("track.wandb.project", draft.get("log.wandb_project"), *names)
     else:
         for name in filter(draft.given, ("log.wandb_log", "log.wandb_project")):
-            draft.ignore(name, "wandb_log is false")
+            draft.ignore(name, "without wandb_log nothing is sent")
 
 
 def precision(draft: Draft) -> None:

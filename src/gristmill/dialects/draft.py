@@ -50,8 +50,12 @@ class Preparation:
 class Draft:
     """Collects what becomes of the options of one command; every option given is accounted for."""
 
-    def __init__(self, dialect: Dialect, given: Sequence[GivenOption]) -> None:
+    def __init__(
+        self, dialect: Dialect, given: Sequence[GivenOption], *, words: Sequence[str] = ()
+    ) -> None:
         self.dialect = dialect
+        self.words = words
+        """The command, behind the name of the script."""
         # As in argparse, the last one counts.
         self.options = {one.name: one for one in given}
         self.settings: list[TranslatedSetting] = []

@@ -34,14 +34,13 @@ def model(draft: Draft) -> None:
         what = "the weights of one model do not fit the configuration of another"
         draft.refuse(what, names[1], "give one of the two")
     else:
-        draft.set("model.hf", named or shape, *(names[:1] if named else names[1:2]))
+        draft.set("model.hf", named or shape, *names[:2])
         if named is not None:
             draft.set("model.init", "pretrained", names[0])
             text = "starts from its weights, as in the trainer; model.init=random does not"
             draft.change(names[0], text)
     if kind is not None and (named or shape):
         draft.ignore(names[2], "the name of the model says it")
-    draft.account(*names)
     length = draft.get("--block_size")
     draft.set("data.sequence", length, "--block_size")
 
@@ -149,8 +148,6 @@ def data(draft: Draft) -> None:
     tokenizer = next(
         (draft.get(name) for name in _TOKENIZERS if draft.get(name) is not None), "gpt2"
     )
-    for name in filter(draft.given, ("--tokenizer_name",)):
-        draft.account(name)
     dataset, files = draft.get("--dataset_name"), draft.get("--train_file")
     if (dataset is None) == (files is None):
         what = "gives the text, and so does --train_file" if dataset else "no text is given"
@@ -160,7 +157,6 @@ def data(draft: Draft) -> None:
     options = ["--no-append-eod", f"--tokenizer={tokenizer}"]
     if draft.given("--preprocessing_num_workers"):
         options.append(f"--workers={draft.get('--preprocessing_num_workers')}")
-        draft.account("--preprocessing_num_workers")
     if dataset is not None:
         _from_dataset(draft, dataset, tokenizer, options)
     else:
@@ -172,13 +168,15 @@ _CORPORA = {
     ("wikitext", "wikitext-103-raw-v1"): "wikitext-103",
 }
 """Datasets with a validation set of their own that `prepare` knows by name."""
+_MAKING = ("--tokenizer_name", "--preprocessing_num_workers")
+"""Options about how tokens are made."""
 _TOKENIZERS = ("--tokenizer_name", "--model_name_or_path", "--config_name")
 
 
 def _from_dataset(draft: Draft, dataset: str, tokenizer: str, options: list[str]) -> None:
     part = draft.get("--dataset_config_name")
     query = f"?config={quote_plus(part)}" if part else ""
-    names = ("--dataset_name", "--dataset_config_name")
+    names = ("--dataset_name", "--dataset_config_name", *_MAKING)
     prefix = _prefix("-".join(filter(None, (dataset, part))), tokenizer)
     if draft.given("--validation_file"):
         draft.ignore("--validation_file", "--dataset_name brings its own validation set")
@@ -210,7 +208,7 @@ def _from_files(draft: Draft, file: str, tokenizer: str, options: list[str]) -> 
     prefix = _prefix(stem, tokenizer)
     own = draft.get("--validation_file")
     if own is None:
-        _hold_out(draft, prefix, file, [*options, *lines], "--train_file")
+        _hold_out(draft, prefix, file, [*options, *lines], "--train_file", *_MAKING)
         return
     for setting, part, source, name in (
         ("paths", "train", file, "--train_file"),
@@ -219,7 +217,7 @@ def _from_files(draft: Draft, file: str, tokenizer: str, options: list[str]) -> 
         each = ["--documents=line"] if source.endswith(".txt") else []
         words = ("prepare", source, f"--output={prefix}_{part}", *options, *each)
         draft.first.append(Preparation(words, (f"{prefix}_{part}",)))
-        draft.set(f"data.{setting}", f"{prefix}_{part}", name)
+        draft.set(f"data.{setting}", f"{prefix}_{part}", name, *_MAKING)
     if draft.given("--validation_split_percentage"):
         draft.ignore("--validation_split_percentage", "--validation_file is the validation set")
 

@@ -125,24 +125,22 @@ def folder(draft: Draft) -> None:
     named = draft.get("--wandb-exp-name")
     base = named or Path(save or "").name or "megatron"
     draft.set("name", run_name(base, "megatron"), "--wandb-exp-name" if named else "--save")
+    same = save is not None and load is not None and _same(save, load)
     if save is not None:
-        draft.set("folder", save, "--save")
+        draft.set("folder", save, "--save", *(["--load"] if same else []))
     else:
         text = "checkpoints are saved all the same, into the run's folder"
         draft.changed.append(Remark("without --save", text))
-    same = save is not None and load is not None and _same(save, load)
     if draft.given("--finetune") and load is not None and not same:
         draft.set("model.start", load, "--load", "--finetune")
     elif draft.given("--finetune"):
         what = "starts a new run from weights, which are not in a folder of their own"
         draft.refuse(what, "--finetune", "give --load the folder of the weights, --save another")
         draft.account("--load")
-    elif same:
-        draft.account("--load")
-    elif load is not None:
+    elif load is not None and not same:
         what = "a run resumes in its own folder"
         draft.refuse(what, "--load", "give --save the same folder, or --finetune for its weights")
-    elif save is not None:
+    elif save is not None and not same:
         text = "a run that this folder holds is resumed, also without --load"
         draft.change("--save", text)
     every = draft.get("--save-interval")
@@ -180,12 +178,11 @@ def prepared_tokenizer(draft: Draft) -> None:
         draft.refuse(what, "--tokenizer-type", "give GPT2BPETokenizer or HuggingFaceTokenizer")
     for name in filter(draft.given, files):
         if kind == "GPT2BPETokenizer" or model is None:
-            draft.set(name, draft.get(name), name)
+            draft.set(name, draft.get(name), name, "--tokenizer-type")
         else:
             draft.ignore(name, f"{model} names the tokenizer")
     ends = "--append-eod" if draft.given("--append-eod") else "--no-append-eod"
     draft.set(ends, True, "--append-eod")
-    draft.account("--tokenizer-type")
 
 
 def _same(one: str, other: str) -> bool:

@@ -150,14 +150,13 @@ def recompute(draft: Draft) -> None:
         "--activations-checkpoint-method",
     )
     asked = draft.get("--recompute-granularity")
-    old = next((name for name in full if draft.given(name)), None)
+    names = ("--recompute-granularity", "--recompute-activations", *full)
     if asked is not None:
-        draft.set("train.recompute", asked, "--recompute-granularity", "--recompute-activations")
-    elif old is not None:
-        draft.set("train.recompute", "full", *full)
+        draft.set("train.recompute", asked, *names)
+    elif any(map(draft.given, full)):
+        draft.set("train.recompute", "full", *names)
     elif draft.given("--recompute-activations"):
-        draft.set("train.recompute", "selective", "--recompute-activations")
-    draft.account(*full, "--recompute-activations")
+        draft.set("train.recompute", "selective", *names)
 
 
 def shape(draft: Draft) -> None:
@@ -208,10 +207,9 @@ def positions(draft: Draft) -> None:
     """Position embeddings, sample length and context."""
     length, most = draft.get("--seq-length"), draft.get("--max-position-embeddings")
     if most is not None:
-        draft.set("model.context", most, "--max-position-embeddings")
-        if length is not None and length == most:
-            draft.account("--seq-length")
-        elif length is not None:
+        both = ("--max-position-embeddings", "--seq-length")
+        draft.set("model.context", most, *(both if length == most else both[:1]))
+        if length not in (None, most):
             draft.set("data.sequence", length, "--seq-length")
     elif length is not None:
         draft.set("model.context", length, "--seq-length")
@@ -256,7 +254,8 @@ def layout(draft: Draft) -> None:
     if padded is None:
         draft.set("model.vocab_multiple", multiple, "--make-vocab-size-divisible-by")
         return
-    draft.account("--make-vocab-size-divisible-by")
+    if draft.given("--make-vocab-size-divisible-by"):
+        draft.ignore("--make-vocab-size-divisible-by", "--pad-vocab-size-to counts")
     if padded < 1 or tp < 1 or padded % tp:
         what = f"{padded} rows cannot be divided among {tp} tensor-parallel ranks"
         draft.refuse(what, "--pad-vocab-size-to", f"give a multiple of {tp}")

@@ -27,7 +27,8 @@ def model(draft: Draft) -> None:
     elif start != "scratch":
         what = "is neither scratch, resume nor one of the gpt2 models"
         draft.refuse(what, "init_from", 'give "scratch", "resume", "gpt2" … "gpt2-xl"')
-    draft.account("init_from")
+    elif draft.given("init_from"):
+        draft.ignore("init_from", "weights are random in any case")
     for name, setting in sizes.items():
         draft.set(f"model.{setting}", draft.get(name), name)
     draft.set("model.context", draft.get("block_size"), "block_size")
@@ -90,7 +91,7 @@ def folder(draft: Draft) -> None:
     else:
         draft.set("name", run_name(own, "nanogpt"), "out_dir")
         for name in filter(draft.given, ("wandb_log", "wandb_project", "wandb_run_name")):
-            draft.ignore(name, "wandb_log is False")
+            draft.ignore(name, "without wandb_log nothing is sent")
     if draft.get("init_from") == "scratch" and draft.given("out_dir"):
         draft.change("out_dir", "a run that this folder holds is resumed, not begun anew")
     for setting, part in (("paths", "train"), ("validation", "val")):

@@ -80,10 +80,12 @@ class Translation:
             *(f"# first: {one.command}" for one in self.first),
         ]
         if self.dialect.verb == "train":
-            lines += [f"# with: gristmill train {printable(word)}" for word in self.words]
+            own = [one for one in self.settings if one.path.startswith("-") and one.value]
+            lines += [f"# with: gristmill train {one.path} ({one.source})" for one in own]
             lines += _run_file([one for one in self.settings if not one.path.startswith("-")])
         else:
-            lines += ["", shlex.join(["gristmill", *self.dialect.verb.split(), *self.words]), ""]
+            words = ("gristmill", *self.dialect.verb.split(), *self.words)
+            lines += ["", " ".join(map(_quoted, words)), ""]
             lines += [f"# {one.path}: {one.source}" for one in self.settings]
         for title, remarks in (("changed", self.changed), ("ignored", self.ignored)):
             if remarks:
@@ -130,7 +132,7 @@ def translate(dialect: Dialect, words: Sequence[str]) -> Translation:
     """Translate a command; raises one error that lists all options that cannot be taken."""
     launcher, options = split_launcher(dialect, words)
     given = read_options(dialect, options)
-    draft = Draft(dialect, given)
+    draft = Draft(dialect, given, words=options)
     if launcher:
         text = "this starts the other program"
         if dialect.verb == "train":
@@ -142,7 +144,9 @@ def translate(dialect: Dialect, words: Sequence[str]) -> Translation:
         _take(draft, name, dialect.option(name))
     for rule in dialect.rules:
         RULES[rule](draft)
-    _note_repeated(draft, given)
+    if dialect.syntax == "argparse":
+        # Elsewhere, words are meant to replace what a file says.
+        _note_repeated(draft, given)
     for name in draft.left_over:
         draft.refuse("has no effect beside the other options", name, "leave it out")
     if draft.problems:
@@ -216,10 +220,20 @@ def _run_file(settings: Sequence[TranslatedSetting]) -> list[str]:
     return lines
 
 
+def _quoted(word: str) -> str:
+    """A word for bash, on one line."""
+    if word.isprintable():
+        return shlex.quote(word)
+    plain = word.replace("\\", "\\\\").replace("'", "\\'")
+    escaped = (one if one.isprintable() else f"\\U{ord(one):08x}" for one in plain)
+    return f"$'{''.join(escaped)}'"
+
+
 def _toml(value: Any) -> str:
     """A value on one line."""
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{_toml(key)} = {_toml(one)}" for key, one in value.items()) + " }"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_toml, value)) + "]"
-    return tomli_w.dumps({"x": value}).removeprefix("x = ").rstrip("\n")
+    text = tomli_w.dumps({"x": value}).removeprefix("x = ").rstrip("\n")
+    return "".join(one if one.isprintable() else f"\\U{ord(one):08x}" for one in text)
