@@ -128,7 +128,10 @@ class DialectCommand(TyperCommand):
         translation = translate_words(load_dialect(name, str(self.name)), foreign)
         if not {"-q", "--quiet"} & set(own):
             _tell(translation)
-        return super().parse_args(ctx, [*own, *translation.words])
+        words = translation.words
+        end = words.index("--") if "--" in words else len(words)
+        # Ours come later, so that they count.
+        return super().parse_args(ctx, [*words[:end], *own, *words[end:]])
 
 
 class DialectTraining(TyperCommand):

@@ -131,12 +131,12 @@ def folder(draft: Draft) -> None:
 
 
 def corpus(draft: Draft) -> None:
-    """FineWeb or FineWeb-Edu, into shards in the folders that training reads."""
-    name = "fineweb_edu" if draft.given("--fineweb-edu") else "fineweb"
-    draft.set("SOURCE", f"{name.replace('_', '-')}-10bt", "--fineweb-edu")
+    """FineWeb or FineWeb-Edu, into shards by the names that training is given."""
+    name = "fineweb-edu" if draft.given("--fineweb-edu") else "fineweb"
+    draft.set("SOURCE", f"{name}-10bt", "--fineweb-edu")
     where = draft.get("--output-dir")
-    draft.set("--output", f"{where.rstrip('/') or '/'}/{{split}}/{name}", "--output-dir")
-    text = "shards lie in its folders train and test, which the program leaves to you"
+    draft.set("--output", f"{where.rstrip('/')}/{{split}}", "--output-dir")
+    text = "shards are named train_000001.npy, … and test_000001.npy, … in it"
     draft.changed_once("--output-dir", text)
 
 
