@@ -118,13 +118,13 @@ class DialectCommand(TyperCommand):
     are that program's, and become ours before they are parsed."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        from gristmill.dialects.table import load_dialect
-        from gristmill.dialects.translate import translate as translate_words
-
         own, foreign = split_dialect(args)
         name = _dialect_of(own)
         if name is None or {"-h", "--help"} & set(own):
             return super().parse_args(ctx, args)
+        from gristmill.dialects.table import load_dialect
+        from gristmill.dialects.translate import translate as translate_words
+
         translation = translate_words(load_dialect(name, str(self.name)), foreign)
         if not {"-q", "--quiet"} & set(own):
             _tell(translation)

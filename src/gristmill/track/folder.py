@@ -2,7 +2,7 @@
 
     runs/NAME/
     ├── run.toml            the complete settings, runs again as it is; makes the folder a run
-    ├── origin.txt          the command as typed
+    ├── origin.txt          the command as typed, and what it amounts to if it was another program's
     ├── environment.json    versions, commit, host, device
     ├── train.log           the run in lines for people
     ├── metrics.jsonl       the run in records for programs
