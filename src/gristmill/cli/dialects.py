@@ -139,9 +139,11 @@ class DialectTraining(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)
-        if _dialect_of(args[:end]) is not None:
-            ctx.ignore_unknown_options = True
-        return super().parse_args(ctx, args)
+        ctx.ignore_unknown_options = _dialect_of(args[:end]) is not None
+        left = super().parse_args(ctx, args)
+        if ctx.params["run"] is None and ctx.params["dialect"] is None:
+            ctx.fail("Missing argument 'RUN.toml'.")
+        return left
 
 
 def split_dialect(args: list[str]) -> tuple[list[str], list[str]]:

@@ -144,9 +144,6 @@ def _load(words: list[str], dialect: str | None) -> tuple[RunConfig, TranslatedR
     if dialect is not None:
         translated = translate_run(dialect, words)
         return translated.config, translated
-    if not words:
-        what, remedy = "no run file is given", "name it, or the folder of a run to resume"
-        raise UserError(what, where="command line", remedy=remedy, exit=Exit.USAGE)
     return load_run(Path(words[0]), words[1:], find_model=settings_folder), None
 
 
