@@ -38,4 +38,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     for marker, (script, function) in TEXTS.items():
         if marker in markdown:
             markdown = markdown.replace(marker, getattr(_script(script), function)())
+    if "<!-- options of " in markdown:
+        for marker, make in _script("dialects").TEXTS.items():
+            markdown = markdown.replace(marker, make())
     return markdown

@@ -29,6 +29,7 @@ from gristmill.base.hub import downloads_shown
 from gristmill.base.process import Place
 from gristmill.cli import (
     bench,
+    dialects,
     evaluate,
     inspect,
     launch,
@@ -74,15 +75,16 @@ app = typer.Typer(
 )
 
 app.command("demo")(train.demo)
-app.command("prepare", epilog=prepare.EXAMPLES)(prepare.prepare)
+app.command("prepare", epilog=prepare.EXAMPLES, cls=dialects.DialectCommand)(prepare.prepare)
 app.add_typer(tokens.tokens, name="tokens")
 app.add_typer(tokenizer.tokenizer, name="tokenizer")
-app.command("train")(train.train)
+app.command("train", cls=dialects.DialectTraining)(train.train)
+app.command("translate", context_settings={"ignore_unknown_options": True})(dialects.translate)
 app.add_typer(launch.launch, name="launch")
 app.command("replay")(replay.replay)
 app.command("bench")(bench.bench)
 app.command("evaluate")(evaluate.evaluate)
-app.command("generate")(models.generate)
+app.command("generate", cls=dialects.DialectCommand)(models.generate)
 app.command("export")(models.export)
 app.command("report")(inspect.report)
 app.command("config")(inspect.config)

@@ -13,6 +13,7 @@ import typer
 
 from gristmill.base.errors import UserError
 from gristmill.base.units import format_bytes
+from gristmill.cli.dialects import DialectName
 from gristmill.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def generate(
         str | None,
         typer.Argument(help="Text to continue; - reads stdin; without one, asks for prompts."),
     ] = None,
+    dialect: DialectName = None,
     tokens: Annotated[
         int, typer.Option("--tokens", "-n", help="Stop after this many.", min=1)
     ] = 128,

@@ -14,6 +14,7 @@ import typer
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.hub import downloads_shown
 from gristmill.base.units import format_bytes, format_count, format_seconds
+from gristmill.cli.dialects import DialectName
 from gristmill.cli.options import (
     OUTPUT,
     SOURCE,
@@ -88,6 +89,7 @@ def prepare(
         ),
     ] = None,
     *,
+    dialect: DialectName = None,
     output: Output,
     tokenizer: Annotated[
         str,

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 ATTEMPTS = 3
 _NOT_OF_A_PART = frozenset(
     "engine at_once attempts ray_address launch status part parts workers as_json quiet "
-    "corpora".split()
+    "corpora dialect".split()
 )
 """Options that concern all parts together, or that each part is given anew."""
 _MAX_SHOWN = 20

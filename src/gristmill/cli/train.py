@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gristmill.base.errors import Exit, UserError
+from gristmill.cli.dialects import DialectName, TranslatedRun, translate_run
 from gristmill.cli.options import Overrides
 
 if TYPE_CHECKING:
@@ -18,9 +19,11 @@ if TYPE_CHECKING:
 
 def train(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN.toml", help="The run file, or a run folder to resume.")
-    ],
+        str | None,
+        typer.Argument(metavar="RUN.toml", help="The run file, or a run folder to resume."),
+    ] = None,
     settings: Overrides = None,
+    dialect: DialectName = None,
     fresh: Annotated[
         bool,
         typer.Option("--fresh", help="Start over; an existing run is moved aside, not deleted."),
@@ -66,16 +69,17 @@ def train(
     from gristmill.launch.lifeline import follow_supervisor
 
     supervised = follow_supervisor()
-    from gristmill.base.downloads import settings_folder
-    from gristmill.config.load import load_run
-
-    config = load_run(run, settings or (), find_model=settings_folder)
+    words = [*([] if run is None else [run]), *(settings or ())]
+    config, translated = _load(words, dialect)
+    validate_only = validate_only or (translated is not None and translated.validates_only)
     if fresh and start_from is not None:
         what = "--fresh starts over, and --from goes back to a checkpoint"
         raise UserError(what, where="command line", remedy="leave out one of them", exit=Exit.USAGE)
     if fresh and validate_only:
         what = "--fresh starts a run over, and --validate-only changes nothing"
         raise UserError(what, where="command line", remedy="leave out one of them", exit=Exit.USAGE)
+    if translated is not None and not supervised:
+        _begin(translated)
     if (processes > 1 or restarts > 0) and not supervised:
         from gristmill.base.process import Place
         from gristmill.config.rules import check_mesh
@@ -109,8 +113,9 @@ def train(
         if validate_only:
             chosen = () if start_from is None else (f"--from={start_from}",)
             options = (*options, "--validate-only", *chosen)
-        command = (sys.executable, "-m", "gristmill", "train", *options, "--", str(run))
-        command = (*command, *(settings or ()))
+        if dialect is not None:
+            options = (f"--dialect={dialect}", *options)
+        command = (sys.executable, "-m", "gristmill", "train", *options, "--", *words)
         job = Job(command, processes, folder, restarts, elastic=config.parallel.elastic)
         raise typer.Exit(supervise(job))
     if validate_only:
@@ -128,8 +133,32 @@ def train(
     with StopRequest() as stop:
         from gristmill.train.run import run_training
 
-        outcome = run_training(config, fresh=fresh, start_from=start_from, stop=stop)
+        text = "" if translated is None else translated.translation.text
+        outcome = run_training(
+            config, fresh=fresh, start_from=start_from, stop=stop, translation=text
+        )
     raise typer.Exit(outcome.exit)
+
+
+def _load(words: list[str], dialect: str | None) -> tuple[RunConfig, TranslatedRun | None]:
+    """The settings of a run file, or of another program's words."""
+    from gristmill.base.downloads import settings_folder
+    from gristmill.config.load import load_run
+
+    if dialect is not None:
+        translated = translate_run(dialect, words)
+        return translated.config, translated
+    return load_run(Path(words[0]), words[1:], find_model=settings_folder), None
+
+
+def _begin(translated: TranslatedRun) -> None:
+    """Say what became of the other program's options, and make the token files it would make."""
+    from gristmill.base.process import Place
+
+    place = Place.current()
+    if place.rank == 0:
+        translated.tell()
+    translated.prepare(alone=place.world == 1)
 
 
 def _validate(config: RunConfig, step: str | None) -> None:

@@ -2,7 +2,7 @@
 
     runs/NAME/
     ├── run.toml            the complete settings, runs again as it is; makes the folder a run
-    ├── origin.txt          the command as typed
+    ├── origin.txt          the command as typed, and what it amounts to if it was another program's
     ├── environment.json    versions, commit, host, device
     ├── train.log           the run in lines for people
     ├── metrics.jsonl       the run in records for programs
@@ -46,8 +46,10 @@ _TAIL = 1 << 16
 class RunFolder:
     """The paths of one run, as drawn above."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, translation: str = "") -> None:
         self.path = path
+        self.translation = translation
+        """What the command amounts to, if it was that of another program; for origin.txt."""
         self.settings = path / "run.toml"
         self.origin = path / "origin.txt"
         self.environment = path / "environment.json"
@@ -152,9 +154,9 @@ class RunFolder:
         return {}
 
 
-def run_folder(config: RunConfig) -> RunFolder:
+def run_folder(config: RunConfig, *, translation: str = "") -> RunFolder:
     """The folder of a run."""
-    return RunFolder(Path(config.folder or f"runs/{config.name}"))
+    return RunFolder(Path(config.folder or f"runs/{config.name}"), translation=translation)
 
 
 def move_aside(folder: RunFolder) -> None:

@@ -122,7 +122,8 @@ def _fit_folder(parts: Assembly) -> list[str]:
     write_atomic(folder.settings, dump_run(parts.config))
     when = datetime.now().astimezone().isoformat(timespec="seconds")
     earlier = folder.origin.read_bytes() if folder.origin.is_file() else b""
-    write_atomic(folder.origin, earlier + f"{when}  {shlex.join(sys.argv)}\n".encode())
+    typed = f"{when}  {shlex.join(sys.argv)}\n{folder.translation}"
+    write_atomic(folder.origin, earlier + typed.encode())
     environment = describe_environment(parts.world, parameters=parts.parameters)
     write_json(folder.environment, environment)
     parts.tokenizer.save(folder.tokenizer)

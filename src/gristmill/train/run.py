@@ -75,11 +75,12 @@ def run_training(
     fresh: bool = False,
     start_from: str | None = None,
     stop: StopRequest | None = None,
+    translation: str = "",
 ) -> Outcome:
     """Train, or resume the run in the folder: from its newest checkpoint, or from the one that
     `start_from` names. `stop`: handles signals already; if None, signals are handled while this
-    runs."""
-    place, folder = Place.current(), run_folder(config)
+    runs. `translation`: what the command of another program amounts to, for origin.txt."""
+    place, folder = Place.current(), run_folder(config, translation=translation)
     mesh = check_mesh(config, processes=place.world)
     handler = contextlib.nullcontext(stop) if stop is not None else StopRequest()
     if config.parallel.elastic and place.world > 1:

@@ -1,0 +1,1 @@
+"""The command lines of other systems, as settings of a run."""

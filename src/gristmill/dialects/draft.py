@@ -1,0 +1,130 @@
+"""A translation in the making: which options were given, and what has become of each."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gristmill.base.errors import Problem
+from gristmill.dialects.table import Dialect
+from gristmill.dialects.words import GivenOption, printable
+
+
+@dataclass(frozen=True)
+class TranslatedSetting:
+    """A setting, or an option of our own command, and where it comes from."""
+
+    path: str
+    value: Any
+    source: str
+    """The other program's options, as they were written."""
+
+
+@dataclass(frozen=True)
+class Remark:
+    """What the user should know about an option."""
+
+    option: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.option}: {self.text}"
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """A command of ours that makes what a run reads."""
+
+    words: tuple[str, ...]
+    makes: tuple[str, ...]
+    """The token sets that it makes, by prefix."""
+
+    @property
+    def command(self) -> str:
+        """The command, for a shell."""
+        return printable(shlex.join(["gristmill", *self.words]))
+
+
+class Draft:
+    """Collects what becomes of the options of one command; every option given is accounted for."""
+
+    def __init__(
+        self, dialect: Dialect, given: Sequence[GivenOption], *, words: Sequence[str] = ()
+    ) -> None:
+        self.dialect = dialect
+        self.words = words
+        """The command, behind the name of the script."""
+        # As in argparse, the last one counts.
+        self.options = {one.name: one for one in given}
+        self.settings: list[TranslatedSetting] = []
+        self.changed: list[Remark] = []
+        self.ignored: list[Remark] = []
+        self.problems: list[Problem] = []
+        self.first: list[Preparation] = []
+        self._accounted: set[str] = set()
+
+    def given(self, name: str) -> bool:
+        """Whether the user wrote an option."""
+        assert name in self.dialect.options, f"{self.dialect.program} has no {name}"
+        return name in self.options
+
+    def get(self, name: str) -> Any:
+        """The value of an option, or its default."""
+        return self.options[name].value if self.given(name) else self.dialect.options[name].default
+
+    def choice(self, name: str) -> Any:
+        """Our value for that of an option with choices; None if it has none."""
+        choices = self.dialect.options[name].choices
+        assert choices is not None
+        return choices.get(self.get(name))
+
+    def only_one(self, *names: str) -> str | None:
+        """Which of several options that exclude one another is given; more than one is refused."""
+        found = [name for name in names if self.given(name)]
+        if len(found) > 1:
+            self.refuse(f"{' and '.join(found)} exclude one another", found[-1], "leave one out")
+            self.account(*found)
+        return found[0] if found else None
+
+    def set(self, path: str, value: Any, *names: str) -> None:
+        """Set a setting because of some options."""
+        written = [self.written(name) for name in names if self.given(name)]
+        source = " ".join(written) or f"default of {' and '.join(names)}"
+        self.account(*names)
+        self.settings = [one for one in self.settings if one.path != path]
+        self.settings.append(TranslatedSetting(path, value, source))
+
+    def change(self, name: str, text: str) -> None:
+        """Note that an option is taken, but not quite as the other program takes it."""
+        self.changed.append(Remark(self.written(name), text))
+        self.account(name)
+
+    def changed_once(self, name: str, text: str) -> None:
+        """The same, if the option is given at all."""
+        if self.given(name):
+            self.change(name, text)
+
+    def ignore(self, name: str, why: str) -> None:
+        """Note that an option has no effect on the result."""
+        self.ignored.append(Remark(self.written(name), why))
+        self.account(name)
+
+    def refuse(self, what: str, name: str, instead: str) -> None:
+        """Note that an option cannot be taken."""
+        self.problems.append(Problem(what, self.written(name), instead))
+        self.account(name)
+
+    def account(self, *names: str) -> None:
+        """Note that options have had their effect."""
+        self._accounted.update(names)
+
+    def written(self, name: str) -> str:
+        """An option as the user wrote it, or its name."""
+        return self.options[name].written if name in self.options else name
+
+    @property
+    def left_over(self) -> list[str]:
+        """Options given that nothing has looked at."""
+        return [name for name in self.options if name not in self._accounted]

@@ -1,0 +1,101 @@
+"""Names of nanoGPT's train.py that mean something only together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gristmill.dialects.draft import Draft
+from gristmill.dialects.naming import run_name
+
+GRAD_SCALER = {"initial": 65536.0, "window": 2000, "hysteresis": 1}
+"""The loss scale of torch's GradScaler."""
+_FORMATS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def model(draft: Draft) -> None:
+    """Sizes, which pretrained weights bring along."""
+    start = draft.get("init_from")
+    sizes = {"n_layer": "layers", "n_head": "heads", "n_embd": "width", "bias": "bias"}
+    if isinstance(start, str) and start.startswith("gpt2"):
+        draft.set("model.start", start, "init_from")
+        draft.set("data.sequence", draft.get("block_size"), "block_size")
+        for name in filter(draft.given, sizes):
+            draft.ignore(name, f"init_from = {start!r} brings its own")
+        return
+    if start == "resume":
+        draft.ignore("init_from", "a run that the folder holds is resumed in any case")
+    elif start != "scratch":
+        what = "is neither scratch, resume nor one of the gpt2 models"
+        draft.refuse(what, "init_from", 'give "scratch", "resume", "gpt2" … "gpt2-xl"')
+    elif draft.given("init_from"):
+        draft.ignore("init_from", "weights are random in any case")
+    for name, setting in sizes.items():
+        draft.set(f"model.{setting}", draft.get(name), name)
+    draft.set("model.context", draft.get("block_size"), "block_size")
+    # nanoGPT's GELU is the exact one, which pretrained GPT-2 weights were not made with.
+    draft.set("model.activation", "gelu", "n_layer")
+
+
+def batch(draft: Draft) -> None:
+    """The accumulation of all processes together, as nanoGPT counts it."""
+    micro, times = draft.get("batch_size"), draft.get("gradient_accumulation_steps")
+    draft.set("train.batch", micro * times, "batch_size", "gradient_accumulation_steps")
+    draft.set("train.micro_batch", micro, "batch_size")
+    draft.set("validate.windows", draft.get("eval_iters") * micro, "eval_iters", "batch_size")
+    draft.set("validate.every", f"{draft.get('eval_interval')} steps", "eval_interval")
+    draft.set("checkpoint.every", f"{draft.get('eval_interval')} steps", "eval_interval")
+
+
+def schedule(draft: Draft) -> None:
+    """Cosine with warm-up, or a constant rate without one."""
+    if not draft.get("decay_lr"):
+        draft.set("schedule.type", "constant", "decay_lr")
+        draft.set("schedule.warmup", "0 steps", "decay_lr")
+        for name in filter(draft.given, ("warmup_iters", "lr_decay_iters", "min_lr")):
+            draft.ignore(name, "decay_lr = False keeps the rate constant from the first step on")
+        return
+    draft.set("schedule.type", "cosine", "decay_lr")
+    draft.set("schedule.warmup", f"{draft.get('warmup_iters')} steps", "warmup_iters")
+    draft.set("schedule.decay", f"{draft.get('lr_decay_iters')} steps", "lr_decay_iters")
+    draft.set("schedule.min_lr", draft.get("min_lr"), "min_lr")
+
+
+def precision(draft: Draft) -> None:
+    """Device and number format; on the CPU nanoGPT computes in float32 whatever dtype says."""
+    device, written = draft.get("device"), draft.get("dtype")
+    kind = device.partition(":")[0]
+    if kind not in ("cpu", "cuda", "mps"):
+        draft.refuse("is no device known here", "device", "give cpu, cuda or mps")
+        return
+    draft.set("runtime.device", kind, "device")
+    if kind == "cpu":
+        draft.set("precision.compute", "fp32", "device")
+        if draft.given("dtype"):
+            draft.ignore("dtype", "on the CPU nanoGPT computes in float32 in any case")
+    elif written not in _FORMATS:
+        draft.refuse("is no number format", "dtype", f"one of {', '.join(_FORMATS)}")
+    else:
+        draft.set("precision.compute", _FORMATS[written], "dtype")
+        for key, value in GRAD_SCALER.items() if written == "float16" else ():
+            draft.set(f"precision.loss_scale.{key}", value, "dtype")
+
+
+def folder(draft: Draft) -> None:
+    """Where the run lies and where its tokens are."""
+    out, named = draft.get("out_dir"), draft.get("wandb_run_name")
+    draft.set("folder", out, "out_dir")
+    logs, own = draft.get("wandb_log"), Path(out).name
+    if logs:
+        draft.set("name", run_name(named, "nanogpt"), "wandb_run_name")
+        draft.set("track.wandb.project", draft.get("wandb_project"), "wandb_project", "wandb_log")
+    else:
+        draft.set("name", run_name(own, "nanogpt"), "out_dir")
+        for name in filter(draft.given, ("wandb_log", "wandb_project", "wandb_run_name")):
+            draft.ignore(name, "without wandb_log nothing is sent")
+    if draft.get("init_from") == "scratch" and draft.given("out_dir"):
+        draft.change("out_dir", "a run that this folder holds is resumed, not begun anew")
+    for setting, part in (("paths", "train"), ("validation", "val")):
+        draft.set(f"data.{setting}", f"data/{draft.get('dataset')}/{part}", "dataset")
+
+
+RULES = (model, batch, schedule, precision, folder)

@@ -1,0 +1,239 @@
+"""The translator: options of another program -> settings of a run, by its table.
+
+    words, or a file -> GivenOption… -> Draft -> Translation
+
+Rows of the table do most of it; options that mean something only together are left to a few
+functions in `rules.py`, which the table names. Nothing is dropped in silence.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tomli_w
+
+from gristmill.base.errors import Problem, UserError
+from gristmill.config.schema import RunConfig
+from gristmill.dialects.draft import Draft, Preparation, Remark, TranslatedSetting
+from gristmill.dialects.rules import RULES
+from gristmill.dialects.table import Dialect, ForeignOption
+from gristmill.dialects.words import GivenOption, printable, read_options, split_launcher
+
+CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
+    "steps": lambda amount: f"{amount} steps",
+    "samples": lambda amount: f"{amount} samples",
+    "tokens": lambda amount: f"{amount} tokens",
+    "minutes": lambda amount: f"{amount}m",
+    "seconds": lambda amount: f"{amount}s",
+    "negate": lambda yes: not yes,
+}
+"""How values change on the way, by the names that tables use."""
+_ALIKE = "this is what is done in any case"
+_OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_]+)+=.*", re.DOTALL)
+_PLACE = re.compile(r"(?:.*: )?([a-z_0-9]+(?:\.[a-z_0-9]+)*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Translation:
+    """What another program's command amounts to here."""
+
+    dialect: Dialect
+    command: tuple[str, ...]
+    """The words, as typed."""
+    settings: tuple[TranslatedSetting, ...]
+    changed: tuple[Remark, ...]
+    """Options that are taken, but not quite as the other program takes them."""
+    ignored: tuple[Remark, ...]
+    """Options without effect on the result, and why."""
+    first: tuple[Preparation, ...] = ()
+    """Commands of ours that have to be run before."""
+
+    @property
+    def words(self) -> list[str]:
+        """Options and arguments of our command, besides the settings of a run."""
+        options: list[str] = []
+        arguments: list[str] = []
+        for one in self.settings:
+            if self.dialect.verb == "train" and not one.path.startswith("-"):
+                continue
+            values = one.value if isinstance(one.value, list) else [one.value]
+            if not one.path.startswith("-"):
+                arguments += map(str, values)
+            elif isinstance(one.value, bool):
+                options += [one.path] if one.value else []
+            else:
+                options += [f"{one.path}={value}" for value in values]
+        return [*options, "--", *arguments] if arguments else options
+
+    @property
+    def text(self) -> str:
+        """The run file, or our command; each line with the options that it comes from."""
+        started = split_launcher(self.dialect, self.command)[0]
+        program = [] if started else [self.dialect.program]
+        typed = printable(" ".join([*program, shlex.join(self.command)])).strip()
+        lines = [
+            f"# {self.dialect.title}: {typed}",
+            *(f"# first: {one.command}" for one in self.first),
+        ]
+        if self.dialect.verb == "train":
+            own = [one for one in self.settings if one.path.startswith("-") and one.value]
+            lines += [f"# with: gristmill train {one.path} ({one.source})" for one in own]
+            lines += _run_file([one for one in self.settings if not one.path.startswith("-")])
+        else:
+            words = ("gristmill", *self.dialect.verb.split(), *self.words)
+            lines += ["", " ".join(map(_quoted, words)), ""]
+            lines += [f"# {one.path}: {one.source}" for one in self.settings]
+        for title, remarks in (("changed", self.changed), ("ignored", self.ignored)):
+            if remarks:
+                lines += ["", f"# {title}", *(f"#   {printable(str(one))}" for one in remarks)]
+        return "\n".join(lines) + "\n"
+
+    def explain(self, error: UserError) -> UserError:
+        """An error about settings, in terms of the options that they come from."""
+        sources = {one.path: one.source for one in self.settings}
+        problems = [self._explained(problem, sources) for problem in error.problems]
+        return UserError(problems, exit=error.exit)
+
+    def _explained(self, problem: Problem, sources: Mapping[str, str]) -> Problem:
+        found = _PLACE.fullmatch(problem.where or "")
+        parts = found[1].split(".") if found else []
+        for end in range(len(parts), 0, -1):
+            path = ".".join(parts[:end])
+            inside = dict.fromkeys(
+                source for one, source in sources.items() if f"{one}.".startswith(f"{path}.")
+            )
+            # All options of a large table would say nothing.
+            if path in sources or 0 < len(inside) <= 3:
+                where = f"{' '.join(inside)}: {'.'.join(parts)}"
+                return Problem(problem.what, where, problem.remedy)
+        setting = ".".join(parts)
+        named = [name for name, option in self.dialect.options.items() if option.to == setting]
+        place = f"{named[0]}: {setting}" if named else problem.where
+        return Problem(problem.what, place, problem.remedy)
+
+
+def split_overrides(dialect: Dialect, words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Settings of ours, such as runtime.device=cpu, and the other program's words. Where those may
+    be values of options, ours stand at the beginning."""
+    if dialect.syntax != "argparse":
+        ours = [word for word in words if _OVERRIDE.fullmatch(word)]
+        return ours, [word for word in words if not _OVERRIDE.fullmatch(word)]
+    count = 0
+    while count < len(words) and _OVERRIDE.fullmatch(words[count]):
+        count += 1
+    return list(words[:count]), list(words[count:])
+
+
+def translate(dialect: Dialect, words: Sequence[str]) -> Translation:
+    """Translate a command; raises one error that lists all options that cannot be taken."""
+    launcher, options = split_launcher(dialect, words)
+    given = read_options(dialect, options)
+    draft = Draft(dialect, given, words=options)
+    if launcher:
+        text = "this starts the other program"
+        if dialect.verb == "train":
+            text += "; --processes, or `gristmill launch`, starts several processes here"
+        draft.ignored.append(Remark(shlex.join(launcher), text))
+    for path, fixed in dialect.fixed.items():
+        draft.settings.append(TranslatedSetting(path, fixed.value, fixed.because))
+    for name in dict.fromkeys((*dialect.options, *draft.options)):
+        _take(draft, name, dialect.option(name))
+    for rule in dialect.rules:
+        RULES[rule](draft)
+    if dialect.syntax == "argparse":
+        # Elsewhere, words are meant to replace what a file says.
+        _note_repeated(draft, given)
+    for name in draft.left_over:
+        draft.refuse("has no effect beside the other options", name, "leave it out")
+    if draft.problems:
+        raise UserError(draft.problems)
+    return Translation(
+        dialect,
+        tuple(words),
+        tuple(draft.settings),
+        tuple(draft.changed),
+        tuple(draft.ignored),
+        tuple(draft.first),
+    )
+
+
+def _take(draft: Draft, name: str, option: ForeignOption) -> None:
+    """What the row of an option says by itself."""
+    given = name in draft.options
+    value = draft.options[name].value if given else option.default
+    if value is None:
+        return
+    if given and option.changed is not None:
+        draft.change(name, option.changed)
+    if given and option.ignored is not None:
+        draft.ignore(name, option.ignored)
+    elif given and option.refused is not None and option.choices is None:
+        if value in option.harmless:
+            draft.ignore(name, _ALIKE)
+        else:
+            draft.refuse(option.refused, name, option.instead or "")
+    elif option.choices is not None:
+        if value in option.choices:
+            value = option.choices[value]
+        else:
+            known = ", ".join(option.choices)
+            draft.refuse(
+                option.refused or "is not known", name, option.instead or f"one of {known}"
+            )
+            return
+    if option.becomes is not None:
+        value = option.becomes
+    elif option.convert is not None:
+        value = CONVERSIONS[option.convert](value)
+    if option.to is not None:
+        draft.set(option.to, value, name)
+
+
+def _note_repeated(draft: Draft, given: Sequence[GivenOption]) -> None:
+    for name, last in draft.options.items():
+        earlier = [one for one in given if one.name == name and one is not last]
+        if any(one.value != last.value for one in earlier):
+            draft.change(name, f"given {len(earlier) + 1} times; the last one counts")
+
+
+# ------------------------------------------------------------------ the run file
+
+
+def _run_file(settings: Sequence[TranslatedSetting]) -> list[str]:
+    """The lines of a run file, in the order of its tables."""
+    order = [info.alias or name for name, info in RunConfig.model_fields.items()]
+    tables: dict[str, list[TranslatedSetting]] = {}
+    for one in sorted(settings, key=lambda one: order.index(one.path.split(".")[0])):
+        tables.setdefault(one.path.rpartition(".")[0], []).append(one)
+    lines: list[str] = []
+    # A key of the top must stand before all tables.
+    for table in sorted(tables, key=bool):
+        lines += ["", *([f"[{table}]"] if table else [])]
+        pairs = [(f"{one.path.rpartition('.')[2]} = {_toml(one.value)}", one.source)
+                 for one in tables[table]]  # fmt: skip
+        width = min(40, max(len(pair) for pair, _ in pairs))
+        lines += [f"{pair:<{width}}  # {printable(source)}" for pair, source in pairs]
+    return lines
+
+
+def _quoted(word: str) -> str:
+    """A word for bash, on one line."""
+    if word.isprintable():
+        return shlex.quote(word)
+    plain = word.replace("\\", "\\\\").replace("'", "\\'")
+    escaped = (one if one.isprintable() else f"\\U{ord(one):08x}" for one in plain)
+    return f"$'{''.join(escaped)}'"
+
+
+def _toml(value: Any) -> str:
+    """A value on one line."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{_toml(key)} = {_toml(one)}" for key, one in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    text = tomli_w.dumps({"x": value}).removeprefix("x = ").rstrip("\n")
+    return "".join(one if one.isprintable() else f"\\U{ord(one):08x}" for one in text)

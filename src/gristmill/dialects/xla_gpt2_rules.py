@@ -1,0 +1,143 @@
+"""Options of pre-training-gpt2 that mean something only together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gristmill.dialects.draft import Draft
+from gristmill.dialects.naming import run_name
+from gristmill.dialects.nanogpt_rules import GRAD_SCALER
+
+_PRETRAINED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+
+
+def model(draft: Draft) -> None:
+    """Sizes, which OpenAI's weights bring along."""
+    sizes = {
+        "--d-model": "width",
+        "--num-layers": "layers",
+        "--num-heads": "heads",
+        "--d-ff": "mlp_width",
+        "--vocab-size": "vocab",
+    }
+    start, length = draft.get("--from-checkpoint"), draft.get("--seq-length")
+    tied = draft.given("--tie-weights")
+    if start in _PRETRAINED:
+        draft.set("model.start", start, "--from-checkpoint")
+        draft.set("data.sequence", length, "--seq-length")
+        for name in filter(draft.given, (*sizes, "--tie-weights", "--activation")):
+            draft.ignore(name, f"--from-checkpoint {start} brings its own")
+        if draft.given("--from-checkpoint"):
+            text = "is evaluated as published, with LayerNorm's eps 1e-5 instead of 1e-7"
+            draft.change("--from-checkpoint", text)
+        return
+    if start is not None:
+        what = "checkpoints of other programs are not resumed from"
+        draft.refuse(what, "--from-checkpoint", "leave it out: the same command resumes")
+    for name, setting in sizes.items():
+        draft.set(f"model.{setting}", draft.get(name), name)
+    draft.set("model.context", length, "--seq-length")
+    draft.set("model.tie_head", tied, "--tie-weights")
+    if draft.get("--activation") != "gelu":
+        draft.refuse("models here have GELU in this place", "--activation", "give gelu")
+    draft.set("model.activation", "gelu_tanh", "--activation")
+    # Its own LayerNorm has this one.
+    draft.set("model.norm_eps", 1e-7, "--d-model")
+
+
+def batch(draft: Draft) -> None:
+    """The batch of a micro-step over all processes, and how many there are in a step."""
+    micro, times = draft.get("--train-batch-size"), draft.get("--gradient-accum-step")
+    draft.set("train.batch", micro * times, "--train-batch-size", "--gradient-accum-step")
+    draft.set("train.accumulate", times, "--gradient-accum-step")
+    windows = draft.get("--valid-steps") * draft.get("--eval-batch-size")
+    draft.set("validate.windows", windows, "--valid-steps", "--eval-batch-size")
+
+
+def optimizer(draft: Draft) -> None:
+    """AdamW; Adam is the same without weight decay."""
+    decay = draft.get("--weight-decay")
+    if draft.get("--optim-type") not in ("adamw", "adam"):
+        draft.refuse("is no optimizer of the program", "--optim-type", "give adamw or adam")
+    elif draft.get("--optim-type") == "adam" and decay:
+        what = "Adam with L2 is not one of the optimizers here"
+        draft.refuse(what, "--optim-type", "give adamw, or --weight-decay 0")
+    draft.set("optim.type", "adamw", "--optim-type")
+    draft.set("optim.weight_decay", decay, "--weight-decay")
+    for number, beta in enumerate(draft.get("--betas"), 1):
+        draft.set(f"optim.beta{number}", beta, "--betas")
+
+
+def schedule(draft: Draft) -> None:
+    """Cosine, or "noam", whose rate also depends on the width."""
+    kind, warmup = draft.get("--decay-method"), draft.get("--warmup-steps")
+    rate = draft.get("--learning-rate")
+    draft.set("schedule.warmup", f"{warmup} steps", "--warmup-steps")
+    if kind == "cosine":
+        draft.set("optim.lr", rate, "--learning-rate")
+        draft.set("schedule.type", "cosine", "--decay-method")
+        draft.set("schedule.decay", f"{draft.get('--decay-steps')} steps", "--decay-steps")
+        draft.set("schedule.min_lr", draft.get("--min-lr"), "--min-lr")
+        return
+    for name in filter(draft.given, ("--decay-steps", "--min-lr")):
+        draft.ignore(name, "only --decay-method cosine uses it")
+    if kind != "noam" or warmup < 1 or draft.get("--d-model") < 1:
+        what = "is neither cosine nor noam with a warm-up"
+        draft.refuse(what, "--decay-method", "give cosine, or noam with --warmup-steps")
+        draft.account("--learning-rate")
+        return
+    draft.set("schedule.type", "inverse-sqrt", "--decay-method")
+    peak = rate * (draft.get("--d-model") * warmup) ** -0.5
+    names = ("--learning-rate", "--decay-method", "--d-model", "--warmup-steps")
+    draft.set("optim.lr", peak, *names)
+
+
+def precision(draft: Draft) -> None:
+    """Number format, with torch's GradScaler for fp16."""
+    kind, products = draft.get("--mixed-precision"), draft.get("--matmul-precision")
+    if products not in ("highest", "high", "medium"):
+        what = "is no precision of torch"
+        draft.refuse(what, "--matmul-precision", "one of highest, high, medium")
+    if kind is None:
+        draft.set("precision.tf32", products != "highest", "--matmul-precision")
+        return
+    if kind not in ("fp16", "bf16"):
+        draft.refuse("is no number format", "--mixed-precision", "give fp16 or bf16")
+    draft.set("precision.compute", kind, "--mixed-precision")
+    for key, value in GRAD_SCALER.items() if kind == "fp16" else ():
+        draft.set(f"precision.loss_scale.{key}", value, "--mixed-precision")
+    if draft.given("--matmul-precision"):
+        text = f"products are in {kind}; those that are not do not depend on it"
+        draft.ignore("--matmul-precision", text)
+
+
+def folder(draft: Draft) -> None:
+    """Where the run lies, what it is called, and how many checkpoints it keeps."""
+    path, named = draft.get("--checkpoints-dir"), draft.get("--wandb-name")
+    draft.set("folder", path, "--checkpoints-dir")
+    if draft.given("--wandb-logging"):
+        names = ("--wandb-project", "--wandb-logging")
+        draft.set("track.wandb.project", draft.get(names[0]), *names)
+        draft.set("name", run_name(named, "xla-gpt2"), "--wandb-name")
+    else:
+        own = Path(path).name
+        draft.set("name", run_name(own, "xla-gpt2"), "--checkpoints-dir")
+        for name in filter(draft.given, ("--wandb-project", "--wandb-name")):
+            draft.ignore(name, "without --wandb-logging nothing is sent")
+    limit = draft.get("--saved-checkpoint-limit")
+    draft.set("checkpoint.keep", max(2, limit), "--saved-checkpoint-limit")
+    if limit < 2:
+        draft.change("--saved-checkpoint-limit", "two are kept, in case that one is damaged")
+
+
+def corpus(draft: Draft) -> None:
+    """FineWeb or FineWeb-Edu, into shards by the names that training is given."""
+    name = "fineweb-edu" if draft.given("--fineweb-edu") else "fineweb"
+    draft.set("SOURCE", f"{name}-10bt", "--fineweb-edu")
+    where = draft.get("--output-dir")
+    draft.set("--output", f"{where.rstrip('/')}/{{split}}", "--output-dir")
+    text = "shards are named train_000001.npy, … and test_000001.npy, … in it"
+    draft.changed_once("--output-dir", text)
+
+
+RULES = (model, batch, optimizer, schedule, precision, folder, corpus)
