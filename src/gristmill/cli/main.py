@@ -30,6 +30,7 @@ from gristmill.base.process import Place
 from gristmill.cli import (
     bench,
     evaluate,
+    import_model,
     inspect,
     launch,
     models,
@@ -84,6 +85,7 @@ app.command("bench")(bench.bench)
 app.command("evaluate")(evaluate.evaluate)
 app.command("generate")(models.generate)
 app.command("export")(models.export)
+app.command("import")(import_model.import_checkpoint)
 app.command("report")(inspect.report)
 app.command("config")(inspect.config)
 app.command("doctor")(inspect.doctor)
