@@ -174,7 +174,9 @@ def read_torch_file(path: Path, *, begin: int = 0, length: int | None = None) ->
         except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
             what = f"this is no file of torch.save: {error}"
             raise DataError(what, where=path, remedy=_COPY_AGAIN) from error
-        except (ValueError, struct.error, EOFError, OverflowError, UnicodeError) as error:
+        except (ValueError, struct.error, EOFError, OverflowError, OSError) as error:
+            if isinstance(error, OSError) and error.errno != errno.EINVAL:
+                raise
             what = f"damaged: {' '.join(str(error).split())[:200]}"
             raise DataError(what, where=path, remedy=_COPY_AGAIN) from error
 
