@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,14 @@ from gristmill.cli.options import Overrides
 
 if TYPE_CHECKING:
     from gristmill.config.schema import RunConfig
+
+
+class LogFormat(enum.StrEnum):
+    """Whose lines standard output has."""
+
+    GRISTMILL = "gristmill"
+    MEGATRON = "megatron"
+    DECENTRALIZED = "decentralized"
 
 
 def train(
@@ -61,11 +70,21 @@ def train(
             "--from STEP), or for the weights that it starts from. Changes nothing.",
         ),
     ] = False,
+    log_format: Annotated[
+        LogFormat | None,
+        typer.Option(
+            help="Print the lines of another program, for scripts that parse them; the same as "
+            "track.log_format.",
+            show_default="gristmill",
+        ),
+    ] = None,
 ) -> None:
     """Train a model, or resume the run in the folder."""
     from gristmill.launch.lifeline import follow_supervisor
 
     supervised = follow_supervisor()
+    if log_format is not None:
+        settings = [*(settings or ()), f"track.log_format={log_format.value}"]
     from gristmill.base.downloads import settings_folder
     from gristmill.config.load import load_run
 
