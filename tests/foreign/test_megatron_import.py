@@ -72,7 +72,7 @@ def older_arguments(**change: Any) -> argparse.Namespace:
     return argparse.Namespace(**{**values, **change})
 
 
-def whole_model() -> dict[str, torch.Tensor]:
+def whole_model(layers: int = 2) -> dict[str, torch.Tensor]:
     """A model under our names, with queries, keys and values one after the other."""
     generator, width = torch.Generator().manual_seed(3), 8
 
@@ -80,7 +80,7 @@ def whole_model() -> dict[str, torch.Tensor]:
         return torch.randn(shape, generator=generator)
 
     model = {"embedding.weight": draw(300, width), "positions.weight": draw(12, width)}
-    for layer in range(2):
+    for layer in range(layers):
         block = f"blocks.{layer}"
         for name, rows, columns in (
             ("attention.qkv", 3 * width, width),
@@ -188,6 +188,44 @@ def test_older_layouts_are_merged(tmp_path: Path, version: float, ranks: int, st
     assert torch.equal(
         opened.model.get_parameter("embedding.weight")[:300], wanted["embedding.weight"]
     )
+
+
+def test_virtual_stages_come_one_after_the_other(tmp_path: Path) -> None:
+    model = whole_model(layers=4)
+    for stage in range(2):
+        content: dict[str, Any] = {"args": older_arguments(num_layers=4), "checkpoint_version": 3.0}
+        for chunk in range(2):
+            tensors = layer_tensors(model, 2 * chunk + stage, 0, 1, 3.0)
+            encoder = {f"layers.0.{name}": value for name, value in tensors.items()}
+            language: dict[str, Any] = {"encoder": encoder}
+            if (stage, chunk) == (0, 0):
+                words = {"weight": model["embedding.weight"]}
+                positions = {"weight": model["positions.weight"]}
+                both = {"word_embeddings": words, "position_embeddings": positions}
+                language["embedding"] = both
+            if (stage, chunk) == (1, 1):
+                encoder["final_norm.weight"] = model["norm.weight"]
+                encoder["final_norm.bias"] = model["norm.bias"]
+            content[f"model{chunk}"] = {"language_model": language}
+        place = tmp_path / "iter_0000001" / f"mp_rank_00_{stage:03d}"
+        place.mkdir(parents=True)
+        torch.save(content, place / "model_optim_rng.pt")
+    found = open_checkpoint(tmp_path / "iter_0000001")
+    assert set(found.tensors) == set(model)
+    assert all(torch.equal(tensor.read(), model[name]) for name, tensor in found.tensors.items())
+
+
+def test_a_checkpoint_without_arguments(tmp_path: Path) -> None:
+    source = save_older(tmp_path / "old", ranks=1, stages=1, version=3.0)
+    file = source / "iter_0000123" / "mp_rank_00" / "model_optim_rng.pt"
+    content = torch.load(file, weights_only=False)
+    for change in ({"args": None}, {"args": {"num_layers": "2"}}):
+        torch.save({**content, **change}, file)
+        with pytest.raises(DataError, match="does not hold the arguments of its run"):
+            open_checkpoint(source)
+    torch.save({**content, "checkpoint_version": 4.0}, file)
+    with pytest.raises(DataError, match=r"checkpoint_version 4\.0 is not known"):
+        open_checkpoint(source)
 
 
 def test_megatron_deepspeed_layer_files(tmp_path: Path) -> None:
