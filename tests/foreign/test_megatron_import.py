@@ -6,6 +6,7 @@ import argparse
 import collections
 import pickle
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 
 from gristmill.base.errors import DataError
 from gristmill.checkpoint.model import open_model
+from gristmill.foreign.distributed import read_distributed
 from gristmill.foreign.folder import import_model, open_checkpoint
 from gristmill.text.tokenizers.tokenizer import open_tokenizer
 
@@ -336,3 +338,15 @@ def test_pieces_that_are_cut_missing_or_elsewhere(distributed: Path, tmp_path: P
     with pytest.raises(DataError, match="cannot be read"):
         import_model(open_checkpoint(distributed), tmp_path / "model")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["it"]
+
+
+def test_pieces_that_overlap_leave_holes_that_are_found(distributed: Path, tmp_path: Path) -> None:
+    model = open_checkpoint(distributed)
+    name = "embedding.weight"
+    stored = read_distributed(distributed, lambda one: one.endswith("word_embeddings.weight"))
+    (whole,) = stored.values()
+    first = whole.chunks[0]
+    twice = replace(whole, chunks=tuple(first for _ in whole.chunks))
+    changed = replace(model, tensors={**model.tensors, name: twice.whole()})
+    with pytest.raises(DataError, match=r"NaN or infinite numbers in embedding\.weight"):
+        import_model(changed, tmp_path / "model")
