@@ -59,7 +59,8 @@ def test_every_format_from_every_other(tmp_path: Path, source: str, target: str)
     before = open_tokens(tmp_path / "a").info
     assert (info.format, info.vocab_size, info.end_of_text) == (target, 100, 99)
     assert (info.tokenizer, info.text_bytes) == (before.tokenizer, 7)
-    assert info.fingerprint == before.fingerprint
+    # It is of the ids as they are stored, and the older formats of Megatron know int32 only.
+    assert (info.fingerprint == before.fingerprint) == (info.dtype == before.dtype)
 
 
 @settings(deadline=None, max_examples=40)
@@ -185,7 +186,7 @@ def test_a_tokenizer_that_is_given_is_checked_against_every_id(tmp_path: Path) -
 @pytest.mark.parametrize("target", NAMES)
 def test_ids_never_wrap(tmp_path: Path, largest: int, target: str) -> None:
     one = silent(tmp_path / "one", [0, largest], "<u4")
-    if target == "megatron" and largest >= 2**31:
+    if target.startswith("megatron") and largest >= 2**31:
         with pytest.raises(UserError, match="ids below"):
             convert_tokens([one], tmp_path / "two", format=target)
         return

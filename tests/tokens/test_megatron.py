@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.tokens import megatron
+from gristmill.tokens.convert import convert_tokens
 from gristmill.tokens.format import NewSet
 from gristmill.tokens.reader import TokenReader
 from gristmill.tokens.store import create_tokens, inspect_tokens, open_tokens, verify_tokens
@@ -310,7 +312,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path, suffix: str) -> None:
 def test_a_document_too_long_for_the_index_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(megatron, "LONGEST", 5)
+    monkeypatch.setattr(megatron.MegatronWriter, "_longest", 5)
     writer = create_tokens(
         NewSet(tmp_path / "set", vocab_size=10, end_of_text=None, tokenizer=SPEC, format="megatron")
     )
@@ -379,6 +381,54 @@ def old_files(prefix: Path, documents: Documents, letter: str = "i", **wrong: in
     Path(f"{prefix}.bin").write_bytes(ids)
     Path(f"{prefix}.idx").write_bytes(index)
     return prefix
+
+
+@pytest.mark.parametrize("format", ["megatron-cached", "megatron-lazy"])
+@pytest.mark.parametrize("name", SETS)
+def test_the_older_format_is_written_byte_for_byte(tmp_path: Path, name: str, format: str) -> None:
+    documents = [[one for one in document if one] for document in SETS[name]]
+    documents = [document for document in documents if document]
+    theirs = old_files(tmp_path / "theirs", documents)
+    convert_tokens([theirs], tmp_path / "ours", format=format)
+    for suffix in (".bin", ".idx"):
+        written = Path(f"{tmp_path / 'ours'}{suffix}").read_bytes()
+        assert written == Path(f"{theirs}{suffix}").read_bytes()
+    reader = open_tokens(tmp_path / "ours")
+    assert (reader.info.format, reader.info.dtype) == (format, "int32")
+    assert documents_of(reader) == [joined(document) for document in documents]
+    assert not verify_tokens(tmp_path / "ours")
+    # Without the manifest, the files are recognised as they would be from Megatron-DeepSpeed.
+    Path(f"{tmp_path / 'ours'}.json").unlink()
+    assert documents_of(open_tokens(tmp_path / "ours")) == documents_of(reader)
+
+
+def test_an_older_set_that_is_resumed_is_the_same(tmp_path: Path) -> None:
+    new = NewSet(tmp_path / "a", 300, 0, SPEC, format="megatron-lazy")
+    writer = create_tokens(new)
+    for ids in ([1, 2, 0], [3, 0], [4, 5, 6, 0]):
+        writer.add(ids)
+    writer.finish()
+    resumable = replace(new, prefix=tmp_path / "b", state={})
+    writer = create_tokens(resumable)
+    writer.add([1, 2, 0])
+    state = writer.save()
+    writer.add([9, 9, 9])
+    writer.close()
+    writer = create_tokens(replace(resumable, state=state))
+    mark = writer.mark()
+    writer.add([7])
+    writer.rewind(mark)
+    for ids in ([3, 0], [4, 5, 6, 0]):
+        writer.add(ids)
+    assert writer.save()["tokens"] == 9
+    assert documents_of(writer.reader()) == [[1, 2, 0], [3, 0], [4, 5, 6, 0]]
+    writer.finish()
+    writer.abandon()
+    for suffix in (".bin", ".idx"):
+        assert (
+            Path(f"{tmp_path / 'a'}{suffix}").read_bytes()
+            == Path(f"{tmp_path / 'b'}{suffix}").read_bytes()
+        )
 
 
 @pytest.mark.parametrize("letter", ["i", "H", "q"])

@@ -120,11 +120,14 @@ def write_streamed(
     tensors: Mapping[str, StreamedTensor],
     *,
     metadata: Mapping[str, str] | None = None,
+    digest: hashlib._Hash | None = None,
 ) -> int:
     """Write and flush tensors whose parts are made while they are written; returns the size of the
     file. Reading it back is left to the caller."""
     with path.open("wb") as file:
         for chunk in _chunks(tensors, metadata):
+            if digest is not None:
+                digest.update(chunk)
             file.write(chunk)
         file.flush()
         os.fsync(file.fileno())

@@ -31,6 +31,7 @@ from gristmill.cli import (
     bench,
     dialects,
     evaluate,
+    import_model,
     inspect,
     launch,
     models,
@@ -86,6 +87,7 @@ app.command("bench")(bench.bench)
 app.command("evaluate")(evaluate.evaluate)
 app.command("generate", cls=dialects.DialectCommand)(models.generate)
 app.command("export")(models.export)
+app.command("import")(import_model.import_checkpoint)
 app.command("report")(inspect.report)
 app.command("config")(inspect.config)
 app.command("doctor")(inspect.doctor)

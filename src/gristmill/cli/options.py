@@ -69,6 +69,8 @@ class TokenFormat(enum.StrEnum):
 
     FLAT = "flat"
     MEGATRON = "megatron"
+    MEGATRON_CACHED = "megatron-cached"
+    MEGATRON_LAZY = "megatron-lazy"
     LLMC = "llmc"
     NPY = "npy"
 

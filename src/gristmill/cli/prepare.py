@@ -174,7 +174,8 @@ def prepare(
         typer.Option(
             metavar="FORMAT",
             rich_help_panel=OUTPUT,
-            help="Format of the token files: flat, megatron, llmc or npy.",
+            help="Format of the token files: flat, megatron, megatron-cached, megatron-lazy, llmc "
+            "or npy.",
         ),
     ] = TokenFormat.FLAT,
     shard_size: ShardSize = None,

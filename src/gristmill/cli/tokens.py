@@ -57,7 +57,8 @@ From = Annotated[
         "--from",
         metavar="FORMAT",
         rich_help_panel=_FOREIGN,
-        help="Their format, if it is not recognised: flat, megatron, llmc or npy.",
+        help="Their format, if it is not recognised: flat, megatron (all of its kinds), llmc or "
+        "npy.",
     ),
 ]
 Dtype = Annotated[
@@ -205,7 +206,8 @@ def convert_set(
         typer.Option(
             metavar="FORMAT",
             rich_help_panel=OUTPUT,
-            help="Format of the new token files: flat, megatron, llmc or npy.",
+            help="Format of the new token files: flat, megatron, megatron-cached, megatron-lazy, "
+            "llmc or npy.",
         ),
     ],
     shard_size: ShardSize = None,
@@ -239,8 +241,8 @@ def merge_sets(
         typer.Option(
             metavar="FORMAT",
             rich_help_panel=OUTPUT,
-            help="Format of the new token files: flat, megatron, llmc or npy; that of the first if "
-            "not given.",
+            help="Format of the new token files: flat, megatron, megatron-cached, megatron-lazy, "
+            "llmc or npy; that of the first if not given.",
         ),
     ] = None,
     shard_size: ShardSize = None,

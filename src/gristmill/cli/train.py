@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,14 @@ from gristmill.cli.options import Overrides
 
 if TYPE_CHECKING:
     from gristmill.config.schema import RunConfig
+
+
+class LogFormat(enum.StrEnum):
+    """Whose lines standard output has."""
+
+    GRISTMILL = "gristmill"
+    MEGATRON = "megatron"
+    DECENTRALIZED = "decentralized"
 
 
 def train(
@@ -64,12 +73,24 @@ def train(
             "--from STEP), or for the weights that it starts from. Changes nothing.",
         ),
     ] = False,
+    log_format: Annotated[
+        LogFormat | None,
+        typer.Option(
+            help="Print the lines of another program, for scripts that parse them; the same as "
+            "track.log_format.",
+            show_default="gristmill",
+        ),
+    ] = None,
 ) -> None:
     """Train a model, or resume the run in the folder."""
     from gristmill.launch.lifeline import follow_supervisor
 
     supervised = follow_supervisor()
     words = [*([] if run is None else [run]), *(settings or ())]
+    if log_format is not None:
+        ours = f"track.log_format={log_format.value}"
+        # Settings of ours stand before the words of another program.
+        words = [*words, ours] if dialect is None else [ours, *words]
     config, translated = _load(words, dialect)
     validate_only = validate_only or (translated is not None and translated.validates_only)
     if fresh and start_from is not None:

@@ -284,6 +284,9 @@ class TrackConfig(Settings):
 
     every: Interval = Duration.parse("1 steps")
     """One record per this much progress."""
+    log_format: Literal["gristmill", "megatron", "decentralized"] = "gristmill"
+    """Whose lines standard output has: ours, Megatron-LM's for each record, or those of
+    decentralized GPT-2 training for each validation, for scripts that parse them."""
     tensorboard: bool = False
     """Write TensorBoard event files into the run folder."""
     wandb: WandbConfig | None = None

@@ -30,6 +30,20 @@ def refuse_used_folder(folder: Path) -> None:
         )
 
 
+def refuse_other_folder(folder: Path) -> None:
+    """Refuse a folder that is neither empty nor a model and nothing else."""
+    if not folder.is_dir() or not any(folder.iterdir()):
+        refuse_used_folder(folder)
+        return
+    if not (folder / "config.json").is_file() or any(one.is_dir() for one in folder.iterdir()):
+        raise UserError(
+            "this folder holds something other than a model",
+            where=str(folder),
+            remedy="give a new one",
+            exit=Exit.REFUSED,
+        )
+
+
 def refuse_used_file(file: Path) -> None:
     """Refuse the name of a file that is there already."""
     if file.exists():
@@ -38,19 +52,27 @@ def refuse_used_file(file: Path) -> None:
 
 
 @contextmanager
-def staged_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write into. It gets its name if all went well, and is removed if not."""
+def staged_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
+    """A folder to write into. It gets its name if all went well, and is removed if not. With
+    `replace`, a model that has the name is removed after that."""
     folder = folder.resolve()
+    refuse = refuse_other_folder if replace else refuse_used_folder
     with _staging(folder) as (staging, lock):
-        refuse_used_folder(folder)
+        refuse(folder)
         yield staging
         for file in staging.iterdir():
             sync_file(file)
         sync_folder(staging)
-        refuse_used_folder(folder)
+        refuse(folder)
+        old = folder.with_name(f".{folder.name}.replaced")
+        if replace and folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            os.rename(folder, old)
         os.rename(staging, folder)  # replaces an empty folder
         sync_folder(folder.parent)
         (folder / lock.name).unlink()
+        if replace:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 @contextmanager

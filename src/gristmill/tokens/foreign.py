@@ -58,7 +58,7 @@ def open_foreign(path: Path, reading: Reading) -> TokenReader | None:
             remedy="leave out --dtype",
         )
     one_document = np.zeros(1, dtype=np.int64)
-    if format == megatron.FORMAT:
+    if format in megatron.FORMATS:
         found = megatron.read_files(files[0].with_suffix(""))
     elif format == flat.FORMAT:
         dtype = reading.dtype or "uint16"
@@ -81,7 +81,7 @@ def open_foreign(path: Path, reading: Reading) -> TokenReader | None:
         fingerprint=_fingerprint(files),
     )
     reader = TokenReader(info, found)
-    if reading.end_of_text is None or format == megatron.FORMAT:
+    if reading.end_of_text is None or format in megatron.FORMATS:
         return reader
     starts = document_starts(reader, between=reading.end_of_text)
     return TokenReader(replace(info, documents=len(starts)), replace(found, starts=starts))
@@ -94,11 +94,11 @@ def _find(path: Path, format: str | None) -> tuple[str | None, tuple[Path, ...]]
     if format == flat.FORMAT:
         file = path if path.is_file() else file_of(path, ".bin")
         return (flat.FORMAT, (file,)) if file.is_file() else (None, ())
-    if format in (None, megatron.FORMAT):
+    if format in (None, *megatron.FORMATS):
         named = path.suffix in (".bin", ".idx") and path.is_file()
         prefix = path.with_suffix("") if named else path
         if file_of(prefix, ".idx").is_file():
-            return megatron.FORMAT, (file_of(prefix, ".bin"), file_of(prefix, ".idx"))
+            return format or megatron.FORMAT, (file_of(prefix, ".bin"), file_of(prefix, ".idx"))
     if format in (None, shards.NPY) and (files := _find_shards(path, shards.NPY)):
         return shards.NPY, files
     files = _find_shards(path, shards.LLMC) if format in (None, shards.LLMC) else ()

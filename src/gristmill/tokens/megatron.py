@@ -16,8 +16,9 @@
 A document is one sequence or several. Ids are uint16 if the vocabulary has fewer than 65,500,
 otherwise int32, as Megatron chooses, so both files are the same byte for byte. Megatron checks very
 little when it opens a set; this reader checks the whole index against the size of the ids.
-Documents without tokens, which Megatron can store, are left out when read. The older index of
-Megatron-DeepSpeed ("TNTIDX", for its `lazy` and `cached` files) is read too:
+Documents without tokens, which Megatron can store, are left out when read. Megatron-DeepSpeed's
+`--dataset-impl cached` and `lazy` are one older format, whose ids are int32 whatever the vocabulary
+(`megatron-cached` and `megatron-lazy` here, which write the same bytes):
 
     0  8  "TNTIDX", two zeros        56   8 (N + 1)   first dimension of each item: 0, 1, 2, …
     8  8  version 1                  …    8 (N + 1)   where each item begins, in ids
@@ -32,7 +33,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +44,9 @@ from gristmill.tokens.reader import TokenFiles, TokenShard, file_size, map_array
 from gristmill.tokens.writer import TokenWriter, raw_bytes
 
 FORMAT = "megatron"
+OLD_FORMATS = ("megatron-cached", "megatron-lazy")
+FORMATS = (FORMAT, *OLD_FORMATS)
+"""All that `read_files` reads; the index says which it is."""
 MAGIC = b"MMIDIDX\x00\x00"
 OLD_MAGIC = b"TNTIDX\x00\x00"
 VERSION = 1
@@ -53,12 +57,6 @@ _OLD_HEADER = struct.Struct("<8s6Q")
 _FLOATS = (6, 7)
 _PIECE = 1 << 20
 _AGAIN = "copy both files of the set again from where they came"
-# In the order in which the index holds them.
-_ARRAYS: Mapping[str, np.dtype[Any]] = {
-    "lengths": np.dtype("<i4"),
-    "begins": np.dtype("<i8"),
-    "documents": np.dtype("<i8"),
-}
 
 
 @dataclass(frozen=True)
@@ -243,23 +241,39 @@ class MegatronWriter(TokenWriter):
     copied one after the other at the end.
     """
 
+    # In the order in which the index holds them.
+    _array_types: ClassVar[Mapping[str, np.dtype[Any]]] = {
+        "lengths": np.dtype("<i4"),
+        "begins": np.dtype("<i8"),
+        "documents": np.dtype("<i8"),
+    }
+    _longest: ClassVar[int] = LONGEST
+    """Tokens of a sequence that the index can count."""
+
     def __init__(self, new: NewSet) -> None:
         if new.vocab_size > 2**31:
             raise UserError(
-                f"the format megatron holds ids below 2,147,483,648, and the vocabulary has "
+                f"the format {new.format} holds ids below 2,147,483,648, and the vocabulary has "
                 f"{new.vocab_size:,}",
                 where=str(new.prefix),
                 remedy="choose another format, such as --format flat",
             )
-        # As Megatron's preprocessing chooses.
-        dtype = "uint16" if new.vocab_size < 65500 else "int32"
-        super().__init__(new, dtype=dtype)
+        super().__init__(new, dtype=self._type_of_ids(new.vocab_size))
+
+    def _type_of_ids(self, vocab_size: int) -> str:
+        """As Megatron's preprocessing chooses."""
+        return "uint16" if vocab_size < 65500 else "int32"
+
+    @property
+    def _unit(self) -> int:
+        """Bytes that the beginnings of sequences are counted in."""
+        return 1
 
     def _open_files(self) -> None:
         saved = self._saved
         self._bin = self._hidden(".bin", saved=saved.get(".bin"))
         self._arrays = {
-            name: self._hidden(f".idx.{name}", saved=saved.get(name)) for name in _ARRAYS
+            name: self._hidden(f".idx.{name}", saved=saved.get(name)) for name in self._array_types
         }
         # Written at the end, from the arrays; one that a process left in its final place is stale.
         self._idx = self._hidden(".idx")
@@ -273,14 +287,14 @@ class MegatronWriter(TokenWriter):
     def _write(self, ids: npt.NDArray[Any], starts: Starts, sequences: Starts) -> None:
         before = self._count("begins")
         self._extend("documents", before + np.searchsorted(sequences, starts))
-        self._extend("begins", (self.tokens + sequences) * self._stored.itemsize)
+        self._extend("begins", (self.tokens + sequences) * (self._stored.itemsize // self._unit))
         # The first length completes the last sequence; at the very beginning there is none.
         bounds = np.concatenate([[-self._current], sequences, [len(ids)]])
         lengths = np.diff(bounds)[0 if before else 1 :]
-        if (longest := int(lengths.max())) > LONGEST:
+        if (longest := int(lengths.max())) > self._longest:
             raise DataError(
-                f"a document has {longest:,} tokens or more, and the index of the format megatron "
-                f"counts to {LONGEST:,}",
+                f"a document has {longest:,} tokens or more, and the index of the format "
+                f"{self._new.format} counts to {self._longest:,}",
                 where=self._new.prefix,
                 remedy="give the id that ends a document (--end-of-text), or choose another format",
             )
@@ -289,10 +303,10 @@ class MegatronWriter(TokenWriter):
         self._bin.write(raw_bytes(ids))
 
     def _count(self, name: str) -> int:
-        return self._arrays[name].bytes // _ARRAYS[name].itemsize
+        return self._arrays[name].bytes // self._array_types[name].itemsize
 
     def _extend(self, name: str, values: npt.NDArray[np.int64]) -> None:
-        self._arrays[name].write(values.astype(_ARRAYS[name]).tobytes())
+        self._arrays[name].write(values.astype(self._array_types[name]).tobytes())
 
     def _state(self) -> dict[str, Any]:
         arrays = {name: file.state() for name, file in self._arrays.items()}
@@ -308,19 +322,50 @@ class MegatronWriter(TokenWriter):
     def _readable(self) -> TokenFiles:
         shard = TokenShard(self._bin.path, offset=0, tokens=self.tokens, dtype=self._dtype)
         begins, documents = (
-            map_array(self._arrays[name].path, _ARRAYS[name], count=self._count(name))
+            map_array(self._arrays[name].path, self._array_types[name], count=self._count(name))
             for name in ("begins", "documents")
         )
-        return TokenFiles([shard], begins[documents] // self._stored.itemsize)
+        return TokenFiles([shard], begins[documents] // (self._stored.itemsize // self._unit))
 
     def _close(self) -> dict[str, FileFacts]:
         sequences = self._count("begins")
         self._extend("lengths", np.array([self._current]))
         self._extend("documents", np.array([sequences]))
         code = next(code for code, name in CODES.items() if name == self._dtype)
-        header = HEADER.pack(MAGIC, VERSION, code, sequences, self._count("documents"))
-        self._idx.write(header)
+        self._write_header(code, sequences, self._count("documents"))
         for file in self._arrays.values():
             for piece in file.content():
                 self._idx.write(piece)
         return {".bin": self._bin.close(), ".idx": self._idx.close()}
+
+    def _write_header(self, code: int, sequences: int, entries: int) -> None:
+        """What comes before the arrays in the index."""
+        self._idx.write(HEADER.pack(MAGIC, VERSION, code, sequences, entries))
+
+
+class OldMegatronWriter(MegatronWriter):
+    """Writes a set in the older format, which Megatron-DeepSpeed calls cached, or lazy."""
+
+    _array_types: ClassVar[Mapping[str, np.dtype[Any]]] = {
+        name: np.dtype("<i8") for name in ("begins", "lengths", "documents")
+    }
+    _longest: ClassVar[int] = 2**63 - 1
+
+    def _type_of_ids(self, vocab_size: int) -> str:
+        """Its builder is made without a type."""
+        return "int32"
+
+    @property
+    def _unit(self) -> int:
+        return self._stored.itemsize
+
+    def _write_header(self, code: int, sequences: int, entries: int) -> None:
+        # Where the last sequence ends.
+        self._extend("begins", np.array([self.tokens]))
+        width = self._stored.itemsize
+        self._idx.write(
+            _OLD_HEADER.pack(OLD_MAGIC, VERSION, code, width, sequences, sequences, entries)
+        )
+        for begin in range(0, sequences + 1, _PIECE):
+            end = min(begin + _PIECE, sequences + 1)
+            self._idx.write(np.arange(begin, end, dtype="<i8").tobytes())

@@ -54,6 +54,10 @@ FORMATS: Mapping[str, Format] = {
     flat.FORMAT: Format(flat.read_files, flat.FlatWriter),
     megatron.FORMAT: Format(megatron.read_files, megatron.MegatronWriter),
     **{
+        name: Format(megatron.read_files, megatron.OldMegatronWriter)
+        for name in megatron.OLD_FORMATS
+    },
+    **{
         name: Format(shards.read_files, shards.ShardWriter, sharded=True)
         for name in shards.SHARD_FORMATS
     },

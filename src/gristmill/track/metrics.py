@@ -329,6 +329,20 @@ def validation_loss(path: Path, *, step: int) -> float | None:
     return None
 
 
+def last_step_record(path: Path, *, until: int) -> StepRecord | None:
+    """The last record of steps up to the one given; None if there is none."""
+    for lines in _read_backwards(path):
+        for one in reversed(lines):
+            if one.value is None or one.value["step"] > until:
+                continue
+            if one.value.get("kind") == StepRecord.kind:
+                with contextlib.suppress(ValueError):
+                    record = from_json(one.data.decode())
+                    assert isinstance(record, StepRecord)
+                    return record
+    return None
+
+
 def last_recorded_step(path: Path) -> int:
     """The last step that a file has a record of, 0 if there is none."""
     for lines in _read_backwards(path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import threading
 import time
 import uuid
@@ -16,12 +17,14 @@ from gristmill.config.load import dump_run
 from gristmill.config.schema import RunConfig
 from gristmill.track.console import console_sink
 from gristmill.track.folder import RunFolder
+from gristmill.track.foreign_lines import DecentralizedSink, MegatronSink
 from gristmill.track.metrics import (
     EvaluationRecord,
     EventRecord,
     Record,
     SampleRecord,
     ValidationRecord,
+    last_step_record,
 )
 from gristmill.track.sinks import (
     KEPT_RECORDS,
@@ -100,7 +103,7 @@ def build_tracker(
         log = LogSink(folder.rank_log(rank), horizon=horizon)
         kept = Guarded(log, name="its log", report=lambda w: None, keep=KEPT_RECORDS)
         return Tracker([kept], clock=clock)
-    console = console_sink(horizon=horizon, start_step=clock().steps, name=config.name)
+    console = _build_console(config, folder, horizon=horizon, start_step=clock().steps)
     files: dict[str, Sink] = {
         "metrics.jsonl": JsonlSink(folder.metrics),
         "train.log": LogSink(folder.log, horizon=horizon),
@@ -129,3 +132,14 @@ def build_tracker(
         for name, sink in sinks.items()
     ]
     return Tracker([terminal, *guarded], clock=clock)
+
+
+def _build_console(
+    config: RunConfig, folder: RunFolder, *, horizon: Horizon, start_step: int
+) -> Sink:
+    if config.track.log_format == "megatron":
+        previous = last_step_record(folder.metrics, until=start_step) if start_step else None
+        return MegatronSink(sys.stdout, horizon=horizon, previous=previous)
+    if config.track.log_format == "decentralized":
+        return DecentralizedSink(sys.stdout, start_step=start_step)
+    return console_sink(horizon=horizon, start_step=start_step, name=config.name)

@@ -30,7 +30,7 @@ from gristmill.text.sources.source import OnDamage, ReadOptions
 from gristmill.text.tokenizers.tokenizer import Tokenizer
 from gristmill.tokens.flat import FORMAT as FLAT
 from gristmill.tokens.format import program_version
-from gristmill.tokens.megatron import FORMAT as MEGATRON
+from gristmill.tokens.megatron import FORMATS as MEGATRON
 
 SAVE_EVERY = 5.0
 FIRST_SAVE = 1.0
@@ -120,7 +120,7 @@ class PrepareRequest:
         name = str(self.output)
         if self.holdout is not None:
             name = split_name(name, split)
-        if self.format == MEGATRON:
+        if self.format in MEGATRON:
             name += f"_{key}_document"
         elif len(self.options.keys) > 1:
             name += f"_{key}"

@@ -1,0 +1,1 @@
+"""Checkpoints of other programs, read without running code from them."""

@@ -1,0 +1,84 @@
+"""nanoGPT's ckpt.pt.
+
+    model_args    n_layer, n_head, n_embd, block_size, bias, vocab_size, dropout
+    model         transformer.wte.weight, transformer.h.0.attn.c_attn.weight, … , lm_head.weight
+
+The names are those of GPT-2 in transformers, but the matrices are not transposed; torch.compile
+may have put `_orig_mod.` before them. The head is the embedding. The rows of the vocabulary are
+padded by hand, usually to 50,304, and all of them are kept.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from gristmill.base.errors import DataError, Problem
+from gristmill.foreign.model import ImportedModel, LazyTensor, model_config, stored_tensor
+from gristmill.foreign.torch_file import tensors_below
+
+_NAMES = {
+    "layers": "n_layer",
+    "heads": "n_head",
+    "width": "n_embd",
+    "context": "block_size",
+    "vocab": "vocab_size",
+    "bias": "bias",
+    "dropout": "dropout",
+}
+_MODULES = {
+    "ln_1": "attention_norm",
+    "attn.c_attn": "attention.qkv",
+    "attn.c_proj": "attention.out",
+    "ln_2": "mlp_norm",
+    "mlp.c_fc": "mlp.up",
+    "mlp.c_proj": "mlp.down",
+}
+_OUTSIDE = {"wte": "embedding", "wpe": "positions", "ln_f": "norm"}
+_IN_BLOCK = re.compile(r"transformer\.h\.(\d{1,5})\.(.+)\.(weight|bias)")
+_AROUND = re.compile(r"transformer\.(wte|wpe|ln_f)\.(weight|bias)")
+_MASK = re.compile(r"transformer\.h\.\d+\.attn\.bias")
+"""Versions without flash attention saved the causal mask."""
+
+
+def is_nanogpt(content: Any) -> bool:
+    """Whether a file of torch.save is nanoGPT's."""
+    return isinstance(content, dict) and "model_args" in content and "model" in content
+
+
+def read_nanogpt(
+    content: Any, path: Path, *, activation: Literal["gelu", "gelu_tanh"] = "gelu"
+) -> ImportedModel:
+    """The model of a ckpt.pt. The file does not say which GELU it was trained with: nanoGPT had
+    the approximation by tanh until the middle of 2023."""
+    arguments = content["model_args"]
+    if not isinstance(arguments, dict):
+        raise DataError("model_args is no dictionary", where=path)
+    missing = [name for name in _NAMES.values() if name not in arguments]
+    missing = [name for name in missing if name not in ("bias", "dropout")]
+    if missing:
+        raise DataError(f"model_args lacks {', '.join(missing)}", where=path)
+    settings = {ours: arguments[name] for ours, name in _NAMES.items() if name in arguments}
+    config = model_config({**settings, "activation": activation}, _NAMES, where=path)
+    tensors: dict[str, LazyTensor] = {}
+    unknown = []
+    for name, tensor in tensors_below(content["model"], where=path).items():
+        name = name.removeprefix("module.").removeprefix("_orig_mod.")
+        ours = _our_name(name)
+        if ours is not None:
+            tensors[ours] = stored_tensor(tensor)
+        elif name != "lm_head.weight" and not _MASK.fullmatch(name):
+            unknown.append(name)
+    if unknown:
+        named = ", ".join(unknown[:5])
+        raise DataError([Problem(f"nanoGPT's model has no {named}", str(path))])
+    return ImportedModel("nanoGPT", path, config, tensors)
+
+
+def _our_name(name: str) -> str | None:
+    if found := _AROUND.fullmatch(name):
+        return f"{_OUTSIDE[found[1]]}.{found[2]}"
+    if (found := _IN_BLOCK.fullmatch(name)) and found[2] in _MODULES:
+        return f"blocks.{int(found[1])}.{_MODULES[found[2]]}.{found[3]}"
+    return None
