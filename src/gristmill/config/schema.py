@@ -116,8 +116,9 @@ class PrecisionConfig(Settings):
 class RuntimeConfig(Settings):
     """The machine."""
 
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """Where to train; auto takes CUDA, then MPS, then the CPU."""
+    device: Literal["auto", "cpu", "cuda", "mps", "xla"] = "auto"
+    """Where to train; auto takes CUDA, then MPS, then the CPU. xla: TPUs, or whatever JAX finds,
+    with the step compiled as a whole; one process drives all devices of its host."""
     threads: Count | None = None
     """CPU threads; all cores if not given. Results are bit-identical only for the same number."""
     compile: Literal[True, False, "blocks"] | None = None

@@ -9,7 +9,7 @@ import resource
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,7 +28,7 @@ class Device:
 
     @property
     def kind(self) -> str:
-        """cpu, cuda, mps or meta."""
+        """cpu, cuda, mps, xla or meta."""
         return self.torch_device.type
 
     @cached_property
@@ -66,6 +66,11 @@ class Device:
             return tensor.cpu()
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
+
+    def read_later(self, scalars: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """What reads results of a step on the host, once a later mark is reached."""
+        host = self.to_host(scalars())
+        return lambda: host
 
     def mark(self) -> Mark:
         """A mark after all work queued so far."""

@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -43,7 +45,7 @@ class StepEvent:
 @dataclass(frozen=True)
 class _Pending:
     event: StepEvent
-    scalars: torch.Tensor
+    scalars: Callable[[], torch.Tensor]
     end: Mark
 
 
@@ -78,7 +80,7 @@ class Meter:
         device = self.world.device
         if self.stop_step is None:
             self.stop_step = event.result.stop_step
-        scalars = device.to_host(_scalars(event.result))
+        scalars = device.read_later(partial(_scalars, event.result))
         self._pending.append(_Pending(event, scalars, device.mark()))
         if len(self._pending) > AHEAD:
             self._pending[-AHEAD - 1].end.wait()
@@ -100,7 +102,7 @@ class Meter:
             self.sample_seconds = self.step_seconds / pending.event.result.samples
             self.counters.seconds += self.step_seconds
             self._last = pending.end
-            self._record(pending.event, pending.scalars.tolist())
+            self._record(pending.event, pending.scalars().tolist())
 
     def _record(self, event: StepEvent, scalars: list[float]) -> None:
         loss, norm, skipped, scale, stops = scalars
@@ -127,8 +129,8 @@ class Meter:
 
     def _step_record(self, event: StepEvent, loss: float, norm: float, scale: float) -> StepRecord:
         rate = event.result.tokens / self.step_seconds if self.step_seconds else math.inf
-        per_process = rate / self.world.mesh.processes
-        palm, causal = per_process * self.cost.palm, per_process * self.cost.causal
+        per_device = rate / self.world.layout.processes
+        palm, causal = per_device * self.cost.palm, per_device * self.cost.causal
         exchange = event.result.exchange
         return StepRecord(
             step=event.after.steps,

@@ -32,7 +32,7 @@ from gristmill.parallel.device import memory_explained
 from gristmill.parallel.elastic.membership import ViewChangedError
 from gristmill.parallel.liveness.monitor import Monitor
 from gristmill.parallel.liveness.verdict import Limits
-from gristmill.parallel.world import World, close_world, open_world
+from gristmill.parallel.world import World, close_world, count_devices, open_world
 from gristmill.plan.preconditioner import describe_preconditioner
 from gristmill.track.folder import RunFolder, move_aside, run_folder
 from gristmill.train.assemble import (
@@ -79,7 +79,7 @@ def run_training(
     `start_from` names. `stop`: handles signals already; if None, signals are handled while this
     runs."""
     place, folder = Place.current(), run_folder(config)
-    mesh = check_mesh(config, processes=place.world)
+    mesh = check_mesh(config, processes=_devices(config, place))
     handler = contextlib.nullcontext(stop) if stop is not None else StopRequest()
     if config.parallel.elastic and place.world > 1:
         with handler as stop:
@@ -110,6 +110,10 @@ def run_training(
     # Not after an error: the other ranks may never answer.
     close_world()
     return outcome
+
+
+def _devices(config: RunConfig, place: Place) -> int:
+    return count_devices(config.runtime, config.parallel, place, tf32=config.precision.tf32)
 
 
 def _claim(folder: RunFolder, lock: FolderLock, *, fresh: bool, start_from: str | None) -> bool:
@@ -302,7 +306,7 @@ def _announce(parts: Assembly, tracker: Tracker, resumed: Resumed) -> None:
         f"batch {_describe_batch(numbers)}, "
         f"{parts.config.precision.described} on {parts.world.device.name}"
     )
-    if parts.world.mesh.processes > 1:
+    if parts.world.layout.processes > 1:
         tracker.say(_mesh_table(parts))
     if parts.state.workers:
         tracker.say(parts.config.parallel.described_exchange)
@@ -331,7 +335,11 @@ def _preconditioner_cost(parts: Assembly) -> str | None:
 
 def _mesh_table(parts: Assembly) -> str:
     """The mesh as a small table, with this process's coordinates."""
-    mesh, at = parts.world.mesh, parts.world.at
+    mesh, at, devices = parts.world.mesh, parts.world.at, parts.world.devices
+    if devices is not None:
+        sizes = [f"    {axis:<13}{size:>4}  {_AXES[axis]}" for axis, size in devices.sizes.items()]
+        head = f"{devices.processes} devices, driven by {mesh.processes} processes"
+        return "\n".join([head, *(one for one in sizes if " 1  " not in one)])
     apart = {"dp_replicate": "workers with weights of their own"}
     words = _AXES | (apart if parts.state.workers else {})
     rows = [
