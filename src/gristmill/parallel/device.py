@@ -102,7 +102,7 @@ class Mark:
     """A point in a device's timeline, like a CUDA event."""
 
     def __init__(self, device: Device) -> None:
-        self.event = torch.cuda.Event(enable_timing=True) if device.is_async else None
+        self.event = torch.cuda.Event(enable_timing=True) if device.kind == "cuda" else None
         if self.event is not None:
             self.event.record()
         self.time = time.monotonic()

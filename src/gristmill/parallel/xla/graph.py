@@ -43,6 +43,7 @@ class Traced(NamedTuple):
 def trace(function: Callable[..., Any], *args: Any) -> Traced:
     """The operations of a function of meta tensors, in trees of any form."""
     leaves, inputs = jax.tree.flatten(args)
+    assert len(set(map(id, leaves))) == len(leaves), "a graph knows its inputs by their identity"
     outputs: list[Any] = []
 
     def flat(*leaves: torch.Tensor) -> list[torch.Tensor]:

@@ -143,10 +143,13 @@ class Programs:
             after = {(one.kind, one.key): one.value for one in optimizer.entries()}
             return moved, after, decision.norm, decision.skip
 
-        weights = {name: meta(shape) for name, shape in self.shapes.items()}
+        weights, gradients = (
+            {name: meta(shape) for name, shape in self.shapes.items()} for _ in range(2)
+        )
         state = {key: meta(shape) for key, shape in self.state_shapes.items()}
         changing = [{name: meta() for name in group} for group in settings]
-        return Lowered(trace(update, weights, dict(weights), state, changing, meta(), meta(), meta((2,))))
+        scalars = (meta(), meta(), meta((2,)))
+        return Lowered(trace(update, weights, gradients, state, changing, *scalars))
 
     # -------------------------------------------------------------- in JAX
 
@@ -157,9 +160,7 @@ class Programs:
         loss = self._loss(first, training=True)
         update = self._update(controls.settings)
         place, count = self.placing, next(iter(batches.values())).shape[0]
-        context = partial(
-            Context, shards=place.layout.data, recompute=self._policy_of
-        )
+        context = partial(Context, shards=place.layout.data, recompute=self._policy_of)
 
         def micro_loss(
             weights: Weights, buffers: Weights, batch: Batches, scale: jax.Array, key: jax.Array
