@@ -28,6 +28,8 @@ class Arrival:
     def __init__(self, values: jax.Array) -> None:
         self.values: jax.Array | None = values
         self.host = torch.full(values.shape, torch.nan)
+        self.time = 0.0
+        """When they were seen to be there."""
 
     def ready(self) -> bool:
         if self.values is not None and self.values.is_ready():
@@ -37,7 +39,7 @@ class Arrival:
     def wait(self) -> None:
         if self.values is not None:
             self.host.copy_(torch.from_numpy(np.array(self.values)))
-            self.values = None
+            self.values, self.time = None, time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,8 @@ class XlaDevice(Device):
     """All local devices of JAX; the host's tensors are on the CPU."""
 
     torch_device: torch.device = _HOST
-    latest: list[Arrival] = field(default_factory=list, compare=False)
-    """The results of the last step, if there was one."""
+    arrivals: list[Arrival] = field(default_factory=list, compare=False)
+    """Results that are awaited, and the last that came."""
 
     @property
     def kind(self) -> str:
@@ -63,15 +65,15 @@ class XlaDevice(Device):
 
     def expect(self, values: jax.Array) -> torch.Tensor:
         """A tensor on the host that will have these values when they are computed."""
-        arrival = Arrival(values)
-        self.latest[:] = [arrival]
-        return arrival.host
+        awaited = [arrival for arrival in self.arrivals if arrival.values is not None]
+        self.arrivals[:] = [*awaited, Arrival(values)]
+        return self.arrivals[-1].host
 
     def read_later(self, scalars: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         return scalars
 
     def synchronize(self) -> None:
-        for arrival in self.latest:
+        for arrival in self.arrivals:
             arrival.wait()
 
     def mark(self) -> Mark:
@@ -110,21 +112,20 @@ class XlaDevice(Device):
 
 
 class XlaMark(Mark):
-    """A point after the last step that was dispatched; its time is when it was seen to be
-    reached."""
+    """A point after the last step that was dispatched."""
 
     def __init__(self, device: XlaDevice) -> None:
         super().__init__(device)
-        self.arrivals = list(device.latest)
-        self.seen = not self.arrivals
-        self.reached()
+        last = device.arrivals[-1] if device.arrivals else None
+        self.arrival = last if last is not None and last.values is not None else None
+        """Results that are awaited; None if this point was reached at once."""
 
     def reached(self) -> bool:
-        if not self.seen and all(arrival.ready() for arrival in self.arrivals):
-            self.seen, self.time = True, time.monotonic()
-        return self.seen
+        if self.arrival is not None and self.arrival.ready():
+            self.time, self.arrival = self.arrival.time, None
+        return self.arrival is None
 
     def wait(self) -> None:
-        for arrival in self.arrivals:
-            arrival.wait()
+        if self.arrival is not None:
+            self.arrival.wait()
         self.reached()
