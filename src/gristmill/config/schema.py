@@ -134,6 +134,10 @@ class RuntimeConfig(Settings):
     """Use only kernels whose result never varies, as on the CPU in any case. On a GPU a resumed run
     is then bit-identical too, at some cost in speed."""
 
+    def devices_of(self, processes: int) -> int | None:
+        """The devices that so many processes drive; None if only JAX can count them."""
+        return None if self.device == "xla" else processes
+
     def compiles(self, device: str) -> bool:
         """Whether anything is compiled on a device of this kind."""
         return device == "cuda" if self.compile is None else bool(self.compile)

@@ -74,10 +74,11 @@ class StepResult:
     """What the log should say about this step."""
 
 
-class CompiledStep(NamedTuple):
+@dataclass(frozen=True)
+class CompiledStep:
     """What is known about a step that was compiled as a whole."""
 
-    count: int = 0
+    versions: int = 0
     """How many versions were compiled; more than one if the form of batches changes."""
     seconds: float = 0.0
     """How long all of that took."""

@@ -79,7 +79,8 @@ def run_training(
     `start_from` names. `stop`: handles signals already; if None, signals are handled while this
     runs."""
     place, folder = Place.current(), run_folder(config)
-    mesh = check_mesh(config, processes=_devices(config, place))
+    devices = count_devices(config.runtime, config.parallel, place, tf32=config.precision.tf32)
+    mesh = check_mesh(config, processes=devices)
     handler = contextlib.nullcontext(stop) if stop is not None else StopRequest()
     if config.parallel.elastic and place.world > 1:
         with handler as stop:
@@ -110,10 +111,6 @@ def run_training(
     # Not after an error: the other ranks may never answer.
     close_world()
     return outcome
-
-
-def _devices(config: RunConfig, place: Place) -> int:
-    return count_devices(config.runtime, config.parallel, place, tf32=config.precision.tf32)
 
 
 def _claim(folder: RunFolder, lock: FolderLock, *, fresh: bool, start_from: str | None) -> bool:

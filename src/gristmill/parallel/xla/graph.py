@@ -205,9 +205,7 @@ def _store(*pairs: tuple[torch.Tensor, torch.Tensor], skip: torch.Tensor | None)
 class _Replaced(TorchFunctionMode):
     """Calls the replacements below instead of torch's functions."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _REPLACEMENTS.get(func, func)(*args, **(kwargs or {}))
 
 

@@ -9,6 +9,7 @@ Shapes: P shards of the batch, L tokens of a slice in each, D width, V rows of t
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -49,7 +50,9 @@ def linear_cross_entropy(
         x = x.swapaxes(0, 1).reshape(shards, count * length, *x.shape[3:])
         return x[:, :each].reshape(shards * each, *x.shape[2:])
 
-    def sweep(hidden_ND: Any, head_VD: Any, targets_N: Any, weights_N: Any, gradients: bool) -> Any:
+    def sweep(
+        hidden_ND: Any, head_VD: Any, targets_N: Any, weights_N: Any, *, gradients: bool
+    ) -> Any:
         head = head_VD.astype(hidden_ND.dtype)
 
         def step(carry: Any, piece: Any) -> Any:
@@ -72,15 +75,15 @@ def linear_cross_entropy(
         (total, d_head), d_hidden = jax.lax.scan(step, start, pieces)
         return total, (joined(d_hidden), d_head.astype(head_VD.dtype)) if gradients else None
 
-    @jax.custom_vjp
-    def loss(hidden_ND: Any, head_VD: Any, targets_N: Any, weights_N: Any) -> Any:
-        return sweep(hidden_ND, head_VD, targets_N, weights_N, False)[0]
+    def total(*inputs: Any) -> Any:
+        return sweep(*inputs, gradients=False)[0]
 
     def backward(saved: Any, outer: Any) -> Any:
         d_hidden, d_head = saved
         return d_hidden * outer.astype(d_hidden.dtype), d_head * outer, None, None
 
-    loss.defvjp(lambda *args: sweep(*args, True), backward)
+    loss = jax.custom_vjp(total)
+    loss.defvjp(partial(sweep, gradients=True), backward)
     return loss(hidden_ND, head_VD, targets_N, weights.astype(jnp.float32))
 
 

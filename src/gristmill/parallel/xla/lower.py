@@ -103,7 +103,8 @@ class Lowered:
         """How the block that begins with a node is recomputed, if one does and is."""
         if node.target is not _EDGE or node.args[2] or context.recompute is None:
             return None
-        return context.recompute(int(node.args[1]))  # type: ignore[call-overload]
+        block: Any = node.args[1]
+        return context.recompute(block)
 
     def _recomputed(
         self,
@@ -216,7 +217,9 @@ def _divided(a: Any, b: Any, *, rounding_mode: str | None = None) -> Any:
     return jnp.floor_divide(a, b) if rounding_mode else a / b
 
 
-def _norm(x: Any, order: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+def _norm(
+    x: Any, order: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
     assert order == 2, "no other norm is used"
     axes = None if dim is None else tuple(dim)
     return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=axes, keepdims=keepdim))

@@ -113,9 +113,7 @@ class Xla:
         weights, state = self._placed()
         controls = self._controls(counted, progress, stop=stop, limits=limits)
         step, notes = self._compiled_step(weights, state, batches, controls)
-        self._weights, self._state, scalars = step(
-            weights, state, self._buffers, batches, controls
-        )
+        self._weights, self._state, scalars = step(weights, state, self._buffers, batches, controls)
         self._on_host = {"weights": False, "state": False}
         loss, norm, skipped, stops = self.device.expect(scalars)
         return dataclasses.replace(
@@ -156,7 +154,7 @@ class Xla:
         before = [dict(one) for one in self._steps]
         self._steps[form] = compiled
         self.compiled = CompiledStep(
-            count=len(self._steps),
+            versions=len(self._steps),
             seconds=self.compiled.seconds + seconds,
             flops=_flops(compiled),
         )
