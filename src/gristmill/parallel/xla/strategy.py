@@ -171,8 +171,10 @@ class Xla:
         total, counted, largest = 0.0, 0.0, 0
         for batch in divide_batches(batches, rank=self.world.rank, ranks=self.world.mesh.data):
             counted += batch.counted
-            # A smaller last batch would be another form, which would be compiled for itself.
-            largest = max(largest, batch.samples)
+            # A smaller last batch would be another form, which would be compiled for itself; and
+            # all devices have as many samples.
+            shards = self.world.data_shards_here
+            largest = max(largest, -(-batch.samples // shards) * shards)
             whole = pad_batch(batch, batch.samples, largest)
             arrays = {
                 name: self.placing.put_local(value[0], self.placing.micro_batch)
