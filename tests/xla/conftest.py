@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+"""Compiling takes longer than these runs do."""
+
 RUN = """
 name = "tiny"
 folder = "{folder}"
@@ -59,7 +62,7 @@ class Runner:
             **os.environ,
             "XDG_CACHE_HOME": str(self.cache),
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {QUICK}",
         }
 
     def start(

@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-jax = pytest.importorskip("jax", reason="needs JAX; `make test-xla` installs it and runs this")
-
 from torch.nn import functional
 
 from gristmill.base.errors import UserError
 from gristmill.models.loss import linear_cross_entropy
-from gristmill.parallel.xla import loss as xla_loss
-from gristmill.parallel.xla.graph import meta, trace
-from gristmill.parallel.xla.lower import Context, Lowered
+
+jax = pytest.importorskip("jax", reason="needs JAX; `make test-xla` installs it and runs this")
+
+from gristmill.parallel.xla import loss as xla_loss  # noqa: E402
+from gristmill.parallel.xla.graph import meta, trace  # noqa: E402
+from gristmill.parallel.xla.lower import Context, Lowered  # noqa: E402
 
 pytestmark = pytest.mark.xla
 
