@@ -80,7 +80,7 @@ class Runner:
     def train(self, file: Path, *settings: str, name: str, devices: int = 1, fails: int = 0) -> str:
         """Train to the end; returns what was printed."""
         process = self.start(file, *settings, name=name, devices=devices)
-        said, _ = process.communicate(timeout=280)
+        said, _ = process.communicate(timeout=1200)
         assert process.returncode == fails, said
         return said
 

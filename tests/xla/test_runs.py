@@ -21,7 +21,7 @@ pytest.importorskip("jax", reason="needs JAX; `make test-xla` installs it and ru
 if TYPE_CHECKING:
     from conftest import Runner
 
-pytestmark = pytest.mark.xla
+pytestmark = [pytest.mark.xla, pytest.mark.timeout(1500)]
 CPU = 'runtime.device="cpu"'
 GPT2 = ""
 MODERN = """
@@ -114,7 +114,7 @@ def test_a_polite_stop_saves_and_a_growing_batch_says_why_it_compiles(runner: Ru
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=100)
+    said, _ = process.communicate(timeout=1200)
     assert "stopped and saved at step" in said
     assert "(tokens_BT was (1, 4, 24) and is (2, 4, 24); targets_BT" in said
 
@@ -137,7 +137,7 @@ def test_two_processes_drive_four_devices(runner: Runner) -> None:
         )
         for rank in range(2)
     ]
-    said = [process.communicate(timeout=280)[0] for process in processes]
+    said = [process.communicate(timeout=1200)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
     assert runner.losses("apart") == pytest.approx(runner.losses("together"), abs=1e-5)
     # Both wrote their share of a checkpoint, with which one process goes on.
@@ -147,11 +147,11 @@ def test_two_processes_drive_four_devices(runner: Runner) -> None:
 
 def test_without_the_devices_it_says_so(runner: Runner) -> None:
     file = runner.write(GPT2)
-    said = runner.train(file, "parallel.tp=2", "parallel.dp_replicate=1", name="none", fails=2)
+    said = runner.train(file, "parallel.tp=2", "parallel.dp_replicate=1", name="none", fails=78)
     assert "tp 2 asks for 2 devices, and there is 1" in said
     process = runner.start(file, name="none", JAX_PLATFORMS="tpu")
-    said, _ = process.communicate(timeout=100)
-    assert process.returncode == 2
+    said, _ = process.communicate(timeout=1200)
+    assert process.returncode == 78
     assert "JAX finds no device: " in said
     assert "Traceback" not in said
 

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 import torch
 
+from gristmill.base.errors import UserError
 from gristmill.base.units import Progress, format_seconds
 from gristmill.config.schema import RunConfig
 from gristmill.data.loader import Batch
@@ -254,6 +255,14 @@ class Xla:
 
 def build_xla(config: RunConfig, *, vocab: int, world: World, control: ControlGroup) -> Xla:
     """The strategy of a run on XLA devices, with initial weights."""
+    hosts, data = world.mesh.processes, world.layout.data
+    if data % hosts:
+        raise UserError(
+            f"dp_replicate x dp_shard = {data} is not a multiple of the {hosts} hosts, each of "
+            "which reads its own part of the batch",
+            where="parallel",
+            remedy="let tp divide the devices of one host only",
+        )
     models = [outline_model(config.model, vocab=vocab, pad_for=world.layout.tp) for _ in range(2)]
     for model in models:
         model.compute = DTYPES[config.precision.compute]
