@@ -27,11 +27,12 @@ BASE     := $(VENV)/.installed-torch
 RUNTIME  := $(VENV)/.installed
 DEV      := $(VENV)/.installed-dev
 CLUSTER  := $(VENV)/.installed-cluster
+XLA      := $(VENV)/.installed-xla
 SYSTEM   := slurm-wlm munge openmpi-bin
 CODE     := src tests docs $(wildcard benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cluster check docs bench clean
+.PHONY: help demo test test-cluster test-xla check docs bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 21
@@ -44,6 +45,9 @@ test: check docs ## all checks, the documentation, then all tests
 
 test-cluster: $(CLUSTER) ## install Slurm and Open MPI (Debian, as root), then test on them
 	$(BIN)/python -m pytest tests/cluster -m cluster $(ARGS)
+
+test-xla: $(XLA) ## install JAX, then test runs on XLA devices, which it imitates on the CPU
+	$(BIN)/python -m pytest tests/xla $(ARGS)
 
 check: $(DEV) ## lint, formatting, types and the import floors
 	$(BIN)/ruff check $(CODE)
@@ -85,6 +89,11 @@ $(RUNTIME): $(BASE) $(INPUTS)
 $(DEV): $(BASE) $(INPUTS)
 	$(PIP) -c $(CONSTRAINTS) -e '.[dev]'
 	@touch $@ $(RUNTIME)
+
+# JAX needs nothing that the rest does not have, so it shares the environment.
+$(XLA): $(DEV)
+	$(PIP) -c $(CONSTRAINTS) -e '.[xla]'
+	@touch $@
 
 # No daemon of the system is started: the tests start their own, and stop them.
 $(CLUSTER): $(DEV)

@@ -8,12 +8,12 @@ import torch
 
 from gristmill.base.errors import UserError
 from gristmill.config.schema import RuntimeConfig
-from gristmill.parallel.device import Device, matrix_rate, memory_explained
+from gristmill.parallel.device import Device, memory_explained
 from gristmill.parallel.world import open_world
 
 
 def test_the_rate_of_matrix_products_is_measured() -> None:
-    rate = matrix_rate(Device(torch.device("cpu")))
+    rate = Device(torch.device("cpu")).matrix_rate()
     assert rate.format == "fp32"
     assert rate.size == 1024
     # Any processor does more than a thousandth, and none more than a thousand, of this.

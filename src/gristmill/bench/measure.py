@@ -21,6 +21,7 @@ from typing import Literal
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from gristmill.base.errors import DataError, Problem, UserError
+from gristmill.base.process import Place
 from gristmill.base.units import Duration, Unit
 from gristmill.bench.random_tokens import GPT2_VOCABULARY, write_random_tokens
 from gristmill.bench.trace import OpClass, StepPhase, Trace, read_trace
@@ -32,7 +33,9 @@ from gristmill.config.schema import RunConfig, RuntimeConfig, TrackConfig
 from gristmill.data.dataset import path_list
 from gristmill.data.loader import READ_AHEAD
 from gristmill.optim.schedule import build_schedule
-from gristmill.parallel.device import Device, MatrixRate, matrix_rate, memory_explained
+from gristmill.parallel.device import Device, MatrixRate, memory_explained
+from gristmill.parallel.strategy import CompiledStep
+from gristmill.parallel.world import count_devices, open_world
 from gristmill.text.tokenizers.tokenizer import open_tokenizer
 from gristmill.tokens.store import open_tokens
 from gristmill.track.folder import RunFolder
@@ -63,8 +66,8 @@ class Subject:
     vocabulary: int
     device: str
     precision: str
-    compiled: Literal["model", "blocks"] | None
-    """The whole model as one graph, or one block for all; None if nothing is compiled."""
+    compiled: Literal["step", "model", "blocks"] | None
+    """The whole step or model as one graph, or one block for all; None if nothing is compiled."""
     random_tokens: bool
 
 
@@ -135,6 +138,8 @@ class BenchResult(StepTables):
     subject: Subject
     speed: Speed
     matrix: MatrixRate
+    compiled_step: CompiledStep | None = None
+    """If the whole step is one compiled function, as on XLA devices."""
 
 
 def measure_run(
@@ -142,7 +147,9 @@ def measure_run(
 ) -> BenchResult:
     """Run steps of a run file and find where their time goes; nothing stays on disk."""
     total = warm_up + steps + PROFILED + 1
-    check_mesh(config, processes=1)
+    place, tf32 = Place(), config.precision.tf32
+    devices = count_devices(config.runtime, config.parallel, place, tf32=tf32)
+    mesh = check_mesh(config, processes=devices)
     with tempfile.TemporaryDirectory(prefix="gristmill-bench-") as name:
         folder = Path(name)
         config = _prepared(config, total)
@@ -150,7 +157,8 @@ def measure_run(
             config = _with_random_tokens(config, folder / "random", steps=total)
         else:
             _require_tokens(config)
-        parts = assemble(config, RunFolder(folder / "run"))
+        world = open_world(config.runtime, tf32=tf32, mesh=mesh, place=place)
+        parts = assemble(config, RunFolder(folder / "run"), world)
         with memory_explained('set train.micro_batch lower, or train.recompute = "full"'):
             return _measure(parts, warm_up=warm_up, steps=steps, random_tokens=random_tokens)
 
@@ -272,8 +280,13 @@ def _measure(parts: Assembly, *, warm_up: int, steps: int, random_tokens: bool) 
         compiled=_compiled(parts.config.runtime, device.kind),
         random_tokens=random_tokens,
     )
-    matrix = matrix_rate(device)
-    return BenchResult(**vars(tables), subject=subject, speed=speed, matrix=matrix)
+    return BenchResult(
+        **vars(tables),
+        subject=subject,
+        speed=speed,
+        matrix=device.matrix_rate(),
+        compiled_step=parts.strategy.compiled,
+    )
 
 
 def _speed(records: Sequence[StepRecord], meter: Meter, *, warm_up: int, tokens: int) -> Speed:
@@ -298,7 +311,9 @@ def _speed(records: Sequence[StepRecord], meter: Meter, *, warm_up: int, tokens:
     )
 
 
-def _compiled(runtime: RuntimeConfig, device: str) -> Literal["model", "blocks"] | None:
+def _compiled(runtime: RuntimeConfig, device: str) -> Literal["step", "model", "blocks"] | None:
+    if device == "xla":
+        return "step"
     if not runtime.compiles(device):
         return None
     return "blocks" if runtime.compile == "blocks" else "model"
@@ -307,7 +322,7 @@ def _compiled(runtime: RuntimeConfig, device: str) -> Literal["model", "blocks"]
 def _profile(
     run: Callable[[int], None], folder: RunFolder, device: Device, *, step: float
 ) -> StepTables:
-    if device.kind == "mps":
+    if device.kind in ("mps", "xla"):
         return StepTables()
     on_gpu = device.kind == "cuda"
     activities = [ProfilerActivity.CPU]

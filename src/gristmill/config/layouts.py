@@ -31,9 +31,11 @@ from gristmill.config.topologies import TOPOLOGIES, misfit
 
 def layout_problems(config: RunConfig, *, processes: int | None = None) -> Iterator[Problem]:
     """Everything that does not fit the layout, on a number of processes if that is known."""
-    mesh = build_mesh(config.parallel, processes)
+    xla = config.runtime.device == "xla"
+    mesh = build_mesh(config.parallel, processes, unit="devices" if xla else "processes")
     if isinstance(mesh, Problem):
-        remedy = mesh.remedy or _processes_to_start(config, processes or 1)
+        start = "change the sizes, or start on as many devices"
+        remedy = mesh.remedy or (start if xla else _processes_to_start(config, processes or 1))
         yield Problem(mesh.what, "parallel", remedy)
         return
     yield from _settings_act(config.parallel)
@@ -154,13 +156,18 @@ def _tensor_parallel(config: RunConfig, mesh: Mesh) -> Iterator[Problem]:
         what = f"{mesh.tp} does not divide {', nor '.join(uneven)}"
         choices = nearest(divisors(math.gcd(*sizes.values())), mesh.tp)
         yield Problem(what, "parallel.tp", f"tp could be {choices}")
-    elif config.parallel.sequence in (None, True) and sequence % (mesh.tp * mesh.cp):
+    elif _divides_sequence(config) and sequence % (mesh.tp * mesh.cp):
         what = f"a sequence of {sequence // mesh.cp} on each device cannot be divided by tp"
         remedy = "set it to false, or change tp or data.sequence"
         yield Problem(what, "parallel.sequence", remedy)
     if config.precision.fp8:
         what = "the head's products cannot be in fp8 when tp divides the head"
         yield Problem(what, "precision.fp8", "leave it out, or set parallel.tp = 1")
+
+
+def _divides_sequence(config: RunConfig) -> bool:
+    """Whether tp divides the residual stream too; the compiler of XLA decides for itself."""
+    return config.parallel.sequence in (None, True) and config.runtime.device != "xla"
 
 
 def _context_parallel(config: RunConfig, mesh: Mesh) -> Iterator[Problem]:

@@ -248,8 +248,11 @@ class Mesh:
         return " x ".join(named) or "one process"
 
 
-def build_mesh(config: ParallelConfig, processes: int | None = None) -> Mesh | Problem:
-    """The grid for a number of processes, or for the sizes given; or why there is none."""
+def build_mesh(
+    config: ParallelConfig, processes: int | None = None, *, unit: str = "processes"
+) -> Mesh | Problem:
+    """The grid for a number of processes, or for the sizes given; or why there is none. `unit`:
+    what messages call the processes."""
     asked: dict[str, Size] = {axis: getattr(config, axis) for axis in AXES}
     left_over = [axis for axis, size in asked.items() if size == "auto"]
     if asked["dp_replicate"] is None:
@@ -265,7 +268,7 @@ def build_mesh(config: ParallelConfig, processes: int | None = None) -> Mesh | P
     words = " x ".join(f"{axis} {size}" for axis, size in fixed.items() if size > 1) or "1"
     if processes % product or (not left_over and product != processes):
         return Problem(
-            f"{words} asks for {'a multiple of ' if left_over else ''}{product} processes, and "
+            f"{words} asks for {'a multiple of ' if left_over else ''}{product} {unit}, and "
             f"there {'is' if processes == 1 else 'are'} {processes}"
         )
     if left_over:

@@ -38,6 +38,7 @@ from gristmill.config.resolve import Resolved, divisors, nearest, portions, reso
 from gristmill.config.roles import Ability
 from gristmill.config.schema import DataConfig, RunConfig
 from gristmill.config.settings import Settings, Written, no_effect
+from gristmill.config.xla_rules import xla_fits
 
 FP8_MULTIPLE = 16
 """Matrix products in fp8 are of sizes that are multiples of this."""
@@ -62,6 +63,7 @@ def check(
         _chat_fits,
         _precision_fits,
         _schedule_fits,
+        xla_fits,
         layout_problems,
     ):
         broken += rule(config)
@@ -328,7 +330,7 @@ def _precision_fits(config: RunConfig) -> Iterator[Problem]:
         what = f"needs compute = 'bf16', not {precision.compute!r}"
         remedy = 'set precision.compute = "bf16", or leave fp8 out'
         yield Problem(what, "precision.fp8", remedy)
-    if runtime.device in ("cpu", "mps"):
+    if runtime.device in ("cpu", "mps", "xla"):
         what = f"needs an NVIDIA GPU, and runtime.device is {runtime.device!r}"
         yield Problem(what, "precision.fp8", "leave it out, or train on a GPU")
     elif not runtime.kernels:
@@ -386,8 +388,9 @@ def _start_agrees(config: RunConfig, settings: Mapping[str, Any]) -> Iterator[Pr
             yield Problem(what, path, "leave it out: it is taken from the weights")
 
 
-def check_mesh(config: RunConfig, *, processes: int) -> Mesh:
-    """The mesh of a run on a number of processes; refuses a run that does not fit it."""
+def check_mesh(config: RunConfig, *, processes: int | None) -> Mesh:
+    """The mesh of a run on a number of processes, or devices of XLA; refuses a run that does not
+    fit it. While the number is not known, only what does not depend on it is checked."""
     if broken := list(layout_problems(config, processes=processes)):
         raise UserError(broken)
     mesh = build_mesh(config.parallel, processes)

@@ -124,8 +124,9 @@ class PrecisionConfig(Settings):
 class RuntimeConfig(Settings):
     """The machine."""
 
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """Where to train; auto takes CUDA, then MPS, then the CPU."""
+    device: Literal["auto", "cpu", "cuda", "mps", "xla"] = "auto"
+    """Where to train; auto takes CUDA, then MPS, then the CPU. xla: TPUs, or whatever JAX finds,
+    with the step compiled as a whole; one process drives all devices of its host."""
     threads: Count | None = None
     """CPU threads; all cores if not given. Results are bit-identical only for the same number."""
     compile: Literal[True, False, "blocks"] | None = None
@@ -140,6 +141,10 @@ class RuntimeConfig(Settings):
     deterministic: bool = False
     """Use only kernels whose result never varies, as on the CPU in any case. On a GPU a resumed run
     is then bit-identical too, at some cost in speed."""
+
+    def devices_of(self, processes: int) -> int | None:
+        """The devices that so many processes drive; None if only JAX can count them."""
+        return None if self.device == "xla" else processes
 
     def compiles(self, device: str) -> bool:
         """Whether anything is compiled on a device of this kind."""

@@ -8,6 +8,7 @@ declares how it is placed on the processes; nothing is guessed from shapes.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -95,6 +96,9 @@ class ParameterOptimizer:
         for name, parameter in self.parameters.items():
             for kind, value in self.state[parameter].items():
                 yield StateEntry(kind, name, value)
+
+    @abstractmethod
+    def step(self, *, divisor: torch.Tensor, skip: torch.Tensor) -> None: ...
 
     def stepped_kinds(self) -> Mapping[str, Collection[str]]:
         return {}

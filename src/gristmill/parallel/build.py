@@ -71,6 +71,11 @@ def build_strategy(
     learning rate over the run is available. `workers`: those that take part in a decentralized run,
     if not all of them."""
     control = control or ControlGroup()
+    if world.device.kind == "xla":
+        # JAX is an extra: this module is imported without it.
+        from gristmill.parallel.xla.strategy import build_xla
+
+        return build_xla(config, vocab=vocab, world=world, control=control)
     if not config.parallel.decentralized:
         return _build_spmd(config, vocab=vocab, world=world, control=control)
     workers = workers or all_workers(world, config.parallel)

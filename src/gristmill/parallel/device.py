@@ -9,7 +9,7 @@ import resource
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,7 +28,7 @@ class Device:
 
     @property
     def kind(self) -> str:
-        """cpu, cuda, mps or meta."""
+        """cpu, cuda, mps, xla or meta."""
         return self.torch_device.type
 
     @cached_property
@@ -67,6 +67,11 @@ class Device:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
+    def read_later(self, scalars: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """What reads results of a step on the host, once a later mark is reached."""
+        host = self.to_host(scalars())
+        return lambda: host
+
     def mark(self) -> Mark:
         """A mark after all work queued so far."""
         return Mark(self)
@@ -88,6 +93,22 @@ class Device:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else 1024 * peak
 
+    def matrix_rate(self) -> MatrixRate:
+        """Time a few large matrix products, in bf16 on CUDA, else fp32, and take the fastest."""
+        on_gpu = self.kind == "cuda"
+        size, products = (8192, 10) if on_gpu else (1024, 1)
+        dtype = torch.bfloat16 if on_gpu else torch.float32
+        a = torch.randn(size, size, dtype=dtype, device=self.torch_device)
+        times = []
+        for _ in range(5):
+            self.synchronize()
+            started = time.monotonic()
+            for _ in range(products):
+                a @ a
+            self.synchronize()
+            times.append(time.monotonic() - started)
+        return MatrixRate(products * 2 * size**3 / min(times), size, "bf16" if on_gpu else "fp32")
+
     def peak_flops(self, compute: str, *, tf32: bool) -> float | None:
         """Peak FLOP/s of matrix products in a number format; None for an unknown device."""
         return peak_flops(self.name, "tf32" if compute == "fp32" and tf32 else compute)
@@ -97,7 +118,7 @@ class Mark:
     """A point in a device's timeline, like a CUDA event."""
 
     def __init__(self, device: Device) -> None:
-        self.event = torch.cuda.Event(enable_timing=True) if device.is_async else None
+        self.event = torch.cuda.Event(enable_timing=True) if device.kind == "cuda" else None
         if self.event is not None:
             self.event.record()
         self.time = time.monotonic()
@@ -144,23 +165,6 @@ class MatrixRate:
     """Rows and columns of both matrices."""
     format: str
     """Their number format."""
-
-
-def matrix_rate(device: Device) -> MatrixRate:
-    """Time a few large matrix products, in bf16 on CUDA, else fp32, and take the fastest."""
-    on_gpu = device.kind == "cuda"
-    size, products = (8192, 10) if on_gpu else (1024, 1)
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    a = torch.randn(size, size, dtype=dtype, device=device.torch_device)
-    times = []
-    for _ in range(5):
-        device.synchronize()
-        started = time.monotonic()
-        for _ in range(products):
-            a @ a
-        device.synchronize()
-        times.append(time.monotonic() - started)
-    return MatrixRate(products * 2 * size**3 / min(times), size, "bf16" if on_gpu else "fp32")
 
 
 @contextlib.contextmanager

@@ -55,6 +55,7 @@ class Spmd:
 
     tensors = None
     distance = None
+    compiled = None
 
     def __init__(
         self,

@@ -94,10 +94,10 @@ def divide_batches(batches: Iterable[Batch], *, rank: int, ranks: int) -> Iterat
     while batch_round := list(islice(source, ranks)):
         sizes = [batch.samples for batch in batch_round] + [0] * (ranks - len(batch_round))
         batch = batch_round[min(rank, len(batch_round) - 1)]
-        yield batch if len(set(sizes)) == 1 else _padded(batch, sizes[rank], max(sizes))
+        yield batch if len(set(sizes)) == 1 else pad_batch(batch, sizes[rank], max(sizes))
 
 
-def _padded(batch: Batch, count: int, size: int) -> Batch:
+def pad_batch(batch: Batch, count: int, size: int) -> Batch:
     """The first `count` samples of a batch, padded to `size` with samples of weight 0."""
     which = [min(number, max(count, 1) - 1) for number in range(size)]
 

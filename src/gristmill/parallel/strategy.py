@@ -53,7 +53,8 @@ class StepResult:
     samples: int
     tokens: int
     loss: torch.Tensor
-    """Mean over the counted tokens, in nats."""
+    """Mean over the counted tokens, in nats. A strategy whose step is one function knows it after
+    the update."""
     grad_norm: torch.Tensor | None = None
     """Norm of the whole gradient before clipping."""
     skipped: torch.Tensor | None = None
@@ -69,6 +70,20 @@ class StepResult:
     """Seconds this process waited for the others; call it after the step is done."""
     exchange: ExchangeReport | None = None
     """None if all processes hold the same weights."""
+    notes: tuple[str, ...] = ()
+    """What the log should say about this step."""
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """What is known about a step that was compiled as a whole."""
+
+    versions: int = 0
+    """How many versions were compiled; more than one if the form of batches changes."""
+    seconds: float = 0.0
+    """How long all of that took."""
+    flops: float | None = None
+    """Operations of the newest version on one device, as the compiler counts them."""
 
 
 class StepStatistics(NamedTuple):
@@ -123,6 +138,11 @@ class Strategy(Protocol):
     @property
     def tensors(self) -> CheckpointState | None:
         """The strategy's own tensors to save, per process if it needs to."""
+        ...
+
+    @property
+    def compiled(self) -> CompiledStep | None:
+        """None unless the whole step is one compiled function."""
         ...
 
     def accumulate(self, batches: Sequence[Batch], progress: Progress) -> StepResult: ...

@@ -89,6 +89,18 @@ class World:
     place: Place = field(default_factory=Place)
     mesh: Mesh = field(default_factory=Mesh)
     groups: Groups = field(default_factory=lambda: Groups(Mesh(), 0))
+    devices: Mesh | None = None
+    """The mesh of devices, if a process drives several."""
+
+    @property
+    def layout(self) -> Mesh:
+        """How the run is divided over devices: as over processes, unless these drive several."""
+        return self.devices or self.mesh
+
+    @property
+    def data_shards_here(self) -> int:
+        """Data-parallel shards of a batch that this process feeds."""
+        return self.layout.data // self.mesh.data
 
     @property
     def rank(self) -> int:
@@ -126,21 +138,43 @@ def open_world(
     parallel: ParallelConfig | None = None,
     place: Place | None = None,
 ) -> World:
-    """Set up this process: device, threads, TF32, determinism and process groups."""
+    """Set up this process: device, threads, TF32, determinism and process groups. The mesh is that
+    of devices, of which a process drives one, or with XLA all of its host."""
     mesh, place = mesh or Mesh(), place or Place()
-    device = open_device(config, tf32=tf32, place=place)
     parallel = parallel or ParallelConfig()
+    devices = None
+    if config.device == "xla":
+        count_devices(config, parallel, place, tf32=tf32)
+        devices, mesh = mesh, Mesh(dp_replicate=place.world)
+    device = open_device(config, tf32=tf32, place=place)
     timeout = timedelta(seconds=parse_seconds(parallel.timeout) + MARGIN)
     if mesh.processes > 1 and not dist.is_initialized():
         _rendezvous(device, place, parallel, timeout=timeout)
     groups = Groups(mesh, place.rank, timeout=timeout)
-    return World(device, place, mesh, groups)
+    return World(device, place, mesh, groups, devices)
+
+
+def count_devices(
+    config: RuntimeConfig, parallel: ParallelConfig, place: Place, *, tf32: bool
+) -> int:
+    """The devices of all processes: one each, or with XLA all that there are. JAX is started to
+    count them."""
+    if config.device != "xla":
+        return place.world
+    from gristmill.parallel.xla.backend import start_xla
+
+    return start_xla(config, parallel, place, tf32=tf32)
 
 
 def open_device(config: RuntimeConfig, *, tf32: bool, place: Place) -> Device:
     """Set up this process's device: threads, TF32 and determinism."""
-    chosen = select_device(config.device)
-    device = Device(_own_gpu(place) if chosen.type == "cuda" else chosen)
+    if config.device == "xla":
+        from gristmill.parallel.xla.device import XlaDevice
+
+        device: Device = XlaDevice()
+    else:
+        chosen = select_device(config.device)
+        device = Device(_own_gpu(place) if chosen.type == "cuda" else chosen)
     if config.threads is not None:
         _require_threads(config.threads)
         torch.set_num_threads(config.threads)

@@ -35,7 +35,6 @@ from gristmill.models.build import outline_model
 from gristmill.models.linears import linear_shapes
 from gristmill.models.spec import CausalLM
 from gristmill.parallel.build import build_strategy
-from gristmill.parallel.compiling import CompileClock
 from gristmill.parallel.control import ControlGroup
 from gristmill.parallel.decentralized.workers import WorkerSet
 from gristmill.parallel.device import memory_explained
@@ -110,8 +109,8 @@ def assemble(
     chat = open_chat(config) if config.data.kind == "chat" else None
     data, tokenizer = _open_data(config, folder, chat, shows=saves and control.is_rank0)
     _require_room_for(tokenizer, config)
-    numbers = resolve(config, vocab=tokenizer.size, mesh=world.mesh)
-    size = _model_size(config, numbers, world.mesh)
+    numbers = resolve(config, vocab=tokenizer.size, mesh=world.layout)
+    size = _model_size(config, numbers, world.layout)
     require_memory(config, size, world)
     if saves:
         require_checkpoint_room(folder.path, size.checkpoint)
@@ -131,7 +130,7 @@ def assemble(
         held = strategy.parameters
         started = load_start_weights(strategy.model, start, held, run=folder.path, control=control)
         strategy.weights_changed()
-    outline = outline_model(config.model, vocab=numbers.vocab, pad_for=world.mesh.tp)
+    outline = outline_model(config.model, vocab=numbers.vocab, pad_for=world.layout.tp)
     apart = config.parallel.decentralized
     copied = ("pp", "dp_replicate") if apart else ("pp",)
     all_members = tuple(range(world.mesh.dp_replicate))
@@ -149,7 +148,7 @@ def assemble(
         settings={"model": config.model.model_dump(exclude_none=True), "vocab": numbers.vocab},
         strategy=strategy.state(),
         strategy_tensors=strategy.tensors,
-        layout=world.mesh.sizes,
+        layout=world.layout.sizes,
         micro_batch=numbers.micro_batch,
         workers=() if not apart else workers.members if workers else all_members,
         worker=world.at["dp_replicate"],
@@ -210,7 +209,7 @@ def require_memory(config: RunConfig, size: ModelSize, world: World) -> None:
         limits.append(("weights and gradients", size.on_device, on_device))
         limits.append((held, size.training, host))
     for what, whole, most in limits:
-        needed = whole // world.mesh.shards
+        needed = whole // world.layout.shards
         if most is not None and needed > most:
             each = " in each process" if world.mesh.processes > 1 else ""
             has = "the GPU has" if most == on_device else "this process can have at most"
@@ -329,7 +328,7 @@ def build_loader(parts: Assembly) -> Loader:
     numbers, data = parts.numbers, parts.config.data
     return Loader(
         build_stream(data, parts.data.train, _order_spec(data, numbers, parts.folder)),
-        micro_batch=numbers.micro_batch,
+        micro_batch=numbers.micro_batch * parts.world.data_shards_here,
         accumulate=numbers.accumulate,
         rules=document_rules(parts),
         rank=parts.world.data_rank,
@@ -360,7 +359,7 @@ def build_validate(parts: Assembly, tracker: Tracker) -> Validate | None:
             held_out,
             sequence=parts.numbers.sequence,
             windows=parts.config.validation.windows,
-            batch=parts.numbers.micro_batch,
+            batch=parts.numbers.micro_batch * parts.world.data_shards_here,
             rules=document_rules(parts),
             vocab=parts.numbers.vocab,
         ),
@@ -465,7 +464,10 @@ def build_hooks(
 
 
 def build_meter(
-    parts: Assembly, tracker: Tracker, health: RunHealth, compiling: CompileClock | None = None
+    parts: Assembly,
+    tracker: Tracker,
+    health: RunHealth,
+    compile_seconds: Callable[[], float] = float,
 ) -> Meter:
     """The meter that turns step results into records."""
     config, numbers = parts.config, parts.numbers
@@ -480,5 +482,5 @@ def build_meter(
         ),
         health=health,
         bad_steps=config.train.bad_steps,
-        compiling=compiling,
+        compile_seconds=compile_seconds,
     )

@@ -139,6 +139,8 @@ class Hooks:
 
     def after_step(self, event: StepEvent) -> None:
         self._progress = event.after
+        for note in event.result.notes:
+            self.tracker.say(note)
         self.meter.add(event)
         hooks = [hook for hook in self.hooks if hook.due(event)]
         if hooks:

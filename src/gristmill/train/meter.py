@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from gristmill.base.units import Duration, Progress, format_seconds
 from gristmill.checkpoint.state_file import Counters
-from gristmill.parallel.compiling import CompileClock
 from gristmill.parallel.device import Mark
 from gristmill.parallel.strategy import StepResult
 from gristmill.parallel.world import World
@@ -44,7 +45,7 @@ class StepEvent:
 @dataclass(frozen=True)
 class _Pending:
     event: StepEvent
-    scalars: torch.Tensor
+    scalars: Callable[[], torch.Tensor]
     end: Mark
     compiled: float
     """Seconds of compiling in this step, and since the one before."""
@@ -64,11 +65,11 @@ class Meter:
         peak_flops: float | None,
         health: RunHealth,
         bad_steps: int,
-        compiling: CompileClock | None = None,
+        compile_seconds: Callable[[], float] = float,
     ) -> None:
         self.tracker, self.counters, self.every = tracker, counters, every
         self.cost, self.world, self.bad_steps = cost, world, bad_steps
-        self.peak, self.health, self.compiling = peak_flops, health, compiling
+        self.peak, self.health, self.compile_seconds = peak_flops, health, compile_seconds
         self._compiled = 0.0
         """Seconds of compiling before the last step."""
         self._pending: deque[_Pending] = deque()
@@ -84,7 +85,7 @@ class Meter:
         device = self.world.device
         if self.stop_step is None:
             self.stop_step = event.result.stop_step
-        scalars = device.to_host(_scalars(event.result))
+        scalars = device.read_later(partial(_scalars, event.result))
         self._pending.append(_Pending(event, scalars, device.mark(), self._compile_seconds()))
         if len(self._pending) > AHEAD:
             self._pending[-AHEAD - 1].end.wait()
@@ -92,9 +93,7 @@ class Meter:
 
     def _compile_seconds(self) -> float:
         """Seconds of compiling since the last call."""
-        if self.compiling is None:
-            return 0.0
-        before, self._compiled = self._compiled, self.compiling.seconds
+        before, self._compiled = self._compiled, self.compile_seconds()
         return self._compiled - before
 
     def settle(self) -> None:
@@ -114,9 +113,10 @@ class Meter:
             self.sample_seconds = trained / pending.event.result.samples
             self.counters.seconds += self.step_seconds
             self._last = pending.end
-            if pending.compiled:
+            # A strategy that compiles its step as a whole says so itself.
+            if pending.compiled and not pending.event.result.notes:
                 self.tracker.say(f"compiled in {format_seconds(pending.compiled)}")
-            self._record(pending.event, pending.scalars.tolist(), compiled=pending.compiled > 0)
+            self._record(pending.event, pending.scalars().tolist(), compiled=pending.compiled > 0)
 
     def _record(self, event: StepEvent, scalars: list[float], *, compiled: bool) -> None:
         loss, norm, skipped, scale, stops = scalars
@@ -145,8 +145,8 @@ class Meter:
         self, event: StepEvent, loss: float, norm: float, scale: float, *, compiled: bool
     ) -> StepRecord:
         rate = event.result.tokens / self.step_seconds if self.step_seconds else math.inf
-        per_process = rate / self.world.mesh.processes
-        palm, causal = per_process * self.cost.palm, per_process * self.cost.causal
+        per_device = rate / self.world.layout.processes
+        palm, causal = per_device * self.cost.palm, per_device * self.cost.causal
         exchange = event.result.exchange
         return StepRecord(
             step=event.after.steps,

@@ -139,6 +139,12 @@ def replay_step(
             where="parallel",
             remedy="to test a device, replay a run without parallel.gossip and parallel.local",
         )
+    if config.runtime.device == "xla":
+        raise UserError(
+            "a step on XLA devices is one function, whose samples cannot be looked at one by one",
+            where="runtime.device",
+            remedy='replay with runtime.device="cpu" or "cuda"; losses agree within rounding',
+        )
     checkpoints = CheckpointFolder(folder.checkpoints)
     start = checkpoints.newest_before(step)
     if start is None:

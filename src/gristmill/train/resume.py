@@ -196,7 +196,7 @@ def _check_lost(folder: RunFolder) -> list[str]:
 
 def resume_differences(saved: dict[str, Any], parts: Assembly) -> list[str]:
     """Reasons why the rest of the run may not be bit-identical to an uninterrupted one."""
-    mesh, before = parts.world.mesh, {"processes": 1, **saved}
+    mesh, before = parts.world.layout, {"processes": 1, **saved}
     now = {"torch": torch.__version__, "threads": torch.get_num_threads()}
     workers, saved_workers = parts.state.workers, saved.get("workers") or []
     if list(workers) != saved_workers:

@@ -33,7 +33,8 @@ from gristmill.parallel.device import memory_explained
 from gristmill.parallel.elastic.membership import ViewChangedError
 from gristmill.parallel.liveness.monitor import Monitor
 from gristmill.parallel.liveness.verdict import Limits
-from gristmill.parallel.world import World, close_world, open_world
+from gristmill.parallel.strategy import Strategy
+from gristmill.parallel.world import World, close_world, count_devices, open_world
 from gristmill.plan.preconditioner import describe_preconditioner
 from gristmill.track.folder import RunFolder, move_aside, run_folder
 from gristmill.train.assemble import (
@@ -81,7 +82,8 @@ def run_training(
     `start_from` names. `stop`: handles signals already; if None, signals are handled while this
     runs. `translation`: what the command of another program amounts to, for origin.txt."""
     place, folder = Place.current(), run_folder(config, translation=translation)
-    mesh = check_mesh(config, processes=place.world)
+    devices = count_devices(config.runtime, config.parallel, place, tf32=config.precision.tf32)
+    mesh = check_mesh(config, processes=devices)
     handler = contextlib.nullcontext(stop) if stop is not None else StopRequest()
     if config.parallel.elastic and place.world > 1:
         with handler as stop:
@@ -304,7 +306,7 @@ def _announce(parts: Assembly, tracker: Tracker, resumed: Resumed) -> None:
         f"batch {_describe_batch(numbers)}, "
         f"{parts.config.precision.described} on {parts.world.device.name}"
     )
-    if parts.world.mesh.processes > 1:
+    if parts.world.layout.processes > 1:
         tracker.say(_mesh_table(parts))
     if parts.state.workers:
         tracker.say(parts.config.parallel.described_exchange)
@@ -333,7 +335,11 @@ def _preconditioner_cost(parts: Assembly) -> str | None:
 
 def _mesh_table(parts: Assembly) -> str:
     """The mesh as a small table, with this process's coordinates."""
-    mesh, at = parts.world.mesh, parts.world.at
+    mesh, at, devices = parts.world.mesh, parts.world.at, parts.world.devices
+    if devices is not None:
+        sizes = [f"    {axis:<13}{size:>4}  {_AXES[axis]}" for axis, size in devices.sizes.items()]
+        head = f"{devices.processes} devices, driven by {mesh.processes} processes"
+        return "\n".join([head, *(one for one in sizes if " 1  " not in one)])
     apart = {"dp_replicate": "workers with weights of their own"}
     words = _AXES | (apart if parts.state.workers else {})
     rows = [
@@ -401,12 +407,15 @@ def _run(
     validate = build_validate(parts, tracker)
     all_hooks = build_hooks(parts, tracker, writer, validate, health, check)
     cleanup = contextlib.ExitStack()
-    compiling = None
-    if config.runtime.compiles(parts.world.device.kind):
-        compiling = cleanup.enter_context(CompileClock(begins=_CompileNotice(tracker)))
+    compile_seconds: Callable[[], float] = float
+    if parts.strategy.compiled is not None:
+        compile_seconds = partial(_step_compiled, parts.strategy)
+    elif config.runtime.compiles(parts.world.device.kind):
+        clock = cleanup.enter_context(CompileClock(begins=_CompileNotice(tracker)))
+        compile_seconds = partial(getattr, clock, "seconds")
     hooks = Hooks(
         all_hooks,
-        meter=build_meter(parts, tracker, health, compiling),
+        meter=build_meter(parts, tracker, health, compile_seconds),
         tracker=tracker,
         stop=stop,
         writer=writer,
@@ -450,6 +459,11 @@ def _run(
         outcome += "; run the same command again to resume"
     tracker.say(outcome)
     return _finish(parts, Exit.DONE if finished else Exit.STOPPED, best.loss if best else None)
+
+
+def _step_compiled(strategy: Strategy) -> float:
+    """Seconds that it took so far to compile a step that is one function."""
+    return 0.0 if strategy.compiled is None else strategy.compiled.seconds
 
 
 class _CompileNotice:

@@ -19,7 +19,7 @@ from gristmill.config.rules import check_mesh
 from gristmill.config.schema import RunConfig
 from gristmill.parallel.liveness.monitor import Monitor
 from gristmill.parallel.liveness.verdict import Limits
-from gristmill.parallel.world import close_world, open_world
+from gristmill.parallel.world import close_world, count_devices, open_world
 from gristmill.track.folder import RunFolder, run_folder
 from gristmill.track.metrics import Record, ValidationRecord, read_metrics
 from gristmill.train.assemble import Assembly, assemble, build_validate
@@ -63,7 +63,8 @@ def validate_run(config: RunConfig, *, checkpoint: str | None = None) -> Validat
             remedy="validate with parallel.elastic=false",
         )
     place, folder = Place.current(), run_folder(config)
-    mesh = check_mesh(config, processes=place.world)
+    devices = count_devices(config.runtime, config.parallel, place, tf32=config.precision.tf32)
+    mesh = check_mesh(config, processes=devices)
     limits = Limits.of(config.parallel, save=config.checkpoint.timeout)
     with Monitor(place, limits=limits, log=folder.rank_log(place.rank)) as monitor:
         world = open_world(

@@ -78,7 +78,7 @@ def plan_sweep(
     """The array of jobs that trains several runs, each with the words that make it."""
     launch = checked(config, launcher, on)
     for _, one in runs:
-        check_mesh(one, processes=launch.processes)
+        check_mesh(one, processes=one.runtime.devices_of(launch.processes))
     home = RunFolder(run_folder(config).path.absolute())
     folder = RunFolder(home.path.with_name(f"{home.path.name}-sweep"))
     tasks = {
@@ -175,7 +175,7 @@ def checked(config: RunConfig, launcher: Launcher, on: LauncherName) -> LaunchCo
     problems += launcher.problems(launch)
     if problems:
         raise UserError(problems)
-    check_mesh(config, processes=launch.processes)
+    check_mesh(config, processes=config.runtime.devices_of(launch.processes))
     return launch
 
 

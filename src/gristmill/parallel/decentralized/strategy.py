@@ -114,6 +114,7 @@ class Decentralized:
         self.layout = FlatLayout(inner.parameters)
         self.exchange = Exchange(config, workers, self.layout, seed=seed)
         self.distance: float | None = None
+        self.compiled = None
         self._rounds = 0
         self._sent_bytes = 0
         self._before = Progress()

@@ -1,0 +1,69 @@
+"""Starts JAX in this process, once: its devices, its compilation cache, other hosts.
+
+This is the only place that asks whether JAX is there; the other modules of this folder import it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from gristmill.base.downloads import cache_folder
+from gristmill.base.errors import Exit, UserError, optional
+from gristmill.base.process import Place
+from gristmill.base.units import parse_seconds
+from gristmill.config.parallel import ParallelConfig
+from gristmill.config.schema import RuntimeConfig
+
+_DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
+_joined: list[Place] = []
+"""How this process has joined the others, if it has."""
+
+
+def start_xla(runtime: RuntimeConfig, parallel: ParallelConfig, place: Place, *, tf32: bool) -> int:
+    """The number of devices of all processes."""
+    if runtime.deterministic:
+        # Read when the first device is asked for.
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DETERMINISTIC}".strip()
+    jax: Any = optional("jax", extra="xla", purpose='runtime.device = "xla"')
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+    # On a TPU "high" is three products in bf16, on NVIDIA GPUs it is TF32.
+    jax.config.update("jax_default_matmul_precision", "high" if tf32 else "highest")
+    if place.world > 1 and not _joined:
+        _join(jax, parallel, place)
+    try:
+        return len(jax.devices())
+    except RuntimeError as error:
+        raise UserError(
+            f"JAX finds no device: {(str(error).splitlines() or ['no reason given'])[0]}",
+            where="runtime.device",
+            remedy="check JAX_PLATFORMS and the drivers, or choose another device",
+        ) from error
+
+
+def _join(jax: Any, parallel: ParallelConfig, place: Place) -> None:
+    """Meet the other processes, beside the port at which torch does."""
+    if place.address is None:
+        raise UserError(
+            f"started as one of {place.world} processes without a rendezvous address",
+            where="environment MASTER_ADDR, MASTER_PORT",
+            remedy="set both, or start with torchrun or `gristmill launch`",
+        )
+    host, port = place.address
+    try:
+        jax.distributed.initialize(
+            f"{host}:{port + 1}",
+            num_processes=place.world,
+            process_id=place.rank,
+            initialization_timeout=int(parse_seconds(parallel.start_timeout)),
+        )
+    except RuntimeError as error:
+        raise UserError(
+            f"rank {place.rank} on {place.host} did not find all {place.world} processes at "
+            f"{host}:{port + 1}: {str(error).splitlines()[0]}",
+            where="parallel.start_timeout",
+            remedy="check that all processes were started and can reach this address",
+            exit=Exit.PEER,
+        ) from error
+    _joined.append(place)

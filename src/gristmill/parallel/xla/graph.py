@@ -1,0 +1,216 @@
+"""Our own torch code as graphs of ATen operations, which `lower.py` translates to JAX.
+
+A function is called once with tensors on the meta device, and torch records its operations: a model
+with its loss, or a decision with a step of an optimizer. Torch itself removes mutations and views,
+so every node of a graph is a pure function of its inputs, of known shape and dtype. Nothing of the
+code that is traced knows about it.
+
+Some functions are replaced while they are traced:
+
+    scaled_dot_product_attention       one operation of its own, not its parts for some device
+    _fused_adamw_, _fused_sgd_         the same arithmetic in plain operations, which XLA fuses
+    the forward of a block             between two edges, so that it can be recomputed as a whole
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import torch
+from torch._subclasses.functional_tensor import dispatch_functionalize
+from torch.fx import Graph
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from gristmill.models.spec import CausalLM
+
+Tensors = Sequence[torch.Tensor]
+
+
+class Traced(NamedTuple):
+    """A function as a graph, which takes and returns the leaves of trees."""
+
+    graph: Graph
+    inputs: Any
+    outputs: Any
+
+
+def trace(function: Callable[..., Any], *args: Any) -> Traced:
+    """The operations of a function of meta tensors, in trees of any form."""
+    leaves, inputs = jax.tree.flatten(args)
+    assert len(set(map(id, leaves))) == len(leaves), "a graph knows its inputs by their identity"
+    outputs: list[Any] = []
+
+    def flat(*leaves: torch.Tensor) -> list[torch.Tensor]:
+        found, spec = jax.tree.flatten(function(*jax.tree.unflatten(inputs, leaves)))
+        outputs.append(spec)
+        return found
+
+    with torch.no_grad(), _Replaced():
+        module = make_fx(dispatch_functionalize(flat))(*leaves)
+    return Traced(module.graph, inputs, outputs[0])
+
+
+def meta(shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor without values, to trace with."""
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+
+# ------------------------------------------------------------------ operations of our own
+
+
+@torch.library.custom_op("gristmill::attention", mutates_args=())
+def attention(
+    query_BHTK: torch.Tensor,
+    key_BGTK: torch.Tensor,
+    value_BGTK: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float,
+) -> torch.Tensor:
+    """Attention, multi-head or grouped-query; only ever traced."""
+    raise NotImplementedError
+
+
+@attention.register_fake
+def _(query_BHTK: torch.Tensor, *others: Any) -> torch.Tensor:
+    return torch.empty_like(query_BHTK)
+
+
+@torch.library.custom_op("gristmill::block_edge", mutates_args=())
+def block_edge(x: torch.Tensor, block: int, end: bool) -> torch.Tensor:
+    """The residual stream where a block begins or ends; only ever traced."""
+    raise NotImplementedError
+
+
+@block_edge.register_fake
+def _(x: torch.Tensor, block: int, end: bool) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@contextlib.contextmanager
+def marked_blocks(model: CausalLM) -> Iterator[None]:
+    """While a model is traced, mark where its blocks begin and end."""
+    blocks = [model.get_submodule(name) for name in model.block_names()]
+    plain = [block.forward for block in blocks]
+
+    def marked(forward: Callable[..., Any], number: int) -> Callable[..., Any]:
+        def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return block_edge(forward(block_edge(x, number, False), *args, **kwargs), number, True)
+
+        return run
+
+    for number, block in enumerate(blocks):
+        block.forward = marked(plain[number], number)
+    try:
+        yield
+    finally:
+        for block, forward in zip(blocks, plain, strict=True):
+            block.forward = forward
+
+
+# ------------------------------------------------------------------ replacements
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
+
+
+def _adamw_(
+    parameters: Tensors,
+    gradients: Tensors,
+    averages: Tensors,
+    squares: Tensors,
+    max_squares: Tensors,
+    steps: Tensors,
+    *,
+    lr: torch.Tensor | float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    amsgrad: bool,
+    maximize: bool,
+    grad_scale: torch.Tensor | None = None,
+    found_inf: torch.Tensor | None = None,
+) -> None:
+    """What torch's fused kernel of AdamW does."""
+    assert not amsgrad and not maximize
+    for parameter, gradient, average, square, step in zip(
+        parameters, gradients, averages, squares, steps, strict=True
+    ):
+        g = gradient if grad_scale is None else gradient / grad_scale
+        decayed = parameter * (1 - lr * weight_decay)
+        m, v = torch.lerp(g, average, beta1), torch.lerp(g * g, square, beta2)
+        moved = decayed - lr / _correction(beta1, step) * m / (
+            v.sqrt() / _correction(beta2, step).sqrt() + eps
+        )
+        _store((parameter, moved), (average, m), (square, v), skip=found_inf)
+
+
+def _correction(beta: float, step: torch.Tensor) -> torch.Tensor:
+    """1 - beta^step, without the rounding error of a power that is close to 1."""
+    return -torch.expm1(step * math.log(beta)) if beta else torch.ones_like(step)
+
+
+def _sgd_(
+    parameters: Tensors,
+    gradients: Tensors,
+    buffers: Tensors,
+    *,
+    weight_decay: float,
+    momentum: float,
+    lr: torch.Tensor | float,
+    dampening: float,
+    nesterov: bool,
+    maximize: bool,
+    is_first_step: bool,
+    grad_scale: torch.Tensor | None = None,
+    found_inf: torch.Tensor | None = None,
+) -> None:
+    """What torch's fused kernel of SGD does."""
+    assert not dampening and not maximize and not is_first_step
+    for number, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+        g = gradient if grad_scale is None else gradient / grad_scale
+        g = g + weight_decay * parameter if weight_decay else g
+        if momentum:
+            buffer = momentum * buffers[number] + g
+            step = g + momentum * buffer if nesterov else buffer
+            _store((parameter, parameter - lr * step), (buffers[number], buffer), skip=found_inf)
+        else:
+            _store((parameter, parameter - lr * g), skip=found_inf)
+
+
+def _store(*pairs: tuple[torch.Tensor, torch.Tensor], skip: torch.Tensor | None) -> None:
+    for old, new in pairs:
+        old.copy_(new if skip is None else torch.where(skip > 0, old, new))
+
+
+class _Replaced(TorchFunctionMode):
+    """Calls the replacements below instead of torch's functions."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _REPLACEMENTS.get(func, func)(*args, **(kwargs or {}))
+
+
+_REPLACEMENTS: dict[Any, Callable[..., Any]] = {
+    functional.scaled_dot_product_attention: _attention,
+    torch._fused_adamw_: _adamw_,
+    torch._fused_sgd_: _sgd_,
+}

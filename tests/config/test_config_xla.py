@@ -1,0 +1,80 @@
+"""What `runtime.device = "xla"` does not do is refused when a run file is read, all at once."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from gristmill.base.errors import UserError
+from gristmill.base.process import Place
+from gristmill.config.load import load_text
+from gristmill.config.rules import check_mesh
+from gristmill.parallel.world import count_devices
+from gristmill.plan.hardware import peak_flops
+
+RUN = """
+name = "tiny"
+[model]
+layers = 2
+heads = 2
+width = 16
+context = 24
+[data]
+paths = "tokens/tiny"
+[train]
+until = "12 steps"
+batch = 4
+[runtime]
+device = "xla"
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "where"),
+    [
+        ('optim.preconditioner.type="kfac"', "optim.preconditioner"),
+        ('optim.type="accum-adamw"', "optim.type"),
+        ('precision.compute="fp16"', "precision.compute"),
+        ("parallel.pp=2", "parallel.pp"),
+        ("parallel.cp=2", "parallel.cp"),
+        ('parallel.gossip.topology="ring"', "parallel.gossip"),
+        ("runtime.kernels=false", "runtime.kernels"),
+        ("runtime.compile=true", "runtime.compile"),
+        ("parallel.sequence=true", "parallel.sequence"),
+    ],
+)
+def test_what_xla_devices_cannot_do_is_refused(setting: str, where: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_text(RUN, (setting, *(["parallel.tp=2"] if "sequence" in setting else [])), place="x")
+    assert any(str(problem.where).endswith(where) for problem in caught.value.problems)
+    assert "XLA" in str(caught.value)
+
+
+def test_fp8_is_refused() -> None:
+    fp8 = ('precision.fp8=["head"]', 'precision.compute="bf16"')
+    with pytest.raises(UserError, match=r"needs an NVIDIA GPU, and runtime\.device is 'xla'"):
+        load_text(RUN, fp8, place="x")
+
+
+def test_the_mesh_is_one_of_devices() -> None:
+    config = load_text(RUN, ("parallel.tp=2",), place="x")
+    assert config.runtime.devices_of(3) is None, "only JAX can count them"
+    assert check_mesh(config, processes=4).sizes["dp_replicate"] == 2
+    with pytest.raises(UserError, match="tp 2 asks for a multiple of 2 devices, and there are 3"):
+        check_mesh(config, processes=3)
+
+
+def test_without_jax_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jax", None)
+    config = load_text(RUN, (), place="x")
+    with pytest.raises(UserError, match="needs the package 'jax', which is not installed") as said:
+        count_devices(config.runtime, config.parallel, Place(), tf32=True)
+    assert said.value.problems[0].remedy == "pip install 'gristmill[xla]'"
+
+
+def test_tpus_are_in_the_table() -> None:
+    assert peak_flops("4 x TPU v5 lite with XLA") == 197e12
+    assert peak_flops("8 x TPU v5 with XLA") == 459e12
+    assert peak_flops("8 x TPU v3 with XLA", "tf32") == 20.5e12
+    assert peak_flops("1 x TPU v6 lite with XLA") == 918e12
