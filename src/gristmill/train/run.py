@@ -21,11 +21,9 @@ from gristmill.base.units import format_seconds, parse_seconds
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.writer import CheckpointWriter
 from gristmill.config.parallel import Mesh
-from gristmill.config.resolve import Resolved
-from gristmill.config.rules import check_mesh, doubts
+from gristmill.config.rules import check_mesh
 from gristmill.config.schema import RunConfig
 from gristmill.data.content_check import ContentCheck
-from gristmill.models.linears import linear_shapes
 from gristmill.optim.schedule import build_schedule
 from gristmill.parallel.compiling import CompileClock
 from gristmill.parallel.control import ControlGroup
@@ -35,8 +33,8 @@ from gristmill.parallel.liveness.monitor import Monitor
 from gristmill.parallel.liveness.verdict import Limits
 from gristmill.parallel.strategy import Strategy
 from gristmill.parallel.world import World, close_world, count_devices, open_world
-from gristmill.plan.preconditioner import describe_preconditioner
 from gristmill.track.folder import RunFolder, move_aside, run_folder
+from gristmill.train.announce import announce
 from gristmill.train.assemble import (
     Assembly,
     assemble,
@@ -259,7 +257,7 @@ def _train(
         if went_back is not None:
             health.went_back(*went_back)
         try:
-            _announce(parts, tracker, resumed)
+            announce(parts, tracker, resumed)
             return _run(parts, tracker, stop, monitor, health, check, resumed.continues)
         except GoBackError as error:
             move = partial(_move_later, parts.folder, error.checkpoint)
@@ -289,85 +287,6 @@ def _move_later(folder: RunFolder, step: int) -> str:
 
 def _note_exit(parts: Assembly, tracker: Tracker, message: str) -> None:
     _note_failure(parts, tracker, UserError(message))
-
-
-def _announce(parts: Assembly, tracker: Tracker, resumed: Resumed) -> None:
-    numbers, state = parts.numbers, parts.state
-    if resumed.continues:
-        for note in resumed.notes:
-            tracker.say(note, level="warning")
-        if parts.control.is_rank0:
-            # The worker that led before may have noted that it failed.
-            parts.folder.write_status("running", step=state.progress.steps, steps=numbers.steps)
-        return
-    tracker.say(
-        f"{parts.config.name}: {parts.described_size}, "
-        f"vocabulary {numbers.vocab}, "
-        f"batch {_describe_batch(numbers)}, "
-        f"{parts.config.precision.described} on {parts.world.device.name}"
-    )
-    if parts.world.layout.processes > 1:
-        tracker.say(_mesh_table(parts))
-    if parts.state.workers:
-        tracker.say(parts.config.parallel.described_exchange)
-    if (cost := _preconditioner_cost(parts)) is not None:
-        tracker.say(cost)
-    if resumed.checkpoint is not None:
-        tracker.say(f"resuming from {resumed.checkpoint.name}")
-    elif parts.config.model.initial_weights is not None:
-        tracker.say(f"starting from the weights in {parts.config.model.initial_weights}")
-    for note in parts.data.notes:
-        tracker.say(note)
-    starting = () if resumed.checkpoint is not None else parts.notes
-    for note in (*parts.data.warnings, *starting, *resumed.notes, *doubts(parts.config, numbers)):
-        tracker.say(note, level="warning")
-    if parts.control.is_rank0:
-        parts.folder.write_status("running", step=state.progress.steps, steps=numbers.steps)
-
-
-def _preconditioner_cost(parts: Assembly) -> str | None:
-    """Memory and communication of the preconditioner, in words."""
-    mesh, alone = parts.world.mesh, parts.config.parallel.decentralized
-    processes = mesh.processes // mesh.pp // (mesh.dp_replicate if alone else 1)
-    linears = linear_shapes(parts.strategy.model)
-    return describe_preconditioner(parts.config.optim, linears, processes=processes)
-
-
-def _mesh_table(parts: Assembly) -> str:
-    """The mesh as a small table, with this process's coordinates."""
-    mesh, at, devices = parts.world.mesh, parts.world.at, parts.world.devices
-    if devices is not None:
-        sizes = [f"    {axis:<13}{size:>4}  {_AXES[axis]}" for axis, size in devices.sizes.items()]
-        head = f"{devices.processes} devices, driven by {mesh.processes} processes"
-        return "\n".join([head, *(one for one in sizes if " 1  " not in one)])
-    apart = {"dp_replicate": "workers with weights of their own"}
-    words = _AXES | (apart if parts.state.workers else {})
-    rows = [
-        f"    {axis:<13}{size:>4}   {at[axis]:>4}  {words[axis]}"
-        for axis, size in mesh.sizes.items()
-        if size > 1
-    ]
-    head = (
-        f"{mesh.processes} processes; this is rank {parts.world.rank} on {parts.world.place.host}"
-    )
-    return "\n".join([head, "    axis         size   here", *rows])
-
-
-_AXES = {
-    "pp": "pipeline stages",
-    "dp_replicate": "replicas of the model",
-    "dp_shard": "shards of the weights and the batch",
-    "cp": "shards of every sequence",
-    "tp": "shards of every layer",
-}
-
-
-def _describe_batch(numbers: Resolved) -> str:
-    first, sizes, times = numbers.ramp.first, str(numbers.batch), str(numbers.accumulate)
-    if first < numbers.batch:
-        sizes, times = f"{first} to {sizes}", f"{first // numbers.micro_batch} to {times}"
-    batch = f"{sizes} x {numbers.sequence} tokens"
-    return f"{batch} in {times} micro-batches" if numbers.accumulate > 1 else batch
 
 
 def _run(

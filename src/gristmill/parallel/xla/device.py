@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ class Arrival:
     """Results of a step that are still being computed."""
 
     def __init__(self, values: jax.Array) -> None:
-        self.values: jax.Array | None = values
+        self.values: Any = values
         self.host = torch.full(values.shape, torch.nan)
         self.time = 0.0
         """When they were seen to be there."""

@@ -314,7 +314,8 @@ def _filled(value: Any) -> Callable[..., Any]:
 
 
 def _arange(result: Result, *args: Any, **_: Any) -> Any:
-    return jnp.arange(*args, dtype=result.dtype)
+    arange: Any = jnp.arange
+    return arange(*args, dtype=result.dtype)
 
 
 def _sum_with(x: Any, y: Any, *, alpha: float = 1) -> Any:

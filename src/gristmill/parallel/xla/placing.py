@@ -55,7 +55,7 @@ class Placing:
         return jax.make_array_from_process_local_data(sharding, value)
 
     def zeros(self, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
-        def piece(index: tuple[slice, ...]) -> np.ndarray:
+        def piece(index: Any) -> np.ndarray:
             sizes = [len(range(*one.indices(n))) for one, n in zip(index, shape, strict=True)]
             return np.zeros(sizes, np.float32)
 

@@ -128,7 +128,8 @@ class Xla:
             return np.float32(value)
 
         seed = step_seed(self.seed, progress.steps, ()) if self.drops else 0
-        words = np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)
+        words: Any = np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)
+        ceilings: Any = np.array(limits or (np.inf, np.inf), np.float32)
         local = np.full(jax.local_device_count(), stop / jax.local_device_count(), np.float32)
         return Controls(
             settings=[
@@ -136,7 +137,7 @@ class Xla:
                 for group in self.optimizer.param_groups
             ],
             counted=scalar(counted),
-            limits=np.array(limits or (np.inf, np.inf), np.float32),
+            limits=ceilings,
             key=jax.random.wrap_key_data(words),
             stops=self.placing.put_local(local, self.placing.per_device),
         )
