@@ -113,14 +113,10 @@ class Dcp:
     def __init__(self, state: TrainState, *, asynchronous: bool) -> None:
         self.state, self.stager = state, None
         if asynchronous:
-            from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+            from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-            options = StagingOptions(
-                use_pinned_memory=torch.cuda.is_available(),
-                use_async_staging=False,
-                use_non_blocking_copy=torch.cuda.is_available(),
-            )
-            self.stager = DefaultStager(options)
+            # It keeps its page-locked copy from one save to the next, as ours does.
+            self.stager = BlockingAsyncStager(cache_staged_state_dict=True)
 
     def save(self, folder: Path) -> Callable[[], None]:
         writer = dcp.FileSystemWriter(folder, sync_files=True, thread_count=8)

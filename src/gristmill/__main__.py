@@ -11,6 +11,9 @@ def main() -> None:
         from gristmill.base.signals import exit_on_stop_signals
 
         exit_on_stop_signals()
+    from gristmill.base.caches import use_compile_caches
+
+    use_compile_caches()
     from gristmill.cli.main import main as run
 
     run()

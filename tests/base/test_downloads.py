@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from gristmill.base import downloads
-from gristmill.base.downloads import cache_folder, download, model_folder
+from gristmill.base.caches import cache_folder
+from gristmill.base.downloads import download, model_folder
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.hub import DownloadDisplay, downloads_shown
 

@@ -232,6 +232,7 @@ def test_a_closed_terminal_stops_with_a_save(file: Path, tmp_path: Path, process
     assert "stopping after signal SIGHUP" in (folder / "train.log").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes where Linux shows them")
 def test_a_killed_run_is_started_again_and_a_stopped_one_is_not(file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"

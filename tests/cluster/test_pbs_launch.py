@@ -40,6 +40,7 @@ def submit(environment: Mapping[str, str], run: ClusterRun, *words: str) -> str:
     return ids[0]
 
 
+@pytest.mark.slow
 def test_pbs_trains_on_two_nodes(pbs: PbsCluster, cluster_run: MakeClusterRun) -> None:
     run = cluster_run(steps=6)
     words = (*FOUR, "launch.account=abc", "launch.queue=prod", "launch.time=1h")

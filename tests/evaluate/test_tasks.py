@@ -345,6 +345,7 @@ def test_the_harness_gives_the_same_numbers(
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("offline")
 def test_the_harness_generates_and_measures_texts(loaded: LoadedModel, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")

@@ -263,6 +263,7 @@ def test_dropout_acts_in_training_only() -> None:
     assert not torch.equal(loss_of(model).total, loss_of(model).total)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "blocks"])
 def test_it_compiles(whole: bool) -> None:
     model = adapted(with_lora(GPT2), base_of(GPT2))

@@ -433,6 +433,7 @@ def test_a_group_in_pieces_moves_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> 
         torch.testing.assert_close(one, two, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_does_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """With torch's tracing but not its code generation, which takes a minute on a CPU."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))

@@ -185,6 +185,7 @@ def test_recomputed_layers_count_once(make_run: MakeRun, how: str) -> None:
     assert_alike(preconditioned(make_run(*EXACT, f'train.recompute="{how}"')), once, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["true", '"blocks"'])
 def test_a_compiled_model_gives_the_same_statistics(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, how: str

@@ -330,6 +330,7 @@ def test_an_export_holds_the_template_and_a_run_starts_from_it(
     assert kept is not None and kept.source == template.source
 
 
+@pytest.mark.slow
 def test_adapters_learn_other_answers_and_the_merged_export_gives_them(
     make_chat: MakeRun, tmp_path: Path, talks: Path
 ) -> None:

@@ -266,6 +266,7 @@ def rewrite_bytes() -> Callable[[Path], None]:
 # ------------------------------------------------------------------ every worker judges its steps
 
 
+@pytest.mark.slow
 def test_workers_skip_after_a_resume_what_they_would_have_skipped(
     crowd: Crowd, make_run: MakeRun, poisoned: Path, tmp_path: Path, runs: Runs
 ) -> None:

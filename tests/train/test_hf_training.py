@@ -109,6 +109,7 @@ def train_hf(tokens: str, folder: str, model: str, *words: str) -> int:
     return int(run_training(hf_run(Path(tokens), Path(folder), Path(model), *words)).exit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     ["parallel.dp_shard=2", pytest.param("parallel.dp_replicate=2", marks=pytest.mark.slow)],

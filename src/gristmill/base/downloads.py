@@ -44,12 +44,6 @@ _NOTHING_LEFT = 416
 """The HTTP status if all bytes had been received, or too many."""
 
 
-def cache_folder() -> Path:
-    """Where single files are kept, and where they can be put by hand."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "gristmill"
-
-
 def model_folder(name: str, *, where: str = "model.start", weights: bool = True) -> Path:
     """The folder of a model: a local one, or that of a Hugging Face name.
 

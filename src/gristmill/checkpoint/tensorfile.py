@@ -106,11 +106,13 @@ def _holds(file: io.FileIO, chunks: Sequence[Chunk]) -> bool:
     buffer = np.empty(max(map(len, chunks)), np.uint8)
     file.seek(0)
     for chunk in chunks:
-        read, wanted = buffer[: len(chunk)], np.frombuffer(chunk, np.uint8)
+        read = buffer[: len(chunk)]
         begin = 0
         while begin < len(chunk) and (count := file.readinto(read[begin:].data)):
             begin += count
-        if begin < len(chunk) or not np.array_equal(read, wanted):
+        # Eight bytes at a time are compared eight times as fast.
+        kind = np.uint8 if len(chunk) % 8 else np.uint64
+        if begin < len(chunk) or not np.array_equal(read.view(kind), np.frombuffer(chunk, kind)):
             return False
     return True
 

@@ -252,4 +252,7 @@ def _compiled(function: Any, *, whole_graph: bool = True) -> Any:
     # compilation fails.
     dynamo = torch._dynamo.config
     dynamo.recompile_limit = max(GRAPHS, dynamo.recompile_limit)
+    # Functions with a backward pass of their own are part of the graph, which is the cache's key.
+    # Without this, nothing but the kernels is found again at the next start.
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     return torch.compile(function, dynamic=False, fullgraph=whole_graph)

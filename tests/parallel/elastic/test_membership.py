@@ -467,6 +467,7 @@ store.set("from", "the first")
 """
 
 
+@pytest.mark.slow
 def test_the_store_outlives_the_process_that_starts_it(tmp_path: Any) -> None:
     address, log = Address("127.0.0.1", free_port()), tmp_path / "logs/coordinator.log"
     start = [sys.executable, "-c", START_IT, str(address.port), str(log)]

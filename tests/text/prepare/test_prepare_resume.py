@@ -94,7 +94,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
-@pytest.mark.parametrize("function", ["fsync", "replace"])
+@pytest.mark.parametrize("function", ["fsync", pytest.param("replace", marks=pytest.mark.slow)])
 def test_a_crash_at_any_write_or_rename(
     source: Path,
     tmp_path: Path,

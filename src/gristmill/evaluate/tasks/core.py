@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gristmill.base.downloads import cache_folder
+from gristmill.base.caches import cache_folder
 from gristmill.base.errors import DataError, optional
 from gristmill.base.files import sha256_text
 from gristmill.evaluate.measures import Measure, mean

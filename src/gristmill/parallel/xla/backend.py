@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from gristmill.base.downloads import cache_folder
+from gristmill.base.caches import cache_folder
 from gristmill.base.errors import Exit, UserError, optional
 from gristmill.base.process import Place
 from gristmill.base.units import parse_seconds

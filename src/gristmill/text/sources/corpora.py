@@ -14,7 +14,8 @@ from importlib import resources
 from pathlib import Path
 from urllib.parse import urlencode
 
-from gristmill.base.downloads import LARGER_CACHE, cache_folder, download
+from gristmill.base.caches import cache_folder
+from gristmill.base.downloads import LARGER_CACHE, download
 from gristmill.base.errors import DataError
 from gristmill.base.files import require_room
 from gristmill.base.hub import OnDownload, hub_endpoint

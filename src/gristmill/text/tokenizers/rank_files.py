@@ -27,7 +27,8 @@ from pathlib import Path
 import tokenizers
 from tokenizers import models
 
-from gristmill.base.downloads import cache_folder, download
+from gristmill.base.caches import cache_folder
+from gristmill.base.downloads import download
 from gristmill.base.errors import DataError, UserError
 from gristmill.base.files import sha256_file
 from gristmill.text.tokenizers.byte_level import CHARACTER_OF, byte_level

@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gristmill.base.downloads import cache_folder
+from gristmill.base.caches import cache_folder
 from gristmill.base.errors import DataError, UserError
 from gristmill.base.files import read_json
 from gristmill.text.tokenizers.hub import cached_tokenizer, find_pair, tokenizer_folder
