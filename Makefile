@@ -17,9 +17,8 @@ CONSTRAINTS ?= constraints.txt
 TORCH       ?= -r $(CONSTRAINTS)
 BENCH       ?=
 ARGS        ?=
-# Tests of several processes mostly wait, so three workers pay on two cores. Files are begun in the
-# order of tests/conftest.py, long ones first: xdist would begin those with the most tests.
-WORKERS     ?= -n 3 --dist loadfile --no-loadscope-reorder
+# Tests of several processes mostly wait, so three workers pay on two cores.
+WORKERS     ?= -n 3 --dist loadfile
 
 BIN      := $(VENV)/bin
 PIP      := $(BIN)/python -m pip install --disable-pip-version-check

@@ -39,25 +39,6 @@ def pytest_configure() -> None:
             signal.signal(number, handler)
 
 
-LONG = (
-    *("docs/test_docs_readme.py", "train/test_elastic.py", "train/test_kill_processes.py"),
-    *("train/test_decentralized.py", "parallel/test_layouts.py", "train/test_layout_resume.py"),
-    *("text/prepare/test_prepare_resume.py", "cli/test_commands.py", "cli/test_train_cli.py"),
-    *("dialects/", "parallel/", "train/", "launch/", "cluster/", "text/prepare/"),
-)
-"""Files and folders whose tests take longest, so that the last worker does not begin with one."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    root = Path(__file__).parent
-
-    def place(item: pytest.Item) -> int:
-        path = item.path.relative_to(root).as_posix()
-        return next((n for n, start in enumerate(LONG) if path.startswith(start)), len(LONG))
-
-    items.sort(key=place)
-
-
 WORDS = "the mill turns and grinds the corn into flour while water runs below the wheel".split()
 
 

@@ -10,9 +10,9 @@ compiles all of torch's source at every start, which takes ten seconds and more.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
+from importlib.util import cache_from_source
 from pathlib import Path
 
 _LARGEST = "torch"
@@ -42,7 +42,9 @@ def use_compile_caches() -> None:
 
 def _lacks_bytecode() -> bool:
     """Whether the largest package has no bytecode and will never have any."""
-    spec = importlib.util.find_spec(_LARGEST)
-    if spec is None or spec.cached is None or spec.origin is None or Path(spec.cached).exists():
+    # Not by importlib's finders: those are for who means to import it.
+    places = (Path(entry or ".", _LARGEST, "__init__.py") for entry in sys.path)
+    source = next(filter(Path.is_file, places), None)
+    if source is None or Path(cache_from_source(source)).exists():
         return False
-    return sys.dont_write_bytecode or not os.access(Path(spec.origin).parent, os.W_OK)
+    return sys.dont_write_bytecode or not os.access(source.parent, os.W_OK)

@@ -172,11 +172,15 @@ class CheckpointFolder:
     ) -> CheckpointSearch:
         """The newest checkpoint that `verify` finds intact, and the damaged ones that are newer.
         `check` finds what is wrong with the content of one that has every byte it was written
-        with; on all ranks it must find the same."""
+        with; on all ranks it must find the same. A single process calls it while the bytes are
+        still being verified, and takes its word only if they are good."""
         damaged: list[tuple[Path, list[Problem]]] = []
         for name in control.broadcast([path.name for path in reversed(self.committed())]):
             path = self.root / name
-            problems = verify(path, control=control, read=read) or check(path)
+            if control.size == 1:
+                problems = _verify_and_check(path, read, check)
+            else:
+                problems = verify(path, control=control, read=read) or check(path)
             if not problems:
                 return CheckpointSearch(path, damaged)
             damaged.append((path, problems))
@@ -312,6 +316,21 @@ def verify(
                 )
             )
     return merge_problems([one for one in found if one is not None], control)
+
+
+def _verify_and_check(path: Path, read: NameFilter | None, check: CheckpointCheck) -> list[Problem]:
+    """What is wrong with a checkpoint. Hashing takes as long as loading, so both are done at a
+    time; nothing that comes of damaged bytes is believed."""
+    with ThreadPoolExecutor(1) as side:
+        verifying, failure = side.submit(verify, path, read=read), None
+        try:
+            found = check(path)
+        except Exception as error:
+            found, failure = [], error
+        problems = verifying.result()
+    if not problems and failure is not None:
+        raise failure
+    return problems or found
 
 
 def merge_problems(found: Sequence[Problem], control: ControlGroup) -> list[Problem]:
