@@ -144,7 +144,12 @@ CONTEXT = multiprocessing.get_context("forkserver")
 """Children come from a process with one thread, in which torch is imported already: a copy of this
 one could wait for ever for a lock that another thread held. There is one such process for all
 tests."""
-CONTEXT.set_forkserver_preload(["gristmill.cli.main", "gristmill.train.run"])
+CONTEXT.set_forkserver_preload(
+    [
+        *("gristmill.cli.main", "gristmill.train.run"),
+        *("gristmill.parallel.fsdp", "gristmill.parallel.pipeline"),
+    ]
+)
 
 MEMBER = """
 import datetime, os, runpy, traceback
