@@ -74,7 +74,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class _Launcher:
+class _LauncherVariables:
     """The variables of one launcher; of several names for a number, the first that is set."""
 
     rank: tuple[str, ...]
@@ -95,28 +95,28 @@ class _Launcher:
         return any(name in values for name in self.rank)
 
 
-_TORCHRUN = _Launcher(
+_TORCHRUN = _LauncherVariables(
     rank=("RANK",),
     local_rank=("LOCAL_RANK",),
     world=("WORLD_SIZE",),
     local_world=("LOCAL_WORLD_SIZE",),
     nodes=("GROUP_WORLD_SIZE",),
 )
-_OPEN_MPI = _Launcher(
+_OPEN_MPI = _LauncherVariables(
     rank=("OMPI_COMM_WORLD_RANK",),
     local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
     world=("OMPI_COMM_WORLD_SIZE",),
     local_world=("OMPI_COMM_WORLD_LOCAL_SIZE",),
     job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
 )
-_PMI = _Launcher(
+_PMI = _LauncherVariables(
     rank=("PMI_RANK", "PALS_RANKID"),
     local_rank=("PMI_LOCAL_RANK", "PALS_LOCAL_RANKID", "MPI_LOCALRANKID"),
     world=("PMI_SIZE",),
     local_world=("PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE", "MPI_LOCALNRANKS"),
     job=("PALS_APID", "PMI_JOBID"),
 )
-_SLURM = _Launcher(
+_SLURM = _LauncherVariables(
     rank=("SLURM_PROCID",),
     local_rank=("SLURM_LOCALID",),
     world=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
@@ -126,7 +126,7 @@ _SLURM = _Launcher(
 _LAUNCHERS = (_OPEN_MPI, _PMI, _SLURM)
 
 
-def _from_torchrun(values: Values, outer: _Launcher | None) -> Place:
+def _from_torchrun(values: Values, outer: _LauncherVariables | None) -> Place:
     """RANK and WORLD_SIZE, with LOCAL_RANK or something that stands for it."""
     only_local_missing = {"RANK", "WORLD_SIZE"} <= values.keys() and "LOCAL_RANK" not in values
     if only_local_missing and outer is not None:
@@ -156,7 +156,7 @@ def _from_torchrun(values: Values, outer: _Launcher | None) -> Place:
     )
 
 
-def _from_launcher(values: Values, launcher: _Launcher) -> Place:
+def _from_launcher(values: Values, launcher: _LauncherVariables) -> Place:
     """MPI or Slurm. If one does not set the rank on the node, the next may."""
     local = launcher
     if _number(values, launcher.local_rank) is None:
@@ -171,7 +171,7 @@ def _from_launcher(values: Values, launcher: _Launcher) -> Place:
     return replace(place, address=Address(host, port))
 
 
-def _agree(values: Values, one: _Launcher, other: _Launcher) -> bool:
+def _agree(values: Values, one: _LauncherVariables, other: _LauncherVariables) -> bool:
     return (
         one.present(values)
         and _number(values, one.rank) == _number(values, other.rank)
@@ -198,7 +198,7 @@ def _number(values: Values, names: tuple[str, ...]) -> int | None:
     return None
 
 
-def _place(values: Values, launcher: _Launcher, *, local: _Launcher) -> Place:
+def _place(values: Values, launcher: _LauncherVariables, *, local: _LauncherVariables) -> Place:
     """The numbers of a launcher; those of the node may come from another one around it."""
     names = [_name(values, one) for one in (launcher.rank, local.local_rank, launcher.world)]
     remedy = "set RANK, LOCAL_RANK and WORLD_SIZE, as torchrun does"
@@ -285,7 +285,7 @@ def _first_host(values: Values, place: Place) -> str | None:
     return None
 
 
-def _port_of_job(values: Values, launcher: _Launcher) -> int:
+def _port_of_job(values: Values, launcher: _LauncherVariables) -> int:
     """A port that all processes of a job derive, and that two jobs are unlikely to share."""
     job = next((values[name] for name in launcher.job if name in values), None)
     if job is None and "SLURM_JOB_ID" in values:

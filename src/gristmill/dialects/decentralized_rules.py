@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from gristmill.dialects.draft import Draft
+from gristmill.dialects.draft import TranslationDraft
 from gristmill.dialects.naming import run_name
 from gristmill.dialects.nanogpt_rules import GRAD_SCALER
 
 
-def optimizer(draft: Draft) -> None:
+def optimizer(draft: TranslationDraft) -> None:
     """AdamW, or AccumAdamW with its number of steps."""
     kind = draft.choice("train.optim.name")
     accumulates = kind == "accum-adamw"
@@ -24,7 +24,7 @@ def optimizer(draft: Draft) -> None:
         draft.refuse("only accumadamw has it", "train.optim.accum_steps", "leave it out")
 
 
-def exchange(draft: Draft) -> None:
+def exchange(draft: TranslationDraft) -> None:
     """Gossip, or gradients summed over all processes."""
     if draft.get("train.backend") == "decentdp":
         topology = draft.choice("train.topology")
@@ -42,7 +42,7 @@ def exchange(draft: Draft) -> None:
         draft.refuse("is no backend", "train.backend", "give decentdp or pytorchddp")
 
 
-def folder(draft: Draft) -> None:
+def folder(draft: TranslationDraft) -> None:
     """Where the run lies, where its tokens are, and how often it validates and saves."""
     log, data = draft.get("log_dir"), draft.get("data_dir")
     # Theirs is named for the job, of which there is a new one at every start.
@@ -65,7 +65,7 @@ def folder(draft: Draft) -> None:
             draft.ignore(name, "without wandb_log nothing is sent")
 
 
-def precision(draft: Draft) -> None:
+def precision(draft: TranslationDraft) -> None:
     """Mixed precision is fp16, with torch's GradScaler."""
     draft.set("precision.compute", "fp16" if draft.get("train.amp") else "fp32", "train.amp")
     for key, value in GRAD_SCALER.items() if draft.get("train.amp") else ():

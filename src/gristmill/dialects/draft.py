@@ -47,7 +47,7 @@ class Preparation:
         return printable(shlex.join(["gristmill", *self.words]))
 
 
-class Draft:
+class TranslationDraft:
     """Collects what becomes of the options of one command; every option given is accounted for."""
 
     def __init__(
@@ -95,6 +95,10 @@ class Draft:
         self.account(*names)
         self.settings = [one for one in self.settings if one.path != path]
         self.settings.append(TranslatedSetting(path, value, source))
+
+    def fix(self, path: str, value: Any, because: str) -> None:
+        """Set a setting that no option decides."""
+        self.settings.append(TranslatedSetting(path, value, because))
 
     def change(self, name: str, text: str) -> None:
         """Note that an option is taken, but not quite as the other program takes it."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote_plus
 
-from gristmill.dialects.draft import Draft, Preparation, Remark
+from gristmill.dialects.draft import Preparation, Remark, TranslationDraft
 from gristmill.dialects.naming import run_name
 from gristmill.dialects.nanogpt_rules import GRAD_SCALER
 
@@ -22,7 +22,7 @@ _SCHEDULES: dict[str, dict[str, Any]] = {
 _TEXT_FILES = ("csv", "json", "txt")
 
 
-def model(draft: Draft) -> None:
+def model(draft: TranslationDraft) -> None:
     """An architecture of Hugging Face, with its weights if they are named."""
     names = ("--model_name_or_path", "--config_name", "--model_type")
     named, shape, kind = (draft.get(name) for name in names)
@@ -45,7 +45,7 @@ def model(draft: Draft) -> None:
     draft.set("data.sequence", length, "--block_size")
 
 
-def batch(draft: Draft) -> None:
+def batch(draft: TranslationDraft) -> None:
     """The micro-batch of each process, its accumulation, and the length of the run."""
     draft.set("train.micro_batch", draft.get("--per_device_train_batch_size"),
               "--per_device_train_batch_size")  # fmt: skip
@@ -62,7 +62,7 @@ def batch(draft: Draft) -> None:
         draft.ignore("--num_train_epochs", "--max_train_steps counts")
 
 
-def schedule(draft: Draft) -> None:
+def schedule(draft: TranslationDraft) -> None:
     """One of transformers' schedules, over the run."""
     kind = draft.get("--lr_scheduler_type")
     if kind not in _SCHEDULES:
@@ -79,7 +79,7 @@ def schedule(draft: Draft) -> None:
     draft.set("schedule.warmup", f"{warmup} steps", "--num_warmup_steps")
 
 
-def precision(draft: Draft) -> None:
+def precision(draft: TranslationDraft) -> None:
     """Number format, with torch's GradScaler for fp16."""
     kind = draft.get("--mixed_precision")
     if kind == "fp8":
@@ -96,7 +96,7 @@ def precision(draft: Draft) -> None:
             draft.set(f"precision.loss_scale.{key}", value, "--mixed_precision")
 
 
-def kfac(draft: Draft) -> None:
+def kfac(draft: TranslationDraft) -> None:
     """The preconditioner, with the method of kfac-pytorch."""
     settings = {
         "--kfac-factor-update-steps": "factor_every",
@@ -122,7 +122,7 @@ def kfac(draft: Draft) -> None:
     draft.change("--kfac", text)
 
 
-def folder(draft: Draft) -> None:
+def folder(draft: TranslationDraft) -> None:
     """Where the run lies and how often it saves."""
     output = draft.get("--output_dir")
     if output is None:
@@ -143,7 +143,7 @@ def folder(draft: Draft) -> None:
         draft.set(f"checkpoint.{setting}", f"{int(every)} steps", "--checkpointing_steps")
 
 
-def data(draft: Draft) -> None:
+def data(draft: TranslationDraft) -> None:
     """Token files, made from a dataset or from files by a command that has to be run before."""
     tokenizer = next(
         (draft.get(name) for name in _TOKENIZERS if draft.get(name) is not None), "gpt2"
@@ -173,7 +173,9 @@ _MAKING = ("--tokenizer_name", "--preprocessing_num_workers")
 _TOKENIZERS = ("--tokenizer_name", "--model_name_or_path", "--config_name")
 
 
-def _from_dataset(draft: Draft, dataset: str, tokenizer: str, options: list[str]) -> None:
+def _from_dataset(
+    draft: TranslationDraft, dataset: str, tokenizer: str, options: list[str]
+) -> None:
     part = draft.get("--dataset_config_name")
     query = f"?config={quote_plus(part)}" if part else ""
     names = ("--dataset_name", "--dataset_config_name", *_MAKING)
@@ -194,7 +196,7 @@ def _from_dataset(draft: Draft, dataset: str, tokenizer: str, options: list[str]
     _hold_out(draft, prefix, source, options, *names)
 
 
-def _from_files(draft: Draft, file: str, tokenizer: str, options: list[str]) -> None:
+def _from_files(draft: TranslationDraft, file: str, tokenizer: str, options: list[str]) -> None:
     for name in filter(draft.given, ("--train_file", "--validation_file")):
         ending = draft.get(name).rpartition(".")[2]
         if ending not in _TEXT_FILES:
@@ -222,7 +224,9 @@ def _from_files(draft: Draft, file: str, tokenizer: str, options: list[str]) -> 
         draft.ignore("--validation_split_percentage", "--validation_file is the validation set")
 
 
-def _hold_out(draft: Draft, prefix: str, source: str, options: list[str], *names: str) -> None:
+def _hold_out(
+    draft: TranslationDraft, prefix: str, source: str, options: list[str], *names: str
+) -> None:
     """Prepare one text, of which documents are held out for validation."""
     percent = draft.get("--validation_split_percentage")
     held = "--validation_split_percentage"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gristmill.dialects.draft import Draft, Remark
+from gristmill.dialects.draft import Remark, TranslationDraft
 from gristmill.dialects.naming import run_name
 
 _BY_NAME = (
@@ -19,7 +19,7 @@ _FILES = (("vocab.json", "merges.txt"), ("gpt2-vocab.json", "gpt2-merges.txt"))
 """Names by which a folder's vocabulary and merges are found."""
 
 
-def data(draft: Draft) -> None:
+def data(draft: TranslationDraft) -> None:
     """Token files and how they are divided; `--eval-iters 0` holds nothing out for validation."""
     path = draft.only_one("--data-path", "--train-data-path")
     if path is None:
@@ -51,7 +51,7 @@ def data(draft: Draft) -> None:
     draft.set("data.split", ",".join(split), "--split", *(["--eval-iters"] if none else []))
 
 
-def _blend(draft: Draft, name: str) -> Any:
+def _blend(draft: TranslationDraft, name: str) -> Any:
     """One prefix, a list of prefixes, or prefixes with weights."""
     words: Sequence[str] = draft.get(name)
     if len(words) == 1:
@@ -70,7 +70,7 @@ def _blend(draft: Draft, name: str) -> Any:
     return blend
 
 
-def tokenizer(draft: Draft) -> None:
+def tokenizer(draft: TranslationDraft) -> None:
     """The tokenizer, which Megatron's token files do not name."""
     kind = draft.get("--tokenizer-type")
     files = ("--vocab-file", "--merge-file")
@@ -96,7 +96,7 @@ def tokenizer(draft: Draft) -> None:
         draft.ignore("--tokenizer-type", "the tokenizer is found beside the token files")
 
 
-def validation(draft: Draft) -> None:
+def validation(draft: TranslationDraft) -> None:
     """How often, and on how much."""
     batches, every = draft.get("--eval-iters"), draft.get("--eval-interval")
     others = ("--eval-interval", "--eval-global-batch-size")
@@ -119,7 +119,7 @@ def validation(draft: Draft) -> None:
         draft.change("--eval-iters", text)
 
 
-def folder(draft: Draft) -> None:
+def folder(draft: TranslationDraft) -> None:
     """Where the run lies, what it is called, and what it starts from."""
     save, load = draft.get("--save"), draft.get("--load")
     named = draft.get("--wandb-exp-name")
@@ -156,7 +156,7 @@ def folder(draft: Draft) -> None:
         draft.set("track.wandb.project", draft.get("--wandb-project"), "--wandb-project")
 
 
-def prepared_tokenizer(draft: Draft) -> None:
+def prepared_tokenizer(draft: TranslationDraft) -> None:
     """The tokenizer of preprocess_data.py."""
     kind = draft.get("--tokenizer-type")
     model = draft.only_one("--tokenizer-model", "--tokenizer-name-or-path")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from gristmill.dialects.draft import Draft
+from gristmill.dialects.draft import TranslationDraft
 
 _UNITS = {"iters": "steps", "samples": "samples", "tokens": "tokens"}
 _NEVER = 2**31 - 1
 """A window that no run is as long as."""
 
 
-def horizon(draft: Draft) -> None:
+def horizon(draft: TranslationDraft) -> None:
     """The length of the run, in one of three units."""
     name = draft.only_one("--train-iters", "--train-samples", "--train-tokens")
     if name is None:
@@ -26,7 +26,7 @@ def horizon(draft: Draft) -> None:
     draft.set("train.until", f"{amount} {_unit(name)}", name)
 
 
-def batch(draft: Draft) -> None:
+def batch(draft: TranslationDraft) -> None:
     """Global batch, micro-batch, and the batch ramp."""
     whole, ramp = draft.get("--global-batch-size"), draft.get("--rampup-batch-size")
     if draft.given("--micro-batch-size"):
@@ -47,7 +47,7 @@ def batch(draft: Draft) -> None:
         draft.set(f"train.ramp.{key}", value, "--rampup-batch-size")
 
 
-def learning_rate(draft: Draft) -> None:
+def learning_rate(draft: TranslationDraft) -> None:
     """Warm-up and decay, each in iterations, samples or a fraction of the decay."""
     kind = draft.choice("--lr-decay-style")
     decays = [f"--lr-decay-{unit}" for unit in _UNITS]
@@ -89,7 +89,7 @@ def learning_rate(draft: Draft) -> None:
     _stable_decay(draft, kind)
 
 
-def _stable_decay(draft: Draft, kind: str | None) -> None:
+def _stable_decay(draft: TranslationDraft, kind: str | None) -> None:
     """The end of a schedule that is flat before."""
     names = ("--lr-wsd-decay-iters", "--lr-wsd-decay-samples")
     if kind != "warmup-stable-decay":
@@ -110,7 +110,7 @@ def _stable_decay(draft: Draft, kind: str | None) -> None:
         draft.set("schedule.shape", shape, "--lr-wsd-decay-style")
 
 
-def precision(draft: Draft) -> None:
+def precision(draft: TranslationDraft) -> None:
     """Number format, and the loss scale of fp16."""
     name = draft.only_one("--fp16", "--bf16")
     if name is None:
@@ -142,7 +142,7 @@ def precision(draft: Draft) -> None:
             draft.set(f"precision.loss_scale.{setting}", value, "--loss-scale")
 
 
-def recompute(draft: Draft) -> None:
+def recompute(draft: TranslationDraft) -> None:
     """Which activations are computed again."""
     full = (
         "--checkpoint-activations",
@@ -159,7 +159,7 @@ def recompute(draft: Draft) -> None:
         draft.set("train.recompute", "selective", *names)
 
 
-def shape(draft: Draft) -> None:
+def shape(draft: TranslationDraft) -> None:
     """Inner width, activation, heads, dropout and biases."""
     gated, width = draft.given("--swiglu"), draft.get("--hidden-size")
     kinds = {
@@ -203,7 +203,7 @@ def shape(draft: Draft) -> None:
             draft.change("--qk-layernorm", "queries and keys have an RMSNorm here")
 
 
-def positions(draft: Draft) -> None:
+def positions(draft: TranslationDraft) -> None:
     """Position embeddings, sample length and context."""
     length, most = draft.get("--seq-length"), draft.get("--max-position-embeddings")
     if most is not None:
@@ -226,7 +226,7 @@ def positions(draft: Draft) -> None:
             draft.ignore(name, "only rotary positions use it")
 
 
-def optimizer(draft: Draft) -> None:
+def optimizer(draft: TranslationDraft) -> None:
     """The optimizer, and the options that only one of the two has."""
     kind = draft.choice("--optimizer")
     draft.set("optim.type", kind, "--optimizer")
@@ -239,7 +239,7 @@ def optimizer(draft: Draft) -> None:
             draft.set(f"optim.{own[name]}", draft.get(name), name)
 
 
-def layout(draft: Draft) -> None:
+def layout(draft: TranslationDraft) -> None:
     """What depends on the sizes of the layout."""
     tp, pp = draft.get("--tensor-model-parallel-size"), draft.get("--pipeline-model-parallel-size")
     if tp > 1:
@@ -264,7 +264,7 @@ def layout(draft: Draft) -> None:
         draft.set("model.vocab_multiple", padded // tp, "--pad-vocab-size-to")
 
 
-def _virtual_stages(draft: Draft, pp: int) -> None:
+def _virtual_stages(draft: TranslationDraft, pp: int) -> None:
     """Several groups of layers on each device, counted in layers or in groups."""
     names = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
     name = draft.only_one(*names)
@@ -285,7 +285,7 @@ def _virtual_stages(draft: Draft, pp: int) -> None:
         draft.set("parallel.schedule", "interleaved", name)
 
 
-def _sharding(draft: Draft) -> None:
+def _sharding(draft: TranslationDraft) -> None:
     """What data-parallel processes keep whole, by whichever of Megatron's means."""
     fsdp = ("--use-torch-fsdp2", "--use-megatron-fsdp")
     strategy, optimizer = "--data-parallel-sharding-strategy", "--use-distributed-optimizer"
@@ -311,7 +311,7 @@ def _sharding(draft: Draft) -> None:
         draft.set("parallel.keep", keep, *names)
 
 
-def _context(draft: Draft) -> None:
+def _context(draft: TranslationDraft) -> None:
     """How context parallelism attends."""
     name, cp = "--cp-comm-type", draft.get("--context-parallel-size")
     if not draft.given(name):

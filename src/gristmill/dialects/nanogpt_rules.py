@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gristmill.dialects.draft import Draft
+from gristmill.dialects.draft import TranslationDraft
 from gristmill.dialects.naming import run_name
 
 GRAD_SCALER = {"initial": 65536.0, "window": 2000, "hysteresis": 1}
@@ -12,7 +12,7 @@ GRAD_SCALER = {"initial": 65536.0, "window": 2000, "hysteresis": 1}
 _FORMATS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
-def model(draft: Draft) -> None:
+def model(draft: TranslationDraft) -> None:
     """Sizes, which pretrained weights bring along."""
     start = draft.get("init_from")
     sizes = {"n_layer": "layers", "n_head": "heads", "n_embd": "width", "bias": "bias"}
@@ -33,10 +33,10 @@ def model(draft: Draft) -> None:
         draft.set(f"model.{setting}", draft.get(name), name)
     draft.set("model.context", draft.get("block_size"), "block_size")
     # nanoGPT's GELU is the exact one, which pretrained GPT-2 weights were not made with.
-    draft.set("model.activation", "gelu", "n_layer")
+    draft.fix("model.activation", "gelu", "nanoGPT's GELU is the exact one")
 
 
-def batch(draft: Draft) -> None:
+def batch(draft: TranslationDraft) -> None:
     """The accumulation of all processes together, as nanoGPT counts it."""
     micro, times = draft.get("batch_size"), draft.get("gradient_accumulation_steps")
     draft.set("train.batch", micro * times, "batch_size", "gradient_accumulation_steps")
@@ -46,7 +46,7 @@ def batch(draft: Draft) -> None:
     draft.set("checkpoint.every", f"{draft.get('eval_interval')} steps", "eval_interval")
 
 
-def schedule(draft: Draft) -> None:
+def schedule(draft: TranslationDraft) -> None:
     """Cosine with warm-up, or a constant rate without one."""
     if not draft.get("decay_lr"):
         draft.set("schedule.type", "constant", "decay_lr")
@@ -60,7 +60,7 @@ def schedule(draft: Draft) -> None:
     draft.set("schedule.min_lr", draft.get("min_lr"), "min_lr")
 
 
-def precision(draft: Draft) -> None:
+def precision(draft: TranslationDraft) -> None:
     """Device and number format; on the CPU nanoGPT computes in float32 whatever dtype says."""
     device, written = draft.get("device"), draft.get("dtype")
     kind = device.partition(":")[0]
@@ -80,7 +80,7 @@ def precision(draft: Draft) -> None:
             draft.set(f"precision.loss_scale.{key}", value, "dtype")
 
 
-def folder(draft: Draft) -> None:
+def folder(draft: TranslationDraft) -> None:
     """Where the run lies and where its tokens are."""
     out, named = draft.get("out_dir"), draft.get("wandb_run_name")
     draft.set("folder", out, "out_dir")

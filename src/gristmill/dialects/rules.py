@@ -12,9 +12,9 @@ from gristmill.dialects import (
     nanogpt_rules,
     xla_gpt2_rules,
 )
-from gristmill.dialects.draft import Draft
+from gristmill.dialects.draft import TranslationDraft
 
-RULES: Mapping[str, Callable[[Draft], None]] = {
+RULES: Mapping[str, Callable[[TranslationDraft], None]] = {
     f"{system}.{rule.__name__}": rule
     for system, rules in {
         "megatron": (*megatron_rules.RULES, *megatron_data_rules.RULES),

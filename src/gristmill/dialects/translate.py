@@ -1,6 +1,6 @@
 """The translator: options of another program -> settings of a run, by its table.
 
-    words, or a file -> GivenOption… -> Draft -> Translation
+    words, or a file -> GivenOption… -> TranslationDraft -> Translation
 
 Rows of the table do most of it; options that mean something only together are left to a few
 functions in `rules.py`, which the table names. Nothing is dropped in silence.
@@ -18,7 +18,7 @@ import tomli_w
 
 from gristmill.base.errors import Problem, UserError
 from gristmill.config.schema import RunConfig
-from gristmill.dialects.draft import Draft, Preparation, Remark, TranslatedSetting
+from gristmill.dialects.draft import Preparation, Remark, TranslatedSetting, TranslationDraft
 from gristmill.dialects.rules import RULES
 from gristmill.dialects.table import Dialect, ForeignOption
 from gristmill.dialects.words import GivenOption, printable, read_options, split_launcher
@@ -132,14 +132,14 @@ def translate(dialect: Dialect, words: Sequence[str]) -> Translation:
     """Translate a command; raises one error that lists all options that cannot be taken."""
     launcher, options = split_launcher(dialect, words)
     given = read_options(dialect, options)
-    draft = Draft(dialect, given, words=options)
+    draft = TranslationDraft(dialect, given, words=options)
     if launcher:
         text = "this starts the other program"
         if dialect.verb == "train":
             text += "; --processes, or `gristmill launch`, starts several processes here"
         draft.ignored.append(Remark(shlex.join(launcher), text))
     for path, fixed in dialect.fixed.items():
-        draft.settings.append(TranslatedSetting(path, fixed.value, fixed.because))
+        draft.fix(path, fixed.value, fixed.because)
     for name in dict.fromkeys((*dialect.options, *draft.options)):
         _take(draft, name, dialect.option(name))
     for rule in dialect.rules:
@@ -161,7 +161,7 @@ def translate(dialect: Dialect, words: Sequence[str]) -> Translation:
     )
 
 
-def _take(draft: Draft, name: str, option: ForeignOption) -> None:
+def _take(draft: TranslationDraft, name: str, option: ForeignOption) -> None:
     """What the row of an option says by itself."""
     given = name in draft.options
     value = draft.options[name].value if given else option.default
@@ -193,7 +193,7 @@ def _take(draft: Draft, name: str, option: ForeignOption) -> None:
         draft.set(option.to, value, name)
 
 
-def _note_repeated(draft: Draft, given: Sequence[GivenOption]) -> None:
+def _note_repeated(draft: TranslationDraft, given: Sequence[GivenOption]) -> None:
     for name, last in draft.options.items():
         earlier = [one for one in given if one.name == name and one is not last]
         if any(one.value != last.value for one in earlier):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gristmill.dialects.draft import Draft
+from gristmill.dialects.draft import TranslationDraft
 from gristmill.dialects.naming import run_name
 from gristmill.dialects.nanogpt_rules import GRAD_SCALER
 
 _PRETRAINED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
 
-def model(draft: Draft) -> None:
+def model(draft: TranslationDraft) -> None:
     """Sizes, which OpenAI's weights bring along."""
     sizes = {
         "--d-model": "width",
@@ -45,7 +45,7 @@ def model(draft: Draft) -> None:
     draft.set("model.norm_eps", 1e-7, "--d-model")
 
 
-def batch(draft: Draft) -> None:
+def batch(draft: TranslationDraft) -> None:
     """The batch of a micro-step over all processes, and how many there are in a step."""
     micro, times = draft.get("--train-batch-size"), draft.get("--gradient-accum-step")
     draft.set("train.batch", micro * times, "--train-batch-size", "--gradient-accum-step")
@@ -54,7 +54,7 @@ def batch(draft: Draft) -> None:
     draft.set("validate.windows", windows, "--valid-steps", "--eval-batch-size")
 
 
-def optimizer(draft: Draft) -> None:
+def optimizer(draft: TranslationDraft) -> None:
     """AdamW; Adam is the same without weight decay."""
     decay = draft.get("--weight-decay")
     if draft.get("--optim-type") not in ("adamw", "adam"):
@@ -68,7 +68,7 @@ def optimizer(draft: Draft) -> None:
         draft.set(f"optim.beta{number}", beta, "--betas")
 
 
-def schedule(draft: Draft) -> None:
+def schedule(draft: TranslationDraft) -> None:
     """Cosine, or "noam", whose rate also depends on the width."""
     kind, warmup = draft.get("--decay-method"), draft.get("--warmup-steps")
     rate = draft.get("--learning-rate")
@@ -92,7 +92,7 @@ def schedule(draft: Draft) -> None:
     draft.set("optim.lr", peak, *names)
 
 
-def precision(draft: Draft) -> None:
+def precision(draft: TranslationDraft) -> None:
     """Number format, with torch's GradScaler for fp16."""
     kind, products = draft.get("--mixed-precision"), draft.get("--matmul-precision")
     if products not in ("highest", "high", "medium"):
@@ -111,7 +111,7 @@ def precision(draft: Draft) -> None:
         draft.ignore("--matmul-precision", text)
 
 
-def folder(draft: Draft) -> None:
+def folder(draft: TranslationDraft) -> None:
     """Where the run lies, what it is called, and how many checkpoints it keeps."""
     path, named = draft.get("--checkpoints-dir"), draft.get("--wandb-name")
     draft.set("folder", path, "--checkpoints-dir")
@@ -130,7 +130,7 @@ def folder(draft: Draft) -> None:
         draft.change("--saved-checkpoint-limit", "two are kept, in case that one is damaged")
 
 
-def corpus(draft: Draft) -> None:
+def corpus(draft: TranslationDraft) -> None:
     """FineWeb or FineWeb-Edu, into shards by the names that training is given."""
     name = "fineweb-edu" if draft.given("--fineweb-edu") else "fineweb"
     draft.set("SOURCE", f"{name}-10bt", "--fineweb-edu")

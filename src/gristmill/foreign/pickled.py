@@ -6,7 +6,7 @@ and calls it, which is how a checkpoint can run code. This one knows values only
     numbers, text, None, tuples, lists, dictionaries, sets      as they are
     a name such as torch.float32 or argparse.Namespace          `PickledName`, which is two words
     an object: a name that was called, with its arguments       `PickledObject`, which is data
-    a tensor                                                    whatever `Hooks.tensor` makes of it
+    a tensor                                                    what `TensorBuilders` makes of it
 
 Names are checked against a list, and any other name is refused as soon as it is read, before
 anything is done with it. What is on the list is not imported either: a `PickledObject` is a record
@@ -90,7 +90,7 @@ class PickledState(dict[Any, Any]):
 
 
 @dataclass(frozen=True)
-class Hooks:
+class TensorBuilders:
     """What tensors become."""
 
     storage: Callable[[tuple[Any, ...]], Any]
@@ -103,25 +103,27 @@ def _refuse_storage(_: tuple[Any, ...]) -> NoReturn:
     raise ValueError("it has tensors, which have no place here")
 
 
-NO_TENSORS = Hooks(_refuse_storage, _refuse_storage)
+NO_TENSORS = TensorBuilders(_refuse_storage, _refuse_storage)
 
 
-class _Mark:
+class _StackMark:
     """Where a tuple or a list of items begins on the stack."""
 
 
-_MARK = _Mark()
+_MARK = _StackMark()
 
 
-def read_pickle(data: bytes, *, where: str, hooks: Hooks = NO_TENSORS) -> Any:
+def read_pickle(data: bytes, *, where: str, builders: TensorBuilders = NO_TENSORS) -> Any:
     """The value that a pickle describes."""
-    return read_pickles(BytesIO(data), 1, where=where, hooks=hooks)[0]
+    return read_pickles(BytesIO(data), 1, where=where, builders=builders)[0]
 
 
-def read_pickles(file: BytesIO, count: int, *, where: str, hooks: Hooks = NO_TENSORS) -> list[Any]:
+def read_pickles(
+    file: BytesIO, count: int, *, where: str, builders: TensorBuilders = NO_TENSORS
+) -> list[Any]:
     """The values of pickles that follow each other."""
     try:
-        return [_Machine(hooks).run(file) for _ in range(count)]
+        return [_Machine(builders).run(file) for _ in range(count)]
     except DataError:
         raise
     except _RefusedNameError as error:
@@ -149,8 +151,8 @@ class _RefusedNameError(Exception):
 class _Machine:
     """The stack machine of one pickle."""
 
-    def __init__(self, hooks: Hooks) -> None:
-        self._hooks = hooks
+    def __init__(self, builders: TensorBuilders) -> None:
+        self._hooks = builders
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
         self._copied = 0

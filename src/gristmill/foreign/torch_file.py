@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from gristmill.base.errors import DataError
-from gristmill.foreign.pickled import LARGEST, Hooks, PickledName, read_pickle
+from gristmill.foreign.pickled import LARGEST, PickledName, TensorBuilders, read_pickle
 
 DTYPES = {
     "float64": torch.float64,
@@ -112,7 +112,7 @@ class _UntypedStorage:
     dtype: torch.dtype
 
 
-class _Window(io.RawIOBase):
+class _FilePart(io.RawIOBase):
     """A part of a file as a file."""
 
     def __init__(self, path: Path, begin: int, length: int) -> None:
@@ -160,7 +160,7 @@ def read_torch_file(path: Path, *, begin: int = 0, length: int | None = None) ->
     if begin < 0 or length < 0 or begin + length > size:
         what = f"the file has {size} bytes, and a tensor is said to be at {begin} to "
         raise DataError(f"{what}{begin + length}", where=path, remedy=_COPY_AGAIN)
-    with _Window(path, begin, length) as window:
+    with _FilePart(path, begin, length) as window:
         start = window.read(16) or b""
         if start[:2] == b"\x80\x02" and start[2:15] == _OLD_MAGIC[:13]:
             raise DataError(
@@ -185,7 +185,7 @@ class _Archive:
     """A zip archive that torch.save wrote."""
 
     def __init__(
-        self, path: Path, begin: int, length: int, window: _Window, archive: zipfile.ZipFile
+        self, path: Path, begin: int, length: int, window: _FilePart, archive: zipfile.ZipFile
     ) -> None:
         self._path, self._begin, self._length = path, begin, length
         self._window, self._archive = window, archive
@@ -211,7 +211,9 @@ class _Archive:
         if self._entries[pickles[0]].file_size > LARGEST:
             raise ValueError("data.pkl is larger than that of any checkpoint")
         data = self._archive.read(self._entries[pickles[0]])
-        return read_pickle(data, where=str(self._path), hooks=Hooks(self._storage, self._tensor))
+        return read_pickle(
+            data, where=str(self._path), builders=TensorBuilders(self._storage, self._tensor)
+        )
 
     def _storage(self, known: tuple[Any, ...]) -> _UntypedStorage:
         """From ("storage", type, number, device, elements)."""

@@ -118,7 +118,7 @@ def _copy(
             progress(CopyProgress(tokens, total, documents, time.perf_counter() - began))
 
 
-class _Places(NamedTuple):
+class _Beginnings(NamedTuple):
     """Where the documents and sequences of a set begin."""
 
     starts: Starts
@@ -133,14 +133,14 @@ class _LoadedPiece(NamedTuple):
     extremes: IdRange
 
 
-def _read_ahead(readers: Sequence[TokenReader]) -> Iterator[tuple[_Places, _LoadedPiece]]:
+def _read_ahead(readers: Sequence[TokenReader]) -> Iterator[tuple[_Beginnings, _LoadedPiece]]:
     """All pieces of all sets in order, read by several threads."""
     threads = min(usable_cores(), _MAX_THREADS)
-    waiting: deque[tuple[_Places, Future[_LoadedPiece]]] = deque()
+    waiting: deque[tuple[_Beginnings, Future[_LoadedPiece]]] = deque()
     pool = ThreadPoolExecutor(threads, "read")
     try:
         for reader in readers:
-            places = _Places(reader.document_starts, reader.sequence_starts)
+            places = _Beginnings(reader.document_starts, reader.sequence_starts)
             for begin, count in piece_bounds(reader):
                 waiting.append((places, pool.submit(_load, reader, begin, count)))
                 if len(waiting) > 2 * threads:
