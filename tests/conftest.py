@@ -15,6 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Read when torch is imported, here and in processes that tests start. Test processes are more than
+# cores already: with two threads each they took more than twice as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 from safetensors.torch import load_file, save_file
 
