@@ -17,10 +17,13 @@ def maybe_compiled(
     compiled: bool | None,
     device: torch.device,
 ) -> Callable[..., Any]:
-    """A function that is called with the same constants, such as the rule of a group, each time.
-    `compiled`: None compiles on CUDA only."""
-    wanted = device.type == "cuda" if compiled is None else compiled
-    return _compiled(function, constants) if wanted else function
+    """A function that is called with the same constants, such as the rule of a group, each time."""
+    return _compiled(function, constants) if is_compiled(compiled, device) else function
+
+
+def is_compiled(compiled: bool | None, device: torch.device) -> bool:
+    """Whether steps are compiled on a device; None asks for it on CUDA only."""
+    return device.type == "cuda" if compiled is None else compiled
 
 
 @cache

@@ -31,17 +31,19 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
+from torch.optim.sgd import sgd
 
 from gristmill.base.errors import UserError
 from gristmill.config.optim import AdamWConfig, MuonConfig
 from gristmill.config.preconditioner import SoapConfig
 from gristmill.config.roles import Role
 from gristmill.optim.adamw import ADAM_PLACEMENTS, adam_step, decay_groups
-from gristmill.optim.compiled import maybe_compiled
+from gristmill.optim.compiled import is_compiled, maybe_compiled
 from gristmill.optim.orthogonal import (
     MatrixRule,
     StepScalars,
     advance_momenta,
+    advance_stack,
     build_iteration,
     find_directions,
     move_weights,
@@ -279,19 +281,53 @@ class MatrixOptimizer(ParameterOptimizer):
     def _step_matrices(
         self, group: Group, scalars: StepScalars, updated: Sequence[nn.Parameter]
     ) -> None:
-        """Update whole matrices in one call."""
-        rule = group["rule"]
-        update = self._maybe_compiled(update_matrices, rule, updated[0].device)
+        """Update whole matrices, many at once."""
+        rule, device = group["rule"], updated[0].device
         for chunk in _pieces(updated, size=updated[0].numel()):
             states = [self._matrix_state(p, rule, p.shape[1]) for p in chunk]
-            update(
-                [parameter.detach() for parameter in chunk],
-                [parameter.grad for parameter in chunk],
-                [state["momentum"] for state in states],
-                [] if rule.beta2 is None else [state["second_moment"] for state in states],
-                scalars,
-                rule,
-            )
+            weights = [parameter.detach() for parameter in chunk]
+            gradients = [p.grad for p in chunk if p.grad is not None]
+            if is_compiled(self.compiled, device):
+                directions_NRC = self._maybe_compiled(advance_stack, rule, device)(
+                    torch.stack(gradients),
+                    _stacked(states, "momentum"),
+                    None if rule.beta2 is None else _stacked(states, "second_moment"),
+                    scalars,
+                    rule,
+                )
+                self._move(group, weights, list(directions_NRC.unbind()), scalars)
+                continue
+            moments = [] if rule.beta2 is None else [state["second_moment"] for state in states]
+            momenta = [state["momentum"] for state in states]
+            update_matrices(weights, gradients, momenta, moments, scalars, rule)
+
+    def _move(
+        self,
+        group: Group,
+        weights: list[torch.Tensor],
+        directions: list[torch.Tensor],
+        scalars: StepScalars,
+    ) -> None:
+        """Update weights on a device for which steps are compiled."""
+        rule = group["rule"]
+        if rule.cautious or weights[0].dtype is not torch.float32:
+            move = self._maybe_compiled(move_weights, rule, weights[0].device)
+            move(weights, directions, scalars, rule)
+            return
+        # torch's own kernel for all matrices at once, which need not be compiled.
+        sgd(
+            weights,
+            directions,
+            [None] * len(weights),
+            fused=True,
+            found_inf=scalars.skip,
+            weight_decay=group["weight_decay"],
+            momentum=0.0,
+            lr=group["lr"],
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+        )
 
     def _matrix_state(
         self, parameter: nn.Parameter, rule: MatrixRule, columns: int
@@ -304,6 +340,25 @@ class MatrixOptimizer(ParameterOptimizer):
         if rule.beta2 is not None and state.get("second_moment", _NONE).shape != (length,):
             state["second_moment"] = torch.zeros(length, device=parameter.device)
         return state
+
+
+def _stacked(states: Sequence[dict[str, torch.Tensor]], kind: str) -> torch.Tensor:
+    """One tensor of the state of equal matrices, whose own state are views of it: made so at the
+    first step, and at the first one after a checkpoint was loaded."""
+    parts = [state[kind] for state in states]
+    first, size = parts[0], parts[0].numel()
+    storage, begin = first.untyped_storage().data_ptr(), first.storage_offset()
+    if all(
+        one.untyped_storage().data_ptr() == storage
+        and one.storage_offset() == begin + number * size
+        and one.is_contiguous()
+        for number, one in enumerate(parts)
+    ):
+        return first.as_strided((len(parts), *first.shape), (size, *first.stride()))
+    stacked = torch.stack(parts)
+    for state, one in zip(states, stacked.unbind(), strict=True):
+        state[kind] = one
+    return stacked
 
 
 def _require_matrices(shapes: Mapping[str, tuple[int, ...]]) -> None:

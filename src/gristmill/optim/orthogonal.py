@@ -152,6 +152,22 @@ def update_matrices(
     move_weights(weights, direction_NRC.unbind(), scalars, rule)
 
 
+def advance_stack(
+    gradients_NRC: torch.Tensor,
+    momenta_NRC: torch.Tensor,
+    moments_NL: torch.Tensor | None,
+    scalars: StepScalars,
+    rule: MatrixRule,
+) -> torch.Tensor:
+    """The directions of stacked matrices; updates their state in place. One operation for all of
+    them compiles in a fraction of the time that one for each takes."""
+    (advanced_NRC,) = advance_momenta([gradients_NRC], [momenta_NRC], scalars, rule)
+    direction_NRC, new_NL = _directions(advanced_NRC, moments_NL, rule)
+    if moments_NL is not None and new_NL is not None:
+        moments_NL.copy_(torch.where(scalars.skip > 0, moments_NL, new_NL))
+    return direction_NRC
+
+
 def advance_momenta(
     gradients: Sequence[torch.Tensor],
     momenta: Sequence[torch.Tensor],
@@ -178,9 +194,10 @@ def find_directions(
     """The directions of whole matrices; updates their second moments in place."""
     if rule.iteration is None:
         return torch.stack(list(advanced))
-    direction_NRC, moments_NL = _directions(torch.stack(list(advanced)), moments, rule)
+    old_NL = torch.stack(list(moments)) if moments else None
+    direction_NRC, new_NL = _directions(torch.stack(list(advanced)), old_NL, rule)
     skipped = scalars.skip > 0
-    for moment, new in zip(moments, moments_NL, strict=True):
+    for moment, new in zip(moments, () if new_NL is None else new_NL, strict=True):
         moment.copy_(torch.where(skipped, moment, new))
     return direction_NRC
 
@@ -202,23 +219,24 @@ def move_weights(
 
 
 def _directions(
-    u_NRC: torch.Tensor, moments: Sequence[torch.Tensor], rule: MatrixRule
-) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-    """Orthogonal directions of stacked matrices, part by part, with equal parts batched."""
+    u_NRC: torch.Tensor, moments_NL: torch.Tensor | None, rule: MatrixRule
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Orthogonal directions of stacked matrices and their new second moments, part by part, with
+    equal parts batched."""
     assert rule.iteration is not None
     parts = torch.split(u_NRC, list(rule.parts), dim=1)
     lengths = list(rule.moments(u_NRC.shape[2]))
-    old = torch.split(torch.stack(list(moments)), lengths, dim=1) if moments else ()
+    old = () if moments_NL is None else torch.split(moments_NL, lengths, dim=1)
     directions: dict[int, torch.Tensor] = {}
     new: dict[int, torch.Tensor] = {}
     for rows in sorted(set(rule.parts)):
         which = [number for number, other in enumerate(rule.parts) if other == rows]
         x_NRC = orthogonalise(torch.cat([parts[n] for n in which]), rule.iteration).float()
-        if rule.beta2 is not None:
+        if rule.beta2 is not None and old:
             x_NRC, new_NL = equalise(x_NRC, torch.cat([old[n] for n in which]), rule.beta2)
             new.update(zip(which, new_NL.chunk(len(which)), strict=True))
         scaled = (x_NRC * rule.scales[which[0]]).chunk(len(which))
         directions.update(zip(which, scaled, strict=True))
     order = range(len(rule.parts))
     joined = torch.cat([directions[n] for n in order], dim=1)
-    return joined, torch.cat([new[n] for n in order], dim=1).unbind() if moments else ()
+    return joined, torch.cat([new[n] for n in order], dim=1) if new else None
