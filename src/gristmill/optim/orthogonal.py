@@ -165,7 +165,7 @@ def advance_stack(
     direction_NRC, new_NL = _directions(advanced_NRC, moments_NL, rule)
     if moments_NL is not None and new_NL is not None:
         moments_NL.copy_(torch.where(scalars.skip > 0, moments_NL, new_NL))
-    return direction_NRC
+    return direction_NRC.contiguous()  # tall matrices come transposed
 
 
 def advance_momenta(
