@@ -79,6 +79,10 @@ ABLATION = {
     "values-0": Change("no value embeddings", ["model.value_embeddings=0"]),
     "values-2": Change("2 value embeddings", ["model.value_embeddings=2"]),
     "values-6": Change("6 value embeddings", ["model.value_embeddings=6"]),
+    "no-shift": Change("no shifted keys", ["model.shifted_keys=0"]),
+    "shift-all": Change("shifted keys in all layers", ["model.shifted_keys=12"]),
+    "no-gate": Change("no gates of attention", ["model.attention_gate=false"]),
+    "lr-0.03": Change("rate of matrices 0.03", ["optim.lr=0.03"]),
     "tied-head": Change(
         "tied head, small embedding with the rate 0.004",
         ["model.tie_head=true", "model.embedding_std=unset", "optim.embedding_lr=0.004"],

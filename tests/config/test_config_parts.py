@@ -46,9 +46,9 @@ def frozen(config: RunConfig) -> dict[str, Any]:
 @pytest.mark.parametrize("in_file", [True, False])
 def test_what_a_preset_says_of_a_part_goes_with_the_part(in_file: bool) -> None:
     if in_file:
-        config = load("[model]\nvalue_embeddings = 0\n")
+        config = load("[model]\nvalue_embeddings = 0\nattention_gate = false\n")
     else:
-        config = load("", "model.value_embeddings=0")
+        config = load("", "model.value_embeddings=0", "model.attention_gate=false")
     assert isinstance(config.optim, MuonConfig)
     assert (config.optim.table_lr, config.optim.vector_lr) == (None, None)
     assert not {"table_lr", "vector_lr"} & set(frozen(config)["optim"])

@@ -34,6 +34,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_head": False,
         "embedding_norm": True,
         "value_embeddings": 2,
+        "shifted_keys": 2,
+        "attention_gate": True,
         "attention_scale": 0.12,
         "logit_cap": 15.0,
     },

@@ -22,6 +22,7 @@ MODEL = GPTConfig(
     context=8,
     kv_heads=2,
     value_embeddings=1,
+    attention_gate=True,
     activation="swiglu",
     mlp_width=24,
     qk_norm=True,

@@ -18,7 +18,7 @@ from gristmill.config.settings import Settings
 from gristmill.config.values import Count, Fraction
 
 GATE_FEATURES = 32
-"""How many features of the residual stream decide the gates of value embeddings."""
+"""How many features of the residual stream decide a gate."""
 
 
 class ModelConfig(Settings):
@@ -173,6 +173,11 @@ class GPTConfig(ModelConfig):
     value_embeddings: Annotated[int, Field(ge=0)] = 0
     """How many layers, every other one from the last down, add a gated vector, looked up by token,
     to the values. Costs vocabulary x width parameters each, and almost no time."""
+    shifted_keys: Annotated[int, Field(ge=0)] = 0
+    """How many layers, from the first up, take the second half of each key's features from the
+    position before, so that one layer can find what followed an earlier occurrence of a token."""
+    attention_gate: bool = False
+    """Multiply the output of each head by a factor from 0 to 2, computed from the input."""
     attention_scale: Annotated[float, Field(gt=0)] | None = None
     """Factor on query-key products; 1/sqrt(head width) if not given."""
     logit_cap: Annotated[float, Field(gt=0)] | None = None
@@ -205,7 +210,8 @@ class GPTConfig(ModelConfig):
             Role.VECTOR: self.bias
             or self.has_qkv_bias
             or self.norm_gain
-            or self.value_embeddings > 0,
+            or self.value_embeddings > 0
+            or self.attention_gate,
         }
         return frozenset(role for role, yes in has.items() if yes)
 

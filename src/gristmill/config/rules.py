@@ -121,6 +121,8 @@ def _gpt_fits(config: RunConfig, written: Written) -> Iterator[Problem]:
     if model.value_embeddings > most:
         what = f"only every other layer can have them: {most} of {model.layers} layers"
         yield Problem(what, "model.value_embeddings", f"give at most {most}")
+    if model.shifted_keys > model.layers:
+        yield Problem(f"there are only {model.layers} layers", "model.shifted_keys")
     for name in ("width", "vocab_multiple") if config.precision.fp8 else ():
         size = getattr(model, name)
         if size % FP8_MULTIPLE:

@@ -134,6 +134,7 @@ class GPT(CausalLM):
             "attention.qkv.bias": Split(0, (query, key, key)),
             "attention.out.weight": Split(1, (query,)),
             "attention.value_gate.weight": Split(0, (config.groups,)),
+            "attention.output_gate.weight": Split(0, (config.heads,)),
             "mlp.up.weight": Split(0, (config.inner,) * gates),
             "mlp.up.bias": Split(0, (config.inner,) * gates),
             "mlp.down.weight": Split(1, (config.inner,)),
@@ -189,7 +190,7 @@ class GPT(CausalLM):
     def _initial_std(self, name: str, dims: int) -> float | None:
         """Initial standard deviation of a parameter; None for gains, which start at one."""
         config = self.config
-        if name.startswith("values.") or name.endswith(("bias", "value_gate.weight")):
+        if name.startswith("values.") or name.endswith(("bias", "_gate.weight")):
             return 0.0
         if dims < 2:
             return None
@@ -246,7 +247,12 @@ class GPT(CausalLM):
             blocks = self.kernels.document_blocks and not dropped and not windows
             blocks = blocks and documents_BT.shape[1] % BLOCK == 0
             mask = document_blocks(documents_BT) if blocks else document_mask(documents_BT)
-        return BlockContext(positions, mask, angles, cache, self.kernels, self.comm, documents_BT)
+        continues_BT = None
+        if documents_BT is not None and self.config.shifted_keys:
+            before_BT = self.comm.before(documents_BT[:, None, :, None])[:, 0, :, 0]
+            continues_BT = documents_BT == before_BT
+        common = (self.kernels, self.comm, documents_BT, continues_BT)
+        return BlockContext(positions, mask, angles, cache, *common)
 
     def embed(self, tokens_BT: torch.Tensor, context: BlockContext) -> torch.Tensor:
         """The residual stream before the first block."""
@@ -352,7 +358,7 @@ class GPT(CausalLM):
 
 
 def _role(name: str, parameter: torch.Tensor) -> Role:
-    if parameter.dim() < 2 or name.endswith("value_gate.weight"):
+    if parameter.dim() < 2 or name.endswith("_gate.weight"):
         return Role.VECTOR
     tables = {
         "embedding": Role.EMBEDDING,

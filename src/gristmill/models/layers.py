@@ -42,6 +42,9 @@ class BlockContext(NamedTuple):
     comm: ShardComm = ShardComm()
     documents_BT: torch.Tensor | None = None
     """The document of each position, for `comm.attend`, which builds its own mask."""
+    continues_BT: torch.Tensor | None = None
+    """Whether the position before is of the same document, for shifted keys; None if it always
+    is."""
 
 
 class Linear(nn.Linear):
@@ -157,15 +160,18 @@ class Attention(nn.Module):
         query, both = self.heads * self.head_width, 2 * self.groups * self.head_width
         self.qkv = Linear(config.width, query + both, bias=config.has_qkv_bias)
         self.out = RowParallelLinear(query, config.width, bias=config.bias)
-        self.query_norm = self.key_norm = self.value_gate = None
+        self.query_norm = self.key_norm = self.value_gate = self.output_gate = None
         if config.qk_norm:
             self.query_norm, self.key_norm = (
                 RMSNorm(self.head_width, config.norm_eps, elementwise_affine=config.norm_gain)
                 for _ in range(2)
             )
+        gates = min(GATE_FEATURES, config.width)
         if layer in config.value_layers:
-            gates = min(GATE_FEATURES, config.width)
             self.value_gate = Linear(gates, self.groups, bias=False)
+        if config.attention_gate:
+            self.output_gate = Linear(gates, self.heads, bias=False)
+        self.shifted = self.head_width // 2 if layer < config.shifted_keys else None
 
     def forward(
         self, x_BTD: torch.Tensor, context: BlockContext, looked_up_BTV: torch.Tensor | None
@@ -178,6 +184,8 @@ class Attention(nn.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         if context.rotary is not None:
             query, key = context.rotary.apply(query), context.rotary.apply(key)
+        if self.shifted is not None and context.cache is None:
+            key = _shifted(key, self.shifted, context)
         if context.comm.attend is not None:
             y_BHTK = context.comm.attend(
                 query, key, value, scale=self.scale, documents_BT=context.documents_BT
@@ -185,6 +193,8 @@ class Attention(nn.Module):
         else:
             with context.comm.distinct_rng():
                 y_BHTK = self._attend(query, key, value, context)
+        if self.output_gate is not None:
+            y_BHTK = y_BHTK * _gate(self.output_gate, x_BTD)
         return self.out(y_BHTK.transpose(1, 2).flatten(2), context.comm)
 
     def _attend(
@@ -200,7 +210,7 @@ class Attention(nn.Module):
             return attended
         causal = mask is None
         if cache is not None:
-            key, value = cache.extend(self.layer, key, value)
+            key, value = cache.extend(self.layer, key, value, shifted=self.shifted)
             causal = cache.length == 0
             if not causal and positions.shape[0] > 1:
                 mask = positions[:, None] >= torch.arange(key.shape[2], device=key.device)
@@ -226,10 +236,26 @@ class Attention(nn.Module):
         return x_BTF.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
 
     def _gated(self, looked_up_BTV: torch.Tensor, x_BTD: torch.Tensor) -> torch.Tensor:
-        """Value embeddings, gated per head by a factor from 0 to 2 computed from the input."""
+        """Value embeddings, gated per head."""
         assert self.value_gate is not None
-        gate_BTG = 2 * torch.sigmoid(self.value_gate(x_BTD[..., : self.value_gate.in_features]))
-        return self._by_head(looked_up_BTV) * gate_BTG.transpose(1, 2)[..., None]
+        return self._by_head(looked_up_BTV) * _gate(self.value_gate, x_BTD)
+
+
+def _gate(linear: Linear, x_BTD: torch.Tensor) -> torch.Tensor:
+    """A factor from 0 to 2 for each head, computed from the first features of the input: (B, heads,
+    T, 1)."""
+    gate_BTH = 2 * torch.sigmoid(linear(x_BTD[..., : linear.in_features]))
+    return gate_BTH.transpose(1, 2)[..., None]
+
+
+def _shifted(key_BHTK: torch.Tensor, begin: int, context: BlockContext) -> torch.Tensor:
+    """Keys whose features from `begin` on are those of the position before. The first position of
+    a sequence, or of a document that sees no other, keeps its own."""
+    own = key_BHTK[..., begin:]
+    before = context.comm.before(own)
+    if context.continues_BT is not None:
+        before = torch.where(context.continues_BT[:, None, :, None], before, own)
+    return torch.cat((key_BHTK[..., :begin], before), dim=-1)
 
 
 def _near(queries: int, keys: int, window: int, *, device: torch.device) -> torch.Tensor:

@@ -93,6 +93,11 @@ class Split(NamedTuple):
     """Sizes along `dim` of the matrices stacked in the whole parameter; each is split by itself."""
 
 
+def position_before(x_BHTK: torch.Tensor) -> torch.Tensor:
+    """For each position what the one before it has; the first keeps its own."""
+    return torch.cat((x_BHTK[:, :, :1], x_BHTK[:, :, :-1]), dim=2)
+
+
 class ShardComm:
     """How a model shard communicates with the other shards. This base class is for a whole model
     and communicates nothing."""
@@ -105,6 +110,8 @@ class ShardComm:
     """Whether the residual stream between blocks is sharded along the sequence."""
     attend: Callable[..., torch.Tensor] | None = None
     """Attention for context parallelism; None where this process has whole sequences."""
+    before: Callable[[torch.Tensor], torch.Tensor] = staticmethod(position_before)
+    """`position_before`, of the whole sequence too where this process has shards of sequences."""
 
     @property
     def single(self) -> bool:
@@ -167,18 +174,30 @@ class KVCache:
     length: int = 0
 
     def extend(
-        self, layer: int, key_BHTK: torch.Tensor, value_BHTK: torch.Tensor
+        self,
+        layer: int,
+        key_BHTK: torch.Tensor,
+        value_BHTK: torch.Tensor,
+        *,
+        shifted: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append a layer's new keys and values; returns all of that layer's."""
+        """Append a layer's new keys and values; returns all of that layer's. Features of keys from
+        `shifted` on belong to the position after their own, those of the first one to both."""
         if layer == len(self.keys_BHTK):
-            shape = (*key_BHTK.shape[:2], self.capacity, key_BHTK.shape[3])
+            # One more position holds what the next one takes over.
+            shape = (*key_BHTK.shape[:2], self.capacity + 1, key_BHTK.shape[3])
             self.keys_BHTK.append(key_BHTK.new_empty(shape))
             self.values_BHTK.append(value_BHTK.new_empty(shape))
-        end = self.length + key_BHTK.shape[2]
+        keys, values, begin = self.keys_BHTK[layer], self.values_BHTK[layer], self.length
+        end = begin + key_BHTK.shape[2]
         assert end <= self.capacity, "the caller stays within the context"
-        self.keys_BHTK[layer][:, :, self.length : end] = key_BHTK
-        self.values_BHTK[layer][:, :, self.length : end] = value_BHTK
-        return self.keys_BHTK[layer][:, :, :end], self.values_BHTK[layer][:, :, :end]
+        values[:, :, begin:end] = value_BHTK
+        keys[:, :, begin:end, :shifted] = key_BHTK[..., :shifted]
+        if shifted is not None:
+            if begin == 0:
+                keys[:, :, :1, shifted:] = key_BHTK[:, :, :1, shifted:]
+            keys[:, :, begin + 1 : end + 1, shifted:] = key_BHTK[..., shifted:]
+        return keys[:, :, :end], values[:, :, :end]
 
     def clear(self) -> None:
         self.length = 0

@@ -31,7 +31,7 @@ from gristmill.models.spec import CausalLM, ShardComm
 from gristmill.optim.build import build_optimizer
 from gristmill.optim.precondition.joined import PreconditionedOptimizer
 from gristmill.optim.spec import Optimizer
-from gristmill.parallel.context import heads_attention, ring_attention
+from gristmill.parallel.context import heads_attention, position_before, ring_attention
 from gristmill.parallel.control import ControlGroup
 from gristmill.parallel.data_parallel import build_gradient_sync, shard_parameters
 from gristmill.parallel.decentralized.agreement import StopAgreement
@@ -212,18 +212,16 @@ def _initialise(model: CausalLM, module: nn.Module, device: torch.device, *, see
 def build_comm(config: RunConfig, world: World) -> ShardComm:
     """The communication of this model shard with the others."""
     parallel, tp, cp = config.parallel, world.groups.along("tp"), world.groups.along("cp")
-    attend: Any = None
-    if cp is not None:
-        attend = partial(_ATTENTION[parallel.attention or "ring"], group=cp)
+    comm = ShardComm()
     if tp is not None:
-        return TensorParallelComm(
+        comm = TensorParallelComm(
             tp,
             sequence_parallel=True if parallel.sequence is None else parallel.sequence,
             dropout=config.model.dropout > 0,
-            attend=attend,
         )
-    comm = ShardComm()
-    comm.attend = attend
+    if cp is not None:
+        comm.attend = partial(_ATTENTION[parallel.attention or "ring"], group=cp)
+        comm.before = partial(position_before, group=cp)
     return comm
 
 

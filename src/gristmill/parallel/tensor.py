@@ -13,7 +13,7 @@ The second form moves as many bytes as the first, and a rank keeps only a shard 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -39,13 +39,11 @@ class TensorParallelComm(ShardComm):
         *,
         sequence_parallel: bool,
         dropout: bool,
-        attend: Callable[..., torch.Tensor] | None = None,
     ) -> None:
         self.group, self.sequence_parallel = group, sequence_parallel
         self.shards = group.size()
         # With sequence parallelism all random numbers differ already.
         self.forks_rng = dropout and not sequence_parallel
-        self.attend = attend
 
     def enter(self, x_BTD: torch.Tensor) -> torch.Tensor:
         pair = ("gather", "scatter") if self.sequence_parallel else ("copy", "sum")
@@ -71,6 +69,12 @@ class TensorParallelComm(ShardComm):
 
     def all_sum(self, x: torch.Tensor) -> torch.Tensor:
         return _communicate(x, "sum", self.group)
+
+
+def gather_positions(x_BTX: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The positions of all ranks of a group, one rank after the other; the backward pass sums their
+    gradients."""
+    return _Collective.apply(x_BTX, group, "gather", "scatter")
 
 
 def _communicate(x: torch.Tensor, how: str, group: dist.ProcessGroup) -> torch.Tensor:

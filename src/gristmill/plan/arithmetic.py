@@ -104,12 +104,14 @@ def block_matrices(model: GPTConfig) -> int:
 
 
 def block_vectors(model: GPTConfig) -> int:
-    """Biases and norm gains of one block, without the gates of value embeddings."""
+    """Biases, norm gains and the gate of attention of one block, without the gates of value
+    embeddings."""
     width, head = model.width, model.head_size
     gains = 2 * norm_vectors(model) + (2 * head if model.qk_norm and model.norm_gain else 0)
     qkv = head * (model.heads + 2 * model.groups) if model.has_qkv_bias else 0
     up = model.inner * (2 if model.activation == "swiglu" else 1)
-    return gains + qkv + (width + up + width if model.bias else 0)
+    gate = min(GATE_FEATURES, width) * model.heads if model.attention_gate else 0
+    return gains + qkv + gate + (width + up + width if model.bias else 0)
 
 
 def norm_vectors(model: GPTConfig) -> int:
