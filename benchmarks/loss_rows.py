@@ -1,6 +1,7 @@
 """The rows of `time_to_loss.py`: recipes of the baseline, variants of ours, and the ablation.
 
     nanogpt/NAME   a `Recipe`: rate and batch of nanoGPT's recipe
+    nanochat/NAME  a `NanochatRecipe`: a factor of nanochat's rates, its decay and the batch
     NAME           a `Change` of our preset that is run with several horizons
     ablate/NAME    a `Change` of one part, run with one horizon for all
 
@@ -10,6 +11,8 @@ A file of further rows, for --runs, has a table for each:
     lr = 1e-3
     batch = 8
     tokens = "1M"
+    [nanochat.twice]
+    scale = 2.0
     [ours.slower]
     about = "half the rate"
     set   = ["optim.lr=0.01"]
@@ -44,6 +47,24 @@ class Recipe:
 
 
 @dataclass(frozen=True)
+class NanochatRecipe:
+    """A row of the other baseline."""
+
+    scale: float
+    """Of all of its rates."""
+    decay: float = 0.1
+    """Of the matrices, at the start: it falls to zero."""
+    batch: int = 32
+    tokens: str = "23M"
+
+    @property
+    def about(self) -> str:
+        return (
+            f"nanochat, rates x {self.scale:g}, decay {self.decay:g}, {self.batch} windows a step"
+        )
+
+
+@dataclass(frozen=True)
 class Change:
     """Ours with some settings changed, by words as on the command line."""
 
@@ -64,6 +85,18 @@ BASELINE = {
     "3e-4x16": Recipe(3e-4, 16),
     "6e-4x128": Recipe(6e-4, 128),
     "1.8e-3x128": Recipe(1.8e-3, 128),
+}
+
+# nanochat's own rule for this batch gives 0.25 of the rates; the best was found far above it.
+NANOCHAT = {
+    "1.6": NanochatRecipe(1.6),
+    "1": NanochatRecipe(1.0),
+    "1-decay-0.28": NanochatRecipe(1.0, decay=0.28),
+    "2.2": NanochatRecipe(2.2),
+    "0.5": NanochatRecipe(0.5),
+    "0.25": NanochatRecipe(0.25),
+    "1.6x16": NanochatRecipe(1.6, batch=16),
+    "1x16": NanochatRecipe(1.0, batch=16),
 }
 
 OURS = {
@@ -120,20 +153,23 @@ ABLATION = {
 }
 
 
-def rows_by_name(more: Path | None) -> dict[str, Recipe | Change]:
+def rows_by_name(more: Path | None) -> dict[str, Recipe | NanochatRecipe | Change]:
     """All rows there are, those of a file among them."""
     read = tomllib.loads(more.read_text()) if more else {}
-    unknown = set(read) - {"nanogpt", "ours", "ablate"}
+    unknown = set(read) - {"nanogpt", "nanochat", "ours", "ablate"}
     if unknown:
-        raise SystemExit(f"{more}: [{unknown.pop()}] is none of nanogpt, ours, ablate")
+        raise SystemExit(f"{more}: [{unknown.pop()}] is none of nanogpt, nanochat, ours, ablate")
     try:
         recipes = BASELINE | {name: Recipe(**row) for name, row in read.get("nanogpt", {}).items()}
+        chat = read.get("nanochat", {}).items()
+        chats = NANOCHAT | {name: NanochatRecipe(**row) for name, row in chat}
         ours = OURS | {name: Change(**row) for name, row in read.get("ours", {}).items()}
         ablate = ABLATION | {name: Change(**row) for name, row in read.get("ablate", {}).items()}
     except TypeError as error:
         raise SystemExit(f"{more}: {error}") from None
     return {
         **{f"nanogpt/{name}": row for name, row in recipes.items()},
+        **{f"nanochat/{name}": row for name, row in chats.items()},
         **ours,
         **{f"ablate/{name}": row for name, row in ablate.items()},
     }

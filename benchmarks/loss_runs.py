@@ -4,8 +4,9 @@ facts that go with it.
     Job      a name, a row, a seed and a horizon
     Bench    what all runs share: the options, both texts, a folder, and the results so far
 
-Ours is `run_training` itself, read back from its records. nanoGPT's loop is written out here, with
-the same windows, clock and validation.
+Ours is `run_training` itself, read back from its records. The loop of nanoGPT and nanochat is
+written out here, with the same clock and validation; nanochat gets whole windows in random order,
+as ours does, since places at random are worse.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import shutil
 import sys
 import time
 import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -32,13 +34,15 @@ import numpy as np
 import tomli_w
 import torch
 from loss_results import FirstSteps, Group, Result, Step, measured, without_times
-from loss_rows import Change, Recipe
+from loss_rows import Change, NanochatRecipe, Recipe
+from nanochat_peer import nanochat_model, nanochat_optimizer, set_nanochat_rates
 from peers import (
     Stopwatch,
     device_of,
     nanogpt_model,
     nanogpt_rate,
     numbers_of,
+    pairs,
     plain_system,
     windows,
 )
@@ -72,7 +76,7 @@ class Job:
     group: Group
     seed: int
     tokens: int
-    row: Recipe | Change
+    row: Recipe | NanochatRecipe | Change
 
 
 @dataclass
@@ -117,7 +121,7 @@ def make_run(bench: Bench, job: Job) -> Result | None:
         if is_made(bench, result):
             return None
         free()
-        train = run_nanogpt if isinstance(job.row, Recipe) else run_ours
+        train = run_ours if isinstance(job.row, Change) else run_peer
         found = train(bench, config, job)
     except UserError as error:
         found = {"error": str(error)}
@@ -161,7 +165,7 @@ def config_of(bench: Bench, job: Job) -> RunConfig:
         for name in ("layers", "heads", "width", "context")
         if (value := getattr(options, name)) is not None
     ]
-    if isinstance(row, Recipe):
+    if not isinstance(row, Change):
         tables = load_preset(options.baseline_preset)
         tables["model"] |= {"bias": False, "vocab": bench.training.info.vocab_size}
         words, batch = shape, row.batch
@@ -189,7 +193,7 @@ def settings_of(bench: Bench, config: RunConfig, job: Job) -> dict[str, Any]:
     """What makes this run another one than those of the same name."""
     sets = (bench.training, bench.validation)
     texts = {"text": [one.info.fingerprint[:12] for one in sets]}
-    if isinstance(job.row, Recipe):
+    if not isinstance(job.row, Change):
         shape = config.model.model_dump(include={"layers", "heads", "width", "context", "vocab"})
         own = {**dataclasses.asdict(job.row), "compute": config.precision.compute}
         return shape | own | texts
@@ -209,6 +213,9 @@ def facts_of(bench: Bench, config: RunConfig, job: Job) -> dict[str, str]:
     if isinstance(job.row, Recipe):
         digest = hashlib.sha256((bench.options.nanogpt / "model.py").read_bytes()).hexdigest()
         code = f"nanoGPT (SHA-256 of model.py {digest[:12]})"
+    elif isinstance(job.row, NanochatRecipe):
+        source = (bench.options.nanochat / "nanochat/gpt.py").read_bytes()
+        code = f"nanochat (SHA-256 of gpt.py {hashlib.sha256(source).hexdigest()[:12]})"
     else:
         code = " ".join(filter(None, ("gristmill", version("gristmill"), code_commit())))
     cores = f", {torch.get_num_threads()} threads" if config.runtime.device == "cpu" else ""
@@ -260,10 +267,22 @@ def run_ours(bench: Bench, config: RunConfig, job: Job) -> dict[str, Any]:
     }
 
 
-# ------------------------------------------------------------------ the baseline
+# ------------------------------------------------------------------ the baselines
 
 
-def run_nanogpt(bench: Bench, config: RunConfig, job: Job) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Peer:
+    """A baseline, ready to train."""
+
+    model: Any
+    step: Callable[[], torch.Tensor]
+    set_rates: Callable[[int, int], None]
+    """Given a step and their number."""
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """The loss of some windows, for validation."""
+
+
+def build_nanogpt(bench: Bench, config: RunConfig, job: Job) -> Peer:
     """nanoGPT's model with its optimizer, schedule and way of reading, as its script has them."""
     recipe, device = job.row, device_of(config)
     assert isinstance(recipe, Recipe)
@@ -279,7 +298,56 @@ def run_nanogpt(bench: Bench, config: RunConfig, job: Job) -> dict[str, Any]:
         lambda inputs, targets: forward(inputs, targets)[1],
         windows(config, bench.options.data, seed=job.seed),
     )
-    assert bench.training.info.dtype == "uint16", "nanoGPT reads ids of 16 bits"
+
+    def set_rates(step: int, steps: int) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = nanogpt_rate(step, steps=steps, peak=recipe.lr)
+
+    half = torch.autocast(device, torch.bfloat16, enabled=config.precision.compute == "bf16")
+
+    def loss(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with half:
+            found: torch.Tensor = model(inputs, targets)[1]
+        return found
+
+    return Peer(model, system.step, set_rates, loss)
+
+
+def build_nanochat(bench: Bench, config: RunConfig, job: Job) -> Peer:
+    """nanochat's model with its optimizer and schedules; it clips nothing and casts by itself."""
+    recipe = job.row
+    assert isinstance(recipe, NanochatRecipe)
+    model = nanochat_model(config, bench.options.nanochat, seed=job.seed)
+    optimizer = nanochat_optimizer(model, scale=recipe.scale, decay=recipe.decay)
+    forward = torch.compile(model, dynamic=False) if device_of(config) == "cuda" else model
+    sequence = numbers_of(config).sequence
+    generator = torch.Generator().manual_seed(job.seed)
+
+    def starts() -> Iterator[torch.Tensor]:
+        whole, batch = (len(bench.training) - 1) // sequence, numbers_of(config).batch
+        while True:
+            yield from torch.randperm(whole, generator=generator).mul(sequence).split(batch)[:-1]
+
+    batches = pairs(config, bench.options.data, starts())
+
+    def step() -> torch.Tensor:
+        loss: torch.Tensor = forward(*next(batches))
+        loss.backward()
+        optimizer.step()
+        model.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def set_rates(step: int, steps: int) -> None:
+        set_nanochat_rates(optimizer, step, steps=steps, decay=recipe.decay)
+
+    return Peer(model, step, set_rates, model)
+
+
+def run_peer(bench: Bench, config: RunConfig, job: Job) -> dict[str, Any]:
+    """A run of a baseline, timed and validated as ours is."""
+    assert bench.training.info.dtype == "uint16", "windows are read as ids of 16 bits"
+    build = build_nanogpt if isinstance(job.row, Recipe) else build_nanochat
+    device, peer = device_of(config), build(bench, config, job)
     per_step = numbers_of(config).tokens_per_step
     count = max(1, round(job.tokens / per_step))
     points = bench.options.points
@@ -287,15 +355,14 @@ def run_nanogpt(bench: Bench, config: RunConfig, job: Job) -> dict[str, Any]:
     watch, losses, peak = Stopwatch(device), dict[int, float](), 0
     watch.mark()
     for step in range(count):
-        for group in optimizer.param_groups:
-            group["lr"] = nanogpt_rate(step, steps=count, peak=recipe.lr)
-        system.step()
+        peer.set_rates(step, count)
+        peer.step()
         watch.mark()
         if step + 1 in due:
             watch.settle()
             if device == "cuda":
                 peak = max(peak, torch.cuda.max_memory_allocated())
-            losses[step + 1] = validate_nanogpt(bench, config, model)
+            losses[step + 1] = validate_peer(bench, config, peer)
             print(f"{job.name} step {step + 1} of {count}: {losses[step + 1]:.4f}", file=sys.stderr)
             if device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
@@ -305,18 +372,16 @@ def run_nanogpt(bench: Bench, config: RunConfig, job: Job) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def validate_nanogpt(bench: Bench, config: RunConfig, model: torch.nn.Module) -> float:
+def validate_peer(bench: Bench, config: RunConfig, peer: Peer) -> float:
     """The mean loss over the validation windows, in the format of training."""
     device, sequence = device_of(config), numbers_of(config).sequence
-    half = torch.autocast(device, torch.bfloat16, enabled=config.precision.compute == "bf16")
     starts, total = bench.windows(sequence).tolist(), 0.0
-    model.eval()
+    peer.model.eval()
     for first in range(0, len(starts), VALIDATED_AT_ONCE):
         chosen = starts[first : first + VALIDATED_AT_ONCE]
         rows = [bench.validation.read(start, sequence + 1).astype(np.int64) for start in chosen]
         ids = torch.from_numpy(np.stack(rows)).to(device)
-        with half:
-            loss = model(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())[1]
+        loss = peer.loss(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
         total += float(loss) * len(chosen)
-    model.train()
+    peer.model.train()
     return total / len(starts)

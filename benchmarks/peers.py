@@ -203,12 +203,25 @@ def transformers_model(config: RunConfig) -> Any:
 def windows(
     config: RunConfig, tokens: Path, *, seed: int = 0
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Inputs and targets from random places, read and sent to the device as nanoGPT does."""
+    """Inputs and targets from random places."""
     context, batch = numbers_of(config).sequence, numbers_of(config).batch
-    ids = np.memmap(f"{tokens}.bin", dtype=np.uint16, mode="r")
+    count = len(np.memmap(f"{tokens}.bin", dtype=np.uint16, mode="r"))
     generator = torch.Generator().manual_seed(seed)
-    while True:
-        starts = torch.randint(len(ids) - context, (batch,), generator=generator)
+
+    def places() -> Iterator[torch.Tensor]:
+        while True:
+            yield torch.randint(count - context, (batch,), generator=generator)
+
+    return pairs(config, tokens, places())
+
+
+def pairs(
+    config: RunConfig, tokens: Path, starts_of_steps: Iterator[torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Inputs and targets from these places, read and sent to the device as nanoGPT does."""
+    context = numbers_of(config).sequence
+    ids = np.memmap(f"{tokens}.bin", dtype=np.uint16, mode="r")
+    for starts in starts_of_steps:
         rows = [ids[at : at + context + 1].astype(np.int64) for at in starts.tolist()]
         window = torch.stack([torch.from_numpy(row) for row in rows])
         inputs, targets = window[:, :-1].contiguous(), window[:, 1:].contiguous()

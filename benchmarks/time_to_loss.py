@@ -1,7 +1,8 @@
-"""Time and tokens to a validation loss: nanoGPT's model and recipe beside ours, run after run.
+"""Time and tokens to a validation loss: the recipes of nanoGPT and nanochat beside ours.
 
     python benchmarks/time_to_loss.py --data tokens/train --validation tokens/val \\
-        --nanogpt PATH/TO/nanoGPT --json results.json --tokens 18M 20M 22M --seeds 1 2 3
+        --nanogpt PATH/TO/nanoGPT --nanochat PATH/TO/nanochat \\
+        --json results.json --tokens 18M 20M 22M --seeds 1 2 3
     ... --json results.json 'nanogpt/*'      only these runs, by name or pattern; --list shows all
     ... --json results.json --ablate         our preset with one part changed at a time
     ... --json a.json --ablate --shared      beside others on one device: losses, but no times
@@ -51,7 +52,7 @@ from loss_results import (
     verdict,
     write_results,
 )
-from loss_rows import OURS, Recipe, amount, rows_by_name
+from loss_rows import OURS, Change, amount, rows_by_name
 from loss_runs import Bench, Job, keep_compiled, make_run
 
 from gristmill.base.units import format_count
@@ -132,7 +133,8 @@ def plan(options: argparse.Namespace) -> list[Job]:
     """The runs that were asked for; the seeds and horizons of a row follow one another, since they
     share compiled code."""
     rows = rows_by_name(options.runs)
-    usual = ["ablate/*"] if options.ablate else ["nanogpt/*", *OURS]
+    peers = [name for name in ("nanogpt", "nanochat") if getattr(options, name) is not None]
+    usual = ["ablate/*"] if options.ablate else [*(f"{name}/*" for name in peers), *OURS]
     wanted = options.names or usual
     for pattern in wanted:
         if not fnmatch.filter(rows, pattern):
@@ -142,9 +144,10 @@ def plan(options: argparse.Namespace) -> list[Job]:
     for name, row in rows.items():
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in wanted):
             continue
-        if isinstance(row, Recipe):
-            if options.nanogpt is None:
-                raise SystemExit(f"{name} needs --nanogpt, a checkout of nanoGPT")
+        if not isinstance(row, Change):
+            peer = name.partition("/")[0]
+            if getattr(options, peer) is None:
+                raise SystemExit(f"{name} needs --{peer}, a checkout of it")
             group, horizons = "baseline", [amount(row.tokens)]
         elif name.startswith("ablate/"):
             group, horizons = "ablation", [options.ablate_tokens]
@@ -161,6 +164,7 @@ def parse() -> argparse.Namespace:
     add("--data", type=Path, metavar="PREFIX", help="token files to train on, uint16")
     add("--validation", type=Path, metavar="PREFIX", help="token files to validate on")
     add("--nanogpt", type=Path, help="a checkout of nanoGPT")
+    add("--nanochat", type=Path, help="a checkout of nanochat")
     add("--json", type=Path, help="write the results here after every run, and go on from there")
     add("--runs", type=Path, metavar="FILE.toml", help="further rows")
     add("--list", action="store_true", help="show the names of all runs")
