@@ -1,4 +1,4 @@
-"""Seconds from a command to its first step and to its end, without and with what was compiled before.
+"""Seconds from a command to its first step and to its end, cold and warm.
 
     python benchmarks/starts.py --data tokens/train --validation tokens/val
     ... --nanogpt PATH/TO/nanoGPT          its own training script beside ours, at the same shape
