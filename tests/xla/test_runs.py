@@ -98,7 +98,7 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(runner: Runner) -> None:
 
 
 def test_a_lost_host_is_named_and_both_resume_to_the_same_bits(runner: Runner) -> None:
-    words = ("parallel.dp_shard=2", "train.micro_batch=2", 'train.until="60 steps"')
+    words = ("parallel.dp_shard=2", "train.micro_batch=2", 'train.until="30 steps"')
     whole = runner.start_hosts(*words, name="whole")
     said = [process.communicate(timeout=1200)[0] for process in whole]
     assert [process.returncode for process in whole] == [0, 0], "\n".join(said)
@@ -107,7 +107,7 @@ def test_a_lost_host_is_named_and_both_resume_to_the_same_bits(runner: Runner) -
         1: rf"error: rank 1 on {host} died without reporting an error; last seen in phase \w+ .*",
         0: rf"error: rank 0 on {host}, which hosts the store at \S+, is gone; last seen .*",
     }
-    for victim, step in ((1, 5), (0, 30)):
+    for victim, step in ((1, 5), (0, 15)):
         both = runner.start_hosts(*words, name="lost")
         kill_after(runner, "lost", both[victim], step=step)
         said = [process.communicate(timeout=120)[0] for process in both]
