@@ -78,10 +78,10 @@ def _join(jax: Any, parallel: ParallelConfig, place: Place) -> None:
 def _survive_lost_hosts() -> None:
     """Let our own monitor end this process when another is lost, with a line that names it.
 
-    JAX would abort the process as soon as the connection to rank 0 breaks, and on exit it would wait
-    for hosts that are gone. A callback from Python for the former ends with std::bad_cast in JAX
-    0.10.2. So the thread that aborts sleeps first: a handler is called with the number of its signal,
-    for SIGABRT 6, and sleep takes seconds. The monitor needs fewer.
+    JAX would abort the process as soon as the connection to rank 0 breaks, and on exit it would
+    wait for hosts that are gone. A callback from Python instead of the former ends with
+    std::bad_cast in JAX 0.10.2. So the thread that aborts sleeps first: a handler is called with
+    the number of its signal, 6 for SIGABRT, and sleep takes seconds. The monitor needs fewer.
     """
     from jax._src.api import clean_up
 
