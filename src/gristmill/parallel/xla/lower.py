@@ -21,6 +21,7 @@ import torch
 from torch.fx import Node
 from torch.utils._pytree import tree_map_only
 
+import gristmill.models.loss  # noqa: F401  (defines the operator of the loss)
 from gristmill.base.errors import UserError
 from gristmill.parallel.xla.attention import attend
 from gristmill.parallel.xla.graph import Traced, attention, block_edge
