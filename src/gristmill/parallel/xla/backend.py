@@ -81,7 +81,9 @@ def _survive_lost_hosts() -> None:
     JAX would abort the process as soon as the connection to rank 0 breaks, and on exit it would
     wait for hosts that are gone. A callback from Python instead of the former ends with
     std::bad_cast in JAX 0.10.2. So the thread that aborts sleeps first: a handler is called with
-    the number of its signal, 6 for SIGABRT, and sleep takes seconds. The monitor needs fewer.
+    the number of its signal, 6 for SIGABRT, and sleep takes seconds. A collective that fails ends
+    the process sooner. If none does, the monitor needs 5 to 6 seconds, so JAX may still be first.
+    Any other abort is delayed by as much.
     """
     from jax._src.api import clean_up
 
