@@ -89,12 +89,17 @@ threads = 1
 
 
 @pytest.fixture
-def make_run(tokens: Path, tmp_path: Path) -> Callable[..., RunConfig]:
+def run_text(tokens: Path, tmp_path: Path) -> Callable[..., str]:
+    """The run file of a run of a few seconds."""
+    return lambda folder="run": RUN.format(folder=tmp_path / folder, tokens=tokens)
+
+
+@pytest.fixture
+def make_run(run_text: Callable[..., str]) -> Callable[..., RunConfig]:
     """Settings of a run of a few seconds, with settings replaced as on the command line."""
 
     def make(*settings: str, folder: str = "run") -> RunConfig:
-        text = RUN.format(folder=tmp_path / folder, tokens=tokens)
-        return load_text(text, settings, place="tiny.toml")
+        return load_text(run_text(folder), settings, place="tiny.toml")
 
     return make
 

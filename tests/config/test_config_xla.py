@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from gristmill.base.errors import UserError
 from gristmill.base.process import Place
+from gristmill.cli.main import app
 from gristmill.config.load import load_text
 from gristmill.config.rules import check_mesh
 from gristmill.parallel.world import count_devices
 from gristmill.plan.hardware import peak_flops
 
+GPT2 = {
+    "model_type": "gpt2",
+    "n_layer": 2,
+    "n_head": 2,
+    "n_embd": 32,
+    "n_positions": 64,
+    "vocab_size": 300,
+    "activation_function": "gelu_new",
+}
 RUN = """
 name = "tiny"
 [model]
@@ -34,11 +47,13 @@ device = "xla"
     ("setting", "where"),
     [
         ('optim.preconditioner.type="kfac"', "optim.preconditioner"),
+        ('optim.preconditioner.type="soap"', "optim.preconditioner"),
         ('optim.type="accum-adamw"', "optim.type"),
         ('precision.compute="fp16"', "precision.compute"),
         ("parallel.pp=2", "parallel.pp"),
         ("parallel.cp=2", "parallel.cp"),
         ('parallel.gossip.topology="ring"', "parallel.gossip"),
+        ('parallel.local.every="5 steps"', "parallel.local"),
         ("runtime.kernels=false", "runtime.kernels"),
         ("runtime.compile=true", "runtime.compile"),
         ("parallel.sequence=true", "parallel.sequence"),
@@ -49,6 +64,39 @@ def test_what_xla_devices_cannot_do_is_refused(setting: str, where: str) -> None
         load_text(RUN, (setting, *(["parallel.tp=2"] if "sequence" in setting else [])), place="x")
     assert any(str(problem.where).endswith(where) for problem in caught.value.problems)
     assert "XLA" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "where", "why"),
+    [
+        ('model.hf="{folder}"', "runtime.device", "XLA devices train our own GPT, and not "),
+        ('model.start="{folder}"', "model.lora", "adapters are not trained on XLA devices"),
+    ],
+)
+def test_models_that_xla_devices_cannot_train_are_refused(
+    tmp_path: Path, setting: str, where: str, why: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GPT2))
+    tables = RUN.split("[model]")[0] + "[data]" + RUN.split("[data]")[1]
+    settings = [setting.format(folder=tmp_path)]
+    settings += ["model.lora.rank=2"] if where == "model.lora" else []
+    with pytest.raises(UserError) as caught:
+        load_text(tables, settings, place="x")
+    assert [str(one.where).endswith(where) for one in caught.value.problems] == [True]
+    assert why in str(caught.value)
+
+
+def test_everything_is_refused_at_once_and_before_jax_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "jax", None)  # importing it would be another error
+    file = tmp_path / "run.toml"
+    file.write_text(RUN)
+    words = ["parallel.pp=2", 'optim.type="accum-adamw"', 'precision.compute="fp16"']
+    result = CliRunner().invoke(app, ["train", str(file), *words])
+    assert isinstance(result.exception, UserError)
+    places = [str(one.where).split()[-1] for one in result.exception.problems]
+    assert places == ["optim.type", "precision.compute", "parallel.pp"]
 
 
 def test_fp8_is_refused() -> None:
@@ -74,7 +122,9 @@ def test_without_jax_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_tpus_are_in_the_table() -> None:
+    assert peak_flops("4 x TPU v4 with XLA") == 275e12
     assert peak_flops("4 x TPU v5 lite with XLA") == 197e12
     assert peak_flops("8 x TPU v5 with XLA") == 459e12
+    assert peak_flops("8 x TPU v3 with XLA") == 61.5e12, "half of the 123e12 of a chip"
     assert peak_flops("8 x TPU v3 with XLA", "tf32") == 20.5e12
     assert peak_flops("1 x TPU v6 lite with XLA") == 918e12

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,30 +15,11 @@ import pytest
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 """Compiling takes longer than these runs do."""
 
-RUN = """
-name = "tiny"
-folder = "{folder}"
-[model]
-layers = 2
-heads = 2
-width = 16
-context = 24
-{model}
-[data]
-paths = "{tokens}"
-split = "90,10"
-[train]
-until = "20 steps"
-batch = 8
-[validate]
-every = "10 steps"
-windows = 6
-[checkpoint]
-every = "5 steps"
-[runtime]
-device = "xla"
-threads = 1
-"""
+SETTINGS = (
+    *('train.until="20 steps"', "train.batch=8", 'checkpoint.every="5 steps"'),
+    *('validate.every="10 steps"', "validate.windows=6", 'runtime.device="xla"'),
+)
+"""Beside those of the tiny run that all tests have."""
 
 
 @pytest.fixture(scope="session")
@@ -48,14 +31,19 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Runner:
     """Trains with the program itself, in processes of its own."""
 
-    def __init__(self, folder: Path, tokens: Path, cache: Path) -> None:
-        self.folder, self.tokens, self.cache = folder, tokens, cache
+    def __init__(self, folder: Path, text: str, cache: Path) -> None:
+        self.folder, self.cache = folder, cache
+        self.file = folder / "tiny.toml"
+        self.file.write_text(text)
 
-    def write(self, model: str) -> Path:
-        """The run file of a model."""
-        file = self.folder / f"{'modern' if model else 'gpt2'}.toml"
-        file.write_text(RUN.format(folder=self.folder / "run", tokens=self.tokens, model=model))
-        return file
+    def command(
+        self, verb: str, *settings: str, name: str, options: Sequence[str] = ()
+    ) -> list[str]:
+        """What is run; of settings that are given twice, the last counts."""
+        chosen = dict(one.split("=", 1) for one in (*SETTINGS, *settings))
+        chosen["folder"] = f'"{self.folder / name}"'
+        words = [f"{key}={value}" for key, value in chosen.items()]
+        return [sys.executable, "-m", "gristmill", verb, str(self.file), *words, *options]
 
     def environment(self, devices: int) -> dict[str, str]:
         return {
@@ -66,20 +54,33 @@ class Runner:
         }
 
     def start(
-        self, file: Path, *settings: str, name: str, devices: int = 1, **more: str
+        self, *settings: str, name: str, devices: int = 1, **more: str
     ) -> subprocess.Popen[str]:
-        words = ["train", str(file), *settings, f'folder="{self.folder / name}"']
         return subprocess.Popen(
-            [sys.executable, "-m", "gristmill", *words],
+            self.command("train", *settings, name=name),
             env={**self.environment(devices), **more},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
 
-    def train(self, file: Path, *settings: str, name: str, devices: int = 1, fails: int = 0) -> str:
+    def start_hosts(self, *settings: str, name: str) -> list[subprocess.Popen[str]]:
+        """Two processes with two devices each, as if on two hosts."""
+        with socket.socket() as one:
+            one.bind(("localhost", 0))
+            port = str(one.getsockname()[1])
+        place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+        place |= {"MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+        return [
+            self.start(
+                *settings, name=name, devices=2, **place, RANK=str(rank), LOCAL_RANK=str(rank)
+            )
+            for rank in range(2)
+        ]
+
+    def train(self, *settings: str, name: str, devices: int = 1, fails: int = 0) -> str:
         """Train to the end; returns what was printed."""
-        process = self.start(file, *settings, name=name, devices=devices)
+        process = self.start(*settings, name=name, devices=devices)
         said, _ = process.communicate(timeout=1200)
         assert process.returncode == fails, said
         return said
@@ -93,5 +94,5 @@ class Runner:
 
 
 @pytest.fixture
-def runner(tmp_path: Path, tokens: Path, cache: Path) -> Runner:
-    return Runner(tmp_path, tokens, cache)
+def runner(tmp_path: Path, run_text: Callable[..., str], cache: Path) -> Runner:
+    return Runner(tmp_path, run_text(), cache)

@@ -245,5 +245,8 @@ def _rendezvous(
 
 def close_world() -> None:
     """Destroy the process groups."""
+    from gristmill.parallel.xla.backend import leave_xla
+
+    leave_xla()
     if dist.is_initialized():
         dist.destroy_process_group()

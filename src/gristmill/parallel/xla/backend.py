@@ -5,7 +5,10 @@ This is the only place that asks whether JAX is there; the other modules of this
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import os
+import signal
 from typing import Any
 
 from gristmill.base.caches import cache_folder
@@ -51,6 +54,8 @@ def _join(jax: Any, parallel: ParallelConfig, place: Place) -> None:
             remedy="set both, or start with torchrun or `gristmill launch`",
         )
     host, port = place.address
+    # It would handle TERM in its own way, and we save and stop then.
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
             f"{host}:{port + 1}",
@@ -67,3 +72,30 @@ def _join(jax: Any, parallel: ParallelConfig, place: Place) -> None:
             exit=Exit.PEER,
         ) from error
     _joined.append(place)
+    _survive_lost_hosts()
+
+
+def _survive_lost_hosts() -> None:
+    """Let our own monitor end this process when another is lost, with a line that names it.
+
+    JAX would abort the process as soon as the connection to rank 0 breaks, and on exit it would
+    wait for hosts that are gone. A callback from Python instead of the former ends with
+    std::bad_cast in JAX 0.10.2. So the thread that aborts sleeps first: a handler is called with
+    the number of its signal, 6 for SIGABRT, and sleep takes seconds. A collective that fails ends
+    the process sooner. If none does, the monitor needs 5 to 6 seconds, so JAX may still be first.
+    Any other abort is delayed by as much.
+    """
+    from jax._src.api import clean_up
+
+    atexit.unregister(clean_up)
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+    libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
+
+
+def leave_xla() -> None:
+    """Part from the other processes; not after an error, since they may never answer."""
+    if _joined:
+        jax: Any = optional("jax", extra="xla", purpose='runtime.device = "xla"')
+        jax.distributed.shutdown()
+        _joined.clear()

@@ -32,9 +32,13 @@ def linear_cross_entropy(
     vocab: int,
     cap: float | None,
     shards: int = 1,
+    whole_head: bool = True,
 ) -> jax.Array:
-    """The loss summed over tokens, in fp32."""
+    """The loss summed over tokens, in fp32. `whole_head`: no two devices share its rows."""
     assert bias_V is None, "our own models have no bias in the head"
+    # A comparison with all columns divides with the rows of the head, and is fused with other work
+    # on a TPU. On the CPU it is one more pass over the logits.
+    look_up = whole_head and jax.default_backend() == "cpu"
     weights = jnp.ones(targets_N.shape, jnp.float32) if weights_N is None else weights_N
     rows, each = head_VD.shape[0], targets_N.shape[0] // shards
     count = -(-each // _slice_tokens(rows))
@@ -57,23 +61,26 @@ def linear_cross_entropy(
 
         def step(carry: Any, piece: Any) -> Any:
             hidden_PLD, targets_PL, weights_PL = piece
-            total, d_head = carry
+            total, d_head_DV = carry
             losses_PL, d_logits = _losses(
-                hidden_PLD, head, targets_PL, weights_PL, vocab, cap, gradients
+                hidden_PLD, head, targets_PL, weights_PL, vocab, cap, look_up, gradients
             )
             total = total + jnp.sum(losses_PL * weights_PL)
             if not gradients:
-                return (total, d_head), None
-            d_head = d_head + jnp.einsum(
-                "plv,pld->vd", d_logits, hidden_PLD, preferred_element_type=jnp.float32
+                return (total, d_head_DV), None
+            # Transposed, since the hidden states are smaller to transpose than the logits.
+            d_head_DV = d_head_DV + jnp.einsum(
+                "pld,plv->dv", hidden_PLD, d_logits, preferred_element_type=jnp.float32
             )
-            return (total, d_head), jnp.einsum("plv,vd->pld", d_logits, head)
+            return (total, d_head_DV), jnp.einsum("plv,vd->pld", d_logits, head)
 
-        shape = head_VD.shape if gradients else ()
+        shape = head.shape[::-1] if gradients else ()
         start = (jnp.zeros((), jnp.float32), jnp.zeros(shape, jnp.float32))
         pieces = (sliced(hidden_ND), sliced(targets_N), sliced(weights_N))
-        (total, d_head), d_hidden = jax.lax.scan(step, start, pieces)
-        return total, (joined(d_hidden), d_head.astype(head_VD.dtype)) if gradients else None
+        (total, d_head_DV), d_hidden = jax.lax.scan(step, start, pieces)
+        if not gradients:
+            return total, None
+        return total, (joined(d_hidden), d_head_DV.T.astype(head_VD.dtype))
 
     def total(*inputs: Any) -> Any:
         return sweep(*inputs, gradients=False)[0]
@@ -99,6 +106,7 @@ def _losses(
     weights_PL: jax.Array,
     vocab: int,
     cap: float | None,
+    look_up: bool,
     gradients: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Losses of a slice, and the gradient of its logits in the dtype of the hidden states."""
@@ -110,9 +118,11 @@ def _losses(
     column = jnp.arange(head_VD.shape[0])
     if vocab < head_VD.shape[0]:
         logits = jnp.where(column < vocab, logits, -jnp.inf)
-    # A comparison with all columns, unlike a look-up, divides with the rows of the head.
     hit = column == targets_PL[..., None]
-    picked = jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)
+    if look_up:
+        picked = jnp.take_along_axis(logits, targets_PL[..., None], axis=-1)[..., 0]
+    else:
+        picked = jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)
     largest = jnp.max(logits, axis=-1)
     powers = jnp.exp(logits - largest[..., None])
     sums = jnp.sum(powers, axis=-1)

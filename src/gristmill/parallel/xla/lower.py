@@ -21,6 +21,7 @@ import torch
 from torch.fx import Node
 from torch.utils._pytree import tree_map_only
 
+import gristmill.models.loss  # noqa: F401  (defines the operator of the loss)
 from gristmill.base.errors import UserError
 from gristmill.parallel.xla.attention import attend
 from gristmill.parallel.xla.graph import Traced, attention, block_edge
@@ -56,6 +57,8 @@ class Context:
     """Where random numbers come from; None if there are none."""
     shards: int = 1
     """Shards of the batch, which is the first dimension of whatever has one."""
+    tp: int = 1
+    """Shards of each layer."""
     recompute: Callable[[int], Any] | None = None
     """What to keep of a block, by number, as a policy of `jax.checkpoint`; None keeps all."""
 
@@ -159,7 +162,11 @@ def _evaluate(node: Node, number: int, values: Mapping[Node, Any], context: Cont
     if node.target is _LOSS:
         hidden, head, bias, targets, weights, _, vocab, cap = args[:8]
         total = linear_cross_entropy(
-            hidden, head, bias, targets, weights, vocab=vocab, cap=cap, shards=context.shards
+            *(hidden, head, bias, targets, weights),
+            vocab=vocab,
+            cap=cap,
+            shards=context.shards,
+            whole_head=context.tp == 1,
         )
         return total, None, None, None
     if node.target is _ATTENTION:

@@ -160,7 +160,8 @@ class Programs:
         loss = self._loss(first, training=True)
         update = self._update(controls.settings)
         place, count = self.placing, next(iter(batches.values())).shape[0]
-        context = partial(Context, shards=place.layout.data, recompute=self._policy_of)
+        layout = place.layout
+        context = partial(Context, shards=layout.data, tp=layout.tp, recompute=self._policy_of)
 
         def micro_loss(
             weights: Weights, buffers: Weights, batch: Batches, scale: jax.Array, key: jax.Array
@@ -216,7 +217,8 @@ class Programs:
     def evaluation(self, batch: Batches) -> Any:
         """The summed loss of one batch, to be compiled."""
         loss = self._loss(batch, training=False)
-        context = Context(shards=self.placing.layout.data)
+        layout = self.placing.layout
+        context = Context(shards=layout.data, tp=layout.tp)
 
         def run(weights: Weights, buffers: Weights, batch: Batches) -> jax.Array:
             return loss(weights, buffers, batch, context=context)
