@@ -96,12 +96,12 @@ FORMATS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("function", ["fsync", pytest.param("replace", marks=pytest.mark.slow)])
 def test_a_crash_at_any_write_or_rename(
-    source: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     options: dict[str, Any],
     function: str,
 ) -> None:
+    source = write_lines(tmp_path / "in.jsonl", 80)
     run(source, tmp_path / "whole", **options)
     expected = files_of(tmp_path / "whole")
     real = getattr(os, function)
@@ -332,7 +332,9 @@ def test_a_second_start_at_the_very_end_touches_nothing(
         run(source, tmp_path / "out", **options)
 
 
-def test_a_second_process_while_the_manifest_is_written(source: Path, tmp_path: Path) -> None:
+def test_a_second_process_while_the_manifest_is_written(
+    source: Path, tmp_path: Path, gristmill: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     script, go = tmp_path / "slow.py", tmp_path / "go"
     os.mkfifo(go)
     script.write_text(
@@ -352,9 +354,7 @@ def test_a_second_process_while_the_manifest_is_written(source: Path, tmp_path: 
     first = subprocess.Popen([sys.executable, str(script), *words], stdout=subprocess.PIPE)
     assert first.stdout is not None
     assert first.stdout.readline() == b"writing\n"
-    second = subprocess.run(
-        [sys.executable, "-m", "gristmill", *words], capture_output=True, text=True, check=False
-    )
+    second = gristmill(*words)
     go.write_text("go")
     first.communicate()
     assert (first.returncode, second.returncode) == (0, Exit.REFUSED)
