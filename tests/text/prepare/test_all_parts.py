@@ -435,7 +435,10 @@ def test_a_part_killed_in_mid_run(tmp_path: Path) -> None:
     assert files_of("many") == files_of("one")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGKILL, signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)],
+)
 def test_the_coordinator_ends_and_runs_again(tmp_path: Path, number: signal.Signals) -> None:
     process = start(tmp_path, "hold", *PARTS, "--at-once", "1")
     part = wait_for(Path("hold"), process)
