@@ -10,7 +10,7 @@ import random
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,14 @@ def pytest_configure() -> None:
     for number, handler in usual.items():
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_waiting_for_the_disk() -> Iterator[None]:
+    """The processes of tests end at bad moments, but the machine does not."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "fsync", lambda handle: None)
+        yield
 
 
 WORDS = "the mill turns and grinds the corn into flour while water runs below the wheel".split()
@@ -164,6 +172,7 @@ import torch
 import torch.distributed as dist
 
 torch.set_num_threads(1)
+os.fsync = lambda handle: None
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes))
 try:

@@ -36,7 +36,6 @@ BYTES = ByteTokenizer()
 @pytest.fixture(autouse=True)
 def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
     (tmp_path / "in").mkdir()
     lines = [json.dumps({"text": "x" * (1 + n % 37), "title": f"number {n}"}) for n in range(200)]
     lines[50] = "bad"

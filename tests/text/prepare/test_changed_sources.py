@@ -40,12 +40,6 @@ class CrashError(BaseException):
     """Stands for the end of the process."""
 
 
-@pytest.fixture(autouse=True)
-def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The processes of these tests end, but the machine does not.
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
-
-
 def write(path: Path, seed: int, count: int = 25) -> Path:
     """Lines of JSON; every version of a file has a time of its own."""
     chance = random.Random(seed)

@@ -57,12 +57,6 @@ def source(tmp_path: Path) -> Path:
     return write_lines(tmp_path / "in.jsonl", 150)
 
 
-@pytest.fixture(autouse=True)
-def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The processes of these tests end, but the machine does not.
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
-
-
 def run(source: Path, folder: Path, **options: Any) -> list[str]:
     notes: list[str] = []
     heard = {"progress": options.pop("progress")} if "progress" in options else {}
