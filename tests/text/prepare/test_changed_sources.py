@@ -104,8 +104,19 @@ def corpus(tmp_path: Path) -> Path:
 # ------------------------------------------------------------------ changed sources
 
 
-@pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
-@pytest.mark.parametrize("change", ["replace", "add", "remove", "several"])
+@pytest.mark.parametrize(
+    ("change", "options"),
+    [
+        pytest.param(
+            *(change, options),
+            id=f"{change}-{name}",
+            # Every change with one format, and all formats with all changes together.
+            marks=() if change == "several" or name == "flat" else pytest.mark.slow,
+        )
+        for change in ("replace", "add", "remove", "several")
+        for name, options in FORMATS.items()
+    ],
+)
 def test_the_work_on_unchanged_files_is_kept(
     corpus: Path,
     tmp_path: Path,
