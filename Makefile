@@ -17,8 +17,9 @@ CONSTRAINTS ?= constraints.txt
 TORCH       ?= -r $(CONSTRAINTS)
 BENCH       ?=
 ARGS        ?=
-# Tests of several processes mostly wait, so three workers pay on two cores.
-WORKERS     ?= -n 3 --dist loadfile
+# Tests of several processes mostly wait, so three workers pay on two cores. Files begin in the order
+# of `testpaths`, not those with most tests first: few tests of a file may take longest.
+WORKERS     ?= -n 3 --dist loadfile --no-loadscope-reorder
 
 BIN      := $(VENV)/bin
 PIP      := $(BIN)/python -m pip install --disable-pip-version-check

@@ -9,7 +9,8 @@ import os
 import random
 import shutil
 import signal
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,14 @@ def pytest_configure() -> None:
     for number, handler in usual.items():
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_waiting_for_the_disk() -> Iterator[None]:
+    """The processes of tests end at bad moments, but the machine does not."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "fsync", lambda handle: None)
+        yield
 
 
 WORDS = "the mill turns and grinds the corn into flour while water runs below the wheel".split()
@@ -158,6 +167,7 @@ CONTEXT.set_forkserver_preload(
     [
         *("gristmill.cli.main", "gristmill.train.run"),
         *("gristmill.parallel.fsdp", "gristmill.parallel.pipeline"),
+        "pytest",  # which the files of tests import
     ]
 )
 
@@ -167,6 +177,7 @@ import torch
 import torch.distributed as dist
 
 torch.set_num_threads(1)
+os.fsync = lambda handle: None
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes))
 try:
@@ -228,3 +239,39 @@ def _answer(pipe: Any) -> tuple[str, Any]:
         return pipe.recv()
     except EOFError:
         return "died", "ended without a word"
+
+
+# ------------------------------------------------------------------ commands
+
+COMMAND = """
+import os, sys
+
+for number, name in enumerate(("output", "errors"), 1):
+    os.dup2(os.open(os.path.join(said, name), os.O_WRONLY | os.O_CREAT), number)
+os.chdir(folder)
+os.environ.clear()
+os.environ.update(environment)
+sys.argv = ["gristmill", *words]
+from gristmill.__main__ import main
+main()
+"""
+
+
+@pytest.fixture
+def gristmill(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run a command line in a process of its own, which need not import the program first."""
+
+    def run(*words: object, env: Mapping[str, str] = os.environ) -> Any:
+        said = tmp_path_factory.mktemp("said")
+        command = ["gristmill", *map(str, words)]
+        names = {"words": command[1:], "said": said, "folder": Path.cwd(), "environment": dict(env)}
+        process = CONTEXT.Process(target=exec, args=(COMMAND, names))
+        process.start()
+        process.join(240)
+        process.kill()
+        texts = ((said / name).read_text() for name in ("output", "errors"))
+        return subprocess.CompletedProcess(command, process.exitcode, *texts)
+
+    return run

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -239,7 +240,9 @@ def test_a_mistake_prints_one_clear_message_and_no_traceback(trained: Path) -> N
     ]
 
 
-def test_a_signal_saves_and_the_same_command_goes_on(trained: Path) -> None:
+def test_a_signal_saves_and_the_same_command_goes_on(
+    trained: Path, gristmill: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     words = [
         "train",
         trained / "run.toml",
@@ -252,7 +255,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(trained: Path) -> None:
     while not (metrics.is_file() and '"step":3' in metrics.read_text().replace(" ", "")):
         time.sleep(0.05)
         assert process.poll() is None
-    second = shell(*words, cwd=trained)
+    second = gristmill(*words)
     assert second.returncode == 77
     assert f"in use by process {process.pid} on " in second.stderr
     os.kill(process.pid, signal.SIGUSR1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -94,14 +92,17 @@ def test_samples_need_not_be_neighbours() -> None:
 def plain_greedy(
     weights: list[float], size: int, *, fused: bool, limits: list[int] | None = None
 ) -> list[int]:
-    """The rule as it is written, one sample after the other."""
+    """The rule as it is written, one sample after the other. Python rounds a quotient of integers
+    once, so a weight as such a quotient gives what a fused multiply-add does."""
     taken, result = [0] * len(weights), []
+    quotients = [weight.as_integer_ratio() for weight in weights]
     for sample in range(size):
         step = max(sample, 1)
-        deficits = [
-            float(Fraction(w) * step - t) if fused else w * float(step) - float(t)
-            for w, t in zip(weights, taken, strict=True)
-        ]
+        if fused:
+            pairs = zip(quotients, taken, strict=True)
+            deficits = [(above * step - t * below) / below for (above, below), t in pairs]
+        else:
+            deficits = [w * float(step) - float(t) for w, t in zip(weights, taken, strict=True)]
         if limits is not None:
             for number, limit in enumerate(limits):
                 if taken[number] >= limit:

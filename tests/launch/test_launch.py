@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -325,25 +324,25 @@ def test_a_run_is_not_submitted_twice(tmp_path: Path, monkeypatch: pytest.Monkey
 # ------------------------------------------------------------------ the command line
 
 
-def gristmill(*words: str, exit: int = 0, env: dict[str, str] | None = None) -> str:
-    command = [sys.executable, "-m", "gristmill", "launch", *words]
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.returncode == exit, done.stdout + done.stderr
-    return done.stdout + done.stderr
+def test_the_command_line_without_a_scheduler(
+    tmp_path: Path, gristmill: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    def launch(*words: str, exit: int = 0, env: Mapping[str, str] = os.environ) -> str:
+        done = gristmill("launch", *words, env=env)
+        assert done.returncode == exit, done.stdout + done.stderr
+        return done.stdout + done.stderr
 
-
-def test_the_command_line_without_a_scheduler(tmp_path: Path) -> None:
     Path("run.toml").write_text(RUN)
-    said = gristmill("run.toml", "--on", "slurm", "--dry-run")
+    said = launch("run.toml", "--on", "slurm", "--dry-run")
     assert f"# ---- {tmp_path}/runs/tiny/job/train.sbatch\n#!/bin/bash -l" in said
     assert "# ---- " in said and "[model]" in said
     assert not Path("runs").exists()
     without = {"PATH": "/nonexistent", "HOME": str(tmp_path)}
-    said = gristmill("run.toml", "--on", "slurm", exit=Exit.CONFIG, env=without)
+    said = launch("run.toml", "--on", "slurm", exit=Exit.CONFIG, env=without)
     assert "sbatch is not installed here" in said and "--dry-run" in said
-    said = gristmill("status", "run.toml", exit=Exit.USAGE)
+    said = launch("status", "run.toml", exit=Exit.USAGE)
     assert "this run was not submitted as a job" in said
-    said = gristmill("run.toml", "--on", "slurm", "--then", "rm -rf /", exit=Exit.USAGE)
+    said = launch("run.toml", "--on", "slurm", "--then", "rm -rf /", exit=Exit.USAGE)
     assert "is no command that a job can run" in said
 
 

@@ -99,8 +99,13 @@ def assert_alike(got: torch.Tensor, wanted: torch.Tensor) -> None:
     assert functional.cosine_similarity(got.flatten(), wanted.flatten(), dim=0) > 0.995
 
 
-@pytest.mark.parametrize("cap", [None, 5.0])
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("weighted", "cap"),
+    [
+        *((False, None), (True, 5.0)),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((False, 5.0), (True, None))),
+    ],
+)
 def test_value_and_gradients(
     tensors: dict[str, torch.Tensor], weighted: bool, cap: float | None
 ) -> None:
@@ -130,7 +135,7 @@ def test_gradients_of_a_model_that_is_often_right(tensors: dict[str, torch.Tenso
     assert_alike(got.d_head, exact.d_head)
 
 
-@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("size", [1e-3, pytest.param(1.0, marks=pytest.mark.slow), 1e3])
 def test_weights_of_any_size_count_fully(tensors: dict[str, torch.Tensor], size: float) -> None:
     """Large ones do not overflow, small ones are not lost."""
     weights = size * tensors["weights"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -15,9 +15,10 @@ from gristmill.base.units import Progress
 from gristmill.config.load import load_text
 from gristmill.config.model import GPTConfig
 from gristmill.config.optim import AdamWConfig, MuonConfig
-from gristmill.config.resolve import resolve
+from gristmill.config.resolve import Resolved, resolve
 from gristmill.config.roles import Role
 from gristmill.config.rules import doubts
+from gristmill.config.schema import RunConfig
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
 from gristmill.optim import compiled as compiled_steps
@@ -465,9 +466,14 @@ train.batch = 12
 SOAP = 'optim.preconditioner.type="soap"'
 
 
-def settings_at(step: int, *words: str) -> tuple[float, bool]:
+@cache
+def run_with(*words: str) -> tuple[RunConfig, Resolved]:
     config = load_text(RUN, (SOAP, *words), place="run.toml")
-    numbers, network = resolve(config, vocab=300), model()
+    return config, resolve(config, vocab=300)
+
+
+def settings_at(step: int, *words: str) -> tuple[float, bool]:
+    (config, numbers), network = run_with(*words), model()
     built = build_optimizer(config.optim, network, parameters=dict(network.named_parameters()))
     build_schedule(config, numbers).apply(built, numbers.progress_at(step))
     (found,) = {(g["factor_decay"], g["refresh"]) for g in built.param_groups if "refresh" in g}

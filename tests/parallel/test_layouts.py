@@ -132,12 +132,12 @@ LAYOUTS = {
     "interleaved": (2, 'pp=2 schedule="interleaved"'),
     "zero-bubble": (2, 'pp=2 schedule="zero-bubble"'),
     "shares and tensor": (4, "dp_shard=2 tp=2"),
-    "ring and tensor": (4, "cp=2 tp=2"),
     "shares and ring": (4, "dp_shard=2 cp=2"),
     "pipeline and tensor": (4, "pp=2 tp=2"),
-    "pipeline, shares and tensor": (8, "pp=2 dp_shard=2 tp=2"),
 }
 MORE = {
+    "ring and tensor": (4, "cp=2 tp=2"),
+    "pipeline, shares and tensor": (8, "pp=2 dp_shard=2 tp=2"),
     "copies, shares and tensor": (8, "dp_replicate=2 dp_shard=2 tp=2"),
     "shares, weights whole": (2, 'dp_shard=2 keep="weights"'),
     "tensor": (2, "tp=2 sequence=false"),

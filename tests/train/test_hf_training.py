@@ -84,7 +84,7 @@ def losses(runs: Runs, folder: Path) -> list[float]:
         pytest.param(('optim.type="muon"', "optim.lr=0.02"), marks=pytest.mark.slow),
         ('train.recompute="full"', 'precision.compute="bf16"'),
         ('train.recompute="selective"', "model.dropout=0.1"),
-        ('optim.preconditioner.type="soap"',),
+        pytest.param(('optim.preconditioner.type="soap"',), marks=pytest.mark.slow),
     ],
     ids=["adamw", "muon", "recomputed in bf16", "dropout", "soap"],
 )
@@ -169,7 +169,9 @@ def test_weights_are_random_unless_they_are_asked_for(
     assert again[0] == pytest.approx(ends[-1], rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mixtral", "olmo2"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "mixtral", pytest.param("olmo2", marks=pytest.mark.slow)]
+)
 def test_what_was_trained_is_exported_as_it_is(
     tokens: Path, tmp_path: Path, llama: Path, kind: str
 ) -> None:

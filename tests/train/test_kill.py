@@ -123,7 +123,13 @@ def undisturbed() -> dict[str, Path]:
 
 @pytest.mark.parametrize(
     ("operation", "number"),
-    [("rename", 1), ("rename", 3), ("fsync", 9), ("fsync", 14), ("fsync", 23), ("replace", 7)],
+    [
+        *(("rename", 1), ("fsync", 14), ("replace", 7)),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (("rename", 3), ("fsync", 9), ("fsync", 23))
+        ),
+    ],
 )
 def test_killed_while_saving(
     make_run: MakeRun,

@@ -5,7 +5,7 @@ says who is missing, and the same command goes on to the same bits.
              is killed; the other has to end
     the last both train to the end
 
-All runs of this file are under way at the same time, a few at once, since they mostly wait.
+All runs that are asked for are under way at the same time, a few at once, since they mostly wait.
 """
 
 from __future__ import annotations
@@ -169,6 +169,8 @@ class Killed:
     """Whether training goes on while it saves; if not, it is sure what was saved before."""
     then: Killed | None = None
     """How the next life ends, if not with the run."""
+    slow: bool = False
+    """Whether another case, which is not, goes much the same way."""
 
     @property
     def lives(self) -> list[Killed | None]:
@@ -184,6 +186,7 @@ CASES = {
         'on(Spmd, "accumulate", 1, lambda: before(GPT, "forward"))',
         "in phase start at step 0",
         None,
+        slow=True,
     ),
     "in a backward pass, twice": Killed(
         1,
@@ -194,10 +197,10 @@ CASES = {
         then=Killed(0, 'before(torch.Tensor, "backward", 2)', "in phase start at step 2", 2),
     ),
     "before a record": Killed(
-        0, 'before(Meter, "add", 3)', "in phase step at step 2", 2, background=False
+        0, 'before(Meter, "add", 3)', "in phase step at step 2", 2, background=False, slow=True
     ),
     "after a step": Killed(
-        1, 'after(Spmd, "update", 5)', "in phase step at step 4", 4, background=False
+        1, 'after(Spmd, "update", 5)', "in phase step at step 4", 4, background=False, slow=True
     ),
     "in validation": Killed(
         1,
@@ -206,20 +209,27 @@ CASES = {
         2,
         background=False,
     ),
-    "in its first file": Killed(0, "half_a_file()", SAVING, None),
+    "in its first file": Killed(0, "half_a_file()", SAVING, None, slow=True),
     "in a file": Killed(1, 'on(Snapshot, "write", 2, half_a_file)', SAVING, 2),
     "in a file, and training waits": Killed(
-        1, 'on(Snapshot, "write", 2, half_a_file)', "in phase save at step 4", 2, background=False
+        1,
+        'on(Snapshot, "write", 2, half_a_file)',
+        "in phase save at step 4",
+        2,
+        background=False,
+        slow=True,
     ),
-    "with its files written": Killed(1, 'after(Snapshot, "write", 2)', SAVING, 2),
-    "with all files written": Killed(0, 'before(writer, "commit_pieces", 2)', SAVING, 2),
+    "with its files written": Killed(1, 'after(Snapshot, "write", 2)', SAVING, 2, slow=True),
+    "with all files written": Killed(0, 'before(writer, "commit_pieces", 2)', SAVING, 2, slow=True),
     "before the rename": Killed(
         0, 'on(CheckpointFolder, "commit", 2, lambda: before(os, "rename"))', SAVING, 2
     ),
     "while the other commits": Killed(
         1, 'on(Snapshot, "write", 2, lambda: before(ControlGroup, "on_rank0"))', SAVING, 4
     ),
-    "before the best is marked": Killed(0, 'before(CheckpointFolder, "mark_best", 2)', SAVING, 4),
+    "before the best is marked": Killed(
+        0, 'before(CheckpointFolder, "mark_best", 2)', SAVING, 4, slow=True
+    ),
     "in the middle of deleting": Killed(
         0, 'on(CheckpointFolder, "thin_out", 3, lambda: before(os, "unlink", 2))', SAVING, 6
     ),
@@ -235,6 +245,7 @@ CASES = {
         'on(CheckpointFolder, "commit", 2, lambda: before(os, "rename"))',
         "in phase save at step 3",
         2,
+        slow=True,
     ),
 }
 
@@ -336,8 +347,12 @@ def couple(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> Callable[.
 
 
 @pytest.fixture(scope="module")
-def stories(couple: Callable[..., Couple]) -> Iterator[dict[str, Future[Story]]]:
-    """All runs, each to be waited for."""
+def stories(
+    couple: Callable[..., Couple], request: pytest.FixtureRequest
+) -> Iterator[dict[str, Future[Story]]]:
+    """All runs that are asked for, each to be waited for."""
+    tests = {item.name for item in request.session.items}
+    asked = ["whole", *(case for case in CASES if f"test_a_process_is_killed[{case}]" in tests)]
 
     def tell(name: str, killed: Killed | None) -> Story:
         party = couple(name, background=killed is None or killed.background)
@@ -349,11 +364,16 @@ def stories(couple: Callable[..., Couple]) -> Iterator[dict[str, Future[Story]]]
         return Story(party.folder / "run", [party.live_under_torchrun()])
 
     with ThreadPoolExecutor(3) as pool:
-        told = {name: pool.submit(tell, name, CASES.get(name)) for name in ("whole", *CASES)}
-        yield {**told, "torchrun": pool.submit(tell_of_torchrun)}
+        told = {name: pool.submit(tell, name, CASES.get(name)) for name in asked}
+        if test_torchrun_starts_all_again.__name__ in tests:
+            told["torchrun"] = pool.submit(tell_of_torchrun)
+        yield told
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(name, marks=[pytest.mark.slow] * one.slow) for name, one in CASES.items()],
+)
 def test_a_process_is_killed(stories: dict[str, Future[Story]], runs: Runs, case: str) -> None:
     whole, story = stories["whole"].result(), stories[case].result()
     assert whole.lives[0].codes == [0, 0], whole.lives[0].last

@@ -156,6 +156,13 @@ def all_go_on(configs: list[RunConfig], stop_at: int | None) -> list[int]:
         return [go_on(config, stop_at) for config in configs]
 
 
+def whole_and_half(whole: RunConfig, half: RunConfig, asked: int | None = None) -> int:
+    """A run to its end and, in the same processes, how one ends that is stopped in its second
+    step."""
+    all_go_on([whole], None)
+    return go_on(half, 2, asked)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_written_under_any_layout_and_read_under_any(
@@ -215,8 +222,8 @@ def test_the_same_layout_goes_on_to_the_bit(
 ) -> None:
     short = ('train.until="6 steps"', 'validate.every="3 steps"', "model.layers=2")
     settings = (*SETTINGS, *short, "model.dropout=0.1", *words(layout), *more)
-    crowd(processes, go_on, make_run(*settings, folder="whole"), None)
-    answers = crowd(processes, go_on, make_run(*settings, folder="halves"), 2, processes - 1)
+    pair = [make_run(*settings, folder=folder) for folder in ("whole", "halves")]
+    answers = crowd(processes, whole_and_half, *pair, processes - 1)
     assert answers == [int(Exit.STOPPED)] * processes, "one process was asked, and all stopped"
     assert stored_steps(tmp_path / "halves") == [3]
     crowd(processes, go_on, make_run(*settings, folder="halves"), None)
@@ -231,8 +238,7 @@ def test_soap_goes_on_to_the_bit_between_two_refreshes(
 ) -> None:
     """What one process computes a matrix with is stored once, and read by that process only."""
     settings = (*settings_with("soap", steps=6), "model.layers=2", *words(layout))
-    crowd(2, go_on, make_run(*settings, folder="whole"), None)
-    crowd(2, go_on, make_run(*settings, folder="halves"), 2)
+    crowd(2, whole_and_half, *(make_run(*settings, folder=one) for one in ("whole", "halves")))
     assert stored_steps(tmp_path / "halves")[-1] == 3
     shutil.copytree(tmp_path / "halves", tmp_path / "alone")
     crowd(2, go_on, make_run(*settings, folder="halves"), None)

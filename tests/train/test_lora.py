@@ -195,7 +195,8 @@ def train_lora(tokens: str, folder: str, start: str, *words: str) -> int:
 def test_two_processes_train_as_one(
     crowd: Crowd, tokens: Path, tmp_path: Path, base: Path, runs: Runs, layout: str
 ) -> None:
-    words = ("train.micro_batch=2", 'sample.every="9 steps"', "sample.temperature=0.0")
+    sample = ('sample.every="9 steps"', "sample.temperature=0.0", "sample.tokens=12")
+    words = ("train.micro_batch=2", *sample)
     run_training(lora_run(tokens, tmp_path / "one", base, *words))
     args = (str(tokens), str(tmp_path / "two"), str(base), layout, *words)
     assert crowd(2, train_lora, *args) == [0, 0]

@@ -251,7 +251,10 @@ def train_recurrent(tokens: str, folder: str, *words: str) -> int:
         return int(run_training(other(Path(tokens), Path(folder), *words)).exit)
 
 
-@pytest.mark.parametrize("layout", ["parallel.dp_shard=2", "parallel.dp_replicate=2"])
+@pytest.mark.parametrize(
+    "layout",
+    ["parallel.dp_shard=2", pytest.param("parallel.dp_replicate=2", marks=pytest.mark.slow)],
+)
 def test_it_is_sharded(
     known: None, crowd: Crowd, tokens: Path, tmp_path: Path, runs: Runs, layout: str
 ) -> None:

@@ -51,7 +51,14 @@ def words_of(folder: Path) -> str:
         [],
         ["train.ramp.lr_power=0.5", "train.ramp.over=7 steps", "model.dropout=0.2"],
         ["train.until=1.2k tokens", 'data.order="megatron"', "train.micro_batch=1"],
-        ['schedule.type="warmup-stable-decay"', "schedule.decay=8 steps", "train.ramp.over=0.3"],
+        pytest.param(
+            [
+                'schedule.type="warmup-stable-decay"',
+                "schedule.decay=8 steps",
+                "train.ramp.over=0.3",
+            ],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["samples", "steps", "tokens", "fraction"],
 )

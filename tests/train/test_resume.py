@@ -48,31 +48,42 @@ KFAC = (
 )
 
 
+FP16 = ('precision.compute="fp16"', "precision.loss_scale.window=2")
+MUON = 'optim.type="muon"'
+
+RESUMED = {
+    "plain": [],
+    "dropout": ["model.dropout=0.2", 'train.recompute="full"'],
+    "accumulate": ["train.accumulate=2", 'data.order="random"'],
+    "fp16": [*FP16],
+    "foreground": ['schedule.type="warmup-stable-decay"', "checkpoint.background=false"],
+    "muon": [MUON, 'optim.momentum_warmup="9 steps"', 'optim.normalise="neurons"'],
+    "accum": ['optim.type="accum-adamw"', "optim.accum=3"],
+    "kfac": [*KFAC, 'optim.preconditioner.method="eigen"'],
+    "sgd": ['optim.type="sgd"'],
+    "soap": [SOAP, "optim.preconditioner.basis_every=3"],
+}
+MORE_RESUMED = {
+    "bf16": ['precision.compute="bf16"'],
+    "muon-heads": [MUON, "optim.cautious=true", "model.kv_heads=1", "model.tie_head=false"],
+    "muon-fp16": [MUON, *FP16],
+    "accum-fp16": ['optim.type="accum-adam"', *FP16],
+    "kfac-fp16": [*KFAC, 'precision.compute="fp16"'],
+    "kfac-muon": [*KFAC, MUON, 'optim.preconditioner.sides="input"'],
+    "soap-muon-fp16": [SOAP, MUON, *FP16],
+}
+"""Where there is time for them."""
+
+
 @pytest.mark.parametrize(
     "settings",
     [
-        [],
-        ["model.dropout=0.2", 'train.recompute="full"'],
-        ["train.accumulate=2", 'data.order="random"'],
-        ['precision.compute="bf16"'],
-        ['precision.compute="fp16"', "precision.loss_scale.window=2"],
-        ['schedule.type="warmup-stable-decay"', "checkpoint.background=false"],
-        ['optim.type="muon"', 'optim.momentum_warmup="9 steps"', 'optim.normalise="neurons"'],
-        ['optim.type="muon"', "optim.cautious=true", "model.kv_heads=1", "model.tie_head=false"],
-        ['optim.type="muon"', 'precision.compute="fp16"', "precision.loss_scale.window=2"],
-        ['optim.type="accum-adamw"', "optim.accum=3"],
-        ['optim.type="accum-adam"', 'precision.compute="fp16"', "precision.loss_scale.window=2"],
-        [*KFAC, 'optim.preconditioner.method="eigen"'],
-        [*KFAC, 'precision.compute="fp16"'],
-        [*KFAC, 'optim.type="muon"', 'optim.preconditioner.sides="input"'],
-        ['optim.type="sgd"'],
-        [SOAP, "optim.preconditioner.basis_every=3"],
-        [SOAP, 'optim.type="muon"', 'precision.compute="fp16"', "precision.loss_scale.window=2"],
+        *(pytest.param(words, id=name) for name, words in RESUMED.items()),
+        *(
+            pytest.param(words, id=name, marks=pytest.mark.slow)
+            for name, words in MORE_RESUMED.items()
+        ),
     ],
-    ids=(
-        "plain dropout accumulate bf16 fp16 foreground muon muon-heads muon-fp16 accum accum-fp16 "
-        "kfac kfac-fp16 kfac-muon sgd soap soap-muon-fp16"
-    ).split(),
 )
 def test_stopped_and_resumed_equals_uninterrupted(
     make_run: MakeRun,

@@ -36,7 +36,6 @@ BYTES = ByteTokenizer()
 @pytest.fixture(autouse=True)
 def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
     (tmp_path / "in").mkdir()
     lines = [json.dumps({"text": "x" * (1 + n % 37), "title": f"number {n}"}) for n in range(200)]
     lines[50] = "bad"
@@ -435,7 +434,10 @@ def test_a_part_killed_in_mid_run(tmp_path: Path) -> None:
     assert files_of("many") == files_of("one")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGKILL, signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)],
+)
 def test_the_coordinator_ends_and_runs_again(tmp_path: Path, number: signal.Signals) -> None:
     process = start(tmp_path, "hold", *PARTS, "--at-once", "1")
     part = wait_for(Path("hold"), process)

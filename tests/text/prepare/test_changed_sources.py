@@ -40,12 +40,6 @@ class CrashError(BaseException):
     """Stands for the end of the process."""
 
 
-@pytest.fixture(autouse=True)
-def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The processes of these tests end, but the machine does not.
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
-
-
 def write(path: Path, seed: int, count: int = 25) -> Path:
     """Lines of JSON; every version of a file has a time of its own."""
     chance = random.Random(seed)
@@ -110,8 +104,19 @@ def corpus(tmp_path: Path) -> Path:
 # ------------------------------------------------------------------ changed sources
 
 
-@pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
-@pytest.mark.parametrize("change", ["replace", "add", "remove", "several"])
+@pytest.mark.parametrize(
+    ("change", "options"),
+    [
+        pytest.param(
+            *(change, options),
+            id=f"{change}-{name}",
+            # Every change with one format, and all formats with all changes together.
+            marks=() if change == "several" or name == "flat" else pytest.mark.slow,
+        )
+        for change in ("replace", "add", "remove", "several")
+        for name, options in FORMATS.items()
+    ],
+)
 def test_the_work_on_unchanged_files_is_kept(
     corpus: Path,
     tmp_path: Path,
