@@ -9,6 +9,7 @@ import atexit
 import ctypes
 import os
 import signal
+import time
 from typing import Any
 
 from gristmill.base.caches import cache_folder
@@ -19,6 +20,9 @@ from gristmill.config.parallel import ParallelConfig
 from gristmill.config.schema import RuntimeConfig
 
 _DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
+ABORT_SECONDS = 60.0
+"""How long our monitor may take to name a host that is lost, before JAX ends the process."""
+
 _joined: list[Place] = []
 """How this process has joined the others, if it has."""
 
@@ -79,18 +83,19 @@ def _survive_lost_hosts() -> None:
     """Let our own monitor end this process when another is lost, with a line that names it.
 
     JAX would abort the process as soon as the connection to rank 0 breaks, and on exit it would
-    wait for hosts that are gone. A callback from Python instead of the former ends with
-    std::bad_cast in JAX 0.10.2. So the thread that aborts sleeps first: a handler is called with
-    the number of its signal, 6 for SIGABRT, and sleep takes seconds. A collective that fails ends
-    the process sooner. If none does, the monitor needs 5 to 6 seconds, so JAX may still be first.
-    Any other abort is delayed by as much.
+    wait for hosts that are gone. Its own callback for the former ends with std::bad_cast in JAX
+    0.10.2, and Python's handlers run in the main thread only. So a handler of C makes the thread
+    that aborts, one of JAX's, wait until the monitor has spoken. Any other abort is delayed too.
     """
     from jax._src.api import clean_up
 
     atexit.unregister(clean_up)
     libc = ctypes.CDLL(None)
     libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
-    libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
+    libc.signal(signal.SIGABRT, ctypes.cast(_WAIT_BEFORE_ABORT, ctypes.c_void_p))
+
+
+_WAIT_BEFORE_ABORT = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: time.sleep(ABORT_SECONDS))
 
 
 def leave_xla() -> None:
