@@ -21,6 +21,7 @@ from loss_results import (
     Group,
     Point,
     Result,
+    Row,
     ablation_table,
     first_to_reach,
     horizon_table,
@@ -74,7 +75,9 @@ def _page_lines(
         lines += ["", image]
     lines += ["", "## What was measured", "", *protocol(results, first_steps="median")]
     if baseline:
-        lines += ["", "## The baseline", "", _BASELINE, "", _models(results, "baseline"), ""]
+        told = [text for peer, text in _PEERS.items() if any(_of(row, peer) for row in baseline)]
+        lines += ["", "## The baseline", "", *_paragraphs([*told, _BEST]), ""]
+        lines += [_models(results, "baseline"), ""]
         lines += markdown_table([run_cells(row) for row in baseline], without=["run", "steps"])
     if ours:
         lines += ["", "## Ours", "", _OURS, "", _models(results, "ours"), ""]
@@ -94,13 +97,22 @@ def _page_lines(
 
 
 _QUESTION = """\
-nanoGPT's recipe trains GPT-2 to some validation loss. After how many seconds, and how many tokens
-of the same text, is a run of ours there, with a model that computes no more for a token?"""
+The recipes of nanoGPT and nanochat train a model of GPT-2's size to some validation loss. After how
+many seconds, and how many tokens of the same text, is a run of ours there, with a model that
+computes no more for a token?"""
 
-_BASELINE = """\
+_PEERS = {
+    "nanogpt": """\
 nanoGPT's model (no biases, no dropout) with its recipe: random windows, AdamW with betas 0.9 and
 0.95, decay 0.1 on matrices, clipping at 1, warm-up over 5 % of the steps, a cosine to 10 % of the
-rate; bf16 autocast and compiled on a GPU. The best row is the one to compare with."""
+rate; bf16 autocast and compiled on a GPU.""",
+    "nanochat": """\
+nanochat's model and optimizer (Muon and AdamW) with its schedules of rate, momentum and decay and
+GPT-2's vocabulary, compiled on a GPU; whole windows in random order, as ours. Without
+FlashAttention 3 all its layers attend to the whole window.""",
+}
+
+_BEST = "The best row is the one to compare with."
 
 _OURS = """\
 Every run is a whole one: its learning rate ends with its own horizon. "Reach" counts the seeds
@@ -116,6 +128,15 @@ _FIRST = {"median": "median ones", "mean": "the mean of the others"}
 
 _TIMED = "The time ratio is that of the seconds to the preset's."
 _UNTIMED = "Runs shared the device with others, so their times are not compared."
+
+
+def _of(row: Row, peer: str) -> bool:
+    return row.first.name.partition("/")[0] == peer
+
+
+def _paragraphs(texts: Iterable[str]) -> list[str]:
+    """With an empty line between two."""
+    return "\n\n".join(texts).splitlines()
 
 
 def _first(text: str) -> str:

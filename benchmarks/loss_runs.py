@@ -35,7 +35,7 @@ import tomli_w
 import torch
 from loss_results import FirstSteps, Group, Result, Step, measured, without_times
 from loss_rows import Change, NanochatRecipe, Recipe
-from nanochat_peer import nanochat_model, nanochat_optimizer, set_nanochat_rates
+from nanochat_peer import HEAD_WIDTH, nanochat_model, nanochat_optimizer, set_nanochat_rates
 from peers import (
     Stopwatch,
     device_of,
@@ -210,6 +210,11 @@ def facts_of(bench: Bench, config: RunConfig, job: Job) -> dict[str, str]:
     numbers = resolve(config, vocab=vocab)
     parameters = count_parameters(model, rows=numbers.padded_vocab)
     multiplied = count_multiplied(model, rows=numbers.padded_vocab)
+    heads = model.heads
+    if isinstance(job.row, NanochatRecipe):
+        # No positions are learned, the head is not tied, every other layer has a table.
+        heads = model.width // HEAD_WIDTH
+        parameters = multiplied + (1 + -(-model.layers // 2)) * numbers.padded_vocab * model.width
     if isinstance(job.row, Recipe):
         digest = hashlib.sha256((bench.options.nanogpt / "model.py").read_bytes()).hexdigest()
         code = f"nanoGPT (SHA-256 of model.py {digest[:12]})"
@@ -224,7 +229,7 @@ def facts_of(bench: Bench, config: RunConfig, job: Job) -> dict[str, str]:
         "device": world.device.name + cores,
         "software": ", ".join(f"{name} {number}" for name, number in software.items() if number),
         "code": code,
-        "model": f"{model.layers} layers, {model.heads} heads, width {model.width}, "
+        "model": f"{model.layers} layers, {heads} heads, width {model.width}, "
         f"{format_count(parameters)} parameters, {format_count(multiplied)} of them in matrix "
         f"products and the rest in tables and vectors, {numbers.sequence} tokens in a window, "
         f"{config.precision.compute}",
