@@ -32,3 +32,4 @@ class Ability(StrEnum):
     PIPELINE = "pipeline stages"
     DOCUMENTS = "attention masks for packed documents"
     FP8_HEAD = "an output head in fp8"
+    SAMPLED_SOFTMAX = "a sampled softmax"

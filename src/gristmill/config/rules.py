@@ -172,6 +172,7 @@ def _model_is_able(config: RunConfig) -> Iterator[Problem]:
     model, data = config.model, config.data
     needed = {
         "precision.fp8": (Ability.FP8_HEAD, bool(config.precision.fp8)),
+        "train.sampled_softmax": (Ability.SAMPLED_SOFTMAX, bool(config.train.sampled_softmax)),
         "data.documents": (Ability.DOCUMENTS, data.documents == "masked"),
         "data.reset_attention": (Ability.DOCUMENTS, data.reset_attention),
         "data.reset_positions": (Ability.DOCUMENTS, data.reset_positions),

@@ -20,6 +20,7 @@ from typing import ClassVar
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
 
 from gristmill.base.tensor_slices import split_slices
@@ -46,6 +47,7 @@ from gristmill.plan.arithmetic import TokenCost, token_cost
 class GPT(CausalLM):
     """A decoder-only transformer; of the `rows` rows of its embedding, `vocab` can be predicted."""
 
+    parts_beside_blocks: ClassVar[tuple[str, ...]] = ("embed", "look_up", "loss")
     casts_weights: ClassVar[bool] = True
     config: GPTConfig
 
@@ -287,9 +289,15 @@ class GPT(CausalLM):
         for layer in layers:
             looked_up_BTV = None
             if layer in self.config.value_layers:
-                looked_up_BTV = self.values[str(layer)](tokens_BT).to(self.compute)
+                table = self.values[str(layer)]
+                assert isinstance(table, nn.Embedding)
+                looked_up_BTV = self.look_up(table.weight, tokens_BT)
             x_BTD = self.blocks[str(layer)](x_BTD, context, looked_up_BTV)
         return x_BTD
+
+    def look_up(self, table_VW: torch.Tensor, tokens_BT: torch.Tensor) -> torch.Tensor:
+        """Rows of a table of value embeddings."""
+        return functional.embedding(tokens_BT, table_VW).to(self.compute)
 
     def loss(
         self,
@@ -310,6 +318,7 @@ class GPT(CausalLM):
             cap=self.config.logit_cap,
             kernel=self.kernels.loss,
             fp8=self.kernels.head_fp8,
+            sampled=self.kernels.sampled_softmax,
             comm=self.comm,
             first=self.shard.tp_rank * self.head.weight.shape[0],
         )

@@ -11,8 +11,8 @@ This also scales fp16 gradients before they are rounded.
 
 The Triton kernel keeps logits in the dtype of the hidden states and overwrites them with their
 gradient, computed in fp32; without it plain operations on fp32 logits do the same. In training the
-products may be in fp8 (`kernels/head_fp8.py`), in evaluation never. To the compiler the whole is
-one opaque operator.
+products may be in fp8 (`kernels/head_fp8.py`), and slices may be compared with only some of the
+head's rows (`sampled.py`); in evaluation never. To the compiler the whole is one opaque operator.
 
 The head's rows may be sharded over processes. Each computes its part of the logits, and they
 exchange only three numbers per token: maximum, sum of exponentials, and the target's logit.
@@ -20,12 +20,15 @@ exchange only three numbers per token: maximum, sum of exponentials, and the tar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import repeat
+from typing import Any, Protocol, Self
 
 import torch
 from torch.nn import functional
 
+from gristmill.models.sampled import sample_rows
 from gristmill.models.spec import Loss, ShardComm
 
 SLICE_BYTES = 2**31
@@ -48,20 +51,27 @@ def linear_cross_entropy(
     cap: float | None = None,
     kernel: bool = False,
     fp8: bool = False,
+    sampled: int | None = None,
     comm: ShardComm | None = None,
     first: int = 0,
 ) -> Loss:
     """Loss summed over tokens; rows of the head from `vocab` on are padding and are never
     predicted. `kernel`: use Triton. `fp8`: matrix products in fp8 (also Triton) in training.
+    `sampled`: in training, the rows of the head that a slice is compared with.
     `comm`, `first`: for a head with sharded rows, which plain operations compute; `first` is the
     index of the first row here."""
     if scale is None:
         scale = torch.ones((), device=hidden_ND.device)
     others = None if comm is None or comm.single else comm
     wants_gradient = torch.is_grad_enabled()
+    rows_SR = log_weights_SR = None
+    if sampled is not None and sampled < vocab and wants_gradient and others is None:
+        sample = sample_rows(targets_N, vocab=vocab, rows=sampled)
+        rows_SR, log_weights_SR, targets_N = sample
     scaled, total = _LinearCrossEntropy.apply(
         *(hidden_ND, head_VD, bias_V, targets_N, weights_N, scale),
-        *(vocab, cap, kernel, fp8, wants_gradient, wants_gradient and head_VD.requires_grad),
+        *(vocab, cap, kernel, fp8, rows_SR, log_weights_SR),
+        *(wants_gradient, wants_gradient and head_VD.requires_grad),
         *(others, first),
     )
     return Loss(scaled, total)
@@ -94,19 +104,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
         cap: float | None,
         kernel: bool,
         fp8: bool,
+        rows_SR: torch.Tensor | None,
+        log_weights_SR: torch.Tensor | None,
         wants_gradient: bool,
         trains_head: bool,
         comm: ShardComm | None,
         first: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         tensors = (hidden_ND, head_VD, bias_V, targets_N, weights_N, scale)
+        wanted = (wants_gradient, trains_head)
         if comm is None:
-            wanted = (wants_gradient, trains_head)
-            total, *gradients = _sliced(*tensors, vocab, cap, kernel, fp8, *wanted)
+            sample = (rows_SR, log_weights_SR)
+            total, *gradients = _sliced(*tensors, vocab, cap, kernel, fp8, *sample, *wanted)
         else:
             half = head_VD.to(hidden_ND.dtype)
             head = _PlainHead(half, None, vocab, cap, comm=comm, first=first)
-            total, *gradients = _over_slices(head, *tensors, 4, wants_gradient, trains_head)
+            step = slice_length(half.shape[0], width=4, device=half.device)
+            total, *gradients = _over_slices(repeat(head), *tensors, step, *wanted)
         ctx.trains_head, ctx.trains_bias = trains_head, trains_head and bias_V is not None
         ctx.save_for_backward(*gradients)
         ctx.mark_non_differentiable(total)
@@ -114,7 +128,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        outer, rest = gradients[0], (None,) * 11
+        outer, rest = gradients[0], (None,) * 13
         d_hidden, d_head, d_bias = ctx.saved_tensors
         return (
             d_hidden * outer.to(d_hidden.dtype),
@@ -136,23 +150,38 @@ def _sliced(
     cap: float | None,
     kernel: bool,
     fp8: bool,
+    rows_SR: torch.Tensor | None,
+    log_weights_SR: torch.Tensor | None,
     wants_gradient: bool,
     trains_head: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The summed loss and the scaled gradients of hidden states, head and bias; those that are not
-    wanted are empty."""
+    wanted are empty. With sampled rows, targets are their places among these."""
     dtype = hidden_ND.dtype
     width = dtype.itemsize if kernel or fp8 else 4
-    head: _Head
-    if fp8 and wants_gradient:
-        from gristmill.models.kernels.head_fp8 import Fp8Head
+    step = slice_length(head_VD.shape[0], width=width, device=hidden_ND.device)
 
-        assert dtype is torch.bfloat16 and bias_V is None, "checked with the settings"
-        head = Fp8Head(head_VD, vocab=vocab, cap=cap)
+    def build(head_VD: torch.Tensor, bias_V: torch.Tensor | None, vocab: int) -> _Head:
+        if fp8 and wants_gradient:
+            from gristmill.models.kernels.head_fp8 import Fp8Head
+
+            assert dtype is torch.bfloat16 and bias_V is None, "checked with the settings"
+            return Fp8Head(head_VD, vocab=vocab, cap=cap)
+        return _PlainHead(*_aligned(head_VD, bias_V, dtype), vocab, cap, kernel)
+
+    heads: Iterator[_Head]
+    if rows_SR is not None and log_weights_SR is not None:
+        step = rows_SR.shape[1]
+        heads = (
+            build(head_VD[rows_R], None if bias_V is None else bias_V[rows_R], step).sampled(
+                rows_R, log_weights_R
+            )
+            for rows_R, log_weights_R in zip(rows_SR, log_weights_SR, strict=True)
+        )
     else:
-        head = _PlainHead(*_aligned(head_VD, bias_V, dtype), vocab, cap, kernel)
+        heads = repeat(build(head_VD, bias_V, vocab))
     tensors = (hidden_ND, head_VD, bias_V, targets_N, weights_N, scale)
-    return _over_slices(head, *tensors, width, wants_gradient, trains_head)
+    return _over_slices(heads, *tensors, step, wants_gradient, trains_head)
 
 
 ROW_MULTIPLE = 64
@@ -174,46 +203,56 @@ def _aligned(
 
 
 def _over_slices(
-    head: _Head,
+    heads: Iterator[_Head],
     hidden_ND: torch.Tensor,
     head_VD: torch.Tensor,
     bias_V: torch.Tensor | None,
     targets_N: torch.Tensor,
     weights_N: torch.Tensor | None,
     scale: torch.Tensor,
-    width: int,
+    step: int,
     wants_gradient: bool,
     trains_head: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same for a head in some format; a logit takes `width` bytes."""
+    """The same in slices of `step` tokens, each with the next of the heads."""
     device = hidden_ND.device
     total = torch.zeros((), dtype=torch.float32, device=device)
     d_hidden = torch.empty_like(hidden_ND) if wants_gradient else hidden_ND.new_empty(0)
-    # Accumulated over slices in fp32, whatever the head's dtype; with its rows of padding.
+    # Accumulated over slices in fp32, whatever the head's dtype; with room for rows of padding.
     rows = head_VD.shape[0]
-    shape = (head.rows, head_VD.shape[1]) if trains_head else (0,)
+    shape = (rows + ROW_MULTIPLE, head_VD.shape[1]) if trains_head else (0,)
     d_head = torch.zeros(shape, dtype=torch.float32, device=device)
     d_bias = torch.zeros(0 if bias_V is None else shape[0], dtype=torch.float32, device=device)
     scale = scale.float()
-    step = slice_length(rows, width=width, device=device)
     for start in range(0, hidden_ND.shape[0], step):
         part = slice(start, start + step)
         hidden, targets = hidden_ND[part], targets_N[part]
         ones = torch.ones_like(targets, dtype=torch.float32)
         weights = ones if weights_N is None else weights_N[part].float()
+        head = next(heads)
         if wants_gradient:
             losses, d_logits = head.losses(hidden, targets, scale * weights, d_hidden[part])
-            if trains_head and d_logits.dtype == d_head.dtype:
-                d_head.addmm_(d_logits.T, hidden)
-            elif trains_head:
-                d_head += d_logits.T @ hidden
+            if trains_head:
+                _add_gradient(d_head, d_logits.T, hidden, head)
             if trains_head and bias_V is not None:
-                d_bias += d_logits.sum(dim=0, dtype=torch.float32)
+                d_bias[head.places] += d_logits.sum(dim=0, dtype=torch.float32)
             del d_logits  # frees the memory for the next slice
         else:
             losses, _ = head.losses(hidden, targets, None, None)
         total += (losses * weights).sum()
     return total, d_hidden, d_head[:rows].to(head_VD.dtype), d_bias[:rows].to(head_VD.dtype)
+
+
+def _add_gradient(
+    d_head_VD: torch.Tensor, d_logits_RN: torch.Tensor, hidden_ND: torch.Tensor, head: _Head
+) -> None:
+    places = head.places
+    if isinstance(places, torch.Tensor):
+        d_head_VD.index_add_(0, places, (d_logits_RN @ hidden_ND).float())
+    elif d_logits_RN.dtype == d_head_VD.dtype:
+        d_head_VD[places].addmm_(d_logits_RN, hidden_ND)
+    else:
+        d_head_VD[places] += d_logits_RN @ hidden_ND
 
 
 @_sliced.register_fake
@@ -233,8 +272,12 @@ class _Head(Protocol):
     """A head in some format, which computes the losses of slices of tokens."""
 
     @property
-    def rows(self) -> int:
-        """Rows, with those of padding: the columns of the gradient of logits."""
+    def places(self) -> slice | torch.Tensor:
+        """Which rows of the whole head these are, those of padding included."""
+        ...
+
+    def sampled(self, rows_R: torch.Tensor, log_weights_R: torch.Tensor) -> Self:
+        """The same head, whose rows are these ones of the whole, with weights."""
         ...
 
     def losses(
@@ -244,8 +287,8 @@ class _Head(Protocol):
         factors_N: torch.Tensor | None,
         d_hidden_ND: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Losses of a slice and, if rows have factors, the gradient of its logits; the gradient of
-        its hidden states is written to `d_hidden_ND` if given."""
+        """Losses of a slice and, if tokens have factors, the gradient of its logits; the gradient
+        of its hidden states is written to `d_hidden_ND` if given."""
         ...
 
 
@@ -263,10 +306,15 @@ class _PlainHead:
     kernel: bool = False
     comm: ShardComm = _SINGLE
     first: int = 0
+    rows_R: torch.Tensor | None = None
+    log_weights_R: torch.Tensor | None = None
 
     @property
-    def rows(self) -> int:
-        return self.head_VD.shape[0]
+    def places(self) -> slice | torch.Tensor:
+        return slice(self.head_VD.shape[0]) if self.rows_R is None else self.rows_R
+
+    def sampled(self, rows_R: torch.Tensor, log_weights_R: torch.Tensor) -> Self:
+        return replace(self, rows_R=rows_R, log_weights_R=log_weights_R)
 
     def losses(
         self,
@@ -284,7 +332,14 @@ class _PlainHead:
         if self.kernel:
             from gristmill.models.kernels.cross_entropy import cross_entropy_
 
-            losses_N = cross_entropy_(logits_NV, targets_N, factors_N, vocab=vocab, cap=cap)
+            losses_N = cross_entropy_(
+                logits_NV,
+                targets_N,
+                factors_N,
+                vocab=vocab,
+                cap=cap,
+                log_weights_V=self.log_weights_R,
+            )
         else:
             losses_N, logits_NV = self._plain_losses(logits_NV, targets_N, factors_N)
         if d_hidden_ND is not None:
@@ -306,6 +361,8 @@ class _PlainHead:
             logits_NV.mul_(cap)
         if vocab < self.first + columns:
             logits_NV[:, max(0, vocab - self.first) :] = -torch.inf
+        if self.log_weights_R is not None:
+            logits_NV += self.log_weights_R
         target_N1 = targets_N[:, None] - self.first
         here_N1 = (target_N1 >= 0) & (target_N1 < columns)
         target_N1 = target_N1.clamp(0, columns - 1)

@@ -39,6 +39,8 @@ class Kernels(NamedTuple):
     mlp: bool = False
     head_fp8: bool = False
     """Matrix products of the head in fp8, in training only."""
+    sampled_softmax: int | None = None
+    """Rows of the head that the loss of some tokens is computed over, in training only."""
     document_blocks: bool = False
     """Block-sparse attention within packed documents; only where it is compiled."""
 
@@ -220,6 +222,8 @@ class CausalLM(nn.Module):
     (`ModelConfig.abilities`), so a run file that needs a missing one is refused when it is read.
     """
 
+    parts_beside_blocks: ClassVar[tuple[str, ...]] = ()
+    """Methods that compute what blocks do not, for compiling block by block."""
     casts_weights: ClassVar[bool] = False
     """Whether layers cast their fp32 weights to the dtype of their input themselves; if not, the
     model is called under autocast."""

@@ -13,7 +13,7 @@ No process ever holds more than its shard of the weights and one whole block.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -159,14 +159,22 @@ def place_model(
         keep_frozen_in(model, precision.dtype)
     kernels = precision.kernels(wanted=config.runtime.kernels)
     compiled = _compiles(config, world) is not None
-    model.kernels = kernels._replace(document_blocks=compiled and device.type == "cuda")
+    model.kernels = kernels._replace(
+        document_blocks=compiled and device.type == "cuda",
+        sampled_softmax=config.train.sampled_softmax,
+    )
     model.comm = build_comm(config, world)
     fsdp = _sharding(config, world, precision)
     blocks = [model.get_submodule(name) for name in model.block_names()]
     if _compiles(config, world) == "blocks":
+        # Attention within documents is too slow as plain operations.
+        compiled_for = _compiled if config.masks_documents else _compiled_for_training
         for block in blocks:
             # Wrappers stay outside of the compiled function, and all blocks share one graph.
-            block.forward = _compiled(block.forward, whole_graph=not model.comm.forks_rng)
+            block.forward = compiled_for(block.forward, whole_graph=not model.comm.forks_rng)
+        if world.mesh.pp == 1 and fsdp is None and model.comm.single:
+            for name in model.parts_beside_blocks:
+                setattr(model, name, compiled_for(getattr(model, name)))
     model.recompute_blocks(Recompute(config.train.recompute, config.train.recompute_every or 1))
     for block in blocks:
         _initialise(model, block, device, seed=seed)
@@ -242,6 +250,18 @@ def _compiles(config: RunConfig, world: World) -> Literal["whole", "blocks"] | N
     several = world.mesh.processes > 1
     blocks = several or config.runtime.compile == "blocks" or config.masks_documents
     return "blocks" if blocks else "whole"
+
+
+def _compiled_for_training(function: Any, *, whole_graph: bool = True) -> Any:
+    """A function that is compiled where gradients are wanted: to compile a second version for
+    validation takes longer than what it saves."""
+    compiled = _compiled(function, whole_graph=whole_graph)
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (compiled if torch.is_grad_enabled() else function)(*args, **kwargs)
+
+    return call
 
 
 def _compiled(function: Any, *, whole_graph: bool = True) -> Any:

@@ -68,6 +68,28 @@ def test_losses_and_gradients(
     assert not logits[:, vocab:].any()
 
 
+@pytest.mark.parametrize("cap", [None, 5.0, 60.0])
+def test_weights_of_sampled_columns(monkeypatch: pytest.MonkeyPatch, cap: float | None) -> None:
+    monkeypatch.setattr(module, "BLOCK", 64)
+    generator = torch.Generator().manual_seed(3)
+    targets = torch.randint(0, 100, (5,), generator=generator).to(DEVICE)
+    log_weights = 3 * torch.rand(192, generator=generator).to(DEVICE)
+    log_weights[:100] = 0.0
+    logits = (4 * torch.randn(5, 192, generator=generator)).to(DEVICE)
+    factors = torch.rand(5, generator=generator).to(DEVICE)
+    exact = logits.double().requires_grad_()
+    shaped = exact if cap is None else cap * torch.tanh(exact / cap)
+    weighted = shaped + log_weights.double()
+    expected = functional.cross_entropy(weighted, targets, reduction="none")
+    (expected * factors).sum().backward()
+    assert exact.grad is not None
+
+    losses = cross_entropy_(logits, targets, factors, vocab=192, cap=cap, log_weights_V=log_weights)
+
+    torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits.double(), exact.grad, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("vocab", "columns", "cap"),
     [

@@ -9,7 +9,8 @@ A program handles one row of logits z with target t and computes, with c the sof
 in two passes over the row, in base 2: the first keeps a maximum and a sum per lane, reduced at the
 end, the second writes. A row of 50 thousand bf16 logits fits the cache, so it is read from memory
 once and written once. All arithmetic is in fp32. Columns from `vocab` on are padding: never
-predicted, gradient zero.
+predicted, gradient zero. In a sampled softmax (`models/sampled.py`) columns have weights w, and log
+w is added to y in the sum.
 
 The kernel can also write the gradient in fp8. A probability of one in 50 thousand is 2^-16, the
 smallest number of e5m2; scaled so that a gradient of 1 is 2^13, gradients from 2^-29 to 1 survive.
@@ -42,9 +43,11 @@ def cross_entropy_(
     vocab: int,
     cap: float | None,
     copy: Fp8 | None = None,
+    log_weights_V: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """fp32 losses of all rows. With `factors_N`, factor x gradient overwrites the logits, and
-    `copy`, if given, receives the same in fp8."""
+    `copy`, if given, receives the same in fp8. `log_weights_V`: of
+    sampled columns."""
     rows, columns = logits_NV.shape
     assert logits_NV.stride(1) == 1, "rows must be contiguous"
     losses_N = torch.empty(rows, dtype=torch.float32, device=logits_NV.device)
@@ -55,6 +58,7 @@ def cross_entropy_(
         losses_N,
         copy.values if copy is not None else logits_NV,
         copy.scale if copy is not None else losses_N,
+        log_weights_V if log_weights_V is not None else losses_N,
         logits_NV.stride(0),
         cap if cap is not None else 1.0,
         VOCAB=vocab,
@@ -63,6 +67,7 @@ def cross_entropy_(
         BOUNDED=cap is not None and cap <= LOW_CAP,
         GRADIENT=factors_N is not None,
         COPY=copy is not None,
+        SAMPLED=log_weights_V is not None,
         QUICK=logits_NV.is_cuda and logits_NV.element_size() == 2,
         NATIVE=logits_NV.is_cuda,
         BLOCK=min(BLOCK, triton.next_power_of_2(columns)),
@@ -80,9 +85,29 @@ def _capped(z, cap, CAPPED: tl.constexpr, QUICK: tl.constexpr):
 
 
 @triton.jit
-def _gradient(z, log_sum, factor, cap, target, CAPPED: tl.constexpr):
+def _weighted(z, at, log_weights, VOCAB: tl.constexpr, SAMPLED: tl.constexpr):
+    """Logits in units of log 2, with the weights of their columns."""
+    if SAMPLED:
+        z += 1.4426950408889634 * tl.load(log_weights + at, mask=at < VOCAB, other=0.0)
+    return z
+
+
+@triton.jit
+def _gradient(
+    z,
+    at,
+    log_sum,
+    factor,
+    cap,
+    target,
+    log_weights,
+    VOCAB: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SAMPLED: tl.constexpr,
+):
     """Gradient of capped logits in units of log 2; `target` is 1 in the target's column, else 0."""
-    gradient = factor * (tl.exp2(z - log_sum) - target)
+    power = tl.exp2(_weighted(z, at, log_weights, VOCAB, SAMPLED) - log_sum)
+    gradient = factor * (power - target)
     if CAPPED:
         # Padding may have z = -inf; any finite slope leaves its gradient at 0.
         y = tl.maximum(z, -1e6) * (0.6931471805599453 / cap)
@@ -126,9 +151,11 @@ def _take(sums, tops, z, cap, BOUNDED: tl.constexpr):
 def _log_sum(
     line,
     cap,
+    log_weights,
     VOCAB: tl.constexpr,
     CAPPED: tl.constexpr,
     BOUNDED: tl.constexpr,
+    SAMPLED: tl.constexpr,
     QUICK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -139,8 +166,10 @@ def _log_sum(
     sums, tops = tl.zeros((BLOCK,), tl.float32), tl.full((BLOCK,), -1e30, tl.float32)
     for begin in range(0, whole, BLOCK):
         z = _read(line, begin + lanes, cap, VOCAB, CAPPED, QUICK, END=False)
+        z = _weighted(z, begin + lanes, log_weights, VOCAB, SAMPLED)
         sums, tops = _take(sums, tops, z, cap, BOUNDED)
     z = _read(line, whole + lanes, cap, VOCAB, CAPPED, QUICK, END=True)
+    z = _weighted(z, whole + lanes, log_weights, VOCAB, SAMPLED)
     sums, tops = _take(sums, tops, z, cap, BOUNDED)
     top = 1.4426950408889634 * cap if BOUNDED else tl.max(tops, 0)
     total = tl.sum(sums, 0) if BOUNDED else tl.sum(sums * tl.exp2(tops - top), 0)
@@ -175,6 +204,7 @@ def _rows(
     losses,
     copies,
     scale,
+    log_weights,
     stride,
     cap,
     VOCAB: tl.constexpr,
@@ -183,6 +213,7 @@ def _rows(
     BOUNDED: tl.constexpr,
     GRADIENT: tl.constexpr,
     COPY: tl.constexpr,
+    SAMPLED: tl.constexpr,
     QUICK: tl.constexpr,
     NATIVE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -193,7 +224,7 @@ def _rows(
     whole: tl.constexpr = VOCAB // BLOCK * BLOCK
     target = tl.load(targets + row)
     picked = _capped(tl.load(line + target).to(tl.float32), cap, CAPPED, QUICK)
-    log_sum = _log_sum(line, cap, VOCAB, CAPPED, BOUNDED, QUICK, BLOCK)
+    log_sum = _log_sum(line, cap, log_weights, VOCAB, CAPPED, BOUNDED, SAMPLED, QUICK, BLOCK)
     tl.store(losses + row, 0.6931471805599453 * (log_sum - picked))
 
     if GRADIENT:
@@ -202,13 +233,19 @@ def _rows(
         for begin in range(0, whole, BLOCK):
             at = begin + lanes
             z = _read(line, at, cap, VOCAB, CAPPED, QUICK, END=False)
-            gradient = _gradient(z, log_sum, factor, cap, 0.0, CAPPED)
+            gradient = _gradient(
+                z, at, log_sum, factor, cap, 0.0, log_weights, VOCAB, CAPPED, SAMPLED
+            )
             _store(line, copy, at, gradient, units, COLUMNS, COPY, NATIVE, END=False)
         for begin in tl.static_range(whole, COLUMNS, BLOCK):
             at = begin + lanes
             z = _read(line, at, cap, VOCAB, CAPPED, QUICK, END=True)
-            gradient = _gradient(z, log_sum, factor, cap, 0.0, CAPPED)
+            gradient = _gradient(
+                z, at, log_sum, factor, cap, 0.0, log_weights, VOCAB, CAPPED, SAMPLED
+            )
             _store(line, copy, at, gradient, units, COLUMNS, COPY, NATIVE, END=True)
         tl.debug_barrier()  # the target's column is written last
-        gradient = _gradient(picked, log_sum, factor, cap, 1.0, CAPPED)
+        gradient = _gradient(
+            picked, target, log_sum, factor, cap, 1.0, log_weights, VOCAB, CAPPED, SAMPLED
+        )
         _store(line, copy, target, gradient, units, COLUMNS, COPY, NATIVE, END=False)

@@ -17,6 +17,8 @@ Given up: one scale per matrix. A single outlier costs all other numbers their l
 
 from __future__ import annotations
 
+from typing import Self
+
 import torch
 
 from gristmill.models.kernels.cross_entropy import cross_entropy_
@@ -33,7 +35,13 @@ class Fp8Head:
         assert not any(size % MULTIPLE for size in head_VD.shape), "checked with the settings"
         self.head_VD = quantised(head_VD)
         self.head_DV = Fp8(self.head_VD.values.T.contiguous(), self.head_VD.scale)
-        self.vocab, self.cap, self.rows = vocab, cap, head_VD.shape[0]
+        self.vocab, self.cap = vocab, cap
+        self.places: slice | torch.Tensor = slice(head_VD.shape[0])
+        self.log_weights_R: torch.Tensor | None = None
+
+    def sampled(self, rows_R: torch.Tensor, log_weights_R: torch.Tensor) -> Self:
+        self.places, self.log_weights_R = rows_R, log_weights_R
+        return self
 
     def losses(
         self,
@@ -47,7 +55,11 @@ class Fp8Head:
         largest = factors_N.abs().amax().clamp(min=2.0**-100)  # all factors may be zero
         copy_NV = Fp8(torch.empty_like(logits_NV, dtype=E5M2), largest / SHIFT)
         losses_N = cross_entropy_(
-            logits_NV, targets_N, factors_N, vocab=self.vocab, cap=self.cap, copy=copy_NV
+            *(logits_NV, targets_N, factors_N),
+            vocab=self.vocab,
+            cap=self.cap,
+            copy=copy_NV,
+            log_weights_V=self.log_weights_R,
         )
         d_hidden_ND.copy_(product(copy_NV, self.head_DV, dtype=torch.bfloat16, fast=False))
         return losses_N, logits_NV
