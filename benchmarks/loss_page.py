@@ -46,11 +46,15 @@ def write_page(
     target = target_of(results, given)
     rows = rows_of(results, "ours")
     base = first_to_reach(rows_of(results, "baseline"), target)
-    ours = first_to_reach(rows, target)
+    names = dict.fromkeys(row.first.name for row in rows)
+    each = [
+        first_to_reach([row for row in rows if row.first.name == name], target) for name in names
+    ]
+    ours = [row for row in each if row is not None]
     pictures = []
-    if base is not None and ours is not None:
+    if base is not None and ours:
         assert target is not None
-        shown = {row.first.name: row.middle.curve for row in (base, ours)}
+        shown = {row.first.name: row.middle.curve for row in (base, *ours)}
         whole = in_the_same_time(rows, base)
         if whole is not None:
             shown[f"{whole.first.name}, in the baseline's time"] = whole.middle.curve

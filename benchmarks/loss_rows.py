@@ -1,7 +1,7 @@
 """The rows of `time_to_loss.py`: recipes of the baseline, variants of ours, and the ablation.
 
     nanogpt/NAME   a `Recipe`: rate and batch of nanoGPT's recipe
-    nanochat/NAME  a `NanochatRecipe`: a factor of nanochat's rates, its decay and the batch
+    nanochat/NAME  a `NanochatRecipe`: a factor of nanochat's rates, its decay, batch and size
     NAME           a `Change` of our preset that is run with several horizons
     ablate/NAME    a `Change` of one part, run with one horizon for all
 
@@ -56,12 +56,15 @@ class NanochatRecipe:
     """Of the matrices, at the start: it falls to zero."""
     batch: int = 32
     tokens: str = "23M"
+    layers: int | None = None
+    width: int | None = None
+    """Those of --baseline-preset if not given."""
 
     @property
     def about(self) -> str:
-        return (
-            f"nanochat, rates x {self.scale:g}, decay {self.decay:g}, {self.batch} windows a step"
-        )
+        rates = f"rates x {self.scale:g}, decay {self.decay:g}, {self.batch} windows a step"
+        size = f", {self.layers} layers of width {self.width}" if self.layers else ""
+        return f"nanochat{size}, {rates}"
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,10 @@ class Change:
 
     about: str = ""
     set: Sequence[str] = ()
+    preset: str | None = None
+    """That of --preset if not given."""
+    tokens: Sequence[str] = ("22M", "24M")
+    """Horizons, unless --tokens names others."""
 
 
 # The rows that are likely to be good come first, so that a --limit cuts the others.
@@ -97,10 +104,14 @@ NANOCHAT = {
     "0.25": NanochatRecipe(0.25),
     "1.6x16": NanochatRecipe(1.6, batch=16),
     "1x16": NanochatRecipe(1.0, batch=16),
+    # Half of the size reaches the loss with more tokens in less time.
+    "1.6-8x512": NanochatRecipe(1.6, tokens="30M", layers=8, width=512),
+    "1-8x512": NanochatRecipe(1.0, tokens="30M", layers=8, width=512),
 }
 
 OURS = {
     "modern": Change("the preset"),
+    "modern-mini": Change("`modern-mini`", preset="modern-mini", tokens=["28M", "30M"]),
     "modern-fp8": Change("the preset, head in fp8", ['precision.fp8=["head"]']),
 }
 
@@ -115,6 +126,8 @@ ABLATION = {
     "no-shift": Change("no shifted keys", ["model.shifted_keys=0"]),
     "shift-all": Change("shifted keys in all layers", ["model.shifted_keys=12"]),
     "no-gate": Change("no gates of attention", ["model.attention_gate=false"]),
+    "full-softmax": Change("the loss over the whole vocabulary", ["train.sampled_softmax=unset"]),
+    "sampled-8k": Change("the loss over 8192 tokens of it", ["train.sampled_softmax=8192"]),
     "lr-0.03": Change("rate of matrices 0.03", ["optim.lr=0.03"]),
     "tied-head": Change(
         "tied head, small embedding with the rate 0.004",

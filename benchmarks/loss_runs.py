@@ -169,8 +169,11 @@ def config_of(bench: Bench, job: Job) -> RunConfig:
         tables = load_preset(options.baseline_preset)
         tables["model"] |= {"bias": False, "vocab": bench.training.info.vocab_size}
         words, batch = shape, row.batch
+        if isinstance(row, NanochatRecipe) and row.layers is not None:
+            words = [*shape, f"model.layers={row.layers}", f"model.width={row.width}"]
+            words.append(f"model.heads={(row.width or HEAD_WIDTH) // HEAD_WIDTH}")
     else:
-        tables = {"preset": options.preset}
+        tables = {"preset": row.preset or options.preset}
         words, batch = [*shape, *options.set, *row.set], options.batch
     tables |= {
         "name": re.sub(r"[^A-Za-z0-9._-]", "-", job.name),

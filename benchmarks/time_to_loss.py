@@ -2,7 +2,7 @@
 
     python benchmarks/time_to_loss.py --data tokens/train --validation tokens/val \\
         --nanogpt PATH/TO/nanoGPT --nanochat PATH/TO/nanochat \\
-        --json results.json --tokens 18M 20M 22M --seeds 1 2 3
+        --json results.json --seeds 1 2 3
     ... --json results.json 'nanogpt/*'      only these runs, by name or pattern; --list shows all
     ... --json results.json --ablate         our preset with one part changed at a time
     ... --json a.json --ablate --shared      beside others on one device: losses, but no times
@@ -152,7 +152,7 @@ def plan(options: argparse.Namespace) -> list[Job]:
         elif name.startswith("ablate/"):
             group, horizons = "ablation", [options.ablate_tokens]
         else:
-            group, horizons = "ours", options.tokens
+            group, horizons = "ours", options.tokens or [amount(one) for one in row.tokens]
         jobs += [Job(name, group, seed, n, row) for n in horizons for seed in options.seeds]
     return jobs
 
@@ -170,8 +170,7 @@ def parse() -> argparse.Namespace:
     add("--list", action="store_true", help="show the names of all runs")
     add("--ablate", action="store_true", help="the preset with one part changed at a time")
     add("--ablate-tokens", type=amount, default=20_000_000, metavar="N", help="horizon of --ablate")
-    tokens = [18_000_000, 20_000_000, 22_000_000]
-    add("--tokens", type=amount, nargs="+", default=tokens, metavar="N", help="horizons of ours")
+    add("--tokens", type=amount, nargs="+", metavar="N", help="horizons of ours, for all rows")
     add("--seeds", type=int, nargs="+", default=[1337], metavar="N")
     add("--target", type=float, metavar="LOSS", help="the baseline's best if not given")
     add("--limit", type=float, default=math.inf, metavar="SECONDS", help="then begin no new run")
