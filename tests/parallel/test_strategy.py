@@ -62,7 +62,8 @@ def test_the_whole_or_its_blocks_are_compiled(
     for wanted in ("false", "true", '"blocks"'):
         asked.clear()
         strategy, model = make_strategy(make_run(f"runtime.compile={wanted}"))
-        whole, blocks = [model], list(model.blocks.values())
+        # What is beside the blocks: embedding, value embeddings, loss.
+        whole, blocks = [model], [*model.blocks.values(), *3 * [model]]
         found = [getattr(one, "__self__", one) for one in asked]
         assert found == {"false": [], "true": whole, '"blocks"': blocks}[wanted]
         results[wanted] = step(strategy, [make_batch(windows())])

@@ -53,6 +53,7 @@ SETTINGS = {
         "data.mask_end_of_text=true",
     ],
     "in memory": ["data.in_memory=true"],
+    "sampled softmax": ["train.sampled_softmax=64"],
     "by weight": ['data.paths={{"{tokens}"=3,"{second}"=1}}'],
     "exhaustive": ['data.paths=["{tokens}","{second}"]', "data.blend=exhaustive"],
     "megatron by weight": ["data.order=megatron", 'data.paths={{"{tokens}"=3,"{second}"=1}}'],
@@ -85,6 +86,16 @@ def test_keeping_documents_apart_changes_the_loss(make_run: MakeRun, runs: Runs)
     joined = run_training(make_run(folder="joined"))
     masked = run_training(make_run("data.documents=masked", folder="masked"))
     assert runs.history(joined.folder)[0] != runs.history(masked.folder)[0]
+
+
+def test_a_sampled_softmax_estimates_the_loss(make_run: MakeRun, runs: Runs) -> None:
+    full = run_training(make_run(folder="full"))
+    sampled = run_training(make_run("train.sampled_softmax=192", folder="sampled"))
+    exact, estimate = (runs.history(one.folder) for one in (full, sampled))
+    assert exact[0] == estimate[0], "validation before the first step uses the whole vocabulary"
+    assert exact[1]["kind"] == "step"
+    assert exact[1]["loss"] != estimate[1]["loss"]
+    assert estimate[1]["loss"] == pytest.approx(exact[1]["loss"], rel=0.02)
 
 
 def test_megatrons_order_is_prolonged_where_that_does_not_change_it(make_run: MakeRun) -> None:
