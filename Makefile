@@ -22,7 +22,8 @@ ARGS        ?=
 WORKERS     ?= -n 3 --dist loadfile --no-loadscope-reorder
 
 BIN      := $(VENV)/bin
-PIP      := $(BIN)/python -m pip install --disable-pip-version-check
+# Bytecode is written when something is imported first: a minute less, most of which nobody needs.
+PIP      := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
 INPUTS   := pyproject.toml $(CONSTRAINTS)
 BASE     := $(VENV)/.installed-torch
 RUNTIME  := $(VENV)/.installed
