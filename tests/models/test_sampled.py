@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gristmill.models import loss as module
 from gristmill.models.loss import linear_cross_entropy
 from gristmill.models.sampled import sample_rows
 
@@ -14,7 +15,10 @@ N, D, V, ROWS, SAMPLED = 300, 12, 700, 768, 192
 
 
 @pytest.fixture
-def tensors() -> dict[str, torch.Tensor]:
+def tensors(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
+    # Of the tokens that share rows, no more than these are computed at once.
+    monkeypatch.setattr(module, "CPU_SLICE_BYTES", 4 * SAMPLED * 64)
+    monkeypatch.setattr(module, "CPU_SLICE_TOKENS", 64)
     generator = torch.Generator().manual_seed(0)
     return {
         "hidden": torch.randn(N, D, generator=generator),

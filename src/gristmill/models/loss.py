@@ -20,7 +20,7 @@ exchange only three numbers per token: maximum, sum of exponentials, and the tar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any, Protocol, Self
@@ -120,7 +120,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             half = head_VD.to(hidden_ND.dtype)
             head = _PlainHead(half, None, vocab, cap, comm=comm, first=first)
             step = slice_length(half.shape[0], width=4, device=half.device)
-            total, *gradients = _over_slices(repeat(head), *tensors, step, *wanted)
+            pieces = zip(_slices(0, targets_N.shape[0], step), repeat(head), strict=False)
+            total, *gradients = _over_slices(pieces, *tensors, *wanted)
         ctx.trains_head, ctx.trains_bias = trains_head, trains_head and bias_V is not None
         ctx.save_for_backward(*gradients)
         ctx.mark_non_differentiable(total)
@@ -158,8 +159,7 @@ def _sliced(
     """The summed loss and the scaled gradients of hidden states, head and bias; those that are not
     wanted are empty. With sampled rows, targets are their places among these."""
     dtype = hidden_ND.dtype
-    width = dtype.itemsize if kernel or fp8 else 4
-    step = slice_length(head_VD.shape[0], width=width, device=hidden_ND.device)
+    count, width = hidden_ND.shape[0], dtype.itemsize if kernel or fp8 else 4
 
     def build(head_VD: torch.Tensor, bias_V: torch.Tensor | None, vocab: int) -> _Head:
         if fp8 and wants_gradient:
@@ -169,19 +169,25 @@ def _sliced(
             return Fp8Head(head_VD, vocab=vocab, cap=cap)
         return _PlainHead(*_aligned(head_VD, bias_V, dtype), vocab, cap, kernel)
 
-    heads: Iterator[_Head]
-    if rows_SR is not None and log_weights_SR is not None:
-        step = rows_SR.shape[1]
-        heads = (
-            build(head_VD[rows_R], None if bias_V is None else bias_V[rows_R], step).sampled(
-                rows_R, log_weights_R
-            )
-            for rows_R, log_weights_R in zip(rows_SR, log_weights_SR, strict=True)
-        )
-    else:
-        heads = repeat(build(head_VD, bias_V, vocab))
+    def pieces() -> Iterator[tuple[slice, _Head]]:
+        rows = head_VD.shape[0] if rows_SR is None else rows_SR.shape[1]
+        step = slice_length(rows, width=width, device=hidden_ND.device)
+        if rows_SR is None or log_weights_SR is None:
+            head = build(head_VD, bias_V, vocab)
+            yield from ((part, head) for part in _slices(0, count, step))
+            return
+        for number, (rows_R, log_weights_R) in enumerate(zip(rows_SR, log_weights_SR, strict=True)):
+            head = build(head_VD[rows_R], None if bias_V is None else bias_V[rows_R], rows)
+            head = head.sampled(rows_R, log_weights_R)
+            begin, end = number * rows, min(count, (number + 1) * rows)
+            yield from ((part, head) for part in _slices(begin, end, step))
+
     tensors = (hidden_ND, head_VD, bias_V, targets_N, weights_N, scale)
-    return _over_slices(heads, *tensors, step, wants_gradient, trains_head)
+    return _over_slices(pieces(), *tensors, wants_gradient, trains_head)
+
+
+def _slices(begin: int, end: int, step: int) -> Iterator[slice]:
+    return (slice(start, min(end, start + step)) for start in range(begin, end, step))
 
 
 ROW_MULTIPLE = 64
@@ -203,18 +209,17 @@ def _aligned(
 
 
 def _over_slices(
-    heads: Iterator[_Head],
+    pieces: Iterable[tuple[slice, _Head]],
     hidden_ND: torch.Tensor,
     head_VD: torch.Tensor,
     bias_V: torch.Tensor | None,
     targets_N: torch.Tensor,
     weights_N: torch.Tensor | None,
     scale: torch.Tensor,
-    step: int,
     wants_gradient: bool,
     trains_head: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same in slices of `step` tokens, each with the next of the heads."""
+    """The same, given the slices of tokens and a head for each."""
     device = hidden_ND.device
     total = torch.zeros((), dtype=torch.float32, device=device)
     d_hidden = torch.empty_like(hidden_ND) if wants_gradient else hidden_ND.new_empty(0)
@@ -224,12 +229,10 @@ def _over_slices(
     d_head = torch.zeros(shape, dtype=torch.float32, device=device)
     d_bias = torch.zeros(0 if bias_V is None else shape[0], dtype=torch.float32, device=device)
     scale = scale.float()
-    for start in range(0, hidden_ND.shape[0], step):
-        part = slice(start, start + step)
+    for part, head in pieces:
         hidden, targets = hidden_ND[part], targets_N[part]
         ones = torch.ones_like(targets, dtype=torch.float32)
         weights = ones if weights_N is None else weights_N[part].float()
-        head = next(heads)
         if wants_gradient:
             losses, d_logits = head.losses(hidden, targets, scale * weights, d_hidden[part])
             if trains_head:
