@@ -278,6 +278,18 @@ def test_the_vocabulary_is_padded() -> None:
     assert resolve(load("", "model.vocab=300"), vocab=50257).vocab == 300
 
 
+def test_the_vocabulary_is_sampled_if_it_is_larger_and_whole() -> None:
+    def sampled(*words: str, vocab: int = 50257) -> int | None:
+        found = load("", "train.sampled_softmax=16384", *words)
+        return resolve(found, vocab=vocab).sampled_softmax
+
+    assert sampled() == 16384
+    assert sampled(vocab=16385) == 16384
+    assert sampled(vocab=16384) is None
+    assert sampled("parallel.tp=2") is None
+    assert sampled('runtime.device="xla"') is None
+
+
 def test_intervals_that_are_not_given_follow_the_horizon() -> None:
     numbers = resolve(load(), vocab=1)
     assert str(numbers.validate_every) == "5 steps"

@@ -90,7 +90,7 @@ def _derived(config: RunConfig) -> list[str]:
     numbers = resolve(config, vocab=vocab)
     size, cost, linears = _size_and_cost(config, numbers)
     preconditioner = describe_preconditioner(config.optim, linears, processes=1)
-    total = numbers.samples * numbers.sequence
+    total, sampled = numbers.samples * numbers.sequence, numbers.sampled_softmax
     *growing, full = numbers.ramp.ramp_steps
     ramp = (
         f"from {numbers.ramp.first} samples in {len(growing)} stages before the full batch, "
@@ -99,7 +99,8 @@ def _derived(config: RunConfig) -> list[str]:
     rows = {
         "parameters": f"{size.parameters:,}"
         f"{f', of which {size.trained:,} are trained' if size.frozen else ''}",
-        "vocabulary": f"{numbers.vocab:,}, padded to {numbers.padded_vocab:,} ({source})",
+        "vocabulary": f"{numbers.vocab:,}, padded to {numbers.padded_vocab:,} ({source})"
+        f"{f', {sampled:,} of it in the loss of a training step' if sampled else ''}",
         "batch": f"{numbers.batch} samples of {numbers.sequence} tokens = {numbers.micro_batch} "
         f"x {numbers.accumulate} accumulated = {numbers.tokens_per_step:,} tokens",
         **({"ramp": ramp} if growing else {}),
@@ -125,7 +126,8 @@ def _size_and_cost(
 
     if isinstance(config.model, GPTConfig):
         rows = numbers.padded_vocab
-        cost = token_cost(config.model, rows=rows, sequence=numbers.sequence)
+        in_loss = numbers.sampled_softmax or rows
+        cost = token_cost(config.model, rows=in_loss, sequence=numbers.sequence)
         linears = {} if config.optim.preconditioning is None else config.model.linears()
         return gpt_size(config, rows=rows), cost, linears
     from gristmill.models.build import outline_model

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from gristmill.base.errors import Problem
 from gristmill.base.units import Duration, Progress, Unit
@@ -41,6 +42,8 @@ class Resolved:
     """Ids the model can predict."""
     padded_vocab: int
     """Rows of the embedding."""
+    sampled_softmax: int | None
+    """Tokens of the vocabulary in the loss of a training step; None for all."""
     validate_every: Duration
 
     @property
@@ -170,8 +173,15 @@ def resolve(config: RunConfig, *, vocab: int, mesh: Mesh | None = None) -> Resol
         steps=steps,
         vocab=vocab,
         padded_vocab=padded(vocab, config.model, ranks=1 if mesh is None else mesh.tp),
+        sampled_softmax=_sampled(config, vocab, tp=config.parallel.tp if mesh is None else mesh.tp),
         validate_every=config.validation.every or Duration(math.ceil(steps / 20), Unit.STEPS),
     )
+
+
+def _sampled(config: RunConfig, vocab: int, *, tp: int | Literal["auto"]) -> int | None:
+    rows = config.train.sampled_softmax
+    whole = tp not in (1, "auto") or config.runtime.device == "xla"
+    return None if rows is None or rows >= vocab or whole else rows
 
 
 def padded(vocab: int, model: ModelConfig, *, ranks: int = 1) -> int:

@@ -121,7 +121,8 @@ class GPT(CausalLM):
         super().recompute_blocks(recompute)
 
     def token_cost(self, sequence: int) -> TokenCost:
-        return token_cost(self.config, rows=self.rows, sequence=sequence)
+        rows = self.kernels.sampled_softmax or self.rows
+        return token_cost(self.config, rows=rows, sequence=sequence)
 
     def new_cache(self, capacity: int | None = None) -> KVCache:
         return KVCache(capacity or self.config.context)

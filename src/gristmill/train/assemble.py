@@ -33,7 +33,7 @@ from gristmill.data.loader import Loader, validation_batches
 from gristmill.evaluate.tasks.run import OpenTask, TaskOptions, open_tasks
 from gristmill.models.build import outline_model
 from gristmill.models.linears import linear_shapes
-from gristmill.models.spec import CausalLM
+from gristmill.models.spec import CausalLM, Kernels
 from gristmill.parallel.build import build_strategy
 from gristmill.parallel.control import ControlGroup
 from gristmill.parallel.decentralized.workers import WorkerSet
@@ -131,6 +131,7 @@ def assemble(
         started = load_start_weights(strategy.model, start, held, run=folder.path, control=control)
         strategy.weights_changed()
     outline = outline_model(config.model, vocab=numbers.vocab, pad_for=world.layout.tp)
+    outline.kernels = Kernels(sampled_softmax=numbers.sampled_softmax)
     apart = config.parallel.decentralized
     copied = ("pp", "dp_replicate") if apart else ("pp",)
     all_members = tuple(range(world.mesh.dp_replicate))
