@@ -42,8 +42,15 @@ device = "cpu"
     return load_text(text, [f"model.{k}={v}" for k, v in settings.items()], place="test")
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
-@pytest.mark.parametrize("bias", ["true", "false"])
+@pytest.mark.parametrize(
+    ("activation", "bias"),
+    [
+        ("gelu", "true"),
+        ("gelu_tanh", "false"),
+        pytest.param("gelu", "false", marks=pytest.mark.slow),
+        pytest.param("gelu_tanh", "true", marks=pytest.mark.slow),
+    ],
+)
 def test_the_same_function_is_seen_as_such(module: Any, activation: str, bias: str) -> None:
     [found] = module.compare_functions(run(activation=activation, bias=bias), nanogpt=None)
     assert (found.peer, found.same, found.activation) == ("transformers", True, activation)

@@ -145,6 +145,7 @@ def test_weights_of_any_size_count_fully(tensors: dict[str, torch.Tensor], size:
     assert_alike(got.d_head, exact.d_head)
 
 
+@pytest.mark.slow
 def test_the_scale_of_the_loss_is_not_rounded_away(tensors: dict[str, torch.Tensor]) -> None:
     """2^-30 times these gradients is far below what e5m2 holds."""
     whole, small = ours(tensors), ours(tensors, scale=2.0**-30)
@@ -184,6 +185,7 @@ def test_a_loss_that_is_only_measured_is_in_bf16(tensors: dict[str, torch.Tensor
         assert torch.equal(measured(fp8=True).total, measured(fp8=False).total)
 
 
+@pytest.mark.slow
 def test_slices_change_little(
     tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

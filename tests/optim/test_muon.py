@@ -203,7 +203,9 @@ def test_pieces_are_few_and_even() -> None:
         assert [len(piece) for piece in pieces] == lengths
 
 
-@pytest.mark.parametrize(("cautious", "graphs"), [(False, 4), (True, 8)])
+@pytest.mark.parametrize(
+    ("cautious", "graphs"), [(False, 4), pytest.param(True, 8, marks=pytest.mark.slow)]
+)
 def test_a_compiled_step_is_made_once_and_does_the_same(
     monkeypatch: pytest.MonkeyPatch, cautious: bool, graphs: int
 ) -> None:

@@ -350,6 +350,7 @@ def test_tracking_needs_no_torch(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_wandb_offline_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
     for name in [name for name in os.environ if name.startswith("WANDB_")]:

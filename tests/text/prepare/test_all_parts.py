@@ -436,7 +436,10 @@ def test_a_part_killed_in_mid_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGKILL, signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)],
+    [
+        signal.SIGKILL,
+        *(pytest.param(one, marks=pytest.mark.slow) for one in (signal.SIGTERM, signal.SIGINT)),
+    ],
 )
 def test_the_coordinator_ends_and_runs_again(tmp_path: Path, number: signal.Signals) -> None:
     process = start(tmp_path, "hold", *PARTS, "--at-once", "1")

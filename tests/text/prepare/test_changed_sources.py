@@ -33,6 +33,8 @@ FORMATS: dict[str, dict[str, Any]] = {
     "two keys": {"options": ReadOptions(keys=("text", "more"), block_bytes=400)},
     "a part": {"part": PartNumber(2, 3)},
 }
+USUAL = ("flat", "npy held out", "two keys")
+"""Formats that are not slow: what is written in parts, and what is read in parts."""
 _times = itertools.count(1_700_000_000)
 
 
@@ -243,7 +245,13 @@ def readable_lines(path: Path) -> int:
     return lines
 
 
-@pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, id=name, marks=() if name in USUAL else pytest.mark.slow)
+        for name, options in FORMATS.items()
+    ],
+)
 def test_damaged_files_are_skipped_and_named(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
