@@ -80,11 +80,17 @@ def ours(
     cap: float | None = None,
     scale: float = 1.0,
     fp8: bool = True,
+    sampled: int | None = None,
 ) -> Result:
     hidden, head = (tensors[k].clone().requires_grad_() for k in ("hidden", "head"))
     factor = torch.tensor(scale, device=DEVICE)
     loss = linear_cross_entropy(
-        *(hidden, head, tensors["targets"], weights), vocab=V, scale=factor, cap=cap, fp8=fp8
+        *(hidden, head, tensors["targets"], weights),
+        vocab=V,
+        scale=factor,
+        cap=cap,
+        fp8=fp8,
+        sampled=sampled,
     )
     loss.scaled.backward()
     assert hidden.grad is not None
@@ -121,6 +127,14 @@ def test_value_and_gradients(
     assert_alike(got.d_head, exact.d_head)
     assert not got.d_head[V:].any()
     assert weights is None or not got.d_hidden[10:20].any()
+
+
+def test_a_sampled_softmax(tensors: dict[str, torch.Tensor]) -> None:
+    half, got = (ours(tensors, cap=5.0, sampled=128, fp8=fp8) for fp8 in (False, True))
+    assert got.total == pytest.approx(half.total, rel=1e-3)
+    assert got.total != half.total
+    assert_alike(got.d_hidden, half.d_hidden.double())
+    assert_alike(got.d_head, half.d_head.double())
 
 
 def test_gradients_of_a_model_that_is_often_right(tensors: dict[str, torch.Tensor]) -> None:
