@@ -3,7 +3,8 @@
     python benchmarks/time_to_loss.py --data tokens/train --validation tokens/val \\
         --nanogpt PATH/TO/nanoGPT --nanochat PATH/TO/nanochat \\
         --json results.json --seeds 1 2 3
-    ... --json results.json 'nanogpt/*'      only these runs, by name or pattern; --list shows all
+    ... time_to_loss.py 'nanogpt/*' --json results.json ...      only these runs, by name or
+                                             pattern, before all options; --list shows all
     ... --json results.json --ablate         our preset with one part changed at a time
     ... --json a.json --ablate --shared      beside others on one device: losses, but no times
     ... --device cpu --compute fp32 --preset modern-nano --runs small.toml      to try it
@@ -160,7 +161,8 @@ def plan(options: argparse.Namespace) -> list[Job]:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("names", nargs="*", metavar="RUN", help="names or patterns; baseline and ours if not given")
+    which = "names or patterns, before all options; baseline and ours if not given"
+    add("names", nargs="*", metavar="RUN", help=which)
     add("--data", type=Path, metavar="PREFIX", help="token files to train on, uint16")
     add("--validation", type=Path, metavar="PREFIX", help="token files to validate on")
     add("--nanogpt", type=Path, help="a checkout of nanoGPT")

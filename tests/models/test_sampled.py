@@ -80,23 +80,21 @@ def test_all_tokens_may_be_distinct() -> None:
 
 
 def by_definition(
-    tensors: dict[str, torch.Tensor], *, cap: float | None, bias: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tensors: dict[str, torch.Tensor], *, cap: float | None, bias: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Loss and gradients of hidden states, head and bias."""
     hidden, head = (tensors[k].double().requires_grad_() for k in ("hidden", "head"))
+    bias = bias.double().requires_grad_()
     total = torch.zeros((), dtype=torch.double)
     sample = sample_rows(tensors["targets"], vocab=V, rows=SAMPLED)
     for number, (rows, log_weights) in enumerate(zip(*sample[:2], strict=True)):
         part = slice(number * SAMPLED, (number + 1) * SAMPLED)
-        logits = hidden[part] @ head[rows].T
-        logits = logits if bias is None else logits + bias[rows].double()
+        logits = hidden[part] @ head[rows].T + bias[rows]
         logits = logits if cap is None else cap * torch.tanh(logits / cap)
         powers = logits.exp() * log_weights.double().exp()
         own = logits.gather(1, sample.targets_N[part, None])[:, 0]
         total = total + ((powers.sum(1).log() - own) * tensors["weights"][part].double()).sum()
-    total.backward()
-    assert hidden.grad is not None
-    assert head.grad is not None
-    return total.detach(), hidden.grad, head.grad
+    return total.detach(), *torch.autograd.grad(total, (hidden, head, bias))
 
 
 @pytest.mark.parametrize("cap", [None, 3.0])
@@ -104,26 +102,22 @@ def by_definition(
 def test_value_and_gradients(
     tensors: dict[str, torch.Tensor], cap: float | None, biased: bool
 ) -> None:
-    bias = torch.randn(ROWS, generator=torch.Generator().manual_seed(1)) if biased else None
-    total, d_hidden, d_head = by_definition(tensors, cap=cap, bias=bias)
-    hidden, head = (tensors[k].clone().requires_grad_() for k in ("hidden", "head"))
-    bias = None if bias is None else bias.requires_grad_()
+    bias = biased * torch.randn(ROWS, generator=torch.Generator().manual_seed(1))
+    total, *wanted = by_definition(tensors, cap=cap, bias=bias)
+    leaves = [tensors["hidden"].clone(), tensors["head"].clone(), *([bias] if biased else [])]
+    hidden, head, *given = (leaf.requires_grad_() for leaf in leaves)
     loss = linear_cross_entropy(
         *(hidden, head, tensors["targets"], tensors["weights"]),
         vocab=V,
-        bias_V=bias,
+        bias_V=given[0] if biased else None,
         cap=cap,
         sampled=SAMPLED,
     )
-    loss.scaled.backward()
     assert loss.total.item() == pytest.approx(total.item(), rel=1e-5)
-    assert torch.allclose(hidden.grad.double(), d_hidden, atol=1e-4, rtol=1e-4)
-    assert torch.allclose(head.grad.double(), d_head, atol=1e-3, rtol=1e-4)
-    assert not head.grad[V:].any()
-    if bias is not None:
-        # The gradients of all logits of a token sum up to nothing without a cap.
-        assert bias.grad is not None
-        assert cap is not None or abs(bias.grad.sum().item()) < 1e-3
+    found = torch.autograd.grad(loss.scaled, (hidden, head, *given))
+    for got, exact in zip(found, wanted, strict=False):
+        assert torch.allclose(got.double(), exact, atol=1e-3, rtol=1e-4)
+    assert not found[1][V:].any()
 
 
 def test_the_mean_of_many_draws_is_the_full_loss(tensors: dict[str, torch.Tensor]) -> None:

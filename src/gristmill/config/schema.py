@@ -201,10 +201,10 @@ class TrainConfig(Settings):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1337
     """Decides initial weights, data order, dropout and samples."""
     sampled_softmax: Annotated[int, Field(ge=64, multiple_of=64)] | None = None
-    """Compute the loss of training steps over this many tokens of the vocabulary, for every as many
-    tokens of the batch: their targets, and others drawn at random that stand for the rest. Saves
-    most of the head's work if the vocabulary is much larger. Validation, tensor parallelism and XLA
-    devices always use the whole vocabulary."""
+    """Sampled softmax: training steps compute the loss over this many tokens of the vocabulary. The
+    batch is taken in slices of as many tokens; each slice has its targets and others drawn at
+    random, which stand for the rest. Saves most of the head's work if the vocabulary is much
+    larger. Validation, tensor parallelism and XLA devices always use the whole vocabulary."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Recompute activations in the backward pass instead of keeping them, which saves memory. full:
     only block inputs are kept; costs about a third more time. selective: results of matrix products

@@ -249,6 +249,7 @@ def _over_slices(
 def _add_gradient(
     d_head_VD: torch.Tensor, d_logits_RN: torch.Tensor, hidden_ND: torch.Tensor, head: _Head
 ) -> None:
+    """Add the gradient of a slice to that of the whole head, which is fp32."""
     places = head.places
     if isinstance(places, torch.Tensor):
         d_head_VD.index_add_(0, places, (d_logits_RN @ hidden_ND).float())

@@ -35,7 +35,7 @@ class SampledRows(NamedTuple):
 
 
 def sample_rows(targets_N: torch.Tensor, *, vocab: int, rows: int) -> SampledRows:
-    """Rows for all tokens, `rows` for every as many of them."""
+    """Rows for all tokens, in slices of `rows` tokens."""
     assert rows < vocab, "the caller uses all of them"
     count, device = targets_N.shape[0], targets_N.device
     slices = -(-count // rows)

@@ -40,7 +40,7 @@ class Kernels(NamedTuple):
     head_fp8: bool = False
     """Matrix products of the head in fp8, in training only."""
     sampled_softmax: int | None = None
-    """Rows of the head that the loss of some tokens is computed over, in training only."""
+    """Rows of the head that the loss of a slice of tokens is computed over, in training only."""
     document_blocks: bool = False
     """Block-sparse attention within packed documents; only where it is compiled."""
 

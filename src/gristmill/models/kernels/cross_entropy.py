@@ -46,8 +46,7 @@ def cross_entropy_(
     log_weights_V: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """fp32 losses of all rows. With `factors_N`, factor x gradient overwrites the logits, and
-    `copy`, if given, receives the same in fp8. `log_weights_V`: of
-    sampled columns."""
+    `copy`, if given, receives the same in fp8. `log_weights_V`: of sampled columns."""
     rows, columns = logits_NV.shape
     assert logits_NV.stride(1) == 1, "rows must be contiguous"
     losses_N = torch.empty(rows, dtype=torch.float32, device=logits_NV.device)
