@@ -204,7 +204,7 @@ def test_pieces_are_few_and_even() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cautious", "graphs"), [(False, 4), pytest.param(True, 8, marks=pytest.mark.slow)]
+    ("cautious", "graphs"), [(False, 1), pytest.param(True, 5, marks=pytest.mark.slow)]
 )
 def test_a_compiled_step_is_made_once_and_does_the_same(
     monkeypatch: pytest.MonkeyPatch, cautious: bool, graphs: int
@@ -231,7 +231,7 @@ def test_a_compiled_step_is_made_once_and_does_the_same(
                 for entry in list(built.entries()):
                     built.load_entry(entry._replace(value=entry.value.clone()))
     compiled_steps._compiled.cache_clear()
-    assert counters["stats"]["unique_graphs"] == graphs  # of qkv, out, up, down
+    assert counters["stats"]["unique_graphs"] == graphs  # moves are one for each shape
     for one, two in zip(plain.parameters(), traced.parameters(), strict=True):
         torch.testing.assert_close(one, two, rtol=0, atol=1e-6)
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -41,9 +41,10 @@ from gristmill.optim.adamw import ADAM_PLACEMENTS, adam_step, decay_groups
 from gristmill.optim.compiled import is_compiled, maybe_compiled
 from gristmill.optim.orthogonal import (
     MatrixRule,
+    Stack,
     StepScalars,
     advance_momenta,
-    advance_stack,
+    advance_stacks,
     build_iteration,
     find_directions,
     move_weights,
@@ -169,6 +170,7 @@ class MatrixOptimizer(ParameterOptimizer):
     @torch.no_grad()
     def step(self, *, divisor: torch.Tensor, skip: torch.Tensor) -> None:
         """Update every parameter that has a gradient."""
+        chunks: list[_Chunk] = []
         for number, group in enumerate(self.param_groups):
             if "rule" not in group:
                 adam_step(self.state, group["params"], group, divisor=divisor, skip=skip)
@@ -182,7 +184,15 @@ class MatrixOptimizer(ParameterOptimizer):
             if self.exchange is not None or self.soap is not None:
                 self._step_apart(group, scalars, members)
             else:
-                self._step_matrices(group, scalars, [parameter for _, parameter in members])
+                matrices = [parameter for _, parameter in members]
+                pieces = _pieces(matrices, size=matrices[0].numel())
+                chunks += [_Chunk(group, scalars, piece) for piece in pieces]
+        for several in _packed(chunks):
+            if is_compiled(self.compiled, several[0].parameters[0].device):
+                self._step_stacks(several)
+                continue
+            for chunk in several:
+                self._step_matrices(chunk)
 
     def _step_scalars(
         self, number: int, group: Group, divisor: torch.Tensor, skip: torch.Tensor
@@ -278,28 +288,29 @@ class MatrixOptimizer(ParameterOptimizer):
     ) -> Callable[..., Any]:
         return maybe_compiled(function, rule, compiled=self.compiled, device=device)
 
-    def _step_matrices(
-        self, group: Group, scalars: StepScalars, updated: Sequence[nn.Parameter]
-    ) -> None:
-        """Update whole matrices, many at once."""
-        rule, device = group["rule"], updated[0].device
-        for chunk in _pieces(updated, size=updated[0].numel()):
-            states = [self._matrix_state(p, rule, p.shape[1]) for p in chunk]
-            weights = [parameter.detach() for parameter in chunk]
-            gradients = [p.grad for p in chunk if p.grad is not None]
-            if is_compiled(self.compiled, device):
-                directions_NRC = self._maybe_compiled(advance_stack, rule, device)(
-                    torch.stack(gradients),
-                    _stacked(states, "momentum"),
-                    None if rule.beta2 is None else _stacked(states, "second_moment"),
-                    scalars,
-                    rule,
-                )
-                self._move(group, weights, list(directions_NRC.unbind()), scalars)
-                continue
-            moments = [] if rule.beta2 is None else [state["second_moment"] for state in states]
-            momenta = [state["momentum"] for state in states]
-            update_matrices(weights, gradients, momenta, moments, scalars, rule)
+    def _step_matrices(self, chunk: _Chunk) -> None:
+        """Update equal matrices."""
+        rule = chunk.rule
+        states = [self._matrix_state(p, rule, p.shape[1]) for p in chunk.parameters]
+        momenta = [state["momentum"] for state in states]
+        moments = [] if rule.beta2 is None else [state["second_moment"] for state in states]
+        update_matrices(chunk.weights(), chunk.gradients(), momenta, moments, chunk.scalars, rule)
+
+    def _step_stacks(self, chunks: Sequence[_Chunk]) -> None:
+        """Update matrices of several shapes with one compiled function."""
+        stacks = []
+        for chunk in chunks:
+            rule = chunk.rule
+            states = [self._matrix_state(p, rule, p.shape[1]) for p in chunk.parameters]
+            moments = None if rule.beta2 is None else _stacked(states, "second_moment")
+            gradients = torch.stack(chunk.gradients())
+            stacks.append(Stack(gradients, _stacked(states, "momentum"), moments, chunk.scalars))
+        rules = tuple(chunk.rule for chunk in chunks)
+        device = stacks[0].gradients_NRC.device
+        advance = maybe_compiled(advance_stacks, rules, compiled=self.compiled, device=device)
+        for chunk, direction_NRC in zip(chunks, advance(stacks, rules), strict=True):
+            directions = list(direction_NRC.unbind())
+            self._move(chunk.group, chunk.weights(), directions, chunk.scalars)
 
     def _move(
         self,
@@ -366,6 +377,39 @@ def _require_matrices(shapes: Mapping[str, tuple[int, ...]]) -> None:
         if len(shape) != 2:
             what = f"{name} has {len(shape)} dimensions, and Muon orthogonalises matrices"
             raise UserError(what, where="optim.type", remedy='use "adamw" for this model')
+
+
+class _Chunk(NamedTuple):
+    """Equal matrices of a group that are updated at once."""
+
+    group: Group
+    scalars: StepScalars
+    parameters: Sequence[nn.Parameter]
+
+    @property
+    def rule(self) -> MatrixRule:
+        rule: MatrixRule = self.group["rule"]
+        return rule
+
+    def weights(self) -> list[torch.Tensor]:
+        return [parameter.detach() for parameter in self.parameters]
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+
+def _packed(chunks: Iterable[_Chunk]) -> list[list[_Chunk]]:
+    """Chunks in their order, as many together as PIECE allows."""
+    packed: list[list[_Chunk]] = []
+    room = 0
+    for chunk in chunks:
+        size = sum(parameter.numel() for parameter in chunk.parameters)
+        if size > room or not packed:
+            packed.append([])
+            room = PIECE
+        packed[-1].append(chunk)
+        room -= size
+    return packed
 
 
 def _pieces(matrices: Sequence[Any], *, size: int) -> Iterable[Sequence[Any]]:

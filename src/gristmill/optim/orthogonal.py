@@ -152,20 +152,36 @@ def update_matrices(
     move_weights(weights, direction_NRC.unbind(), scalars, rule)
 
 
-def advance_stack(
-    gradients_NRC: torch.Tensor,
-    momenta_NRC: torch.Tensor,
-    moments_NL: torch.Tensor | None,
-    scalars: StepScalars,
-    rule: MatrixRule,
-) -> torch.Tensor:
-    """The directions of stacked matrices; updates their state in place. One operation for all of
-    them compiles in a fraction of the time that one for each takes."""
-    (advanced_NRC,) = advance_momenta([gradients_NRC], [momenta_NRC], scalars, rule)
-    direction_NRC, new_NL = _directions(advanced_NRC, moments_NL, rule)
-    if moments_NL is not None and new_NL is not None:
-        moments_NL.copy_(torch.where(scalars.skip > 0, moments_NL, new_NL))
-    return direction_NRC.contiguous()  # tall matrices come transposed
+class Stack(NamedTuple):
+    """Equal matrices, stacked, and their state."""
+
+    gradients_NRC: torch.Tensor
+    momenta_NRC: torch.Tensor
+    moments_NL: torch.Tensor | None
+    scalars: StepScalars
+
+
+def advance_stacks(stacks: Sequence[Stack], rules: Sequence[MatrixRule]) -> list[torch.Tensor]:
+    """The directions of matrices, one stack for each shape; updates their state in place. The
+    rules differ in parts and scales only. One function for all compiles in a fraction of the time
+    that one for each takes, and launches fewer and larger products."""
+    advanced = [
+        advance_momenta([one.gradients_NRC], [one.momenta_NRC], one.scalars, rule)[0]
+        for one, rule in zip(stacks, rules, strict=True)
+    ]
+    parts = [
+        _parts(u_NRC, one.moments_NL, rule)
+        for u_NRC, one, rule in zip(advanced, stacks, rules, strict=True)
+    ]
+    found = _orthogonal([part for several in parts for part in several], rules[0])
+    directions = []
+    for one, several in zip(stacks, parts, strict=True):
+        direction_NRC, new_NL = _joined(found[: len(several)])
+        found = found[len(several) :]
+        if one.moments_NL is not None and new_NL is not None:
+            one.moments_NL.copy_(torch.where(one.scalars.skip > 0, one.moments_NL, new_NL))
+        directions.append(direction_NRC.contiguous())
+    return directions
 
 
 def advance_momenta(
@@ -195,7 +211,8 @@ def find_directions(
     if rule.iteration is None:
         return torch.stack(list(advanced))
     old_NL = torch.stack(list(moments)) if moments else None
-    direction_NRC, new_NL = _directions(torch.stack(list(advanced)), old_NL, rule)
+    parts = _parts(torch.stack(list(advanced)), old_NL, rule)
+    direction_NRC, new_NL = _joined(_orthogonal(parts, rule))
     skipped = scalars.skip > 0
     for moment, new in zip(moments, () if new_NL is None else new_NL, strict=True):
         moment.copy_(torch.where(skipped, moment, new))
@@ -218,25 +235,48 @@ def move_weights(
         weight.copy_(torch.where(skipped, before, before - scalars.lr * direction - decay))
 
 
-def _directions(
-    u_NRC: torch.Tensor, moments_NL: torch.Tensor | None, rule: MatrixRule
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Orthogonal directions of stacked matrices and their new second moments, part by part, with
-    equal parts batched."""
+class _Part(NamedTuple):
+    """Equal matrices that are orthogonalised, tall ones transposed."""
+
+    x_NSL: torch.Tensor
+    moments_NL: torch.Tensor | None
+    tall: bool
+    scale: float
+
+
+def _parts(u_NRC: torch.Tensor, moments_NL: torch.Tensor | None, rule: MatrixRule) -> list[_Part]:
+    columns = u_NRC.shape[2]
+    moments: Sequence[torch.Tensor | None] = [None] * len(rule.parts)
+    if moments_NL is not None and rule.beta2 is not None:
+        moments = torch.split(moments_NL, list(rule.moments(columns)), dim=1)
+    whole = zip(torch.split(u_NRC, list(rule.parts), dim=1), moments, rule.scales, strict=True)
+    return [
+        _Part(x_NRC.mT if x_NRC.shape[1] > columns else x_NRC, moment, x_NRC.shape[1] > columns, s)
+        for x_NRC, moment, s in whole
+    ]
+
+
+def _orthogonal(parts: Sequence[_Part], rule: MatrixRule) -> list[_Part]:
+    """The parts' directions and new second moments; parts with equal sides are one batch."""
     assert rule.iteration is not None
-    parts = torch.split(u_NRC, list(rule.parts), dim=1)
-    lengths = list(rule.moments(u_NRC.shape[2]))
-    old = () if moments_NL is None else torch.split(moments_NL, lengths, dim=1)
-    directions: dict[int, torch.Tensor] = {}
-    new: dict[int, torch.Tensor] = {}
-    for rows in sorted(set(rule.parts)):
-        which = [number for number, other in enumerate(rule.parts) if other == rows]
-        x_NRC = orthogonalise(torch.cat([parts[n] for n in which]), rule.iteration).float()
+    found = list(parts)
+    for sides in sorted({tuple(part.x_NSL.shape[1:]) for part in parts}):
+        which = [n for n, part in enumerate(parts) if tuple(part.x_NSL.shape[1:]) == sides]
+        x_NSL = orthogonalise(torch.cat([parts[n].x_NSL for n in which]), rule.iteration).float()
+        moments = [parts[n].moments_NL for n in which]
+        old = [moment for moment in moments if moment is not None]
+        counts = [len(parts[n].x_NSL) for n in which]
+        new: Sequence[torch.Tensor | None] = [None] * len(which)
         if rule.beta2 is not None and old:
-            x_NRC, new_NL = equalise(x_NRC, torch.cat([old[n] for n in which]), rule.beta2)
-            new.update(zip(which, new_NL.chunk(len(which)), strict=True))
-        scaled = (x_NRC * rule.scales[which[0]]).chunk(len(which))
-        directions.update(zip(which, scaled, strict=True))
-    order = range(len(rule.parts))
-    joined = torch.cat([directions[n] for n in order], dim=1)
-    return joined, torch.cat([new[n] for n in order], dim=1) if new else None
+            x_NSL, new_NL = equalise(x_NSL, torch.cat(old), rule.beta2)
+            new = torch.split(new_NL, counts)
+        for n, x, moments_NL in zip(which, torch.split(x_NSL, counts), new, strict=True):
+            found[n] = parts[n]._replace(x_NSL=x, moments_NL=moments_NL)
+    return found
+
+
+def _joined(parts: Sequence[_Part]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The directions (N, R, C) and second moments of matrices whose parts these are."""
+    directions = [(one.x_NSL.mT if one.tall else one.x_NSL) * one.scale for one in parts]
+    moments = [one.moments_NL for one in parts if one.moments_NL is not None]
+    return torch.cat(directions, dim=1), torch.cat(moments, dim=1) if moments else None
