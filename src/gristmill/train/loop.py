@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
+from gristmill.base.collector import resume_collector
 from gristmill.base.units import Duration
 from gristmill.checkpoint.state import TrainState
 from gristmill.data.loader import Batch
@@ -42,6 +43,7 @@ def train(
         )
         state.progress = before.after(samples=result.samples, tokens=result.tokens)
         hooks.after_step(StepEvent(before, state.progress, result, lr=lr, data_wait=waited))
+        resume_collector()  # the first step has compiled everything
     finished = state.progress.reached(until)
     hooks.at_end(finished=finished)
     return finished
