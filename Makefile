@@ -34,7 +34,7 @@ SYSTEM   := slurm-wlm munge openmpi-bin
 CODE     := src tests docs $(wildcard benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cluster test-xla check docs bench clean
+.PHONY: help demo test pytest test-cluster test-xla check docs bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 21
@@ -42,7 +42,11 @@ help: ## list the targets
 demo: $(RUNTIME) ## train a small model on this machine, from text to report, in a few minutes
 	$(BIN)/gristmill demo $(ARGS)
 
-test: check docs ## all checks, the documentation, then all tests
+# Types take a minute of one core, while tests of several processes wait.
+test: $(DEV) ## all checks, the documentation and all tests, side by side
+	$(MAKE) --no-print-directory --jobs 2 check docs pytest
+
+pytest: $(DEV) ## all tests
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 test-cluster: $(CLUSTER) ## install Slurm and Open MPI (Debian, as root), then test on them

@@ -212,6 +212,7 @@ def test_slices_change_little(
     assert (sliced.d_hidden - whole.d_hidden).norm() / whole.d_hidden.norm() < 0.1
 
 
+@pytest.mark.slow
 def test_a_run_learns_as_in_bf16(make_run: Callable[..., RunConfig]) -> None:
     """The loss falls to less than a third, and the noise of fp8 moves it by less than 1 %; twice
     that is allowed, since the CPU's rounding differs between machines."""

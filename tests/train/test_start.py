@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gristmill.base.collector import pause_collector
 from gristmill.base.errors import Exit, UserError
 from gristmill.config.parallel import Mesh
 from gristmill.config.resolve import resolve
@@ -52,6 +54,15 @@ def test_a_refused_fresh_start_keeps_only_the_old_run(make_run: MakeRun, tmp_pat
     refuse(make_run("data.paths=nowhere"), fresh=True)
     (old,) = tmp_path.glob("run.old-*")
     assert (old / "run.toml").is_file() and not (tmp_path / "run").exists()
+
+
+def test_garbage_is_collected_again_after_the_first_step(make_run: MakeRun) -> None:
+    pause_collector()
+    try:
+        run_training(make_run('train.until="1 steps"'))
+        assert gc.isenabled()
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "accum-adamw"])

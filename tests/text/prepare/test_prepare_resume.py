@@ -89,7 +89,13 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, id=name, marks=pytest.mark.slow if "shard_size" in options else ())
+        for name, options in FORMATS.items()
+    ],
+)
 @pytest.mark.parametrize("function", ["fsync", pytest.param("replace", marks=pytest.mark.slow)])
 def test_a_crash_at_any_write_or_rename(
     tmp_path: Path,
