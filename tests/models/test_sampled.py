@@ -9,6 +9,7 @@ import torch
 from gristmill.models import loss as module
 from gristmill.models.loss import linear_cross_entropy
 from gristmill.models.sampled import sample_rows
+from gristmill.models.spec import ShardComm
 
 N, D, V, ROWS, SAMPLED = 300, 12, 700, 768, 192
 """Two slices of tokens, the second one shorter, and rows of padding behind the vocabulary."""
@@ -151,3 +152,19 @@ def test_more_rows_than_the_vocabulary_has_are_all(tensors: dict[str, torch.Tens
     inputs = (tensors["hidden"], tensors["head"].requires_grad_(), tensors["targets"], None)
     sampled = linear_cross_entropy(*inputs, vocab=V, sampled=V).total
     assert torch.equal(sampled, linear_cross_entropy(*inputs, vocab=V).total)
+
+
+def test_a_head_with_sharded_rows_uses_all_rows(tensors: dict[str, torch.Tensor]) -> None:
+    class Shards(ShardComm):
+        """One shard that has all rows, so that nothing has to be exchanged."""
+
+        shards = 2
+
+    hidden, head = (tensors[name].clone().requires_grad_() for name in ("hidden", "head"))
+    targets, options = tensors["targets"], {"vocab": V, "comm": Shards()}
+    found = []
+    for sampled in (None, SAMPLED):
+        loss = linear_cross_entropy(hidden, head, targets, None, sampled=sampled, **options)
+        found.append((loss.total, *torch.autograd.grad(loss.scaled, (hidden, head))))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
