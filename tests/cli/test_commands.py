@@ -222,6 +222,20 @@ def test_light_commands_do_not_load_torch(trained: Path) -> None:
     subprocess.run(words, check=True, capture_output=True)
 
 
+@pytest.mark.parametrize("words", ["train {}/run.toml folder={}/plain", "generate {}/run x"])
+def test_the_compiler_is_not_loaded_where_nothing_is_compiled(trained: Path, words: str) -> None:
+    """It takes two seconds."""
+    script = (
+        "import sys; sys.argv[0] = 'gristmill'\n"
+        "from gristmill.cli.main import app\n"
+        "try: app()\n"
+        "except SystemExit as end: code = end.code\n"
+        "assert code == 0 and 'torch._dynamo' not in sys.modules"
+    )
+    command = [sys.executable, "-c", script, *words.replace("{}", str(trained)).split()]
+    subprocess.run(command, check=True, capture_output=True)
+
+
 def shell(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "gristmill", *map(str, words)]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)

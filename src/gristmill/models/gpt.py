@@ -28,7 +28,7 @@ from gristmill.config.model import GPTConfig
 from gristmill.config.resolve import padded
 from gristmill.config.roles import Role
 from gristmill.models.documents import BLOCK, document_blocks, document_mask
-from gristmill.models.layers import Block, BlockContext, Linear, Rotary, build_norm
+from gristmill.models.layers import Block, BlockContext, Embedding, Linear, Rotary, build_norm
 from gristmill.models.loss import capped, linear_cross_entropy
 from gristmill.models.recompute import Recompute
 from gristmill.models.spec import (
@@ -59,16 +59,16 @@ class GPT(CausalLM):
         self.layers = tuple(range(config.layers)) if shard.layers is None else shard.layers
         self.rows = rows = padded(vocab, config, ranks=max(tp_size, pad_for))
         if shard.first:
-            self.embedding = nn.Embedding(rows // tp_size, config.width)
+            self.embedding = Embedding(rows // tp_size, config.width)
             learned = config.positions == "learned"
-            self.positions = nn.Embedding(config.context, config.width) if learned else None
+            self.positions = Embedding(config.context, config.width) if learned else None
             self.embedding_norm = build_norm(config) if config.embedding_norm else None
             self.dropout = nn.Dropout(config.dropout)
         self.rotary = Rotary(config) if config.positions == "rotary" else None
         values = config.groups * config.head_size // tp_size
         self.values = nn.ModuleDict(
             {
-                str(layer): nn.Embedding(rows, values)
+                str(layer): Embedding(rows, values)
                 for layer in config.value_layers
                 if layer in self.layers
             }

@@ -69,6 +69,14 @@ class RowParallelLinear(Linear):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
+class Embedding(nn.Embedding):
+    """An embedding that draws no values when it is made: `initialise` does. On the meta device
+    torch would import its compiler for that, which takes seconds."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
 class LayerNorm(nn.LayerNorm):
     """LayerNorm in the dtype of its input; sums are accumulated in fp32."""
 

@@ -115,7 +115,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wanted = (wants_gradient, trains_head)
         if comm is None:
             sample = (rows_SR, log_weights_SR)
-            total, *gradients = _sliced(*tensors, vocab, cap, kernel, fp8, *sample, *wanted)
+            compute = _sliced_op if _is_traced(hidden_ND) else _sliced
+            total, *gradients = compute(*tensors, vocab, cap, kernel, fp8, *sample, *wanted)
         else:
             half = head_VD.to(hidden_ND.dtype)
             head = _PlainHead(half, None, vocab, cap, comm=comm, first=first)
@@ -139,7 +140,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         )
 
 
-@torch.library.custom_op("gristmill::linear_cross_entropy", mutates_args=())
+def _is_traced(x: torch.Tensor) -> bool:
+    """Whether a graph is made, where the loss is one operation. It need not be one elsewhere: at
+    the first call of an operation that is not its own torch imports its compiler, for seconds."""
+    return torch.compiler.is_compiling() or type(x) is not torch.Tensor
+
+
 def _sliced(
     hidden_ND: torch.Tensor,
     head_VD: torch.Tensor,
@@ -259,7 +265,10 @@ def _add_gradient(
         d_head_VD[places] += d_logits_RN @ hidden_ND
 
 
-@_sliced.register_fake
+_sliced_op = torch.library.custom_op("gristmill::linear_cross_entropy", _sliced, mutates_args=())
+
+
+@_sliced_op.register_fake
 def _(
     hidden_ND: torch.Tensor, head_VD: torch.Tensor, bias_V: torch.Tensor | None, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
