@@ -84,7 +84,8 @@ class Lowered:
                 remedy='train on "cuda" or "cpu", or report it',
             )
 
-    def __call__(self, *args: Any, context: Context = Context()) -> Any:  # noqa: B008
+    def __call__(self, *args: Any, context: Context | None = None) -> Any:
+        context = context or Context()
         leaves, spec = jax.tree.flatten(args)
         assert spec == self.traced.inputs, "called as it was traced"
         values: dict[Node, Any] = {}
