@@ -78,6 +78,7 @@ def test_transformers_reads_the_same_model(
     assert config.model_type == kind
     # What llama.cpp sees from the tensors or reads from the file, and transformers does not.
     config.head_dim = stored.config.head_size
+    config.max_position_embeddings = stored.config.context
     config.attention_bias = config.mlp_bias = settings.get("bias", False)
     auto = transformers.AutoModelForCausalLM
     theirs = auto.from_pretrained(tmp_path, gguf_file="model.gguf", config=config).eval()
