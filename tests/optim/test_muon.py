@@ -18,8 +18,8 @@ from gristmill.config.resolve import resolve
 from gristmill.config.roles import Role
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
+from gristmill.optim import chunks
 from gristmill.optim import compiled as compiled_steps
-from gristmill.optim import matrix
 from gristmill.optim.build import build_optimizer
 from gristmill.optim.matrix import MatrixOptimizer
 from gristmill.optim.orthogonal import POLAR_EXPRESS, QUINTIC
@@ -188,7 +188,7 @@ def test_a_group_in_pieces_moves_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> 
     whole, parted = model(layers=5), model(layers=5)
     for network in (whole, parted):
         if network is parted:
-            monkeypatch.setattr(matrix, "PIECE", 2 * 48 * 16)
+            monkeypatch.setattr(chunks, "PIECE", 2 * 48 * 16)
         built = optimizer(network, normalise="neurons")
         for step in range(2):
             give_gradients(network, step)
@@ -197,10 +197,18 @@ def test_a_group_in_pieces_moves_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> 
         torch.testing.assert_close(one, two, rtol=0, atol=1e-6)
 
 
+def test_small_chunks_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "PIECE", 100)
+    sizes = [30, 70, 1, 120, 40, 60]
+    several = [chunks.Chunk({}, None, [torch.nn.Parameter(torch.empty(size))]) for size in sizes]  # type: ignore[arg-type]
+    packed = [[len(one.parameters[0]) for one in together] for together in chunks.packed(several)]
+    assert packed == [[30, 70], [1], [120], [40, 60]]
+
+
 def test_pieces_are_few_and_even() -> None:
     for count, size, lengths in ((7, 2**18, [7]), (9, 2**25, [3, 3, 3]), (2, 2**28, [1, 1])):
-        pieces = matrix._pieces(range(count), size=size)
-        assert [len(piece) for piece in pieces] == lengths
+        found = chunks.pieces(range(count), size=size)
+        assert [len(piece) for piece in found] == lengths
 
 
 @pytest.mark.parametrize(

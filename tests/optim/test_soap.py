@@ -21,8 +21,8 @@ from gristmill.config.rules import doubts
 from gristmill.config.schema import RunConfig
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
+from gristmill.optim import chunks
 from gristmill.optim import compiled as compiled_steps
-from gristmill.optim import matrix
 from gristmill.optim.adamw import AdamW
 from gristmill.optim.build import build_optimizer
 from gristmill.optim.matrix import MatrixOptimizer
@@ -425,7 +425,7 @@ def test_a_group_in_pieces_moves_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> 
     whole, parted = model(layers=3), model(layers=3)
     for network in (whole, parted):
         if network is parted:
-            monkeypatch.setattr(matrix, "PIECE", 2 * 48 * 16)
+            monkeypatch.setattr(chunks, "PIECE", 2 * 48 * 16)
         built = optimizer(network, "adamw", eps=1e-4)
         for step in range(3):
             give_gradients(network, step)

@@ -26,8 +26,8 @@ shards.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -38,6 +38,7 @@ from gristmill.config.optim import AdamWConfig, MuonConfig
 from gristmill.config.preconditioner import SoapConfig
 from gristmill.config.roles import Role
 from gristmill.optim.adamw import ADAM_PLACEMENTS, adam_step, decay_groups
+from gristmill.optim.chunks import Chunk, packed, pieces
 from gristmill.optim.compiled import is_compiled, maybe_compiled
 from gristmill.optim.orthogonal import (
     MatrixRule,
@@ -56,9 +57,6 @@ from gristmill.optim.spec import ParameterOptimizer, Placement, StateEntry
 
 ADAM_LR = 4e-3
 """Default peak rate of a role."""
-
-PIECE = 2**27
-"""Elements that are computed with at once, unless a single matrix has more."""
 
 _NONE = torch.empty(0)
 
@@ -170,7 +168,7 @@ class MatrixOptimizer(ParameterOptimizer):
     @torch.no_grad()
     def step(self, *, divisor: torch.Tensor, skip: torch.Tensor) -> None:
         """Update every parameter that has a gradient."""
-        chunks: list[_Chunk] = []
+        chunks: list[Chunk] = []
         for number, group in enumerate(self.param_groups):
             if "rule" not in group:
                 adam_step(self.state, group["params"], group, divisor=divisor, skip=skip)
@@ -185,9 +183,11 @@ class MatrixOptimizer(ParameterOptimizer):
                 self._step_apart(group, scalars, members)
             else:
                 matrices = [parameter for _, parameter in members]
-                pieces = _pieces(matrices, size=matrices[0].numel())
-                chunks += [_Chunk(group, scalars, piece) for piece in pieces]
-        for several in _packed(chunks):
+                chunks += [
+                    Chunk(group, scalars, piece)
+                    for piece in pieces(matrices, size=matrices[0].numel())
+                ]
+        for several in packed(chunks):
             if is_compiled(self.compiled, several[0].parameters[0].device):
                 self._step_stacks(several)
                 continue
@@ -222,7 +222,7 @@ class MatrixOptimizer(ParameterOptimizer):
         if self.exchange is None:  # shards have any size, and some have none
             advance = self._maybe_compiled(advance, rule, device)
             move = self._maybe_compiled(move, rule, device)
-        for chunk in _pieces(members, size=self._size(rule, columns)):
+        for chunk in pieces(members, size=self._size(rule, columns)):
             names, parameters = [name for name, _ in chunk], [p for _, p in chunk]
             states = [self._matrix_state(p, rule, columns) for p in parameters]
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
@@ -288,7 +288,7 @@ class MatrixOptimizer(ParameterOptimizer):
     ) -> Callable[..., Any]:
         return maybe_compiled(function, rule, compiled=self.compiled, device=device)
 
-    def _step_matrices(self, chunk: _Chunk) -> None:
+    def _step_matrices(self, chunk: Chunk) -> None:
         """Update equal matrices."""
         rule = chunk.rule
         states = [self._matrix_state(p, rule, p.shape[1]) for p in chunk.parameters]
@@ -296,7 +296,7 @@ class MatrixOptimizer(ParameterOptimizer):
         moments = [] if rule.beta2 is None else [state["second_moment"] for state in states]
         update_matrices(chunk.weights(), chunk.gradients(), momenta, moments, chunk.scalars, rule)
 
-    def _step_stacks(self, chunks: Sequence[_Chunk]) -> None:
+    def _step_stacks(self, chunks: Sequence[Chunk]) -> None:
         """Update matrices of several shapes with one compiled function."""
         stacks = []
         for chunk in chunks:
@@ -377,46 +377,6 @@ def _require_matrices(shapes: Mapping[str, tuple[int, ...]]) -> None:
         if len(shape) != 2:
             what = f"{name} has {len(shape)} dimensions, and Muon orthogonalises matrices"
             raise UserError(what, where="optim.type", remedy='use "adamw" for this model')
-
-
-class _Chunk(NamedTuple):
-    """Equal matrices of a group that are updated at once."""
-
-    group: Group
-    scalars: StepScalars
-    parameters: Sequence[nn.Parameter]
-
-    @property
-    def rule(self) -> MatrixRule:
-        rule: MatrixRule = self.group["rule"]
-        return rule
-
-    def weights(self) -> list[torch.Tensor]:
-        return [parameter.detach() for parameter in self.parameters]
-
-    def gradients(self) -> list[torch.Tensor]:
-        return [p.grad for p in self.parameters if p.grad is not None]
-
-
-def _packed(chunks: Iterable[_Chunk]) -> list[list[_Chunk]]:
-    """Chunks in their order, as many together as PIECE allows."""
-    packed: list[list[_Chunk]] = []
-    room = 0
-    for chunk in chunks:
-        size = sum(parameter.numel() for parameter in chunk.parameters)
-        if size > room or not packed:
-            packed.append([])
-            room = PIECE
-        packed[-1].append(chunk)
-        room -= size
-    return packed
-
-
-def _pieces(matrices: Sequence[Any], *, size: int) -> Iterable[Sequence[Any]]:
-    """Equal matrices of a size, in as few even chunks as PIECE allows."""
-    at_once = max(1, PIECE // size)
-    length = math.ceil(len(matrices) / math.ceil(len(matrices) / at_once))
-    return (matrices[begin : begin + length] for begin in range(0, len(matrices), length))
 
 
 # ------------------------------------------------------------------ groups
