@@ -8,11 +8,9 @@ import sys
 def main() -> None:
     """Run the command line. The commands take a moment to import, and a signal may arrive then."""
     if sys.argv[1:2] == ["train"]:
-        from gristmill.base.collector import pause_collector
         from gristmill.base.signals import exit_on_stop_signals
 
         exit_on_stop_signals()
-        pause_collector()
     from gristmill.base.caches import use_compile_caches
 
     use_compile_caches()

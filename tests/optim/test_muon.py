@@ -22,7 +22,7 @@ from gristmill.optim import chunks
 from gristmill.optim import compiled as compiled_steps
 from gristmill.optim.build import build_optimizer
 from gristmill.optim.matrix import MatrixOptimizer
-from gristmill.optim.orthogonal import POLAR_EXPRESS, QUINTIC
+from gristmill.optim.orthogonal import POLAR_EXPRESS, QUINTIC, StepScalars
 from gristmill.optim.schedule import build_schedule
 
 
@@ -200,7 +200,9 @@ def test_a_group_in_pieces_moves_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> 
 def test_small_chunks_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "PIECE", 100)
     sizes = [30, 70, 1, 120, 40, 60]
-    several = [chunks.Chunk({}, None, [torch.nn.Parameter(torch.empty(size))]) for size in sizes]  # type: ignore[arg-type]
+    scalars = StepScalars(*torch.zeros(6))
+    matrices = [torch.nn.Parameter(torch.empty(size, 1)) for size in sizes]
+    several = [chunks.Chunk({}, scalars, [matrix]) for matrix in matrices]
     packed = [[len(one.parameters[0]) for one in together] for together in chunks.packed(several)]
     assert packed == [[30, 70], [1], [120], [40, 60]]
 

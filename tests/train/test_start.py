@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gristmill.base.collector import pause_collector
+from gristmill.base.collector import collector_paused
 from gristmill.base.errors import Exit, UserError
 from gristmill.config.parallel import Mesh
 from gristmill.config.resolve import resolve
@@ -57,12 +57,11 @@ def test_a_refused_fresh_start_keeps_only_the_old_run(make_run: MakeRun, tmp_pat
 
 
 def test_garbage_is_collected_again_after_the_first_step(make_run: MakeRun) -> None:
-    pause_collector()
-    try:
+    with collector_paused():
+        refuse(make_run("data.paths=nowhere"))
+        assert not gc.isenabled()
         run_training(make_run('train.until="1 steps"'))
         assert gc.isenabled()
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "accum-adamw"])

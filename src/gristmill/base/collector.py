@@ -7,11 +7,18 @@ would visit them again and again, which takes a tenth of the time until the firs
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
-def pause_collector() -> None:
-    """Collect nothing until `resume_collector`."""
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Collect nothing until `resume_collector`, or to the end of the context."""
     gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def resume_collector() -> None:

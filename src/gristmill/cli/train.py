@@ -142,6 +142,7 @@ def train(
     if validate_only:
         _validate(config, start_from)
         return
+    from gristmill.base.collector import collector_paused
     from gristmill.base.memory import keep_freed_memory
     from gristmill.base.process import Place
     from gristmill.track.folder import run_folder
@@ -151,7 +152,7 @@ def train(
     if Place.current().rank == 0:
         typer.echo(f"info: {config.name}: starting in {run_folder(config).path}")
     # The next import takes seconds, and a signal may arrive meanwhile.
-    with StopRequest() as stop:
+    with StopRequest() as stop, collector_paused():
         from gristmill.train.run import run_training
 
         text = "" if translated is None else translated.translation.text

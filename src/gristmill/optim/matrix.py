@@ -26,7 +26,7 @@ shards.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -284,9 +284,9 @@ class MatrixOptimizer(ParameterOptimizer):
         return max(size, bases)
 
     def _maybe_compiled(
-        self, function: Callable[..., Any], rule: MatrixRule, device: torch.device
+        self, function: Callable[..., Any], constants: Hashable, device: torch.device
     ) -> Callable[..., Any]:
-        return maybe_compiled(function, rule, compiled=self.compiled, device=device)
+        return maybe_compiled(function, constants, compiled=self.compiled, device=device)
 
     def _step_matrices(self, chunk: Chunk) -> None:
         """Update equal matrices."""
@@ -307,7 +307,7 @@ class MatrixOptimizer(ParameterOptimizer):
             stacks.append(Stack(gradients, _stacked(states, "momentum"), moments, chunk.scalars))
         rules = tuple(chunk.rule for chunk in chunks)
         device = stacks[0].gradients_NRC.device
-        advance = maybe_compiled(advance_stacks, rules, compiled=self.compiled, device=device)
+        advance = self._maybe_compiled(advance_stacks, rules, device)
         for chunk, direction_NRC in zip(chunks, advance(stacks, rules), strict=True):
             directions = list(direction_NRC.unbind())
             self._move(chunk.group, chunk.weights(), directions, chunk.scalars)

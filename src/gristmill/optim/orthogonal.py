@@ -245,6 +245,7 @@ class _Part(NamedTuple):
 
 
 def _parts(u_NRC: torch.Tensor, moments_NL: torch.Tensor | None, rule: MatrixRule) -> list[_Part]:
+    """The matrices that are stacked in each of these."""
     columns = u_NRC.shape[2]
     moments: Sequence[torch.Tensor | None] = [None] * len(rule.parts)
     if moments_NL is not None and rule.beta2 is not None:
