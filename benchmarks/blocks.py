@@ -23,7 +23,7 @@ from peers import BASE, Builder, System, numbers_of
 
 from gristmill.base.errors import UserError
 from gristmill.config.schema import RunConfig
-from gristmill.parallel.device import Device, matrix_rate
+from gristmill.parallel.device import Device
 from gristmill.plan.arithmetic import count_parameters, token_cost
 
 UNTIMED = 2
@@ -151,7 +151,7 @@ def report(config: RunConfig, found: Mapping[str, Measured], plan: Plan) -> None
     """A row for each system."""
     numbers = numbers_of(config)
     cost = token_cost(config.model, rows=numbers.padded_vocab, sequence=numbers.sequence)
-    rate = matrix_rate(Device(torch.device(plan.device)))
+    rate = Device(torch.device(plan.device)).matrix_rate()
     width = max(map(len, found)) + 2
     beside = found[BASE].speeds if BASE in found else []
     base = statistics.median(beside) if beside else None
