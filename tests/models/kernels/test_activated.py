@@ -16,6 +16,7 @@ from gristmill.models.kernels.activated import activation_backward, linear_activ
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 M, N, K = (256, 512, 128) if DEVICE == "cuda" else (48, 64, 32)
 FUNCTIONS = {
+    "gelu": functional.gelu,
     "gelu_tanh": lambda h: functional.gelu(h, approximate="tanh"),
     "relu2": lambda h: functional.relu(h).square(),
 }
