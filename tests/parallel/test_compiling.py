@@ -1,12 +1,67 @@
-"""The time that compiling takes."""
+"""What is compiled in one graph, and the time that it takes."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
+import pytest
 import torch
 
-from gristmill.parallel.compiling import CompileClock
+from gristmill.config.load import load_text
+from gristmill.config.parallel import Mesh
+from gristmill.config.resolve import resolve
+from gristmill.models.build import outline_model
+from gristmill.parallel.compiling import CompileClock, choose_graphs
+from gristmill.parallel.device import Device
+from gristmill.parallel.world import World
+
+RUN = """
+name = "choice"
+data.paths = "tokens/text"
+train = { until = "1M tokens", batch = 32 }
+"""
+
+
+def gpu(name: str) -> World:
+    """With a GPU that no machine needs to have: nothing is computed on it."""
+    device = Device(torch.device("cuda"))
+    device.__dict__["name"] = name
+    return World(device)
+
+
+def chosen(world: World, *settings: str) -> str | None:
+    config = load_text(RUN, settings, place="choice.toml")
+    model = outline_model(config.model, vocab=50257)
+    return choose_graphs(config, model, world, resolve(config, vocab=50257))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (("preset=gpt2-small",), "blocks"),
+        (("preset=gpt2-small", 'train.until="100M tokens"'), "blocks"),
+        (("preset=gpt2-small", 'train.until="10B tokens"'), "whole"),
+        # a larger model takes longer to compile, and longer to train
+        (("preset=gpt2-xl",), "blocks"),
+        (("preset=gpt2-xl", 'train.until="1B tokens"'), "whole"),
+        # what is asked for is done
+        (("preset=gpt2-small", "runtime.compile=true"), "whole"),
+        (("preset=gpt2-small", 'train.until="10B tokens"', "runtime.compile=blocks"), "blocks"),
+        (("preset=gpt2-small", "runtime.compile=false"), None),
+    ],
+)
+def test_only_a_long_run_waits_for_one_graph(
+    settings: tuple[str, ...], expected: str | None
+) -> None:
+    assert chosen(gpu("NVIDIA H200"), *settings) == expected
+
+
+def test_where_there_is_no_choice() -> None:
+    assert chosen(gpu("one of next year"), "preset=gpt2-small") == "whole"
+    several = replace(gpu("one of next year"), mesh=Mesh(dp_replicate=2))
+    assert chosen(several, "preset=gpt2-small", "parallel.dp_replicate=2") == "blocks"
+    assert chosen(World(Device(torch.device("cpu"))), "preset=gpt2-small") is None
 
 
 def test_compiling_is_timed_and_announced() -> None:

@@ -130,9 +130,10 @@ class RuntimeConfig(Settings):
     threads: Count | None = None
     """CPU threads; all cores if not given. Results are bit-identical only for the same number."""
     compile: Literal[True, False, "blocks"] | None = None
-    """Compile the model, and the step of Muon, with torch.compile; on CUDA only if not given.
-    "blocks" compiles one block for all: compile time does not grow with depth, but nothing is fused
-    across blocks. Runs of several processes always do so."""
+    """Compile the model, and the step of Muon, with torch.compile. true makes one graph of the
+    whole model; "blocks" compiles one block for all, which takes a time that does not grow with
+    depth, but fuses nothing across blocks. If not given, nothing is compiled but on CUDA, where
+    short runs compile blocks. Runs of several processes always do so."""
     kernels: bool = True
     """Use the kernels in Triton that come with this program, on CUDA; plain operations if not."""
     offload: Literal["optimizer"] | None = None

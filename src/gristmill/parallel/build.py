@@ -13,8 +13,8 @@ No process ever holds more than its shard of the weights and one whole block.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
@@ -31,6 +31,12 @@ from gristmill.models.spec import CausalLM, ShardComm
 from gristmill.optim.build import build_optimizer
 from gristmill.optim.precondition.joined import PreconditionedOptimizer
 from gristmill.optim.spec import Optimizer
+from gristmill.parallel.compiling import (
+    choose_graphs,
+    compiled,
+    compiled_for_training,
+    start_compile_workers,
+)
 from gristmill.parallel.context import heads_attention, position_before, ring_attention
 from gristmill.parallel.control import ControlGroup
 from gristmill.parallel.data_parallel import build_gradient_sync, shard_parameters
@@ -54,9 +60,6 @@ if TYPE_CHECKING:
 
 _ATTENTION = {"ring": ring_attention, "heads": heads_attention}
 
-GRAPHS = 128
-"""Maximum number of compiled versions of a function in a process."""
-
 
 def build_strategy(
     config: RunConfig,
@@ -77,12 +80,17 @@ def build_strategy(
 
         return build_xla(config, vocab=vocab, world=world, control=control)
     if not config.parallel.decentralized:
-        return _build_spmd(config, vocab=vocab, world=world, control=control)
+        return _build_spmd(config, vocab=vocab, world=world, control=control, numbers=numbers)
     workers = workers or all_workers(world, config.parallel)
     return Decentralized(
         config.parallel,
         inner=_build_spmd(
-            config, vocab=vocab, world=worker_world(world), control=control, worker=workers.mine
+            config,
+            vocab=vocab,
+            world=worker_world(world),
+            control=control,
+            numbers=numbers,
+            worker=workers.mine,
         ),
         workers=workers,
         slots=world.mesh.dp_replicate,
@@ -94,16 +102,27 @@ def build_strategy(
 
 
 def _build_spmd(
-    config: RunConfig, *, vocab: int, world: World, control: ControlGroup, worker: int = 0
+    config: RunConfig,
+    *,
+    vocab: int,
+    world: World,
+    control: ControlGroup,
+    numbers: Resolved | None,
+    worker: int = 0,
 ) -> Spmd:
     precision = Precision(config.precision, world.device)
-    model, stages = place_model(config, vocab=vocab, world=world, precision=precision)
+    graphs = choose_graphs(config, outline_model(config.model, vocab=vocab), world, numbers)
+    if graphs is not None and world.device.kind == "cuda":
+        start_compile_workers()
+    model, stages = place_model(
+        config, vocab=vocab, world=world, precision=precision, graphs=graphs
+    )
     parameters = shard_parameters(model, world.mesh, world.rank)
     sync = build_gradient_sync(
         model, parameters, world, config=config.parallel, reduce=precision.reduce
     )
-    compiled = _compiled(model) if _compiles(config, world) == "whole" else None
-    micro_batches: MicroBatches = SequentialMicroBatches(model, sync, compiled)
+    in_one_graph = compiled(model) if graphs == "whole" else None
+    micro_batches: MicroBatches = SequentialMicroBatches(model, sync, in_one_graph)
     if stages:
         from gristmill.parallel.pipeline import PipelineMicroBatches
 
@@ -146,7 +165,12 @@ def _build_spmd(
 
 
 def place_model(
-    config: RunConfig, *, vocab: int, world: World, precision: Precision | None = None
+    config: RunConfig,
+    *,
+    vocab: int,
+    world: World,
+    precision: Precision | None = None,
+    graphs: Literal["whole", "blocks"] | None = None,
 ) -> tuple[CausalLM, list[StageModule]]:
     """This process's shard of the model, with initial weights, and its pipeline stages, if any."""
     precision = precision or Precision(config.precision, world.device)
@@ -158,17 +182,16 @@ def place_model(
     if model.adapters and model.casts_weights:
         keep_frozen_in(model, precision.dtype)
     kernels = precision.kernels(wanted=config.runtime.kernels)
-    compiled = _compiles(config, world) is not None
     model.kernels = kernels._replace(
-        document_blocks=compiled and device.type == "cuda",
+        document_blocks=graphs is not None and device.type == "cuda",
         sampled_softmax=config.train.sampled_softmax,
     )
     model.comm = build_comm(config, world)
     fsdp = _sharding(config, world, precision)
     blocks = [model.get_submodule(name) for name in model.block_names()]
-    if _compiles(config, world) == "blocks":
+    if graphs == "blocks":
         # Attention within documents is too slow as plain operations.
-        compiled_for = _compiled if config.masks_documents else _compiled_for_training
+        compiled_for = compiled if config.masks_documents else compiled_for_training
         for block in blocks:
             # Wrappers stay outside of the compiled function, and all blocks share one graph.
             block.forward = compiled_for(block.forward, whole_graph=not model.comm.forks_rng)
@@ -240,37 +263,3 @@ def _matrix_exchange(model: CausalLM, world: World) -> ShardedMatrixExchange | N
         return None
     names = [name for name, role in model.roles().items() if role is Role.MATRIX]
     return ShardedMatrixExchange(ShardLayout.of(model, world.mesh), world, names=names)
-
-
-def _compiles(config: RunConfig, world: World) -> Literal["whole", "blocks"] | None:
-    """Whether to compile the whole model or block by block. With several processes only blocks can
-    be compiled. With document masks, torch 2.11 computes wrong attention gradients in one graph."""
-    if not config.runtime.compiles(world.device.kind):
-        return None
-    several = world.mesh.processes > 1
-    blocks = several or config.runtime.compile == "blocks" or config.masks_documents
-    return "blocks" if blocks else "whole"
-
-
-def _compiled_for_training(function: Any, *, whole_graph: bool = True) -> Any:
-    """A function that is compiled where gradients are wanted: to compile a second version for
-    validation takes longer than what it saves."""
-    compiled = _compiled(function, whole_graph=whole_graph)
-
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (compiled if torch.is_grad_enabled() else function)(*args, **kwargs)
-
-    return call
-
-
-def _compiled(function: Any, *, whole_graph: bool = True) -> Any:
-    """A model or block, compiled with static shapes."""
-    # torch counts versions of a function over all models of a process. At its limit of 8, fullgraph
-    # compilation fails.
-    dynamo = torch._dynamo.config
-    dynamo.recompile_limit = max(GRAPHS, dynamo.recompile_limit)
-    # Functions with a backward pass of their own are part of the graph, which is the cache's key.
-    # Without this, nothing but the kernels is found again at the next start.
-    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
-    return torch.compile(function, dynamic=False, fullgraph=whole_graph)

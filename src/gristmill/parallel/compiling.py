@@ -1,4 +1,7 @@
-"""How long torch.compile has been at work in this process.
+"""torch.compile: what is compiled in one graph, and how long it takes.
+
+One graph of the whole model trains a little faster than a graph for each kind of block, and takes
+longer to compile with every layer. So a short run compiles blocks, unless it says otherwise.
 
 A step that compiles says nothing about the speed of training, so its rates are not recorded. torch
 reports when compiling begins and ends, also for graphs that are compiled later, when a batch has
@@ -9,7 +12,77 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Self
+from functools import wraps
+from typing import Any, Literal, Self
+
+import torch
+
+from gristmill.config.resolve import Resolved
+from gristmill.config.schema import RunConfig
+from gristmill.models.spec import CausalLM
+from gristmill.parallel.world import World
+
+SECONDS_PER_LAYER, SLOWER = 1.1, 0.011
+"""What a layer adds to the time that a whole model takes to compile, and by how much steps of
+compiled blocks are slower: measured on an H200."""
+USUAL_MFU = 0.4
+"""For an estimate of a run's time."""
+GRAPHS = 128
+"""Maximum number of compiled versions of a function in a process."""
+
+
+def choose_graphs(
+    config: RunConfig, model: CausalLM, world: World, numbers: Resolved | None
+) -> Literal["whole", "blocks"] | None:
+    """Whether to compile the whole model or block by block. With several processes only blocks can
+    be compiled. With document masks, torch 2.11 computes wrong attention gradients in one graph."""
+    if not config.runtime.compiles(world.device.kind):
+        return None
+    if world.mesh.processes > 1 or config.masks_documents or config.runtime.compile == "blocks":
+        return "blocks"
+    if config.runtime.compile is None and numbers is not None:
+        return "blocks" if _is_short(config, model, world, numbers) else "whole"
+    return "whole"
+
+
+def _is_short(config: RunConfig, model: CausalLM, world: World, numbers: Resolved) -> bool:
+    """Whether a run ends before one graph has made up for the time it takes to compile."""
+    precision = config.precision
+    peak = world.device.peak_flops(precision.compute, tf32=precision.tf32)
+    if peak is None:
+        return False
+    tokens = numbers.samples * numbers.sequence
+    seconds = tokens * model.token_cost(numbers.sequence).palm / (USUAL_MFU * peak)
+    return SLOWER * seconds < SECONDS_PER_LAYER * len(model.block_names())
+
+
+def compiled(function: Any, *, whole_graph: bool = True) -> Any:
+    """A model or block, compiled with static shapes."""
+    # torch counts versions of a function over all models of a process. At its limit of 8, fullgraph
+    # compilation fails.
+    dynamo = torch._dynamo.config
+    dynamo.recompile_limit = max(GRAPHS, dynamo.recompile_limit)
+    # Functions with a backward pass of their own are part of the graph, which is the cache's key.
+    # Without this, nothing but the kernels is found again at the next start.
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    return torch.compile(function, dynamic=False, fullgraph=whole_graph)
+
+
+def compiled_for_training(function: Any, *, whole_graph: bool = True) -> Any:
+    """A function that is compiled where gradients are wanted: to compile a second version for
+    validation takes longer than what it saves."""
+    for_training = compiled(function, whole_graph=whole_graph)
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (for_training if torch.is_grad_enabled() else function)(*args, **kwargs)
+
+    return call
+
+
+def start_compile_workers() -> None:
+    """Start the processes that compile kernels, which takes seconds: before a model is built, so
+    that they are ready when its first graph is."""
 
 
 class CompileClock:
