@@ -1,14 +1,16 @@
 """The feed-forward part by our kernels, beside what the compiler makes of plain operations.
 
     python benchmarks/kernels.py
+    python benchmarks/kernels.py --tiles      our two kernels alone, with other tiles
 
 Both passes, in bf16, for the widths of GPT-2's four sizes and one more. `models/fused.py` has the
-widths up to which ours is used; this script is where they come from, and says what they should be
-on another GPU.
+widths up to which ours is used, and `models/kernels/activated.py` the tiles; this script is where
+they come from, and says what they should be on another GPU.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from collections.abc import Callable
 
@@ -16,6 +18,19 @@ import torch
 from torch.nn import functional
 
 from gristmill.models.fused import WIDEST, fused_mlp
+
+TILES = (
+    (128, 128, 64, 4, 2, 3),
+    (128, 128, 64, 8, 2, 3),
+    (128, 128, 64, 4, 2, 2),
+    (128, 256, 64, 8, 1, 3),
+    (128, 256, 64, 8, 1, 4),
+    (256, 128, 64, 8, 1, 3),
+    (256, 128, 64, 8, 1, 4),
+    (64, 256, 64, 4, 2, 3),
+    (128, 128, 128, 8, 1, 3),
+)
+"""Rows, columns, depth, warps, programs per SM, stages."""
 
 SHAPES = ((65536, 768), (32768, 768), (32768, 1024), (16384, 1280), (8192, 1600), (16384, 2048))
 """Rows and widths."""
@@ -25,9 +40,17 @@ Part = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tiles", action="store_true", help="our kernels alone, with other tiles")
+    options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this needs an NVIDIA GPU")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, milliseconds")
+    (compare_tiles if options.tiles else compare_parts)()
+
+
+def compare_parts() -> None:
+    """The whole part, both passes, ours and the compiler's."""
     print(f"{'activation':<12}{'rows':>8}{'width':>8}{'ours':>9}{'plain':>9}{'ratio':>8}  used")
     for activation, widest in WIDEST.items():
         for rows, width in SHAPES:
@@ -40,6 +63,38 @@ def main() -> None:
                 f"{theirs / ours:>8.3f}  {used}",
                 flush=True,
             )
+
+
+def compare_tiles() -> None:
+    """Forward and backward kernel with each of the tiles, and the library's product alone."""
+    for activation in WIDEST:
+        for rows, width in (SHAPES[0], SHAPES[2], SHAPES[3]):
+            try_tiles(activation, rows, width)
+
+
+def try_tiles(activation: str, rows: int, width: int) -> None:
+    from gristmill.models.kernels import activated
+
+    x, up, kept = (
+        torch.rand(shape, device="cuda").bfloat16()
+        for shape in ((rows, width), (4 * width, width), (rows, 4 * width))
+    )
+    product = median(lambda: x @ up.T)
+    print(f"{activation}, {rows} x {width}: the product alone {product:.3f}", flush=True)
+    for numbers in TILES:
+        activated.FORWARD = activated.BACKWARD = activated.Tiles(*numbers)
+        try:
+            forward = median(lambda: activated.linear_activation(x, up, None, activation))
+            backward = median(lambda: activated.activation_backward(x, up, kept, activation))
+        except Exception as error:  # too much shared memory, say
+            print(f"  {numbers!s:<30}{type(error).__name__}", flush=True)
+        else:
+            print(f"  {numbers!s:<30}{forward:>8.3f}{backward:>8.3f}", flush=True)
+
+
+def median(call: Callable[[], object]) -> float:
+    call()  # compiles
+    return statistics.median(measure(call) for _ in range(ROUNDS))
 
 
 def fused_part(activation: str) -> Part:
@@ -76,7 +131,7 @@ def times(rows: int, width: int, *parts: Part) -> list[float]:
     return [statistics.median(column) for column in zip(*found, strict=True)]
 
 
-def measure(call: Callable[[], None]) -> float:
+def measure(call: Callable[[], object]) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(CALLS):
