@@ -83,6 +83,10 @@ def compiled_for_training(function: Any, *, whole_graph: bool = True) -> Any:
 def start_compile_workers() -> None:
     """Start the processes that compile kernels, which takes seconds: before a model is built, so
     that they are ready when its first graph is."""
+    from torch._inductor.async_compile import AsyncCompile, maybe_warm_pool
+
+    maybe_warm_pool()
+    AsyncCompile.use_process_pool()  # until one has answered, kernels are compiled one by one here
 
 
 class CompileClock:
