@@ -291,12 +291,15 @@ def test_the_vocabulary_is_sampled_if_it_is_larger_and_whole() -> None:
 
 
 def test_intervals_that_are_not_given_follow_the_horizon() -> None:
-    numbers = resolve(load(), vocab=1)
-    assert str(numbers.validate_every) == "5 steps"
-    short = resolve(load("", "train.until=3 steps"), vocab=1)
-    assert short.validate_every == Duration(1, Unit.STEPS)
-    given_ = resolve(load("", "validate.every=7 samples"), vocab=1)
-    assert given_.validate_every == Duration(7, Unit.SAMPLES)
+    def validates(*words: str) -> str:
+        return str(resolve(load("", "train.batch=32", *words), vocab=1).validate_every)
+
+    assert validates("train.until=1000 steps") == "50 steps"
+    # 128 windows take as long as 4 / 3 steps, and validation an eighth of the time at most.
+    assert validates("train.until=3 steps") == "11 steps"
+    assert validates("train.until=1000 steps", "train.batch=4") == "86 steps"
+    assert validates("train.until=20 steps", "validate.windows=10") == "1 steps"
+    assert validates("train.until=3 steps", "validate.every=7 samples") == "7 samples"
 
 
 def test_a_span_is_the_same_in_every_unit() -> None:

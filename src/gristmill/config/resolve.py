@@ -174,8 +174,15 @@ def resolve(config: RunConfig, *, vocab: int, mesh: Mesh | None = None) -> Resol
         vocab=vocab,
         padded_vocab=padded(vocab, config.model, ranks=1 if mesh is None else mesh.tp),
         sampled_softmax=_sampled(config, vocab, tp=config.parallel.tp if mesh is None else mesh.tp),
-        validate_every=config.validation.every or Duration(math.ceil(steps / 20), Unit.STEPS),
+        validate_every=config.validation.every or _validate_every(config, parts.batch, steps),
     )
+
+
+def _validate_every(config: RunConfig, batch: int, steps: int) -> Duration:
+    """Twenty times in the run, or less often: validation is to take an eighth of its time at most.
+    A window takes a third of the time of a sample that is trained on."""
+    as_steps = config.validation.windows / batch / 3
+    return Duration(max(math.ceil(steps / 20), math.ceil(8 * as_steps)), Unit.STEPS)
 
 
 def _sampled(config: RunConfig, vocab: int, *, tp: int | Literal["auto"]) -> int | None:

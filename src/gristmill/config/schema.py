@@ -227,7 +227,8 @@ class ValidateConfig(Settings):
     """Loss on held-out text, always on the same windows."""
 
     every: Interval | None = None
-    """How often; twenty times in the run if not given."""
+    """How often; if not given, twenty times in the run, or less often where that would take more
+    than an eighth of its time. In any case at the start and at the end."""
     windows: Count = 128
     """How many windows, spread evenly over the validation text (fewer if it is shorter)."""
 
