@@ -127,7 +127,9 @@ def assembled(options: argparse.Namespace, *words: str) -> Any:
     from gristmill.train.assemble import assemble
 
     text = RUN.format(**{**vars(options), "name": options.child})
-    config = load_text(text, words, place="benchmark")
+    # As a run does that is long enough to speak of its speed.
+    compiled = ["runtime.compile=true"] if options.device == "cuda" else []
+    config = load_text(text, [*compiled, *words], place="benchmark")
     return assemble(config, RunFolder(options.folder / options.child))
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import tomli_w
 import torch
+from nanochat_peer import HEAD_WIDTH, RATES
 
 from gristmill.config.load import load_text
 from gristmill.config.resolve import Resolved, resolve
@@ -33,8 +34,6 @@ GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s
 MODES = {"auto": "", "true": ", the whole model compiled", "blocks": ", blocks compiled"}
 UNUSED = ("wandb", "rustbpe", "requests")
 """Packages that nanochat's script imports."""
-RATES = {"embedding-lr": 0.3, "unembedding-lr": 0.008, "matrix-lr": 0.02, "scalar-lr": 0.5}
-"""nanochat's defaults; it multiplies them by the root of the batch relative to BATCH."""
 SPECIAL = (
     *("<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>"),
     *("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>"),
@@ -42,6 +41,7 @@ SPECIAL = (
 """Tokens that nanochat knows by name."""
 PYTHONPATH = os.environ.get("PYTHONPATH")
 BATCH = 2**19
+"""nanochat's script multiplies its rates by the root of the batch relative to this one."""
 BEST, DECAY = 1.6, 0.1
 """The factor of its rates and the decay that were best in `time_to_loss.py`."""
 
@@ -146,7 +146,7 @@ def nanochat(options: argparse.Namespace, scratch: Path) -> Command:
         "device-type": options.device,
         "depth": shape["layers"],
         "aspect-ratio": shape["width"] // shape["layers"],
-        "head-dim": min(128, shape["width"]),
+        "head-dim": min(HEAD_WIDTH, shape["width"]),
         "max-seq-len": numbers.sequence,
         "window-pattern": "L",  # without FlashAttention 3, short windows cost time
         "num-iterations": numbers.steps,
@@ -157,7 +157,7 @@ def nanochat(options: argparse.Namespace, scratch: Path) -> Command:
         "core-metric-every": -1,
         "sample-every": -1,
         "weight-decay": DECAY / scale,
-        **{name: rate * BEST / scale for name, rate in RATES.items()},
+        **{name.replace("_", "-"): rate * BEST / scale for name, rate in RATES.items()},
     }
     return Command(
         name="nanochat",

@@ -6,13 +6,17 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.bench.measure import IDLE, BenchResult, _compiled, measure_run, step_tables
 from gristmill.bench.random_tokens import write_random_tokens
 from gristmill.bench.trace import OpClass, OpTime, StepPhase, Trace
 from gristmill.config.load import load_text
+from gristmill.config.resolve import resolve
 from gristmill.config.schema import RunConfig
+from gristmill.parallel.device import Device
+from gristmill.parallel.world import World
 
 RUN = """
 name = "small"
@@ -39,14 +43,18 @@ threads = 1
     ("words", "device", "expected"),
     [
         ((), "cpu", None),
-        ((), "cuda", "model"),
+        ((), "cuda", "blocks"),
+        (('train.until="1T tokens"',), "cuda", "model"),
+        (("data.documents=masked", 'train.until="1T tokens"'), "cuda", "blocks"),
         (("runtime.compile=true",), "cpu", "model"),
         (("runtime.compile=blocks",), "cpu", "blocks"),
         (("runtime.compile=false",), "cuda", None),
     ],
 )
 def test_what_is_compiled(words: tuple[str, ...], device: str, expected: str | None) -> None:
-    assert _compiled(run_at(Path("x"), *words).runtime, device) == expected
+    config, chosen = run_at(Path("x"), *words), Device(torch.device(device))
+    chosen.__dict__["name"] = "NVIDIA H200"  # no test has one
+    assert _compiled(config, World(chosen), resolve(config, vocab=257)) == expected
 
 
 def run_at(folder: Path, *settings: str) -> RunConfig:

@@ -11,7 +11,6 @@ import torch
 from gristmill.config.load import load_text
 from gristmill.config.parallel import Mesh
 from gristmill.config.resolve import resolve
-from gristmill.models.build import outline_model
 from gristmill.parallel.compiling import CompileClock, choose_graphs
 from gristmill.parallel.device import Device
 from gristmill.parallel.world import World
@@ -32,8 +31,7 @@ def gpu(name: str) -> World:
 
 def chosen(world: World, *settings: str) -> str | None:
     config = load_text(RUN, settings, place="choice.toml")
-    model = outline_model(config.model, vocab=50257)
-    return choose_graphs(config, model, world, resolve(config, vocab=50257))
+    return choose_graphs(config, world, resolve(config, vocab=50257))
 
 
 @pytest.mark.parametrize(

@@ -27,15 +27,16 @@ from gristmill.bench.random_tokens import GPT2_VOCABULARY, write_random_tokens
 from gristmill.bench.trace import OpClass, StepPhase, Trace, read_trace
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.writer import CheckpointWriter
-from gristmill.config.resolve import Portions, portions
+from gristmill.config.resolve import Portions, Resolved, portions
 from gristmill.config.rules import check_mesh
-from gristmill.config.schema import RunConfig, RuntimeConfig, TrackConfig
+from gristmill.config.schema import RunConfig, TrackConfig
 from gristmill.data.dataset import path_list
 from gristmill.data.loader import READ_AHEAD
 from gristmill.optim.schedule import build_schedule
+from gristmill.parallel.compiling import choose_graphs
 from gristmill.parallel.device import Device, MatrixRate, memory_explained
 from gristmill.parallel.strategy import CompiledStep
-from gristmill.parallel.world import count_devices, open_world
+from gristmill.parallel.world import World, count_devices, open_world
 from gristmill.text.tokenizers.tokenizer import open_tokenizer
 from gristmill.tokens.store import open_tokens
 from gristmill.track.folder import RunFolder
@@ -277,7 +278,7 @@ def _measure(parts: Assembly, *, warm_up: int, steps: int, random_tokens: bool) 
         vocabulary=numbers.vocab,
         device=device.name,
         precision=parts.config.precision.described,
-        compiled=_compiled(parts.config.runtime, device.kind),
+        compiled=_compiled(parts.config, parts.world, numbers),
         random_tokens=random_tokens,
     )
     return BenchResult(
@@ -311,12 +312,13 @@ def _speed(records: Sequence[StepRecord], meter: Meter, *, warm_up: int, tokens:
     )
 
 
-def _compiled(runtime: RuntimeConfig, device: str) -> Literal["step", "model", "blocks"] | None:
-    if device == "xla":
+def _compiled(
+    config: RunConfig, world: World, numbers: Resolved
+) -> Literal["step", "model", "blocks"] | None:
+    if world.device.kind == "xla":
         return "step"
-    if not runtime.compiles(device):
-        return None
-    return "blocks" if runtime.compile == "blocks" else "model"
+    graphs = choose_graphs(config, world, numbers)
+    return "model" if graphs == "whole" else graphs
 
 
 def _profile(

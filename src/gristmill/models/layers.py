@@ -241,13 +241,12 @@ class Attention(nn.Module):
         """Queries and keys, from both of them, one behind the other. What is done to both is done
         at once: fewer operations, and less to compile."""
         heads = [self.heads, self.groups]
-        if self.query_norm is None or self.key_norm is None:
-            pass
-        elif self.query_norm.weight is None:
-            both_BHTK = self.query_norm(both_BHTK)
-        else:
-            query, key = both_BHTK.split(heads, dim=1)
-            both_BHTK = torch.cat((self.query_norm(query), self.key_norm(key)), dim=1)
+        if self.query_norm is not None and self.key_norm is not None:
+            if self.query_norm.weight is None:
+                both_BHTK = self.query_norm(both_BHTK)
+            else:
+                query, key = both_BHTK.split(heads, dim=1)
+                both_BHTK = torch.cat((self.query_norm(query), self.key_norm(key)), dim=1)
         if context.rotary is not None:
             both_BHTK = context.rotary.apply(both_BHTK)
         return both_BHTK.split(heads, dim=1)

@@ -111,7 +111,7 @@ def _build_spmd(
     worker: int = 0,
 ) -> Spmd:
     precision = Precision(config.precision, world.device)
-    graphs = choose_graphs(config, outline_model(config.model, vocab=vocab), world, numbers)
+    graphs = choose_graphs(config, world, numbers)
     if graphs is not None and world.device.kind == "cuda":
         start_compile_workers()
     model, stages = place_model(

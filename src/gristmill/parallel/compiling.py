@@ -19,7 +19,7 @@ import torch
 
 from gristmill.config.resolve import Resolved
 from gristmill.config.schema import RunConfig
-from gristmill.models.spec import CausalLM
+from gristmill.models.build import outline_model
 from gristmill.parallel.world import World
 
 SECONDS_PER_LAYER, SLOWER = 1.1, 0.011
@@ -32,7 +32,7 @@ GRAPHS = 128
 
 
 def choose_graphs(
-    config: RunConfig, model: CausalLM, world: World, numbers: Resolved | None
+    config: RunConfig, world: World, numbers: Resolved | None
 ) -> Literal["whole", "blocks"] | None:
     """Whether to compile the whole model or block by block. With several processes only blocks can
     be compiled. With document masks, torch 2.11 computes wrong attention gradients in one graph."""
@@ -41,16 +41,17 @@ def choose_graphs(
     if world.mesh.processes > 1 or config.masks_documents or config.runtime.compile == "blocks":
         return "blocks"
     if config.runtime.compile is None and numbers is not None:
-        return "blocks" if _is_short(config, model, world, numbers) else "whole"
+        return "blocks" if _is_short(config, world, numbers) else "whole"
     return "whole"
 
 
-def _is_short(config: RunConfig, model: CausalLM, world: World, numbers: Resolved) -> bool:
+def _is_short(config: RunConfig, world: World, numbers: Resolved) -> bool:
     """Whether a run ends before one graph has made up for the time it takes to compile."""
     precision = config.precision
     peak = world.device.peak_flops(precision.compute, tf32=precision.tf32)
     if peak is None:
         return False
+    model = outline_model(config.model, vocab=numbers.vocab)
     tokens = numbers.samples * numbers.sequence
     seconds = tokens * model.token_cost(numbers.sequence).palm / (USUAL_MFU * peak)
     return SLOWER * seconds < SECONDS_PER_LAYER * len(model.block_names())
