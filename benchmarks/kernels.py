@@ -30,7 +30,8 @@ TILES = (
     (64, 256, 64, 4, 2, 3),
     (128, 128, 128, 8, 1, 3),
 )
-"""Rows, columns, depth, warps, programs per SM, stages."""
+"""Rows, columns, depth, warps (half as many for the forward kernel of relu2), programs per SM,
+stages."""
 
 SHAPES = ((65536, 768), (32768, 768), (32768, 1024), (16384, 1280), (8192, 1600), (16384, 2048))
 """Rows and widths."""

@@ -76,7 +76,7 @@ def ours(options: argparse.Namespace, scratch: Path, mode: str) -> Command:
     file.write_text(tomli_w.dumps(tables))
     return Command(
         name="gristmill" + MODES[mode],
-        words=[sys.executable, "-m", "gristmill", "train", str(file)],
+        words=[sys.executable, "-m", "gristmill", "train", str(file), *options.set],
         folder=scratch,
         first_step=re.compile(r"^step 1/"),
         compiled=re.compile(r"compiled in ([\d.]+)s"),

@@ -114,6 +114,7 @@ def parse() -> argparse.Namespace:
     add("--until", default="60 steps")
     add("--batch", type=int, default=32, help="windows in a step")
     add("--compile", nargs="+", choices=list(MODES), default=["auto"])
+    add("--set", nargs="+", default=[], metavar="A.B=C", help="further settings of ours")
     add("--device", choices=["cuda", "cpu"], default="cuda")
     add("--compute", choices=["bf16", "fp32"], default="bf16")
     options = parser.parse_args()

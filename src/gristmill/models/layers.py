@@ -16,7 +16,6 @@ width.
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -186,11 +185,13 @@ class Attention(nn.Module):
         self, x_BTD: torch.Tensor, context: BlockContext, looked_up_BTV: torch.Tensor | None
     ) -> torch.Tensor:
         x_BTD = context.comm.enter(x_BTD)
-        sizes = [heads * self.head_width for heads in (self.heads + self.groups, self.groups)]
-        both, value = (self._by_head(part) for part in self.qkv(x_BTD).split(sizes, dim=-1))
+        query, key, value = self._project(x_BTD)
         if self.value_gate is not None and looked_up_BTV is not None:
             value = value + self._gated(looked_up_BTV, x_BTD)
-        query, key = self._normalised_and_rotated(both, context)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        if context.rotary is not None:
+            query, key = context.rotary.apply(query), context.rotary.apply(key)
         if self.shifted is not None and context.cache is None:
             key = _shifted(key, self.shifted, context)
         if context.comm.attend is not None:
@@ -235,21 +236,9 @@ class Attention(nn.Module):
             enable_gqa=grouped,
         )
 
-    def _normalised_and_rotated(
-        self, both_BHTK: torch.Tensor, context: BlockContext
-    ) -> Sequence[torch.Tensor]:
-        """Queries and keys, from both of them, one behind the other. What is done to both is done
-        at once: fewer operations, and less to compile."""
-        heads = [self.heads, self.groups]
-        if self.query_norm is not None and self.key_norm is not None:
-            if self.query_norm.weight is None:
-                both_BHTK = self.query_norm(both_BHTK)
-            else:
-                query, key = both_BHTK.split(heads, dim=1)
-                both_BHTK = torch.cat((self.query_norm(query), self.key_norm(key)), dim=1)
-        if context.rotary is not None:
-            both_BHTK = context.rotary.apply(both_BHTK)
-        return both_BHTK.split(heads, dim=1)
+    def _project(self, x_BTD: torch.Tensor) -> list[torch.Tensor]:
+        widths = [heads * self.head_width for heads in (self.heads, self.groups, self.groups)]
+        return [self._by_head(x) for x in self.qkv(x_BTD).split(widths, dim=-1)]
 
     def _by_head(self, x_BTF: torch.Tensor) -> torch.Tensor:
         return x_BTF.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
