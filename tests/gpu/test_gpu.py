@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 
 from gristmill.base.units import Progress
 from gristmill.config.parallel import Mesh
@@ -24,6 +25,7 @@ from gristmill.models.build import build_model
 from gristmill.models.loss import linear_cross_entropy
 from gristmill.optim.build import build_optimizer
 from gristmill.parallel.build import build_strategy
+from gristmill.parallel.compile_ahead import CompileAhead, Job, parts_of
 from gristmill.parallel.world import Groups, open_world
 from gristmill.train.replay import replay_step
 from gristmill.train.run import run_training
@@ -112,6 +114,22 @@ def test_a_head_in_fp8_agrees_with_bf16(make_run: MakeRun, cap: str) -> None:
         assert ours != reference
         results.append(ours)
     assert results[0] == pytest.approx(results[1], rel=0.02)
+
+
+def test_a_run_finds_what_was_compiled_ahead(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    settings = ('optim.type="muon"', 'runtime.compile="blocks"', "precision.tf32=false")
+    config = make_run(*ON_GPU, *settings, 'precision.compute="bf16"')
+    jobs = [Job(config, 257, 4, 64, False, part) for part in parts_of(config, vocab=257)]
+    CompileAhead(jobs, done=tmp_path / "done").wait()
+    assert (tmp_path / "done").exists(), "a process failed"
+    torch.compiler.reset()
+    counters.clear()
+    losses(config, 1)
+    found = counters["aot_autograd"]
+    assert found["autograd_cache_hit"] > 0 and found["autograd_cache_miss"] == 0
 
 
 def test_muon_compiled_and_not(make_run: MakeRun) -> None:

@@ -134,6 +134,10 @@ class RuntimeConfig(Settings):
     whole model; "blocks" compiles one block for all, which takes a time that does not grow with
     depth, but fuses nothing across blocks. If not given, nothing is compiled but on CUDA, where
     short runs compile blocks. Runs of several processes always do so."""
+    cuda_graphs: bool | None = None
+    """Record which kernels a pass launches and launch them all at once from then on. The GPU no
+    longer waits for the host, which matters to small models; activations keep their memory between
+    steps. Needs one compiled micro-batch per step in one process. If not given, small models do."""
     kernels: bool = True
     """Use the kernels in Triton that come with this program, on CUDA; plain operations if not."""
     offload: Literal["optimizer"] | None = None

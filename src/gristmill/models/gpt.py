@@ -356,6 +356,15 @@ class GPT(CausalLM):
         x_BTD = self.run_blocks(x_BTD, layers, tokens_BT, context)
         return self.loss(x_BTD, targets_BT, weights_BT, scale) if last else x_BTD
 
+    def distinct_layers(self) -> Sequence[int]:
+        def kind(layer: int) -> object:
+            block = self.blocks[str(layer)]
+            assert isinstance(block, Block)
+            shapes = tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
+            return shapes, block.attention.window, block.attention.shifted
+
+        return list({kind(layer): layer for layer in reversed(self.layers)}.values())[::-1]
+
     def stage_hidden(self, samples: int, length: int) -> torch.Tensor:
         """The residual stream, sharded along the sequence with sequence parallelism."""
         shards = self.shard.tp_size if self.comm.sequence_parallel else 1

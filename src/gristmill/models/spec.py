@@ -385,6 +385,9 @@ class StagedModel(Protocol):
         """The output of a stage, or the loss after the last; `hidden_BTD` is the previous stage's
         output."""
 
+    def distinct_layers(self) -> Sequence[int]:
+        """One layer of each kind of block; blocks of a kind compute the same with other weights."""
+
     def stage_hidden(self, samples: int, length: int) -> torch.Tensor:
         """A meta tensor shaped like a stage's output for micro-batches of this shape."""
 

@@ -31,10 +31,12 @@ from gristmill.models.spec import CausalLM, ShardComm
 from gristmill.optim.build import build_optimizer
 from gristmill.optim.precondition.joined import PreconditionedOptimizer
 from gristmill.optim.spec import Optimizer
+from gristmill.parallel.compile_ahead import compile_ahead
 from gristmill.parallel.compiling import (
     choose_graphs,
     compiled,
     compiled_for_training,
+    records_launches,
     start_compile_workers,
 )
 from gristmill.parallel.context import heads_attention, position_before, ring_attention
@@ -112,16 +114,20 @@ def _build_spmd(
 ) -> Spmd:
     precision = Precision(config.precision, world.device)
     graphs = choose_graphs(config, world, numbers)
-    if graphs is not None and world.device.kind == "cuda":
+    recorded = records_launches(config, world, numbers, graphs)
+    ahead = None
+    if graphs == "blocks" and numbers is not None:
+        ahead = compile_ahead(config, vocab=vocab, world=world, numbers=numbers, recorded=recorded)
+    if graphs is not None and world.device.kind == "cuda" and ahead is None:
         start_compile_workers()
     model, stages = place_model(
-        config, vocab=vocab, world=world, precision=precision, graphs=graphs
+        config, vocab=vocab, world=world, precision=precision, graphs=graphs, recorded=recorded
     )
     parameters = shard_parameters(model, world.mesh, world.rank)
     sync = build_gradient_sync(
         model, parameters, world, config=config.parallel, reduce=precision.reduce
     )
-    in_one_graph = compiled(model) if graphs == "whole" else None
+    in_one_graph = compiled(model, recorded=recorded) if graphs == "whole" else None
     micro_batches: MicroBatches = SequentialMicroBatches(model, sync, in_one_graph)
     if stages:
         from gristmill.parallel.pipeline import PipelineMicroBatches
@@ -161,6 +167,7 @@ def _build_spmd(
         offload=offload,
         preconditioner=preconditioner,
         worker=worker,
+        ahead=ahead,
     )
 
 
@@ -171,6 +178,7 @@ def place_model(
     world: World,
     precision: Precision | None = None,
     graphs: Literal["whole", "blocks"] | None = None,
+    recorded: bool = False,
 ) -> tuple[CausalLM, list[StageModule]]:
     """This process's shard of the model, with initial weights, and its pipeline stages, if any."""
     precision = precision or Precision(config.precision, world.device)
@@ -194,10 +202,12 @@ def place_model(
         compiled_for = compiled if config.masks_documents else compiled_for_training
         for block in blocks:
             # Wrappers stay outside of the compiled function, and all blocks share one graph.
-            block.forward = compiled_for(block.forward, whole_graph=not model.comm.forks_rng)
+            block.forward = compiled_for(
+                block.forward, whole_graph=not model.comm.forks_rng, recorded=recorded
+            )
         if world.mesh.pp == 1 and fsdp is None and model.comm.single:
             for name in model.parts_beside_blocks:
-                setattr(model, name, compiled_for(getattr(model, name)))
+                setattr(model, name, compiled_for(getattr(model, name), recorded=recorded))
     model.recompute_blocks(Recompute(config.train.recompute, config.train.recompute_every or 1))
     for block in blocks:
         _initialise(model, block, device, seed=seed)

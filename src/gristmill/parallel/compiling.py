@@ -17,9 +17,11 @@ from typing import Any, Literal, Self
 
 import torch
 
+from gristmill.base.errors import UserError
 from gristmill.config.resolve import Resolved
 from gristmill.config.schema import RunConfig
 from gristmill.models.build import outline_model
+from gristmill.models.spec import CausalLM
 from gristmill.parallel.world import World
 
 SECONDS_PER_LAYER, SLOWER = 1.1, 0.011
@@ -27,6 +29,8 @@ SECONDS_PER_LAYER, SLOWER = 1.1, 0.011
 compiled blocks are slower: measured on an H200."""
 USUAL_MFU = 0.4
 """For an estimate of a run's time."""
+LAUNCH_BOUND = 0.04
+"""Seconds of a pass below which launching its kernels may take as long as they do."""
 WIDEST_ROW = 4096
 """Of a reduction along rows; on an H200, layer norm of width 1280 takes 0.6 of the time so."""
 GRAPHS = 128
@@ -49,18 +53,56 @@ def choose_graphs(
 
 def _is_short(config: RunConfig, world: World, numbers: Resolved) -> bool:
     """Whether a run ends before one graph has made up for the time it takes to compile."""
+    model = outline_model(config.model, vocab=numbers.vocab)
+    seconds = _seconds(config, world, numbers, model, samples=numbers.samples)
+    return seconds is not None and SLOWER * seconds < SECONDS_PER_LAYER * len(model.block_names())
+
+
+def _seconds(
+    config: RunConfig, world: World, numbers: Resolved, model: CausalLM, *, samples: int
+) -> float | None:
+    """An estimate of the time of training on so many samples; None on devices whose peak rate is
+    not known."""
     precision = config.precision
     peak = world.device.peak_flops(precision.compute, tf32=precision.tf32)
     if peak is None:
+        return None
+    cost = model.token_cost(numbers.sequence).palm
+    return samples * numbers.sequence * cost / (USUAL_MFU * peak)
+
+
+def records_launches(
+    config: RunConfig, world: World, numbers: Resolved | None, graphs: str | None
+) -> bool:
+    """Whether passes are CUDA graphs. What one returns is overwritten by the next, so there is one
+    micro-batch in a step, and nothing looks into the model from outside."""
+    wanted = config.runtime.cuda_graphs
+    if wanted is False or numbers is None or graphs is None or world.device.kind != "cuda":
         return False
+    reasons = {
+        "several processes": world.place.world > 1,
+        f"{numbers.accumulate} micro-batches in a step": numbers.accumulate > 1,
+        "train.ramp": config.train.ramp is not None,
+        "documents kept apart": config.masks_documents,
+        "optim.preconditioner": config.optim.preconditioning is not None,
+        "runtime.offload": config.runtime.offload is not None,
+    }
+    against = [reason for reason, holds in reasons.items() if holds]
+    if wanted and against:
+        raise UserError(
+            f"cannot be combined with {' and '.join(against)}",
+            where="runtime.cuda_graphs",
+            remedy="leave it out",
+        )
+    if wanted or against:
+        return bool(wanted)
     model = outline_model(config.model, vocab=numbers.vocab)
-    tokens = numbers.samples * numbers.sequence
-    seconds = tokens * model.token_cost(numbers.sequence).palm / (USUAL_MFU * peak)
-    return SLOWER * seconds < SECONDS_PER_LAYER * len(model.block_names())
+    seconds = _seconds(config, world, numbers, model, samples=numbers.micro_batch)
+    return seconds is not None and seconds < LAUNCH_BOUND
 
 
-def compiled(function: Any, *, whole_graph: bool = True) -> Any:
-    """A model or block, compiled with static shapes."""
+def compiled(function: Any, *, whole_graph: bool = True, recorded: bool = False) -> Any:
+    """A model or block, compiled with static shapes; `recorded` as CUDA graphs."""
     # torch counts versions of a function over all models of a process. At its limit of 8, fullgraph
     # compilation fails.
     dynamo = torch._dynamo.config
@@ -69,7 +111,8 @@ def compiled(function: Any, *, whole_graph: bool = True) -> Any:
     # Without this, nothing but the kernels is found again at the next start.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     torch._inductor.config.inductor_choices_class = heuristics
-    return torch.compile(function, dynamic=False, fullgraph=whole_graph)
+    options: dict[str, Any] | None = {"triton.cudagraphs": True} if recorded else None
+    return torch.compile(function, dynamic=False, fullgraph=whole_graph, options=options)
 
 
 def heuristics() -> Any:
@@ -96,10 +139,12 @@ def heuristics() -> Any:
     return Choices()
 
 
-def compiled_for_training(function: Any, *, whole_graph: bool = True) -> Any:
+def compiled_for_training(
+    function: Any, *, whole_graph: bool = True, recorded: bool = False
+) -> Any:
     """A function that is compiled where gradients are wanted: to compile a second version for
     validation takes longer than what it saves."""
-    for_training = compiled(function, whole_graph=whole_graph)
+    for_training = compiled(function, whole_graph=whole_graph, recorded=recorded)
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -29,6 +29,7 @@ from gristmill.config.schema import RunConfig
 from gristmill.data.loader import Batch
 from gristmill.models.spec import CausalLM, StagedModel
 from gristmill.optim.spec import Optimizer
+from gristmill.parallel.compile_ahead import CompileAhead
 from gristmill.parallel.control import ControlGroup
 from gristmill.parallel.data_parallel import GradientSync, sum_together
 from gristmill.parallel.gather import gather_model
@@ -72,6 +73,7 @@ class Spmd:
         offload: Offload | None = None,
         preconditioner: Preconditioner | None = None,
         worker: int = 0,
+        ahead: CompileAhead | None = None,
     ) -> None:
         self.model, self.optimizer, self.sync = model, optimizer, sync
         self.parameters = parameters if offload is None else offload.parameters
@@ -79,6 +81,7 @@ class Spmd:
         self.micro_batches, self.loss_scale, self.offload = micro_batches, loss_scale, offload
         self.preconditioner = preconditioner
         self.world, self.control = world, control
+        self._ahead = ahead
         self.clip, self.seed, self.worker = config.train.clip, config.train.seed, worker
         self._everyone = world.groups.along(*world.mesh.sizes)
         self._timer: SyncTimer | None = None
@@ -105,6 +108,9 @@ class Spmd:
 
     def accumulate(self, batches: Sequence[Batch], progress: Progress) -> StepResult:
         """Gradients of the mean loss over all counted tokens of the step."""
+        if self._ahead is not None:
+            self._ahead.wait()
+            self._ahead = None
         self._timer = None if self._everyone is None else SyncTimer(self.world.device)
         done = None if self._timer is None else self._timer.done
         self.model.train()

@@ -28,8 +28,9 @@ import triton.language as tl
 from gristmill.models.kernels.fp8 import Fp8, fitted
 from gristmill.models.kernels.tanh import tanh
 
-BLOCK = 2048
-WARPS = 8
+BLOCK, WARPS = 2048, 8
+WIDE, WIDE_BLOCK, WIDE_WARPS = 32768, 4096, 16
+"""Longer rows are read by larger blocks: fewer are under way at a time, and stay in the cache."""
 LOW_CAP = 40.0
 """Up to this cap, the cap can stand in for a row's maximum without underflow: the smallest power,
 2^(-2 cap / log 2), is above 2^-126, where fp32 numbers become subnormal."""
@@ -48,6 +49,7 @@ def cross_entropy_(
     """fp32 losses of all rows. With `factors_N`, factor x gradient overwrites the logits, and
     `copy`, if given, receives the same in fp8. `log_weights_V`: of sampled columns."""
     rows, columns = logits_NV.shape
+    block, warps = (WIDE_BLOCK, WIDE_WARPS) if columns > WIDE else (BLOCK, WARPS)
     assert logits_NV.stride(1) == 1, "rows must be contiguous"
     losses_N = torch.empty(rows, dtype=torch.float32, device=logits_NV.device)
     _rows[(rows,)](
@@ -69,8 +71,8 @@ def cross_entropy_(
         SAMPLED=log_weights_V is not None,
         QUICK=logits_NV.is_cuda and logits_NV.element_size() == 2,
         NATIVE=logits_NV.is_cuda,
-        BLOCK=min(BLOCK, triton.next_power_of_2(columns)),
-        num_warps=WARPS,
+        BLOCK=min(block, triton.next_power_of_2(columns)),
+        num_warps=warps,
     )
     return losses_N
 
