@@ -116,9 +116,10 @@ def test_without_its_type_a_table_is_of_the_default_type() -> None:
 
 
 def test_a_setting_that_is_gone_may_be_there_as_long_as_it_did_nothing() -> None:
-    assert load("[model]\nshortcut = false\n") == load()
-    with pytest.raises(UserError, match=r"model\.shortcut: there is no such setting"):
-        load("[model]\nshortcut = true\n")
+    assert load("[model]\nshortcut = false\nshifted_keys = 0\n") == load()
+    for name, value in (("shortcut", "true"), ("shifted_keys", "4")):
+        with pytest.raises(UserError, match=rf"model\.{name}: there is no such setting"):
+            load(f"[model]\n{name} = {value}\n")
 
 
 def test_a_table_that_need_not_be_there_can_be_taken_away() -> None:

@@ -115,7 +115,7 @@ def test_every_setting_is_one_that_a_family_knows_or_refuses() -> None:
         "positions": "rotary", "norm": "rmsnorm", "qk_norm": True, "activation": "relu2",
         "embedding_norm": True, "value_embeddings": 1, "attention_scale": 0.5, "logit_cap": 9.0,
         "parallel_residual": True, "kv_heads": 2, "head_width": 6, "window": 3,
-        "shifted_keys": 1, "attention_gate": True,
+        "attention_gate": True,
     }  # fmt: skip
     named = set(WRITTEN[0].names) | {"bias", "qkv_bias", "norm_gain"}
     rotary_only = {"rotary_base", "rotary_fraction"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_head": False,
         "embedding_norm": True,
         "value_embeddings": 2,
-        "shifted_keys": 2,
         "attention_gate": True,
         "attention_scale": 0.12,
         "logit_cap": 15.0,
@@ -119,6 +119,17 @@ def test_it_generates_with_a_cache_and_from_padded_prompts(
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
     padded = theirs.generate(ids, attention_mask=mask, **asked)
     assert padded[0].tolist() == [0, 0, *prompt, *wanted]
+
+
+def test_a_folder_with_a_setting_that_was_taken_out_is_refused(tmp_path: Path) -> None:
+    export(kept(MODELS["modern"]), tmp_path / "hf", code=True, check="files")
+    file = tmp_path / "hf" / "config.json"
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps({**values, "shifted_keys": 0}))
+    assert open_stored(str(tmp_path / "hf")).config.effective("layers") == 3
+    file.write_text(json.dumps({**values, "shifted_keys": 2}))
+    with pytest.raises(UserError, match="shifted_keys = 2: there is no such setting"):
+        open_stored(str(tmp_path / "hf"))
 
 
 def test_the_loss_is_that_of_the_next_token(tmp_path: Path, load: Any) -> None:

@@ -22,7 +22,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "rotary": {"positions": "rotary"},
     "rotary, grouped heads, qk norm": {"positions": "rotary", "kv_heads": 2, "qk_norm": True},
     "windows": {"positions": "rotary", "window": 5},
-    "shifted keys": {"positions": "rotary", "shifted_keys": 1},
 }
 LENGTHS = [[7, 1, 12, 4], [24], [1, 22, 1]]
 """Documents of three samples."""

@@ -58,7 +58,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "windows": {"window": 3},
     "windows with rotary": {"window": 5, "positions": "rotary", "kv_heads": 2, "layers": 3},
-    "shifted keys and gates": {"shifted_keys": 1, "attention_gate": True},
+    "gates": {"attention_gate": True},
     "everything else": {
         "positions": "rotary",
         "norm": "rmsnorm",
@@ -69,7 +69,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "tie_head": False,
         "embedding_norm": True,
         "value_embeddings": 1,
-        "shifted_keys": 2,
         "attention_gate": True,
         "attention_scale": 0.2,
         "logit_cap": 20.0,

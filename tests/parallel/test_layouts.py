@@ -51,7 +51,6 @@ MODERN = (
     "model.mlp_width=64",
     "model.bias=false",
     "model.value_embeddings=1",
-    "model.shifted_keys=1",
     "model.attention_gate=true",
     "model.embedding_norm=true",
     "model.tie_head=false",

@@ -328,14 +328,38 @@ def test_a_run_from_before_a_setting_was_taken_out_goes_on(
     run_training(make_run('train.until="6 steps"'))
 
     def remember(state: dict[str, Any]) -> None:
-        state["identity"]["model.shortcut"] = False
-        state["settings"]["model"]["shortcut"] = False
+        for name, value in (("shortcut", False), ("shifted_keys", 0)):
+            state["identity"][f"model.{name}"] = state["settings"]["model"][name] = value
 
     rewrite_state(folder, remember)
     file = folder / "run.toml"
-    file.write_text(file.read_text().replace("[model]", "[model]\nshortcut = false"))
+    gone = "[model]\nshortcut = false\nshifted_keys = 0"
+    file.write_text(file.read_text().replace("[model]", gone))
     assert open_stored(str(folder)).step == 6
     assert run_training(load_run(file, ['train.until="12 steps"'])).step == 12
+
+
+def test_a_run_that_used_a_setting_that_was_taken_out_is_refused(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    run_training(make_run('train.until="6 steps"'))
+
+    def remember(state: dict[str, Any]) -> None:
+        state["identity"]["model.shifted_keys"] = state["settings"]["model"]["shifted_keys"] = 4
+
+    rewrite_state(folder, remember)
+    with pytest.raises(UserError, match=r"model\.shifted_keys: was 4 and is now None"):
+        run_training(make_run())
+    with pytest.raises(UserError, match=r"settings\.model\.shifted_keys: Extra inputs"):
+        open_stored(str(folder), checkpoint="6")
+    file = folder / "run.toml"
+    file.write_text(file.read_text().replace("[model]", "[model]\nshifted_keys = 4"))
+    start = (f"model.start={folder}", f"folder={tmp_path / 'other'}")
+    with pytest.raises(UserError, match=r"model\.shifted_keys.*: there is no such setting"):
+        make_run(*start)
+    with pytest.raises(UserError, match="have 4, but the setting is gone"):
+        make_run(*start, "model.shifted_keys=0")
 
 
 def test_other_micro_batches_are_said_to_round_otherwise(make_run: MakeRun, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from gristmill.checkpoint.pieces import OPTIMIZER, STRATEGY
 from gristmill.checkpoint.state import check_weights, load_weights
 from gristmill.checkpoint.state_file import STATE, is_count, read_state, shown
 from gristmill.checkpoint.tensor_reader import open_hf_tensors, open_tensors
-from gristmill.config.hf import from_hf
+from gristmill.config.hf import CODE_TYPE, from_hf
 from gristmill.config.hf_model import architecture_settings
 from gristmill.config.lora import LoraConfig
 from gristmill.config.model import ModelConfig
@@ -142,7 +142,7 @@ def _read_hf_config(content: Any, file: Path) -> ModelConfig:
     try:
         return parse_model(from_hf(content, where=str(file)))
     except DataError:
-        if not isinstance(content, dict) or "model_type" not in content:
+        if not isinstance(content, dict) or content.get("model_type") in (None, CODE_TYPE):
             raise
     settings = {"hf": str(file.parent), "hf_config": architecture_settings(content)}
     try:

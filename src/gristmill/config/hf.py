@@ -68,7 +68,8 @@ def from_hf(values: Any, *, where: str) -> dict[str, Any]:
     """Model settings from the content of a Hugging Face `config.json`."""
     kind = model_type(values, where=where)
     if kind == CODE_TYPE:
-        settings = {name: values[name] for name in GPTConfig.model_fields if name in values}
+        names = (*GPTConfig.model_fields, *GPTConfig.retired)
+        settings = {name: values[name] for name in names if name in values}
         wrong: list[str] = []
     else:
         settings, wrong = _read(values, FAMILIES[kind])
@@ -79,8 +80,8 @@ def from_hf(values: Any, *, where: str) -> dict[str, Any]:
     try:
         model = GPTConfig.model_validate(settings)
     except ValidationError as error:
-        names = {} if kind == CODE_TYPE else FAMILIES[kind].names
-        raise DataError(_invalid(error, names, where=where)) from error
+        theirs = {} if kind == CODE_TYPE else FAMILIES[kind].names
+        raise DataError(_invalid(error, theirs, where=where)) from error
     if model.vocab is None:
         raise DataError("the size of the vocabulary is missing", where=where)
     uneven = (model.head_width is None and model.width % model.heads) or model.heads % model.groups
@@ -255,6 +256,9 @@ def _invalid(error: ValidationError, names: Mapping[str, str], *, where: str) ->
         name = names.get(ours, ours)
         if details["type"] == "missing":
             problems.append(Problem(f"there is no {name}", where))
+        elif details["type"] == "extra_forbidden":
+            what = f"{name} = {details['input']!r}: there is no such setting"
+            problems.append(Problem(what, where))
         else:
             message = details["msg"][0].lower() + details["msg"][1:]
             problems.append(Problem(f"{name} = {details['input']!r}: {message}", where))

@@ -119,7 +119,7 @@ class GPTConfig(ModelConfig):
     not_of_weights: ClassVar[frozenset[str]] = ModelConfig.not_of_weights.union(
         ("vocab", "vocab_multiple", "init_std", "embedding_std", "head_std", "zero_init")
     )
-    retired: ClassVar[Mapping[str, Any]] = {"shortcut": False}
+    retired: ClassVar[Mapping[str, Any]] = {"shortcut": False, "shifted_keys": 0}
 
     layers: Count
     """Number of transformer blocks."""
@@ -173,9 +173,6 @@ class GPTConfig(ModelConfig):
     value_embeddings: Annotated[int, Field(ge=0)] = 0
     """How many layers, every other one from the last down, add a gated vector, looked up by token,
     to the values. Costs vocabulary x width parameters each, and almost no time."""
-    shifted_keys: Annotated[int, Field(ge=0)] = 0
-    """How many layers, from the first up, take the second half of each key's features from the
-    position before, so that one layer can find what followed an earlier occurrence of a token."""
     attention_gate: bool = False
     """Multiply the output of each head by a factor from 0 to 2, computed from the input."""
     attention_scale: Annotated[float, Field(gt=0)] | None = None

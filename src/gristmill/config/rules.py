@@ -121,8 +121,6 @@ def _gpt_fits(config: RunConfig, written: Written) -> Iterator[Problem]:
     if model.value_embeddings > most:
         what = f"only every other layer can have them: {most} of {model.layers} layers"
         yield Problem(what, "model.value_embeddings", f"give at most {most}")
-    if model.shifted_keys > model.layers:
-        yield Problem(f"there are only {model.layers} layers", "model.shifted_keys")
     for name in ("width", "vocab_multiple") if config.precision.fp8 else ():
         size = getattr(model, name)
         if size % FP8_MULTIPLE:
@@ -377,6 +375,12 @@ _OF_KIND: dict[type[Settings], Callable[[RunConfig, Written], Iterator[Problem]]
 
 def _start_agrees(config: RunConfig, settings: Mapping[str, Any]) -> Iterator[Problem]:
     kind, start = type(config.model), config.model.start
+    gone = [name for name, idle in kind.retired.items() if settings.get(name, idle) != idle]
+    for name in gone:
+        what = f"the weights in {start!r} have {settings[name]!r}, but the setting is gone"
+        yield Problem(what, f"model.{name}")
+    if gone:
+        return
     weights = kind.model_validate(settings)
     for name in (name for name in kind.model_fields if name not in kind.not_of_weights):
         got, value = config.model.effective(name), weights.effective(name)

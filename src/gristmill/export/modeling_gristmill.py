@@ -10,7 +10,6 @@ This file stands by itself: it needs torch and transformers, not Gristmill. It w
     block          x + attention(norm(x)), then x + mlp(norm(x)); both from the same x if parallel
     attention      one product for queries, keys and values; key and value heads may be shared
     value tables   some layers add a vector to the values, looked up by token and gated by the input
-    shifted keys   the first layers take half of each key's features from the position before
     window         every other layer, from the second on, sees so many last positions only
     cap            z becomes cap tanh(z / cap)
 
@@ -73,7 +72,6 @@ class GristmillConfig(PretrainedConfig):
         window: int | None = None,
         embedding_norm: bool = False,
         value_embeddings: int = 0,
-        shifted_keys: int = 0,
         attention_gate: bool = False,
         attention_scale: float | None = None,
         logit_cap: float | None = None,
@@ -93,7 +91,7 @@ class GristmillConfig(PretrainedConfig):
         self.activation, self.parallel_residual = activation, parallel_residual
         self.window = window
         self.embedding_norm, self.value_embeddings = embedding_norm, value_embeddings
-        self.shifted_keys, self.attention_gate = shifted_keys, attention_gate
+        self.attention_gate = attention_gate
         self.attention_scale = attention_scale or self.head_width**-0.5
         self.logit_cap, self.init_std = logit_cap, init_std
         super().__init__(**kwargs)
@@ -149,7 +147,6 @@ class GristmillAttention(nn.Module):
         x_BTD: torch.Tensor,
         positions_BT: torch.Tensor,
         mask_BHTS: torch.Tensor,
-        begins_BS: torch.Tensor,
         cache: Any,
         looked_up_BTV: torch.Tensor | None,
     ) -> torch.Tensor:
@@ -167,8 +164,6 @@ class GristmillAttention(nn.Module):
             query, key = (rotate(x, positions_BT, config) for x in (query, key))
         if cache is not None:
             key, value = cache.update(key, value, self.layer)
-        if self.layer < config.shifted_keys:
-            key = shift(key, begins_BS)
         attended = functional.scaled_dot_product_attention(
             query,
             key,
@@ -186,16 +181,6 @@ def gate(linear: nn.Linear, x_BTD: torch.Tensor) -> torch.Tensor:
     """A factor from 0 to 2 for each head, from the first features of the input."""
     gate_BTH = 2 * torch.sigmoid(linear(x_BTD[..., : linear.in_features]))
     return gate_BTH.transpose(1, 2)[..., None]
-
-
-def shift(key_BHSK: torch.Tensor, begins_BS: torch.Tensor) -> torch.Tensor:
-    """The second half of each key's features, from the position before; a first one keeps its
-    own."""
-    half = key_BHSK.shape[-1] // 2
-    own = key_BHSK[..., half:]
-    before = torch.cat((own[:, :, :1], own[:, :, :-1]), dim=2)
-    before = torch.where(begins_BS[:, None, :, None], own, before)
-    return torch.cat((key_BHSK[..., :half], before), dim=-1)
 
 
 class GristmillMLP(nn.Module):
@@ -301,9 +286,6 @@ class GristmillForCausalLM(PreTrainedModel, GenerationMixin):
             visible_keys(length, past, attention_mask, window, device=input_ids.device)
             for window in (None, self.config.window)
         ]
-        begins = torch.arange(past + length, device=input_ids.device)[None] == 0
-        if attention_mask is not None:  # padding may be on the left
-            begins = attention_mask.cumsum(-1) == 1
         x_BTD = self.embedding(input_ids)
         if self.config.positions == "learned":
             x_BTD = x_BTD + self.positions(position_ids)
@@ -312,8 +294,7 @@ class GristmillForCausalLM(PreTrainedModel, GenerationMixin):
         for layer, block in enumerate(self.blocks):
             tables = [self.values[name] for name in self.values if name == str(layer)]
             looked_up = tables[0](input_ids) if tables else None
-            context = (position_ids, masks[layer % 2], begins, past_key_values, looked_up)
-            x_BTD = block(x_BTD, *context)
+            x_BTD = block(x_BTD, position_ids, masks[layer % 2], past_key_values, looked_up)
         logits = self.head(self.norm(x_BTD[:, -logits_to_keep:]))
         if self.config.logit_cap is not None:
             logits = self.config.logit_cap * torch.tanh(logits / self.config.logit_cap)

@@ -250,12 +250,7 @@ class GPT(CausalLM):
             blocks = self.kernels.document_blocks and not dropped and not windows
             blocks = blocks and documents_BT.shape[1] % BLOCK == 0
             mask = document_blocks(documents_BT) if blocks else document_mask(documents_BT)
-        continues_BT = None
-        if documents_BT is not None and self.config.shifted_keys:
-            before_BT = self.comm.before(documents_BT[:, None, :, None])[:, 0, :, 0]
-            continues_BT = documents_BT == before_BT
-        common = (self.kernels, self.comm, documents_BT, continues_BT)
-        return BlockContext(positions, mask, angles, cache, *common)
+        return BlockContext(positions, mask, angles, cache, self.kernels, self.comm, documents_BT)
 
     def embed(self, tokens_BT: torch.Tensor, context: BlockContext) -> torch.Tensor:
         """The residual stream before the first block."""

@@ -42,9 +42,6 @@ class BlockContext(NamedTuple):
     comm: ShardComm = ShardComm()
     documents_BT: torch.Tensor | None = None
     """The document of each position, for `comm.attend`, which builds its own mask."""
-    continues_BT: torch.Tensor | None = None
-    """Whether the position before is of the same document, for shifted keys; None if it always
-    is."""
 
 
 class Linear(nn.Linear):
@@ -179,7 +176,6 @@ class Attention(nn.Module):
             self.value_gate = Linear(gates, self.groups, bias=False)
         if config.attention_gate:
             self.output_gate = Linear(gates, self.heads, bias=False)
-        self.shifted = self.head_width // 2 if layer < config.shifted_keys else None
 
     def forward(
         self, x_BTD: torch.Tensor, context: BlockContext, looked_up_BTV: torch.Tensor | None
@@ -192,8 +188,6 @@ class Attention(nn.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         if context.rotary is not None:
             query, key = context.rotary.apply(query), context.rotary.apply(key)
-        if self.shifted is not None and context.cache is None:
-            key = _shifted(key, self.shifted, context)
         if context.comm.attend is not None:
             y_BHTK = context.comm.attend(
                 query, key, value, scale=self.scale, documents_BT=context.documents_BT
@@ -218,7 +212,7 @@ class Attention(nn.Module):
             return attended
         causal = mask is None
         if cache is not None:
-            key, value = cache.extend(self.layer, key, value, shifted=self.shifted)
+            key, value = cache.extend(self.layer, key, value)
             causal = cache.length == 0
             if not causal and positions.shape[0] > 1:
                 mask = positions[:, None] >= torch.arange(key.shape[2], device=key.device)
@@ -254,16 +248,6 @@ def _gate(linear: Linear, x_BTD: torch.Tensor) -> torch.Tensor:
     T, 1)."""
     gate_BTH = 2 * torch.sigmoid(linear(x_BTD[..., : linear.in_features]))
     return gate_BTH.transpose(1, 2)[..., None]
-
-
-def _shifted(key_BHTK: torch.Tensor, begin: int, context: BlockContext) -> torch.Tensor:
-    """Keys whose features from `begin` on are those of the position before. The first position of
-    a sequence, or of a document that sees no other, keeps its own."""
-    own = key_BHTK[..., begin:]
-    before = context.comm.before(own)
-    if context.continues_BT is not None:
-        before = torch.where(context.continues_BT[:, None, :, None], before, own)
-    return torch.cat((key_BHTK[..., :begin], before), dim=-1)
 
 
 def _near(queries: int, keys: int, window: int, *, device: torch.device) -> torch.Tensor:

@@ -95,11 +95,6 @@ class Split(NamedTuple):
     """Sizes along `dim` of the matrices stacked in the whole parameter; each is split by itself."""
 
 
-def position_before(x_BHTK: torch.Tensor) -> torch.Tensor:
-    """For each position what the one before it has; the first keeps its own."""
-    return torch.cat((x_BHTK[:, :, :1], x_BHTK[:, :, :-1]), dim=2)
-
-
 class ShardComm:
     """How a model shard communicates with the other shards. This base class is for a whole model
     and communicates nothing."""
@@ -112,8 +107,6 @@ class ShardComm:
     """Whether the residual stream between blocks is sharded along the sequence."""
     attend: Callable[..., torch.Tensor] | None = None
     """Attention for context parallelism; None where this process has whole sequences."""
-    before: Callable[[torch.Tensor], torch.Tensor] = staticmethod(position_before)
-    """`position_before`, of the whole sequence too where this process has shards of sequences."""
 
     @property
     def single(self) -> bool:
@@ -176,29 +169,18 @@ class KVCache:
     length: int = 0
 
     def extend(
-        self,
-        layer: int,
-        key_BHTK: torch.Tensor,
-        value_BHTK: torch.Tensor,
-        *,
-        shifted: int | None = None,
+        self, layer: int, key_BHTK: torch.Tensor, value_BHTK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append a layer's new keys and values; returns all of that layer's. Features of keys from
-        `shifted` on belong to the position after their own, those of the first one to both."""
+        """Append a layer's new keys and values; returns all of that layer's."""
         if layer == len(self.keys_BHTK):
-            # One more position holds what the next one takes over.
-            shape = (*key_BHTK.shape[:2], self.capacity + 1, key_BHTK.shape[3])
+            shape = (*key_BHTK.shape[:2], self.capacity, key_BHTK.shape[3])
             self.keys_BHTK.append(key_BHTK.new_empty(shape))
             self.values_BHTK.append(value_BHTK.new_empty(shape))
         keys, values, begin = self.keys_BHTK[layer], self.values_BHTK[layer], self.length
         end = begin + key_BHTK.shape[2]
         assert end <= self.capacity, "the caller stays within the context"
+        keys[:, :, begin:end] = key_BHTK
         values[:, :, begin:end] = value_BHTK
-        keys[:, :, begin:end, :shifted] = key_BHTK[..., :shifted]
-        if shifted is not None:
-            if begin == 0:
-                keys[:, :, :1, shifted:] = key_BHTK[:, :, :1, shifted:]
-            keys[:, :, begin + 1 : end + 1, shifted:] = key_BHTK[..., shifted:]
         return keys[:, :, :end], values[:, :, :end]
 
     def clear(self) -> None:

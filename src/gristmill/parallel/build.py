@@ -39,7 +39,7 @@ from gristmill.parallel.compiling import (
     records_launches,
     start_compile_workers,
 )
-from gristmill.parallel.context import heads_attention, position_before, ring_attention
+from gristmill.parallel.context import heads_attention, ring_attention
 from gristmill.parallel.control import ControlGroup
 from gristmill.parallel.data_parallel import build_gradient_sync, shard_parameters
 from gristmill.parallel.decentralized.agreement import StopAgreement
@@ -262,7 +262,6 @@ def build_comm(config: RunConfig, world: World) -> ShardComm:
         )
     if cp is not None:
         comm.attend = partial(_ATTENTION[parallel.attention or "ring"], group=cp)
-        comm.before = partial(position_before, group=cp)
     return comm
 
 

@@ -47,7 +47,6 @@ from gristmill.parallel.attention import (
     repeat_heads,
     sum_dtype,
 )
-from gristmill.parallel.tensor import gather_positions
 
 # ------------------------------------------------------------------ sharding
 
@@ -70,23 +69,6 @@ def unshard_sequence(shards: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
 def shard_positions(rank: int, ranks: int, length: int) -> torch.Tensor:
     """The positions of a rank's shard in a whole sequence of this length, on the CPU."""
     return shard_sequence(torch.arange(length, device="cpu"), 0, rank=rank, ranks=ranks)
-
-
-def position_before(x_BHTK: torch.Tensor, *, group: dist.ProcessGroup) -> torch.Tensor:
-    """For each position of a rank's shard what the one before it in the whole sequence has; the
-    first of all keeps its own."""
-    rank, ranks = group.rank(), group.size()
-    first, second = x_BHTK.chunk(2, dim=2)
-    ends_BCHK = torch.cat((first[:, :, -1:], second[:, :, -1:]), dim=2).transpose(1, 2)
-    all_ends = gather_positions(ends_BCHK, group).transpose(1, 2)  # of chunks 0, -1, 1, -2, ...
-    before_first = first[:, :, :1]
-    if rank > 0:
-        before_first = all_ends[:, :, 2 * rank - 2 : 2 * rank - 1]
-    before_second = first[:, :, -1:]
-    if rank < ranks - 1:
-        before_second = all_ends[:, :, 2 * rank + 3 : 2 * rank + 4]
-    shifted = (before_first, first[:, :, :-1], before_second, second[:, :, :-1])
-    return torch.cat(shifted, dim=2)
 
 
 def _group_name(group: dist.ProcessGroup | None) -> str:

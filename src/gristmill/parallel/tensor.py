@@ -71,12 +71,6 @@ class TensorParallelComm(ShardComm):
         return _communicate(x, "sum", self.group)
 
 
-def gather_positions(x_BTX: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The positions of all ranks of a group, one rank after the other; the backward pass sums their
-    gradients."""
-    return _Collective.apply(x_BTX, group, "gather", "scatter")
-
-
 def _communicate(x: torch.Tensor, how: str, group: dist.ProcessGroup) -> torch.Tensor:
     if how == "copy":
         return x.view_as(x)
