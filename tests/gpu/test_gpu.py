@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 
 from gristmill.base.units import Progress
 from gristmill.config.parallel import Mesh
+from gristmill.config.resolve import resolve
 from gristmill.config.schema import RunConfig
 from gristmill.data.documents import JOINED, DocumentRules
 from gristmill.data.loader import make_batch
@@ -40,10 +41,16 @@ ON_GPU = ('runtime.device="cuda"', "model.width=64", "model.context=64", "optim.
 
 
 def losses(
-    config: RunConfig, steps: int = 12, *, length: int = 65, rules: DocumentRules = JOINED
+    config: RunConfig,
+    steps: int = 12,
+    *,
+    length: int = 65,
+    rules: DocumentRules = JOINED,
+    micro_batches: int = 2,
 ) -> list[float]:
     world = open_world(config.runtime, tf32=False)
-    strategy = build_strategy(config, vocab=257, world=world)
+    numbers = resolve(config, vocab=257) if config.runtime.cuda_graphs else None
+    strategy = build_strategy(config, vocab=257, world=world, numbers=numbers)
     start = build_model(config.model, vocab=257, device=torch.device("cpu"))
     start.initialise(1)  # the same on every device
     with torch.no_grad():
@@ -51,7 +58,7 @@ def losses(
             parameter.local.copy_(start.get_parameter(name))
     strategy.weights_changed()
     rng = np.random.default_rng(0)
-    ids = [rng.integers(0, 257, (4, length)) for _ in range(2)]
+    ids = [rng.integers(0, 257, (4, length)) for _ in range(micro_batches)]
     batches = [make_batch(one, rules=rules) for one in ids]
     return [
         strategy.update(strategy.accumulate(batches, Progress(steps=n))).loss.item()
@@ -73,6 +80,17 @@ def test_all_ways_of_computing_agree(make_run: MakeRun) -> None:
     ):
         ours = losses(make_run(*ON_GPU, *extra))
         assert ours == pytest.approx(reference, rel=tolerance), extra
+
+
+@pytest.mark.parametrize("compile_", ["true", '"blocks"'])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_recorded_launches_compute_the_same(
+    make_run: MakeRun, compile_: str, optimizer: str
+) -> None:
+    settings = (f"runtime.compile={compile_}", f"optim.type={optimizer}", "train.accumulate=1")
+    plain = losses(make_run(*ON_GPU, *settings), micro_batches=1)
+    graphs = make_run(*ON_GPU, *settings, "runtime.cuda_graphs=true")
+    assert losses(graphs, micro_batches=1) == pytest.approx(plain, rel=1e-4)
 
 
 PACKED = DocumentRules(marks="ids", attention=True, positions=True, unweighted=True, end_of_text=3)

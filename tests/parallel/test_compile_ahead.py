@@ -169,7 +169,7 @@ class TestWhen:
         first.wait()
         assert self.begin() is None
         assert self.begin('train.until="20 steps"') is None
-        for other in ("train.batch=4", "model.width=64", "optim.steps=3"):
+        for other in ("train.batch=4", "model.width=64", "optim.steps=4"):
             again = self.begin(other)
             assert again is not None, other
             again.wait()

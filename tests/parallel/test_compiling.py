@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from gristmill.base.errors import UserError
 from gristmill.config.load import load_text
 from gristmill.config.parallel import Mesh
 from gristmill.config.resolve import resolve
-from gristmill.parallel.compiling import CompileClock, choose_graphs
+from gristmill.parallel.compiling import CompileClock, choose_graphs, records_launches
 from gristmill.parallel.device import Device
 from gristmill.parallel.world import World
 
@@ -53,6 +54,45 @@ def test_only_a_long_run_waits_for_one_graph(
     settings: tuple[str, ...], expected: str | None
 ) -> None:
     assert chosen(gpu("NVIDIA H200"), *settings) == expected
+
+
+def recorded(world: World, *settings: str) -> bool:
+    config = load_text(RUN, ["precision.compute=bf16", *settings], place="choice.toml")
+    numbers = resolve(config, vocab=50257)
+    return records_launches(config, world, numbers, choose_graphs(config, world, numbers))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (("preset=modern-mini",), True),
+        (("preset=modern-mini", "runtime.compile=true"), True),
+        (("preset=modern-mini", "runtime.cuda_graphs=false"), False),
+        (("preset=modern-mini", "runtime.compile=false"), False),
+        (("preset=modern-mini", "train.accumulate=2"), False),
+        (("preset=modern-mini", "data.documents=masked"), False),
+        # the kernels of a larger model take longer than their launches
+        (("preset=gpt2-medium",), False),
+        (("preset=gpt2-medium", "runtime.cuda_graphs=true"), True),
+    ],
+)
+def test_small_models_replay_their_launches(settings: tuple[str, ...], expected: bool) -> None:
+    assert recorded(gpu("NVIDIA H200"), *settings) is expected
+
+
+def test_launches_that_cannot_be_replayed() -> None:
+    settings = ("preset=modern-mini", "train.accumulate=2", "runtime.cuda_graphs=true")
+    with pytest.raises(UserError, match="2 micro-batches in a step") as error:
+        recorded(gpu("NVIDIA H200"), *settings)
+    assert "runtime.cuda_graphs" in str(error.value)
+    cpu = World(Device(torch.device("cpu")))
+    assert recorded(cpu, "preset=modern-mini", "runtime.compile=true") is False
+    for world, more in (
+        (cpu, "runtime.compile=true"),
+        (gpu("NVIDIA H200"), "runtime.compile=false"),
+    ):
+        with pytest.raises(UserError, match="needs a compiled model on CUDA"):
+            recorded(world, "preset=modern-mini", "runtime.cuda_graphs=true", more)
 
 
 def test_where_there_is_no_choice() -> None:

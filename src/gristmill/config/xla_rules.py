@@ -50,6 +50,7 @@ def xla_fits(config: RunConfig) -> Iterator[Problem]:
         "runtime.compile": config.runtime.compile is not None,
         "runtime.kernels": not config.runtime.kernels,
         "runtime.offload": config.runtime.offload is not None,
+        "runtime.cuda_graphs": bool(config.runtime.cuda_graphs),
     }.items():
         if given:
             yield no_effect(path, compiler)

@@ -356,7 +356,7 @@ class GPT(CausalLM):
             block = self.blocks[str(layer)]
             assert isinstance(block, Block)
             shapes = tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
-            return shapes, block.attention.window, block.attention.shifted
+            return shapes, block.attention.window
 
         return list({kind(layer): layer for layer in reversed(self.layers)}.values())[::-1]
 

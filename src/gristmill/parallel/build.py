@@ -168,6 +168,7 @@ def _build_spmd(
         preconditioner=preconditioner,
         worker=worker,
         ahead=ahead,
+        recorded=recorded,
     )
 
 

@@ -77,6 +77,10 @@ def records_launches(
     """Whether passes are CUDA graphs. What one returns is overwritten by the next, so there is one
     micro-batch in a step, and nothing looks into the model from outside."""
     wanted = config.runtime.cuda_graphs
+    if wanted and (graphs is None or world.device.kind != "cuda"):
+        raise UserError(
+            "needs a compiled model on CUDA", where="runtime.cuda_graphs", remedy="leave it out"
+        )
     if wanted is False or numbers is None or graphs is None or world.device.kind != "cuda":
         return False
     reasons = {
