@@ -150,7 +150,7 @@ class TestWhen:
             return python("")
 
         monkeypatch.setattr(ahead, "_start", start)
-        monkeypatch.setattr(ahead.os, "sched_getaffinity", lambda pid: range(16))
+        monkeypatch.setattr(ahead, "usable_cores", lambda: 16)
         monkeypatch.setattr(Device, "total_memory", lambda self: 10**9)
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
@@ -185,9 +185,9 @@ class TestWhen:
 
     def test_not_on_small_machines(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert self.begin(device="cpu") is None
-        monkeypatch.setattr(ahead.os, "sched_getaffinity", lambda pid: range(4))
+        monkeypatch.setattr(ahead, "usable_cores", lambda: 4)
         assert self.begin() is None
-        monkeypatch.setattr(ahead.os, "sched_getaffinity", lambda pid: range(16))
+        monkeypatch.setattr(ahead, "usable_cores", lambda: 16)
         monkeypatch.setattr(Device, "total_memory", lambda self: 10**5)
         assert self.begin() is None
         assert self.started == []

@@ -16,12 +16,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from gristmill.base.cgroups import group_folders, lines_of
+
 _FILE_PAGES = ("active_file", "inactive_file")
-_CGROUPS = {
-    "": ("sys/fs/cgroup", "memory.max", "memory.current"),
-    "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-}
-"""Mount, limit and usage of cgroups v2 and v1, by their controller in /proc/self/cgroup."""
+_LIMITS = (
+    ("memory.max", "memory.current"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+"""Files of limit and usage in cgroups v2 and v1."""
 
 
 def free_memory(root: Path = Path("/")) -> int:
@@ -35,7 +37,7 @@ def memory_limit(root: Path = Path("/"), *, processes: int = 1) -> int | None:
     memory and swap it has an equal part with the `processes` like it. None if not known."""
     facts = {
         name: int(value.split()[0]) * 1024
-        for name, _, value in (line.partition(":") for line in _lines(root / "proc/meminfo"))
+        for name, _, value in (line.partition(":") for line in lines_of(root / "proc/meminfo"))
         if name in ("MemTotal", "SwapTotal")
     }
     swap = facts.get("SwapTotal", 0)
@@ -47,7 +49,7 @@ def memory_limit(root: Path = Path("/"), *, processes: int = 1) -> int | None:
 
 
 def _of_machine(root: Path) -> int:
-    for line in _lines(root / "proc/meminfo"):
+    for line in lines_of(root / "proc/meminfo"):
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -61,17 +63,11 @@ class _Cgroup(NamedTuple):
 
 
 def _cgroups(root: Path) -> Iterator[_Cgroup]:
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controller, path = line.split(":", 2)
-        if controller not in _CGROUPS:
-            continue
-        mount, limit_file, used_file = _CGROUPS[controller]
-        own = root / mount / path.lstrip("/")
-        # A container may see the path of its host: then only the mount is there.
-        for folder in (own, *own.parents[: len(Path(path).parts) - 1]):
-            limit, used = _lines(folder / limit_file), _lines(folder / used_file)
+    for folder in group_folders("memory", root):
+        for limit_file, used_file in _LIMITS:
+            limit, used = lines_of(folder / limit_file), lines_of(folder / used_file)
             if limit and used and limit[0].isdigit():
-                facts = dict(line.split() for line in _lines(folder / "memory.stat"))
+                facts = dict(line.split() for line in lines_of(folder / "memory.stat"))
                 # In v1, numbers with `total_` include the groups below.
                 kept = (facts.get(f"total_{name}", facts.get(name, "0")) for name in _FILE_PAGES)
                 yield _Cgroup(int(limit[0]), int(used[0]) - sum(map(int, kept)))
@@ -79,17 +75,9 @@ def _cgroups(root: Path) -> Iterator[_Cgroup]:
 
 def _of_addresses(root: Path) -> Iterator[int]:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    used = _lines(root / "proc/self/statm")
+    used = lines_of(root / "proc/self/statm")
     if limit != resource.RLIM_INFINITY and used:
         yield limit - int(used[0].split()[0]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _lines(file: Path) -> list[str]:
-    """The lines of a system file; none if it does not exist."""
-    try:
-        return file.read_text().splitlines()
-    except OSError:
-        return []
 
 
 def keep_freed_memory() -> None:

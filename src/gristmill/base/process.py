@@ -14,12 +14,14 @@ from __future__ import annotations
 import os
 import re
 import socket
+import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from gristmill.base.cgroups import core_limit
 from gristmill.base.errors import UserError
 
 Values = Mapping[str, str]
@@ -321,7 +323,8 @@ def _expand_numbers(text: str) -> list[str]:
 
 
 def usable_cores() -> int:
-    """CPU cores that this process may use, as far as the system tells."""
+    """CPU cores that this process may use: those it may run on, or fewer if its container or job
+    may not use all of their time."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
+        return min(len(os.sched_getaffinity(0)), core_limit() or sys.maxsize)
     return os.cpu_count() or 1

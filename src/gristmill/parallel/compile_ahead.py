@@ -24,6 +24,7 @@ from typing import cast
 
 import torch
 
+from gristmill.base.process import usable_cores
 from gristmill.config.load import dump_run, load_text
 from gristmill.config.model import GPTConfig
 from gristmill.config.optim import MuonConfig
@@ -74,7 +75,7 @@ def compile_ahead(
     """Begin to compile, if this run's graphs are known, not in the cache, and worth it."""
     if not _is_plain(config) or world.device.kind != "cuda" or world.place.world > 1:
         return None
-    if len(os.sched_getaffinity(0)) < CORES or "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+    if usable_cores() < CORES or "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         return None
     parts = parts_of(config, vocab=vocab)
     size = sum(p.numel() for p in outline_model(config.model, vocab=vocab).parameters())

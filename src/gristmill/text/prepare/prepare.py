@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -27,6 +26,7 @@ from pathlib import Path
 
 from gristmill.base.errors import UserError
 from gristmill.base.locks import OutputLock
+from gristmill.base.process import usable_cores
 from gristmill.text.prepare.journal import Generation, Journal
 from gristmill.text.prepare.ledger import HopelessError
 from gristmill.text.prepare.outputs import Outputs, PreparedKey
@@ -192,8 +192,8 @@ def _encode_settings(request: PrepareRequest, tokenizer: Tokenizer, folder: Path
 
 def _worker_count(total: int | None) -> int:
     """One process for each core, but no more than the bytes to read are worth."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(cores or 1, 1 + total // _BYTES_PER_WORKER) if total is not None else cores or 1
+    cores = usable_cores()
+    return min(cores, 1 + total // _BYTES_PER_WORKER) if total is not None else cores
 
 
 def _open_outputs(
