@@ -71,6 +71,7 @@ def recorded(world: World, *settings: str) -> bool:
         (("preset=modern-mini", "runtime.compile=false"), False),
         (("preset=modern-mini", "train.accumulate=2"), False),
         (("preset=modern-mini", "data.documents=masked"), False),
+        (("preset=modern-mini", "train.recompute=full"), False),
         # the kernels of a larger model take longer than their launches
         (("preset=gpt2-medium",), False),
         (("preset=gpt2-medium", "runtime.cuda_graphs=true"), True),

@@ -130,7 +130,7 @@ class CompileAhead:
     def __init__(self, jobs: list[Job], *, done: Path) -> None:
         self.done = done
         threads = {"TORCHINDUCTOR_COMPILE_THREADS": str(THREADS)}
-        self._processes = [_start(job, {**os.environ, **threads}) for job in jobs]
+        self._processes = [_start(job, {**threads, **os.environ}) for job in jobs]
         atexit.register(self.close)
 
     def wait(self) -> None:

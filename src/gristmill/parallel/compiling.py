@@ -18,6 +18,7 @@ from typing import Any, Literal, Self
 import torch
 
 from gristmill.base.errors import UserError
+from gristmill.config.model import GPTConfig
 from gristmill.config.resolve import Resolved
 from gristmill.config.schema import RunConfig
 from gristmill.models.build import outline_model
@@ -87,6 +88,7 @@ def records_launches(
         "several processes": world.place.world > 1,
         f"{numbers.accumulate} micro-batches in a step": numbers.accumulate > 1,
         "train.ramp": config.train.ramp is not None,
+        "train.recompute": config.train.recompute != "none",
         "documents kept apart": config.masks_documents,
         "optim.preconditioner": config.optim.preconditioning is not None,
         "runtime.offload": config.runtime.offload is not None,
@@ -98,7 +100,7 @@ def records_launches(
             where="runtime.cuda_graphs",
             remedy="leave it out",
         )
-    if wanted or against:
+    if wanted or against or not isinstance(config.model, GPTConfig):
         return bool(wanted)
     model = outline_model(config.model, vocab=numbers.vocab)
     seconds = _seconds(config, world, numbers, model, samples=numbers.micro_batch)
