@@ -42,16 +42,17 @@ threads = 1
 @pytest.mark.parametrize(
     ("words", "device", "expected"),
     [
-        ((), "cpu", None),
-        ((), "cuda", "blocks"),
-        (('train.until="1T tokens"',), "cuda", "model"),
-        (("data.documents=masked", 'train.until="1T tokens"'), "cuda", "blocks"),
-        (("runtime.compile=true",), "cpu", "model"),
-        (("runtime.compile=blocks",), "cpu", "blocks"),
-        (("runtime.compile=false",), "cuda", None),
+        ((), "cpu", (None, False)),
+        ((), "cuda", ("blocks", False)),
+        (("train.accumulate=1",), "cuda", ("blocks", True)),
+        (('train.until="1T tokens"', "train.accumulate=1"), "cuda", ("model", True)),
+        (("data.documents=masked", 'train.until="1T tokens"'), "cuda", ("blocks", False)),
+        (("runtime.compile=true",), "cpu", ("model", False)),
+        (("runtime.compile=blocks",), "cpu", ("blocks", False)),
+        (("runtime.compile=false",), "cuda", (None, False)),
     ],
 )
-def test_what_is_compiled(words: tuple[str, ...], device: str, expected: str | None) -> None:
+def test_what_is_compiled(words: tuple[str, ...], device: str, expected: object) -> None:
     config, chosen = run_at(Path("x"), *words), Device(torch.device(device))
     chosen.__dict__["name"] = "NVIDIA H200"  # no test has one
     assert _compiled(config, World(chosen), resolve(config, vocab=257)) == expected

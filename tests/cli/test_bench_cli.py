@@ -77,12 +77,13 @@ def test_random_tokens_of_a_single_id_are_refused(folder: Path) -> None:
 
 
 def test_what_is_compiled_is_said() -> None:
-    for compiled, words in (
-        (None, "cpu, fp32"),
-        ("model", "cpu, fp32, compiled as a whole"),
-        ("blocks", "cpu, fp32, compiled block by block"),
+    for compiled, recorded, words in (
+        (None, False, "cpu, fp32"),
+        ("model", False, "cpu, fp32, compiled as a whole"),
+        ("blocks", False, "cpu, fp32, compiled block by block"),
+        ("blocks", True, "cpu, fp32, compiled block by block, CUDA graphs"),
     ):
-        subject = Subject("small", 1, 1, 1, 1, 300, "cpu", "fp32", compiled, True)
+        subject = Subject("small", 1, 1, 1, 1, 300, "cpu", "fp32", compiled, True, recorded)
         speed = Speed(1, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, None, 1.0, 1.0, None, None)
         matrix = MatrixRate(1.0, 8, "fp32")
         found = BenchResult(subject=subject, speed=speed, matrix=matrix)

@@ -33,7 +33,7 @@ from gristmill.config.schema import RunConfig, TrackConfig
 from gristmill.data.dataset import path_list
 from gristmill.data.loader import READ_AHEAD
 from gristmill.optim.schedule import build_schedule
-from gristmill.parallel.compiling import choose_graphs
+from gristmill.parallel.compiling import choose_graphs, records_launches
 from gristmill.parallel.device import Device, MatrixRate, memory_explained
 from gristmill.parallel.strategy import CompiledStep
 from gristmill.parallel.world import World, count_devices, open_world
@@ -70,6 +70,7 @@ class Subject:
     compiled: Literal["step", "model", "blocks"] | None
     """The whole step or model as one graph, or one block for all; None if nothing is compiled."""
     random_tokens: bool
+    cuda_graphs: bool = False
 
 
 @dataclass(frozen=True)
@@ -269,6 +270,7 @@ def _measure(parts: Assembly, *, warm_up: int, steps: int, random_tokens: bool) 
     finally:
         batches.close()
         tracker.close()
+    compiled, recorded = _compiled(parts.config, parts.world, numbers)
     subject = Subject(
         name=parts.config.name,
         parameters=sum(parameter.numel() for parameter in parts.outline.parameters()),
@@ -278,8 +280,9 @@ def _measure(parts: Assembly, *, warm_up: int, steps: int, random_tokens: bool) 
         vocabulary=numbers.vocab,
         device=device.name,
         precision=parts.config.precision.described,
-        compiled=_compiled(parts.config, parts.world, numbers),
+        compiled=compiled,
         random_tokens=random_tokens,
+        cuda_graphs=recorded,
     )
     return BenchResult(
         **vars(tables),
@@ -314,11 +317,13 @@ def _speed(records: Sequence[StepRecord], meter: Meter, *, warm_up: int, tokens:
 
 def _compiled(
     config: RunConfig, world: World, numbers: Resolved
-) -> Literal["step", "model", "blocks"] | None:
+) -> tuple[Literal["step", "model", "blocks"] | None, bool]:
+    """What is compiled in one graph, and whether its launches are recorded as CUDA graphs."""
     if world.device.kind == "xla":
-        return "step"
+        return "step", False
     graphs = choose_graphs(config, world, numbers)
-    return "model" if graphs == "whole" else graphs
+    recorded = records_launches(config, world, numbers, graphs)
+    return "model" if graphs == "whole" else graphs, recorded
 
 
 def _profile(

@@ -123,7 +123,8 @@ def _header(found: BenchResult) -> Iterator[str]:
         "batch": f"{subject.batch} x {subject.sequence} tokens"
         f"{f' in {split} parts' if split > 1 else ''}"
         f"{', random tokens' if subject.random_tokens else ''}",
-        "device": f"{subject.device}, {subject.precision}{_COMPILED[subject.compiled]}",
+        "device": f"{subject.device}, {subject.precision}{_COMPILED[subject.compiled]}"
+        + (", CUDA graphs" if subject.cuda_graphs else ""),
         "first step": f"{speed.first_step:.1f} s{', compiling' if subject.compiled else ''}",
         "step": f"{speed.milliseconds:.2f} ms, median of {speed.steps} "
         f"({speed.fastest:.2f} to {speed.slowest:.2f})",
