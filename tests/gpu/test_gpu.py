@@ -26,7 +26,7 @@ from gristmill.models.build import build_model
 from gristmill.models.loss import linear_cross_entropy
 from gristmill.optim.build import build_optimizer
 from gristmill.parallel.build import build_strategy
-from gristmill.parallel.compile_ahead import CompileAhead, Job, parts_of
+from gristmill.parallel.compile_ahead import CompileAhead, CompileTask, parts_of
 from gristmill.parallel.world import Groups, open_world
 from gristmill.train.replay import replay_step
 from gristmill.train.run import run_training
@@ -140,8 +140,8 @@ def test_a_run_finds_what_was_compiled_ahead(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     settings = ('optim.type="muon"', 'runtime.compile="blocks"', "precision.tf32=false")
     config = make_run(*ON_GPU, *settings, 'precision.compute="bf16"')
-    jobs = [Job(config, 257, 4, 64, False, part) for part in parts_of(config, vocab=257)]
-    CompileAhead(jobs, done=tmp_path / "done").wait()
+    tasks = [CompileTask(config, 257, 4, 64, False, part) for part in parts_of(config, vocab=257)]
+    CompileAhead(tasks, done=tmp_path / "done").wait()
     assert (tmp_path / "done").exists(), "a process failed"
     torch.compiler.reset()
     counters.clear()

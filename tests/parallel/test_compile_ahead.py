@@ -19,7 +19,7 @@ from gristmill.config.schema import RunConfig
 from gristmill.data.loader import Batch
 from gristmill.parallel import compile_ahead as ahead
 from gristmill.parallel.build import build_strategy
-from gristmill.parallel.compile_ahead import CompileAhead, Job, compile_ahead, parts_of
+from gristmill.parallel.compile_ahead import CompileAhead, CompileTask, compile_ahead, parts_of
 from gristmill.parallel.compile_part import compile_part
 from gristmill.parallel.compiling import CompileClock
 from gristmill.parallel.device import Device
@@ -43,8 +43,10 @@ def config_of(*settings: str) -> RunConfig:
     return load_text(RUN, settings, place="ahead.toml")
 
 
-def jobs_of(config: RunConfig) -> list[Job]:
-    return [Job(config, VOCAB, 2, 16, False, part) for part in parts_of(config, vocab=VOCAB)]
+def tasks_of(config: RunConfig) -> list[CompileTask]:
+    return [
+        CompileTask(config, VOCAB, 2, 16, False, part) for part in parts_of(config, vocab=VOCAB)
+    ]
 
 
 @pytest.fixture
@@ -93,8 +95,8 @@ def test_the_parts_are_called_as_in_a_step(
     strategy.update(strategy.accumulate([batch], Progress()))
     in_a_step = set(compiled_calls)
     compiled_calls.clear()
-    for job in jobs_of(config):
-        compile_part(Job.load(job.dump()), world)
+    for task in tasks_of(config):
+        compile_part(CompileTask.load(task.dump()), world)
     assert compiled_calls == in_a_step
     assert len({name for name, *_ in in_a_step}) >= 3
 
@@ -115,11 +117,11 @@ def test_waits_and_remembers_what_worked(
     failing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     codes = {"0": "import time; time.sleep(0.5)", "1": f"raise SystemExit({int(failing)})"}
-    monkeypatch.setattr(ahead, "_start", lambda job, environment: python(codes[job.part]))
+    monkeypatch.setattr(ahead, "_start", lambda task, environment: python(codes[task.part]))
     begun = list[bool]()
     with CompileClock(begins=lambda: begun.append(True)) as clock:
-        jobs = jobs_of(config_of("optim.type=adamw"))[:2]
-        CompileAhead(jobs, done=tmp_path / "ahead/key").wait()
+        tasks = tasks_of(config_of("optim.type=adamw"))[:2]
+        CompileAhead(tasks, done=tmp_path / "ahead/key").wait()
     assert clock.seconds >= 0.4 and begun == [True]
     assert (tmp_path / "ahead/key").exists() is not failing
 
@@ -127,13 +129,13 @@ def test_waits_and_remembers_what_worked(
 def test_gives_up_and_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = list[subprocess.Popen[str]]()
 
-    def start(job: Job, environment: dict[str, str]) -> subprocess.Popen[str]:
+    def start(task: CompileTask, environment: dict[str, str]) -> subprocess.Popen[str]:
         started.append(python("import time; time.sleep(600)"))
         return started[-1]
 
     monkeypatch.setattr(ahead, "_start", start)
     monkeypatch.setattr(ahead, "LIMIT", 0.1)
-    CompileAhead(jobs_of(config_of()), done=tmp_path / "key").wait()
+    CompileAhead(tasks_of(config_of()), done=tmp_path / "key").wait()
     assert len(started) == 5 and all(process.returncode for process in started)
     assert not (tmp_path / "key").exists()
 
@@ -145,8 +147,8 @@ class TestWhen:
     def machine(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.started = list[str]()
 
-        def start(job: Job, environment: dict[str, str]) -> subprocess.Popen[str]:
-            self.started.append(job.part)
+        def start(task: CompileTask, environment: dict[str, str]) -> subprocess.Popen[str]:
+            self.started.append(task.part)
             return python("")
 
         monkeypatch.setattr(ahead, "_start", start)

@@ -12,7 +12,7 @@ from gristmill.base.errors import UserError
 from gristmill.config.load import load_text
 from gristmill.config.parallel import Mesh
 from gristmill.config.resolve import resolve
-from gristmill.parallel.compiling import CompileClock, choose_graphs, records_launches
+from gristmill.parallel.compiling import CompileClock, choose_graphs, uses_cuda_graphs
 from gristmill.parallel.device import Device
 from gristmill.parallel.world import World
 
@@ -59,7 +59,7 @@ def test_only_a_long_run_waits_for_one_graph(
 def recorded(world: World, *settings: str) -> bool:
     config = load_text(RUN, ["precision.compute=bf16", *settings], place="choice.toml")
     numbers = resolve(config, vocab=50257)
-    return records_launches(config, world, numbers, choose_graphs(config, world, numbers))
+    return uses_cuda_graphs(config, world, numbers, choose_graphs(config, world, numbers))
 
 
 @pytest.mark.parametrize(

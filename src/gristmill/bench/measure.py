@@ -33,7 +33,7 @@ from gristmill.config.schema import RunConfig, TrackConfig
 from gristmill.data.dataset import path_list
 from gristmill.data.loader import READ_AHEAD
 from gristmill.optim.schedule import build_schedule
-from gristmill.parallel.compiling import choose_graphs, records_launches
+from gristmill.parallel.compiling import choose_graphs, uses_cuda_graphs
 from gristmill.parallel.device import Device, MatrixRate, memory_explained
 from gristmill.parallel.strategy import CompiledStep
 from gristmill.parallel.world import World, count_devices, open_world
@@ -270,7 +270,7 @@ def _measure(parts: Assembly, *, warm_up: int, steps: int, random_tokens: bool) 
     finally:
         batches.close()
         tracker.close()
-    compiled, recorded = _compiled(parts.config, parts.world, numbers)
+    compiled, cuda_graphs = _compiled(parts.config, parts.world, numbers)
     subject = Subject(
         name=parts.config.name,
         parameters=sum(parameter.numel() for parameter in parts.outline.parameters()),
@@ -282,7 +282,7 @@ def _measure(parts: Assembly, *, warm_up: int, steps: int, random_tokens: bool) 
         precision=parts.config.precision.described,
         compiled=compiled,
         random_tokens=random_tokens,
-        cuda_graphs=recorded,
+        cuda_graphs=cuda_graphs,
     )
     return BenchResult(
         **vars(tables),
@@ -318,12 +318,12 @@ def _speed(records: Sequence[StepRecord], meter: Meter, *, warm_up: int, tokens:
 def _compiled(
     config: RunConfig, world: World, numbers: Resolved
 ) -> tuple[Literal["step", "model", "blocks"] | None, bool]:
-    """What is compiled in one graph, and whether its launches are recorded as CUDA graphs."""
+    """What is compiled in one graph, and whether it is launched as CUDA graphs."""
     if world.device.kind == "xla":
         return "step", False
     graphs = choose_graphs(config, world, numbers)
-    recorded = records_launches(config, world, numbers, graphs)
-    return "model" if graphs == "whole" else graphs, recorded
+    cuda_graphs = uses_cuda_graphs(config, world, numbers, graphs)
+    return "model" if graphs == "whole" else graphs, cuda_graphs
 
 
 def _profile(

@@ -36,8 +36,8 @@ from gristmill.parallel.compiling import (
     choose_graphs,
     compiled,
     compiled_for_training,
-    records_launches,
     start_compile_workers,
+    uses_cuda_graphs,
 )
 from gristmill.parallel.context import heads_attention, ring_attention
 from gristmill.parallel.control import ControlGroup
@@ -114,20 +114,27 @@ def _build_spmd(
 ) -> Spmd:
     precision = Precision(config.precision, world.device)
     graphs = choose_graphs(config, world, numbers)
-    recorded = records_launches(config, world, numbers, graphs)
+    cuda_graphs = uses_cuda_graphs(config, world, numbers, graphs)
     ahead = None
     if graphs == "blocks" and numbers is not None:
-        ahead = compile_ahead(config, vocab=vocab, world=world, numbers=numbers, recorded=recorded)
+        ahead = compile_ahead(
+            config, vocab=vocab, world=world, numbers=numbers, cuda_graphs=cuda_graphs
+        )
     if graphs is not None and world.device.kind == "cuda" and ahead is None:
         start_compile_workers()
     model, stages = place_model(
-        config, vocab=vocab, world=world, precision=precision, graphs=graphs, recorded=recorded
+        config,
+        vocab=vocab,
+        world=world,
+        precision=precision,
+        graphs=graphs,
+        cuda_graphs=cuda_graphs,
     )
     parameters = shard_parameters(model, world.mesh, world.rank)
     sync = build_gradient_sync(
         model, parameters, world, config=config.parallel, reduce=precision.reduce
     )
-    in_one_graph = compiled(model, recorded=recorded) if graphs == "whole" else None
+    in_one_graph = compiled(model, cuda_graphs=cuda_graphs) if graphs == "whole" else None
     micro_batches: MicroBatches = SequentialMicroBatches(model, sync, in_one_graph)
     if stages:
         from gristmill.parallel.pipeline import PipelineMicroBatches
@@ -168,7 +175,7 @@ def _build_spmd(
         preconditioner=preconditioner,
         worker=worker,
         ahead=ahead,
-        recorded=recorded,
+        cuda_graphs=cuda_graphs,
     )
 
 
@@ -179,7 +186,7 @@ def place_model(
     world: World,
     precision: Precision | None = None,
     graphs: Literal["whole", "blocks"] | None = None,
-    recorded: bool = False,
+    cuda_graphs: bool = False,
 ) -> tuple[CausalLM, list[StageModule]]:
     """This process's shard of the model, with initial weights, and its pipeline stages, if any."""
     precision = precision or Precision(config.precision, world.device)
@@ -204,11 +211,11 @@ def place_model(
         for block in blocks:
             # Wrappers stay outside of the compiled function, and all blocks share one graph.
             block.forward = compiled_for(
-                block.forward, whole_graph=not model.comm.forks_rng, recorded=recorded
+                block.forward, whole_graph=not model.comm.forks_rng, cuda_graphs=cuda_graphs
             )
         if world.mesh.pp == 1 and fsdp is None and model.comm.single:
             for name in model.parts_beside_blocks:
-                setattr(model, name, compiled_for(getattr(model, name), recorded=recorded))
+                setattr(model, name, compiled_for(getattr(model, name), cuda_graphs=cuda_graphs))
     model.recompute_blocks(Recompute(config.train.recompute, config.train.recompute_every or 1))
     for block in blocks:
         _initialise(model, block, device, seed=seed)

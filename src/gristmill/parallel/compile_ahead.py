@@ -48,7 +48,7 @@ compiler's. A number is a layer."""
 
 
 @dataclass(frozen=True)
-class Job:
+class CompileTask:
     """What a process needs to know to compile its part of a run."""
 
     config: RunConfig
@@ -56,7 +56,7 @@ class Job:
     samples: int
     """In a micro-batch."""
     sequence: int
-    recorded: bool
+    cuda_graphs: bool
     """Whether passes are CUDA graphs."""
     part: str
 
@@ -64,13 +64,13 @@ class Job:
         return json.dumps({**vars(self), "config": dump_run(self.config)})
 
     @classmethod
-    def load(cls, text: str) -> Job:
+    def load(cls, text: str) -> CompileTask:
         values = json.loads(text)
         return cls(**{**values, "config": load_text(values["config"], place="run.toml")})
 
 
 def compile_ahead(
-    config: RunConfig, *, vocab: int, world: World, numbers: Resolved, recorded: bool = False
+    config: RunConfig, *, vocab: int, world: World, numbers: Resolved, cuda_graphs: bool = False
 ) -> CompileAhead | None:
     """Begin to compile, if this run's graphs are known, not in the cache, and worth it."""
     if not _is_plain(config) or world.device.kind != "cuda" or world.place.world > 1:
@@ -83,9 +83,9 @@ def compile_ahead(
     if memory is None or 4 * size * len(parts) > MEMORY_SHARE * memory:
         return None
     sizes = (vocab, numbers.micro_batch, numbers.sequence)
-    jobs = [Job(config, *sizes, recorded, part) for part in parts]
-    done = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"], "ahead", _key(jobs[0], world.device.name))
-    return None if done.exists() else CompileAhead(jobs, done=done)
+    tasks = [CompileTask(config, *sizes, cuda_graphs, part) for part in parts]
+    done = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"], "ahead", _key(tasks[0], world.device.name))
+    return None if done.exists() else CompileAhead(tasks, done=done)
 
 
 def _is_plain(config: RunConfig) -> bool:
@@ -109,11 +109,17 @@ def parts_of(config: RunConfig, *, vocab: int) -> list[str]:
     return [*map(str, model.distinct_layers()), *update, BESIDE, KERNELS]
 
 
-def _key(job: Job, device: str) -> str:
+def _key(task: CompileTask, device: str) -> str:
     """Names everything on which the graphs depend."""
-    config = job.config
+    config = task.config
     settings = (config.model, config.precision, config.optim, config.train.recompute)
-    numbers = (config.train.sampled_softmax, job.vocab, job.samples, job.sequence, job.recorded)
+    numbers = (
+        config.train.sampled_softmax,
+        task.vocab,
+        task.samples,
+        task.sequence,
+        task.cuda_graphs,
+    )
     versions = (torch.__version__, _source_time(), device)
     return hashlib.sha256(repr((settings, numbers, versions)).encode()).hexdigest()[:32]
 
@@ -127,10 +133,10 @@ def _source_time() -> float:
 class CompileAhead:
     """Processes that compile."""
 
-    def __init__(self, jobs: list[Job], *, done: Path) -> None:
+    def __init__(self, tasks: list[CompileTask], *, done: Path) -> None:
         self.done = done
         threads = {"TORCHINDUCTOR_COMPILE_THREADS": str(THREADS)}
-        self._processes = [_start(job, {**threads, **os.environ}) for job in jobs]
+        self._processes = [_start(task, {**threads, **os.environ}) for task in tasks]
         atexit.register(self.close)
 
     def wait(self) -> None:
@@ -156,7 +162,7 @@ class CompileAhead:
                 process.wait()
 
 
-def _start(job: Job, environment: dict[str, str]) -> subprocess.Popen[str]:
+def _start(task: CompileTask, environment: dict[str, str]) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, "-m", "gristmill.parallel.compile_part"],
         stdin=subprocess.PIPE,
@@ -167,5 +173,5 @@ def _start(job: Job, environment: dict[str, str]) -> subprocess.Popen[str]:
     )
     assert process.stdin is not None
     with contextlib.suppress(OSError), process.stdin:
-        process.stdin.write(job.dump())
+        process.stdin.write(task.dump())
     return process

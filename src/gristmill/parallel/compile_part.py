@@ -1,5 +1,5 @@
 """A process that compiles one part of a run and ends: `python -m gristmill.parallel.compile_part`,
-with a `Job` on its standard input."""
+with a `CompileTask` on its standard input."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from gristmill.base.process import Place
 from gristmill.models.spec import CausalLM, Loss, StagedModel
 from gristmill.optim.build import build_optimizer
 from gristmill.parallel.build import place_model
-from gristmill.parallel.compile_ahead import BESIDE, KERNELS, UPDATE, Job
+from gristmill.parallel.compile_ahead import BESIDE, KERNELS, UPDATE, CompileTask
 from gristmill.parallel.compiling import start_compile_workers
 from gristmill.parallel.world import World, open_world
 
 
 def main() -> None:
     """Compile, and end at once: no other process waits for anything but the cache."""
-    job = Job.load(sys.stdin.read())
-    config = job.config
+    task = CompileTask.load(sys.stdin.read())
+    config = task.config
     world = open_world(config.runtime, tf32=config.precision.tf32, place=Place())
-    if job.part != KERNELS:
+    if task.part != KERNELS:
         start_compile_workers()
         _launch_nothing()
-    compile_part(job, world)
+    compile_part(task, world)
     os._exit(0)
 
 
@@ -39,31 +39,31 @@ def _launch_nothing() -> None:
         setattr(kind, "run", lambda *args, **kwargs: None)  # noqa: B010 - a method of theirs
 
 
-def compile_part(job: Job, world: World) -> None:
+def compile_part(task: CompileTask, world: World) -> None:
     """Call what is compiled once, with tensors such as a step has."""
-    graphs: Literal["blocks"] | None = None if job.part == KERNELS else "blocks"
+    graphs: Literal["blocks"] | None = None if task.part == KERNELS else "blocks"
     model, _ = place_model(
-        job.config, vocab=job.vocab, world=world, graphs=graphs, recorded=job.recorded
+        task.config, vocab=task.vocab, world=world, graphs=graphs, cuda_graphs=task.cuda_graphs
     )
     model.train()
-    if job.part == UPDATE:
-        _step(job, model)
+    if task.part == UPDATE:
+        _step(task, model)
     else:
-        _run(job, model)
+        _run(task, model)
 
 
-def _run(job: Job, model: CausalLM) -> None:
+def _run(task: CompileTask, model: CausalLM) -> None:
     """Both passes through one block, everything beside the blocks, or both."""
     device = next(model.parameters()).device
-    staged, ends = cast(StagedModel, model), job.part in (BESIDE, KERNELS)
-    layers = {BESIDE: [], KERNELS: staged.distinct_layers()[:1]}.get(job.part)
-    hidden = staged.stage_hidden(job.samples, job.sequence)
-    tokens_BT = torch.zeros(job.samples, job.sequence, dtype=torch.int64, device=device)
+    staged, ends = cast(StagedModel, model), task.part in (BESIDE, KERNELS)
+    layers = {BESIDE: [], KERNELS: staged.distinct_layers()[:1]}.get(task.part)
+    hidden = staged.stage_hidden(task.samples, task.sequence)
+    tokens_BT = torch.zeros(task.samples, task.sequence, dtype=torch.int64, device=device)
     # A result of an operation, as between blocks.
     hidden = torch.zeros_like(hidden, device=device, requires_grad=True).clone()
     found = staged.forward_stage(
         hidden,
-        [int(job.part)] if layers is None else layers,
+        [int(task.part)] if layers is None else layers,
         first=ends,
         last=ends,
         tokens_BT=tokens_BT,
@@ -76,10 +76,10 @@ def _run(job: Job, model: CausalLM) -> None:
         Loss(*found).scaled.backward()
 
 
-def _step(job: Job, model: CausalLM) -> None:
+def _step(task: CompileTask, model: CausalLM) -> None:
     """A step of the optimizer."""
     parameters = {model.canonical_name(name): p for name, p in model.named_parameters()}
-    optimizer = build_optimizer(job.config.optim, model, parameters=parameters, compiled=True)
+    optimizer = build_optimizer(task.config.optim, model, parameters=parameters, compiled=True)
     for parameter in parameters.values():
         parameter.grad = torch.zeros_like(parameter)
     one = torch.ones((), device=next(iter(parameters.values())).device)

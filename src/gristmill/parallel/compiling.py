@@ -72,7 +72,7 @@ def _seconds(
     return samples * numbers.sequence * cost / (USUAL_MFU * peak)
 
 
-def records_launches(
+def uses_cuda_graphs(
     config: RunConfig, world: World, numbers: Resolved | None, graphs: str | None
 ) -> bool:
     """Whether passes are CUDA graphs. What one returns is overwritten by the next, so there is one
@@ -107,8 +107,8 @@ def records_launches(
     return seconds is not None and seconds < LAUNCH_BOUND
 
 
-def compiled(function: Any, *, whole_graph: bool = True, recorded: bool = False) -> Any:
-    """A model or block, compiled with static shapes; `recorded` as CUDA graphs."""
+def compiled(function: Any, *, whole_graph: bool = True, cuda_graphs: bool = False) -> Any:
+    """A model or block, compiled with static shapes."""
     # torch counts versions of a function over all models of a process. At its limit of 8, fullgraph
     # compilation fails.
     dynamo = torch._dynamo.config
@@ -117,7 +117,7 @@ def compiled(function: Any, *, whole_graph: bool = True, recorded: bool = False)
     # Without this, nothing but the kernels is found again at the next start.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     torch._inductor.config.inductor_choices_class = heuristics
-    options: dict[str, Any] | None = {"triton.cudagraphs": True} if recorded else None
+    options: dict[str, Any] | None = {"triton.cudagraphs": True} if cuda_graphs else None
     return torch.compile(function, dynamic=False, fullgraph=whole_graph, options=options)
 
 
@@ -146,11 +146,11 @@ def heuristics() -> Any:
 
 
 def compiled_for_training(
-    function: Any, *, whole_graph: bool = True, recorded: bool = False
+    function: Any, *, whole_graph: bool = True, cuda_graphs: bool = False
 ) -> Any:
     """A function that is compiled where gradients are wanted: to compile a second version for
     validation takes longer than what it saves."""
-    for_training = compiled(function, whole_graph=whole_graph, recorded=recorded)
+    for_training = compiled(function, whole_graph=whole_graph, cuda_graphs=cuda_graphs)
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

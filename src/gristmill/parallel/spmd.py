@@ -74,7 +74,7 @@ class Spmd:
         preconditioner: Preconditioner | None = None,
         worker: int = 0,
         ahead: CompileAhead | None = None,
-        recorded: bool = False,
+        cuda_graphs: bool = False,
     ) -> None:
         self.model, self.optimizer, self.sync = model, optimizer, sync
         self.parameters = parameters if offload is None else offload.parameters
@@ -82,7 +82,7 @@ class Spmd:
         self.micro_batches, self.loss_scale, self.offload = micro_batches, loss_scale, offload
         self.preconditioner = preconditioner
         self.world, self.control = world, control
-        self._ahead, self._recorded = ahead, recorded
+        self._ahead, self._cuda_graphs = ahead, cuda_graphs
         self.clip, self.seed, self.worker = config.train.clip, config.train.seed, worker
         self._everyone = world.groups.along(*world.mesh.sizes)
         self._timer: SyncTimer | None = None
@@ -112,7 +112,7 @@ class Spmd:
         if self._ahead is not None:
             self._ahead.wait()
             self._ahead = None
-        if self._recorded:
+        if self._cuda_graphs:
             # What the last step's CUDA graphs returned is no longer needed.
             torch.compiler.cudagraph_mark_step_begin()
         self._timer = None if self._everyone is None else SyncTimer(self.world.device)
