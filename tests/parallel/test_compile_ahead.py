@@ -140,6 +140,17 @@ def test_gives_up_and_leaves_no_process(tmp_path: Path, monkeypatch: pytest.Monk
     assert not (tmp_path / "key").exists()
 
 
+def test_a_process_that_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(task: CompileTask, environment: dict[str, str]) -> subprocess.Popen[str]:
+        if task.part == "0":
+            raise BlockingIOError("no more processes")
+        return python("")
+
+    monkeypatch.setattr(ahead, "_start", start)
+    CompileAhead(tasks_of(config_of()), done=tmp_path / "key").wait()
+    assert not (tmp_path / "key").exists()
+
+
 class TestWhen:
     """Cold starts of plain runs on one GPU with enough cores."""
 
@@ -171,7 +182,7 @@ class TestWhen:
         first.wait()
         assert self.begin() is None
         assert self.begin('train.until="20 steps"') is None
-        for other in ("train.batch=4", "model.width=64", "optim.steps=4"):
+        for other in ("train.batch=4", "model.width=64", "optim.steps=4", "runtime.kernels=true"):
             again = self.begin(other)
             assert again is not None, other
             again.wait()

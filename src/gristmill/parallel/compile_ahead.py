@@ -112,16 +112,13 @@ def parts_of(config: RunConfig, *, vocab: int) -> list[str]:
 def _key(task: CompileTask, device: str) -> str:
     """Names everything on which the graphs depend."""
     config = task.config
-    settings = (config.model, config.precision, config.optim, config.train.recompute)
-    numbers = (
-        config.train.sampled_softmax,
-        task.vocab,
-        task.samples,
-        task.sequence,
-        task.cuda_graphs,
-    )
+    train, runtime = config.train, config.runtime
+    tables = (config.model, config.precision, config.optim)
+    settings = (train.recompute, train.sampled_softmax, runtime.kernels, runtime.deterministic)
+    sizes = (task.vocab, task.samples, task.sequence)
     versions = (torch.__version__, _source_time(), device)
-    return hashlib.sha256(repr((settings, numbers, versions)).encode()).hexdigest()[:32]
+    named = repr((tables, settings, sizes, task.cuda_graphs, versions))
+    return hashlib.sha256(named.encode()).hexdigest()[:32]
 
 
 def _source_time() -> float:
@@ -134,9 +131,12 @@ class CompileAhead:
     """Processes that compile."""
 
     def __init__(self, tasks: list[CompileTask], *, done: Path) -> None:
-        self.done = done
+        self.done, self._count = done, len(tasks)
+        self._processes = list[subprocess.Popen[str]]()
         threads = {"TORCHINDUCTOR_COMPILE_THREADS": str(THREADS)}
-        self._processes = [_start(task, {**threads, **os.environ}) for task in tasks]
+        for task in tasks:
+            with contextlib.suppress(OSError):  # no memory for a process, say
+                self._processes.append(_start(task, {**threads, **os.environ}))
         atexit.register(self.close)
 
     def wait(self) -> None:
@@ -148,7 +148,7 @@ class CompileAhead:
         with clocks, contextlib.suppress(subprocess.TimeoutExpired):
             for process in self._processes:
                 process.wait(max(0.0, end - time.monotonic()))
-        if all(process.returncode == 0 for process in self._processes):
+        if [process.returncode for process in self._processes] == [0] * self._count:
             with contextlib.suppress(OSError):
                 self.done.parent.mkdir(parents=True, exist_ok=True)
                 self.done.touch()
