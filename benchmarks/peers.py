@@ -36,6 +36,7 @@ from gristmill.base.units import Progress
 from gristmill.config.resolve import Resolved, resolve
 from gristmill.config.schema import RunConfig
 from gristmill.optim.schedule import build_schedule
+from gristmill.parallel.compiling import use_heuristics
 from gristmill.track.folder import RunFolder
 from gristmill.track.sinks import JsonlSink
 from gristmill.train.assemble import assemble, build_health, build_loader, build_meter
@@ -282,6 +283,7 @@ class Stopwatch:
 
 
 def compiled(model: Any, config: RunConfig) -> Any:
+    use_heuristics(None)  # ours are not theirs
     return torch.compile(model) if device_of(config) == "cuda" else model
 
 

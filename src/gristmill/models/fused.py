@@ -5,7 +5,8 @@
 
 Triton kernels (`kernels/activated.py`) fuse the activation into the two products next to it, so
 nothing rereads f's input, and y and f'(h) are saved rather than recomputed, at the cost of memory.
-The other four products are ordinary matmuls. Results equal the unfused ones up to rounding.
+The other four products are ordinary matmuls, and weights have gradients in their own dtype
+(`casts.py`). Results equal the unfused ones up to rounding.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
+from gristmill.models.casts import weight_gradient
 
 WIDEST = {"gelu": 1280, "gelu_tanh": 1024, "relu2": 1600}
 """Widths up to which this beat torch.compile on an H200. In wider models activations cost less
@@ -49,6 +52,8 @@ class _FusedMLP(torch.autograd.Function):
         down_DF: torch.Tensor,
         activation: str,
     ) -> torch.Tensor:
+        ctx.dtypes = up_FD.dtype, down_DF.dtype
+        up_FD, down_DF = up_FD.to(x_ND.dtype), down_DF.to(x_ND.dtype)
         slope_NF, inner_NF = _linear_activation(x_ND, up_FD, bias_F, activation)
         ctx.activation, ctx.biased = activation, bias_F is not None
         ctx.save_for_backward(x_ND, up_FD, down_DF, slope_NF, inner_NF)
@@ -61,7 +66,9 @@ class _FusedMLP(torch.autograd.Function):
         kept_NF = slope_NF if slope_NF.numel() else inner_NF
         d_pre_NF = _activation_backward(d_ND, down_DF.T.contiguous(), kept_NF, ctx.activation)
         d_bias_F = d_pre_NF.sum(0) if ctx.biased else None
-        return d_pre_NF @ up_FD, d_pre_NF.T @ x_ND, d_bias_F, d_ND.T @ inner_NF, None
+        d_up_FD = weight_gradient(d_pre_NF, x_ND, ctx.dtypes[0])
+        d_down_DF = weight_gradient(d_ND, inner_NF, ctx.dtypes[1])
+        return d_pre_NF @ up_FD, d_up_FD, d_bias_F, d_down_DF, None
 
 
 @torch.library.custom_op("gristmill::linear_activation", mutates_args=())

@@ -24,6 +24,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from gristmill.config.model import GATE_FEATURES, GPTConfig
+from gristmill.models.casts import cast_linear
 from gristmill.models.fused import fused_mlp, worth_fusing
 from gristmill.models.spec import Kernels, KVCache, ShardComm
 
@@ -48,8 +49,13 @@ class Linear(nn.Linear):
     """A linear layer that computes in the dtype of its input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return functional.linear(x, self.weight.to(x.dtype), bias)
+        return self._linear(x, None if self.bias is None else self.bias.to(x.dtype))
+
+    def _linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        weight = self.weight
+        if x.is_cuda and weight.requires_grad and weight.dtype != x.dtype:
+            return cast_linear(x, weight, bias)
+        return functional.linear(x, weight.to(x.dtype), bias)
 
 
 class RowParallelLinear(Linear):
@@ -58,7 +64,7 @@ class RowParallelLinear(Linear):
     def forward(self, x: torch.Tensor, comm: ShardComm | None = None) -> torch.Tensor:
         if comm is None or comm.single:
             return super().forward(x)
-        return self.reduce(functional.linear(x, self.weight.to(x.dtype)), comm)
+        return self.reduce(self._linear(x, None), comm)
 
     def reduce(self, products: torch.Tensor, comm: ShardComm) -> torch.Tensor:
         """The layer's output, from this process's partial products."""
@@ -290,7 +296,7 @@ class MLP(nn.Module):
         if context.kernels.mlp and may_fuse and worth:
             dtype = x_BTD.dtype
             bias = None if self.up.bias is None else self.up.bias.to(dtype)
-            weights = self.up.weight.to(dtype), bias, self.down.weight.to(dtype)
+            weights = self.up.weight, bias, self.down.weight
             y_BTD = fused_mlp(x_BTD.flatten(0, 1), *weights, self.activation).view_as(x_BTD)
             return self.down.reduce(y_BTD, context.comm)
         inner_BTF = self.up(x_BTD)

@@ -261,6 +261,9 @@ def _add_gradient(
         d_head_VD.index_add_(0, places, (d_logits_RN @ hidden_ND).float())
     elif d_logits_RN.dtype == d_head_VD.dtype:
         d_head_VD[places].addmm_(d_logits_RN, hidden_ND)
+    elif d_logits_RN.is_cuda:
+        sums_VD = d_head_VD[places]
+        torch.addmm(sums_VD, d_logits_RN, hidden_ND, out_dtype=sums_VD.dtype, out=sums_VD)
     else:
         d_head_VD[places] += d_logits_RN @ hidden_ND
 

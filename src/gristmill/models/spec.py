@@ -33,10 +33,11 @@ from gristmill.plan.arithmetic import TokenCost
 
 
 class Kernels(NamedTuple):
-    """Which custom kernels a model uses; plain torch operations compute the rest."""
+    """Which custom kernels a model and its optimizer use; torch's own compute the rest."""
 
     loss: bool = False
     mlp: bool = False
+    adamw: bool = False
     head_fp8: bool = False
     """Matrix products of the head in fp8, in training only."""
     sampled_softmax: int | None = None

@@ -1,4 +1,4 @@
-"""AdamW: one fused kernel per parameter group."""
+"""AdamW: one fused kernel per parameter group, our own on a GPU and else torch's."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ class AdamW(ParameterOptimizer):
         parameters: Mapping[str, nn.Parameter],
         *,
         roles: Mapping[str, Role],
+        kernel: bool = False,
     ) -> None:
         super().__init__(parameters, decay_groups(config, parameters, roles=roles))
+        self.kernel = kernel
 
     def stepped_kinds(self) -> Mapping[str, Collection[str]]:
         return dict.fromkeys(self.parameters, ADAM_PLACEMENTS)
@@ -40,7 +42,12 @@ class AdamW(ParameterOptimizer):
     @torch.no_grad()
     def step(self, *, divisor: torch.Tensor, skip: torch.Tensor) -> None:
         for group in self.param_groups:
-            adam_step(self.state, group["params"], group, divisor=divisor, skip=skip)
+            adam_step(
+                *(self.state, group["params"], group),
+                divisor=divisor,
+                skip=skip,
+                kernel=self.kernel,
+            )
 
 
 def decay_groups(
@@ -86,8 +93,9 @@ def adam_step(
     *,
     divisor: torch.Tensor,
     skip: torch.Tensor,
+    kernel: bool = False,
 ) -> None:
-    """Update those parameters of a group that have a gradient."""
+    """Update those parameters of a group that have a gradient. `kernel`: ours, where it can."""
     updated = [parameter for parameter in parameters if parameter.grad is not None]
     if not updated:
         return
@@ -96,15 +104,33 @@ def adam_step(
             state[parameter]["step"] = torch.zeros((), device=parameter.device)
             state[parameter]["exp_avg"] = torch.zeros_like(parameter)
             state[parameter]["exp_avg_sq"] = torch.zeros_like(parameter)
-    states = [state[parameter] for parameter in updated]
+    gradients = [parameter.grad for parameter in updated if parameter.grad is not None]
+    averages, squares, steps = (
+        [state[parameter][kind] for parameter in updated]
+        for kind in ("exp_avg", "exp_avg_sq", "step")
+    )
+    if kernel:
+        from gristmill.optim.kernels.adamw import adamw_, can_update
+
+        if can_update((*updated, *gradients, *averages, *squares)):
+            adamw_(
+                *(updated, gradients, averages, squares, steps),
+                lr=group["lr"],
+                betas=group["betas"],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                divisor=divisor,
+                skip=skip,
+            )
+            return
     beta1, beta2 = group["betas"]
     adamw(
         list(updated),
-        [parameter.grad for parameter in updated if parameter.grad is not None],
-        [one["exp_avg"] for one in states],
-        [one["exp_avg_sq"] for one in states],
+        gradients,
+        averages,
+        squares,
         [],
-        [one["step"] for one in states],
+        steps,
         fused=True,
         grad_scale=divisor,
         found_inf=skip,

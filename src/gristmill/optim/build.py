@@ -47,12 +47,15 @@ class OptimizerInputs:
     """Whether to compile its step; None compiles on CUDA only."""
     exchange: MatrixExchange | None
     """Communication with the processes that hold other shards of the same matrices."""
+    kernel: bool
+    """Whether AdamW may use a kernel of our own."""
 
 
 def _build_adamw(given: OptimizerInputs) -> Optimizer:
     if isinstance(given.config.preconditioner, SoapConfig):
         return _build_matrix_optimizer(given)
-    return AdamW(given.config, given.parameters, roles=given.model.roles())
+    roles = given.model.roles()
+    return AdamW(given.config, given.parameters, roles=roles, kernel=given.kernel)
 
 
 def _build_matrix_optimizer(given: OptimizerInputs) -> Optimizer:
@@ -63,6 +66,7 @@ def _build_matrix_optimizer(given: OptimizerInputs) -> Optimizer:
         stacked_rows=given.model.stacked_rows(),
         compiled=given.compiled,
         exchange=given.exchange,
+        kernel=given.kernel,
     )
 
 
@@ -86,8 +90,9 @@ def build_optimizer(
     parameters: Mapping[str, nn.Parameter],
     compiled: bool | None = None,
     exchange: MatrixExchange | None = None,
+    kernel: bool = False,
 ) -> Optimizer:
     """The optimizer of a run, over the parameters that require gradients."""
     trained = {name: one for name, one in parameters.items() if one.requires_grad}
-    given = OptimizerInputs(config, trained, model, compiled, exchange)
+    given = OptimizerInputs(config, trained, model, compiled, exchange, kernel)
     return OPTIMIZERS[type(config)](given)

@@ -109,8 +109,10 @@ class MatrixOptimizer(ParameterOptimizer):
         stacked_rows: Parts,
         compiled: bool | None = None,
         exchange: MatrixExchange | None = None,
+        kernel: bool = False,
     ) -> None:
-        """`compiled`: None compiles on CUDA only. With `exchange`, parameters are shards."""
+        """`compiled`: None compiles on CUDA only. With `exchange`, parameters are shards. `kernel`:
+        whether AdamW uses ours."""
         matrices = {name: p for name, p in parameters.items() if roles[name] is Role.MATRIX}
         shapes = {
             name: tuple(p.shape) if exchange is None else exchange.shape(name)
@@ -127,6 +129,7 @@ class MatrixOptimizer(ParameterOptimizer):
         ]
         super().__init__(parameters, groups)
         self.compiled, self.exchange, self._matrices = compiled, exchange, frozenset(matrices)
+        self.kernel = kernel
         self._scalars: dict[int, StepScalars] = {}
         self.soap: Soap | None = None
         if isinstance(config.preconditioner, SoapConfig):
@@ -171,7 +174,12 @@ class MatrixOptimizer(ParameterOptimizer):
         chunks: list[Chunk] = []
         for number, group in enumerate(self.param_groups):
             if "rule" not in group:
-                adam_step(self.state, group["params"], group, divisor=divisor, skip=skip)
+                adam_step(
+                    *(self.state, group["params"], group),
+                    divisor=divisor,
+                    skip=skip,
+                    kernel=self.kernel,
+                )
                 continue
             scalars = self._step_scalars(number, group, divisor, skip)
             members = list(zip(group["names"], group["params"], strict=True))

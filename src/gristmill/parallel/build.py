@@ -156,6 +156,7 @@ def _build_spmd(
         parameters={name: one.local for name, one in optimized.items()},
         compiled=config.runtime.compiles(world.device.kind),
         exchange=_matrix_exchange(model, world),
+        kernel=model.kernels.adamw,
     )
     preconditioner, settings = None, config.optim.preconditioning
     if isinstance(settings, KfacConfig):

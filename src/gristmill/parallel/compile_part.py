@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from typing import Literal, cast
 
 import torch
+from torch import nn
 
 from gristmill.base.process import Place
+from gristmill.config.optim import AdamWConfig, OptimizerConfig
 from gristmill.models.spec import CausalLM, Loss, StagedModel
 from gristmill.optim.build import build_optimizer
 from gristmill.parallel.build import place_model
@@ -46,10 +49,13 @@ def compile_part(task: CompileTask, world: World) -> None:
         task.config, vocab=task.vocab, world=world, graphs=graphs, cuda_graphs=task.cuda_graphs
     )
     model.train()
+    parameters = {model.canonical_name(name): p for name, p in model.named_parameters()}
     if task.part == UPDATE:
-        _step(task, model)
+        _step(task.config.optim, model, parameters)
     else:
         _run(task, model)
+    if task.part == KERNELS:
+        _step(AdamWConfig(), model, dict([parameters.popitem()]))
 
 
 def _run(task: CompileTask, model: CausalLM) -> None:
@@ -76,10 +82,10 @@ def _run(task: CompileTask, model: CausalLM) -> None:
         Loss(*found).scaled.backward()
 
 
-def _step(task: CompileTask, model: CausalLM) -> None:
+def _step(config: OptimizerConfig, model: CausalLM, parameters: Mapping[str, nn.Parameter]) -> None:
     """A step of the optimizer."""
-    parameters = {model.canonical_name(name): p for name, p in model.named_parameters()}
-    optimizer = build_optimizer(task.config.optim, model, parameters=parameters, compiled=True)
+    kernel = model.kernels.adamw
+    optimizer = build_optimizer(config, model, parameters=parameters, compiled=True, kernel=kernel)
     for parameter in parameters.values():
         parameter.grad = torch.zeros_like(parameter)
     one = torch.ones((), device=next(iter(parameters.values())).device)

@@ -10,6 +10,7 @@ another size.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from functools import wraps
@@ -116,9 +117,19 @@ def compiled(function: Any, *, whole_graph: bool = True, cuda_graphs: bool = Fal
     # Functions with a backward pass of their own are part of the graph, which is the cache's key.
     # Without this, nothing but the kernels is found again at the next start.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
-    torch._inductor.config.inductor_choices_class = heuristics
+    use_heuristics(heuristics)
     options: dict[str, Any] | None = {"triton.cudagraphs": True} if cuda_graphs else None
     return torch.compile(function, dynamic=False, fullgraph=whole_graph, options=options)
+
+
+def use_heuristics(factory: Callable[[], Any] | None) -> None:
+    """Compile with these from now on; None: torch's own."""
+    torch._inductor.config.inductor_choices_class = factory
+    # Those with which this thread has compiled before would remain.
+    if (virtualized := sys.modules.get("torch._inductor.virtualized")) is not None:
+        from torch._inductor.choices import InductorChoices
+
+        virtualized.V.set_choices_handler((factory or InductorChoices)())
 
 
 def heuristics() -> Any:

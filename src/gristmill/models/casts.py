@@ -1,0 +1,43 @@
+"""Linear layers whose weights are in fp32 and are multiplied in half precision, on a GPU.
+
+The gradient of such a weight is a product that is summed in fp32. Autograd would round it to half
+precision and cast it back in a kernel of its own; here the product is written in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+
+def cast_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """A linear layer in the dtype of its input; the gradient of the weight is in its own."""
+    return _CastLinear.apply(x, weight, bias)
+
+
+def weight_gradient(d_NO: torch.Tensor, x_NI: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """d^T x in a dtype."""
+    if dtype == x_NI.dtype or not x_NI.is_cuda:
+        return (d_NO.T @ x_NI).to(dtype)
+    return torch.mm(d_NO.T, x_NI, out_dtype=dtype)
+
+
+class _CastLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None
+    ) -> torch.Tensor:
+        half_OI = weight_OI.to(x.dtype)
+        ctx.dtype, ctx.biased = weight_OI.dtype, bias_O is not None
+        ctx.save_for_backward(x, half_OI)
+        return functional.linear(x, half_OI, bias_O)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, half_OI = ctx.saved_tensors
+        d = gradients[0]
+        d_NO, x_NI = d.flatten(0, -2), x.flatten(0, -2)
+        d_bias_O = d_NO.sum(0) if ctx.biased else None
+        return d @ half_OI, weight_gradient(d_NO, x_NI, ctx.dtype), d_bias_O
