@@ -1,4 +1,4 @@
-"""The kernel of AdamW against torch in double precision; in Triton's interpreter where there is no GPU."""
+"""The kernel of AdamW against torch in double precision, in Triton's interpreter if there is no GPU."""
 
 from __future__ import annotations
 
