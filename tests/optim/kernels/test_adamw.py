@@ -1,4 +1,4 @@
-"""The kernel of AdamW against torch in double precision, in Triton's interpreter if there is no GPU."""
+"""The kernel of AdamW against torch in double precision; interpreted where there is no GPU."""
 
 from __future__ import annotations
 
@@ -44,14 +44,9 @@ def test_steps_are_those_of_torch(betas: tuple[float, float]) -> None:
             skip=scalar(0.0),
         )
         assert torch.equal(gradients[0], tensors(10 + step, spread=4.0)[0])  # not written back
+        divided = [one.cpu().double() / 4.0 for one in gradients]
         adamw(
-            *(
-                theirs[0],
-                [one.cpu().double() / 4.0 for one in gradients],
-                *theirs[1:3],
-                [],
-                theirs[3],
-            ),
+            *(theirs[0], divided, *theirs[1:3], [], theirs[3]),
             **SETTINGS,
             beta1=betas[0],
             beta2=betas[1],

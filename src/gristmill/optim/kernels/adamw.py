@@ -53,9 +53,7 @@ def adamw_(
     counts = torch.stack(list(steps)).double()
     rates, roots = lr / (1 - beta1**counts), (1 - beta2**counts).sqrt()
     rows = zip(parameters, gradients, averages, squares, strict=True)
-    addresses = torch.tensor([[one.data_ptr() for one in row] for row in rows])
-    if device.type == "cuda":
-        addresses = addresses.pin_memory().to(device, non_blocking=True)
+    addresses = _copied(torch.tensor([[one.data_ptr() for one in row] for row in rows]), device)
     chunks = _chunks(tuple(one.numel() for one in parameters), device)
     _adamw[(len(chunks),)](
         addresses,
@@ -65,8 +63,8 @@ def adamw_(
         divisor,
         skip,
         1 - lr * weight_decay,
-        beta1,
-        beta2,
+        1 - beta1,  # in double precision
+        1 - beta2,
         eps,
         CHUNK=CHUNK,
         num_warps=WARPS,
@@ -80,7 +78,12 @@ def _chunks(sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
     owners = [torch.full_like(number, at) for at, number in enumerate(numbers)]
     left = [size - CHUNK * number for size, number in zip(sizes, numbers, strict=True)]
     table = [torch.cat(owners), torch.cat(numbers), torch.cat(left).clamp(max=CHUNK)]
-    return torch.stack(table, dim=1).int().to(device)
+    return _copied(torch.stack(table, dim=1).int(), device)
+
+
+def _copied(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On the device, without waiting for it."""
+    return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
 
 
 @triton.jit
@@ -92,8 +95,8 @@ def _adamw(
     divisor,
     skip,
     kept,
-    beta1,
-    beta2,
+    new1,
+    new2,
     eps,
     CHUNK: tl.constexpr,
 ):
@@ -111,8 +114,8 @@ def _adamw(
     square = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(tl.float32)), 16) + at
     g = tl.load(gradient, mask=inside) / tl.load(divisor)
     m, v = tl.load(average, mask=inside), tl.load(square, mask=inside)
-    m = m + (g - m) * (1.0 - beta1)
-    v = v + (g * g - v) * (1.0 - beta2)
+    m = m + (g - m) * new1
+    v = v + (g * g - v) * new2
     update = tl.load(rates + tensor) * m / (tl.sqrt(v) / tl.load(roots + tensor) + eps)
     tl.store(weight, tl.load(weight, mask=inside) * kept - update, mask=inside)
     tl.store(average, m, mask=inside)
