@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from kernel_times import KernelTime, kernel_times, print_kernels
 from peers import BASE, Builder, System, numbers_of
 
 from gristmill.base.errors import UserError
@@ -39,6 +40,8 @@ class Plan:
     """Timed steps in a block."""
     device: str
     tokens_per_step: int
+    kernels: int = 0
+    """Rows of the table of each system's kernels."""
 
 
 @dataclass
@@ -50,6 +53,8 @@ class Measured:
     loss: float = float("nan")
     peak: int = 0
     """Bytes of a whole step with weights and moments; 0 where they cannot be told apart."""
+    kernels: list[KernelTime] = field(default_factory=list)
+    """Of a step; only if asked for."""
 
 
 def measure(builders: Mapping[str, Builder], plan: Plan) -> dict[str, Measured]:
@@ -76,6 +81,8 @@ def _in_turns(builders: Mapping[str, Builder], plan: Plan) -> dict[str, Measured
             for name, system in systems.items():
                 _run_block(system, found[name], plan)
             print(f"block {block + 1} of {plan.blocks}", file=sys.stderr, flush=True)
+        for name, system in systems.items() if plan.kernels else ():
+            found[name].kernels = kernel_times(system.step, plan.device)
     except (torch.OutOfMemoryError, UserError) as error:
         if not _ran_out(error):
             raise
@@ -177,6 +184,8 @@ def report(config: RunConfig, found: Mapping[str, Measured], plan: Plan) -> None
         f"TFLOP/s in PaLM's counting, then the causal one; shares are of {rate.flops / 1e12:.4g} "
         f"TFLOP/s, measured in {rate.format} matrix products of {rate.size}^3 here"
     )
+    for name, one in found.items() if plan.kernels else ():
+        print_kernels(name, one.kernels, rows=plan.kernels)
     if config.model.bias is False and "transformers" in found:
         print("transformers has biases all the same: its GPT-2 cannot be built without")
 

@@ -7,7 +7,7 @@
 `peers.py` says what each system does, `blocks.py` how blocks alternate, `same_function.py` how they
 are seen to compute the same. Memory is that of a whole step: weights, moments, activations
 and gradients. `--ours` may be given several times, each time with the settings of one variant of
-ours, and with none for ours as it is.
+ours, and with none for ours as it is. `--kernels 20` shows where the time of a step goes.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def compare(
         steps=options.steps,
         device=options.device,
         tokens_per_step=numbers_of(config).tokens_per_step,
+        kernels=options.kernels,
     )
     describe(config, plan, title=size)
     check_same_function(configs, nanogpt=options.nanogpt)
@@ -110,6 +111,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--blocks", type=int, default=5, help="measured blocks of each")
     parser.add_argument("--steps", type=int, default=20, help="timed steps in a block")
+    parser.add_argument(
+        "--kernels", type=int, default=0, metavar="N", help="show the N longest kernels of each"
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument(
         "--activation", choices=list(GELUS), default="gelu", help="nanoGPT always has gelu"

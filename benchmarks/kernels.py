@@ -1,11 +1,12 @@
-"""The feed-forward part by our kernels, beside what the compiler makes of plain operations.
+"""Our kernels beside torch's: the feed-forward part, and the step of AdamW.
 
-    python benchmarks/kernels.py
-    python benchmarks/kernels.py --tiles      our two kernels alone, with other tiles
+    python benchmarks/kernels.py              the feed-forward part, both passes, in bf16
+    python benchmarks/kernels.py --tiles      our two kernels of it alone, with other tiles
+    python benchmarks/kernels.py --adamw      a step of AdamW with its division of gradients
 
-Both passes, in bf16, for the widths of GPT-2's four sizes and one more. `models/fused.py` has the
-widths up to which ours is used, and `models/kernels/activated.py` the tiles; this script is where
-they come from, and says what they should be on another GPU.
+For GPT-2's four sizes, and of the feed-forward part one more. `models/fused.py` has the widths up
+to which ours is used, and `models/kernels/activated.py` the tiles; this script is where they come
+from, and says what they should be on another GPU.
 """
 
 from __future__ import annotations
@@ -13,11 +14,16 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from functools import partial
 
 import torch
+from torch import nn
 from torch.nn import functional
 
+from gristmill.config.model import GPTConfig
+from gristmill.models.build import outline_model
 from gristmill.models.fused import WIDEST, fused_mlp
+from gristmill.optim.adamw import adam_step
 
 TILES = (
     (128, 128, 64, 4, 2, 3),
@@ -35,6 +41,13 @@ stages."""
 
 SHAPES = ((65536, 768), (32768, 768), (32768, 1024), (16384, 1280), (8192, 1600), (16384, 2048))
 """Rows and widths."""
+SIZES = {
+    "124M": (12, 12, 768),
+    "350M": (24, 16, 1024),
+    "774M": (36, 20, 1280),
+    "1.5B": (48, 25, 1600),
+}
+"""Layers, heads and widths of GPT-2."""
 ROUNDS, CALLS = 5, 8
 
 Part = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -43,11 +56,15 @@ Part = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tiles", action="store_true", help="our kernels alone, with other tiles")
+    parser.add_argument("--adamw", action="store_true", help="the step of AdamW")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this needs an NVIDIA GPU")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, milliseconds")
-    (compare_tiles if options.tiles else compare_parts)()
+    if options.adamw:
+        compare_adamw()
+    else:
+        (compare_tiles if options.tiles else compare_parts)()
 
 
 def compare_parts() -> None:
@@ -91,6 +108,34 @@ def try_tiles(activation: str, rows: int, width: int) -> None:
             print(f"  {numbers!s:<30}{type(error).__name__}", flush=True)
         else:
             print(f"  {numbers!s:<30}{forward:>8.3f}{backward:>8.3f}", flush=True)
+
+
+def compare_adamw() -> None:
+    """A step over all parameters of GPT-2, by torch's fused kernel and by ours."""
+    print(f"{'':<8}{'parameters':>14}{'torch':>9}{'ours':>9}{'ratio':>8}{'ours, TB/s':>12}")
+    for name, (layers, heads, width) in SIZES.items():
+        count, theirs, ours = times_of_adamw(GPTConfig(layers=layers, heads=heads, width=width))
+        rate = 28 * count / ours / 1e9  # seven numbers are read or written
+        print(
+            f"{name:<8}{count:>14,}{theirs:>9.3f}{ours:>9.3f}{theirs / ours:>8.3f}{rate:>12.2f}",
+            flush=True,
+        )
+        torch.cuda.empty_cache()
+
+
+@torch.no_grad()
+def times_of_adamw(config: GPTConfig) -> tuple[int, float, float]:
+    """The number of parameters, and the milliseconds of torch's step and ours."""
+    shapes = [tuple(one.shape) for one in outline_model(config, vocab=50257).parameters()]
+    parameters = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in shapes]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    state: dict[nn.Parameter, dict[str, torch.Tensor]] = {one: {} for one in parameters}
+    group = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    one = torch.ones((), device="cuda")
+    step = partial(adam_step, state, parameters, group, divisor=one, skip=torch.zeros_like(one))
+    count = sum(parameter.numel() for parameter in parameters)
+    return count, median(partial(step, kernel=False)), median(partial(step, kernel=True))
 
 
 def median(call: Callable[[], object]) -> float:
