@@ -81,9 +81,9 @@ def test_the_fused_part_has_the_gradients_of_the_plain_one(activation: str, bias
     def inputs() -> list[torch.Tensor]:
         made = [
             random(M, K, seed=0),
-            random(N, K, seed=1, spread=K**-0.5),
+            random(N, K, seed=1, spread=K**-0.5).float(),  # as a model keeps its weights
             random(N, seed=2),
-            random(K, N, seed=3, spread=N**-0.5),
+            random(K, N, seed=3, spread=N**-0.5).float(),
         ]
         return [tensor.requires_grad_() for tensor in made]
 
