@@ -17,11 +17,11 @@ def cast_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return _CastLinear.apply(x, weight, bias)
 
 
-def weight_gradient(d_NO: torch.Tensor, x_NI: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """d^T x in a dtype."""
-    if dtype == x_NI.dtype or not x_NI.is_cuda:
-        return (d_NO.T @ x_NI).to(dtype)
-    return torch.mm(d_NO.T, x_NI, out_dtype=dtype)
+def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """a b in a dtype, which on a GPU is the one in which it is written."""
+    if dtype == a.dtype or not a.is_cuda:
+        return (a @ b).to(dtype)
+    return torch.mm(a, b, out_dtype=dtype)
 
 
 class _CastLinear(torch.autograd.Function):
@@ -40,4 +40,4 @@ class _CastLinear(torch.autograd.Function):
         d = gradients[0]
         d_NO, x_NI = d.flatten(0, -2), x.flatten(0, -2)
         d_bias_O = d_NO.sum(0) if ctx.biased else None
-        return d @ half_OI, weight_gradient(d_NO, x_NI, ctx.dtype), d_bias_O
+        return d @ half_OI, product(d_NO.T, x_NI, ctx.dtype), d_bias_O

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gristmill.models.casts import weight_gradient
+from gristmill.models.casts import product
 
 WIDEST = {"gelu": 1280, "gelu_tanh": 1024, "relu2": 1600}
 """Widths up to which this beat torch.compile on an H200. In wider models activations cost less
@@ -66,8 +66,8 @@ class _FusedMLP(torch.autograd.Function):
         kept_NF = slope_NF if slope_NF.numel() else inner_NF
         d_pre_NF = _activation_backward(d_ND, down_DF.T.contiguous(), kept_NF, ctx.activation)
         d_bias_F = d_pre_NF.sum(0) if ctx.biased else None
-        d_up_FD = weight_gradient(d_pre_NF, x_ND, ctx.dtypes[0])
-        d_down_DF = weight_gradient(d_ND, inner_NF, ctx.dtypes[1])
+        d_up_FD = product(d_pre_NF.T, x_ND, ctx.dtypes[0])
+        d_down_DF = product(d_ND.T, inner_NF, ctx.dtypes[1])
         return d_pre_NF @ up_FD, d_up_FD, d_bias_F, d_down_DF, None
 
 

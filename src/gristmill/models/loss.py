@@ -28,6 +28,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch.nn import functional
 
+from gristmill.models.casts import product
 from gristmill.models.sampled import sample_rows
 from gristmill.models.spec import Loss, ShardComm
 
@@ -258,7 +259,7 @@ def _add_gradient(
     """Add the gradient of a slice to that of the whole head, which is fp32."""
     places = head.places
     if isinstance(places, torch.Tensor):
-        d_head_VD.index_add_(0, places, (d_logits_RN @ hidden_ND).float())
+        d_head_VD.index_add_(0, places, product(d_logits_RN, hidden_ND, d_head_VD.dtype))
     elif d_logits_RN.dtype == d_head_VD.dtype:
         d_head_VD[places].addmm_(d_logits_RN, hidden_ND)
     elif d_logits_RN.is_cuda:
