@@ -63,6 +63,8 @@ KERNELS = {
     "aten::embedding_dense_backward": OpClass.EMBEDDING,
     "aten::copy_": OpClass.COPIES,
     "aten::_fused_adamw_": OpClass.OPTIMIZER,
+    "_adamw": OpClass.OPTIMIZER,
+    "_cross_entropy_rows": OpClass.HEAD,
     "aten::_foreach_norm": OpClass.OPTIMIZER,
     "aten::view": OpClass.OTHER,
     "autograd::engine::evaluate_function: MmBackward0": OpClass.OTHER,

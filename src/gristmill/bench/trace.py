@@ -69,7 +69,7 @@ _PATTERNS = {
     OpClass.EMBEDDING: r"embedding|indexselect|index_select|index_put",
     OpClass.MATRIX: r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|triton_(tem|mm)|mkldnn|_mm_kernel"
     r"|activated_product|^aten::(mm|addmm|bmm|baddbmm|addbmm|dot|_?scaled_(grouped_)?mm|_int_mm)_?$",
-    OpClass.OPTIMIZER: r"multi_tensor_apply|fused_?adam|_foreach|lpnorm|orthogonal|muon",
+    OpClass.OPTIMIZER: r"multi_tensor_apply|adamw|fused_?adam|_foreach|lpnorm|orthogonal|muon",
     OpClass.COPIES: r"memcpy|memset|direct_copy|catarray|fillfunctor"
     r"|^aten::(copy_|_to_copy|clone|contiguous|zero_|fill_|cat|stack|zeros|ones|full)",
     OpClass.FUSED: r"^triton_(poi|red|per|for)|elementwise|reduce_kernel|layer_?norm|rms_?norm|gelu"

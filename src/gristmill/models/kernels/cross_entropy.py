@@ -52,7 +52,7 @@ def cross_entropy_(
     block, warps = (WIDE_BLOCK, WIDE_WARPS) if columns > WIDE else (BLOCK, WARPS)
     assert logits_NV.stride(1) == 1, "rows must be contiguous"
     losses_N = torch.empty(rows, dtype=torch.float32, device=logits_NV.device)
-    _rows[(rows,)](
+    _cross_entropy_rows[(rows,)](
         logits_NV,
         targets_N,
         factors_N if factors_N is not None else losses_N,
@@ -198,7 +198,7 @@ def _store(
 
 
 @triton.jit
-def _rows(
+def _cross_entropy_rows(
     logits,
     targets,
     factors,
