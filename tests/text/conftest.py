@@ -1,17 +1,24 @@
-"""How the tests of single kinds of sources read: block by block, as workers do."""
+"""What the tests of single kinds of sources share: reading block by block, as workers do, and
+compressed, damaged and prepared files."""
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import lzma
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
+from gristmill.text.prepare.prepare import prepare
+from gristmill.text.prepare.request import PrepareRequest
 from gristmill.text.sources.blocks import ReadError, TextBlock, Value
 from gristmill.text.sources.reading import cut_source, find_sources, read_block
 from gristmill.text.sources.source import ReadOptions
+from gristmill.text.tokenizers.tokenizer import ByteTokenizer
 
 
 class BlockReading:
@@ -52,3 +59,55 @@ class BlockReading:
 @pytest.fixture(scope="session")
 def read_blocks() -> type[BlockReading]:
     return BlockReading
+
+
+class Compression(NamedTuple):
+    """A way to compress a file."""
+
+    suffix: str
+    compress: Callable[[bytes], bytes]
+
+
+@pytest.fixture(params=[".gz", ".bz2", ".xz", ".zst"])
+def compression(request: pytest.FixtureRequest) -> Compression:
+    if request.param == ".zst":
+        compressor = pytest.importorskip("zstandard").ZstdCompressor(write_checksum=True)
+        return Compression(".zst", compressor.compress)
+    functions = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+    return Compression(request.param, functions[request.param])
+
+
+@pytest.fixture(params=["cut", "flipped"])
+def damage(request: pytest.FixtureRequest) -> Callable[[bytes], bytes]:
+    """What happens to a compressed file."""
+
+    def damaged(content: bytes) -> bytes:
+        if request.param == "cut":
+            return content[:-30]
+        middle = len(content) // 2
+        return content[:middle] + bytes([content[middle] ^ 0x10]) + content[middle + 1 :]
+
+    return damaged
+
+
+@pytest.fixture
+def prepared_alike(tmp_path: Path) -> Callable[..., None]:
+    """Checks that one process and two make the same token files of the columns `text` and
+    `title`."""
+
+    def check(path: Path, *, kept: int) -> None:
+        made = []
+        for workers in (1, 2):
+            request = PrepareRequest(
+                [str(path)],
+                tmp_path / f"set-{workers}",
+                ByteTokenizer(),
+                options=ReadOptions(keys=("text", "title")),
+                workers=workers,
+            )
+            assert [key.ledger.kept for key in prepare(request).keys] == [kept, kept]
+            files = [tmp_path / f"set-{workers}_{key}.bin" for key in ("text", "title")]
+            made.append([file.read_bytes() for file in files])
+        assert made[0] == made[1]
+
+    return check

@@ -14,11 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.text.prepare.prepare import prepare
-from gristmill.text.prepare.request import PrepareRequest
 from gristmill.text.sources.reading import SourceReader
-from gristmill.text.sources.source import ReadOptions, Reason
-from gristmill.text.tokenizers.tokenizer import ByteTokenizer
+from gristmill.text.sources.source import Reason
 
 arrow = pytest.importorskip("pyarrow")
 feather = pytest.importorskip("pyarrow.feather")
@@ -259,20 +256,9 @@ def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @each_kind
-def test_prepared_by_one_process_or_two(tmp_path: Path, name: str) -> None:
+def test_prepared_by_one_process_or_two(
+    tmp_path: Path, name: str, prepared_alike: Callable[..., None]
+) -> None:
     texts = ["one", "zwei ü", None, "three"] * 5
     path = written(tmp_path, name, arrow.table({"text": texts, "title": texts[::-1]}))
-    made = []
-    for workers in (1, 2):
-        request = PrepareRequest(
-            [str(path)],
-            tmp_path / f"set-{workers}",
-            ByteTokenizer(),
-            options=ReadOptions(keys=("text", "title")),
-            workers=workers,
-        )
-        result = prepare(request)
-        assert [key.ledger.kept for key in result.keys] == [15, 15]
-        files = [tmp_path / f"set-{workers}_{key}.bin" for key in ("text", "title")]
-        made.append([file.read_bytes() for file in files])
-    assert made[0] == made[1]
+    prepared_alike(path, kept=15)

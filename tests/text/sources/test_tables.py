@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import bz2
 import csv
-import gzip
 import io
-import lzma
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-import zstandard
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.text.prepare.prepare import prepare
-from gristmill.text.prepare.request import PrepareRequest
 from gristmill.text.sources.reading import SourceReader
 from gristmill.text.sources.source import ReadOptions, Reason
-from gristmill.text.tokenizers.tokenizer import ByteTokenizer
 
 ReadBlocks = Callable[..., Any]
 SIZES = [1, 7, 64, 1 << 20]
@@ -211,65 +204,36 @@ def test_an_unclosed_quote_does_not_take_all_memory(
     assert reading.blocks[-1].disk < 2000
 
 
-COMPRESS: list[tuple[str, Callable[[bytes], bytes]]] = [
-    (".gz", gzip.compress),
-    (".bz2", bz2.compress),
-    (".xz", lzma.compress),
-    (".zst", zstandard.ZstdCompressor(write_checksum=True).compress),
-]
-
-
-@pytest.mark.parametrize(("suffix", "compress"), COMPRESS)
-def test_compressed(
-    tmp_path: Path, read_blocks: ReadBlocks, suffix: str, compress: Callable[[bytes], bytes]
-) -> None:
+def test_compressed(tmp_path: Path, read_blocks: ReadBlocks, compression: Any) -> None:
     texts = [format(n**30, "x") for n in range(3000)]
     table = "text\n" + "".join(f'"{text}\n"\n' for text in texts)
-    path = written(tmp_path, compress(table.encode()), f"a.csv{suffix}")
+    compressed = compression.compress(table.encode())
+    path = written(tmp_path, compressed, f"a.csv{compression.suffix}")
     reading = read_blocks(path, block_bytes=1 << 12)
     assert reading.values == [text + "\n" for text in texts]
     assert reading.rows[-1][0] == 6000
     assert reading.blocks[-1].disk == path.stat().st_size
 
 
-@pytest.mark.parametrize(("suffix", "compress"), COMPRESS)
-@pytest.mark.parametrize("damage", ["cut", "flipped"])
 def test_damaged(
-    tmp_path: Path,
-    read_blocks: ReadBlocks,
-    suffix: str,
-    compress: Callable[[bytes], bytes],
-    damage: str,
+    tmp_path: Path, read_blocks: ReadBlocks, compression: Any, damage: Callable[[bytes], bytes]
 ) -> None:
     texts = [f"{n**30:x}\n" for n in range(3000)]
     table = "text\n" + "".join(f'"{text}"\n' for text in texts)
-    content = bytearray(compress(table.encode()))
-    if damage == "cut":
-        del content[-30:]
-    else:
-        content[len(content) // 2] ^= 0x10
-    reading = read_blocks(written(tmp_path, bytes(content), f"a.csv{suffix}"), block_bytes=1 << 12)
+    whole = compression.compress(table.encode())
+    content = damage(whole)
+    path = written(tmp_path, content, f"a.csv{compression.suffix}")
+    reading = read_blocks(path, block_bytes=1 << 12)
     assert reading.failure is not None
     assert "damaged or incomplete" in reading.failure.remedy
-    if damage == "cut":
+    if len(content) < len(whole):
         assert reading.values == texts[: len(reading.values)]
 
 
 @pytest.mark.parametrize(("name", "sign"), [("a.csv", ","), ("a.tsv", "\t")])
-def test_prepared_by_one_process_or_two(tmp_path: Path, name: str, sign: str) -> None:
+def test_prepared_by_one_process_or_two(
+    tmp_path: Path, name: str, sign: str, prepared_alike: Callable[..., None]
+) -> None:
     content = f'title{sign}text\nOne{sign}"eins\nü"\nTwo{sign}zwei\n'
     path = written(tmp_path, content, name)
-    made = []
-    for workers in (1, 2):
-        request = PrepareRequest(
-            [str(path)],
-            tmp_path / f"set-{workers}",
-            ByteTokenizer(),
-            options=ReadOptions(keys=("text", "title")),
-            workers=workers,
-        )
-        result = prepare(request)
-        assert [key.ledger.kept for key in result.keys] == [2, 2]
-        files = [tmp_path / f"set-{workers}_{key}.bin" for key in ("text", "title")]
-        made.append([file.read_bytes() for file in files])
-    assert made[0] == made[1]
+    prepared_alike(path, kept=2)
