@@ -3,37 +3,22 @@ of a tiny model."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from xml.dom import minidom
 
+import loss_results as losses
+import optimizer_page as page
+import optimizer_results as results
+import optimizer_rows as rows
+import optimizer_search as search
+import optimizers as script
 import pytest
 
 from gristmill.bench.random_tokens import write_random_tokens
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-def module(name: str) -> ModuleType:
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-
-
-search = module("optimizer_search")
-rows = module("optimizer_rows")
-results = module("optimizer_results")
-page = module("optimizer_page")
-losses = module("loss_results")
-script = module("optimizers")
-
 
 # ------------------------------------------------------------------ the search
 

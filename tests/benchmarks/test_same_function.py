@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,8 @@ from gristmill.config.load import load_text
 from gristmill.config.schema import RunConfig
 
 pytest.importorskip("transformers")
-FOLDER = Path(__file__).parents[2] / "benchmarks"
 
-
-@pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(FOLDER)
-    return importlib.import_module("same_function")
+import same_function as module
 
 
 def run(*, activation: str = "gelu", **settings: object) -> RunConfig:
@@ -51,7 +45,7 @@ device = "cpu"
         pytest.param("gelu_tanh", "true", marks=pytest.mark.slow),
     ],
 )
-def test_the_same_function_is_seen_as_such(module: Any, activation: str, bias: str) -> None:
+def test_the_same_function_is_seen_as_such(activation: str, bias: str) -> None:
     [found] = module.compare_functions(run(activation=activation, bias=bias), nanogpt=None)
     assert (found.peer, found.same, found.activation) == ("transformers", True, activation)
     assert found.difference < module.TOLERANCE / 5
@@ -62,12 +56,12 @@ def test_the_same_function_is_seen_as_such(module: Any, activation: str, bias: s
     [{"activation": "relu2"}, {"attention_scale": 0.26}, {"attention_scale": 5.0}],
     ids=str,
 )
-def test_another_function_is_told_apart(module: Any, settings: dict[str, Any]) -> None:
+def test_another_function_is_told_apart(settings: dict[str, Any]) -> None:
     [found] = module.compare_functions(run(**settings), nanogpt=None)
     assert not found.same and found.difference > 100 * module.TOLERANCE
 
 
-def test_the_two_gelus_are_told_apart(module: Any) -> None:
+def test_the_two_gelus_are_told_apart() -> None:
     config = module.small_copy(run(activation="gelu"))
     ours = module.large_weights(config)
     theirs = module.transformers_logits(config, ours)
@@ -76,10 +70,10 @@ def test_the_two_gelus_are_told_apart(module: Any) -> None:
 
 
 def test_a_difference_ends_the_program(
-    module: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = module.Comparison("transformers", 0.5, "gelu")
     monkeypatch.setattr(module, "compare_functions", lambda config, nanogpt: [other])
     with pytest.raises(SystemExit, match="not to be compared with ours: transformers"):
-        module.check_same_function({"gristmill": run()}, nanogpt=FOLDER)
+        module.check_same_function({"gristmill": run()}, nanogpt=Path())
     assert "transformers computes ANOTHER FUNCTION than ours" in capsys.readouterr().out

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from xml.dom import minidom
 
+import network_namespaces as networks
 import pytest
+import slow_links_page as page
+import slow_links_rows as rows
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-def module(name: str) -> ModuleType:
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-
-
-networks = module("network_namespaces")
-rows = module("slow_links_rows")
-page = module("slow_links_page")
 
 needs_namespaces = pytest.mark.skipif(bool(networks.why_not()), reason=networks.why_not())
 
