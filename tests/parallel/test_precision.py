@@ -37,11 +37,12 @@ def complaint(device: Device, *, wanted: bool = True) -> str:
 
 def test_fp8_is_used_only_where_it_was_asked_for(pretend: pytest.MonkeyPatch) -> None:
     asked, not_asked = Precision(FP8, CUDA), Precision(PrecisionConfig(compute="bf16"), CUDA)
-    assert asked.kernels(wanted=True) == Kernels(loss=True, mlp=True, head_fp8=True)
-    assert not_asked.kernels(wanted=True) == Kernels(loss=True, mlp=True)
+    everywhere = Kernels(loss=True, adamw=True)
+    assert asked.kernels(wanted=True) == everywhere._replace(mlp=True, head_fp8=True)
+    assert not_asked.kernels(wanted=True) == everywhere._replace(mlp=True)
     assert not_asked.kernels(wanted=False) == Kernels()
     pretend.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    assert asked.kernels(wanted=True) == Kernels(loss=True, head_fp8=True)
+    assert asked.kernels(wanted=True) == everywhere._replace(head_fp8=True)
 
 
 def test_fp8_needs_a_device_that_has_it(pretend: pytest.MonkeyPatch) -> None:
