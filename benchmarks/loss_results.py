@@ -1,6 +1,6 @@
 """What `time_to_loss.py` and `optimizers.py` measured: the records, their file, and what follows.
 
-    results.json   {"runs": [{"name": "modern", "group": "ours", "seed": 1337, "asked": 20000000,
+    results.json   {"runs": [{"name": "modern-small", "group": "ours", "seed": 1, "asked": 20000000,
                               "loss": 3.96, "seconds": 40.1, "curve": [[step, tokens, s, loss], …],
                               "settings": {…}, "facts": {"device": "…", "software": "…", …}, …}, …]}
 

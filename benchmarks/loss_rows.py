@@ -110,7 +110,7 @@ NANOCHAT = {
 }
 
 OURS = {
-    "modern": Change("`modern-small`"),
+    "modern-small": Change("`modern-small`", preset="modern-small"),
     "modern-mini": Change("`modern-mini`", preset="modern-mini", tokens=["28M", "30M"]),
     "modern-fp8": Change("the preset, head in fp8", ['precision.fp8=["head"]']),
 }
