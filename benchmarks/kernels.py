@@ -3,6 +3,7 @@
     python benchmarks/kernels.py              the feed-forward part, both passes, in bf16
     python benchmarks/kernels.py --tiles      our two kernels of it alone, with other tiles
     python benchmarks/kernels.py --adamw      a step of AdamW with its division of gradients
+    python benchmarks/kernels.py --gradients  gradients of weights: cast to fp32, and written in it
 
 For GPT-2's four sizes, and of the feed-forward part one more. `models/fused.py` has the widths up
 to which ours is used, and `models/kernels/activated.py` the tiles; this script is where they come
@@ -22,6 +23,7 @@ from torch.nn import functional
 
 from gristmill.config.model import GPTConfig
 from gristmill.models.build import outline_model
+from gristmill.models.casts import product
 from gristmill.models.fused import WIDEST, fused_mlp
 from gristmill.optim.adamw import adam_step
 
@@ -50,6 +52,8 @@ SIZES = {
     "1.5B": (48, 25, 1600),
 }
 """Layers, heads and widths of GPT-2."""
+ROWS = {"124M": 65536, "350M": 32768, "774M": 16384, "1.5B": 8192}
+"""Tokens in a step of `gpu_speed.py`."""
 ROUNDS, CALLS = 5, 8
 
 Part = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -59,12 +63,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tiles", action="store_true", help="our kernels alone, with other tiles")
     parser.add_argument("--adamw", action="store_true", help="the step of AdamW")
+    parser.add_argument("--gradients", action="store_true", help="the gradients of weights")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this needs an NVIDIA GPU")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, milliseconds")
     if options.adamw:
         compare_adamw()
+    elif options.gradients:
+        compare_gradients()
     else:
         (compare_tiles if options.tiles else compare_parts)()
 
@@ -116,7 +123,8 @@ def compare_adamw() -> None:
     """A step over all parameters of GPT-2, by torch's fused kernel and by ours."""
     print(f"{'':<8}{'parameters':>14}{'torch':>9}{'ours':>9}{'ratio':>8}{'ours, TB/s':>12}")
     for name, (layers, heads, width) in SIZES.items():
-        count, theirs, ours = times_of_adamw(GPTConfig(layers=layers, heads=heads, width=width))
+        config = GPTConfig(layers=layers, heads=heads, width=width, context=1024)
+        count, theirs, ours = times_of_adamw(config)
         rate = 28 * count / ours / 1e9  # seven numbers are read or written
         print(
             f"{name:<8}{count:>14,}{theirs:>9.3f}{ours:>9.3f}{theirs / ours:>8.3f}{rate:>12.2f}",
@@ -133,11 +141,31 @@ def times_of_adamw(config: GPTConfig) -> tuple[int, float, float]:
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     state: dict[nn.Parameter, dict[str, torch.Tensor]] = {one: {} for one in parameters}
-    group = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    settings = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    group = {"params": parameters, **settings}
     one = torch.ones((), device="cuda")
-    step = partial(adam_step, state, parameters, group, divisor=one, skip=torch.zeros_like(one))
+    step = partial(adam_step, state, group, divisor=one, skip=torch.zeros_like(one))
     count = sum(parameter.numel() for parameter in parameters)
     return count, median(partial(step, kernel=False)), median(partial(step, kernel=True))
+
+
+def compare_gradients() -> None:
+    """Those of the linear layers of a block: a product in bf16 that is cast, and one in fp32."""
+    print(f"{'':<8}{'rows':>8}{'inputs':>8}{'outputs':>9}{'cast':>9}{'fp32':>9}{'ratio':>8}")
+    for name, (_, _, width) in SIZES.items():
+        rows = ROWS[name]
+        for inputs, outputs in ((1, 3), (1, 1), (1, 4), (4, 1)):
+            x, d = (
+                torch.randn(rows, parts * width, device="cuda").bfloat16()
+                for parts in (inputs, outputs)
+            )
+            cast = median(lambda x=x, d=d: (d.T @ x).float())
+            written = median(lambda x=x, d=d: product(d.T, x, torch.float32))
+            print(
+                f"{name:<8}{rows:>8}{x.shape[1]:>8}{d.shape[1]:>9}{cast:>9.3f}{written:>9.3f}"
+                f"{cast / written:>8.3f}",
+                flush=True,
+            )
 
 
 def median(call: Callable[[], object]) -> float:

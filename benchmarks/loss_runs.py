@@ -38,6 +38,7 @@ from loss_rows import Change, NanochatRecipe, Recipe
 from nanochat_peer import HEAD_WIDTH, nanochat_model, nanochat_optimizer, set_nanochat_rates
 from peers import (
     Stopwatch,
+    compiled,
     device_of,
     nanogpt_model,
     nanogpt_rate,
@@ -298,7 +299,7 @@ def build_nanogpt(bench: Bench, config: RunConfig, job: Job) -> Peer:
     with contextlib.redirect_stdout(io.StringIO()):
         optimizer = model.configure_optimizers(0.1, recipe.lr, (0.9, 0.95), device)
     # Not dynamic: after a run with another batch, it would be compiled for batches of any size.
-    forward = torch.compile(model, dynamic=False) if device == "cuda" else model
+    forward = compiled(model, device, dynamic=False)
     system = plain_system(
         config,
         model,
@@ -327,7 +328,7 @@ def build_nanochat(bench: Bench, config: RunConfig, job: Job) -> Peer:
     assert isinstance(recipe, NanochatRecipe)
     model = nanochat_model(config, bench.options.nanochat, seed=job.seed)
     optimizer = nanochat_optimizer(model, scale=recipe.scale, decay=recipe.decay)
-    forward = torch.compile(model, dynamic=False) if device_of(config) == "cuda" else model
+    forward = compiled(model, device_of(config), dynamic=False)
     sequence = numbers_of(config).sequence
     generator = torch.Generator().manual_seed(job.seed)
 

@@ -107,7 +107,7 @@ def build_nanogpt(config: RunConfig, checkout: Path, tokens: Path) -> System:
     model = nanogpt_model(config, checkout).to(device)
     with contextlib.redirect_stdout(io.StringIO()):
         optimizer = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), device)
-    forward = compiled(model, config)
+    forward = compiled(model, device_of(config))
 
     def loss_of(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = forward(inputs, targets)[1]
@@ -166,7 +166,7 @@ def build_transformers(config: RunConfig, tokens: Path) -> System:
         betas=(0.9, 0.95),
         fused=True,
     )
-    forward = compiled(model, config)
+    forward = compiled(model, device_of(config))
 
     def loss_of(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = forward(input_ids=inputs, labels=inputs, use_cache=False).loss
@@ -282,9 +282,12 @@ class Stopwatch:
         self._marks.clear()
 
 
-def compiled(model: Any, config: RunConfig) -> Any:
-    use_heuristics(None)  # ours are not theirs
-    return torch.compile(model) if device_of(config) == "cuda" else model
+def compiled(model: Any, device: str, *, dynamic: bool | None = None) -> Any:
+    """A model of others, on a GPU with the compiler's own heuristics instead of ours."""
+    if device != "cuda":
+        return model
+    use_heuristics(None)
+    return torch.compile(model, dynamic=dynamic)
 
 
 def device_of(config: RunConfig) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -42,12 +42,7 @@ class AdamW(ParameterOptimizer):
     @torch.no_grad()
     def step(self, *, divisor: torch.Tensor, skip: torch.Tensor) -> None:
         for group in self.param_groups:
-            adam_step(
-                *(self.state, group["params"], group),
-                divisor=divisor,
-                skip=skip,
-                kernel=self.kernel,
-            )
+            adam_step(self.state, group, divisor=divisor, skip=skip, kernel=self.kernel)
 
 
 def decay_groups(
@@ -88,7 +83,6 @@ def members_by_decay(
 
 def adam_step(
     state: Mapping[nn.Parameter, dict[str, torch.Tensor]],
-    parameters: Sequence[nn.Parameter],
     group: Mapping[str, Any],
     *,
     divisor: torch.Tensor,
@@ -96,7 +90,7 @@ def adam_step(
     kernel: bool = False,
 ) -> None:
     """Update those parameters of a group that have a gradient. `kernel`: ours, where it can."""
-    updated = [parameter for parameter in parameters if parameter.grad is not None]
+    updated = [parameter for parameter in group["params"] if parameter.grad is not None]
     if not updated:
         return
     for parameter in updated:

@@ -174,12 +174,7 @@ class MatrixOptimizer(ParameterOptimizer):
         chunks: list[Chunk] = []
         for number, group in enumerate(self.param_groups):
             if "rule" not in group:
-                adam_step(
-                    *(self.state, group["params"], group),
-                    divisor=divisor,
-                    skip=skip,
-                    kernel=self.kernel,
-                )
+                adam_step(self.state, group, divisor=divisor, skip=skip, kernel=self.kernel)
                 continue
             scalars = self._step_scalars(number, group, divisor, skip)
             members = list(zip(group["names"], group["params"], strict=True))

@@ -55,7 +55,8 @@ def compile_part(task: CompileTask, world: World) -> None:
     else:
         _run(task, model)
     if task.part == KERNELS:
-        _step(AdamWConfig(), model, dict([parameters.popitem()]))
+        some = dict([parameters.popitem()])  # AdamW's kernel is the same for all
+        _step(AdamWConfig(), model, some)
 
 
 def _run(task: CompileTask, model: CausalLM) -> None:
