@@ -32,7 +32,7 @@ def kernel_times(step: Callable[[], torch.Tensor], device: str) -> list[KernelTi
         loss.item()
     found: dict[str, list[float]] = defaultdict(list)
     for event in profiler.events() or ():
-        if gpu and event.device_type is DeviceType.CUDA:
+        if gpu and event.device_type == DeviceType.CUDA:
             found[event.name].append(event.self_device_time_total)
         elif not gpu:
             found[event.name].append(event.self_cpu_time_total)

@@ -102,9 +102,9 @@ def compare_tiles() -> None:
 def try_tiles(activation: str, rows: int, width: int) -> None:
     from gristmill.models.kernels import activated
 
-    x, up, kept = (
+    x, up, down, kept = (
         torch.rand(shape, device="cuda").bfloat16()
-        for shape in ((rows, width), (4 * width, width), (rows, 4 * width))
+        for shape in ((rows, width), (4 * width, width), (width, 4 * width), (rows, 4 * width))
     )
     product = median(lambda: x @ up.T)
     print(f"{activation}, {rows} x {width}: the product alone {product:.3f}", flush=True)
@@ -112,7 +112,7 @@ def try_tiles(activation: str, rows: int, width: int) -> None:
         activated.FORWARD = activated.BACKWARD = activated.Tiles(*numbers)
         try:
             forward = median(lambda: activated.linear_activation(x, up, None, activation))
-            backward = median(lambda: activated.activation_backward(x, up, kept, activation))
+            backward = median(lambda: activated.activation_backward(x, down, kept, activation))
         except Exception as error:  # too much shared memory, say
             print(f"  {numbers!s:<30}{type(error).__name__}", flush=True)
         else:

@@ -64,7 +64,7 @@ class _FusedMLP(torch.autograd.Function):
         x_ND, up_FD, down_DF, slope_NF, inner_NF = ctx.saved_tensors
         d_ND = gradients[0].contiguous()
         kept_NF = slope_NF if slope_NF.numel() else inner_NF
-        d_pre_NF = _activation_backward(d_ND, down_DF.T.contiguous(), kept_NF, ctx.activation)
+        d_pre_NF = _activation_backward(d_ND, down_DF, kept_NF, ctx.activation)
         d_bias_F = d_pre_NF.sum(0) if ctx.biased else None
         d_up_FD = product(d_pre_NF.T, x_ND, ctx.dtypes[0])
         d_down_DF = product(d_ND.T, inner_NF, ctx.dtypes[1])

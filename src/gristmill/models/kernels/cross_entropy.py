@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from gristmill.models.kernels.fp8 import Fp8, fitted
-from gristmill.models.kernels.tanh import tanh
+from gristmill.models.kernels.instructions import exp2, tanh
 
 BLOCK, WARPS = 2048, 8
 WIDE, WIDE_BLOCK, WIDE_WARPS = 32768, 4096, 16
@@ -105,9 +105,10 @@ def _gradient(
     VOCAB: tl.constexpr,
     CAPPED: tl.constexpr,
     SAMPLED: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     """Gradient of capped logits in units of log 2; `target` is 1 in the target's column, else 0."""
-    power = tl.exp2(_weighted(z, at, log_weights, VOCAB, SAMPLED) - log_sum)
+    power = exp2(_weighted(z, at, log_weights, VOCAB, SAMPLED) - log_sum, NATIVE)
     gradient = factor * (power - target)
     if CAPPED:
         # Padding may have z = -inf; any finite slope leaves its gradient at 0.
@@ -139,13 +140,13 @@ def _read(
 
 
 @triton.jit
-def _take(sums, tops, z, cap, BOUNDED: tl.constexpr):
+def _take(sums, tops, z, cap, BOUNDED: tl.constexpr, NATIVE: tl.constexpr):
     """Add a block to the running sums of powers; `tops` are the lanes' maxima. A low cap replaces
     the maxima, since no logit exceeds it."""
     if BOUNDED:
-        return sums + tl.exp2(z - 1.4426950408889634 * cap), tops
+        return sums + exp2(z - 1.4426950408889634 * cap, NATIVE), tops
     higher = tl.maximum(tops, z)
-    return sums * tl.exp2(tops - higher) + tl.exp2(z - higher), higher
+    return sums * exp2(tops - higher, NATIVE) + exp2(z - higher, NATIVE), higher
 
 
 @triton.jit
@@ -158,6 +159,7 @@ def _log_sum(
     BOUNDED: tl.constexpr,
     SAMPLED: tl.constexpr,
     QUICK: tl.constexpr,
+    NATIVE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """log2 of the sum of a row's powers, in one pass over it."""
@@ -168,12 +170,12 @@ def _log_sum(
     for begin in range(0, whole, BLOCK):
         z = _read(line, begin + lanes, cap, VOCAB, CAPPED, QUICK, END=False)
         z = _weighted(z, begin + lanes, log_weights, VOCAB, SAMPLED)
-        sums, tops = _take(sums, tops, z, cap, BOUNDED)
+        sums, tops = _take(sums, tops, z, cap, BOUNDED, NATIVE)
     z = _read(line, whole + lanes, cap, VOCAB, CAPPED, QUICK, END=True)
     z = _weighted(z, whole + lanes, log_weights, VOCAB, SAMPLED)
-    sums, tops = _take(sums, tops, z, cap, BOUNDED)
+    sums, tops = _take(sums, tops, z, cap, BOUNDED, NATIVE)
     top = 1.4426950408889634 * cap if BOUNDED else tl.max(tops, 0)
-    total = tl.sum(sums, 0) if BOUNDED else tl.sum(sums * tl.exp2(tops - top), 0)
+    total = tl.sum(sums, 0) if BOUNDED else tl.sum(sums * exp2(tops - top, NATIVE), 0)
     return top + tl.log2(total)
 
 
@@ -225,7 +227,9 @@ def _cross_entropy_rows(
     whole: tl.constexpr = VOCAB // BLOCK * BLOCK
     target = tl.load(targets + row)
     picked = _capped(tl.load(line + target).to(tl.float32), cap, CAPPED, QUICK)
-    log_sum = _log_sum(line, cap, log_weights, VOCAB, CAPPED, BOUNDED, SAMPLED, QUICK, BLOCK)
+    log_sum = _log_sum(
+        line, cap, log_weights, VOCAB, CAPPED, BOUNDED, SAMPLED, QUICK, NATIVE, BLOCK
+    )
     tl.store(losses + row, 0.6931471805599453 * (log_sum - picked))
 
     if GRADIENT:
@@ -235,18 +239,18 @@ def _cross_entropy_rows(
             at = begin + lanes
             z = _read(line, at, cap, VOCAB, CAPPED, QUICK, END=False)
             gradient = _gradient(
-                z, at, log_sum, factor, cap, 0.0, log_weights, VOCAB, CAPPED, SAMPLED
+                z, at, log_sum, factor, cap, 0.0, log_weights, VOCAB, CAPPED, SAMPLED, NATIVE
             )
             _store(line, copy, at, gradient, units, COLUMNS, COPY, NATIVE, END=False)
         for begin in tl.static_range(whole, COLUMNS, BLOCK):
             at = begin + lanes
             z = _read(line, at, cap, VOCAB, CAPPED, QUICK, END=True)
             gradient = _gradient(
-                z, at, log_sum, factor, cap, 0.0, log_weights, VOCAB, CAPPED, SAMPLED
+                z, at, log_sum, factor, cap, 0.0, log_weights, VOCAB, CAPPED, SAMPLED, NATIVE
             )
             _store(line, copy, at, gradient, units, COLUMNS, COPY, NATIVE, END=True)
         tl.debug_barrier()  # the target's column is written last
         gradient = _gradient(
-            picked, target, log_sum, factor, cap, 1.0, log_weights, VOCAB, CAPPED, SAMPLED
+            picked, target, log_sum, factor, cap, 1.0, log_weights, VOCAB, CAPPED, SAMPLED, NATIVE
         )
         _store(line, copy, target, gradient, units, COLUMNS, COPY, NATIVE, END=False)
