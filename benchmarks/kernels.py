@@ -1,13 +1,14 @@
-"""Our kernels beside torch's: the feed-forward part, and the step of AdamW.
+"""Our kernels beside torch's: parts of a block, and the step of AdamW.
 
     python benchmarks/kernels.py              the feed-forward part, both passes, in bf16
     python benchmarks/kernels.py --tiles      our two kernels of it alone, with other tiles
+    python benchmarks/kernels.py --qkv        backward pass of queries, keys and values
     python benchmarks/kernels.py --adamw      a step of AdamW with its division of gradients
     python benchmarks/kernels.py --gradients  gradients of weights: cast to fp32, and written in it
 
 For GPT-2's four sizes, and of the feed-forward part one more. `models/fused.py` has the widths up
 to which ours is used, and `models/kernels/activated.py` the tiles; this script is where they come
-from, and says what they should be on another GPU.
+from, and says what they should be on another GPU. So it is with `models/projections.py`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from gristmill.config.model import GPTConfig
 from gristmill.models.build import outline_model
 from gristmill.models.casts import product
 from gristmill.models.fused import WIDEST, fused_mlp
+from gristmill.models.projections import projections_backward, worth_splitting
 from gristmill.optim.adamw import adam_step
 
 TILES = (
@@ -62,13 +64,16 @@ Part = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tiles", action="store_true", help="our kernels alone, with other tiles")
+    parser.add_argument("--qkv", action="store_true", help="queries, keys and values, backward")
     parser.add_argument("--adamw", action="store_true", help="the step of AdamW")
     parser.add_argument("--gradients", action="store_true", help="the gradients of weights")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this needs an NVIDIA GPU")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, milliseconds")
-    if options.adamw:
+    if options.qkv:
+        compare_projections()
+    elif options.adamw:
         compare_adamw()
     elif options.gradients:
         compare_gradients()
@@ -117,6 +122,34 @@ def try_tiles(activation: str, rows: int, width: int) -> None:
             print(f"  {numbers!s:<30}{type(error).__name__}", flush=True)
         else:
             print(f"  {numbers!s:<30}{forward:>8.3f}{backward:>8.3f}", flush=True)
+
+
+def compare_projections() -> None:
+    """From the gradients of queries, keys and values to those of the input and the weight: joined
+    by a copy, and read where they are."""
+    print(f"{'':<8}{'rows':>8}{'width':>8}{'ours':>9}{'joined':>9}{'ratio':>8}  used")
+    for name, (_, _, width) in SIZES.items():
+        rows = ROWS[name]
+        x, *parts = (torch.randn(rows, width, device="cuda").bfloat16() for _ in range(4))
+        weight = 0.02 * torch.randn(3 * width, width, device="cuda").bfloat16()
+
+        def joined(x=x, parts=parts, weight=weight) -> None:  # type: ignore[no-untyped-def]
+            whole = torch.cat(parts, dim=1)
+            whole @ weight, product(whole.T, x, torch.float32)
+
+        theirs = median(joined)
+        try:
+            ours = median(
+                partial(projections_backward, *parts, x=x, weight=weight, dtype=torch.float32)
+            )
+        except AssertionError:
+            print(f"{name:<8}{rows:>8}{width:>8}{'':>9}{theirs:>9.3f}{'':>8}  joined", flush=True)
+            continue
+        used = "ours" if worth_splitting(x, outputs=3 * width) else "joined"
+        print(
+            f"{name:<8}{rows:>8}{width:>8}{ours:>9.3f}{theirs:>9.3f}{theirs / ours:>8.3f}  {used}",
+            flush=True,
+        )
 
 
 def compare_adamw() -> None:

@@ -258,7 +258,7 @@ def test_products_are_kept_by_selective_recomputation(
     config = GPTConfig(**SMALL, activation="relu2", bias=False)
     model = build_model(config, vocab=50, device=CPU)
     model.recompute_blocks(Recompute(kind, every))
-    model.kernels = Kernels(mlp=True)
+    model.kernels = Kernels(products=True)
     model.initialise(3)
     ids = random_ids(2, 21)
     with CountedProducts() as counted:
@@ -268,6 +268,39 @@ def test_products_are_kept_by_selective_recomputation(
     again = 3 if kind == "full" else 0
     assert counted.number == SMALL["layers"] * (12 + again) + 1
     assert len(calls) == fused
+
+
+@pytest.mark.parametrize(
+    ("settings", "used"),
+    [
+        ({}, 2),
+        ({"bias": False}, 2),
+        ({"kv_heads": 2}, 0),
+        ({"positions": "rotary"}, 0),
+        ({"qk_norm": True}, 0),
+    ],
+)
+def test_where_queries_keys_and_values_have_a_backward_pass_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], used: int
+) -> None:
+    calls = []
+
+    def plain(x: torch.Tensor, weight: torch.Tensor, bias: Any) -> tuple[torch.Tensor, ...]:
+        calls.append(bias is not None)
+        return functional.linear(x, weight, bias).chunk(3, dim=-1)
+
+    monkeypatch.setattr(layers, "project", plain)
+    monkeypatch.setattr(layers, "worth_splitting", lambda x, **sizes: True)
+    ids, results = random_ids(2, 21), []
+    for kernels in (Kernels(), Kernels(products=True)):
+        model = build_model(GPTConfig(**SMALL, **settings), vocab=50, device=CPU)
+        model.kernels = kernels
+        model.initialise(3)
+        loss = model(ids[:, :-1], targets_BT=ids[:, 1:]).scaled
+        results.append(torch.autograd.grad(loss, [*model.parameters()]))
+    assert calls == [settings.get("bias", True)] * used
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
 class CountedProducts(TorchDispatchMode):

@@ -293,10 +293,10 @@ def test_a_fused_mlp_never_passes_adapters_by(monkeypatch: pytest.MonkeyPatch) -
     without = model(ids())
     monkeypatch.setattr("gristmill.models.layers.worth_fusing", lambda *args, **more: True)
     monkeypatch.setattr("gristmill.models.layers.fused_mlp", lambda *args: functional.relu(args[0]))
-    model.kernels = Kernels(mlp=True)
+    model.kernels = Kernels(products=True)
     assert torch.equal(model(ids()), without)
     base = base_of(GPT2)
-    base.kernels = Kernels(mlp=True)
+    base.kernels = Kernels(products=True)
     assert not torch.equal(base(ids()), base_of(GPT2)(ids()))
 
 

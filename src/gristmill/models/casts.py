@@ -17,11 +17,16 @@ def cast_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return _CastLinear.apply(x, weight, bias)
 
 
-def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def product(
+    a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """a b in a dtype, which on a GPU is the one in which it is written."""
-    if dtype == a.dtype or not a.is_cuda:
-        return (a @ b).to(dtype)
-    return torch.mm(a, b, out_dtype=dtype)
+    if dtype == a.dtype:
+        return torch.mm(a, b, out=out)
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=dtype, out=out)
+    made = (a @ b).to(dtype)
+    return made if out is None else out.copy_(made)
 
 
 class _CastLinear(torch.autograd.Function):

@@ -26,6 +26,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from gristmill.config.model import GATE_FEATURES, GPTConfig
 from gristmill.models.casts import cast_linear
 from gristmill.models.fused import fused_mlp, worth_fusing
+from gristmill.models.projections import project, worth_splitting
 from gristmill.models.spec import Kernels, KVCache, ShardComm
 
 _ARM = platform.machine() in ("aarch64", "arm64")
@@ -187,7 +188,7 @@ class Attention(nn.Module):
         self, x_BTD: torch.Tensor, context: BlockContext, looked_up_BTV: torch.Tensor | None
     ) -> torch.Tensor:
         x_BTD = context.comm.enter(x_BTD)
-        query, key, value = self._project(x_BTD)
+        query, key, value = self._project(x_BTD, context)
         if self.value_gate is not None and looked_up_BTV is not None:
             value = value + self._gated(looked_up_BTV, x_BTD)
         if self.query_norm is not None and self.key_norm is not None:
@@ -236,9 +237,17 @@ class Attention(nn.Module):
             enable_gqa=grouped,
         )
 
-    def _project(self, x_BTD: torch.Tensor) -> list[torch.Tensor]:
+    def _project(self, x_BTD: torch.Tensor, context: BlockContext) -> list[torch.Tensor]:
+        layer, equal = self.qkv, self.heads == self.groups
+        # The backward pass of a norm or rotation writes its gradient where it belongs.
+        plain = self.query_norm is None and context.rotary is None
+        worth = worth_splitting(x_BTD, outputs=layer.out_features)
+        if context.kernels.products and equal and plain and worth and _fusible(layer):
+            bias = None if layer.bias is None else layer.bias.to(x_BTD.dtype)
+            parts = project(x_BTD.flatten(0, 1), layer.weight, bias)
+            return [self._by_head(part.unflatten(0, x_BTD.shape[:2])) for part in parts]
         widths = [heads * self.head_width for heads in (self.heads, self.groups, self.groups)]
-        return [self._by_head(x) for x in self.qkv(x_BTD).split(widths, dim=-1)]
+        return [self._by_head(x) for x in layer(x_BTD).split(widths, dim=-1)]
 
     def _by_head(self, x_BTF: torch.Tensor) -> torch.Tensor:
         return x_BTF.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
@@ -275,6 +284,13 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
     return functional.gelu(x)
 
 
+def _fusible(*layers: Linear) -> bool:
+    """Whether a function may use the weights of these layers. It would compute the gradients of
+    frozen ones, and pass adapters and statistics of layers by."""
+    watched = any(getattr(one, "statistics_on", False) for one in layers)
+    return not watched and all(one.weight.requires_grad for one in layers)
+
+
 class MLP(nn.Module):
     """The MLP of a block; swiglu adds a gate."""
 
@@ -289,11 +305,8 @@ class MLP(nn.Module):
     def forward(self, x_BTD: torch.Tensor, context: BlockContext) -> torch.Tensor:
         x_BTD = context.comm.enter(x_BTD)
         worth = worth_fusing(x_BTD, inner=self.inner, activation=self.activation)
-        # Fused, it would compute the gradients of frozen weights, and pass adapters and statistics
-        # of layers by.
-        watched = any(getattr(one, "statistics_on", False) for one in (self.up, self.down))
-        may_fuse = self.may_fuse and self.up.weight.requires_grad and not watched
-        if context.kernels.mlp and may_fuse and worth:
+        may_fuse = self.may_fuse and _fusible(self.up, self.down)
+        if context.kernels.products and may_fuse and worth:
             dtype = x_BTD.dtype
             bias = None if self.up.bias is None else self.up.bias.to(dtype)
             weights = self.up.weight, bias, self.down.weight

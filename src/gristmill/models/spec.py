@@ -36,7 +36,8 @@ class Kernels(NamedTuple):
     """Which custom kernels a model and its optimizer use; torch's own compute the rest."""
 
     loss: bool = False
-    mlp: bool = False
+    products: bool = False
+    """Matrix products of a block, with what is before or after them."""
     adamw: bool = False
     head_fp8: bool = False
     """Matrix products of the head in fp8, in training only."""

@@ -82,7 +82,7 @@ def _launch(
     if activation == "relu2" and not backward:  # a short epilogue
         tile = tile._replace(warps=tile.warps // 2)
     assert m % tile.M == n % tile.N == k % tile.K == 0, "whole tiles"
-    programs = min((m // tile.M) * (n // tile.N), tile.programs * _sm_count(a_MK.device))
+    programs = min((m // tile.M) * (n // tile.N), tile.programs * sm_count(a_MK.device))
     _activated_product[(programs,)](
         TensorDescriptor.from_tensor(a_MK, [tile.M, tile.K]),
         TensorDescriptor.from_tensor(b, [tile.K, tile.N] if backward else [tile.N, tile.K]),
@@ -106,7 +106,8 @@ def _launch(
 
 
 @cache
-def _sm_count(device: torch.device) -> int:
+def sm_count(device: torch.device) -> int:
+    """Of a GPU's streaming multiprocessors."""
     if device.type != "cuda":
         return 3  # for the interpreter
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -19,4 +19,6 @@ def kernels_for(device: torch.device) -> Kernels:
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return Kernels()
     capability = torch.cuda.get_device_capability(device)
-    return Kernels(loss=True, mlp=capability >= COPY_ENGINE, adamw=True, head_fp8=capability >= FP8)
+    return Kernels(
+        loss=True, products=capability >= COPY_ENGINE, adamw=True, head_fp8=capability >= FP8
+    )
