@@ -19,9 +19,7 @@ def tanh(x, NATIVE: tl.constexpr):
         )
     e = tl.exp2(-2.8853900817779268 * tl.abs(x))
     t = (1.0 - e) / (1.0 + e)
-    square = x * x  # 1 - e has few digits where x is small
-    series = 1.0 + square * (-0.3333333333 + square * (0.1333333333 - square * 0.0539682540))
-    return tl.where(square < 0.04, x * series, tl.where(x < 0, -t, t))
+    return tl.where(x < 0, -t, t)
 
 
 @triton.jit
