@@ -57,7 +57,7 @@ def test_losses_and_gradients(
     only_losses = cross_entropy_(logits, targets, None, vocab=vocab, cap=cap)
     losses = cross_entropy_(logits, targets, factors, vocab=vocab, cap=cap)
 
-    # The compiler may order the sums of the two otherwise, and fp32 numbers near 400 are 3e-5 apart.
+    # The compiler may order their sums otherwise, and fp32 numbers near 400 are 3e-5 apart.
     torch.testing.assert_close(only_losses, losses, rtol=1e-5, atol=1e-5)
     # The GPU's own tanh, used for half precision, is exact to 11 bits.
     rough = cap is not None and DEVICE == "cuda" and dtype != torch.float32
