@@ -143,13 +143,16 @@ def train(
         _validate(config, start_from)
         return
     from gristmill.base.collector import collector_paused
+    from gristmill.base.gpu import wake_gpu
     from gristmill.base.memory import keep_freed_memory
     from gristmill.base.process import Place
     from gristmill.track.folder import run_folder
     from gristmill.train.stop import StopRequest
 
     keep_freed_memory()
-    if Place.current().rank == 0:
+    place = Place.current()
+    wake_gpu(config.runtime.device, local_rank=place.local_rank)
+    if place.rank == 0:
         typer.echo(f"info: {config.name}: starting in {run_folder(config).path}")
     # The next import takes seconds, and a signal may arrive meanwhile.
     with StopRequest() as stop, collector_paused():
