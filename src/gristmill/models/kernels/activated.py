@@ -7,17 +7,13 @@
     gelu, gelu_tanh   f'(h): the forward pass has most of it at hand, and more time for it
     relu2             nothing but y, since f'(h) = 2 relu(h) = 2 sqrt(y)
 
-One persistent kernel for both: one or two programs per SM, each computing one output tile after
-another, in an order that keeps operands in the cache. Loads and stores use the tensor memory
-accelerator of Hopper and later. Sums are in fp32, and f is computed from them before they are
-rounded. The erf of GELU is accurate to 1e-6 (Abramowitz and Stegun, 7.1.26).
+One persistent kernel for both. Loads and stores use the tensor memory accelerator of Hopper and
+later. Sums are in fp32, and f is computed from them before they are rounded. The erf of GELU is
+accurate to 1e-6 (Abramowitz and Stegun, 7.1.26).
 Sizes must be multiples of the tile's; other shapes use the unfused version.
 """
 
 from __future__ import annotations
-
-from functools import cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -25,20 +21,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gristmill.models.kernels.instructions import exp2, reciprocal, tanh
-
-
-class Tiles(NamedTuple):
-    """Rows, columns and depth of a tile, and how it is launched."""
-
-    M: int
-    N: int
-    K: int
-    warps: int
-    programs: int
-    """Per SM."""
-    stages: int
-    """Of the pipeline of loads."""
-
+from gristmill.models.kernels.tiles import Tiles, corner, halves
 
 # The fastest of ten on an H200. With two programs per SM the epilogue of one overlaps with the
 # products of the other; the backward pass, which also loads saved values, has no room for that.
@@ -81,8 +64,7 @@ def _launch(
     tile = BACKWARD if backward else FORWARD
     if activation == "relu2" and not backward:  # a short epilogue
         tile = tile._replace(warps=tile.warps // 2)
-    assert m % tile.M == n % tile.N == k % tile.K == 0, "whole tiles"
-    programs = min((m // tile.M) * (n // tile.N), tile.programs * sm_count(a_MK.device))
+    programs = tile.programs_for(out_MN, k)
     _activated_product[(programs,)](
         TensorDescriptor.from_tensor(a_MK, [tile.M, tile.K]),
         TensorDescriptor.from_tensor(b, [tile.K, tile.N] if backward else [tile.N, tile.K]),
@@ -103,14 +85,6 @@ def _launch(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-
-
-@cache
-def sm_count(device: torch.device) -> int:
-    """Of a GPU's streaming multiprocessors."""
-    if device.type != "cuda":
-        return 3  # for the interpreter
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit
@@ -195,21 +169,14 @@ def _activated_product(
     BIASED: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    across: tl.constexpr = N // TILE_N
-    tiles: tl.constexpr = (M // TILE_M) * across
-    rounds: tl.constexpr = (tiles + PROGRAMS - 1) // PROGRAMS
     half: tl.constexpr = TILE_N // 2
-    program = tl.program_id(0)
-    for turn in tl.range(0, rounds, flatten=True):
-        # In the last round, programs without a tile repeat the last one.
-        tile = tl.minimum(program + turn * PROGRAMS, tiles - 1)
-        row, column = tile // across * TILE_M, tile % across * TILE_N
+    for turn in tl.range(0, tl.cdiv((M // TILE_M) * (N // TILE_N), PROGRAMS), flatten=True):
+        row, column = corner(turn, M, N, PROGRAMS, TILE_M, TILE_N)
         sums = tl.zeros((TILE_M, TILE_N), tl.float32)
         for begin in range(0, K, TILE_K):
             other = b.load([begin, column]) if BACKWARD else b.load([column, begin]).T
             sums = tl.dot(a.load([row, begin]), other, sums)
-        pair = tl.permute(tl.reshape(sums, (TILE_M, 2, half)), (0, 2, 1))
-        left, right = tl.split(pair)
+        left, right = halves(sums, TILE_M, TILE_N)
         _finish(left, row, column, bias, kept, out, half, ACTIVATION, BACKWARD, BIASED, NATIVE)
         column += half
         _finish(right, row, column, bias, kept, out, half, ACTIVATION, BACKWARD, BIASED, NATIVE)

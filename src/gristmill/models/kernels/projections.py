@@ -4,7 +4,7 @@
 
 A product needs its left side in one tensor, or three launches that each read and write the sums.
 Here one loop runs over all 3K columns; where it enters the next tensor, the distance between the
-two in memory is added to its pointers. Otherwise as in `activated.py`.
+two in memory is added to its pointers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gristmill.models.kernels.activated import Tiles, sm_count
+from gristmill.models.kernels.tiles import Tiles, corner, halves
 
 TILE = Tiles(128, 256, 64, 8, 1, 3)
 """The fastest of six on an H200."""
@@ -28,9 +28,8 @@ def sum_of_products(parts: Sequence[torch.Tensor], weight_KN: torch.Tensor) -> t
     """q Wq + k Wk + v Wv."""
     q, k, v = (_aligned(part) for part in parts)
     (rows, depth), width = q.shape, weight_KN.shape[1]
-    assert rows % TILE.M == width % TILE.N == depth % TILE.K == 0, "whole tiles"
     out = q.new_empty(rows, width)
-    programs = min((rows // TILE.M) * (width // TILE.N), TILE.programs * sm_count(q.device))
+    programs = TILE.programs_for(out, depth)
     _sum_of_products[(programs,)](
         q,
         k,
@@ -70,18 +69,11 @@ def _sum_of_products(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    across: tl.constexpr = N // TILE_N
-    tiles: tl.constexpr = (M // TILE_M) * across
-    rounds: tl.constexpr = (tiles + PROGRAMS - 1) // PROGRAMS
-    half: tl.constexpr = TILE_N // 2
     # In elements of two bytes, from the first tensor.
     to_k = tl.multiple_of((k.to(tl.int64) - q.to(tl.int64)) // 2, 8)
     to_v = tl.multiple_of((v.to(tl.int64) - q.to(tl.int64)) // 2, 8)
-    program = tl.program_id(0)
-    for turn in tl.range(0, rounds, flatten=True):
-        # In the last round, programs without a tile repeat the last one.
-        tile = tl.minimum(program + turn * PROGRAMS, tiles - 1)
-        row, column = tile // across * TILE_M, tile % across * TILE_N
+    for turn in tl.range(0, tl.cdiv((M // TILE_M) * (N // TILE_N), PROGRAMS), flatten=True):
+        row, column = corner(turn, M, N, PROGRAMS, TILE_M, TILE_N)
         lines = (row + tl.arange(0, TILE_M)).to(tl.int64)[:, None] * K
         corner = q + lines + tl.arange(0, TILE_K)[None, :]
         sums = tl.zeros((TILE_M, TILE_N), tl.float32)
@@ -89,6 +81,6 @@ def _sum_of_products(
             behind = tl.where(begin < 2 * K, to_k + begin - K, to_v + begin - 2 * K)
             at = tl.multiple_of(tl.where(begin < K, begin, behind), 8)
             sums = tl.dot(tl.load(corner + at), weight.load([begin, column]), sums)
-        left, right = tl.split(tl.permute(tl.reshape(sums, (TILE_M, 2, half)), (0, 2, 1)))
+        left, right = halves(sums, TILE_M, TILE_N)
         out.store([row, column], left.to(q.dtype.element_ty))
-        out.store([row, column + half], right.to(q.dtype.element_ty))
+        out.store([row, column + TILE_N // 2], right.to(q.dtype.element_ty))
