@@ -75,12 +75,12 @@ def _sum_of_products(
     for turn in tl.range(0, tl.cdiv((M // TILE_M) * (N // TILE_N), PROGRAMS), flatten=True):
         row, column = corner(turn, M, N, PROGRAMS, TILE_M, TILE_N)
         lines = (row + tl.arange(0, TILE_M)).to(tl.int64)[:, None] * K
-        corner = q + lines + tl.arange(0, TILE_K)[None, :]
+        first = q + lines + tl.arange(0, TILE_K)[None, :]
         sums = tl.zeros((TILE_M, TILE_N), tl.float32)
         for begin in range(0, 3 * K, TILE_K):
             behind = tl.where(begin < 2 * K, to_k + begin - K, to_v + begin - 2 * K)
             at = tl.multiple_of(tl.where(begin < K, begin, behind), 8)
-            sums = tl.dot(tl.load(corner + at), weight.load([begin, column]), sums)
+            sums = tl.dot(tl.load(first + at), weight.load([begin, column]), sums)
         left, right = halves(sums, TILE_M, TILE_N)
         out.store([row, column], left.to(q.dtype.element_ty))
         out.store([row, column + TILE_N // 2], right.to(q.dtype.element_ty))
