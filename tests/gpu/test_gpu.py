@@ -21,7 +21,7 @@ from gristmill.config.parallel import Mesh
 from gristmill.config.resolve import resolve
 from gristmill.config.schema import RunConfig
 from gristmill.data.documents import JOINED, DocumentRules
-from gristmill.data.loader import make_batch
+from gristmill.data.loader import Batch, make_batch
 from gristmill.generate import Engine, Sampling
 from gristmill.models import gpt
 from gristmill.models.build import build_model
@@ -241,6 +241,22 @@ def test_steps_never_wait_for_the_device(make_run: MakeRun, settings: list[str])
         state = {f"{one.kind}/{one.key}": one.value.cpu() for one in optimizer.entries()}
         ends.append(state | {name: one.detach().cpu() for name, one in named.items()})
     torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-6)
+
+
+def test_validation_never_waits_between_batches(make_run: MakeRun) -> None:
+    config = make_run(*ON_GPU, 'precision.compute="bf16"')
+    world = open_world(config.runtime, tf32=False)
+    strategy = build_strategy(config, vocab=257, world=world)
+    rng = np.random.default_rng(0)
+
+    def batches(mode: str) -> Iterator[Batch]:
+        torch.cuda.set_sync_debug_mode(mode)
+        for _ in range(3):
+            yield make_batch(rng.integers(0, 257, (4, 65)), pin=True)
+        torch.cuda.set_sync_debug_mode("default")
+
+    strategy.evaluate(batches("default"))  # compiles kernels
+    assert strategy.evaluate(batches("error")) > 0
 
 
 def test_fp16_skips_until_the_scale_fits(make_run: MakeRun) -> None:

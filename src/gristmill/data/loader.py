@@ -211,6 +211,7 @@ def validation_batches(
     batch: int,
     rules: DocumentRules = JOINED,
     vocab: int | None = None,
+    pin: bool = False,
 ) -> Iterator[Batch]:
     """The fixed validation windows, in order: those of the first set first."""
     for split in held.splits:
@@ -228,6 +229,7 @@ def validation_batches(
                 marks_BS=samples.marks_BS,
                 learnt_BS=samples.learnt_BS,
                 rules=rules,
+                pin=pin,
             )
 
 

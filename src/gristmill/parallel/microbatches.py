@@ -56,10 +56,10 @@ class SequentialMicroBatches:
         return total
 
     def forward(self, batches: Iterable[Batch]) -> torch.Tensor:
-        total = torch.zeros((), dtype=torch.float64)
-        for batch in batches:
-            total += _loss(self.model, batch, None).total.cpu().double()
-        return total
+        # Read once, at the end, so that the host prepares batches while the device computes.
+        totals = [_loss(self.model, batch, None).total for batch in batches]
+        read = torch.stack(totals).cpu() if totals else torch.zeros(0)
+        return torch.tensor(sum(read.tolist()), dtype=torch.float64)
 
 
 def _loss(model: Callable[..., Any], batch: Batch, scale: torch.Tensor | None) -> Loss:

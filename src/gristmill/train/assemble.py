@@ -363,6 +363,7 @@ def build_validate(parts: Assembly, tracker: Tracker) -> Validate | None:
             batch=parts.numbers.micro_batch * parts.world.data_shards_here,
             rules=document_rules(parts),
             vocab=parts.numbers.vocab,
+            pin=parts.world.device.pins_memory,
         ),
         tokenizer=parts.tokenizer,
         tracker=tracker,
