@@ -38,9 +38,19 @@ SHORT_WORDS = pre_tokenizers.Split(tokenizers.Regex(f".{{1,{LONGEST_WORD}}}"), b
 """Splits words to a length that WordPiece can encode."""
 
 
+class _OnlyBytes(dict[int, int | None]):
+    """For `str.translate`: drops the characters that stand for no byte."""
+
+    def __missing__(self, character: int) -> None:
+        return None
+
+
+_BYTES = _OnlyBytes({ord(character): byte for character, byte in BYTE_OF.items()})
+
+
 def bytes_of(token: str) -> bytes:
     """The bytes that a token is written for; a token with other characters, no text can produce."""
-    return bytes(BYTE_OF[character] for character in token if character in BYTE_OF)
+    return token.translate(_BYTES).encode("latin-1")
 
 
 def byte_level(model: models.Model, *, pattern: str | None = None) -> tokenizers.Tokenizer:
