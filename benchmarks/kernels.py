@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -132,12 +132,7 @@ def compare_projections() -> None:
         rows = ROWS[name]
         x, *parts = (torch.randn(rows, width, device="cuda").bfloat16() for _ in range(4))
         weight = 0.02 * torch.randn(3 * width, width, device="cuda").bfloat16()
-
-        def joined(x=x, parts=parts, weight=weight) -> None:  # type: ignore[no-untyped-def]
-            whole = torch.cat(parts, dim=1)
-            whole @ weight, product(whole.T, x, torch.float32)
-
-        theirs = median(joined)
+        theirs = median(partial(joined_backward, parts, x, weight))
         try:
             ours = median(
                 partial(projections_backward, *parts, x=x, weight=weight, dtype=torch.float32)
@@ -150,6 +145,13 @@ def compare_projections() -> None:
             f"{name:<8}{rows:>8}{width:>8}{ours:>9.3f}{theirs:>9.3f}{theirs / ours:>8.3f}  {used}",
             flush=True,
         )
+
+
+def joined_backward(
+    parts: Sequence[torch.Tensor], x: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    whole = torch.cat(list(parts), dim=1)
+    return whole @ weight, product(whole.T, x, torch.float32)
 
 
 def compare_adamw() -> None:
