@@ -8,7 +8,7 @@
 
 For GPT-2's four sizes, and of the feed-forward part one more. `models/fused.py` has the widths up
 to which ours is used, and `models/kernels/activated.py` the tiles; this script is where they come
-from, and says what they should be on another GPU. So it is with `models/projections.py`.
+from, and says what they should be on another GPU. So it is with `models/qkv.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gristmill.config.model import GPTConfig
 from gristmill.models.build import outline_model
 from gristmill.models.casts import product
 from gristmill.models.fused import WIDEST, fused_mlp
-from gristmill.models.projections import projections_backward, worth_splitting
+from gristmill.models.qkv import qkv_backward, worth_fusing_qkv
 from gristmill.optim.adamw import adam_step
 
 TILES = (
@@ -72,7 +72,7 @@ def main() -> None:
         raise SystemExit("this needs an NVIDIA GPU")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, milliseconds")
     if options.qkv:
-        compare_projections()
+        compare_qkv()
     elif options.adamw:
         compare_adamw()
     elif options.gradients:
@@ -106,6 +106,7 @@ def compare_tiles() -> None:
 
 def try_tiles(activation: str, rows: int, width: int) -> None:
     from gristmill.models.kernels import activated
+    from gristmill.models.kernels.tiles import Tiles
 
     x, up, down, kept = (
         torch.rand(shape, device="cuda").bfloat16()
@@ -114,7 +115,7 @@ def try_tiles(activation: str, rows: int, width: int) -> None:
     product = median(lambda: x @ up.T)
     print(f"{activation}, {rows} x {width}: the product alone {product:.3f}", flush=True)
     for numbers in TILES:
-        activated.FORWARD = activated.BACKWARD = activated.Tiles(*numbers)
+        activated.FORWARD = activated.BACKWARD = Tiles(*numbers)
         try:
             forward = median(lambda: activated.linear_activation(x, up, None, activation))
             backward = median(lambda: activated.activation_backward(x, down, kept, activation))
@@ -124,7 +125,7 @@ def try_tiles(activation: str, rows: int, width: int) -> None:
             print(f"  {numbers!s:<30}{forward:>8.3f}{backward:>8.3f}", flush=True)
 
 
-def compare_projections() -> None:
+def compare_qkv() -> None:
     """From the gradients of queries, keys and values to those of the input and the weight: joined
     by a copy, and read where they are."""
     print(f"{'':<8}{'rows':>8}{'width':>8}{'ours':>9}{'joined':>9}{'ratio':>8}  used")
@@ -134,13 +135,11 @@ def compare_projections() -> None:
         weight = 0.02 * torch.randn(3 * width, width, device="cuda").bfloat16()
         theirs = median(partial(joined_backward, parts, x, weight))
         try:
-            ours = median(
-                partial(projections_backward, *parts, x=x, weight=weight, dtype=torch.float32)
-            )
+            ours = median(partial(qkv_backward, *parts, x=x, weight=weight, dtype=torch.float32))
         except AssertionError:
             print(f"{name:<8}{rows:>8}{width:>8}{'':>9}{theirs:>9.3f}{'':>8}  joined", flush=True)
             continue
-        used = "ours" if worth_splitting(x, outputs=3 * width) else "joined"
+        used = "ours" if worth_fusing_qkv(x, outputs=3 * width) else "joined"
         print(
             f"{name:<8}{rows:>8}{width:>8}{ours:>9.3f}{theirs:>9.3f}{theirs / ours:>8.3f}  {used}",
             flush=True,

@@ -57,6 +57,7 @@ KERNELS = {
     "aten::_scaled_mm": OpClass.MATRIX,
     "aten::_scaled_dot_product_flash_attention_for_cpu": OpClass.ATTENTION,
     "_activated_product": OpClass.MATRIX,
+    "_sum_of_products": OpClass.MATRIX,
     "aten::native_layer_norm_backward": OpClass.FUSED,
     "aten::gelu": OpClass.FUSED,
     "aten::add_": OpClass.FUSED,

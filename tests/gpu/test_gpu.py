@@ -26,7 +26,7 @@ from gristmill.generate import Engine, Sampling
 from gristmill.models import gpt
 from gristmill.models.build import build_model
 from gristmill.models.loss import linear_cross_entropy
-from gristmill.models.projections import worth_splitting
+from gristmill.models.qkv import worth_fusing_qkv
 from gristmill.optim.build import build_optimizer
 from gristmill.parallel.build import build_strategy
 from gristmill.parallel.compile_ahead import CompileAhead, CompileTask, parts_of
@@ -91,7 +91,7 @@ def test_products_of_kernels_compute_the_same(make_run: MakeRun, compile_: str) 
     settings = (*ON_GPU, "model.width=256", f"runtime.compile={compile_}")
     settings = (*settings, 'precision.compute="bf16"')
     plain = losses(make_run(*settings, "runtime.kernels=false"))
-    assert worth_splitting(torch.empty(4, 64, 256, dtype=torch.bfloat16), outputs=3 * 256)
+    assert worth_fusing_qkv(torch.empty(4, 64, 256, dtype=torch.bfloat16), outputs=3 * 256)
     assert losses(make_run(*settings)) == pytest.approx(plain, rel=0.01)
 
 

@@ -289,8 +289,8 @@ def test_where_queries_keys_and_values_have_a_backward_pass_of_their_own(
         calls.append(bias is not None)
         return functional.linear(x, weight, bias).chunk(3, dim=-1)
 
-    monkeypatch.setattr(layers, "project", plain)
-    monkeypatch.setattr(layers, "worth_splitting", lambda x, **sizes: True)
+    monkeypatch.setattr(layers, "project_qkv", plain)
+    monkeypatch.setattr(layers, "worth_fusing_qkv", lambda x, **sizes: True)
     ids, results = random_ids(2, 21), []
     for kernels in (Kernels(), Kernels(products=True)):
         model = build_model(GPTConfig(**SMALL, **settings), vocab=50, device=CPU)

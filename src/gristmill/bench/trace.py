@@ -68,7 +68,7 @@ _PATTERNS = {
     OpClass.HEAD: r"cross_?entropy|nll_loss|log_softmax|logsumexp",
     OpClass.EMBEDDING: r"embedding|indexselect|index_select|index_put",
     OpClass.MATRIX: r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|triton_(tem|mm)|mkldnn|_mm_kernel"
-    r"|activated_product|^aten::(mm|addmm|bmm|baddbmm|addbmm|dot|_?scaled_(grouped_)?mm|_int_mm)_?$",
+    r"|activated_product|sum_of_products|^aten::(mm|addmm|bmm|baddbmm|addbmm|dot|_?scaled_(grouped_)?mm|_int_mm)_?$",
     OpClass.OPTIMIZER: r"multi_tensor_apply|adamw|fused_?adam|_foreach|lpnorm|orthogonal|muon",
     OpClass.COPIES: r"memcpy|memset|direct_copy|catarray|fillfunctor"
     r"|^aten::(copy_|_to_copy|clone|contiguous|zero_|fill_|cat|stack|zeros|ones|full)",

@@ -143,7 +143,7 @@ def train(
         _validate(config, start_from)
         return
     from gristmill.base.collector import collector_paused
-    from gristmill.base.gpu import wake_gpu
+    from gristmill.base.cuda import start_cuda
     from gristmill.base.memory import keep_freed_memory
     from gristmill.base.process import Place
     from gristmill.track.folder import run_folder
@@ -151,7 +151,7 @@ def train(
 
     keep_freed_memory()
     place = Place.current()
-    wake_gpu(config.runtime.device, local_rank=place.local_rank)
+    start_cuda(config.runtime.device, local_rank=place.local_rank)
     if place.rank == 0:
         typer.echo(f"info: {config.name}: starting in {run_folder(config).path}")
     # The next import takes seconds, and a signal may arrive meanwhile.

@@ -26,7 +26,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from gristmill.config.model import GATE_FEATURES, GPTConfig
 from gristmill.models.casts import cast_linear
 from gristmill.models.fused import fused_mlp, worth_fusing
-from gristmill.models.projections import project, worth_splitting
+from gristmill.models.qkv import project_qkv, worth_fusing_qkv
 from gristmill.models.spec import Kernels, KVCache, ShardComm
 
 _ARM = platform.machine() in ("aarch64", "arm64")
@@ -241,10 +241,10 @@ class Attention(nn.Module):
         layer, equal = self.qkv, self.heads == self.groups
         # The backward pass of a norm or rotation writes its gradient where it belongs.
         plain = self.query_norm is None and context.rotary is None
-        worth = worth_splitting(x_BTD, outputs=layer.out_features)
+        worth = worth_fusing_qkv(x_BTD, outputs=layer.out_features)
         if context.kernels.products and equal and plain and worth and _fusible(layer):
             bias = None if layer.bias is None else layer.bias.to(x_BTD.dtype)
-            parts = project(x_BTD.flatten(0, 1), layer.weight, bias)
+            parts = project_qkv(x_BTD.flatten(0, 1), layer.weight, bias)
             return [self._by_head(part.unflatten(0, x_BTD.shape[:2])) for part in parts]
         widths = [heads * self.head_width for heads in (self.heads, self.groups, self.groups)]
         return [self._by_head(x) for x in layer(x_BTD).split(widths, dim=-1)]

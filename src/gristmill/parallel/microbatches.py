@@ -56,10 +56,15 @@ class SequentialMicroBatches:
         return total
 
     def forward(self, batches: Iterable[Batch]) -> torch.Tensor:
-        # Read once, at the end, so that the host prepares batches while the device computes.
-        totals = [_loss(self.model, batch, None).total for batch in batches]
-        read = torch.stack(totals).cpu() if totals else torch.zeros(0)
-        return torch.tensor(sum(read.tolist()), dtype=torch.float64)
+        return sum_at_end(_loss(self.model, batch, None).total for batch in batches)
+
+
+def sum_at_end(totals: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The sum on the host, in fp64. All are read at the end, so that the host prepares batches
+    while the device computes."""
+    computed = list(totals)
+    read = torch.stack(computed).tolist() if computed else []
+    return torch.tensor(sum(read), dtype=torch.float64)
 
 
 def _loss(model: Callable[..., Any], batch: Batch, scale: torch.Tensor | None) -> Loss:

@@ -31,6 +31,7 @@ from torch.profiler import record_function
 from gristmill.config.parallel import ParallelConfig
 from gristmill.data.loader import Batch
 from gristmill.models.spec import CausalLM, Loss, StagedModel
+from gristmill.parallel.microbatches import sum_at_end
 from gristmill.parallel.stages import stage_layers
 from gristmill.parallel.world import World
 
@@ -93,13 +94,15 @@ class PipelineMicroBatches:
 
     def forward(self, batches: Iterable[Batch]) -> torch.Tensor:
         """Forward only, as many batches at a time as keep all stages busy."""
-        total = torch.zeros((), dtype=torch.float64)
-        for several in _alike(batches, 4 * self.world.mesh.pp):
-            # Schedules need a multiple of pp: the batches added here are not counted.
-            added = -len(several) % self.world.mesh.pp
-            totals = self._run([*several, *several[:1] * added], None, "eval")
-            total += sum((one.cpu().double() for one in totals[: len(several)]), total * 0)
-        return total
+
+        def losses() -> Iterator[torch.Tensor]:
+            for several in _alike(batches, 4 * self.world.mesh.pp):
+                # Schedules need a multiple of pp: the batches added here are not counted.
+                added = -len(several) % self.world.mesh.pp
+                totals = self._run([*several, *several[:1] * added], None, "eval")
+                yield from totals[: len(several)]
+
+        return sum_at_end(losses())
 
     def _run(
         self, batches: Sequence[Batch], scale: torch.Tensor | None, verb: str

@@ -57,8 +57,10 @@ def test_losses_and_gradients(
     only_losses = cross_entropy_(logits, targets, None, vocab=vocab, cap=cap)
     losses = cross_entropy_(logits, targets, factors, vocab=vocab, cap=cap)
 
-    # The compiler may order their sums otherwise, and fp32 numbers near 400 are 3e-5 apart.
-    torch.testing.assert_close(only_losses, losses, rtol=1e-5, atol=1e-5)
+    # The compiler may order their sums otherwise. A loss is the difference of numbers as large as
+    # the logits, which in fp32 are this far apart.
+    spacing = 2.0**-23 * shaped.detach().abs().amax(1)
+    assert ((only_losses - losses).abs() <= 1e-6 * (1 + losses.abs()) + spacing).all()
     # The GPU's own tanh, used for half precision, is exact to 11 bits.
     rough = cap is not None and DEVICE == "cuda" and dtype != torch.float32
     tolerances = {"rtol": 1e-3, "atol": 5e-3} if rough else {"rtol": 1e-5, "atol": 1e-5}

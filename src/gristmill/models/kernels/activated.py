@@ -60,30 +60,21 @@ def _launch(
     backward: bool,
 ) -> None:
     """b has the dimensions KN in the backward pass, and NK in the forward pass."""
-    (m, k), n = a_MK.shape, out_MN.shape[1]
     tile = BACKWARD if backward else FORWARD
     if activation == "relu2" and not backward:  # a short epilogue
         tile = tile._replace(warps=tile.warps // 2)
-    programs = tile.programs_for(out_MN, k)
-    _activated_product[(programs,)](
+    launch = tile.launch(out_MN, a_MK.shape[1])
+    _activated_product[(launch["PROGRAMS"],)](
         TensorDescriptor.from_tensor(a_MK, [tile.M, tile.K]),
         TensorDescriptor.from_tensor(b, [tile.K, tile.N] if backward else [tile.N, tile.K]),
         bias_N if bias_N is not None else out_MN,
         TensorDescriptor.from_tensor(kept_MN, [tile.M, tile.N // 2]),
         TensorDescriptor.from_tensor(out_MN, [tile.M, tile.N // 2]),
-        M=m,
-        N=n,
-        K=k,
-        PROGRAMS=programs,
-        TILE_M=tile.M,
-        TILE_N=tile.N,
-        TILE_K=tile.K,
         ACTIVATION=activation,
         BACKWARD=backward,
         BIASED=bias_N is not None,
         NATIVE=a_MK.is_cuda,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        **launch,
     )
 
 

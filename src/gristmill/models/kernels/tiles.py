@@ -26,12 +26,20 @@ class Tiles(NamedTuple):
     stages: int
     """Of the pipeline of loads."""
 
-    def programs_for(self, out_MN: torch.Tensor, depth: int) -> int:
-        """How many programs compute this output."""
+    def launch(self, out_MN: torch.Tensor, depth: int) -> dict[str, int]:
+        """The sizes that a kernel which computes this output is compiled for, and its options; the
+        grid is `PROGRAMS`."""
         rows, columns = out_MN.shape
         assert rows % self.M == columns % self.N == depth % self.K == 0, "whole tiles"
         tiles = (rows // self.M) * (columns // self.N)
-        return min(tiles, self.programs * _sm_count(out_MN.device))
+        sizes = {"M": rows, "N": columns, "K": depth}
+        return {
+            **sizes,
+            **{f"TILE_{name}": getattr(self, name) for name in sizes},
+            "PROGRAMS": min(tiles, self.programs * _sm_count(out_MN.device)),
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
 
 
 @cache

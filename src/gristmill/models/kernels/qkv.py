@@ -29,22 +29,14 @@ def sum_of_products(parts: Sequence[torch.Tensor], weight_KN: torch.Tensor) -> t
     q, k, v = (_aligned(part) for part in parts)
     (rows, depth), width = q.shape, weight_KN.shape[1]
     out = q.new_empty(rows, width)
-    programs = TILE.programs_for(out, depth)
-    _sum_of_products[(programs,)](
+    launch = TILE.launch(out, depth)
+    _sum_of_products[(launch["PROGRAMS"],)](
         q,
         k,
         v,
         TensorDescriptor.from_tensor(weight_KN, [TILE.K, TILE.N]),
         TensorDescriptor.from_tensor(out, [TILE.M, TILE.N // 2]),
-        M=rows,
-        N=width,
-        K=depth,
-        PROGRAMS=programs,
-        TILE_M=TILE.M,
-        TILE_N=TILE.N,
-        TILE_K=TILE.K,
-        num_warps=TILE.warps,
-        num_stages=TILE.stages,
+        **launch,
     )
     return out
 

@@ -1,4 +1,4 @@
-"""The GPU of a process, made ready while Python imports.
+"""The CUDA context of a process, created while Python imports.
 
 The driver needs a third of a second to find the GPUs of a node and to create a context on one.
 CUDA's libraries share that context, so torch finds it done.
@@ -14,13 +14,13 @@ from pathlib import Path
 DRIVER = "libcuda.so.1"
 
 
-def wake_gpu(device: str, *, local_rank: int) -> threading.Thread | None:
+def start_cuda(device: str, *, local_rank: int) -> threading.Thread | None:
     """Begin to create the context of this process's GPU, if a run on this device will use one.
     Whatever is wrong with it, torch says later."""
     wanted = device == "cuda" or (device == "auto" and _torch_has_cuda())
     if not wanted:
         return None
-    thread = threading.Thread(target=_create_context, args=(local_rank,), name="gpu", daemon=True)
+    thread = threading.Thread(target=_create_context, args=(local_rank,), name="cuda", daemon=True)
     thread.start()
     return thread
 

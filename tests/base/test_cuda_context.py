@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from gristmill.base import gpu
+from gristmill.base import cuda
 
 
 class Driver:
     """Counts GPUs, and notes those that get a context."""
 
     def __init__(self, gpus: int, *, broken: bool = False) -> None:
-        self.gpus, self.broken, self.woken = gpus, broken, list[int]()
+        self.gpus, self.broken, self.started = gpus, broken, list[int]()
 
     def cuInit(self, flags: int) -> int:
         return 100 if self.broken else 0
@@ -30,65 +30,65 @@ class Driver:
         return 0 if number < self.gpus else 101
 
     def cuDevicePrimaryCtxRetain(self, context: Any, device: Any) -> int:
-        self.woken.append(device.value - 7)
+        self.started.append(device.value - 7)
         return 0
 
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Driver], Driver]:
     def install(driver: Driver) -> Driver:
-        monkeypatch.setattr(gpu.ctypes, "CDLL", lambda name: driver)
+        monkeypatch.setattr(cuda.ctypes, "CDLL", lambda name: driver)
         return driver
 
     return install
 
 
-def wake(device: str = "cuda", local_rank: int = 0) -> None:
-    if (thread := gpu.wake_gpu(device, local_rank=local_rank)) is not None:
+def start(device: str = "cuda", local_rank: int = 0) -> None:
+    if (thread := cuda.start_cuda(device, local_rank=local_rank)) is not None:
         thread.join()
 
 
 @pytest.mark.parametrize(
-    ("gpus", "local_rank", "woken"),
+    ("gpus", "local_rank", "started"),
     [(1, 0, [0]), (8, 3, [3]), (1, 3, [0]), (2, 3, [])],  # one each, or fewer than processes
 )
-def test_each_process_wakes_its_own(
-    installed: Callable[[Driver], Driver], gpus: int, local_rank: int, woken: list[int]
+def test_each_process_starts_its_own(
+    installed: Callable[[Driver], Driver], gpus: int, local_rank: int, started: list[int]
 ) -> None:
     driver = installed(Driver(gpus))
-    wake(local_rank=local_rank)
-    assert driver.woken == woken
+    start(local_rank=local_rank)
+    assert driver.started == started
 
 
 def test_nothing_happens_without_a_driver_that_works(
     installed: Callable[[Driver], Driver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = installed(Driver(1, broken=True))
-    wake()
-    assert driver.woken == []
+    start()
+    assert driver.started == []
 
     def missing(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
-    monkeypatch.setattr(gpu.ctypes, "CDLL", missing)
-    wake()
+    monkeypatch.setattr(cuda.ctypes, "CDLL", missing)
+    start()
 
 
-@pytest.mark.parametrize(("built_for_cuda", "woken"), [(True, [0]), (False, [])])
+@pytest.mark.parametrize(("built_for_cuda", "started"), [(True, [0]), (False, [])])
 def test_a_torch_without_cuda_leaves_gpus_alone(
     installed: Callable[[Driver], Driver],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     built_for_cuda: bool,
-    woken: list[int],
+    started: list[int],
 ) -> None:
     (tmp_path / "lib").mkdir()
     if built_for_cuda:
         (tmp_path / "lib" / "libtorch_cuda.so").touch()
     found = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: found)
+    monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: found)
     driver = installed(Driver(1))
-    wake("cpu")
-    assert driver.woken == []
-    wake("auto")
-    assert driver.woken == woken
+    start("cpu")
+    assert driver.started == []
+    start("auto")
+    assert driver.started == started

@@ -3,7 +3,7 @@
     q, k, v = x W^T + b    dx = dq Wq + dk Wk + dv Wv    dW = (dq^T x, dk^T x, dv^T x)
 
 Autograd would copy the three gradients into one tensor first, which takes half as long as a
-product of it. A Triton kernel (`kernels/projections.py`) sums the products instead.
+product of it. A Triton kernel (`kernels/qkv.py`) sums the products instead.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ ROWS, WIDTH, DEPTH = 128, 256, 64
 """Sizes must be multiples of the kernel's tiles."""
 
 
-def worth_splitting(x: torch.Tensor, *, outputs: int) -> bool:
+def worth_fusing_qkv(x: torch.Tensor, *, outputs: int) -> bool:
     """Whether the kernel supports this (half precision, whole tiles) and is faster."""
     rows, width = x.shape[:-1].numel(), x.shape[-1]
     whole = rows % ROWS == width % WIDTH == outputs % (3 * DEPTH) == 0
     return x.dtype != torch.float32 and whole and width <= WIDEST
 
 
-def project(
+def project_qkv(
     x_ND: torch.Tensor, weight_OD: torch.Tensor, bias_O: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Three outputs of a linear layer, of equal width."""
-    return _Projections.apply(x_ND, weight_OD, bias_O)
+    return _QKV.apply(x_ND, weight_OD, bias_O)
 
 
-class _Projections(torch.autograd.Function):
+class _QKV(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x_ND: torch.Tensor, weight_OD: torch.Tensor, bias_O: torch.Tensor | None
@@ -48,13 +48,13 @@ class _Projections(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_ND, half_OD = ctx.saved_tensors
-        d_x_ND, d_weight_OD = projections_backward(*gradients, x_ND, half_OD, ctx.dtype)
+        d_x_ND, d_weight_OD = qkv_backward(*gradients, x_ND, half_OD, ctx.dtype)
         d_bias_O = torch.cat([one.sum(0) for one in gradients]) if ctx.biased else None
         return d_x_ND, d_weight_OD, d_bias_O
 
 
-@torch.library.custom_op("gristmill::projections_backward", mutates_args=())
-def projections_backward(
+@torch.library.custom_op("gristmill::qkv_backward", mutates_args=())
+def qkv_backward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -63,15 +63,15 @@ def projections_backward(
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of x and of the weight, from those of queries, keys and values."""
-    from gristmill.models.kernels.projections import sum_of_products
+    from gristmill.models.kernels.qkv import sum_of_products
 
     parts = query, key, value
-    d_weight = torch.empty_like(weight, dtype=dtype)
+    d_weight = weight.new_empty(weight.shape, dtype=dtype)
     for part, rows in zip(parts, d_weight.chunk(3), strict=True):
         product(part.T, x, dtype, out=rows)
     return sum_of_products(parts, weight), d_weight
 
 
-@projections_backward.register_fake
+@qkv_backward.register_fake
 def _(query: Any, key: Any, value: Any, x: Any, weight: Any, dtype: torch.dtype) -> Any:
-    return torch.empty_like(x), torch.empty_like(weight, dtype=dtype)
+    return x.new_empty(x.shape), weight.new_empty(weight.shape, dtype=dtype)

@@ -8,9 +8,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from gristmill.models.kernels import projections as module
-from gristmill.models.kernels.projections import sum_of_products
-from gristmill.models.projections import DEPTH, ROWS, WIDEST, WIDTH, project, worth_splitting
+from gristmill.models.kernels import qkv as module
+from gristmill.models.kernels.qkv import sum_of_products
+from gristmill.models.qkv import DEPTH, ROWS, WIDEST, WIDTH, project_qkv, worth_fusing_qkv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 M, N, K = (384, 512, 192) if DEVICE == "cuda" else (48, 64, 32)
@@ -59,7 +59,7 @@ def test_gradients(biased: bool, dtype: torch.dtype) -> None:
     inputs = [one for one in (x, weight, bias) if one is not None]
     exact = [one.detach().double().requires_grad_() for one in inputs]
 
-    outputs = project(x, weight, bias)
+    outputs = project_qkv(x, weight, bias)
     got = torch.autograd.grad(outputs, inputs, outer)
 
     y = exact[0] @ exact[1].T + (exact[2] if biased else 0.0)
@@ -70,9 +70,9 @@ def test_gradients(biased: bool, dtype: torch.dtype) -> None:
         assert error(mine, wanted) < 1e-2
 
 
-def test_what_is_worth_splitting() -> None:
+def test_what_is_worth_fusing_qkv() -> None:
     def worth(rows: int, width: int, outputs: int, dtype: torch.dtype = torch.bfloat16) -> bool:
-        return worth_splitting(torch.empty(2, rows // 2, width, dtype=dtype), outputs=outputs)
+        return worth_fusing_qkv(torch.empty(2, rows // 2, width, dtype=dtype), outputs=outputs)
 
     assert worth(ROWS, WIDTH, 3 * DEPTH)
     assert not worth(ROWS + 2, WIDTH, 3 * DEPTH)
