@@ -135,7 +135,7 @@ def nanochat(options: argparse.Namespace, scratch: Path) -> Command:
     for name in UNUSED:
         if importlib.util.find_spec(name) is None:
             (checkout / f"{name}.py").touch()
-    tokenizer = open_tokenizer("gpt2")
+    tokenizer = open_tokenizer(Path(f"{options.data}.tokenizer"))
     write_tokenizer(tokenizer, base / "tokenizer")
     data = base / "base_data_climbmix"
     write_text(options.data, tokenizer, data / "shard_00000.parquet")

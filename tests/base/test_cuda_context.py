@@ -1,7 +1,8 @@
-"""The context of a GPU, with a driver of ours in place of CUDA's."""
+"""What a GPU needs before its first kernel, with a driver of ours in place of CUDA's."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +35,17 @@ class Driver:
         return 0
 
 
+@pytest.fixture(autouse=True)
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is hashed of a Triton of ours."""
+    found = list[str]()
+    cache = SimpleNamespace(triton_key=lambda: found.append("triton"))
+    for name in ("triton", "triton.runtime"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[]))
+    monkeypatch.setitem(sys.modules, "triton.runtime.cache", cache)
+    return found
+
+
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Driver], Driver]:
     def install(driver: Driver) -> Driver:
@@ -44,7 +56,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Driver], Driver]:
 
 
 def start(device: str = "cuda", local_rank: int = 0) -> None:
-    if (thread := cuda.start_cuda(device, local_rank=local_rank)) is not None:
+    for thread in cuda.start_cuda(device, local_rank=local_rank):
         thread.join()
 
 
@@ -74,9 +86,20 @@ def test_nothing_happens_without_a_driver_that_works(
     start()
 
 
+def test_a_triton_of_another_version_or_none_is_left_alone(
+    installed: Callable[[Driver], Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for other in (SimpleNamespace(), None):
+        monkeypatch.setitem(sys.modules, "triton.runtime.cache", other)
+        driver = installed(Driver(1))
+        start()
+        assert driver.started == [0]
+
+
 @pytest.mark.parametrize(("built_for_cuda", "started"), [(True, [0]), (False, [])])
 def test_a_torch_without_cuda_leaves_gpus_alone(
     installed: Callable[[Driver], Driver],
+    hashed: list[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     built_for_cuda: bool,
@@ -89,6 +112,7 @@ def test_a_torch_without_cuda_leaves_gpus_alone(
     monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: found)
     driver = installed(Driver(1))
     start("cpu")
-    assert driver.started == []
+    assert driver.started == hashed == []
     start("auto")
     assert driver.started == started
+    assert len(hashed) == len(started)

@@ -1,11 +1,13 @@
-"""The CUDA context of a process, created while Python imports.
+"""What a process needs before it can use a GPU, begun while Python imports.
 
 The driver needs a third of a second to find the GPUs of a node and to create a context on one.
-CUDA's libraries share that context, so torch finds it done.
+CUDA's libraries share that context, so torch finds it done. Triton needs as long to hash itself,
+half a gigabyte, since the hash is part of the name of every kernel in its cache.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import threading
@@ -14,15 +16,19 @@ from pathlib import Path
 DRIVER = "libcuda.so.1"
 
 
-def start_cuda(device: str, *, local_rank: int) -> threading.Thread | None:
-    """Begin to create the context of this process's GPU, if a run on this device will use one.
-    Whatever is wrong with it, torch says later."""
+def start_cuda(device: str, *, local_rank: int) -> list[threading.Thread]:
+    """Begin to create the context of this process's GPU and to hash Triton, if a run on this device
+    will use them. Whatever is wrong with either, torch says later."""
     wanted = device == "cuda" or (device == "auto" and _torch_has_cuda())
     if not wanted:
-        return None
-    thread = threading.Thread(target=_create_context, args=(local_rank,), name="cuda", daemon=True)
-    thread.start()
-    return thread
+        return []
+    threads = [
+        threading.Thread(target=_create_context, args=(local_rank,), name="cuda", daemon=True),
+        threading.Thread(target=_hash_triton, name="triton", daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
+    return threads
 
 
 def _torch_has_cuda() -> bool:
@@ -46,3 +52,11 @@ def _create_context(local_rank: int) -> None:
     number = local_rank if count.value > 1 else 0
     if driver.cuDeviceGet(ctypes.byref(device), number) == 0:
         driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+
+
+def _hash_triton() -> None:
+    # Nothing that it imports is torch's, so the main thread can import torch meanwhile.
+    with contextlib.suppress(Exception):
+        from triton.runtime.cache import triton_key
+
+        triton_key()
