@@ -13,10 +13,8 @@ from __future__ import annotations
 import ast
 import dataclasses
 import enum
-import inspect
 import math
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace, UnionType
@@ -27,10 +25,12 @@ from pydantic import BaseModel, PlainValidator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from gristmill.base.docstrings import attribute_docstrings
 from gristmill.base.errors import Exit
 from gristmill.base.units import Duration
 from gristmill.cli.main import app
 from gristmill.config import schema
+from gristmill.config.documentation import docstrings
 from gristmill.config.values import Scheduled
 from gristmill.track import metrics
 
@@ -97,7 +97,7 @@ def _table(model: type[BaseModel]) -> list[str]:
     for name, info in ordered:
         if _models(info.annotation):
             continue
-        meaning = _plain(info.description)
+        meaning = _plain(docstrings(model).get(info.alias or name))
         assert meaning, f"{model.__name__}.{name} has no docstring"
         rows.append(
             f"| `{info.alias or name}` | {_type(info.annotation, info.metadata)} "
@@ -285,27 +285,12 @@ def _json_type(annotation: str) -> str:
 # ------------------------------------------------------------------ texts
 
 
-def attribute_docstrings(owner: type) -> dict[str, str]:
-    """The docstrings under the attributes of a class, by attribute."""
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
-    assert isinstance(definition, ast.ClassDef)
-    found = {}
-    for statement, after in zip(definition.body, definition.body[1:], strict=False):
-        match statement:
-            case ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]):
-                if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-                    found[name] = _plain(str(after.value.value))
-            case _:
-                pass
-    return found
-
-
 def _plain(text: str | None) -> str:
     return " ".join((text or "").split())
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    return _plain(text).replace("|", "\\|")
 
 
 PAGES: dict[str, Callable[[], str]] = {

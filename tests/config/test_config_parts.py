@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from gristmill.base.errors import UserError
+from gristmill.config.documentation import FileSchema
 from gristmill.config.load import dump_run, load_preset, load_text
 from gristmill.config.model import GPTConfig
 from gristmill.config.optim import AdamWConfig, CosineSchedule, MuonConfig
 from gristmill.config.resolve import resolve
 from gristmill.config.rules import doubts
 from gristmill.config.schema import RunConfig
-from gristmill.config.settings import FileSchema
 
 BASE = """\
 name = "trial"

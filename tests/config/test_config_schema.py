@@ -10,6 +10,7 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
+from gristmill.config.documentation import FileSchema, docstrings
 from gristmill.config.load import dump_run, load_text, setting_paths
 from gristmill.config.schema import RunConfig
 
@@ -47,7 +48,9 @@ def objects(schema: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def schema() -> dict[str, Any]:
-    return json.loads(json.dumps(RunConfig.model_json_schema(by_alias=True)))
+    return json.loads(
+        json.dumps(RunConfig.model_json_schema(by_alias=True, schema_generator=FileSchema))
+    )
 
 
 def test_every_setting_and_table_has_a_docstring() -> None:
@@ -55,7 +58,7 @@ def test_every_setting_and_table_has_a_docstring() -> None:
         f"{table.__name__}.{name}"
         for table in tables()
         for name, info in table.model_fields.items()
-        if not (info.description or "").strip()
+        if not docstrings(table).get(info.alias or name)
     ]
     assert bare == []
     assert [table.__name__ for table in tables() if not table.__doc__] == []
@@ -64,10 +67,10 @@ def test_every_setting_and_table_has_a_docstring() -> None:
 
 def test_descriptions_are_sentences() -> None:
     unfinished = [
-        f"{table.__name__}.{name}: {info.description}"
+        f"{table.__name__}.{key}: {text}"
         for table in tables()
-        for name, info in table.model_fields.items()
-        if not (info.description or "").rstrip().endswith((".", '"'))
+        for key, text in docstrings(table).items()
+        if not text.endswith((".", '"'))
     ]
     assert unfinished == []
 

@@ -30,9 +30,9 @@ def config(
 ) -> None:
     """Print the complete settings of a run and the numbers that follow from them."""
     from gristmill.base.downloads import settings_folder
+    from gristmill.config.documentation import FileSchema
     from gristmill.config.load import dump_run, load_run
     from gristmill.config.schema import RunConfig
-    from gristmill.config.settings import FileSchema
 
     if schema:
         made = RunConfig.model_json_schema(by_alias=True, schema_generator=FileSchema)

@@ -414,8 +414,10 @@ def _table_classes(option: Any) -> dict[str, type[BaseModel]]:
 
 
 def _description(path: Path_, model: type[BaseModel]) -> str | None:
-    info = _field(model, path[-1])
-    return " ".join(info.description.split()) if info is not None and info.description else None
+    # Most runs have no problem to describe.
+    from gristmill.config.documentation import docstrings
+
+    return " ".join(docstrings(model).get(path[-1], "").split()) or None
 
 
 def _nearest(path: Path_, model: type[BaseModel]) -> str:

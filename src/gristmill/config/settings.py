@@ -6,8 +6,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict
-from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
-from pydantic_core.core_schema import WithDefaultSchema
 
 from gristmill.base.errors import Problem
 
@@ -31,25 +29,13 @@ def no_effect(setting: str, why: str, remedy: str = "remove it") -> NoEffect:
     return NoEffect(f"has no effect {why}", setting, remedy)
 
 
-class FileSchema(GenerateJsonSchema):
-    """The JSON Schema of files, in which whatever has a default may be `unset` too."""
-
-    def default_schema(self, schema: WithDefaultSchema) -> JsonSchemaValue:
-        made = super().default_schema(schema)
-        if isinstance(schema.get("default"), BaseModel) or "const" in made:
-            return made
-        default = {"default": made.pop("default")} if "default" in made else {}
-        kinds = made["anyOf"] if set(made) == {"anyOf"} else [made]
-        return {"anyOf": [*kinds, {"const": UNSET}], **default}
-
-
 class Settings(BaseModel):
-    """What all tables have in common: frozen, strict, no unknown keys."""
+    """What all tables have in common: frozen, strict, no unknown keys. The docstrings below their
+    fields are read when they are asked for (`documentation.py`), not at every start."""
 
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
         strict=True,
-        use_attribute_docstrings=True,
         allow_inf_nan=False,
     )
