@@ -12,8 +12,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from threading import Thread
 
 import torch
+from torch.nn import functional
 
 from gristmill.base.errors import UserError
 from gristmill.base.units import format_bytes
@@ -52,6 +54,19 @@ class Device:
     def pins_memory(self) -> bool:
         """Whether copies from pinned host memory overlap with computation."""
         return self.kind == "cuda"
+
+    def load_libraries(self, compute: torch.dtype) -> None:
+        """Load the libraries of matrix products and attention, in a thread: their first calls take
+        a fifth of a second, in which Python can import something."""
+        if self.kind == "cuda":
+            Thread(target=self._call_libraries, args=(compute,), daemon=True).start()
+
+    def _call_libraries(self, compute: torch.dtype) -> None:
+        # Whatever is wrong with the device, the run itself finds it.
+        with contextlib.suppress(RuntimeError):
+            x = torch.zeros(1, 1, 128, 64, dtype=compute, device=self.torch_device)
+            functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+            functional.linear(x[0, 0], x[0, 0])
 
     def synchronize(self) -> None:
         """Wait for all queued work."""
