@@ -30,6 +30,7 @@ from gristmill.config.resolve import Resolved, resolve
 from gristmill.text.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from gristmill.tokens.store import open_tokens
 
+GPT2_SIZE = 50257
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 MODES = {"auto": "", "true": ", the whole model compiled", "blocks": ", blocks compiled"}
 UNUSED = ("wandb", "rustbpe", "requests")
@@ -67,6 +68,8 @@ def ours(options: argparse.Namespace, scratch: Path, mode: str) -> Command:
         "folder": str(scratch / "run"),
         "data": {"paths": str(options.data), "validation": str(options.validation)},
         "train": {"until": options.until, "batch": options.batch},
+        # All of the text, as nanochat does, at the start and at the end.
+        "validate": {"every": options.until, "windows": len(open_tokens(options.validation))},
         "precision": {"compute": options.compute},
         "runtime": {"device": options.device},
     }
@@ -136,6 +139,10 @@ def nanochat(options: argparse.Namespace, scratch: Path) -> Command:
         if importlib.util.find_spec(name) is None:
             (checkout / f"{name}.py").touch()
     tokenizer = open_tokenizer(Path(f"{options.data}.tokenizer"))
+    if tokenizer.size != GPT2_SIZE:
+        raise SystemExit(
+            f"{options.data} was not made with GPT-2's tokenizer: prepare it with gpt2"
+        )
     write_tokenizer(tokenizer, base / "tokenizer")
     data = base / "base_data_climbmix"
     write_text(options.data, tokenizer, data / "shard_00000.parquet")

@@ -10,6 +10,7 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
+from gristmill.base.errors import UserError
 from gristmill.config.documentation import FileSchema, docstrings
 from gristmill.config.load import dump_run, load_text, setting_paths
 from gristmill.config.schema import RunConfig
@@ -158,3 +159,17 @@ def test_the_json_schema_accepts_and_refuses_run_files(schema: dict[str, Any]) -
     for wrong in ({"train": {**good["train"], "until": 5}}, {"nmae": "x"}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate({**good, **wrong}, schema)
+
+
+def test_an_error_needs_no_source_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(owner: type) -> str:
+        raise OSError("could not get source code")
+
+    with pytest.raises(UserError, match="Samples per step"):
+        load_text(RUN, ["train.batch=x"], place="run.toml")
+    docstrings.cache_clear()
+    monkeypatch.setattr("inspect.getsource", missing)
+    with pytest.raises(UserError, match="valid integer") as caught:
+        load_text(RUN, ["train.batch=x"], place="run.toml")
+    assert "Samples per step" not in str(caught.value)
+    docstrings.cache_clear()

@@ -9,8 +9,13 @@ from itertools import pairwise
 
 
 def attribute_docstrings(owner: type) -> dict[str, str]:
-    """By attribute, from the source of the class; those of its bases are not among them."""
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+    """By attribute, from the source of the class; those of its bases are not among them. None if
+    the source is not there, as in an installation of bytecode alone."""
+    try:
+        source = inspect.getsource(owner)
+    except OSError:
+        return {}
+    (definition,) = ast.parse(textwrap.dedent(source)).body
     assert isinstance(definition, ast.ClassDef)
     found = {}
     for statement, below in pairwise(definition.body):
