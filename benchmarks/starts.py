@@ -11,7 +11,8 @@ Each command is a process of its own, as a user starts it, with folders for cach
 uses: empty at first (cold), and as the command before left them (warm). Times are taken where the
 command prints, so they contain everything: Python, imports, data, building, compiling, saving.
 nanoGPT's script prints its first step when it is done with it and a validation of a few batches;
-nanochat's validates on the same text as ours, before the first step and after the last one.
+nanochat's validates as ours does: on the whole text, before the first step and after the last one.
+On a CPU, give it a short one.
 """
 
 from __future__ import annotations
