@@ -45,6 +45,8 @@ BATCH = 2**19
 """nanochat's script multiplies its rates by the root of the batch relative to this one."""
 BEST, DECAY = 1.6, 0.1
 """The factor of its rates and the decay that were best in `time_to_loss.py`."""
+LEARNING_RATE = 1e-3
+"""nanoGPT's, which was the best one there."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class Command:
     first_step: re.Pattern[str]
     compiled: re.Pattern[str] | None = None
     """The line that says for how many seconds it compiled."""
+    validation: re.Pattern[str] | None = None
+    """The line of a validation, with its result."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -83,6 +87,7 @@ def ours(options: argparse.Namespace, scratch: Path, mode: str) -> Command:
         folder=scratch,
         first_step=re.compile(r"^step 1/"),
         compiled=re.compile(r"compiled in ([\d.]+)s"),
+        validation=re.compile(r"^validation .* (loss [\d.]+)"),
     )
 
 
@@ -112,8 +117,13 @@ def nanogpt(options: argparse.Namespace, scratch: Path) -> Command:
         "max_iters": numbers.steps,
         "lr_decay_iters": numbers.steps,
         "eval_interval": numbers.steps,
-        "eval_iters": 10,
-        "log_interval": 1,
+        # As many windows as all of the text has, which it draws at random; the same of training.
+        "eval_iters": max(1, len(open_tokens(options.validation)) // numbers.tokens_per_step),
+        "log_interval": 10,
+        # The recipe that was best in `time_to_loss.py`.
+        "learning_rate": LEARNING_RATE,
+        "min_lr": LEARNING_RATE / 10,
+        "warmup_iters": max(1, numbers.steps // 20),
         "out_dir": str(scratch / "run"),
     }
     return Command(
@@ -125,6 +135,7 @@ def nanogpt(options: argparse.Namespace, scratch: Path) -> Command:
         ],
         folder=checkout,
         first_step=re.compile(r"^iter 0:"),
+        validation=re.compile(r"^step \d+: .*val (loss [\d.]+)"),
     )
 
 
@@ -174,6 +185,7 @@ def nanochat(options: argparse.Namespace, scratch: Path) -> Command:
         ],
         folder=checkout,
         first_step=re.compile(r"^step 00000/"),
+        validation=re.compile(r"^Step .*Validation (bpb: [\d.]+)"),
         environment={
             "NANOCHAT_BASE_DIR": str(base),
             "NANOCHAT_DTYPE": {"bf16": "bfloat16", "fp32": "float32"}[options.compute],

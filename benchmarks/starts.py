@@ -10,9 +10,9 @@
 Each command is a process of its own, as a user starts it, with folders for caches that nobody else
 uses: empty at first (cold), and as the command before left them (warm). Times are taken where the
 command prints, so they contain everything: Python, imports, data, building, compiling, saving.
-nanoGPT's script prints its first step when it is done with it and a validation of a few batches;
-nanochat's validates as ours does: on the whole text, before the first step and after the last one.
-On a CPU, give it a short one.
+nanochat's script validates as ours does: on the whole text, before the first step and after the
+last one. nanoGPT's draws as many windows of it at random, and as many of the training text. Losses
+are the last ones that they print, nanochat's in bits per byte. On a CPU, give it a short text.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from pathlib import Path
 from loss_results import plain_table
 from start_commands import MODES, Command, nanochat, nanogpt, ours
 
+COLUMNS = ("first line", "first step", "of that compiling", "end", "validation")
 LIMIT = 1800.0
 """Seconds after which a command is given up."""
 
@@ -83,9 +84,10 @@ def measure(command: Command, scratch: Path) -> dict[str, str]:
     if command.compiled is not None:
         compiled = [float(hit[1]) for line in said if (hit := command.compiled.search(line))]
         found["of that compiling"] = f"{sum(compiled):.1f}" if compiled else ""
-    return {
-        key: found.get(key, "") for key in ("first line", "first step", "of that compiling", "end")
-    }
+    if command.validation is not None:
+        results = [hit[1] for line in said if (hit := command.validation.search(line))]
+        found["validation"] = results[-1] if results else ""
+    return {key: found.get(key, "") for key in COLUMNS}
 
 
 def read(

@@ -172,6 +172,8 @@ def compare(crowd: Crowd, layout: str, *, steps: int, muon: float, adamw: float)
     words = tuple(f"parallel.{word}" for word in settings.split())
     # Two stages on each of two processes need four layers.
     model = ("model.layers=4",) if "pp=" in settings else ()
+    # The token after the next one is on another process if sequences are divided.
+    model += () if "cp=" in settings else ("train.second_token=0.5",)
     answers = crowd(processes, both, (*model, *words), steps)
     for answer in answers[1:]:
         assert answer == answers[0], "all processes know the same"

@@ -201,6 +201,24 @@ def test_loss_scale_follows_megatron(seed: int) -> None:
     assert copy.state() == ours.state()
 
 
+def test_a_second_target_counts_for_two_thirds_of_the_run(make_run: MakeRun) -> None:
+    """It changes the gradient, not the loss; at the end there is nothing left of it."""
+    words = ('train.until="30 steps"', "train.clip=0")
+    norms = {}
+    for weight in (0, 0.5):
+        for steps in (0, 10, 20, 29):
+            strategy, _ = make_strategy(make_run(*words, f"train.second_token={weight}"))
+            result = strategy.accumulate([make_batch(windows())], Progress(steps=steps))
+            result = strategy.update(result)
+            assert result.grad_norm is not None
+            norms[weight, steps] = result.grad_norm.item()
+            assert result.loss.item() == pytest.approx(5.55, abs=0.05)
+    assert len({norms[0, steps] for steps in (0, 10, 20, 29)}) == 1
+    assert norms[0.5, 0] > 1.02 * norms[0.5, 10] > 1.04 * norms[0, 0]
+    for steps in (20, 29):
+        assert norms[0.5, steps] == pytest.approx(norms[0, 0], rel=1e-6)
+
+
 def test_dropout_is_a_function_of_the_step(make_run: MakeRun) -> None:
     batch = [make_batch(windows())]
     losses = []

@@ -171,6 +171,7 @@ def _model_is_able(config: RunConfig) -> Iterator[Problem]:
     needed = {
         "precision.fp8": (Ability.FP8_HEAD, bool(config.precision.fp8)),
         "train.sampled_softmax": (Ability.SAMPLED_SOFTMAX, bool(config.train.sampled_softmax)),
+        "train.second_token": (Ability.SECOND_TOKEN, bool(config.train.second_token)),
         "data.documents": (Ability.DOCUMENTS, data.documents == "masked"),
         "data.reset_attention": (Ability.DOCUMENTS, data.reset_attention),
         "data.reset_positions": (Ability.DOCUMENTS, data.reset_positions),

@@ -210,6 +210,10 @@ class TrainConfig(Settings):
     batch is taken in slices of as many tokens; each slice has its targets and others drawn at
     random, which stand for the rest. Saves most of the head's work if the vocabulary is much
     larger. Validation, tensor parallelism and XLA devices always use the whole vocabulary."""
+    second_token: Annotated[float, Field(ge=0)] = 0.0
+    """Multi-token prediction: the weight of the loss of the token after the next one, which the
+    same logits predict, at the start; it falls linearly to 0 at two thirds of the run. Losses in
+    the log are those of the next token. Not with context parallelism or on XLA devices."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Recompute activations in the backward pass instead of keeping them, which saves memory. full:
     only block inputs are kept; costs about a third more time. selective: results of matrix products

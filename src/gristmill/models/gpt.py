@@ -315,6 +315,7 @@ class GPT(CausalLM):
             kernel=self.kernels.loss,
             fp8=self.kernels.head_fp8,
             sampled=self.kernels.sampled_softmax,
+            sequence=targets_BT.shape[1],
             comm=self.comm,
             first=self.shard.tp_rank * self.head.weight.shape[0],
         )

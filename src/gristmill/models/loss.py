@@ -11,8 +11,9 @@ This also scales fp16 gradients before they are rounded.
 
 The Triton kernel keeps logits in the dtype of the hidden states and overwrites them with their
 gradient, computed in fp32; without it plain operations on fp32 logits do the same. In training the
-products may be in fp8 (`kernels/head_fp8.py`), and slices may be compared with only some of the
-head's rows (`sampled.py`); in evaluation never. To the compiler the whole is one opaque operator.
+products may be in fp8 (`kernels/head_fp8.py`), slices may be compared with only some of the head's
+rows (`sampled.py`), and tokens may have a second target (`second_token.py`); in evaluation never.
+To the compiler the whole is one opaque operator.
 
 The head's rows may be sharded over processes. Each computes its part of the logits, and they
 exchange only three numbers per token: maximum, sum of exponentials, and the target's logit.
@@ -30,6 +31,7 @@ from torch.nn import functional
 
 from gristmill.models.casts import product
 from gristmill.models.sampled import sample_rows
+from gristmill.models.second_token import SecondToken, second_token
 from gristmill.models.spec import Loss, ShardComm
 
 SLICE_BYTES = 2**31
@@ -53,12 +55,15 @@ def linear_cross_entropy(
     kernel: bool = False,
     fp8: bool = False,
     sampled: int | None = None,
+    sequence: int | None = None,
     comm: ShardComm | None = None,
     first: int = 0,
 ) -> Loss:
     """Loss summed over tokens; rows of the head from `vocab` on are padding and are never
     predicted. `kernel`: use Triton. `fp8`: matrix products in fp8 (also Triton) in training.
     `sampled`: in training, the rows of the head that a slice is compared with.
+    `scale`: of the loss; if there are two numbers, the second one scales that of the token after
+    the next, within sequences of length `sequence`.
     `comm`, `first`: for a head with sharded rows, which plain operations compute; `first` is the
     index of the first row here."""
     if scale is None:
@@ -66,12 +71,20 @@ def linear_cross_entropy(
     others = None if comm is None or comm.single else comm
     wants_gradient = torch.is_grad_enabled()
     rows_SR = log_weights_SR = None
+    borders = () if sequence is None else (sequence,)
     if sampled is not None and sampled < vocab and wants_gradient and others is None:
         sample = sample_rows(targets_N, vocab=vocab, rows=sampled)
         rows_SR, log_weights_SR, targets_N = sample
+        borders = (*borders, sampled)  # targets are places among the rows of their own slice
+    second: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None)
+    if scale.ndim:
+        assert sequence is not None, "a second target is one of the same sequence"
+        scale, again = scale.unbind()
+        if wants_gradient:
+            second = second_token(targets_N, weights_N, again, every=borders)
     scaled, total = _LinearCrossEntropy.apply(
         *(hidden_ND, head_VD, bias_V, targets_N, weights_N, scale),
-        *(vocab, cap, kernel, fp8, rows_SR, log_weights_SR),
+        *(vocab, cap, kernel, fp8, rows_SR, log_weights_SR, *second),
         *(wants_gradient, wants_gradient and head_VD.requires_grad),
         *(others, first),
     )
@@ -107,23 +120,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
         fp8: bool,
         rows_SR: torch.Tensor | None,
         log_weights_SR: torch.Tensor | None,
+        second_N: torch.Tensor | None,
+        second_factors_N: torch.Tensor | None,
         wants_gradient: bool,
         trains_head: bool,
         comm: ShardComm | None,
         first: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         tensors = (hidden_ND, head_VD, bias_V, targets_N, weights_N, scale)
-        wanted = (wants_gradient, trains_head)
+        second, wanted = (second_N, second_factors_N), (wants_gradient, trains_head)
         if comm is None:
             sample = (rows_SR, log_weights_SR)
             compute = _sliced_op if _is_traced(hidden_ND) else _sliced
-            total, *gradients = compute(*tensors, vocab, cap, kernel, fp8, *sample, *wanted)
+            total, *gradients = compute(
+                *tensors, vocab, cap, kernel, fp8, *sample, *second, *wanted
+            )
         else:
             half = head_VD.to(hidden_ND.dtype)
             head = _PlainHead(half, None, vocab, cap, comm=comm, first=first)
             step = slice_length(half.shape[0], width=4, device=half.device)
             pieces = zip(_slices(0, targets_N.shape[0], step), repeat(head), strict=False)
-            total, *gradients = _over_slices(pieces, *tensors, *wanted)
+            total, *gradients = _over_slices(pieces, *tensors, *second, *wanted)
         ctx.trains_head, ctx.trains_bias = trains_head, trains_head and bias_V is not None
         ctx.save_for_backward(*gradients)
         ctx.mark_non_differentiable(total)
@@ -131,7 +148,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        outer, rest = gradients[0], (None,) * 13
+        outer, rest = gradients[0], (None,) * 15
         d_hidden, d_head, d_bias = ctx.saved_tensors
         return (
             d_hidden * outer.to(d_hidden.dtype),
@@ -160,6 +177,8 @@ def _sliced(
     fp8: bool,
     rows_SR: torch.Tensor | None,
     log_weights_SR: torch.Tensor | None,
+    second_N: torch.Tensor | None,
+    second_factors_N: torch.Tensor | None,
     wants_gradient: bool,
     trains_head: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -190,7 +209,8 @@ def _sliced(
             yield from ((part, head) for part in _slices(begin, end, step))
 
     tensors = (hidden_ND, head_VD, bias_V, targets_N, weights_N, scale)
-    return _over_slices(pieces(), *tensors, wants_gradient, trains_head)
+    second = (second_N, second_factors_N)
+    return _over_slices(pieces(), *tensors, *second, wants_gradient, trains_head)
 
 
 def _slices(begin: int, end: int, step: int) -> Iterator[slice]:
@@ -223,6 +243,8 @@ def _over_slices(
     targets_N: torch.Tensor,
     weights_N: torch.Tensor | None,
     scale: torch.Tensor,
+    second_N: torch.Tensor | None,
+    second_factors_N: torch.Tensor | None,
     wants_gradient: bool,
     trains_head: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -236,12 +258,16 @@ def _over_slices(
     d_head = torch.zeros(shape, dtype=torch.float32, device=device)
     d_bias = torch.zeros(0 if bias_V is None else shape[0], dtype=torch.float32, device=device)
     scale = scale.float()
+    second = None
+    if second_N is not None and second_factors_N is not None:
+        second = SecondToken(second_N, second_factors_N)
     for part, head in pieces:
         hidden, targets = hidden_ND[part], targets_N[part]
         ones = torch.ones_like(targets, dtype=torch.float32)
         weights = ones if weights_N is None else weights_N[part].float()
         if wants_gradient:
-            losses, d_logits = head.losses(hidden, targets, scale * weights, d_hidden[part])
+            again = None if second is None else second.part(part)
+            losses, d_logits = head.losses(hidden, targets, scale * weights, d_hidden[part], again)
             if trains_head:
                 _add_gradient(d_head, d_logits.T, hidden, head)
             if trains_head and bias_V is not None:
@@ -303,9 +329,11 @@ class _Head(Protocol):
         targets_N: torch.Tensor,
         factors_N: torch.Tensor | None,
         d_hidden_ND: torch.Tensor | None,
+        second: SecondToken | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Losses of a slice and, if tokens have factors, the gradient of its logits; the gradient
-        of its hidden states is written to `d_hidden_ND` if given."""
+        """Losses of a slice and, if tokens have factors, the gradient of its logits, to which
+        second targets add; the gradient of its hidden states is written to `d_hidden_ND` if
+        given."""
         ...
 
 
@@ -339,6 +367,7 @@ class _PlainHead:
         targets_N: torch.Tensor,
         factors_N: torch.Tensor | None,
         d_hidden_ND: torch.Tensor | None,
+        second: SecondToken | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         vocab, cap = self.vocab, self.cap
         rows_DV = self.head_VD.T
@@ -356,15 +385,20 @@ class _PlainHead:
                 vocab=vocab,
                 cap=cap,
                 log_weights_V=self.log_weights_R,
+                second=second,
             )
         else:
-            losses_N, logits_NV = self._plain_losses(logits_NV, targets_N, factors_N)
+            losses_N, logits_NV = self._plain_losses(logits_NV, targets_N, factors_N, second)
         if d_hidden_ND is not None:
             torch.mm(logits_NV, self.head_VD, out=d_hidden_ND)
         return losses_N, logits_NV
 
     def _plain_losses(
-        self, logits_NV: torch.Tensor, targets_N: torch.Tensor, factors_N: torch.Tensor | None
+        self,
+        logits_NV: torch.Tensor,
+        targets_N: torch.Tensor,
+        factors_N: torch.Tensor | None,
+        second: SecondToken | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Losses of one slice; where factors are given, the gradient overwrites the logits."""
         comm, columns = self.comm, logits_NV.shape[1]
@@ -380,17 +414,25 @@ class _PlainHead:
             logits_NV[:, max(0, vocab - self.first) :] = -torch.inf
         if self.log_weights_R is not None:
             logits_NV += self.log_weights_R
-        target_N1 = targets_N[:, None] - self.first
-        here_N1 = (target_N1 >= 0) & (target_N1 < columns)
-        target_N1 = target_N1.clamp(0, columns - 1)
+        target_N1, here_N1 = self._columns(targets_N, columns)
         picked_N1 = comm.all_sum(torch.where(here_N1, logits_NV.gather(1, target_N1), 0.0))
         largest_N1 = comm.all_max(logits_NV.amax(dim=-1, keepdim=True))
         sums_N1 = comm.all_sum(logits_NV.sub_(largest_N1).exp_().sum(dim=-1, keepdim=True))
         losses_N = (sums_N1.log() + largest_N1 - picked_N1)[:, 0]
         if factors_N is not None:
             factors_N1 = factors_N[:, None]
-            logits_NV.mul_(factors_N1 / sums_N1)
+            again_N1 = None if second is None else second.factors_N[:, None]
+            logits_NV.mul_((factors_N1 if again_N1 is None else factors_N1 + again_N1) / sums_N1)
             logits_NV.scatter_add_(1, target_N1, torch.where(here_N1, -factors_N1, 0.0))
+            if second is not None and again_N1 is not None:
+                target_N1, here_N1 = self._columns(second.targets_N, columns)
+                logits_NV.scatter_add_(1, target_N1, torch.where(here_N1, -again_N1, 0.0))
             if slope_NV is not None:
                 logits_NV.mul_(slope_NV)
         return losses_N, logits_NV.to(dtype)
+
+    def _columns(self, targets_N: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Columns of targets among the rows here, and which of them are here."""
+        target_N1 = targets_N[:, None] - self.first
+        here_N1 = (target_N1 >= 0) & (target_N1 < columns)
+        return target_N1.clamp(0, columns - 1), here_N1

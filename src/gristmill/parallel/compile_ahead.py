@@ -114,7 +114,8 @@ def _key(task: CompileTask, device: str) -> str:
     config = task.config
     train, runtime = config.train, config.runtime
     tables = (config.model, config.precision, config.optim)
-    settings = (train.recompute, train.sampled_softmax, runtime.kernels, runtime.deterministic)
+    loss = (train.sampled_softmax, bool(train.second_token))
+    settings = (train.recompute, *loss, runtime.kernels, runtime.deterministic)
     sizes = (task.vocab, task.samples, task.sequence)
     versions = (torch.__version__, _source_time(), device)
     named = repr((tables, settings, sizes, task.cuda_graphs, versions))

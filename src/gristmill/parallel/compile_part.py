@@ -75,7 +75,7 @@ def _run(task: CompileTask, model: CausalLM) -> None:
         last=ends,
         tokens_BT=tokens_BT,
         targets_BT=tokens_BT,
-        scale=torch.ones((), device=device),
+        scale=torch.ones((2,) if task.config.train.second_token else (), device=device),
     )
     if isinstance(found, torch.Tensor):
         found.backward(torch.zeros_like(found))

@@ -43,6 +43,7 @@ from gristmill.parallel.step import (
     count_tokens,
     decide,
     divide_batches,
+    second_token_weight,
     shard_sequences,
     step_seed,
 )
@@ -83,7 +84,9 @@ class Spmd:
         self.preconditioner = preconditioner
         self.world, self.control = world, control
         self._ahead, self._cuda_graphs = ahead, cuda_graphs
-        self.clip, self.seed, self.worker = config.train.clip, config.train.seed, worker
+        self.train, self.worker = config.train, worker
+        # The second target of a shard's last token would be on another process.
+        self._two_targets = bool(config.train.second_token) and world.mesh.cp == 1
         self._everyone = world.groups.along(*world.mesh.sizes)
         self._timer: SyncTimer | None = None
         self._counted: torch.Tensor | None = None
@@ -125,7 +128,7 @@ class Spmd:
             at = self.world.at
             place = [at["dp_replicate"] + self.worker, at["dp_shard"], at["cp"], at["pp"]]
             place.append(at["tp"] * self.model.comm.sequence_parallel)
-            torch.manual_seed(step_seed(self.seed, progress.steps, place))
+            torch.manual_seed(step_seed(self.train.seed, progress.steps, place))
         data_ranks = self.world.mesh.data
         counted = count_tokens(
             batches,
@@ -137,6 +140,8 @@ class Spmd:
         scale = 1.0 / counted
         if self.loss_scale is not None:
             scale = scale * self.loss_scale.scale
+        if self._two_targets:
+            scale = torch.stack([scale, scale * second_token_weight(self.train, progress)])
         local = [self._on_device(batch) for batch in batches]
         total = self.micro_batches.forward_backward(local, scale, done)
         return StepResult(
@@ -156,10 +161,12 @@ class Spmd:
             sum_together([p.grad for p in parameters if p.grad is not None], group)
         loss, squares, stops = self._agree(result.loss, stop)
         waited = None if self._timer is None else self._timer.end()
-        decision = decide(loss, squares, scale=result.loss_scale, clip=self.clip, limits=limits)
+        decision = decide(
+            loss, squares, scale=result.loss_scale, clip=self.train.clip, limits=limits
+        )
         if self.preconditioner is not None:
             squares = self._precondition(self.preconditioner, result, decision)
-            decision = clip_preconditioned(decision, squares, clip=self.clip)
+            decision = clip_preconditioned(decision, squares, clip=self.train.clip)
         if self.offload is not None:
             self.offload.step(self.optimizer, divisor=decision.divisor, skip=decision.skip)
         else:

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from gristmill.base.units import Progress
+from gristmill.config.schema import TrainConfig
 from gristmill.data.loader import Batch
 from gristmill.parallel.context import shard_positions, shard_sequence
 from gristmill.parallel.strategy import StepLimits
@@ -77,6 +79,16 @@ def count_tokens(
         dist.all_reduce(tensor, group=group)
     # A step in which nothing counts has loss and gradient 0, not 0 / 0.
     return tensor.clamp_(min=1.0)
+
+
+SECOND_TOKEN_PART = 2 / 3
+"""The part of a run in which the token after the next one counts."""
+
+
+def second_token_weight(config: TrainConfig, progress: Progress) -> float:
+    """The weight of its loss in the next step."""
+    done = progress.measured_in(config.until.unit) / config.until.amount
+    return config.second_token * max(0.0, 1 - done / SECOND_TOKEN_PART)
 
 
 def step_seed(seed: int, step: int, place: Sequence[int]) -> int:

@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 from gristmill.models.kernels import cross_entropy as module
 from gristmill.models.kernels.cross_entropy import cross_entropy_
 from gristmill.models.kernels.fp8 import E5M2, Fp8
+from gristmill.models.second_token import SecondToken
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -90,6 +91,31 @@ def test_weights_of_sampled_columns(monkeypatch: pytest.MonkeyPatch, cap: float 
 
     torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits.double(), exact.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("cap", [None, 5.0])
+def test_a_second_target(monkeypatch: pytest.MonkeyPatch, cap: float | None) -> None:
+    """It adds to the gradient; the loss is that of the first one."""
+    monkeypatch.setattr(module, "BLOCK", 64)
+    generator = torch.Generator().manual_seed(4)
+    logits = (4 * torch.randn(5, 192, generator=generator)).to(DEVICE)
+    targets, others = torch.randint(0, 190, (2, 5), generator=generator).to(DEVICE)
+    others[2] = targets[2]
+    factors, more = torch.rand(2, 5, generator=generator).to(DEVICE)
+    more[3] = 0.0
+    exact = logits[:, :190].double().requires_grad_()
+    shaped = exact if cap is None else cap * torch.tanh(exact / cap)
+    expected = functional.cross_entropy(shaped, targets, reduction="none")
+    second = functional.cross_entropy(shaped, others, reduction="none")
+    (expected * factors + second * more).sum().backward()
+    assert exact.grad is not None
+
+    given = SecondToken(others, more)
+    losses = cross_entropy_(logits, targets, factors, vocab=190, cap=cap, second=given)
+
+    torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits[:, :190].double(), exact.grad, rtol=1e-4, atol=1e-6)
+    assert not logits[:, 190:].any()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,9 @@ A program handles one row of logits z with target t and computes, with c the sof
 
     y = c tanh(z / c)                                      (y = z without a cap)
     loss = log sum exp(y) - y_t
-    dz = f (exp(y - log sum exp(y)) - [v = t]) (1 - (y / c)^2)
+    dz = ((f + g) exp(y - log sum exp(y)) - f [v = t] - g [v = u]) (1 - (y / c)^2)
+
+where f is the row's factor, and g that of a second target u, if there is one (`second_token.py`),
 
 in two passes over the row, in base 2: the first keeps a maximum and a sum per lane, reduced at the
 end, the second writes. A row of 50 thousand bf16 logits fits the cache, so it is read from memory
@@ -27,6 +29,7 @@ import triton.language as tl
 
 from gristmill.models.kernels.fp8 import Fp8, fitted
 from gristmill.models.kernels.instructions import exp2, tanh
+from gristmill.models.second_token import SecondToken
 
 BLOCK, WARPS = 2048, 8
 WIDE, WIDE_BLOCK, WIDE_WARPS = 32768, 4096, 16
@@ -45,9 +48,11 @@ def cross_entropy_(
     cap: float | None,
     copy: Fp8 | None = None,
     log_weights_V: torch.Tensor | None = None,
+    second: SecondToken | None = None,
 ) -> torch.Tensor:
     """fp32 losses of all rows. With `factors_N`, factor x gradient overwrites the logits, and
-    `copy`, if given, receives the same in fp8. `log_weights_V`: of sampled columns."""
+    `copy`, if given, receives the same in fp8. `log_weights_V`: of sampled columns. `second`: adds
+    to the gradient, not to the losses."""
     rows, columns = logits_NV.shape
     block, warps = (WIDE_BLOCK, WIDE_WARPS) if columns > WIDE else (BLOCK, WARPS)
     assert logits_NV.stride(1) == 1, "rows must be contiguous"
@@ -56,6 +61,8 @@ def cross_entropy_(
         logits_NV,
         targets_N,
         factors_N if factors_N is not None else losses_N,
+        second.targets_N if second is not None else targets_N,
+        second.factors_N if second is not None else losses_N,
         losses_N,
         copy.values if copy is not None else logits_NV,
         copy.scale if copy is not None else losses_N,
@@ -69,6 +76,7 @@ def cross_entropy_(
         GRADIENT=factors_N is not None,
         COPY=copy is not None,
         SAMPLED=log_weights_V is not None,
+        SECOND=second is not None,
         QUICK=logits_NV.is_cuda and logits_NV.element_size() == 2,
         NATIVE=logits_NV.is_cuda,
         BLOCK=min(block, triton.next_power_of_2(columns)),
@@ -100,16 +108,17 @@ def _gradient(
     log_sum,
     factor,
     cap,
-    target,
+    share,
     log_weights,
     VOCAB: tl.constexpr,
     CAPPED: tl.constexpr,
     SAMPLED: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Gradient of capped logits in units of log 2; `target` is 1 in the target's column, else 0."""
+    """Gradient of capped logits in units of log 2; `share`: of the factor, which targets in this
+    column have."""
     power = exp2(_weighted(z, at, log_weights, VOCAB, SAMPLED) - log_sum, NATIVE)
-    gradient = factor * (power - target)
+    gradient = factor * (power - share)
     if CAPPED:
         # Padding may have z = -inf; any finite slope leaves its gradient at 0.
         y = tl.maximum(z, -1e6) * (0.6931471805599453 / cap)
@@ -204,6 +213,8 @@ def _cross_entropy_rows(
     logits,
     targets,
     factors,
+    second_targets,
+    second_factors,
     losses,
     copies,
     scale,
@@ -217,6 +228,7 @@ def _cross_entropy_rows(
     GRADIENT: tl.constexpr,
     COPY: tl.constexpr,
     SAMPLED: tl.constexpr,
+    SECOND: tl.constexpr,
     QUICK: tl.constexpr,
     NATIVE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -234,6 +246,15 @@ def _cross_entropy_rows(
 
     if GRADIENT:
         factor = tl.load(factors + row)
+        share = 1.0
+        if SECOND:
+            again = tl.load(second_targets + row)
+            picked_again = _capped(tl.load(line + again).to(tl.float32), cap, CAPPED, QUICK)
+            more = tl.load(second_factors + row)
+            factor += more
+            share_again = tl.where(factor == 0.0, 0.0, more / factor)
+            share = tl.where(again == target, 1.0, 1.0 - share_again)
+            share_again = tl.where(again == target, 1.0, share_again)
         units = 1.0 / tl.load(scale) if COPY else 1.0
         for begin in range(0, whole, BLOCK):
             at = begin + lanes
@@ -249,8 +270,23 @@ def _cross_entropy_rows(
                 z, at, log_sum, factor, cap, 0.0, log_weights, VOCAB, CAPPED, SAMPLED, NATIVE
             )
             _store(line, copy, at, gradient, units, COLUMNS, COPY, NATIVE, END=True)
-        tl.debug_barrier()  # the target's column is written last
+        tl.debug_barrier()  # the columns of targets are written last
         gradient = _gradient(
-            picked, target, log_sum, factor, cap, 1.0, log_weights, VOCAB, CAPPED, SAMPLED, NATIVE
+            picked, target, log_sum, factor, cap, share, log_weights, VOCAB, CAPPED, SAMPLED, NATIVE
         )
         _store(line, copy, target, gradient, units, COLUMNS, COPY, NATIVE, END=False)
+        if SECOND:
+            gradient = _gradient(
+                picked_again,
+                again,
+                log_sum,
+                factor,
+                cap,
+                share_again,
+                log_weights,
+                VOCAB,
+                CAPPED,
+                SAMPLED,
+                NATIVE,
+            )
+            _store(line, copy, again, gradient, units, COLUMNS, COPY, NATIVE, END=False)

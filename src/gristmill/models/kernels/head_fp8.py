@@ -5,7 +5,7 @@
     d_W     += g^T h                            bf16              d_W: fp32
 
     s_h = max|h| / 448   s_W = max|W| / 448     on the device, for each slice and for each call
-    s_g = 2^-13 max|f|                          f: factors of the rows' gradients
+    s_g = 2^-13 max|f|                          f: factors of the rows' gradients, in all
 
 The scale s_g adapts to the batch size and the loss weights, so small factors lose no gradients.
 The gradient of the head stays in bf16: fp8 would need both operands transposed, which costs as much
@@ -23,6 +23,7 @@ import torch
 
 from gristmill.models.kernels.cross_entropy import cross_entropy_
 from gristmill.models.kernels.fp8 import E5M2, MULTIPLE, Fp8, product, quantised
+from gristmill.models.second_token import SecondToken
 
 SHIFT = 2.0**13
 """The largest scaled gradient of a slice; e5m2 goes up to seven times as much."""
@@ -49,10 +50,12 @@ class Fp8Head:
         targets_N: torch.Tensor,
         factors_N: torch.Tensor | None,
         d_hidden_ND: torch.Tensor | None,
+        second: SecondToken | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert factors_N is not None and d_hidden_ND is not None, "for training only"
         logits_NV = product(quantised(hidden_ND), self.head_VD, dtype=torch.bfloat16, fast=True)
-        largest = factors_N.abs().amax().clamp(min=2.0**-100)  # all factors may be zero
+        all_N = factors_N if second is None else factors_N + second.factors_N
+        largest = all_N.abs().amax().clamp(min=2.0**-100)  # all factors may be zero
         copy_NV = Fp8(torch.empty_like(logits_NV, dtype=E5M2), largest / SHIFT)
         losses_N = cross_entropy_(
             *(logits_NV, targets_N, factors_N),
@@ -60,6 +63,7 @@ class Fp8Head:
             cap=self.cap,
             copy=copy_NV,
             log_weights_V=self.log_weights_R,
+            second=second,
         )
         d_hidden_ND.copy_(product(copy_NV, self.head_DV, dtype=torch.bfloat16, fast=False))
         return losses_N, logits_NV
