@@ -66,8 +66,10 @@ def test_losses_and_gradients(
     rough = cap is not None and DEVICE == "cuda" and dtype != torch.float32
     tolerances = {"rtol": 1e-3, "atol": 5e-3} if rough else {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(losses.double(), expected.detach(), **tolerances)
-    error = (logits[:, :vocab].double() - exact.grad).norm() / exact.grad.norm()
-    assert error < tolerance
+    # So far apart are the powers of such numbers, too.
+    rounding = (spacing * exact.grad.norm(dim=1)).norm()
+    error = (logits[:, :vocab].double() - exact.grad).norm()
+    assert error < tolerance * exact.grad.norm() + rounding
     assert not logits[:, vocab:].any()
 
 
