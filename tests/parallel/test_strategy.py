@@ -61,7 +61,8 @@ def test_the_whole_or_its_blocks_are_compiled(
     results = {}
     for wanted in ("false", "true", '"blocks"'):
         asked.clear()
-        strategy, model = make_strategy(make_run(f"runtime.compile={wanted}"))
+        words = (f"runtime.compile={wanted}", "train.second_token=0.5")
+        strategy, model = make_strategy(make_run(*words))
         # What is beside the blocks: embedding, value embeddings, loss.
         whole, blocks = [model], [*model.blocks.values(), *3 * [model]]
         found = [getattr(one, "__self__", one) for one in asked]
