@@ -6,11 +6,11 @@ A program handles one row of logits z with target t and computes, with c the sof
     loss = log sum exp(y) - y_t
     dz = ((f + g) exp(y - log sum exp(y)) - f [v = t] - g [v = u]) (1 - (y / c)^2)
 
-where f is the row's factor, and g that of a second target u, if there is one (`second_token.py`),
+where f is the row's factor, and g that of a second target u, if there is one (`second_token.py`).
 
-in two passes over the row, in base 2: the first keeps a maximum and a sum per lane, reduced at the
-end, the second writes. A row of 50 thousand bf16 logits fits the cache, so it is read from memory
-once and written once. All arithmetic is in fp32. Columns from `vocab` on are padding: never
+It takes two passes over the row, in base 2: the first keeps a maximum and a sum per lane, reduced
+at the end, the second writes. A row of 50 thousand bf16 logits fits the cache, so it is read from
+memory once and written once. All arithmetic is in fp32. Columns from `vocab` on are padding: never
 predicted, gradient zero. In a sampled softmax (`models/sampled.py`) columns have weights w, and log
 w is added to y in the sum.
 
