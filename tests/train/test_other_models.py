@@ -300,6 +300,7 @@ def test_it_generates_and_is_evaluated(known: None, tokens: Path, tmp_path: Path
         (("parallel.pp=2",), "parallel.pp: needs pipeline stages"),
         (('data.documents="masked"',), "data.documents: needs attention masks for packed"),
         (("train.sampled_softmax=64",), "train.sampled_softmax: needs a sampled softmax"),
+        (("train.second_token=0.5",), "train.second_token: needs a loss of the token after"),
         (('precision.fp8=["head"]', 'precision.compute="bf16"'), "needs an output head in fp8"),
     ],
 )

@@ -79,7 +79,16 @@ def doubts(config: RunConfig, numbers: Resolved) -> list[str]:
         *long_rise(config, numbers),
         *seldom_updated(config, numbers),
         *clipped_curvature(config),
+        *_one_target(config),
     ]
+
+
+def _one_target(config: RunConfig) -> Iterator[str]:
+    """Presets ask for a second target, so it is no mistake where there is none."""
+    xla = config.runtime.device == "xla"
+    if config.train.second_token and (xla or config.parallel.cp not in (1, "auto")):
+        where = "on XLA devices" if xla else "with context parallelism"
+        yield f"train.second_token has no effect {where}: the run predicts the next token only"
 
 
 def _no_validation(config: RunConfig) -> Iterator[str]:
