@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import fully_shard
 
 from gristmill.parallel.device import Device
 from gristmill.parallel.sync_timing import SyncTimer, backward
@@ -23,7 +23,7 @@ LONGER = 1.0
 
 def a_step() -> tuple[float, float]:
     """Seconds waited in a step, and those from the own end of the backward pass to its return."""
-    model = DistributedDataParallel(nn.Linear(4, 4))
+    model = fully_shard(nn.Linear(4, 4))
     ended = list[float]()
     dist.barrier()
     timer = SyncTimer(Device(torch.device("cpu")))

@@ -3,6 +3,7 @@ rounding."""
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,6 @@ import pytest
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.checkpoint.layout import CheckpointFolder
-from gristmill.checkpoint.tensor_reader import open_tensors
 from gristmill.config.schema import RunConfig
 from gristmill.parallel.spmd import Spmd
 from gristmill.parallel.strategy import StepResult
@@ -65,6 +65,7 @@ def go_on(config: RunConfig, stop_at: int | None, asked: int | None = None) -> i
 
 
 SOAP = (
+    'optim.type="muon"',
     'optim.preconditioner.type="soap"',
     "optim.preconditioner.basis_every=2",
     "optim.preconditioner.eps=1e-4",
@@ -93,7 +94,7 @@ def settings_with(optimizer: str, *, steps: int) -> list[str]:
         "adamw": ("model.tie_head=true",),
         "muon": ('optim.type="muon"', 'optim.normalise="neurons"', "model.tie_head=false"),
         "accum": ('optim.type="accum-adamw"', "optim.accum=2", "optim.eps=1e-4"),
-        "soap": ('optim.type="muon"', *SOAP),
+        "soap": SOAP,
         "kfac": (*KFAC, "optim.preconditioner.damping=0.1", "optim.eps=1e-4"),
     }[optimizer]
     usual = [word for word in SETTINGS if optimizer == "adamw" or "eps" not in word]
@@ -149,18 +150,11 @@ MATRIX = {
 }
 
 
-def all_go_on(configs: list[RunConfig], stop_at: int | None) -> list[int]:
+def all_go_on(configs: list[RunConfig], stop_at: int | None, asked: int | None = None) -> list[int]:
     """One run after the other, in the same processes."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("gristmill.train.run.close_world", lambda: None)
-        return [go_on(config, stop_at) for config in configs]
-
-
-def whole_and_half(whole: RunConfig, half: RunConfig, asked: int | None = None) -> int:
-    """A run to its end and, in the same processes, how one ends that is stopped in its second
-    step."""
-    all_go_on([whole], None)
-    return go_on(half, 2, asked)
+        return [go_on(config, stop_at, asked) for config in configs]
 
 
 @pytest.mark.slow
@@ -206,70 +200,75 @@ KFAC = (
 )
 
 
+EXACT = {
+    "3 processes": {
+        "copies": ("",),
+        "shards": ("dp_shard=3",),
+        "kfac": ("", *KFAC),
+    },
+    "4 processes": {
+        "copies": ("",),
+        "copies of shards": ("dp_replicate=2 dp_shard=2", 'optim.type="muon"'),
+        "shards and tensor": ("dp_shard=2 tp=2",),
+        "ring": ("cp=2",),
+        "pipeline": ("pp=2",),
+        "pipeline alone": ("pp=4", "model.layers=4", "train.accumulate=4"),
+        "soap": ("dp_shard=4", *SOAP),
+    },
+    "4 processes, other layouts": {
+        "shards": ("dp_shard=4",),
+        "shards, gradients whole": ('dp_shard=4 keep="gradients"',),
+        "tensor": ("tp=2",),
+        "tensor alone": ("tp=4",),
+        "ring alone": ("cp=4",),
+        "heads": ('cp=2 attention="heads"',),
+        "zero-bubble": ('pp=2 schedule="zero-bubble"', "model.layers=4"),
+        "muon": ("", 'optim.type="muon"'),
+        "soap": ("", *SOAP),
+        "kfac of copies": ("", *KFAC),
+        "kfac": ("dp_shard=4", *KFAC),
+    },
+}
+"""Layouts on so many processes that the order of sums shows: with two, a + b = b + a hides it."""
+
+
+def wholes_and_halves(pairs: list[tuple[RunConfig, RunConfig]]) -> list[int]:
+    """Each pair's first run to its end, and how its second ends, which the last process is asked to
+    stop in its second step."""
+    all_go_on([whole for whole, _ in pairs], None)
+    last = int(os.environ["WORLD_SIZE"]) - 1
+    return all_go_on([half for _, half in pairs], 2, last)
+
+
 @pytest.mark.parametrize(
-    ("processes", "layout", "more"),
-    [(4, "dp_shard=2 tp=2", ()), (2, "dp_shard=2", KFAC)],
-    ids=["plain", "kfac"],
+    "group",
+    [pytest.param(one, marks=[pytest.mark.slow] if "other" in one else []) for one in EXACT],
 )
 def test_the_same_layout_goes_on_to_the_bit(
-    crowd: Crowd,
-    make_run: MakeRun,
-    tmp_path: Path,
-    runs: Runs,
-    processes: int,
-    layout: str,
-    more: tuple[str, ...],
+    crowd: Crowd, make_run: MakeRun, tmp_path: Path, runs: Runs, group: str
 ) -> None:
-    short = ('train.until="6 steps"', 'validate.every="3 steps"', "model.layers=2")
-    settings = (*SETTINGS, *short, "model.dropout=0.1", *words(layout), *more)
-    pair = [make_run(*settings, folder=folder) for folder in ("whole", "halves")]
-    answers = crowd(processes, whole_and_half, *pair, processes - 1)
-    assert answers == [int(Exit.STOPPED)] * processes, "one process was asked, and all stopped"
-    assert stored_steps(tmp_path / "halves") == [3]
-    crowd(processes, go_on, make_run(*settings, folder="halves"), None)
-    assert_same(tmp_path, runs)
-
-
-@pytest.mark.parametrize(
-    "layout", [pytest.param("dp_replicate=2", marks=pytest.mark.slow), "dp_shard=2"]
-)
-def test_soap_goes_on_to_the_bit_between_two_refreshes(
-    crowd: Crowd, make_run: MakeRun, tmp_path: Path, runs: Runs, layout: str
-) -> None:
-    """What one process computes a matrix with is stored once, and read by that process only."""
-    settings = (*settings_with("soap", steps=6), "model.layers=2", *words(layout))
-    crowd(2, whole_and_half, *(make_run(*settings, folder=one) for one in ("whole", "halves")))
-    assert stored_steps(tmp_path / "halves")[-1] == 3
-    shutil.copytree(tmp_path / "halves", tmp_path / "alone")
-    crowd(2, go_on, make_run(*settings, folder="halves"), None)
-    assert_same(tmp_path, runs)
-    alone = settings_with("soap", steps=6)
-    assert go_on(make_run(*alone, "model.layers=2", folder="alone"), None) == Exit.DONE
-    for one, other in zip(
-        runs.history(tmp_path / "whole"), runs.history(tmp_path / "alone"), strict=True
-    ):
-        if "loss" in one:
-            assert other["loss"] == pytest.approx(one["loss"], abs=2e-5)
-
-
-def assert_same(tmp_path: Path, runs: Runs) -> None:
-    """The folders "whole" and "halves" hold the same numbers."""
-    assert runs.history(tmp_path / "whole") == runs.history(tmp_path / "halves")
-    one, other = (newest(tmp_path / name) for name in ("whole", "halves"))
-    for kind in ("model", "optimizer"):
-        left, right = open_tensors(one, kind), open_tensors(other, kind)
-        assert left.shapes == right.shapes
-        assert all(left.read_exact(name).equal(right.read_exact(name)) for name in left.shapes)
+    layouts, processes = EXACT[group], int(group[0])
+    short = ('train.until="5 steps"', 'validate.every="3 steps"', "train.batch=24")
+    pairs = []
+    for name, (layout, *more) in layouts.items():
+        dropout = 0.0 if "cp=" in layout else 0.1
+        usual = [word for word in SETTINGS if "optim.eps" not in word]
+        own = (f"model.dropout={dropout}", "model.layers=2", *words(layout), *more)
+        settings = (*usual, *short, *own)
+        folders = (f"{name}, {part}" for part in ("whole", "halves"))
+        pairs.append(tuple(make_run(*settings, folder=folder) for folder in folders))
+    answers = crowd(processes, wholes_and_halves, pairs)
+    stopped = [int(Exit.STOPPED)] * len(layouts)
+    assert answers == [stopped] * processes, "one process was asked, and all stopped"
+    crowd(processes, all_go_on, [half for _, half in pairs], None)
+    for name in layouts:
+        halves = tmp_path / f"{name}, halves"
+        assert stored_steps(halves) == [3, 5], name
+        runs.assert_same(tmp_path / f"{name}, whole", halves)
 
 
 def stored_steps(folder: Path) -> list[int]:
     return [int(path.name[5:]) for path in CheckpointFolder(folder / "checkpoints").committed()]
-
-
-def newest(folder: Path) -> Path:
-    path = CheckpointFolder(folder / "checkpoints").newest_intact().path
-    assert path is not None
-    return path
 
 
 def refused(config: RunConfig) -> str:

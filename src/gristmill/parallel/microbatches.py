@@ -36,7 +36,7 @@ class SequentialMicroBatches:
         self, model: CausalLM, sync: GradientSync, compiled: Callable[..., Any] | None = None
     ) -> None:
         self.model, self.sync = model, sync
-        self.train_forward = sync.forward if compiled is None else compiled
+        self.train_forward = model if compiled is None else compiled
 
     def forward_backward(
         self, batches: Sequence[Batch], scale: torch.Tensor, done: Callable[[], None] | None = None

@@ -44,8 +44,8 @@ class SyncTimer:
 
 def backward(loss: torch.Tensor, done: Callable[[], None]) -> None:
     """Run the backward pass; `done` is called at its end, before it waits for collectives."""
-    # Wrappers (DDP, FSDP) hook the loss and queue their waiting as callbacks at the end of the
-    # pass. This tensor's hook runs before theirs, so its callback comes first.
+    # FSDP hooks the loss and queues its waiting as a callback at the end of the pass. This tensor's
+    # hook runs before it, so its callback comes first.
     start = loss.clone()
     engine = torch.autograd.Variable._execution_engine
     start.register_hook(lambda gradient: engine.queue_callback(done))

@@ -7,14 +7,18 @@ ranks create cannot hang the others, and startup time does not grow with the wor
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from hashlib import sha1
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
 from gristmill.base.errors import Exit, UserError
@@ -32,6 +36,23 @@ MOST_THREADS = 1024
 """CPU threads that a process may ask for on a machine with few cores."""
 
 
+_NUMBERS = itertools.count()
+"""Tells groups of one run from those of the next in the same processes."""
+
+
+@contextlib.contextmanager
+def _group_name(text: str) -> Iterator[None]:
+    """The name by which members of a group that is created now find each other. Torch would name it
+    after its ranks and the number of groups that a process has already: processes of which some
+    belong to more groups than others would then wait for each other for ever."""
+    torch_name = distributed_c10d._hash_ranks_to_str
+    distributed_c10d._hash_ranks_to_str = lambda ranks: sha1(text.encode()).hexdigest()
+    try:
+        yield
+    finally:
+        distributed_c10d._hash_ranks_to_str = torch_name
+
+
 class Groups:
     """The process groups of this process, by mesh axes."""
 
@@ -47,6 +68,7 @@ class Groups:
         self.members = range(mesh.processes) if members is None else members
         """The ranks, in torch's default group, of the processes on the mesh."""
         self._known: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+        self._number = next(_NUMBERS)
 
     def along(self, *axes: str) -> dist.ProcessGroup | None:
         """The processes that differ from this one only on these axes; None if there are none."""
@@ -69,13 +91,14 @@ class Groups:
             if len(ranks) == dist.get_world_size() and backend is None:
                 group = dist.group.WORLD
             else:
-                group = dist.new_group(
-                    ranks,
-                    timeout=timeout or self.timeout,
-                    backend=backend,
-                    use_local_synchronization=True,
-                    group_desc=purpose,
-                )
+                with _group_name(f"{self._number} {purpose} {ranks}"):
+                    group = dist.new_group(
+                        ranks,
+                        timeout=timeout or self.timeout,
+                        backend=backend,
+                        use_local_synchronization=True,
+                        group_desc=purpose,
+                    )
             assert group is not None
             self._known[key] = group
         return self._known[key]
