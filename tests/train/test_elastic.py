@@ -51,13 +51,17 @@ runtime = {{ device = "cpu", threads = 1 }}
 """
 
 
-def events_of(run: Path) -> str:
-    """What the run has said so far."""
+def recorded(run: Path) -> str:
+    """The metrics so far."""
     try:
-        lines = (run / "metrics.jsonl").read_text().splitlines()
+        return (run / "metrics.jsonl").read_text()
     except OSError:
         return ""
-    values = [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def events_of(run: Path) -> str:
+    """What the run has said so far."""
+    values = [json.loads(line) for line in recorded(run).splitlines() if line.endswith("}")]
     return "\n".join(one["text"] for one in values if one["kind"] == "event")
 
 
@@ -325,6 +329,41 @@ def test_a_worker_fails_a_stranger_is_refused_and_a_new_one_joins(
     records = read_metrics(one.run / "metrics.jsonl")
     steps = [record.step for record in records if isinstance(record, StepRecord)]
     assert steps == list(range(1, state["progress"]["steps"] + 1))
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    """All that a run has left, but who holds the lock, and what workers printed."""
+    files = (path for path in run.rglob("*") if path.is_file() and path.parent.name != "logs")
+    return {str(one.relative_to(run)): one.read_bytes() for one in files if one.name != ".lock"}
+
+
+@pytest.mark.parametrize(
+    ("frozen", "end"),
+    [(0, Exit.DONE), pytest.param(1, Exit.STOPPED, marks=pytest.mark.slow)],
+    ids=["complete", "stopped"],
+)
+def test_a_worker_that_wakes_after_the_end_leaves_the_run_as_it_is(
+    party: Callable[..., Party], frozen: int, end: Exit
+) -> None:
+    steps = 150 if end is Exit.DONE else 1_000_000
+    one = party("run", workers=3, steps=steps)
+    # Half of this is how long a worker may be silent.
+    settings = ("parallel.timeout=6s", "validate.every=100 steps", "checkpoint.every=50 steps")
+    workers = [one.start(rank, *settings) for rank in range(3)]
+    others = [worker for rank, worker in enumerate(workers) if rank != frozen]
+    wait_until(lambda: '"kind": "step"' in recorded(one.run), one.events)
+    os.kill(workers[frozen].pid, signal.SIGSTOP)
+    try:
+        if end is Exit.STOPPED:
+            wait_until(lambda: f"worker {frozen} is gone" in one.events(), lambda: one.said(2))
+            os.kill(others[0].pid, signal.SIGTERM)
+        assert [ended(member) for member in others] == [end] * 2, one.said(2)
+        before = contents(one.run)
+    finally:
+        os.kill(workers[frozen].pid, signal.SIGCONT)
+    assert ended(workers[frozen]) == end, one.said(frozen)
+    assert "the run is" in one.said(frozen) and "nothing was changed" in one.said(frozen)
+    assert contents(one.run) == before
 
 
 def test_a_run_that_nobody_disturbs_equals_one_that_is_not_elastic(

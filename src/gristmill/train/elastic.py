@@ -6,8 +6,10 @@
 
 At the start of a round all workers agree on the newest step that any of them has reached, and go on
 from there. Each keeps its own weights; one that has just come takes the average of the others, and
-optimizer state from one of them. If none has any state, the newest checkpoint is loaded. A worker
-builds everything before it joins, so that the others need not wait for that.
+optimizer state from one of them. If none has any state, or only workers are left without which the
+others had gone on, the newest checkpoint is loaded. A worker that wakes after the others have ended
+the run leaves it as it is. A worker builds everything before it joins, so that the others need not
+wait for that.
 
 The first member of a view writes the records of the run. If it dies, the next one adds the steps
 that it had not recorded.
@@ -76,9 +78,16 @@ class ElasticMonitor:
 
     active = False
 
-    def __init__(self, place: Place, membership: Membership, limits: Limits) -> None:
+    def __init__(
+        self,
+        place: Place,
+        membership: Membership,
+        limits: Limits,
+        *,
+        ended: Callable[[], Exit | None],
+    ) -> None:
         self.place, self.membership, self.view = place, membership, View(-1, {})
-        self.limits = limits
+        self.limits, self.ended = limits, ended
         self.on_exit: Any = None
         self._phase = ("start", 0)
 
@@ -97,6 +106,8 @@ class ElasticMonitor:
             return error
         if not may_come_from_peer(error):
             return None
+        if self.ended() is not None:
+            return ViewChangedError("the run has ended without this worker")
         if self.membership.await_change(self.view):
             return ViewChangedError(str(error))
         if isinstance(error, UserError):
@@ -153,7 +164,7 @@ class ElasticRun:
         heartbeats = connect(lambda: join_store(place, seconds=start))
         self.membership = Membership(place, heartbeats, silence=silence, start=start)
         limits = Limits.of(config.parallel, save=config.checkpoint.timeout)
-        self.monitor = ElasticMonitor(place, self.membership, limits)
+        self.monitor = ElasticMonitor(place, self.membership, limits, ended=self.ended)
 
     def __enter__(self) -> ElasticRun:
         self.membership.start()
@@ -176,6 +187,24 @@ class ElasticRun:
         with contextlib.suppress(ViewChangedError, RuntimeError):
             self._control.barrier()
         self.membership.close(done_in=self.view, complete=complete)
+
+    def ended(self) -> Exit | None:
+        """How the run ended while this worker was away, by the run folder. A worker that has slept
+        through the end must not touch what the others have left: its own state is older."""
+        if not self.has_state:
+            return None
+        ends = {"done": Exit.DONE, "stopped": Exit.STOPPED}
+        return ends.get(self.folder.read_status().get("state", ""))
+
+    def _check(self) -> None:
+        """Raise if this worker is not, or may not be, in the newest view."""
+        try:
+            self.membership.check(self.view)
+        except UserError:
+            # Nobody keeps the store after the end of a run.
+            if self.ended() is not None:
+                raise ViewChangedError("the run has ended without this worker") from None
+            raise
 
     def next_view(self, *, asked_to_stop: Callable[[], bool]) -> ControlGroup | None:
         """Wait for the next view with this worker in it, and meet its members. None if it is asked
@@ -215,8 +244,7 @@ class ElasticRun:
 
     def tracked(self, tracker: Tracker) -> Tracker:
         """A tracker that writes while this view lasts, and keeps what others may have to write."""
-        check = partial(self.membership.check, self.view)
-        sinks = [CurrentOnly(sink, check) for sink in tracker.sinks]
+        sinks = [CurrentOnly(sink, self._check) for sink in tracker.sinks]
         return Tracker([*sinks, self.recent], clock=tracker.clock)
 
     def begin(self, parts: Assembly) -> Resumed:
@@ -231,11 +259,16 @@ class ElasticRun:
         }
         reports = control.all_gather(mine)
         known = [one for one in reports if one["steps"] is not None]
-        stateful = [one for one in known if not one["behind"]] or known
+        stateful = [one for one in known if not one["behind"]]
+        if known and not stateful:
+            # All that were ahead of these are gone, but what they have saved is not.
+            saved = control.on_rank0(self.folder.newest_step)
+            if saved is None or saved < max(one["steps"] for one in known):
+                stateful = known
         self._require_same_identity(mine, (stateful or reports)[0], reports)
         if not stateful:
             resumed = resume(parts)
-            self.has_state, self.behind = True, False
+            self._has_begun(parts)
             resumed.notes.extend(self._missing())
             return resumed
         counting = [one["worker"] for one in stateful]
@@ -258,8 +291,14 @@ class ElasticRun:
             state.counters = Counters(**values["counters"])
         # All workers have seen the same validations; one may have missed the last.
         state.best = Best(**values["best"]) if values["best"] else None
-        self.has_state, self.behind = True, False
+        self._has_begun(parts)
         return Resumed(None, [self._changes(newest, joining)], continues=True)
+
+    def _has_begun(self, parts: Assembly) -> None:
+        step, steps = parts.state.progress.steps, parts.numbers.steps
+        # Before any worker may take the status of an earlier call for the end of this one.
+        parts.control.on_rank0(lambda: self.folder.write_status("running", step=step, steps=steps))
+        self.has_state, self.behind = True, False
 
     def _require_same_identity(
         self, mine: dict[str, Any], right: dict[str, Any], reports: Sequence[dict[str, Any]]

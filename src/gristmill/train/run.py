@@ -154,7 +154,11 @@ def _elastic_training(
         try:
             while True:
                 try:
-                    control = run.next_view(asked_to_stop=lambda: stop.reason is not None)
+                    if (end := run.ended()) is None:
+                        control = run.next_view(asked_to_stop=lambda: stop.reason is not None)
+                        end = run.ended()
+                    if end is not None:
+                        return _left_behind(folder, place, end)
                     if control is None:
                         return Outcome(folder.path, Exit.STOPPED, folder.newest_step() or 0, None)
                     if not control.is_rank0:
@@ -187,6 +191,18 @@ def _elastic_training(
         finally:
             lock.release()
             check.stop()
+
+
+def _left_behind(folder: RunFolder, place: Place, end: Exit) -> Outcome:
+    """The outcome of a worker that wakes when the others have ended the run."""
+    how = "complete" if end is Exit.DONE else "stopped and saved"
+    step = folder.read_status().get("step", 0)
+    print(
+        f"info: worker {place.rank} on {place.host} was left out, and the run is {how} at step "
+        f"{step} without it; nothing was changed",
+        flush=True,
+    )
+    return Outcome(folder.path, end, step, None)
 
 
 @contextlib.contextmanager
