@@ -433,6 +433,42 @@ def test_a_folder_in_use_is_refused(make_run: MakeRun, tmp_path: Path) -> None:
     assert run_training(make_run()).exit is Exit.DONE
 
 
+@pytest.mark.parametrize("what", ["moved", "moved, and another run in its place", "deleted"])
+def test_a_run_whose_folder_is_taken_away_stops_and_makes_no_other(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    config = make_run('train.until="8 steps"', 'checkpoint.every="2 steps"')
+    real, seen = StopRequest.check_time, 0
+
+    def check(self: StopRequest, *, reserve: float) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == 3:
+            if what == "deleted":
+                shutil.rmtree(run)
+            else:
+                run.rename(elsewhere)
+            if "another" in what:
+                run_training(make_run('train.until="1 steps"'))
+        real(self, reserve=reserve)
+
+    monkeypatch.setattr(StopRequest, "check_time", check)
+    with pytest.raises(UserError, match="moved or deleted") as caught:
+        run_training(config)
+    assert caught.value.exit is Exit.STORAGE
+    assert ("elsewhere" in str(caught.value)) == (what != "deleted")
+    if "another" in what:
+        assert CheckpointFolder(run / "checkpoints").committed()[-1].name == "step-00000001"
+        assert json.loads((run / "status.json").read_text())["state"] == "done"
+    else:
+        assert not run.exists()
+    if what != "deleted":
+        monkeypatch.setattr(StopRequest, "check_time", real)
+        again = make_run('train.until="8 steps"', folder="elsewhere")
+        assert run_training(again).step == 8
+
+
 @pytest.mark.parametrize("done", [0, 5])
 def test_a_signal_while_starting_saves_or_loses_nothing(
     make_run: MakeRun,

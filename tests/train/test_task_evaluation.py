@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gristmill.base.errors import UserError
+from gristmill.base.errors import Exit, UserError
 from gristmill.config.schema import RunConfig
 from gristmill.track.metrics import (
     EvaluationRecord,
@@ -18,6 +18,7 @@ from gristmill.track.metrics import (
     ValidationRecord,
     read_metrics,
 )
+from gristmill.train.hooks import Sample
 from gristmill.train.run import run_training
 
 TEXTS = [{"text": f"the mill {word} corn"} for word in ("grinds", "turns", "wants")]
@@ -50,6 +51,54 @@ def test_scores_are_recorded_and_kept(
     assert len(warnings) == 1 and "more than the model's context" in warnings[0]
     validation = next(one for one in records if isinstance(one, ValidationRecord))
     assert validation.bits_per_byte == pytest.approx(validation.loss / 0.6931472, rel=0.05)
+
+
+def test_a_kill_before_the_last_evaluation_is_made_good(
+    make_run: Callable[..., RunConfig],
+    tmp_path: Path,
+    tasks: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last step is saved, because a save was due, and neither evaluated nor sampled yet."""
+    config = make_run(
+        'train.until="4 steps"',
+        'checkpoint.every="2 steps"',
+        "checkpoint.background=false",
+        "evaluate.every=3 steps",
+        f"evaluate.tasks={json.dumps([str(tasks[0])])}",
+        "sample.every=3 steps",
+        'sample.prompts=["the"]',
+        "sample.tokens=4",
+    )
+
+    class KilledError(BaseException):
+        pass
+
+    def die(self: object, *, finished: bool) -> None:
+        raise KilledError
+
+    with monkeypatch.context() as patched, pytest.raises(KilledError):
+        patched.setattr(Sample, "at_end", die)
+        run_training(config)
+    assert (tmp_path / "run" / "checkpoints" / "step-00000004").is_dir()
+
+    def evaluated() -> list[tuple[int, str]]:
+        records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+        found = [one for one in records if isinstance(one, EvaluationRecord)]
+        return [(one.step, one.metric) for one in found]
+
+    before = evaluated()
+    assert before == [(3, "acc"), (3, "perplexity")]
+    for _ in range(2):
+        assert run_training(config).exit is Exit.DONE
+        assert evaluated() == [*before, (4, "acc"), (4, "perplexity")]
+        assert (tmp_path / "run" / "samples" / "step-00000004.txt").is_file()
+    validations = [
+        one.step
+        for one in read_metrics(tmp_path / "run" / "metrics.jsonl")
+        if isinstance(one, ValidationRecord)
+    ]
+    assert validations.count(4) == 1
 
 
 @pytest.mark.slow

@@ -37,6 +37,21 @@ class FolderLock:
     def held(self) -> bool:
         return self._handle is not None
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the folder is still the one that was locked: somebody may have moved or deleted
+        it, and another process may have made one of the same name."""
+        return self._handle is not None and _is_at(self._handle, self.path)
+
+    @property
+    def moved_to(self) -> Path | None:
+        """Where the folder is now, if that can be found out."""
+        try:
+            now = Path(os.readlink(f"/proc/self/fd/{self._handle}"))
+        except OSError:
+            return None
+        return now.parent if now.exists() else None
+
     def acquire(self) -> None:
         handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -128,5 +143,5 @@ def _is_at(handle: int, path: Path) -> bool:
     """Whether a path still leads to an open file."""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False

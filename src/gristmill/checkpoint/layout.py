@@ -140,7 +140,9 @@ class CheckpointFolder:
         # and is still writing the same step.
         staging = self.root / f".writing-step-{step:08d}.{secrets.token_hex(4)}"
         with storage_errors(staging):
-            staging.mkdir(parents=True)
+            # A run folder that has vanished is not made again.
+            self.root.mkdir(exist_ok=True)
+            staging.mkdir()
         return staging
 
     def commit(self, staging: Path, *, known: Iterable[Fingerprint] = ()) -> Path:

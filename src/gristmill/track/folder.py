@@ -66,6 +66,8 @@ class RunFolder:
         self.report = path / "report.html"
         self.lock = path / ".lock"
         self._subfolders = (self.checkpoints, self.evals, self.samples, self.logs)
+        self.held: FolderLock | None = None
+        """The lock of the process that trains, in that process."""
 
     def rank_log(self, rank: int) -> Path:
         """What one process prints."""
@@ -86,6 +88,26 @@ class RunFolder:
                     exit=Exit.STORAGE,
                 ) from error
         return new
+
+    def is_here(self) -> bool:
+        """Whether this is still the folder that the run has locked; in other processes, whether
+        there is one."""
+        return self.path.is_dir() if self.held is None else self.held.is_here
+
+    def require_here(self) -> None:
+        """Refuse to write into a folder that is no longer this run's: it would belong to nobody,
+        or to another run."""
+        if self.held is None or self.is_here():
+            return
+        now = self.held.moved_to
+        raise UserError(
+            "this folder was moved or deleted while the run was training"
+            + (f"; it is now {now}" if now is not None else ""),
+            where=self.path,
+            remedy="leave it in place until a run has ended; to resume this one, start it again with "
+            + (f"folder={now}" if now is not None else "the folder where it was"),
+            exit=Exit.STORAGE,
+        )
 
     def remove_unused(self) -> None:
         """Undo `create` if no run was started; files that anybody put there stay."""
@@ -141,6 +163,8 @@ class RunFolder:
 
     def write_status(self, state: State, **facts: Any) -> None:
         """Record the state of the run, with facts such as the step, and the time."""
+        if self.held is not None and not self.is_here():
+            return
         updated = datetime.now().astimezone().isoformat(timespec="seconds")
         write_json(self.status, {"state": state, **facts, "updated": updated})
 

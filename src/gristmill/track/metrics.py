@@ -316,17 +316,22 @@ def _try_parse(line: bytes) -> dict[str, Any] | None:
 
 def validation_loss(path: Path, *, step: int) -> float | None:
     """The validation loss of a step at the end of a file; None if it was not measured."""
+    records = records_at(path, step=step)
+    return next((one.loss for one in records if isinstance(one, ValidationRecord)), None)
+
+
+def records_at(path: Path, *, step: int) -> Iterator[Record]:
+    """The records of a step at the end of a file, the newest first."""
     for lines in _read_backwards(path):
         values = [line.value for line in lines if line.value is not None]
         for value in reversed(values):
-            if (value.get("kind"), value["step"]) == (ValidationRecord.kind, step):
+            if value["step"] == step:
                 with contextlib.suppress(ValueError):
                     record = from_json(json.dumps(value))
-                    assert isinstance(record, ValidationRecord)
-                    return record.loss
+                    if record is not None:
+                        yield record
         if values and all(value["step"] < step for value in values):
             break
-    return None
 
 
 def last_step_record(path: Path, *, until: int) -> StepRecord | None:

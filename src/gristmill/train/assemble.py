@@ -434,7 +434,7 @@ def build_hooks(
                 tracker=tracker,
                 state=parts.state,
                 seed=config.train.seed,
-                folder=parts.folder.samples,
+                folder=parts.folder,
                 chat=parts.chat,
             )
         )
@@ -460,6 +460,7 @@ def build_hooks(
             keep_best=config.checkpoint.keep_best,
             health=health,
             control=parts.control,
+            folder=parts.folder,
         )
     )
     return hooks

@@ -38,6 +38,7 @@ from gristmill.parallel.strategy import StepLimits, Strategy
 from gristmill.text.chat.conversations import Message
 from gristmill.text.chat.encoding import ChatEncoder
 from gristmill.text.tokenizers.tokenizer import Tokenizer
+from gristmill.track.folder import RunFolder
 from gristmill.train.health import GoBack, RunHealth
 from gristmill.train.meter import Meter, StepEvent
 from gristmill.train.stop import StopRequest
@@ -316,7 +317,7 @@ class Sample:
         tracker: Tracker,
         state: TrainState,
         seed: int,
-        folder: Path,
+        folder: RunFolder,
         chat: ChatEncoder | None = None,
     ) -> None:
         """With `chat`, prompts are messages, and samples the answers to them."""
@@ -336,8 +337,13 @@ class Sample:
         self._write()
 
     def at_end(self, *, finished: bool) -> None:
-        if finished and self._done_at != self.state.progress.steps:
+        step = self.state.progress.steps
+        # The process may have been lost after it wrote them and before the run was complete.
+        if finished and self._done_at != step and not self._file(step).is_file():
             self._write()
+
+    def _file(self, step: int) -> Path:
+        return self.folder.samples / f"step-{step:08d}.txt"
 
     def _write(self) -> None:
         step = self._done_at = self.state.progress.steps
@@ -354,7 +360,8 @@ class Sample:
                 (text,) = generator.texts(asked, tokens=self.config.tokens, sampling=self.sampling)
                 self.tracker.sample(prompt, text)
                 pages.append(f"{prompt}{'' if asked == prompt else chr(10)}{text}\n")
-            write_atomic(self.folder / f"step-{step:08d}.txt", "---\n".join(pages))
+            self.folder.require_here()
+            write_atomic(self._file(step), "---\n".join(pages))
         except UserError as error:
             self.tracker.say(f"the samples were not written: {error}", level="warning")
 
@@ -377,9 +384,10 @@ class Checkpoint:
         keep_best: bool,
         health: RunHealth,
         control: ControlGroup,
+        folder: RunFolder,
     ) -> None:
         self.every, self.writer, self.state, self.strategy = every, writer, state, strategy
-        self.control = control
+        self.control, self.folder = control, folder
         self.validate, self.keep_best, self.health = validate, keep_best, health
         self._late = False
         """Whether a save was put off."""
@@ -454,6 +462,7 @@ class Checkpoint:
         return best if best is not None and best.step == self.state.progress.steps else None
 
     def _save(self, best: Best | None) -> None:
+        self.control.on_rank0(self.folder.require_here)
         self._saved_at = self.state.progress.steps
         health, good_before = self.health.state(), self.health.good_before
         if self.state.workers:

@@ -121,6 +121,7 @@ def _claim(folder: RunFolder, lock: FolderLock, *, fresh: bool, start_from: str 
     step = None if start_from is None else choose_step(folder, start_from)
     new = folder.create()
     lock.acquire()
+    folder.held = lock
     if step is not None:
         go_back(folder, step)
     return new
@@ -133,6 +134,7 @@ def _take_over(folder: RunFolder, lock: FolderLock) -> bool:
         # A worker that is frozen, or behind a broken network, holds its lock for ever.
         with contextlib.suppress(UserError):
             lock.acquire()
+            folder.held = lock
     return False
 
 
@@ -163,6 +165,7 @@ def _elastic_training(
                         return Outcome(folder.path, Exit.STOPPED, folder.newest_step() or 0, None)
                     if not control.is_rank0:
                         lock.release()
+                        folder.held = None
                     control.barrier()
                     claim = partial(_claim, folder, lock, fresh=fresh, start_from=start_from)
                     if run.view.number:
@@ -253,6 +256,7 @@ def _train(
         stop.time_limit = parse_seconds(parts.config.train.time_limit)
     went_back: tuple[GoBack, RunHealth] | None = None
     notes = list[str]()
+    was_done = parts.control.on_rank0(partial(_done_step, parts.folder))
     while True:
         resumed = begin(parts)
         resumed.notes.extend(notes)
@@ -274,7 +278,8 @@ def _train(
             health.went_back(*went_back)
         try:
             announce(parts, tracker, resumed)
-            return _run(parts, tracker, stop, monitor, health, check, resumed.continues)
+            continues = resumed.continues
+            return _run(parts, tracker, stop, monitor, health, check, continues, was_done)
         except GoBackError as error:
             move = partial(_move_later, parts.folder, error.checkpoint)
             aside = parts.control.on_rank0(move)
@@ -296,6 +301,12 @@ def _train(
             tracker.close()
 
 
+def _done_step(folder: RunFolder) -> int | None:
+    """The step at which a run is complete by its own account."""
+    status = folder.read_status()
+    return status.get("step") if status.get("state") == "done" else None
+
+
 def _move_later(folder: RunFolder, step: int) -> str:
     """Go back to a checkpoint; returns where in the folder everything after it is."""
     return str(go_back(folder, step).relative_to(folder.path))
@@ -313,13 +324,15 @@ def _run(
     health: RunHealth,
     check: ContentCheck,
     continues: bool,
+    was_done: int | None,
 ) -> Outcome:
     """Train to the end. `continues`: from memory, after a change of workers, which may have
-    interrupted a validation or a save."""
+    interrupted a validation or a save. `was_done`: the step at which an earlier call completed the
+    run; one that was lost before that may have left its last evaluation or samples out."""
     config, state, numbers = parts.config, parts.state, parts.numbers
     reached = state.progress.reached(config.train.until)
     validated = (reached or continues) and is_validated(parts)
-    if reached and validated and is_saved(parts):
+    if reached and validated and was_done == state.progress.steps and is_saved(parts):
         health.check_end(uniform=math.log(numbers.vocab))
         if not continues:
             tracker.say(
@@ -340,6 +353,8 @@ def _run(
         device=parts.world.device.torch_device,
     )
     validate = build_validate(parts, tracker)
+    if validate is not None and reached and validated:
+        validate.skip_end()
     all_hooks = build_hooks(parts, tracker, writer, validate, health, check)
     cleanup = contextlib.ExitStack()
     compile_seconds: Callable[[], float] = float

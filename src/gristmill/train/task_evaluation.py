@@ -19,6 +19,7 @@ from gristmill.models.spec import CausalLM
 from gristmill.parallel.strategy import Strategy
 from gristmill.text.tokenizers.tokenizer import Tokenizer
 from gristmill.track.folder import RunFolder
+from gristmill.track.metrics import EvaluationRecord, records_at
 from gristmill.train.meter import StepEvent
 from gristmill.train.tracker import Tracker
 
@@ -62,12 +63,17 @@ class EvaluateTasks:
             self._evaluate()
 
     def _evaluate(self) -> None:
-        self._done_at = self.state.progress.steps
+        step = self._done_at = self.state.progress.steps
         model = self.strategy.whole()
         if model is None:
             return
         was_training = model.training
+        # The process may have been lost in the midst of this step's evaluation.
+        records = records_at(self.folder.metrics, step=step)
+        known = {one.name for one in records if isinstance(one, EvaluationRecord)}
         for task in self.tasks:
+            if task.name in known:
+                continue
             try:
                 self._run(task, model.eval())
             except UserError as error:
@@ -88,6 +94,7 @@ class EvaluateTasks:
             for note in result.notes:
                 self._warn(note)
             self._record(result)
+            self.folder.require_here()
             file = self.folder.evals / result_name(result, step=step, precision=self.precision)
             settings = {"items": self.items, "shots": None}
             write_result(file, result, loaded, precision=self.precision, settings=settings)
