@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from gristmill.base import caches
+
 SCRIPT = """
 from gristmill.base.caches import use_compile_caches
 use_compile_caches()
 import os, sys, torch
-print(sys.pycache_prefix, os.environ["TORCHINDUCTOR_CACHE_DIR"])
+print(sys.pycache_prefix, os.environ.get("TORCHINDUCTOR_CACHE_DIR"))
 """
 
 
@@ -58,3 +60,68 @@ def test_where_python_keeps_bytecode_itself_nothing_changes(tmp_path: Path, site
     assert start(tmp_path, site, PYTHONDONTWRITEBYTECODE="1")[0] == "None"
     mine = str(tmp_path / "mine")
     assert start(tmp_path, site, PYTHONPYCACHEPREFIX=mine)[0] == mine
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "of another program"])
+def test_damaged_bytecode_is_compiled_anew(tmp_path: Path, site: Path, damage: str) -> None:
+    (site / "torch/__init__.py").write_text("print('the source', end=' ')\n")
+
+    def begin() -> str:
+        words = [sys.executable, "-c", SCRIPT]
+        kept = {name: value for name, value in os.environ.items() if name[:6] != "PYTHON"}
+        paths = {"PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])}
+        paths |= {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+        done = subprocess.run(words, env=kept | paths, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    said = begin()
+    (file,) = (tmp_path / "cache/gristmill").glob("pycache/**/torch/__init__.*.pyc")
+    good = file.read_bytes()
+    at = good.index(b"the source")
+    bad = {
+        "cut": good[: len(good) // 2],
+        "flipped": good[:at] + b"T" + good[at + 1 :],
+        "of another program": good[:-4],
+    }[damage]
+    file.write_bytes(bad)
+    assert begin() == said and "the source" in said
+    assert file.read_bytes() == good
+
+
+@pytest.mark.parametrize("home", ["unset", "a file", "not ours", "written by others", "full"])
+def test_without_a_usable_home_everything_works_without_caches(
+    tmp_path: Path, site: Path, home: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    if home == "unset":
+        monkeypatch.setattr(Path, "home", classmethod(lambda cls: _no_home()))
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    elif home == "a file":
+        cache.write_text("")
+    else:
+        (cache / "gristmill/inductor").mkdir(parents=True)
+    if home == "not ours":
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    elif home == "written by others":
+        (cache / "gristmill").chmod(0o777)
+    elif home == "full":
+        space = os.statvfs(tmp_path)
+        full = os.statvfs_result([*space[:4], 0, *space[5:]])
+        monkeypatch.setattr(os, "statvfs", lambda path: full)
+    if home != "unset":
+        monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    assert caches._own_folder("inductor") is None
+
+
+def _no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
+def test_folders_with_code_are_of_this_user_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for _ in range(2):
+        folder = caches._own_folder("inductor")
+        assert folder is not None and folder.stat().st_mode & 0o777 == 0o700
+        folder.chmod(0o755)

@@ -77,9 +77,10 @@ def test_a_kill_before_the_last_evaluation_is_made_good(
     def die(self: object, *, finished: bool) -> None:
         raise KilledError
 
-    with monkeypatch.context() as patched, pytest.raises(KilledError):
+    with monkeypatch.context() as patched:
         patched.setattr(Sample, "at_end", die)
-        run_training(config)
+        with pytest.raises(KilledError):
+            run_training(config)
     assert (tmp_path / "run" / "checkpoints" / "step-00000004").is_dir()
 
     def evaluated() -> list[tuple[int, str]]:

@@ -47,7 +47,7 @@ class FolderLock:
     def moved_to(self) -> Path | None:
         """Where the folder is now, if that can be found out."""
         try:
-            now = Path(os.readlink(f"/proc/self/fd/{self._handle}"))
+            now = Path(f"/proc/self/fd/{self._handle}").readlink()
         except OSError:
             return None
         return now.parent if now.exists() else None

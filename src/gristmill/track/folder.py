@@ -104,7 +104,7 @@ class RunFolder:
             "this folder was moved or deleted while the run was training"
             + (f"; it is now {now}" if now is not None else ""),
             where=self.path,
-            remedy="leave it in place until a run has ended; to resume this one, start it again with "
+            remedy="leave it in place until a run has ended; to resume, start it again with "
             + (f"folder={now}" if now is not None else "the folder where it was"),
             exit=Exit.STORAGE,
         )
