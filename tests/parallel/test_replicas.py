@@ -13,6 +13,7 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.config.schema import RunConfig
 from gristmill.parallel.replicas import ReplicaDifference, checksum, find_differences
 from gristmill.parallel.spmd import Spmd
+from gristmill.track.metrics import read_metrics
 from gristmill.train.run import run_training
 
 Crowd = Callable[..., list[Any]]
@@ -80,15 +81,28 @@ def train_with_a_flip(config: RunConfig, flips: bool, rank: int) -> list[Any]:
 def test_a_flipped_bit_ends_the_run_before_it_is_saved(
     crowd: Crowd, make_run: MakeRun, tmp_path: Path, processes: int
 ) -> None:
-    config = make_run("train.batch=6", 'parallel.compare="3 steps"', 'validate.every="50 steps"')
+    config = make_run(
+        "train.batch=6",
+        'parallel.compare="3 steps"',
+        'validate.every="50 steps"',
+        # Two are saved since the last comparison, one of them after the fault.
+        'checkpoint.every="1 steps"',
+        "checkpoint.keep=2",
+    )
     answers = crowd(processes, train_with_a_flip, config, True, processes - 1)
     for code, said in answers:
         assert code == Exit.DEVICE
         assert "silent corruption between step 3 and step 6" in said
-        assert "norm.weight" in said and "from before step 4, up to which all agreed" in said
+        assert "norm.weight" in said and "of step 3 or before, when all agreed" in said
+        assert "is now doubtful-step-00000004, doubtful-step-00000005" in said
         who = "rank 2 on" if processes == 3 else "rank 0 on"
         assert who in said and ("differs from ranks 0, 1 in" in said) is (processes == 3)
-    assert not (tmp_path / "run" / "checkpoints" / "step-00000006").exists()
+    names = {path.name for path in (tmp_path / "run" / "checkpoints").glob("*step-*")}
+    assert {"step-00000003", "doubtful-step-00000005"} < names
+    assert not {"step-00000004", "step-00000005", "step-00000006"} & names
+    assert crowd(processes, train_with_a_flip, config, False, 0) == [[0]] * processes
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert any("resuming from step-00000003" in getattr(one, "text", "") for one in records)
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from typer.testing import CliRunner
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.checkpoint.layout import CheckpointFolder, step_of
 from gristmill.checkpoint.state_file import read_state
+from gristmill.cli.main import app
 from gristmill.config.schema import GuardConfig, RunConfig
 from gristmill.parallel.strategy import StepLimits
 from gristmill.track.metrics import EventRecord, StepRecord, read_metrics
 from gristmill.train.health import CALM, FEWEST, RobustSpread, RunHealth, StepOutcome
+from gristmill.train.replay import replay_step
 from gristmill.train.run import run_training
 
 if TYPE_CHECKING:
@@ -349,6 +352,19 @@ def test_the_guard_goes_back_and_passes_over_poisoned_batches(
     # Some stops lie between the spike and the way back, and in the repeat.
     stop_and_go_on(guarded(make_run, poisoned, "rollback", folder="parted"), stop_after, every=21)
     runs.assert_same(folder, tmp_path / "parted")
+
+
+def test_a_replay_passes_over_what_the_run_passed_over(
+    make_run: MakeRun, poisoned: Path, tmp_path: Path
+) -> None:
+    """Which the checkpoint that the run went back to does not know."""
+    config = guarded(make_run, poisoned, "rollback", "checkpoint.keep=9", folder="run")
+    assert run_training(config).exit is Exit.DONE
+    again = replay_step(config, 68, progress=lambda number, done, start: None)
+    assert again.start == 50 and list(again.first) == [*range(51, 60), 66, 67, 68]
+    assert again.repeats and again.departs_at is None and 68 in again.recorded
+    told = CliRunner().invoke(app, ["replay", str(tmp_path / "run"), "62"]).output
+    assert "nothing to compare" in told
 
 
 @pytest.mark.slow

@@ -89,6 +89,13 @@ def test_the_command(make_run: MakeRun, tmp_path: Path) -> None:
         replayed(make_run(), 2)
 
 
+def test_a_step_without_a_record_agrees_with_nothing(make_run: MakeRun, tmp_path: Path) -> None:
+    run_training(make_run("track.every=5 steps"))
+    done = CliRunner().invoke(app, ["replay", str(tmp_path / "run"), "11"])
+    assert "The run has no record of step 11 to compare with; the 1 steps before it" in done.output
+    assert "agree with them to the bit" not in done.output
+
+
 def test_steps_of_several_workers_are_not_replayed_by_one(make_run: MakeRun) -> None:
     config = make_run("parallel.gossip.topology=ring")
     with pytest.raises(UserError, match="a replay has one process, and every step of this run"):

@@ -97,12 +97,12 @@ def read_json(path: Path) -> Any:
         raise DataError("not valid JSON: nested too deeply", where=path) from error
 
 
-def set_aside(path: Path) -> Path:
+def set_aside(path: Path, why: str = "damaged") -> Path:
     """Rename a damaged file or folder to a name that nothing else has; returns the new path."""
-    aside, number = path.with_name(f"damaged-{path.name}"), 0
+    aside, number = path.with_name(f"{why}-{path.name}"), 0
     while aside.exists() or aside.is_symlink():
         number += 1
-        aside = path.with_name(f"damaged-{path.name}.{number}")
+        aside = path.with_name(f"{why}-{path.name}.{number}")
     os.rename(path, aside)
     sync_folder(path.parent)
     return aside

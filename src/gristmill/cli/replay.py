@@ -73,14 +73,24 @@ def _print(found: Replay) -> None:
             f"{found.departs_at}.\nIts device had a fault then that has passed, or code, data or "
             "settings have changed."
         )
-    elif found.repeats and found.recorded:
+    elif found.repeats and found.step not in found.first:
+        typer.echo(
+            f"The run passed over the samples of step {found.step} after a rollback, and so did "
+            "both\ncomputations: there is nothing to compare."
+        )
+    elif found.repeats and found.step in found.recorded:
         how = "within rounding" if found.differences else "to the bit"
         typer.echo(
             f"Both computations agree to the bit, and the records agree with them {how}.\n"
             "The device is not to blame: look at the batch and the settings."
         )
     elif found.repeats:
-        typer.echo("Both computations agree to the bit. The run has no records of these steps.")
+        known = sum(step in found.recorded for step in found.first)
+        others = f"; the {known} steps before it that have one agree" if known else ""
+        typer.echo(
+            f"Both computations agree to the bit. The run has no record of step {found.step} to "
+            f"compare with{others}."
+        )
     typer.echo(f"\nSamples of step {found.step} with the highest loss, before its update:")
     for one in found.worst:
         typer.echo(f"{one.sample:>12}  loss {one.loss:.4f}  {one.text!r}")

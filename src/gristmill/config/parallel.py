@@ -124,7 +124,8 @@ class ParallelConfig(Settings):
     """Groups of layers on each device; 2 for interleaved and zero-bubble if not given, else 1."""
     compare: Interval | None = None
     """How often processes that hold copies of the same weights and optimizer state compare them to
-    the bit, and at the end; never if not given. The run ends when they differ, before it saves."""
+    the bit, and at the end; never if not given. The run ends when they differ, before it saves, and
+    what it saved since they last agreed is renamed to doubtful-step-…."""
     gossip: GossipConfig | None = None
     """Average weights with a few other workers instead of summing gradients over all."""
     local: LocalConfig | None = None

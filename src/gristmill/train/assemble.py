@@ -441,15 +441,16 @@ def build_hooks(
     evaluation = build_evaluation(parts, tracker)
     if evaluation is not None:
         hooks.append(evaluation)
+    compare = None
     if config.parallel.compare is not None:
-        hooks.append(
-            CompareReplicas(
-                config.parallel.compare,
-                strategy=parts.strategy,
-                control=parts.control,
-                state=parts.state,
-            )
+        compare = CompareReplicas(
+            config.parallel.compare,
+            strategy=parts.strategy,
+            control=parts.control,
+            state=parts.state,
+            writer=writer,
         )
+        hooks.append(compare)
     hooks.append(
         Checkpoint(
             config.checkpoint.every,
@@ -461,6 +462,7 @@ def build_hooks(
             health=health,
             control=parts.control,
             folder=parts.folder,
+            agreed_at=None if compare is None else lambda: compare.agreed_at,
         )
     )
     return hooks

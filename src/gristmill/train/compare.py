@@ -1,4 +1,9 @@
-"""The hook that finds processes whose copies of weights or optimizer state differ."""
+"""The hook that finds processes whose copies of weights or optimizer state differ.
+
+A checkpoint that was saved since all copies last agreed may hold the fault. When one is found, such
+checkpoints are renamed, so that no run resumes from them by itself; those from before are kept
+until the copies agree again.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gristmill.base.errors import Exit, Problem, UserError
+from gristmill.base.files import set_aside
 from gristmill.base.units import Duration
+from gristmill.checkpoint.layout import step_of
 from gristmill.checkpoint.state import TrainState
+from gristmill.checkpoint.writer import CheckpointWriter
 from gristmill.parallel.control import ControlGroup
 from gristmill.parallel.replicas import ReplicaDifference, find_differences, held_checksums
 from gristmill.parallel.strategy import Strategy
@@ -21,10 +29,18 @@ class CompareReplicas:
     phase = "comparison"
 
     def __init__(
-        self, every: Duration, *, strategy: Strategy, control: ControlGroup, state: TrainState
+        self,
+        every: Duration,
+        *,
+        strategy: Strategy,
+        control: ControlGroup,
+        state: TrainState,
+        writer: CheckpointWriter,
     ) -> None:
         self.every, self.strategy, self.control, self.state = every, strategy, control, state
-        self._agreed_at = state.progress.steps
+        self.writer = writer
+        self.agreed_at = state.progress.steps
+        """The last step after which all copies were equal."""
 
     def at_start(self) -> None:
         """Nothing to compare: all copies were just made."""
@@ -47,12 +63,26 @@ class CompareReplicas:
         # Every process looks at all reports, so that all end with the same message.
         sums, hosts = zip(*self.control.all_gather([mine, socket.gethostname()]), strict=True)
         if found := find_differences(sums):
-            raise _corruption(found, hosts, since=self._agreed_at, step=step)
-        self._agreed_at = step
+            self.writer.wait()
+            doubtful = self.control.on_rank0(self._mark_doubtful)
+            raise _corruption(found, hosts, doubtful, since=self.agreed_at, step=step)
+        self.agreed_at = step
+
+    def _mark_doubtful(self) -> list[str]:
+        """Rename what was saved since all copies agreed; returns the new names."""
+        saved = self.writer.folder.committed()
+        return [
+            set_aside(path, "doubtful").name for path in saved if step_of(path) > self.agreed_at
+        ]
 
 
 def _corruption(
-    found: Sequence[ReplicaDifference], hosts: Sequence[str], *, since: int, step: int
+    found: Sequence[ReplicaDifference],
+    hosts: Sequence[str],
+    doubtful: Sequence[str],
+    *,
+    since: int,
+    step: int,
 ) -> UserError:
     problems = [Problem(f"silent corruption between step {since} and step {step}", "training")]
     for one in found:
@@ -63,9 +93,12 @@ def _corruption(
         if one.agreed:
             what = f"{who} differs from ranks {', '.join(map(str, one.agreed))} in {which}"
         problems.append(Problem(what))
+    if doubtful:
+        names = ", ".join(doubtful)
+        problems.append(Problem(f"what was saved since then may be wrong, and is now {names}"))
     remedy = (
-        "check these devices, then go back with --from STEP to a checkpoint from before step "
-        f"{since + 1}, up to which all agreed"
+        "check these devices, then start the same command again: it resumes from a checkpoint of "
+        f"step {since} or before, when all agreed"
     )
     problems[-1] = replace(problems[-1], remedy=remedy)
     return UserError(problems, exit=Exit.DEVICE)

@@ -174,7 +174,7 @@ class RunHealth:
             self.bad = self.bad + 1 if outcome.skipped else 0
             self.non_finite = 0 if outcome.finite else self.non_finite + 1
             if guarded:
-                self._pass_over(outcome.begin, outcome.end)
+                self.pass_over([(outcome.begin, outcome.end)])
                 self.warn(f"skipped step {outcome.step}: {_described(outcome, limits)}")
             # A step that the guard skipped did no harm.
             outlier = not outcome.finite or (not guarded and self._is_outlier(outcome, limits))
@@ -256,8 +256,7 @@ class RunHealth:
     def went_back(self, back: GoBack, then: RunHealth) -> None:
         """Continue without what led to a spike. This is the health of the older checkpoint, `then`
         that of the run when it went back."""
-        for begin, end in (*then.passed_over, (back.begin, back.end)):
-            self._pass_over(begin, end)
+        self.pass_over([*then.passed_over, (back.begin, back.end)])
         self.rollbacks, self._good = back.rollbacks, 0
 
     @property
@@ -265,9 +264,10 @@ class RunHealth:
         """The end of the last range that was passed over."""
         return self.passed_over[-1][1] if self.passed_over else 0
 
-    def _pass_over(self, begin: int, end: int) -> None:
+    def pass_over(self, more: Iterable[tuple[int, int]]) -> None:
+        """Train on none of the samples in these ranges either."""
         ranges = list[tuple[int, int]]()
-        for one in sorted([*self.passed_over, (begin, end)]):
+        for one in sorted([*self.passed_over, *more]):
             if ranges and one[0] <= ranges[-1][1]:
                 ranges[-1] = (ranges[-1][0], max(ranges[-1][1], one[1]))
             else:

@@ -385,9 +385,12 @@ class Checkpoint:
         health: RunHealth,
         control: ControlGroup,
         folder: RunFolder,
+        agreed_at: Callable[[], int] | None = None,
     ) -> None:
+        """`agreed_at`: the last step after which all copies of the weights were found equal;
+        checkpoints from before it are kept until they are again."""
         self.every, self.writer, self.state, self.strategy = every, writer, state, strategy
-        self.control, self.folder = control, folder
+        self.control, self.folder, self.agreed_at = control, folder, agreed_at
         self.validate, self.keep_best, self.health = validate, keep_best, health
         self._late = False
         """Whether a save was put off."""
@@ -471,6 +474,9 @@ class Checkpoint:
             health = {str(worker): one for worker, one, _ in found}
             spikes = [step for *_, step in found if step is not None]
             good_before = min(spikes, default=None)
+        if self.agreed_at is not None:
+            first = self.agreed_at() + 1
+            good_before = first if good_before is None else min(good_before, first)
         with self.strategy.averaged():
             self.state.strategy = self.strategy.state()
             self.state.health = health

@@ -20,8 +20,9 @@ from typing import NamedTuple
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.units import Duration, Unit
-from gristmill.checkpoint.layout import CheckpointFolder, verify
+from gristmill.checkpoint.layout import CheckpointFolder, step_of, verify
 from gristmill.checkpoint.state import restore
+from gristmill.checkpoint.state_file import read_state
 from gristmill.checkpoint.writer import CheckpointWriter
 from gristmill.config.load import changed_settings
 from gristmill.config.rules import check_mesh
@@ -162,6 +163,7 @@ def replay_step(
     mesh = check_mesh(config, processes=1)
     world = open_world(config.runtime, tf32=config.precision.tf32, mesh=mesh)
     parts = assemble(config, folder, world)
+    passed_over = _passed_over_later(config, checkpoints, start)
     rounds, sums, worst, differences = [], [], list[WorstSample](), list[str]()
     for number in (1, 2):
         saved = restore(parts.state, path)
@@ -174,10 +176,10 @@ def replay_step(
             progress(number, done, start)
 
         collect = _Collect(tell)
-        _train_to(parts, step - 1, collect)
+        _train_to(parts, step - 1, collect, passed_over)
         if number == 2:
             worst = _worst_samples(parts)
-        _train_to(parts, step, collect)
+        _train_to(parts, step, collect, passed_over)
         rounds.append(collect.steps)
         sums.append(held_checksums(parts.strategy.parameters, parts.strategy.optimizer))
     recorded = {
@@ -219,10 +221,30 @@ class _ReplayHooks(Hooks):
         self.meter.settle()
 
 
-def _train_to(parts: Assembly, step: int, collect: _Collect) -> None:
+def _passed_over_later(
+    config: RunConfig, checkpoints: CheckpointFolder, start: int
+) -> list[tuple[int, int]]:
+    """Samples behind a checkpoint that the run did not train on, because it went back to there or
+    before and passed over them. Only later checkpoints know of it."""
+    guard = config.train.guard
+    if guard is None or guard.action != "rollback":
+        # Steps that the guard skipped were computed, and are computed again.
+        return []
+    ranges = list[tuple[int, int]]()
+    for path in checkpoints.committed():
+        if step_of(path) > start:
+            health = read_state(path).get("health") or {}
+            ranges += [(begin, end) for begin, end in health.get("passed_over", ())]
+    return ranges
+
+
+def _train_to(
+    parts: Assembly, step: int, collect: _Collect, passed_over: list[tuple[int, int]]
+) -> None:
     """Continue the loop up to a step, without hooks."""
     tracker = Tracker([collect], clock=lambda: parts.state.progress)
     health = build_health(parts, tracker)
+    health.pass_over(passed_over)
     config, numbers = parts.config, parts.numbers
     hooks = _ReplayHooks(
         [],
