@@ -120,7 +120,7 @@ class WrongSettings:
     of their own."""
 
     name: str = "wrong settings and command lines"
-    count: int = 220
+    count: int = 900
 
     def faults(self, folder: Path, rng: random.Random, count: int) -> Iterator[Verdict]:
         write_text(folder / "text.txt")

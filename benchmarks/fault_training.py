@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -161,7 +161,7 @@ class KilledOperations:
     """SIGKILL right before a file operation: in every phase of starting, saving and thinning."""
 
     name: str = "training killed at a file operation"
-    count: int = 160
+    count: int = 240
 
     def faults(self, folder: Path, rng: random.Random, count: int) -> Iterator[Verdict]:
         reference = start(folder)
@@ -232,7 +232,7 @@ class DamagedCheckpoints:
     """The newest checkpoint is damaged in any way: the one before it is used."""
 
     name: str = "damaged checkpoints"
-    count: int = 200
+    count: int = 300
 
     def faults(self, folder: Path, rng: random.Random, count: int) -> Iterator[Verdict]:
         reference = start(folder)
@@ -263,6 +263,11 @@ def stopped_run(folder: Path) -> Path:
 
 def stop_after(steps: int) -> None:
     """Ask the run of this process to stop after a step."""
+    call_after(steps, lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def call_after(steps: int, act: Callable[[], object]) -> None:
+    """Do something after a step of this process's run."""
     from gristmill.train.stop import StopRequest
 
     seen = 0
@@ -271,7 +276,7 @@ def stop_after(steps: int) -> None:
         nonlocal seen
         seen += 1
         if seen == steps:
-            self.reason = "the campaign"
+            act()
 
     StopRequest.check_time = check  # type: ignore[method-assign]
 
@@ -287,7 +292,7 @@ class DamagedSideFiles:
     """Everything else in a run folder may be damaged or gone: the run goes on all the same."""
 
     name: str = "damaged side files"
-    count: int = 160
+    count: int = 240
 
     def faults(self, folder: Path, rng: random.Random, count: int) -> Iterator[Verdict]:
         reference = start(folder)
@@ -316,15 +321,19 @@ class DamagedSideFiles:
 
 @dataclass(frozen=True)
 class LostProcesses:
-    """One of two processes is killed, frozen, or slowed."""
+    """One of several processes is killed, frozen, or slowed. Three and more show in which order
+    sums are made."""
 
-    name: str = "one of two processes killed, frozen, slowed"
-    count: int = 18
+    name: str
+    count: int
+    processes: int
+    settings: tuple[str, ...] = ()
 
     def faults(self, folder: Path, rng: random.Random, count: int) -> Iterator[Verdict]:
         reference = start(folder, steps=150)
         shutil.rmtree(reference)
-        words = ["train", "run.toml", "--processes=2", "parallel.dp_shard=2", "parallel.timeout=5s"]
+        words = ["train", "run.toml", f"--processes={self.processes}", "parallel.timeout=5s"]
+        words += ["train.batch=12", *self.settings]
         command = [sys.executable, "-m", "gristmill", *words]
         began = time.monotonic()
         subprocess.run(command, cwd=folder, check=True, capture_output=True)
@@ -337,7 +346,7 @@ class LostProcesses:
             with (folder / "errors.txt").open("wb") as errors:
                 job = subprocess.Popen(command, cwd=folder, stdout=errors, stderr=errors)
             time.sleep(rng.uniform(0.6, 0.95) * duration)
-            place = rng.randrange(2)
+            place = rng.randrange(self.processes)
             done = _disturb(job, place, what)
             code = job.wait()
             said = (folder / "errors.txt").read_text()
@@ -377,6 +386,35 @@ def _disturb(job: subprocess.Popen[bytes], place: int, what: str) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+@dataclass(frozen=True)
+class MovedFolders:
+    """The run folder is moved or deleted while the run trains: it stops, and makes no other. Where
+    it was moved, the run goes on."""
+
+    name: str = "run folders moved and deleted"
+    count: int = 40
+
+    def faults(self, folder: Path, rng: random.Random, count: int) -> Iterator[Verdict]:
+        reference = start(folder)
+        run, away = folder / "victim", folder / "away"
+        for number in range(count):
+            for path in (run, away):
+                shutil.rmtree(path, ignore_errors=True)
+            deleted, step = number % 4 == 3, rng.randrange(1, 12)
+            take = partial(shutil.rmtree, run) if deleted else partial(os.rename, run, away)
+            ended = gristmill(folder, *TRAIN, before=partial(call_after, step, take))
+            made = run.exists()
+            again = gristmill(folder, *TRAIN, *([] if deleted else ["folder=away"]))
+            different = difference(run if deleted else away, reference) if again.code == 0 else ""
+            yield Verdict(
+                f"{'deleted' if deleted else 'moved'} after step {step}",
+                noticed="moved or deleted" in ended.output,
+                lost="a folder was made in its place" if made else "",
+                different=different or ("" if again.code == 0 else f"status {again.code}"),
+                unclear=ended.unclear or again.unclear,
+            )
 
 
 @dataclass(frozen=True)
@@ -442,7 +480,14 @@ GROUPS = (
     Interruptions("training killed at random moments", 240, (signal.SIGKILL,)),
     KilledOperations(),
     Interruptions("TERM, INT, USR1 and HUP at random moments", 80, POLITE),
-    LostProcesses(),
+    LostProcesses("one of three replicas killed, frozen, slowed", 12, 3),
+    LostProcesses(
+        "one of four processes with K-FAC killed, frozen, slowed",
+        6,
+        4,
+        ('optim.preconditioner.type="kfac"', "parallel.dp_shard=2"),
+    ),
+    MovedFolders(),
     DamagedCheckpoints(),
     DamagedSideFiles(),
     FullDisk(),
