@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,6 +17,27 @@ if TYPE_CHECKING:
     from slurm_cluster import SlurmCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+
+HELD = """
+import os, sys, time
+from pathlib import Path
+words = getattr(sys, "orig_argv", [])
+if words[3:4] == ["prepare"] and words[-2:] == ["--part", "2"]:
+    from gristmill.text.prepare import journal
+    real = journal.Journal.save
+    def save(self, *arguments):
+        real(self, *arguments)
+        try:
+            marker = open(os.environ["HELD_PART"], "x")
+        except FileExistsError:
+            return
+        marker.write(str(os.getpid()))
+        marker.close()
+        time.sleep(600)
+    journal.Journal.save = save
+"""
+"""Holds part 2 at the first moment from which it can resume, once."""
 
 
 def texts(folder: Path, *, lines: int) -> Path:
@@ -90,3 +112,33 @@ def test_a_part_whose_job_is_cancelled_runs_again(slurm: SlurmCluster, tmp_path:
     assert running.returncode == 0, out + said
     assert "attempt 2 of 3 begins" in said
     same_bytes(tmp_path / "set", tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_part_that_is_killed_runs_again_once(slurm: SlurmCluster, tmp_path: Path) -> None:
+    source = texts(tmp_path / "texts", lines=200)
+    subprocess.run(prepare(source, tmp_path / "whole"), check=True, capture_output=True)
+    (tmp_path / "sitecustomize.py").write_text(HELD)
+    held = tmp_path / "held"
+    found = os.environ.get("PYTHONPATH", "")
+    around = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{found}", "HELD_PART": str(held)}
+    running = subprocess.Popen(
+        parts(source, tmp_path / "set", "--at-once", "2"),
+        env=slurm.environment | around,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 300
+    while not (held.exists() and held.read_text()):
+        assert time.monotonic() < deadline and running.poll() is None
+        time.sleep(0.1)
+    os.kill(int(held.read_text()), signal.SIGKILL)
+    out, said = running.communicate(timeout=600)
+    assert running.returncode == 0, out + said
+    again = [line for line in said.splitlines() if line.startswith("part ") and "begins" in line]
+    assert again == ["part 2/8 ended with exit status 137; attempt 2 of 3 begins"], said
+    same_bytes(tmp_path / "set", tmp_path / "whole")
+    jobs = slurm.run("scontrol", "show", "job", "--oneliner").splitlines()
+    mine = [line for line in jobs if f"{tmp_path}/.set.jobs/" in line]
+    assert len(mine) == 9, "each part once, and one of them once more"

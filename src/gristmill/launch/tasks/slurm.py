@@ -100,7 +100,8 @@ class SlurmTasks:
                     self._running.add(number)
                 elif phase == "ended":
                     ended[number] = code if state.startswith(_CODES) else None
-            left -= ended.keys()
+                    # Told once: the same number may be started again, in another array.
+                    left.remove(number)
         return ended
 
     @property
