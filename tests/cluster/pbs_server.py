@@ -220,8 +220,11 @@ def qsub(words: Sequence[str]) -> None:
         job.path.mkdir()
         (job.path / "script").write_text(script)
         job.write(**_attributes(job, asked, name=Path(rest[0]).name if rest else "STDIN"))
+    # The server is not part of the job in which qsub may run, and must not be killed with it.
+    around = {name: text for name, text in os.environ.items() if not name.startswith("PBS_")}
     subprocess.Popen(
         [sys.executable, "-IS", __file__, "run", number],
+        env={**around, "PBS_STANDIN": str(server)},
         stdin=subprocess.DEVNULL,
         stdout=(job.path / "server.log").open("w"),
         stderr=subprocess.STDOUT,

@@ -333,10 +333,11 @@ def test_the_command_line_without_a_scheduler(
         return done.stdout + done.stderr
 
     Path("run.toml").write_text(RUN)
-    said = launch("run.toml", "--on", "slurm", "--dry-run")
-    assert f"# ---- {tmp_path}/runs/tiny/job/train.sbatch\n#!/bin/bash -l" in said
-    assert "# ---- " in said and "[model]" in said
-    assert not Path("runs").exists()
+    shown = gristmill("launch", "run.toml", "--on", "slurm", "--dry-run")
+    assert shown.stdout.startswith("#!/bin/bash -l") and "[model]" not in shown.stdout
+    for name in ("train.sbatch", "run.toml"):
+        assert f"# ---- {tmp_path}/runs/tiny/job/{name}\n" in shown.stderr
+    assert "[model]" in shown.stderr and not Path("runs").exists()
     without = {"PATH": "/nonexistent", "HOME": str(tmp_path)}
     said = launch("run.toml", "--on", "slurm", exit=Exit.CONFIG, env=without)
     assert "sbatch is not installed here" in said and "--dry-run" in said

@@ -28,6 +28,9 @@ Values = Mapping[str, str]
 
 _PORTS = range(15000, 30000)
 """Below those that systems use for outgoing connections."""
+JOB_BEGAN = "GRISTMILL_JOB_BEGAN"
+"""The variable with the time, in seconds since 1970, at which the job around a process began whose
+time is limited; set by the scripts of `gristmill launch`."""
 _DEFAULT_PORT = 29500
 """For a job without an id; torch's own default."""
 

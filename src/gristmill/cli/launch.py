@@ -57,7 +57,12 @@ launch = typer.Typer(
 )
 
 RunArgument = Annotated[
-    Path, typer.Argument(metavar="RUN", help="The run folder, or a run file of which it follows.")
+    Path,
+    typer.Argument(
+        metavar="RUN",
+        help="The run folder, or a run file of which it follows; of a sweep, the folder of one of "
+        "its runs, or NAME-sweep for all.",
+    ),
 ]
 
 
@@ -74,7 +79,12 @@ def submit(
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the files of the job, and submit nothing.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Print the files of the job, and submit nothing: the one that would be submitted "
+            "to the standard output, the others and their names to the standard error.",
+        ),
     ] = False,
     write: Annotated[
         bool,
@@ -116,9 +126,15 @@ def submit(
     """
     from gristmill.base.downloads import settings_folder
     from gristmill.config.load import load_run
-    from gristmill.launch.jobs.batch import write_files
+    from gristmill.launch.jobs.batch import UncertainError, write_files
     from gristmill.launch.jobs.build import launcher_of
-    from gristmill.launch.jobs.submit import plan_command, plan_sweep, plan_training, sweep_words
+    from gristmill.launch.jobs.submit import (
+        plan_command,
+        plan_sweep,
+        plan_training,
+        refuse_active,
+        sweep_words,
+    )
     from gristmill.launch.jobs.submit import submit as submit_job
     from gristmill.track.folder import move_aside, run_folder
 
@@ -151,13 +167,25 @@ def submit(
     if write:
         typer.echo(f"wrote {_short(write_files(planned.job, planned.files))}; nothing is submitted")
         return
+    folder, aside = run_folder(config), None
     if fresh:
-        move_aside(run_folder(config))
-    record = submit_job(planned, launcher)
-    submitted, previous = [record], planned
+        # Not what another job trains now.
+        refuse_active(planned.job, launcher)
+        aside = move_aside(folder)
+    try:
+        submitted = [submit_job(planned, launcher)]
+    except UserError as error:
+        if aside is not None and not isinstance(error, UncertainError):
+            aside.rename(folder.path)
+        raise
+    previous = planned
     for words in chain:
-        previous = plan_command(words, previous, launcher, after=[submitted[-1].id])
-        submitted.append(submit_job(previous, launcher))
+        try:
+            previous = plan_command(words, previous, launcher, after=[submitted[-1].id])
+            submitted.append(submit_job(previous, launcher))
+        except UserError:
+            _report(planned, submitted, chain, as_json=as_json)
+            raise
     _report(planned, submitted, chain, as_json=as_json)
 
 
@@ -188,9 +216,11 @@ def _command(text: str) -> list[str]:
 
 
 def _show(planned: PlannedJob) -> None:
-    for name, text in planned.files.items():
-        typer.echo(f"# ---- {planned.job.folder / name}")
-        typer.echo(text)
+    """Print what would be submitted, and only that to the standard output: it can be piped into
+    `sbatch`, `qsub` or `kubectl apply -f -`."""
+    for number, (name, text) in enumerate(planned.files.items()):
+        typer.echo(f"# ---- {planned.job.folder / name}", err=True)
+        typer.echo(text, err=number > 0)
 
 
 def _report(
@@ -202,9 +232,11 @@ def _report(
         typer.echo(json.dumps({"on": records[0].launcher, "ids": ids, "run": str(home)}))
         return
     first, *others = records
-    tasks = f", {len(planned.job.array)} tasks" if planned.job.array is not None else ""
+    count = len(planned.job.array or ())
+    tasks = f", {count} {'task' if count == 1 else 'tasks'}" if count else ""
     typer.echo(f"submitted job {first.id} ({first.launcher}{tasks}) from {home}/job")
-    for record, words in zip(others, chain, strict=True):
+    # Of a chain that broke off, those that were submitted.
+    for record, words in zip(others, chain, strict=False):
         typer.echo(f"then job {record.id}: gristmill {shlex.join(words)}")
     typer.echo(f"    gristmill launch status {home}")
     typer.echo(f"    gristmill launch logs -f {home}")
@@ -217,44 +249,57 @@ def _short(path: Path) -> Path:
 
 
 def _job_of(run: Path) -> tuple[Path, JobRecord, Launcher]:
-    """The folder of a run, its job and where that is."""
+    """The folder of a run or a sweep, its job and where that is."""
     from gristmill.config.load import load_run
     from gristmill.launch.jobs.batch import read_record
     from gristmill.launch.jobs.build import launcher_of
+    from gristmill.launch.jobs.submit import sweep_folder
     from gristmill.track.folder import RunFolder, run_folder
 
     folder = RunFolder(run) if run.is_dir() else run_folder(load_run(run))
-    record = read_record(folder.job)
-    if record is None:
-        raise UserError(
-            "this run was not submitted as a job",
-            where=str(folder.path),
-            remedy=f"submit it: gristmill launch {run} --on slurm",
-            exit=Exit.USAGE,
-        )
-    return folder.path, record, launcher_of(record.launcher)[1]
+    for found in (folder, sweep_folder(folder)):
+        record = read_record(found.job)
+        if record is not None:
+            return found.path, record, launcher_of(record.launcher)[1]
+    raise UserError(
+        "this run was not submitted as a job",
+        where=str(folder.path),
+        remedy=f"submit it: gristmill launch {run} --on slurm",
+        exit=Exit.USAGE,
+    )
 
 
 @launch.command("status")
 def status(run: RunArgument, as_json: AsJson = False) -> None:
-    """What the scheduler and the run itself say.
+    """What the scheduler and the run itself say, or all runs of a sweep.
 
     Exit status 0 if the run is done, 75 if it is not.
     """
     from gristmill.track.folder import RunFolder
 
     path, record, launcher = _job_of(run)
-    state, own = launcher.state(record), RunFolder(path).read_status()
+    state = launcher.state(record)
+    runs = [Path(task.run) for task in record.tasks] or [path]
+    own = {one: RunFolder(one).read_status() for one in runs}
     if as_json:
         job = {"on": record.launcher, "id": record.id, "submitted": record.submitted}
         found = {"phase": state.phase, "state": state.text, "exit": state.exit}
-        typer.echo(json.dumps({"job": {**job, **found}, "run": own}, indent=2, ensure_ascii=False))
+        told: dict[str, Any] = {"job": {**job, **found}}
+        if record.tasks:
+            told["runs"] = {str(one): words for one, words in own.items()}
+        else:
+            told["run"] = own[path]
+        typer.echo(json.dumps(told, indent=2, ensure_ascii=False))
     else:
         typer.echo(f"job {record.id} ({record.launcher}): {describe(state)}")
-        typer.echo(f"run {_short(path.absolute())}: {_own_words(own)}")
-        if state.phase in ("ended", "unknown") and own.get("state") != "done":
-            typer.echo(f"    to continue it: gristmill launch {path} --on {record.launcher}")
-    done = own.get("state") == "done" or (not own and state.exit == 0)
+        for one, words in own.items():
+            typer.echo(f"run {_short(one.absolute())}: {_own_words(words)}")
+            if not state.active and words and words.get("state") != "done":
+                typer.echo(
+                    f"    to continue it: gristmill launch {_short(one)} --on {record.launcher}"
+                )
+    done = all(words.get("state") == "done" for words in own.values())
+    done = done or (not any(own.values()) and state.exit == 0)
     raise typer.Exit(Exit.DONE if done else Exit.STOPPED)
 
 
@@ -292,7 +337,7 @@ def logs(
         raise typer.Exit(os.spawnvp(os.P_WAIT, follows[0], follows))
     shown: dict[str, int] = {}
     while True:
-        ended = not follow or launcher.state(record).phase in ("ended", "unknown")
+        ended = not follow or not launcher.state(record).active
         for file in sorted(file for pattern in record.logs for file in glob.glob(pattern)):
             _print_new(Path(file), shown, lines=lines)
         if ended:
@@ -321,9 +366,11 @@ def cancel(run: RunArgument) -> None:
     """End the job; the run is saved first, if the scheduler gives it the time."""
     path, record, launcher = _job_of(run)
     state = launcher.state(record)
-    if state.phase in ("ended", "unknown"):
+    if not state.active:
         typer.echo(f"job {record.id} has ended: {describe(state)}")
         return
     launcher.cancel(record)
-    typer.echo(f"asked {record.launcher} to end job {record.id}; the run saves and stops")
-    typer.echo(f"    to continue it: gristmill launch {path} --on {record.launcher}")
+    whose = "its runs save and stop" if record.tasks else "the run saves and stops"
+    typer.echo(f"asked {record.launcher} to end job {record.id}; {whose}")
+    for one in [Path(task.run) for task in record.tasks] or [path]:
+        typer.echo(f"    to continue it: gristmill launch {_short(one)} --on {record.launcher}")

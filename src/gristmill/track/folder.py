@@ -183,10 +183,11 @@ def run_folder(config: RunConfig, *, translation: str = "") -> RunFolder:
     return RunFolder(Path(config.folder or f"runs/{config.name}"), translation=translation)
 
 
-def move_aside(folder: RunFolder) -> None:
-    """Rename an existing run, or what is left of one, so that nothing is lost."""
+def move_aside(folder: RunFolder) -> Path | None:
+    """Rename an existing run, or what is left of one, so that nothing is lost; returns where it is
+    then."""
     if not folder.has_records():
-        return
+        return None
     lock = FolderLock(folder.path)
     lock.acquire()
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -196,3 +197,4 @@ def move_aside(folder: RunFolder) -> None:
         aside = folder.path.with_name(f"{folder.path.name}.old-{stamp}-{number}")
     os.rename(folder.path, aside)
     lock.release()
+    return aside

@@ -3,11 +3,13 @@ handled from the very start."""
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable
 from types import FrameType
 
+from gristmill.base.process import JOB_BEGAN
 from gristmill.base.signals import stop_signals
 
 
@@ -20,8 +22,8 @@ class StopRequest:
     def __init__(self) -> None:
         self.reason: str | None = None
         self.time_limit: float | None = None
-        """Seconds since `started`."""
-        self.started = time.monotonic()
+        """Seconds since `started`: that of this process, or of its job, whose time it is."""
+        self.started = time.monotonic() - _seconds_before()
         self._before: dict[signal.Signals, Callable[..., object] | int | None] = {}
 
     def __enter__(self) -> StopRequest:
@@ -43,3 +45,10 @@ class StopRequest:
         if number == signal.SIGINT and self.reason is not None:
             raise KeyboardInterrupt
         self.reason = f"signal {signal.Signals(number).name}"
+
+
+def _seconds_before() -> float:
+    """How long the job of this process has run before it; 0 without a job that says so."""
+    began = os.environ.get(JOB_BEGAN, "")
+    # A clock that is behind that of the job's first node must not give more time.
+    return max(0.0, time.time() - int(began)) if began.isdigit() else 0.0

@@ -11,10 +11,11 @@ to run, and the `[launch]` table says where.
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import shutil
 import subprocess
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -71,6 +72,17 @@ class BatchJob:
 
 
 @dataclass(frozen=True)
+class TaskRecord:
+    """A task of an array that was submitted: one run of a sweep."""
+
+    run: str
+    """Its run folder."""
+    id: str
+    logs: Sequence[str]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class JobRecord:
     """A job that was submitted."""
 
@@ -84,6 +96,8 @@ class JobRecord:
     """What the launcher needs to find it again."""
     earlier: Sequence[str] = field(default_factory=list)
     """Ids of jobs that this folder was submitted as before."""
+    tasks: Sequence[TaskRecord] = field(default_factory=list)
+    """Of a sweep: its runs, each of which has a record of its own besides."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +109,10 @@ class BatchState:
     """In the scheduler's own words."""
     exit: int | None = None
     """The exit status, if it has ended and the scheduler knows it."""
+
+    @property
+    def active(self) -> bool:
+        return self.phase in ("waiting", "running")
 
 
 class Launcher(Protocol):
@@ -146,6 +164,42 @@ def write_files(job: BatchJob, files: Mapping[str, str]) -> Path:
     return job.folder / next(iter(files))
 
 
+class UncertainError(UserError):
+    """A scheduler did not say whether it has taken a job."""
+
+
+@contextlib.contextmanager
+def files_of_submission(job: BatchJob, files: Mapping[str, str]) -> Iterator[Path]:
+    """The files of a job, in its folder; if the job is refused meanwhile, all is as before."""
+    folders = [
+        one
+        for folder in (job.folder, job.logs)
+        for one in (folder, *folder.parents)
+        if not one.exists()
+    ]
+    before = {name: _content(job.folder / name) for name in files}
+    try:
+        yield write_files(job, files)
+    except UncertainError:
+        raise
+    except UserError:
+        for name, content in before.items():
+            if content is not None:
+                write_atomic(job.folder / name, content)
+            else:
+                (job.folder / name).unlink(missing_ok=True)
+        for folder in sorted(folders, key=lambda one: len(one.parts), reverse=True):
+            # Somebody may have put something there meanwhile.
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise
+
+
+def _content(file: Path) -> bytes | None:
+    with storage_errors(file):
+        return file.read_bytes() if file.is_file() else None
+
+
 def write_record(folder: Path, record: JobRecord) -> None:
     """Note which job this folder was submitted as."""
     write_json(folder / RECORD, {"version": _VERSION, **asdict(record)})
@@ -159,7 +213,8 @@ def read_record(folder: Path) -> JobRecord | None:
     try:
         found = read_json(file)
         if found.pop("version") == _VERSION:
-            return JobRecord(**found)
+            tasks = [TaskRecord(**one) for one in found.pop("tasks", ())]
+            return JobRecord(**found, tasks=tasks)
     except (KeyError, TypeError, AttributeError):
         pass
     raise DataError(
@@ -209,7 +264,7 @@ def try_scheduler(
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise UserError(
+        raise UncertainError(
             f"{words[0]} did not answer within {timeout:.0f} seconds",
             where=shlex.join(words),
             remedy="the scheduler may be down; try again later",

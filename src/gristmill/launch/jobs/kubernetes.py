@@ -23,7 +23,14 @@ from typing import Any
 from gristmill.base.errors import Exit, Problem, UserError
 from gristmill.base.units import parse_seconds
 from gristmill.config.launch import KubernetesConfig, LaunchConfig
-from gristmill.launch.jobs.batch import BatchJob, BatchState, JobRecord, now, run_scheduler
+from gristmill.launch.jobs.batch import (
+    BatchJob,
+    BatchState,
+    JobRecord,
+    UncertainError,
+    now,
+    run_scheduler,
+)
 from gristmill.launch.jobs.rendering import render
 from gristmill.launch.node import RESTART
 from gristmill.launch.processes import PERMANENT
@@ -118,16 +125,12 @@ class Kubernetes:
         record = JobRecord("kubernetes", name, [], now(), facts)
         _remove_ended(record, run=str(job.folder.parent))
         kubectl(record, "apply", "-f", str(file))
-        made = _get(record) or {}
-        owner = {
-            "apiVersion": made.get("apiVersion"),
-            "kind": made.get("kind"),
-            "name": name,
-            "uid": made.get("metadata", {}).get("uid"),
-        }
-        patch = json.dumps({"metadata": {"ownerReferences": [owner]}})
-        for owned in ("configmap", "service")[: 2 if kind == "job" and job.launch.nodes > 1 else 1]:
-            kubectl(record, "patch", owned, name, "--type=merge", "-p", patch)
+        owned = ("configmap", "service")[: 2 if kind == "job" and job.launch.nodes > 1 else 1]
+        try:
+            _own(record, owned)
+        except UserError as error:
+            # The job is there, so its files have to stay.
+            raise UncertainError(error.problems, exit=error.exit) from error
         return record
 
     def state(self, record: JobRecord) -> BatchState:
@@ -196,6 +199,20 @@ def _parse(record: JobRecord, text: str) -> dict[str, Any] | None:
             exit=Exit.PEER,
         ) from None
     return found if isinstance(found, dict) else None
+
+
+def _own(record: JobRecord, kinds: Sequence[str]) -> None:
+    """Have the job's other objects deleted with it."""
+    made = _get(record) or {}
+    owner = {
+        "apiVersion": made.get("apiVersion"),
+        "kind": made.get("kind"),
+        "name": record.id,
+        "uid": made.get("metadata", {}).get("uid"),
+    }
+    patch = json.dumps({"metadata": {"ownerReferences": [owner]}})
+    for kind in kinds:
+        kubectl(record, "patch", kind, record.id, "--type=merge", "-p", patch)
 
 
 def _remove_ended(record: JobRecord, *, run: str) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gristmill.base.errors import Problem, UserError
+from gristmill.base.process import JOB_BEGAN
 from gristmill.config.launch import LaunchConfig
 from gristmill.launch.jobs.batch import BatchJob, BatchState, JobRecord, now, run_scheduler
 from gristmill.launch.jobs.containers import container_words
@@ -90,6 +91,7 @@ def mpi_values(job: BatchJob) -> dict[str, object]:
         "container": container_words(job),
         "python": [job.command[0]],
         "variables": variables,
+        "began": JOB_BEGAN,
     }
 
 

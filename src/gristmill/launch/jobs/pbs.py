@@ -3,17 +3,29 @@
 PBS ends a job at its wall time with little warning, so the run stops by itself before
 (`train.time_limit`), and the job then submits its successor. The ids of all of them are in
 RUN/job/ids, the newest last.
+
+    4711.pbs    saves, submits 4720.pbs, ends with 0     job 4712.pbs waits for both: afterok
+    4720.pbs    trains to the end
+
+A job that has a successor has done its part, and ends with 0: jobs that wait for it with `afterok`
+would be deleted otherwise, even if they no longer name it. They are made to wait for the successor
+too before it ends (qalter). A task of a sweep cannot be a successor of its own array, so it
+continues as a job of its own; those of task 3 are in ids-3.
 """
 
 from __future__ import annotations
 
+import glob
 import json
 import re
-from collections.abc import Iterator
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gristmill.base.errors import Problem, UserError
+from gristmill.base.errors import Problem
 from gristmill.base.units import parse_seconds
 from gristmill.config.launch import LaunchConfig
 from gristmill.launch.jobs.batch import (
@@ -21,6 +33,8 @@ from gristmill.launch.jobs.batch import (
     BatchState,
     JobRecord,
     Phase,
+    TaskRecord,
+    UncertainError,
     now,
     run_scheduler,
     try_scheduler,
@@ -30,8 +44,13 @@ from gristmill.launch.jobs.rendering import render
 from gristmill.launch.jobs.slurm import clock, ranges
 
 IDS = "ids"
+TASK = "GRISTMILL_TASK"
+"""The task of a sweep that a job runs which is not part of its array."""
 NEEDS = "on a login node of the cluster"
 _FILE = "train.pbs"
+_SUCCESSORS = "successors"
+"""The ids of all jobs in which tasks of a sweep continue, in the order in which they were
+submitted: so many run at once as tasks may."""
 _MAIL = {"begin": "b", "end": "e", "fail": "a"}
 _STATES: dict[str, tuple[Phase, str]] = {
     "Q": ("waiting", "queued"),
@@ -65,46 +84,104 @@ class Pbs:
 
     def files(self, job: BatchJob) -> dict[str, str]:
         file = f"{job.name}.pbs" if job.array is not None else _FILE
-        values = {**mpi_values(job), "options": list(_options(job)), "file": file, "ids": IDS}
+        values = {
+            **mpi_values(job),
+            "options": list(_options(job)),
+            "array": shlex.join(_array(job)),
+            "file": file,
+            "ids": IDS,
+            "successors": _SUCCESSORS,
+            "task": TASK,
+        }
         return {file: render("pbs.sh.jinja", **values)}
 
     def submit(self, job: BatchJob, file: Path) -> JobRecord:
         after = ["-W", f"depend=afterok:{':'.join(job.after)}"] if job.after else []
-        id = run_scheduler(["qsub", *after, str(file)], needs=NEEDS).strip()
+        id = run_scheduler(["qsub", *after, *_array(job), str(file)], needs=NEEDS).strip()
         if not re.fullmatch(r"\d+(\[\])?(\.[\w.-]+)?", id):
-            raise UserError(
+            raise UncertainError(
                 f"qsub gave no id of a job: {id!r}",
                 where=str(file),
                 remedy="see `qstat -u $USER` for whether it was submitted",
             )
-        ids = job.folder / IDS
+        ids, logs = job.folder / IDS, Path(glob.escape(str(job.logs)))
         with ids.open("a") as log:
             log.write(f"{id}\n")
-        return JobRecord("pbs", id, [str(job.logs / "job-*.log")], now(), {"ids": str(ids)})
+        # Those of an earlier sweep of this name.
+        for old in (job.folder / _SUCCESSORS, *job.folder.glob(f"{IDS}-*")):
+            old.unlink(missing_ok=True)
+        tasks = []
+        for number, task in (job.array or {}).items():
+            if task.run is not None:
+                own = job.folder / f"{IDS}-{number}"
+                one, log_file = id.replace("[]", f"[{number}]"), logs / f"job-*_{number}.log"
+                tasks.append(TaskRecord(str(task.run), one, [str(log_file)], {"ids": str(own)}))
+        facts = {"ids": str(ids)}
+        return JobRecord("pbs", id, [str(logs / "job-*.log")], now(), facts, tasks=tasks)
 
     def state(self, record: JobRecord) -> BatchState:
-        id = newest_id(record)
-        # -x shows jobs that have ended, if the server keeps their history.
-        asked = try_scheduler(["qstat", "-x", "-f", "-F", "json", id], needs=NEEDS)
-        jobs = _jobs(asked.stdout)
-        if asked.returncode or not jobs:
+        if not record.tasks:
+            id = newest_id(record)
+            if found := _ask(id).get(_number(id)):
+                state = _state(found)
+                return replace(state, text=f"as {id}, {state.text}") if id != record.id else state
             return BatchState("unknown", f"PBS no longer knows {id}, so it has ended")
-        return _state(next(iter(jobs.values())))
+        # Of several ids, qstat shows only the first as JSON.
+        jobs = _ask("-t", record.id)
+        ids = [newest_id(task) for task in record.tasks]
+        for id in ids:
+            if _number(id) not in jobs:
+                jobs |= _ask(id)
+        states = [_state(jobs[_number(id)]) for id in ids if _number(id) in jobs]
+        return _together(states, len(ids))
 
     def cancel(self, record: JobRecord) -> None:
-        run_scheduler(["qdel", newest_id(record)], needs=NEEDS)
+        newest = [newest_id(task) for task in record.tasks]
+        # The array goes as a whole, so that none of its tasks begins meanwhile.
+        successors = [id for id, task in zip(newest, record.tasks, strict=True) if id != task.id]
+        ids = [record.id, *successors] if record.tasks else [newest_id(record)]
+        for id in ids:
+            # qdel complains of jobs that have ended.
+            if not record.tasks or _state(_ask(id).get(_number(id), {})).active:
+                run_scheduler(["qdel", id], needs=NEEDS)
 
     def output(self, record: JobRecord) -> None:
         return None
 
 
-def newest_id(record: JobRecord) -> str:
-    """The id of the job, or of the last successor that it submitted."""
+def newest_id(record: JobRecord | TaskRecord) -> str:
+    """The id of a job, or of the last successor that it submitted."""
     try:
         ids = Path(record.facts["ids"]).read_text().split()
     except OSError:
         ids = []
     return ids[-1] if ids else record.id
+
+
+def _number(id: str) -> str:
+    """An id without the server, which PBS may write with its domain or without."""
+    return id.partition(".")[0]
+
+
+def _ask(*words: str) -> dict[str, Any]:
+    """What PBS says of a job, by number; -x: also of one that has ended, if there is a history."""
+    asked = try_scheduler(["qstat", "-x", "-f", "-F", "json", *words], needs=NEEDS)
+    try:
+        jobs = json.loads(asked.stdout).get("Jobs", {})
+    except (ValueError, AttributeError):
+        return {}
+    return {_number(id): job for id, job in jobs.items()} if isinstance(jobs, dict) else {}
+
+
+def _array(job: BatchJob) -> list[str]:
+    """The options of qsub that make an array of a job. They are not directives of the script, since
+    a task that continues as a job of its own runs the same script."""
+    if job.array is None:
+        return []
+    if len(job.array) == 1:
+        # PBS has no arrays of one task.
+        return ["-v", f"{TASK}={next(iter(job.array))}"]
+    return ["-J", f"{ranges(list(job.array))}{f'%{job.at_once}' if job.at_once else ''}"]
 
 
 def _options(job: BatchJob) -> Iterator[tuple[str, Any]]:
@@ -131,21 +208,22 @@ def _options(job: BatchJob) -> Iterator[tuple[str, Any]]:
     if launch.mail:
         yield "M", launch.mail
         yield "m", "".join(sorted(_MAIL[one] for one in launch.mail_on))
-    if job.array is not None:
-        at_once = f"%{job.at_once}" if job.at_once else ""
-        yield "J", f"{ranges(list(job.array))}{at_once}"
     yield "j", "oe"
     yield "o", f"{job.logs}/"
     yield "r", "y" if launch.requeue else "n"
     yield from launch.options.items()
 
 
-def _jobs(text: str) -> dict[str, Any]:
-    try:
-        jobs = json.loads(text).get("Jobs", {})
-    except (ValueError, AttributeError):
-        return {}
-    return jobs if isinstance(jobs, dict) else {}
+def _together(states: Sequence[BatchState], total: int) -> BatchState:
+    """The state of all runs of a sweep; those that PBS has forgotten have ended."""
+    phases = [one.phase for one in states]
+    overall: Phase = next((one for one in ("running", "waiting") if one in phases), "ended")
+    counts = Counter(one.text.split(" ")[0] for one in states)
+    if total > len(states):
+        counts["forgotten"] = total - len(states)
+    words = ", ".join(f"{count} {state}" for state, count in counts.items())
+    code = max((one.exit or 0 for one in states), default=0)
+    return BatchState(overall, words, code if overall == "ended" else None)
 
 
 def _state(job: dict[str, Any]) -> BatchState:

@@ -8,12 +8,13 @@ Slurm puts the job back into the queue by itself.
 
 from __future__ import annotations
 
+import glob
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gristmill.base.errors import Problem, UserError
+from gristmill.base.errors import Problem
 from gristmill.base.units import parse_seconds
 from gristmill.config.launch import LaunchConfig
 from gristmill.launch.jobs.batch import (
@@ -21,6 +22,8 @@ from gristmill.launch.jobs.batch import (
     BatchState,
     JobRecord,
     Phase,
+    TaskRecord,
+    UncertainError,
     now,
     run_scheduler,
     try_scheduler,
@@ -78,13 +81,19 @@ class Slurm:
         # With several clusters it is "id;cluster".
         found = re.fullmatch(r"(\d+)(?:;.*)?", answer.strip().splitlines()[-1] if answer else "")
         if found is None:
-            raise UserError(
+            raise UncertainError(
                 f"sbatch gave no id of a job: {answer.strip()!r}",
                 where=str(file),
                 remedy="see `squeue --me` for whether it was submitted",
             )
-        log = "job-*.log" if job.array is None else f"job-{found[1]}_*.log"
-        return JobRecord("slurm", found[1], [str(job.logs / log)], now())
+        id, logs = found[1], Path(glob.escape(str(job.logs)))
+        log = "job-*.log" if job.array is None else f"job-{id}_*.log"
+        tasks = [
+            TaskRecord(str(task.run), f"{id}_{number}", [str(logs / f"job-{id}_{number}.log")])
+            for number, task in (job.array or {}).items()
+            if task.run is not None
+        ]
+        return JobRecord("slurm", id, [str(logs / log)], now(), tasks=tasks)
 
     def state(self, record: JobRecord) -> BatchState:
         shown = try_scheduler(["scontrol", "show", "job", "--oneliner", record.id], needs=NEEDS)

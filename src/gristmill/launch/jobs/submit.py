@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gristmill.base.errors import Exit, Problem, UserError
+from gristmill.base.files import storage_errors
 from gristmill.base.units import format_seconds, parse_seconds
 from gristmill.config.launch import LaunchConfig, LauncherName
 from gristmill.config.load import dump_run
@@ -25,11 +26,12 @@ from gristmill.launch.jobs.batch import (
     BatchJob,
     JobRecord,
     Launcher,
+    files_of_submission,
     has_no_effect,
     read_record,
-    write_files,
     write_record,
 )
+from gristmill.launch.jobs.build import launcher_of
 from gristmill.track.folder import RunFolder, run_folder
 
 SETTINGS = "run.toml"
@@ -66,6 +68,11 @@ def plan_training(
     return PlannedJob(job, {**launcher.files(job), SETTINGS: settings})
 
 
+def sweep_folder(run: RunFolder) -> RunFolder:
+    """Where the job is that trains variants of a run."""
+    return RunFolder(run.path.with_name(f"{run.path.name}-sweep"))
+
+
 def plan_sweep(
     config: RunConfig,
     runs: Sequence[tuple[Sequence[str], RunConfig]],
@@ -79,8 +86,7 @@ def plan_sweep(
     launch = checked(config, launcher, on)
     for _, one in runs:
         check_mesh(one, processes=one.runtime.devices_of(launch.processes))
-    home = RunFolder(run_folder(config).path.absolute())
-    folder = RunFolder(home.path.with_name(f"{home.path.name}-sweep"))
+    folder = sweep_folder(RunFolder(run_folder(config).path.absolute()))
     tasks = {
         number: ArrayTask(words, run_folder(one).path.absolute())
         for number, (words, one) in enumerate(runs, 1)
@@ -128,27 +134,49 @@ def plan_command(
 
 def submit(planned: PlannedJob, launcher: Launcher) -> JobRecord:
     """Write the files of a job and submit it, unless it runs or waits already."""
-    before = read_record(planned.job.folder)
-    if before is not None:
-        refuse_active(planned.job, before, launcher)
-    file = write_files(planned.job, planned.files)
-    record = launcher.submit(planned.job, file)
+    before = refuse_active(planned.job, launcher)
+    with files_of_submission(planned.job, planned.files) as file:
+        record = launcher.submit(planned.job, file)
     if before is not None:
         record = replace(record, earlier=[*before.earlier, before.id])
     write_record(planned.job.folder, record)
+    for task in record.tasks:
+        folder = RunFolder(Path(task.run)).job
+        earlier = read_record(folder)
+        own = JobRecord(record.launcher, task.id, task.logs, record.submitted, task.facts)
+        if earlier is not None:
+            own = replace(own, earlier=[*earlier.earlier, earlier.id])
+        with storage_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        write_record(folder, own)
     return record
 
 
-def refuse_active(job: BatchJob, record: JobRecord, launcher: Launcher) -> None:
-    """Refuse to submit a run that is a job already."""
-    state = launcher.state(record)
-    if state.phase in ("waiting", "running"):
-        raise UserError(
-            f"this run is job {record.id} already: {state.text}",
-            where=str(job.folder.parent),
-            remedy=f"wait for it, or end it with: gristmill launch cancel {job.folder.parent}",
-            exit=Exit.REFUSED,
-        )
+def refuse_active(job: BatchJob, launcher: Launcher) -> JobRecord | None:
+    """Refuse to submit a run that is a job already, by itself or in a sweep; returns the record of
+    one that it was."""
+    runs = [task.run for task in (job.array or {}).values() if task.run is not None]
+    before = read_record(job.folder)
+    records = {run: read_record(RunFolder(run).job) for run in runs}
+    for folder, record in {job.folder.parent: before, **records}.items():
+        if record is None:
+            continue
+        where = launcher_of(record.launcher)[1]
+        try:
+            state = where.state(record)
+        except UserError:
+            if type(where) is type(launcher):
+                raise
+            # The commands of that scheduler are not here: it was another cluster.
+            continue
+        if state.active:
+            raise UserError(
+                f"this run is job {record.id} already: {state.text}",
+                where=str(folder),
+                remedy=f"wait for it, or end it with: gristmill launch cancel {folder}",
+                exit=Exit.REFUSED,
+            )
+    return before
 
 
 # ------------------------------------------------------------------ the settings
