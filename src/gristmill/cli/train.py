@@ -102,6 +102,7 @@ def train(
     if translated is not None and not supervised:
         _begin(translated)
     if (processes > 1 or restarts > 0) and not supervised:
+        from gristmill.base.cuda import require_gpus
         from gristmill.base.process import Place
         from gristmill.config.rules import check_mesh
         from gristmill.launch.processes import Job, supervise
@@ -118,6 +119,9 @@ def train(
             )
         # Wrong settings are reported once, here, and not by every process.
         check_mesh(config, processes=config.runtime.devices_of(processes))
+        # The workers of an elastic run exchange tensors on the host, and may share a GPU.
+        if not config.parallel.elastic:
+            require_gpus(config.runtime.device, processes=processes)
         folder = run_folder(config)
         if fresh:
             move_aside(folder)

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -223,15 +224,39 @@ def _require_threads(threads: int) -> None:
 def _own_gpu(place: Place) -> torch.device:
     """The GPU of this process; if each process sees only one, that is GPU 0."""
     count = torch.cuda.device_count()
-    if place.local_rank >= count > 1:
-        raise UserError(
-            f"local rank {place.local_rank} has no GPU: this node has {count}",
-            where="runtime.device",
-            remedy=f"start at most {count} processes per node",
-        )
+    # All processes of the node say so, since none can begin.
+    needed = max(place.local_rank + 1, place.local_world or 1)
+    if needed > count > 1:
+        raise _too_few_gpus(place, needed, count)
     device = torch.device("cuda", place.local_rank if count > 1 else 0)
     torch.cuda.set_device(device)
     return device
+
+
+def _too_few_gpus(place: Place, processes: int, count: int) -> UserError:
+    gpus = "GPU" if count == 1 else "GPUs"
+    return UserError(
+        f"{processes} processes on {place.host} need a GPU each, and see {count} {gpus}",
+        where="runtime.device",
+        remedy=f"start at most {count} per node, ask the scheduler for more GPUs, or train on the "
+        'CPU with runtime.device = "cpu"',
+    )
+
+
+def _refuse_shared_gpus(device: Device, place: Place) -> None:
+    """Refuse a GPU that several processes would use. Each may see only one, and a different one, as
+    Slurm can arrange it; so they compare what they have, before NCCL fails over it."""
+    gpu = torch.cuda.get_device_properties(device.torch_device)
+    own = str(getattr(gpu, "uuid", f"{place.rank} of those that have no name"))
+    shared = Counter(ControlGroup(dist.group.WORLD).all_gather(own))
+    if shared[own] > 1:
+        raise _too_few_gpus(place, max(shared[own], place.local_world or 1), 1)
+    if len(shared) < place.world:
+        raise UserError(
+            "processes on another node would have to share a GPU, so the run cannot begin",
+            where="runtime.device",
+            remedy="see what they say",
+        )
 
 
 def _rendezvous(
@@ -264,6 +289,8 @@ def _rendezvous(
             remedy="check that all processes were started and can reach this address",
             exit=Exit.PEER,
         ) from error
+    if device.kind == "cuda":
+        _refuse_shared_gpus(device, place)
 
 
 def close_world() -> None:
