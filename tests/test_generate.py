@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from gristmill.base.errors import UserError
 from gristmill.config.model import GPTConfig
 from gristmill.generate import Engine, Sampling, TextGenerator, draw, window_start
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
-from gristmill.text.tokenizers.tokenizer import ByteTokenizer
+from gristmill.text.tokenizers.tokenizer import ByteTokenizer, open_tokenizer
 
 GREEDY = Sampling(temperature=0)
 
@@ -107,6 +112,9 @@ def test_temperature_top_k_and_top_p() -> None:
     ("values", "message"),
     [
         ({"temperature": -1.0}, "temperature must be 0 or more"),
+        ({"temperature": math.nan}, "temperature must be 0 or more, not nan"),
+        ({"temperature": math.inf}, "temperature must be 0 or more, not inf"),
+        ({"seed": 2**64}, "seed must be from 0"),
         ({"top_k": -1}, "top-k must be 0"),
         ({"top_p": 0.0}, "top-p must be above 0"),
         ({"top_p": 1.5}, "top-p must be above 0 and at most 1"),
@@ -149,6 +157,67 @@ def test_stop_strings_and_end_of_text_end_a_sample() -> None:
     stream = generator.stream("", tokens=9, sampling=GREEDY, samples=3, stop=["STOP"])
     first = "".join(piece for number, piece in stream if number == 0)
     assert first == "grain "  # the beginning of a stop string is held back
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-8])
+def test_the_smallest_temperatures_take_the_likeliest_token(temperature: float) -> None:
+    for sampling in (Sampling(temperature, top_k=0), Sampling(temperature, top_k=2, top_p=0.9)):
+        assert probabilities(sampling, [-50.0, 30.0, 80.0, 79.0], draws=50)[2] == 1
+
+
+@pytest.fixture
+def beginning(tmp_path: Path) -> Path:
+    """The folder of a tokenizer that puts <s> before every text."""
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<s>", "</s>", "<|turn|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator(["the mill grinds corn"] * 3, trainer)
+    inner.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", inner.token_to_id("<s>"))]
+    )
+    inner.save(str(tmp_path / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return tmp_path
+
+
+def test_a_prompt_begins_as_it_does_in_transformers(beginning: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = open_tokenizer(beginning)
+    theirs = transformers.AutoTokenizer.from_pretrained(str(beginning))
+    generator, asked = scripted(b""), list[list[int]]()
+    generator.tokenizer = tokenizer
+    generator.engine.stream = lambda prompts, **_: asked.extend(prompts) or iter(())  # type: ignore
+    for prompt in ("the corn", ""):
+        generator.texts(prompt, tokens=1, sampling=GREEDY)
+        assert asked[-1] == theirs(prompt).input_ids
+    assert asked == [[tokenizer.control_tokens["<s>"], *tokenizer.encode("the corn")], [0]]
+    # Ids are taken as they are: a chat template writes its own beginning.
+    generator.texts([5, 6], tokens=1, sampling=GREEDY)
+    assert asked[-1] == [5, 6]
+
+
+def test_a_generated_control_token_is_no_text(beginning: Path) -> None:
+    tokenizer = open_tokenizer(beginning)
+    controls = tokenizer.control_tokens
+    said = [*tokenizer.encode("the"), controls["<|turn|>"], *tokenizer.encode(" mill")]
+    generator = TextGenerator(make_model(), tokenizer)
+    generator.engine = Scripted(bytes(0))  # type: ignore[assignment]
+    generator.engine.stream = lambda *_, **__: ([one] for one in said)  # type: ignore
+    assert generator.texts("", tokens=9, sampling=GREEDY) == ["the mill"]
+    # It can be asked for as the end, and is then not looked for in the text.
+    stop = ["<|turn|>"]
+    assert generator.texts("", tokens=9, sampling=GREEDY, stop=stop) == ["the"]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling()], ids=["greedy", "drawn"])

@@ -12,6 +12,7 @@ Shapes: B samples, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,12 +39,15 @@ class Sampling:
     seed: int = 1337
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise UserError("the temperature must be 0 or more", where="--temperature")
+        if not 0 <= self.temperature < math.inf:
+            what = f"the temperature must be 0 or more, not {self.temperature}"
+            raise UserError(what, where="--temperature", remedy="for example 0.8")
         if self.top_k < 0:
             raise UserError("top-k must be 0 (all) or more", where="--top-k")
         if not 0 < self.top_p <= 1:
             raise UserError("top-p must be above 0 and at most 1", where="--top-p")
+        if not 0 <= self.seed < 2**64:
+            raise UserError("the seed must be from 0 to 2^64 - 1", where="--seed")
 
 
 class Engine:
@@ -101,7 +105,9 @@ def draw(logits_BV: torch.Tensor, sampling: Sampling, generator: torch.Generator
         raise DataError("the model computes NaN or infinite logits, so it cannot choose a token")
     if sampling.temperature == 0:
         return logits_BV.argmax(dim=-1)
-    logits_BV = logits_BV / sampling.temperature
+    # The likeliest becomes 0, so that the smallest temperature gives no infinity.
+    temperature = max(sampling.temperature, torch.finfo(torch.float32).tiny)
+    logits_BV = (logits_BV - logits_BV.amax(dim=-1, keepdim=True)) / temperature
     if 0 < sampling.top_k < logits_BV.shape[1]:
         least = logits_BV.topk(sampling.top_k).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < least, -torch.inf)
@@ -138,6 +144,7 @@ class TextGenerator:
         self.engine = Engine(model, cached=cached, ids=tokenizer.size)
         self.tokenizer = tokenizer
         self.ends = {tokenizer.end_of_text, *ends}
+        self._controls = frozenset(tokenizer.control_tokens.values())
 
     def stream(
         self,
@@ -149,9 +156,11 @@ class TextGenerator:
         stop: Sequence[str] = (),
     ) -> Iterator[tuple[int, str]]:
         """Yield (sample, new text); a sample ends at a token that ends texts, before a stop string,
-        or when full. The prompt is text or ids."""
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        ids = ids or [self.tokenizer.end_of_text]
+        or when full. The prompt is text, before which comes what the tokenizer puts before every
+        text, or ids."""
+        if isinstance(prompt, str):
+            prompt = [*self.tokenizer.prefix, *self.tokenizer.encode(prompt)]
+        ids = prompt or [self.tokenizer.end_of_text]
         yield from self._stream([ids] * samples, tokens=tokens, sampling=sampling, stop=stop)
 
     def complete(
@@ -167,10 +176,13 @@ class TextGenerator:
         self, prompts: Sequence[list[int]], *, tokens: int, sampling: Sampling, stop: Sequence[str]
     ) -> Iterator[tuple[int, str]]:
         drafts = [_Draft() for _ in prompts]
+        # A control token is no text that could be found in what was written.
+        named = self.tokenizer.control_tokens
+        ends = self.ends | {named[word] for word in stop if word in named}
         for next_ids in self.engine.stream(prompts, tokens=tokens, sampling=sampling):
             for number, (draft, next_id) in enumerate(zip(drafts, next_ids, strict=True)):
                 if not draft.finished:
-                    yield number, self._extend(draft, next_id, stop)
+                    yield number, self._extend(draft, next_id, ends, stop)
             if all(draft.finished for draft in drafts):
                 return
         for number, draft in enumerate(drafts):
@@ -184,11 +196,13 @@ class TextGenerator:
             texts[number] += piece
         return texts
 
-    def _extend(self, draft: _Draft, next_id: int, stop: Sequence[str]) -> str:
-        """Append an id and return the text that is final now."""
-        if next_id in self.ends:
+    def _extend(
+        self, draft: _Draft, next_id: int, ends: Collection[int], stop: Sequence[str]
+    ) -> str:
+        """Append an id and return the text that is final now; control tokens are no text."""
+        if next_id in ends:
             draft.finished = True
-        else:
+        elif next_id not in self._controls:
             draft.ids.append(next_id)
         text = self.tokenizer.decode(draft.ids)
         cut = min((text.find(word) for word in stop if word in text), default=-1)
@@ -255,7 +269,7 @@ class ChatGenerator:
 
     def _words(self, written: str) -> str:
         """An answer without what the template puts before its words."""
-        lead = self.encoder.lead
+        lead = self.encoder.lead_text
         return "" if lead.startswith(written) else written.removeprefix(lead)
 
     def _prompt(self, tokens: int) -> list[int]:

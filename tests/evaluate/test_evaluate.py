@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,26 @@ def test_every_token_but_the_first_is_predicted_once(loaded: LoadedModel, length
     assert result.bits_per_byte == pytest.approx(result.loss / math.log(2))  # one byte a token
 
 
+def test_results_and_their_errors_do_not_depend_on_the_batch(loaded: LoadedModel) -> None:
+    ids = np.random.default_rng(0).integers(0, 256, 157)
+    single, *others = (evaluate_loss(loaded, ids, batch=batch) for batch in (1, 3, 8, 100))
+    # 15 whole windows and one of the remaining tokens.
+    assert len(single.measures["loss"].items) == 16
+    deviation = np.std(single.measures["loss"].items, ddof=1)
+    assert single.measures["loss"].stderr == pytest.approx(deviation / 4)
+    for other in others:
+        for name, measure in single.measures.items():
+            assert other.measures[name].value == pytest.approx(measure.value, rel=1e-6)
+            assert other.measures[name].stderr == pytest.approx(measure.stderr, rel=1e-4)
+            assert other.measures[name].items == pytest.approx(measure.items, rel=1e-5)
+
+
+def test_a_short_text_has_no_standard_error(loaded: LoadedModel) -> None:
+    found = evaluate_loss(loaded, np.arange(70), batch=2)
+    assert len(found.measures["loss"].items) == 7
+    assert {one.stderr for one in found.measures.values()} == {None}
+
+
 def test_end_of_text_has_no_bytes(loaded: LoadedModel) -> None:
     result = evaluate_loss(loaded, np.array([65, 66, 256, 67, 256]))
     assert result.bits_per_byte == pytest.approx(result.loss * 4 / 2 / math.log(2))
@@ -77,6 +98,32 @@ def test_a_run_is_evaluated_on_its_own_validation_text(
     (tmp_path / "a.txt").write_text("corn")
     text = evaluation_ids(opened, data=None, text=[str(tmp_path / "a.txt")])
     assert text.ids.tolist() == [*b"corn", 256]
+
+
+def test_what_a_tokenizer_puts_before_a_text_is_given_and_not_predicted(
+    loaded: LoadedModel, tmp_path: Path
+) -> None:
+    class Beginning(ByteTokenizer):
+        prefix = (1, 2)
+
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(name * 3)
+    opened = replace(loaded, tokenizer=Beginning())
+    text = evaluation_ids(opened, text=[str(tmp_path / "*.txt")])
+    assert text.ids.tolist() == [1, 2, *b"aaa", 256, 1, 2, *b"bbb", 256]
+    assert text.predicted is not None and text.starts.tolist() == [0, 6]
+    found = evaluate_loss(opened, text.ids, predicted=text.predicted)
+    assert found.tokens == 8
+    losses = functional.cross_entropy(
+        loaded.model(torch.tensor(text.ids[None, :10]))[0],
+        torch.tensor(text.ids[1:11]),
+        reduction="none",
+    )
+    predicted = losses[torch.tensor(text.predicted[1:11])].sum().item()
+    rest = functional.cross_entropy(
+        loaded.model(torch.tensor(text.ids[None, 10:11]))[0], torch.tensor(text.ids[11:])
+    ).item()
+    assert found.loss == pytest.approx((predicted + rest) / 8, rel=1e-5)
 
 
 def test_text_must_be_named_for_a_model_without_a_run(loaded: LoadedModel) -> None:

@@ -8,14 +8,41 @@ import statistics
 
 import pytest
 
-from gristmill.evaluate.measures import Measure, compare, mean, perplexity, ratio
+from gristmill.evaluate.measures import LEAST, Measure, compare, mean, perplexity, ratio
 
 
 def test_the_mean_and_its_standard_error() -> None:
-    found = mean([1.0, 0.0, 1.0, 1.0])
+    items = [1.0, 0.0, 1.0, 1.0] * 4
+    found = mean(items)
     assert found.value == 0.75
-    assert found.stderr == pytest.approx(statistics.stdev([1, 0, 1, 1]) / 2)
-    assert mean([1.0]).stderr is None
+    assert found.stderr == pytest.approx(statistics.stdev(items) / 4)
+
+
+def test_few_items_have_no_error_and_no_p_value() -> None:
+    few = mean([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0])
+    assert len(few.items) == LEAST - 1 and few.stderr is None
+    assert compare(few, mean([one + 9 for one in few.items])) is None
+    assert mean([*few.items, 8.0]).stderr is not None
+
+
+def test_few_items_are_compared_by_students_t() -> None:
+    # The standard example of a paired test: ten patients, two drugs (Student, 1908).
+    first = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]
+    second = [1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4]
+    found = compare(mean(first), mean(second))
+    assert found is not None and found.paired
+    assert found.value == pytest.approx(1.58)
+    assert found.p == pytest.approx(0.002833, abs=1e-6)
+    apart = compare(mean(first), mean(second), same_items=False)
+    # Welch's test has 17.8 degrees of freedom, of which 17 are counted: 0.0794 becomes 0.0802.
+    assert apart is not None and not apart.paired
+    assert apart.p == pytest.approx(0.0802, abs=1e-4)
+
+
+def test_many_items_are_compared_by_the_normal_distribution() -> None:
+    first, second = Measure(1.0, 0.1), Measure(1.0 + 1.96 * math.hypot(0.1, 0.2), 0.2)
+    found = compare(first, second)
+    assert found is not None and found.p == pytest.approx(0.05, abs=1e-4)
 
 
 def test_the_error_of_a_perplexity_agrees_with_resampling() -> None:
@@ -31,8 +58,8 @@ def test_a_ratio_weighs_clusters_by_their_size() -> None:
     found = ratio([10.0, 24.0, 3.0], [10, 20, 2])
     assert found.value == pytest.approx(37 / 32)
     assert statistics.fmean(found.items) == pytest.approx(found.value)
-    equal = ratio([1.0, 3.0, 2.0], [10, 10, 10])
-    assert equal.stderr == pytest.approx(statistics.stdev([0.1, 0.3, 0.2]) / math.sqrt(3))
+    equal = ratio([1.0, 3.0, 2.0] * 3, [10, 10, 10] * 3)
+    assert equal.stderr == pytest.approx(statistics.stdev([0.1, 0.3, 0.2] * 3) / 3)
 
 
 def test_right_and_wrong_answers_are_compared_by_mcnemar() -> None:
@@ -59,7 +86,7 @@ def test_pairing_sees_what_single_errors_hide() -> None:
 
 
 def test_rounding_is_no_difference() -> None:
-    values = [1.0, 2.0, 3.0]
+    values = [float(one) for one in range(1, 11)]
     found = compare(mean(values), mean([one * (1 + 1e-8) for one in values]))
     assert found is not None and found.p == 1.0
 

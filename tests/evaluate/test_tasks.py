@@ -17,6 +17,7 @@ from gristmill.base.errors import UserError
 from gristmill.checkpoint.model import LoadedModel
 from gristmill.config.model import GPTConfig
 from gristmill.evaluate.results import EvaluationResult
+from gristmill.evaluate.tasks import core
 from gristmill.evaluate.tasks.run import TaskOptions, open_tasks
 from gristmill.models.build import build_model
 from gristmill.text.tokenizers.tokenizer import ByteTokenizer
@@ -174,9 +175,9 @@ def make_bundle(folder: Path) -> Path:
             "continuation": phrase(rng, 2),
             "gold": i % 2,
         }
-        for i in range(6)
+        for i in range(9)
     ]
-    texts = [{"context": f"{phrase(rng, 4)} ", "continuation": phrase(rng, 1)} for _ in range(5)]
+    texts = [{"context": f"{phrase(rng, 4)} ", "continuation": phrase(rng, 1)} for _ in range(8)]
     listed = []
     for name, kind, rows, shots in (
         ("chosen", "multiple_choice", choices, 2),
@@ -259,7 +260,7 @@ def test_core(loaded: LoadedModel, tmp_path: Path) -> None:
     guessing = {"chosen": 0.333, "schema": 0.5, "told": 0.0}
     centered = [(value - guessing[name]) / (1 - guessing[name]) for name, value in expected.items()]
     assert found.measures["core"].value == pytest.approx(sum(centered) / 3)
-    assert found.measures["core"].stderr is not None and found.count == 19
+    assert found.measures["core"].stderr is not None and found.count == 25
     with zipfile.ZipFile(tmp_path / "bundle.zip", "w") as packed:
         for file in folder.rglob("*"):
             packed.write(file, Path("eval_bundle") / file.relative_to(folder))
@@ -267,6 +268,16 @@ def test_core(loaded: LoadedModel, tmp_path: Path) -> None:
     assert again.measures == found.measures
     assert again.facts == found.facts
     assert run(f"core={folder}", loaded, items=4).count == 12
+
+
+def test_a_bundle_that_unpacks_without_end_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core, "LARGEST", 1000)
+    with zipfile.ZipFile(tmp_path / "bomb.zip", "w", zipfile.ZIP_DEFLATED) as packed:
+        packed.writestr("core.yaml", " " * 1001)
+    with pytest.raises(UserError, match="core.yaml is larger than any"):
+        open_tasks([f"core={tmp_path / 'bomb.zip'}"])
 
 
 def test_core_without_its_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+from gristmill.base.printing import on_one_line, printable
+
 
 class Exit(enum.IntEnum):
     """Exit statuses of every command, after the BSD `sysexits` where one fits."""
@@ -59,8 +61,8 @@ class Problem:
     remedy: str | None = None
 
     def __str__(self) -> str:
-        text = f"{self.where}: {self.what}" if self.where else self.what
-        return f"{text}\n    {self.remedy}" if self.remedy else text
+        text = f"{on_one_line(self.where)}: {self.what}" if self.where else self.what
+        return printable(f"{text}\n    {self.remedy}" if self.remedy else text)
 
 
 class UserError(Exception):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gristmill.base.errors import UserError
+from gristmill.base.printing import on_one_line
 from gristmill.base.units import format_count
 from gristmill.cli.evaluation_table import Evaluated, print_table
 from gristmill.cli.models import Device, Which, open_loaded
@@ -63,7 +64,7 @@ def evaluate(
     limit: Annotated[
         int | None, typer.Option(help="Stop after this many tokens of each text.", min=1)
     ] = None,
-    batch: Annotated[int, typer.Option(help="Windows of a text per batch.", min=1)] = 8,
+    batch: Annotated[int, typer.Option(help="Windows computed at once.", min=1)] = 8,
     precision: Annotated[
         list[EvaluationPrecision] | None,
         typer.Option(
@@ -105,7 +106,7 @@ def evaluate(
         del loaded
     print_table(found)
     for file in written:
-        typer.echo(f"written to {file}")
+        typer.echo(f"written to {on_one_line(str(file))}")
 
 
 # ------------------------------------------------------------------ measuring
@@ -147,10 +148,12 @@ def _text_results(
                 limit=limit,
                 rules=chosen.rules,
                 starts=chosen.starts,
+                predicted=chosen.predicted,
                 progress=show,
             )
         content = ",".join(map(str, chosen.ids[: None if limit is None else limit + 1].tolist()))
-        facts = {"data": chosen.name, "ids_sha256": sha256_text(content)}
+        context = loaded.model.config.context
+        facts = {"data": chosen.name, "ids_sha256": sha256_text(content), "context": context}
         yield EvaluationResult(
             chosen.name, measured.measures, measured.tokens, measured.seconds, facts, kind="text"
         )
@@ -166,7 +169,7 @@ def _task_results(loaded: LoadedModel, opened: Sequence[OpenTask]) -> Iterator[E
             results = one.run(loaded, show)
         for result in results:
             for note in result.notes:
-                typer.echo(f"warning: {note}", err=True)
+                typer.echo(f"warning: {on_one_line(note)}", err=True)
             yield result
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 
+from gristmill.base.printing import on_one_line
 from gristmill.base.units import format_seconds
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ class Evaluated(NamedTuple):
 
 def print_table(found: Sequence[Evaluated]) -> None:
     """A table with a row for each measure of each model; what all rows share stands above it."""
+    from gristmill.evaluate.measures import LEAST
+
     rows = list(_rows(found))
     titles = _TableRow("on", "measure", "model", "precision", "value", "std. error", "", "")
     columns = [
@@ -47,7 +50,7 @@ def print_table(found: Sequence[Evaluated]) -> None:
     )
     for name in ("model", "precision"):
         if name in shared and (name == "model" or found[0].precision != "fp32"):
-            typer.echo(f"{name:<9}  {getattr(found[0], name)}")
+            typer.echo(f"{name:<9}  {on_one_line(getattr(found[0], name))}")
     kept = [
         (name, column)
         for name, column in zip(_TableRow._fields, columns, strict=True)
@@ -61,6 +64,11 @@ def print_table(found: Sequence[Evaluated]) -> None:
             for name, column in kept
         ]
         typer.echo("  ".join(cells).rstrip())
+    few = [one.result for one in found if any(map(_has_few, one.result.measures.values()))]
+    if few:
+        what = "windows of the text" if few[0].kind == "text" else "items"
+        note = f"{on_one_line(few[0].name)} has fewer than {LEAST} {what}, too few to tell how far "
+        typer.echo(f"note: {note}its numbers are chance", err=True)
 
 
 class _TableRow(NamedTuple):
@@ -93,31 +101,40 @@ def _rows(found: Sequence[Evaluated]) -> Iterator[_TableRow]:
                     if measure not in measures:
                         continue
                     value, result = measures[measure], one.result
+                    # Other ids or another context are other windows, even if there are as many.
+                    same = result.facts == group[0].result.facts
                     size = f"{result.count:,} {result.unit} in {format_seconds(result.seconds)}"
                     yield _TableRow(
-                        on,
-                        title,
-                        one.model,
+                        on_one_line(on),
+                        on_one_line(title),
+                        on_one_line(one.model),
                         one.precision,
                         _shown(value.value, measure),
                         "" if value.stderr is None else _shown(value.stderr, measure),
-                        "" if one is group[0] else _difference(first, value, measure),
+                        "" if one is group[0] else _difference(first, value, measure, same=same),
                         size if measure == next(iter(result.measures)) and not part else "",
                     )
                     on = title = ""
+
+
+def _has_few(measure: Measure) -> bool:
+    from gristmill.evaluate.measures import LEAST
+
+    return 0 < len(measure.items) < LEAST
 
 
 def _measures_of(result: EvaluationResult, part: str) -> dict[str, Measure]:
     return result.parts.get(part, {}) if part else result.measures
 
 
-def _difference(first: Measure | None, second: Measure, measure: str) -> str:
-    """How a model differs from the first one, and whether that is more than chance."""
+def _difference(first: Measure | None, second: Measure, measure: str, *, same: bool) -> str:
+    """How a model differs from the first one, and whether that is more than chance; `same`: both
+    were asked the same."""
     from gristmill.evaluate.measures import compare
 
     if first is None:
         return ""
-    found = compare(first, second)
+    found = compare(first, second, same_items=same)
     if found is None:
         return f"{second.value - first.value:+.4f}"
     sign = "+" if found.value >= 0 else "-"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gristmill.base.errors import UserError
+from gristmill.base.printing import on_one_line
 from gristmill.cli.options import Overrides
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def report(
     page = write_report(
         runs,
         output or runs[0] / "report.html",
-        warn=lambda text: typer.echo(f"warning: {text}", err=True),
+        warn=lambda text: typer.echo(f"warning: {on_one_line(text)}", err=True),
     )
     typer.echo(f"written to {page}")
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gristmill.base.errors import UserError
+from gristmill.base.printing import printable
 from gristmill.base.units import format_bytes
 from gristmill.cli.dialects import DialectName
 from gristmill.cli.progress import ProgressLine
@@ -51,7 +52,7 @@ def open_loaded(model: str, *, checkpoint: str, device: str) -> LoadedModel:
 def _warn(stored: StoredModel) -> None:
     """Say on stderr what the user did not ask for, such as an older checkpoint."""
     for note in stored.notes:
-        typer.echo(f"warning: {note}", err=True)
+        typer.echo(f"warning: {printable(note)}", err=True)
 
 
 def generate(

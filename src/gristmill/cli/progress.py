@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from gristmill.base.hub import DownloadDisplay, OnDownload
+from gristmill.base.printing import on_one_line, printable
 from gristmill.base.units import format_bytes, format_seconds
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -34,14 +35,14 @@ class ProgressLine:
         self._first: tuple[float, float] | None = None
         self._bar = Progress(
             SpinnerColumn(),
-            TextColumn(title),
+            TextColumn(on_one_line(title), markup=False),
             BarColumn(),
-            TextColumn("{task.fields[message]}"),
+            TextColumn("{task.fields[message]}", markup=False),
             TimeRemainingColumn(),
             console=self._console,
             transient=True,
         )
-        self._task = self._bar.add_task(title, total=None, message="")
+        self._task = self._bar.add_task("", total=None, message="")
 
     def __enter__(self) -> ProgressLine:
         self._hide_last()
@@ -62,11 +63,12 @@ class ProgressLine:
 
     def say(self, message: str) -> None:
         """Print a message that stays, above the bar."""
-        self._console.print(message, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        text = printable(message)
+        self._console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
     def update(self, done: float, total: float | None, message: str) -> None:
         """Show `done` of `total`, with a message beside the bar."""
-        now = time.monotonic()
+        now, message = time.monotonic(), on_one_line(message)
         if self._first is None:
             self._first = (now, done)
         if self._on_terminal:

@@ -32,6 +32,8 @@ class EvaluationText:
     starts: np.ndarray
     rules: DocumentRules = JOINED
     """How the boundaries of documents are treated."""
+    predicted: np.ndarray | None = None
+    """Which ids are predicted; None for all. What a tokenizer puts before every text is not."""
 
 
 def evaluation_ids(
@@ -67,8 +69,15 @@ def _encode(loaded: LoadedModel, paths: Sequence[str]) -> EvaluationText:
     for item in SourceReader(list(paths)):
         if isinstance(item, Document):
             starts.append(len(ids))
-            ids += [*tokenizer.encode(item.text), tokenizer.end_of_text]
-    return EvaluationText(np.array(ids, dtype=np.int64), " ".join(paths), np.array(starts))
+            ids += [*tokenizer.prefix, *tokenizer.encode(item.text), tokenizer.end_of_text]
+    predicted = None
+    if tokenizer.prefix:
+        places = np.add.outer(np.array(starts, np.int64), np.arange(len(tokenizer.prefix)))
+        predicted = np.ones(len(ids), np.bool_)
+        predicted[places.flatten()] = False
+    return EvaluationText(
+        np.array(ids, dtype=np.int64), " ".join(paths), np.array(starts), predicted=predicted
+    )
 
 
 def _load_settings(run: Path) -> RunConfig:

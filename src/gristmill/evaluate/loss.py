@@ -3,8 +3,11 @@
 The text is read in windows of the model's context that do not overlap, the last one shorter; every
 token but the first of each window is predicted. A model that separates documents separates them in
 a window too. Bits per byte divide by the bytes of the predicted tokens, so that models with
-different tokenizers can be compared. Standard errors treat batches of neighbouring windows as the
-items, since the tokens of a text depend on each other.
+different tokenizers can be compared. What a tokenizer puts before every text, such as Llama's <s>,
+is given to the model and not predicted.
+
+Windows are the items of standard errors: the tokens of a text depend on each other. How many of
+them are computed at once is a matter of speed and memory, and no result depends on it.
 """
 
 from __future__ import annotations
@@ -51,10 +54,12 @@ def evaluate_loss(
     progress: Callable[[int, int], None] | None = None,
     rules: DocumentRules = JOINED,
     starts: np.ndarray | None = None,
+    predicted: np.ndarray | None = None,
 ) -> Evaluation:
     """Evaluate on a sequence of token ids, on its first `limit` tokens if given.
 
-    Rules that separate documents by the token files need their `starts`.
+    Rules that separate documents by the token files need their `starts`. `predicted` says which
+    ids are predicted, if not all are.
     """
     ids = ids if limit is None else ids[: limit + 1]
     if len(ids) < 2:
@@ -74,20 +79,32 @@ def evaluate_loss(
         if rules.marks == "files":
             assert starts is not None, "these rules need the starts of documents"
             marks_BS = marks_in_spans(pieces, starts=starts, length=length)
-        part = make_batch(windows_BS, marks_BS=marks_BS, rules=rules).to(device)
+        predicted_BS = np.ones(windows_BS.shape, np.bool_)
+        if predicted is not None:
+            predicted_BS = np.stack([predicted[begin : begin + length] for begin in pieces.begins])
+        part = make_batch(
+            windows_BS,
+            marks_BS=marks_BS,
+            learnt_BS=None if predicted_BS.all() else predicted_BS,
+            rules=rules,
+        ).to(device)
         with torch.inference_mode():
             loss = loaded.model(
                 part.tokens_BT,
                 targets_BT=part.targets_BT,
+                weights_BT=part.weights_BT,
                 positions_BT=part.positions_BT,
                 documents_BT=part.documents_BT,
+                by_sample=True,
             )
         assert isinstance(loss, Loss)
-        losses.append(loss.total.item())
-        tokens.append(part.tokens)
-        text_bytes.append(int(bytes_of[windows_BS[:, 1:]].sum()))
+        losses += loss.total.tolist()
+        tokens += predicted_BS[:, 1:].sum(axis=1).tolist()
+        text_bytes += bytes_of[windows_BS[:, 1:]].sum(axis=1).tolist()
         if progress is not None:
             progress(sum(tokens), len(ids) - 1)
+    if not any(tokens):
+        raise UserError("the text has no token to predict", where="evaluate", exit=Exit.DATA)
     mean = ratio(losses, tokens)
     if not math.isfinite(mean.value):
         what = f"the loss is {mean.value}: the model computes numbers that are not finite"

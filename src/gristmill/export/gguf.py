@@ -165,6 +165,13 @@ def _tokenizer(gguf: ModuleType, tokenizer: Tokenizer, *, vocab: int) -> dict[st
             # Ids that the model has and the tokenizer has not still need a name of their own.
             tokens.append(f"[PAD{id}]")
             types.append(kinds.UNUSED)
+    if len(tokenizer.prefix) > 1:
+        raise UserError(
+            "llama.cpp puts one token before a text, and this tokenizer several",
+            where="export",
+            remedy="give a folder instead of a .gguf file",
+        )
+    begin = tokenizer.prefix[0] if tokenizer.prefix else tokenizer.end_of_text
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     return {
         "add_tokenizer_model": "gpt2",
@@ -172,9 +179,9 @@ def _tokenizer(gguf: ModuleType, tokenizer: Tokenizer, *, vocab: int) -> dict[st
         "add_token_list": tokens,
         "add_token_types": types,
         "add_token_merges": merges,
-        "add_bos_token_id": tokenizer.end_of_text,
+        "add_bos_token_id": begin,
         "add_eos_token_id": tokenizer.end_of_text,
-        "add_add_bos_token": False,
+        "add_add_bos_token": bool(tokenizer.prefix),
     }
 
 

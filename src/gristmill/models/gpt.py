@@ -215,6 +215,7 @@ class GPT(CausalLM):
         documents_BT: torch.Tensor | None = None,
         cache: Cache | None = None,
         logits_at_N: torch.Tensor | None = None,
+        by_sample: bool = False,
     ) -> torch.Tensor | Loss:
         assert cache is None or (positions_BT is None and documents_BT is None), "one document"
         assert cache is None or isinstance(cache, KVCache)
@@ -224,7 +225,8 @@ class GPT(CausalLM):
         if cache is not None:
             cache.length += tokens_BT.shape[1]
         if targets_BT is not None:
-            return self.loss(x_BTD, targets_BT, weights_BT, scale)
+            counted = (x_BTD, targets_BT, weights_BT, scale)
+            return Loss.by_sample(self.loss, *counted) if by_sample else self.loss(*counted)
         assert self.comm.single, "only whole models compute logits"
         hidden = self.norm(x_BTD if logits_at_N is None else x_BTD.flatten(0, 1)[logits_at_N])
         return capped(self.head(hidden)[..., : self.vocab], self.config.logit_cap)

@@ -26,7 +26,6 @@ from gristmill.base.errors import UserError
 from gristmill.config.hf_model import HFConfig
 from gristmill.config.roles import Role
 from gristmill.models.hf_classes import (
-    LogitFunction,
     block_names_of,
     body_of,
     library,
@@ -96,10 +95,13 @@ class HFModel(CausalLM):
         documents_BT: torch.Tensor | None = None,
         cache: Cache | None = None,
         logits_at_N: torch.Tensor | None = None,
+        by_sample: bool = False,
     ) -> torch.Tensor | Loss:
         assert positions_BT is None and documents_BT is None, "packed documents are refused"
         if targets_BT is not None and self._logits is not None:
-            return self._loss(tokens_BT, targets_BT, weights_BT, scale, self._logits)
+            hidden_BTD = body_of(self.inner)(input_ids=tokens_BT, use_cache=False)[0]
+            counted = (hidden_BTD, targets_BT, weights_BT, scale)
+            return Loss.by_sample(self._loss, *counted) if by_sample else self._loss(*counted)
         options: dict[str, Any] = {"use_cache": cache is not None}
         if cache is not None:
             assert isinstance(cache, HFCache)
@@ -111,19 +113,19 @@ class HFModel(CausalLM):
             return self._logits(head(hidden_BTD.flatten(0, 1)[logits_at_N]))
         logits_BTV: torch.Tensor = self.inner(input_ids=tokens_BT, **options).logits
         if targets_BT is not None:
-            return _plain_loss(logits_BTV, targets_BT, weights_BT, scale)
+            counted = (logits_BTV, targets_BT, weights_BT, scale)
+            return Loss.by_sample(_plain_loss, *counted) if by_sample else _plain_loss(*counted)
         return logits_BTV if logits_at_N is None else logits_BTV.flatten(0, 1)[logits_at_N]
 
     def _loss(
         self,
-        tokens_BT: torch.Tensor,
+        hidden_BTD: torch.Tensor,
         targets_BT: torch.Tensor,
         weights_BT: torch.Tensor | None,
         scale: torch.Tensor | None,
-        logits: LogitFunction,
     ) -> Loss:
-        body, head = body_of(self.inner), self.inner.get_output_embeddings()
-        hidden_BTD = body(input_ids=tokens_BT, use_cache=False)[0]
+        logits, head = self._logits, self.inner.get_output_embeddings()
+        assert logits is not None
         with torch.autocast(hidden_BTD.device.type, enabled=False):
             hidden_ND = hidden_BTD.flatten(0, 1).to(self.compute)
             return linear_cross_entropy(

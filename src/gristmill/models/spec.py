@@ -5,6 +5,7 @@ Every call goes through `forward`, so that wrappers (compilation, FSDP) see it:
     model(tokens_BT)                               -> logits_BTV
     model(tokens_BT, logits_at_N=)                 -> logits_NV of some of the B x T positions
     model(tokens_BT, targets=, weights=, scale=)   -> Loss, for training and validation
+    model(tokens_BT, targets=, by_sample=True)     -> Loss of each of the B samples
     model(tokens_BT, cache=Cache)                  -> logits; the cache grows by T
     model(tokens_BT, positions=, documents=, ...)  -> the same for packed documents
 
@@ -54,6 +55,23 @@ class Loss(NamedTuple):
     """The sum times the requested scale, for `backward`."""
     total: torch.Tensor
     """The plain sum in nats, detached, for reports."""
+
+    @classmethod
+    def by_sample(
+        cls,
+        loss: Callable[..., Loss],
+        states_BTD: torch.Tensor,
+        targets_BT: torch.Tensor,
+        weights_BT: torch.Tensor | None,
+        scale: torch.Tensor | None,
+    ) -> Loss:
+        """The losses of all samples, in shape (B), by a function for the loss of a batch."""
+        samples = [slice(n, n + 1) for n in range(len(targets_BT))]
+        losses = [
+            loss(states_BTD[n], targets_BT[n], None if weights_BT is None else weights_BT[n], scale)
+            for n in samples
+        ]
+        return cls(*map(torch.stack, zip(*losses, strict=True)))
 
 
 ADAPTER_PARTS = ("lora_a", "lora_b")
@@ -244,9 +262,11 @@ class CausalLM(nn.Module):
         documents_BT: torch.Tensor | None = None,
         cache: Cache | None = None,
         logits_at_N: torch.Tensor | None = None,
+        by_sample: bool = False,
     ) -> torch.Tensor | Loss:
-        """Logits, or the loss if there are targets. `logits_at_N` are positions in the flattened
-        batch (sample x T + position): only their logits are computed, in shape (N, V)."""
+        """Logits, or the loss if there are targets, summed `by_sample` if that is wanted.
+        `logits_at_N` are positions in the flattened batch (sample x T + position): only their
+        logits are computed, in shape (N, V)."""
 
     def new_cache(self, capacity: int | None = None) -> Cache | None:
         """A cache for `capacity` positions, the context if not given; None if the model uses

@@ -20,9 +20,10 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
+from gristmill.base.printing import printable
 from gristmill.base.units import format_seconds
 from gristmill.track.metrics import EventRecord, Record, SampleRecord, StepRecord, ValidationRecord
-from gristmill.track.sinks import EtaEstimator, Horizon, line, printable, rate
+from gristmill.track.sinks import EtaEstimator, Horizon, line, rate
 
 FIRST_STEPS = 5
 SECONDS_BETWEEN_STEPS = 10.0

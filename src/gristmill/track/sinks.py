@@ -23,7 +23,6 @@ import json
 import math
 import os
 import time
-import unicodedata
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from typing import Any, Literal, Protocol
 
 from gristmill.base.errors import UserError, optional
 from gristmill.base.files import storage_errors
+from gristmill.base.printing import on_one_line, printable
 from gristmill.base.units import format_bytes, format_count, format_seconds
 from gristmill.track.metrics import (
     EvaluationRecord,
@@ -209,7 +209,8 @@ def line(
     if isinstance(record, EvaluationRecord):
         error = "" if record.stderr is None else f" ± {record.stderr:.4f}"
         return (
-            f"{record.name} at step {record.step} | {record.metric} {record.value:.4f}{error} | "
+            f"{on_one_line(record.name)} at step {record.step} | "
+            f"{on_one_line(record.metric)} {record.value:.4f}{error} | "
             f"{record.items:,} items in {format_seconds(record.seconds)}"
         )
     if isinstance(record, SampleRecord):
@@ -249,16 +250,6 @@ def _step_line(record: StepRecord, horizon_steps: int | None, seconds_left: floa
 def rate(amount: float) -> str:
     """Tokens per second for people; a dash if it could not be measured."""
     return format_count(amount) if math.isfinite(amount) else "-"
-
-
-def printable(text: str) -> str:
-    """The text without characters that could control a terminal; line ends and tabs stay."""
-    return "".join(
-        "\N{REPLACEMENT CHARACTER}"
-        if unicodedata.category(character) in ("Cc", "Cs") and character not in "\n\t"
-        else character
-        for character in text
-    )
 
 
 class _TextFile:

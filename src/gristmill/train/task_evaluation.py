@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gristmill.base.errors import UserError
+from gristmill.base.printing import on_one_line
 from gristmill.base.units import Duration
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.model import LoadedModel
@@ -77,7 +78,7 @@ class EvaluateTasks:
             try:
                 self._run(task, model.eval())
             except UserError as error:
-                self._warn(f"{task.name} was not evaluated: {error}")
+                self._warn(f"{on_one_line(task.name)} was not evaluated: {error}")
         model.train(was_training)
 
     def _warn(self, text: str) -> None:
@@ -92,7 +93,7 @@ class EvaluateTasks:
         loaded = LoadedModel(model, self.tokenizer, origin, self.folder.path, step)
         for result in task.run(loaded, lambda name, done, total: None):
             for note in result.notes:
-                self._warn(note)
+                self._warn(on_one_line(note))
             self._record(result)
             self.folder.require_here()
             file = self.folder.evals / result_name(result, step=step, precision=self.precision)

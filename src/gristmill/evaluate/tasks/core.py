@@ -21,6 +21,7 @@ import json
 import math
 import random
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,6 +39,8 @@ NAME = "core"
 BUNDLE = "eval_bundle"
 URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 SHUFFLE_SEED, EXAMPLES_SEED = 1337, 1234
+LARGEST = 2**30
+"""Bytes of a file in a bundle; all of nanochat's have less together."""
 
 Row = Mapping[str, Any]
 
@@ -126,8 +129,8 @@ def open_core(place: Path | None, *, where: str) -> list[CoreTask]:
     """The tasks of a bundle: the given one, or that in the cache."""
     place = place or _cached(where)
     yaml = optional("yaml", extra="eval", purpose="reading core.yaml")
-    read = _reader(place)
     try:
+        read = _reader(place)
         listed = yaml.safe_load(read("core.yaml"))["icl_tasks"]
         table = csv.DictReader(io.StringIO(read("eval_meta_data.csv")))
         guessing = {row["Eval Task"]: float(row["Random baseline"]) / 100 for row in table}
@@ -164,9 +167,16 @@ def _reader(place: Path) -> Callable[[str], str]:
 
     def read(name: str) -> str:
         try:
-            return content.read(root + name).decode()
+            entry = content.getinfo(root + name)
+            if entry.file_size > LARGEST:
+                raise DataError(f"its {name} is larger than any of a bundle", where=place)
+            return content.read(entry).decode()
         except KeyError as error:
             raise DataError(f"there is no {name} in it", where=place) from error
+        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+            raise DataError(f"its {name} is damaged: {error}", where=place) from error
+        except RuntimeError as error:  # a password, or a method that is not built in
+            raise DataError(f"its {name} cannot be unpacked: {error}", where=place) from error
 
     return read
 

@@ -68,6 +68,8 @@ class ChatEncoder:
         """Whether the prompt for an answer is what comes before answers in a conversation."""
         self.ends = frozenset({tokenizer.end_of_text}) | self._probe(where)
         """The control tokens at which generation stops."""
+        self.lead_text = self._controls.sub("", self.lead)
+        """What the lead looks like in generated text, which shows no control tokens."""
 
     def runs(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = False

@@ -124,7 +124,8 @@ class LibraryTokenizer(abc.ABC):
 def _prefix(inner: tokenizers.Tokenizer) -> tuple[int, ...]:
     """What the tokenizer's post-processor puts before a text."""
     marked = inner.encode("a", add_special_tokens=True)
-    first = next(i for i, special in enumerate(marked.special_tokens_mask) if not special)
+    special = marked.special_tokens_mask
+    first = next((i for i, added in enumerate(special) if not added), 0)
     return tuple(marked.ids[:first])
 
 
