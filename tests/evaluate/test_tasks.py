@@ -276,7 +276,7 @@ def test_a_bundle_that_unpacks_without_end_is_refused(
     monkeypatch.setattr(core, "LARGEST", 1000)
     with zipfile.ZipFile(tmp_path / "bomb.zip", "w", zipfile.ZIP_DEFLATED) as packed:
         packed.writestr("core.yaml", " " * 1001)
-    with pytest.raises(UserError, match="core.yaml is larger than any"):
+    with pytest.raises(UserError, match=r"core\.yaml is larger than any"):
         open_tasks([f"core={tmp_path / 'bomb.zip'}"])
 
 
@@ -409,3 +409,83 @@ def test_data_that_cannot_be_reached(loaded: LoadedModel, tmp_path: Path) -> Non
     )  # fmt: skip
     with pytest.raises(UserError, match="lm-evaluation-harness cannot run 'lost'"):
         run(task, loaded)
+
+
+_CODE = {
+    "function": {"doc_to_text": "!function code.render"},
+    "class": {"class": "!function code.Task"},
+    "metric": {"metric_list": [{"metric": "./metric.py"}]},
+    "fetched metric": {"metric_list": [{"metric": "acc", "hf_evaluate": True}]},
+    "pickles": {"dataset_path": "pandas"},
+    "script": {"dataset_path": "./loader.py"},
+    "reader options": {"dataset_kwargs": {"data_files": "x", "trust_remote_code": True}},
+    "unsafe": {"unsafe_code": True},
+}
+
+
+@pytest.mark.parametrize("settings", _CODE.values(), ids=_CODE)
+@pytest.mark.parametrize("included", [False, True])
+def test_a_task_file_that_may_run_code_is_refused(
+    tmp_path: Path, settings: dict[str, Any], included: bool
+) -> None:
+    pytest.importorskip("lm_eval")
+    values = {"task": "hostile", "dataset_path": "json", **settings}
+    # safe_dump would quote the tag.
+    content = yaml.safe_dump(values).replace("'!function code.render'", "!function code.render")
+    content = content.replace("'!function code.Task'", "!function code.Task")
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    (tmp_path / "task.yaml").write_text(content)
+    if included:
+        (tmp_path / "outer.yaml").write_text("include: task.yaml\ntask: outer\n")
+    file = tmp_path / ("outer.yaml" if included else "task.yaml")
+    with pytest.raises(UserError, match="may run Python code") as caught:
+        open_tasks([str(file)], where="evaluate.tasks")
+    assert caught.value.exit == 77 and "--trust-task-code" in str(caught.value)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_aliases_of_a_task_file_are_followed_to_an_end(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    lines = ["metadata:", "  a0: &a0 [x, x]"]
+    lines += [f"  a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30)]
+    (tmp_path / "bomb.yaml").write_text("task: bomb\n" + "\n".join(lines))
+    (tmp_path / "deep.yaml").write_text("task: deep\nmetadata: " + "[" * 100_000)
+    for name in ("bomb", "deep"):
+        with pytest.raises(UserError, match="not a task file"):
+            open_tasks([str(tmp_path / f"{name}.yaml")])
+
+
+@pytest.mark.usefixtures("offline")
+def test_templates_of_task_files_stay_in_a_sandbox(loaded: LoadedModel, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    ran = tmp_path / "ran"
+    task = harness_file(
+        tmp_path / "escaping",
+        write(tmp_path / "texts.jsonl", [{"text": "a b"}] * 2),
+        output_type="loglikelihood",
+        doc_to_text=f"{{{{ cycler.__init__.__globals__.os.mkdir({str(ran)!r}) }}}}",
+        doc_to_target="x",
+        metric_list=[{"metric": "acc"}],
+    )
+    with pytest.raises(UserError, match="SecurityError"):
+        run(task, loaded)
+    assert not ran.exists()
+
+
+@pytest.mark.usefixtures("offline")
+def test_code_of_a_task_file_runs_where_the_command_line_says_so(
+    loaded: LoadedModel, tmp_path: Path
+) -> None:
+    pytest.importorskip("lm_eval")
+    rows = write(tmp_path / "texts.jsonl", [{"text": "a b"}] * 2)
+    task = harness_file(
+        tmp_path / "coded", rows, output_type="loglikelihood", doc_to_text="CODE",
+        doc_to_target="x", metric_list=[{"metric": "acc"}],
+    )  # fmt: skip
+    task.write_text(task.read_text().replace("CODE", "!function code.render"))
+    (task.parent / "code.py").write_text("def render(doc):\n    return doc['text']\n")
+    with pytest.raises(UserError, match="it has the tag '!function'"):
+        open_tasks([str(task)])
+    (opened,) = open_tasks([str(task)], TaskOptions(trust_code=True))
+    (found,) = opened.run(loaded, lambda name, done, total: None)
+    assert found.count == 2

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from gristmill.evaluate.tasks.run import OpenTask
 
 
+TRUST = "--trust-task-code"
+
+
 class EvaluationPrecision(enum.StrEnum):
     """The number format in which a model computes."""
 
@@ -61,6 +64,14 @@ def evaluate(
         int | None,
         typer.Option(help="Examples before each question of a task of the harness.", min=0),
     ] = None,
+    trust_task_code: Annotated[
+        bool,
+        typer.Option(
+            TRUST,
+            help="Let FILE.yaml of --tasks run the Python code that it names. Without this, a task "
+            "file that could run code is refused.",
+        ),
+    ] = False,
     limit: Annotated[
         int | None, typer.Option(help="Stop after this many tokens of each text.", min=1)
     ] = None,
@@ -87,9 +98,11 @@ def evaluate(
     """
     from gristmill.evaluate.tasks.run import TaskOptions, open_tasks
 
-    if (items, shots) != (None, None) and not tasks:
-        raise UserError("--items and --shots are for tasks", where="evaluate", remedy="add --tasks")
-    opened = open_tasks(tasks, TaskOptions(items, shots)) if tasks else []
+    if ((items, shots) != (None, None) or trust_task_code) and not tasks:
+        what = f"--items, --shots and {TRUST} are for tasks"
+        raise UserError(what, where="evaluate", remedy="add --tasks")
+    options = TaskOptions(items, shots, trust_task_code)
+    opened = open_tasks(tasks, options) if tasks else []
     found, written = list[Evaluated](), list[Path]()
     for model in models:
         loaded = open_loaded(model, checkpoint=checkpoint, device=device)

@@ -1,7 +1,7 @@
 """Tasks of lm-evaluation-harness (the extra `eval`), with our model behind its `LM` interface.
 
 A task is given by the name that the harness knows it by, or by its YAML file. Such a file may hold
-Python code, and the harness runs it: use only files that you trust.
+Python code, which runs only if the command line allows it: see `task_files`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from gristmill.evaluate.measures import Measure, function_of_mean
 from gristmill.evaluate.results import EvaluationResult
 from gristmill.evaluate.scoring import Continuation, Truncation, score
 from gristmill.evaluate.tasks.spec import Option, encode_options
+from gristmill.evaluate.tasks.task_files import read_task_file, sandboxed_templates
 from gristmill.generate import Sampling, TextGenerator
 
 SUFFIXES = (".yaml", ".yml")
@@ -47,6 +49,8 @@ class HarnessTask:
     name: str
     manager: Any
     where: str
+    settings: dict[str, Any] | None = None
+    """Those of a task file that is data; None if the harness reads them itself."""
 
     def run(
         self,
@@ -58,13 +62,17 @@ class HarnessTask:
     ) -> list[EvaluationResult]:
         """The results of the task; a group of tasks has its own first, then one for each."""
         started, model = time.monotonic(), language_model(loaded, progress)
-        with _quiet(), _own_random_numbers(loaded.model.device):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_quiet())
+            stack.enter_context(_own_random_numbers(loaded.model.device))
+            if self.settings is not None:
+                stack.enter_context(sandboxed_templates())
             from lm_eval.evaluator import simple_evaluate
 
             try:
                 found: Any = simple_evaluate(
                     model=model,
-                    tasks=[self.name],
+                    tasks=[self.name if self.settings is None else deepcopy(self.settings)],
                     task_manager=self.manager,
                     num_fewshot=shots,
                     limit=items,
@@ -83,8 +91,8 @@ class HarnessTask:
         return [_result(one, found, model, seconds=seconds) for one in _reported(found)]
 
 
-def open_harness_task(task: str, *, where: str) -> HarnessTask:
-    """A task by its name, or by its YAML file."""
+def open_harness_task(task: str, *, where: str, trust: bool = False) -> HarnessTask:
+    """A task by its name, or by its YAML file, whose code runs only if it is trusted."""
     optional(PACKAGE, extra="eval", purpose=f"the task {task!r}")
     file = Path(task)
     with _quiet():
@@ -100,15 +108,25 @@ def open_harness_task(task: str, *, where: str) -> HarnessTask:
                     remedy=f"similar names: {', '.join(near)}" if near else "see lm-eval ls tasks",
                 )
             return HarnessTask(task, manager, where)
+        if not trust:
+            settings = read_task_file(file)
+            if not isinstance(settings.get("task"), str):
+                raise _no_task(file)
+            manager = TaskManager(include_defaults=False)
+            return HarnessTask(settings["task"], manager, where, settings)
         try:
             name = _NAME.search(file.read_text(encoding="utf-8"))
         except OSError as error:
             raise DataError(f"cannot be read: {error.strerror}", where=file) from error
         if name is None:
-            remedy = "it needs a line `task: NAME`"
-            raise DataError("the file names no task", where=file, remedy=remedy)
+            raise _no_task(file)
         manager = TaskManager(include_path=str(file.parent), include_defaults=False)
         return HarnessTask(name[1], manager, where)
+
+
+def _no_task(file: Path) -> DataError:
+    remedy = "it needs a line `task: NAME`"
+    return DataError("the file names no task", where=file, remedy=remedy)
 
 
 # ------------------------------------------------------------------ results

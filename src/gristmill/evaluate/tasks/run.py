@@ -4,7 +4,7 @@
     lambada=FILE                the same with local data
     core, core=BUNDLE           CORE, from nanochat's bundle
     FILE.jsonl                  questions in a file
-    FILE.yaml                   a task file of lm-evaluation-harness
+    FILE.yaml                   a task file of lm-evaluation-harness that is data
     harness:hellaswag           a task of lm-evaluation-harness by its name; so is any other name
 
 Opening a task reads its data, so that a missing file is told before a model is loaded or trained.
@@ -41,6 +41,8 @@ class TaskOptions(NamedTuple):
     """Only this many items of each task."""
     shots: int | None = None
     """Solved examples before each question, for tasks of lm-evaluation-harness."""
+    trust_code: bool = False
+    """Whether task files of the harness may run code; only the command line can say so."""
 
 
 class OpenTask(Protocol):
@@ -73,7 +75,8 @@ def _open(name: str, options: TaskOptions, *, where: str) -> OpenTask:
             known = ", ".join([*BUILT_IN, core.NAME])
             raise UserError(f"{chosen!r} takes no file: only {known} do", where=where)
         harness = name.removeprefix(HARNESS)
-        return _InHarness(open_harness_task(harness, where=where), options)
+        opened = open_harness_task(harness, where=where, trust=options.trust_code)
+        return _InHarness(opened, options)
     if options.shots is not None:
         what = f"{name} is asked as it is defined, without further examples"
         remedy = f"use the harness's own: --tasks {HARNESS}NAME --shots {options.shots}"
