@@ -155,10 +155,11 @@ def test_deep_keys_and_repeated_copies_are_refused() -> None:
 def test_dictionaries_without_an_end(tmp_path: Path) -> None:
     value: dict[str, Any] = {}
     value["again"] = value
-    found = read_pickle(pickle.dumps(value, protocol=2), where="x")
+    with pytest.raises(DataError, match="holds itself"):
+        read_pickle(pickle.dumps(value, protocol=2), where="x")
     with pytest.raises(DataError, match="no end"):
-        tensors_below(found, where=tmp_path)
-    wide = read_pickle(pickle.dumps({"x": _laughs(12)}, protocol=2), where="x")
+        read_pickle(pickle.dumps({"x": _laughs(12)}, protocol=2), where="x")
+    wide = read_pickle(pickle.dumps({"x": _laughs(6)}, protocol=2), where="x")
     with pytest.raises(DataError, match="no end"):
         tensors_below(wide, where=tmp_path)
 
@@ -338,3 +339,47 @@ def test_text_and_safetensors_are_no_checkpoints(tmp_path: Path) -> None:
         (tmp_path / "x.pt").write_bytes(content)
         with pytest.raises(DataError, match=r"no file of torch\.save"):
             read_torch_file(tmp_path / "x.pt")
+
+
+def shared(kind: bytes, *, levels: int, width: int = 9) -> bytes:
+    """The code of a value that holds the value before it several times, and so on; `kind` makes a
+    list or a tuple of what is above the mark."""
+    code = b"(" + b"N" * width + kind + b"q\x00"
+    for _ in range(levels):
+        code += b"0(" + b"h\x00" * width + kind + b"q\x00"
+    return code
+
+
+ENDLESS = {
+    "shared tuples as a key": b"}" + shared(b"t", levels=40) + b"I1\ns.",
+    "shared tuples": shared(b"t", levels=40) + b".",
+    "shared lists": b"}X\x01\x00\x00\x00a" + shared(b"l", levels=40) + b"s.",
+    "deep lists": b"(" * 100_000 + b"l" * 100_000 + b".",
+    "deep tuples": b"N" + b"\x85" * 100_000 + b".",
+    "deep objects' states": b"cargparse\nNamespace\n(t\x81" + b"(" * 500 + b"l" * 500 + b"b.",
+    "a list in itself": b"]q\x00h\x00a.",
+    "a number without end": b"\x8b" + struct.pack("<i", 10_000) + b"\x01" * 10_000 + b".",
+    "numbers of one hash as keys": b"}\x8a\x09" + (2**61 - 1 << 3).to_bytes(9, "little") + b"Ns.",
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_structures_without_end_are_refused_at_once(name: str) -> None:
+    with pytest.raises(DataError) as caught:
+        read_pickle(ENDLESS[name], where="x")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_what_checkpoints_share_is_read() -> None:
+    twice = [0.9, 0.95]
+    value = {n: {"betas": twice, "more": (twice, twice)} for n in range(1000)}
+    assert read_pickle(pickle.dumps(value, protocol=2), where="x") == value
+    # An object may refer to itself by its attributes; nothing here follows them.
+    found = read_pickle(b"cargparse\nNamespace\n(t\x81q\x00}X\x01\x00\x00\x00ah\x00sb.", where="x")
+    assert isinstance(found, PickledObject) and found.fields["a"] is found
+
+
+def test_an_instruction_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gristmill.foreign.pickled.MOST_INSTRUCTIONS", 1000)
+    with pytest.raises(DataError, match="more instructions"):
+        read_pickle(b"N0" * 1000 + b"N.", where="x")

@@ -229,3 +229,34 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     state = {**state_dict(bias=False), "transformer.h.0.attn.rotary.weight": torch.ones(2)}
     with pytest.raises(DataError, match=r"has no transformer.h.0.attn.rotary.weight"):
         open_checkpoint(save_checkpoint(tmp_path / "ckpt.pt", state))
+
+
+def test_a_head_that_is_not_the_embedding_is_kept(tmp_path: Path) -> None:
+    state = state_dict(bias=True)
+    state["lm_head.weight"] = state["lm_head.weight"].flip(0).contiguous()
+    found = open_checkpoint(save_checkpoint(tmp_path / "ckpt.pt", state))
+    assert found.config.tie_head is False and "a head of its own" in found.notes[0]
+    import_model(found, tmp_path / "model", tokenizer=open_tokenizer("bytes"))
+    ids_BT = torch.randint(0, 320, (2, 12), generator=torch.Generator().manual_seed(2))
+    model = open_model(str(tmp_path / "model"), device=torch.device("cpu")).model
+    with torch.inference_mode():
+        logits = model(ids_BT)
+    torch.testing.assert_close(
+        logits.double(), reference_logits(state, ids_BT), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_a_copy_of_the_embedding_is_no_head_of_its_own(tmp_path: Path) -> None:
+    state = state_dict(bias=True)
+    state["lm_head.weight"] = state["lm_head.weight"].clone()
+    found = open_checkpoint(save_checkpoint(tmp_path / "ckpt.pt", state))
+    assert found.config.tie_head and found.notes == () and "head.weight" not in found.tensors
+
+
+def test_arguments_that_nanogpt_does_not_have_are_refused(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path / "ckpt.pt", state_dict(bias=True), rotary=True, n_kv_head=1)
+    with pytest.raises(DataError, match="model_args have no rotary, n_kv_head: this is a changed"):
+        open_checkpoint(path)
+    path = save_checkpoint(tmp_path / "ckpt.pt", state_dict(bias=True), vocab_size=None)
+    with pytest.raises(DataError, match="vocab_size is no number"):
+        open_checkpoint(path)

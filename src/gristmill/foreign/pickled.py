@@ -12,8 +12,9 @@ Names are checked against a list, and any other name is refused as soon as it is
 anything is done with it. What is on the list is not imported either: a `PickledObject` is a record
 of what the file says. `pickletools` takes the bytes apart, and every failure is a `DataError`.
 
-Dictionary keys are plain values, so that no hash or comparison can recurse through a structure that
-a file made as deep as it likes.
+Few bytes can describe a structure of any depth, or one that holds the same part so often that a
+walk through it never ends. Dictionary keys are plain values of a few parts, and what was read is
+measured before anybody gets it: see `_require_bounded`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from __future__ import annotations
 import pickletools
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from io import BytesIO
 from typing import Any, NoReturn
@@ -57,8 +58,16 @@ _PARAMETERS = (
 _TENSORS = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor")
 _OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 _KEYS = (str, bytes, int, float, type(None))
-_MOST_NESTED_KEY = 8
+_MOST_KEY_PARTS = 64
+_LARGEST_KEY = 2**60
+"""Larger whole numbers can be chosen so that they all have the same hash."""
+_LARGEST_NUMBER = 2**256
 _MOST_COPIED = 10**7
+MOST_INSTRUCTIONS = 5 * 10**7
+"""Of one pickle: about a minute. The metadata of a distributed checkpoint has some thirty for each
+piece of a tensor."""
+_DEEPEST = 100
+_MOST_VALUES = 10**7
 LARGEST = 2**29
 """Bytes of a pickle; tensors are elsewhere, and what remains is small."""
 
@@ -70,7 +79,7 @@ class PickledName:
     name: str
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class PickledObject:
     """What a file says about an object that is neither a container nor a tensor."""
 
@@ -158,11 +167,15 @@ class _Machine:
         self._copied = 0
 
     def run(self, file: BytesIO) -> Any:
-        for opcode, argument, _ in pickletools.genops(file):
+        for count, (opcode, argument, _) in enumerate(pickletools.genops(file)):
             name = opcode.name
             if name == "STOP":
                 break
+            if count > MOST_INSTRUCTIONS:
+                raise ValueError("it has more instructions than any checkpoint")
             if name in _LITERALS:
+                if type(argument) is int and abs(argument) >= _LARGEST_NUMBER:
+                    raise ValueError("a number has more digits than any of a checkpoint")
                 self._stack.append(argument)
             else:
                 action = _ACTIONS.get(name)
@@ -172,6 +185,7 @@ class _Machine:
         value = self._pop()
         if self._stack:
             raise ValueError("values are left over")
+        _require_bounded(value)
         return value
 
     # -------------------------------------------------------------- stack and memo
@@ -369,16 +383,68 @@ def _set_items(target: Any, items: list[Any]) -> None:
     if not isinstance(target, PickledState):
         raise ValueError("items are set in something that is no dictionary")
     for key, value in pairs:
-        if not _plain(key, _MOST_NESTED_KEY):
+        if not _plain(key):
             raise ValueError("a key of a dictionary is no plain value")
         target[key] = value
 
 
-def _plain(key: Any, depth: int) -> bool:
+def _plain(key: Any) -> bool:
     """Whether a key can be hashed and compared without surprises."""
-    if isinstance(key, tuple):
-        return depth > 0 and len(key) <= 64 and all(_plain(one, depth - 1) for one in key)
-    return isinstance(key, (*_KEYS, PickledName, PickledObject))
+    waiting, parts = [key], 0
+    while waiting:
+        one, parts = waiting.pop(), parts + 1
+        if isinstance(one, tuple):
+            if parts + len(waiting) + len(one) > _MOST_KEY_PARTS:
+                return False
+            waiting += one
+        elif isinstance(one, int):
+            if abs(one) >= _LARGEST_KEY:
+                return False
+        elif not isinstance(one, (*_KEYS, PickledName, PickledObject)):
+            return False
+    return True
+
+
+def _require_bounded(value: Any) -> None:
+    """Refuse a value through which no walk, comparison or `repr` would come to an end soon. Objects
+    are opaque to all of these, so each is measured by itself."""
+    sizes: dict[int, tuple[int, int]] = {}
+    """Of every container: its values, with shared ones counted again, and its depth."""
+    roots, known, path = [value], {id(value)}, set[int]()
+    while roots:
+        waiting = [roots.pop()]
+        while waiting:
+            one = waiting[-1]
+            parts = _parts(one)
+            if id(one) in sizes:
+                waiting.pop()
+            elif id(one) in path:
+                inner = [sizes.get(id(part), (1, 0)) for part in parts]
+                size = 1 + sum(count for count, _ in inner)
+                depth = 1 + max((depth for _, depth in inner), default=0)
+                if size > _MOST_VALUES or depth > _DEEPEST:
+                    raise ValueError("its lists or dictionaries have no end")
+                sizes[id(one)] = (1, 0) if isinstance(one, PickledObject) else (size, depth)
+                path.remove(id(one))
+            else:
+                path.add(id(one))
+                for part in parts:
+                    if isinstance(part, PickledObject):
+                        roots += [] if id(part) in known else [part]
+                        known.add(id(part))
+                    elif id(part) in path:
+                        raise ValueError("a list or dictionary holds itself")
+                    elif isinstance(part, dict | list | tuple):
+                        waiting.append(part)
+
+
+def _parts(value: Any) -> Collection[Any]:
+    """The values in a container or an object."""
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, PickledObject):
+        return (value.arguments, value.state, value.items)
+    return value if isinstance(value, list | tuple) else ()
 
 
 def _constant(value: Any) -> Callable[[_Machine, Any], None]:
