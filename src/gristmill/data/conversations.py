@@ -17,7 +17,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +40,7 @@ from gristmill.data.stream import OpenTokenSet
 from gristmill.data.watch import TokenFileWatch
 from gristmill.text.chat.conversations import (
     BadLine,
+    Conversation,
     LineLedger,
     read_conversations,
     require_conversations,
@@ -48,6 +49,7 @@ from gristmill.text.chat.encoding import ChatEncoder, ChatRun
 from gristmill.text.chat.template import (
     TemplateRefusedError,
     TemplateRewritesError,
+    UnusableError,
     choose_template,
 )
 from gristmill.text.tokenizers import hub
@@ -58,7 +60,7 @@ from gristmill.tokens.reader import TokenFiles, TokenReader, TokenShard
 WORTH_CACHING = 1 << 25
 """Sets with fewer characters are encoded at every start, which takes a few seconds."""
 _BATCH = 1024
-"""Conversations that are encoded at a time."""
+"""Conversations that are rendered or encoded at a time."""
 
 
 def open_chat(config: RunConfig) -> ChatEncoder:
@@ -243,18 +245,16 @@ def _open_set(
     ledger = LineLedger()
     runs = list[list[ChatRun]]()
     content, characters = hashlib.sha256(), 0
-    for conversation in read_conversations(path, ledger):
-        try:
-            found = encoder.runs(conversation.messages)
-        except TemplateRefusedError as error:
+    for conversation, found in _rendered(read_conversations(path, ledger), encoder):
+        if isinstance(found, TemplateRefusedError):
             ledger.kept -= 1
-            ledger.drop(BadLine.REFUSED, conversation.origin, str(error))
+            ledger.drop(BadLine.REFUSED, conversation.origin, str(found))
             continue
-        except TemplateRewritesError as error:
+        if isinstance(found, TemplateRewritesError):
             what = f"the template {encoder.template.name} rewrites the messages of this "
             what += "conversation, so their words cannot be told apart"
             remedy = "change the messages, or choose another template with data.template"
-            raise DataError(what, where=conversation.origin, remedy=remedy) from error
+            raise DataError(what, where=conversation.origin, remedy=remedy) from found
         runs.append(found)
         options.progress(f"reading {path}: {len(runs)} conversations")
         said = [[one.role, one.content] for one in conversation.messages]
@@ -292,6 +292,14 @@ def _open_set(
     reader = ConversationReader(path, info, ids, starts[:-1])
     source = OpenTokenSet(path, reader, ids, TokenFileWatch(()), learnt=arrays["learnt"])
     return _ChatSet(source, starts, arrays["learnt"])
+
+
+def _rendered(
+    conversations: Iterator[Conversation], encoder: ChatEncoder
+) -> Iterator[tuple[Conversation, list[ChatRun] | UnusableError]]:
+    """All conversations with their text, or why they have none; some at a time."""
+    while several := list(islice(conversations, _BATCH)):
+        yield from zip(several, encoder.runs_of([one.messages for one in several]), strict=True)
 
 
 def _encode(runs: Sequence[list[ChatRun]], encoder: ChatEncoder, options: ChatOptions) -> Arrays:

@@ -29,6 +29,7 @@ from gristmill.text.chat.template import (
     TemplatePiece,
     TemplateRefusedError,
     TemplateRewritesError,
+    UnusableError,
 )
 from gristmill.text.tokenizers.tokenizer import Tokenizer
 
@@ -77,6 +78,17 @@ class ChatEncoder:
         """A conversation before its text is encoded."""
         pieces = self.template.pieces(messages, add_generation_prompt=add_generation_prompt)
         return self._runs(pieces, messages)
+
+    def runs_of(
+        self, conversations: Sequence[Sequence[Message]]
+    ) -> list[list[ChatRun] | UnusableError]:
+        """The same of several conversations, or why the template has no text for one."""
+        return [
+            found if isinstance(found, UnusableError) else self._runs(found, messages)
+            for found, messages in zip(
+                self.template.pieces_of(conversations), conversations, strict=True
+            )
+        ]
 
     def encode_runs(self, conversations: Sequence[Sequence[ChatRun]]) -> list[EncodedChat]:
         """The ids of several conversations, on all cores where the tokenizer can."""

@@ -13,7 +13,7 @@ once with every message between two characters for private use that no message h
 Both must be the same but for the sentinels. Templates that trim messages are tried with trimmed
 ones; those that rewrite messages in any other way are refused, since nothing would say where the
 words of a user end. The clock of templates stands still, so that a resumed run reads the same text
-the next day.
+the next day. Templates of others are rendered within limits: see `rendering`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,21 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gristmill.base.errors import DataError, UserError
 from gristmill.base.files import read_json, sha256_text, write_atomic
 from gristmill.text.chat.conversations import Message
+from gristmill.text.chat.rendering import (
+    Refused,
+    TemplateLimitError,
+    TemplateSyntaxError,
+    render,
+    render_here,
+)
 from gristmill.text.tokenizers.hub import TEMPLATE_FILE
 from gristmill.text.tokenizers.library import CONFIG_FILE
 from gristmill.text.tokenizers.tokenizer import Tokenizer
@@ -42,8 +48,8 @@ _PLANES = (0xF0000, 0x100000)
 """Where the characters for private use begin, 65534 of each."""
 _PRIVATE = re.compile(f"[{chr(_PLANES[0])}-{chr(0x10FFFF)}]")
 _MOST_MESSAGES = 32_000
-_TODAY = datetime(2024, 7, 26)
-"""What templates are told if they ask: the day that those of Llama fall back to."""
+LARGEST = 2**20
+"""Bytes of a template."""
 
 
 class TemplatePiece(NamedTuple):
@@ -60,6 +66,9 @@ class TemplateRefusedError(Exception):
 
 class TemplateRewritesError(Exception):
     """The template changes the words of a message."""
+
+
+UnusableError = TemplateRefusedError | TemplateRewritesError
 
 
 @dataclass(frozen=True)
@@ -87,69 +96,121 @@ class ChatTemplate:
     ) -> list[TemplatePiece]:
         """The text of a conversation, divided into the words of messages and the template's own;
         with the beginning of an answer, if one is to be generated."""
-        prompt = {"add_generation_prompt": add_generation_prompt}
-        wanted = self._render(messages, **prompt)
-        for trimmed in _trimmed(messages):
-            pieces = self._between_sentinels(trimmed, **prompt)
-            if pieces is not None and "".join(piece.text for piece in pieces) == wanted:
-                return pieces
-        # Trimmed in some other way: the words between are the same.
-        stripped = [replace(one, content=one.content.strip()) for one in messages]
-        pieces = self._between_sentinels(stripped, **prompt)
-        text = self._render(stripped, **prompt)
-        if pieces is not None and "".join(piece.text for piece in pieces) == text:
-            return pieces
-        raise TemplateRewritesError
+        (found,) = self.pieces_of([messages], add_generation_prompt=add_generation_prompt)
+        if isinstance(found, Exception):
+            raise found
+        return found
 
-    def _between_sentinels(
-        self, messages: Sequence[Message], **prompt: bool
-    ) -> list[TemplatePiece] | None:
-        """The pieces of a text that was rendered with sentinels; None if some were lost."""
-        first = _free_plane(messages)
-        marked = [
-            replace(one, content=f"{chr(first + 2 * n)}{one.content}{chr(first + 2 * n + 1)}")
-            for n, one in enumerate(messages)
-        ]
-        last = first + 2 * len(messages)
-        pieces, inside, begin = list[TemplatePiece](), None, 0
-        text = self._render(marked, **prompt)
-        for found in _PRIVATE.finditer(text):
-            place, code = found.start(), ord(found[0])
-            if not first <= code < last:
-                continue
-            number, closes = divmod(code - first, 2)
-            if inside != (number if closes else None):
-                return None
-            pieces.append(TemplatePiece(text[begin:place], inside))
-            inside, begin = None if closes else number, place + 1
-        if inside is not None:
-            return None
-        return [*pieces, TemplatePiece(text[begin:], None)]
-
-    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        try:
-            text: str = self._compiled.render(
-                messages=[{"role": one.role, "content": one.content} for one in messages],
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                documents=None,
-                **self.tokens,
+    def pieces_of(
+        self, conversations: Sequence[Sequence[Message]], *, add_generation_prompt: bool = False
+    ) -> list[list[TemplatePiece] | UnusableError]:
+        """The same of several conversations, which is faster, or why there is none."""
+        found: dict[int, list[TemplatePiece] | UnusableError] = {}
+        searches = {number: _search(one) for number, one in enumerate(conversations)}
+        texts: dict[int, list[str] | None] = dict.fromkeys(searches)
+        while texts:
+            asked: dict[int, list[Sequence[Message]]] = {}
+            for number, known in texts.items():
+                try:
+                    search = searches[number]
+                    asked[number] = next(search) if known is None else search.send(known)
+                except StopIteration as end:
+                    found[number] = end.value
+                except (TemplateRefusedError, TemplateRewritesError) as error:
+                    found[number] = error
+            rendered = iter(
+                self._texts(
+                    [one for several in asked.values() for one in several],
+                    add_generation_prompt=add_generation_prompt,
+                )
             )
-            return text
-        except DataError:
-            raise
-        except Exception as error:  # a template can raise anything
-            raise TemplateRefusedError(str(error) or type(error).__name__) from error
+            texts = {}
+            for number, several in asked.items():
+                now = [next(rendered) for _ in several]
+                refused = next((one for one in now if isinstance(one, Refused)), None)
+                if refused is None:
+                    texts[number] = now
+                else:
+                    found[number] = TemplateRefusedError(str(refused))
+        return [found[number] for number in searches]
 
-    @functools.cached_property
-    def _compiled(self) -> Any:
-        import jinja2
-
+    def _texts(
+        self, conversations: Sequence[Sequence[Message]], *, add_generation_prompt: bool
+    ) -> Sequence[str | Refused]:
+        """What the template makes of some conversations."""
+        calls = [
+            {
+                "messages": [{"role": one.role, "content": one.content} for one in messages],
+                "add_generation_prompt": add_generation_prompt,
+            }
+            for messages in conversations
+        ]
         try:
-            return _environment().from_string(self.source)
-        except jinja2.TemplateSyntaxError as error:
-            what = f"line {error.lineno}: not a Jinja template: {error.message}"
-            raise DataError(what, where=self.name) from error
+            # Our own need no limits, and no other process.
+            compute = render_here if self.source in _own_sources() else render
+            return compute(self.source, self.tokens, calls)
+        except TemplateSyntaxError as error:
+            raise DataError(str(error), where=self.name) from error
+        except TemplateLimitError as error:
+            raise DataError(
+                f"this template cannot be used: {error}",
+                where=self.name,
+                remedy=f"choose another: {', '.join(OWN)}, or a file",
+            ) from error
+
+
+def _search(
+    messages: Sequence[Message],
+) -> Generator[list[Sequence[Message]], list[str], list[TemplatePiece]]:
+    """Yields conversations to be rendered, gets their texts, and returns the pieces."""
+    wanted, marked = yield [messages, _marked(messages)]
+    for number, trimmed in enumerate(_trimmed(messages)):
+        if number:
+            (marked,) = yield [_marked(trimmed)]
+        pieces = _between_sentinels(marked, trimmed)
+        if pieces is not None and "".join(piece.text for piece in pieces) == wanted:
+            return pieces
+    # Trimmed in some other way: the words between are the same.
+    stripped = [replace(one, content=one.content.strip()) for one in messages]
+    text, marked = yield [stripped, _marked(stripped)]
+    pieces = _between_sentinels(marked, stripped)
+    if pieces is not None and "".join(piece.text for piece in pieces) == text:
+        return pieces
+    raise TemplateRewritesError
+
+
+def _marked(messages: Sequence[Message]) -> list[Message]:
+    """The messages between two characters each that no message holds."""
+    first = _free_plane(messages)
+    return [
+        replace(one, content=f"{chr(first + 2 * n)}{one.content}{chr(first + 2 * n + 1)}")
+        for n, one in enumerate(messages)
+    ]
+
+
+def _between_sentinels(text: str, messages: Sequence[Message]) -> list[TemplatePiece] | None:
+    """The pieces of a text that was rendered with sentinels; None if some were lost."""
+    first = _free_plane(messages)
+    last = first + 2 * len(messages)
+    pieces, inside, begin = list[TemplatePiece](), None, 0
+    for found in _PRIVATE.finditer(text):
+        place, code = found.start(), ord(found[0])
+        if not first <= code < last:
+            continue
+        number, closes = divmod(code - first, 2)
+        if inside != (number if closes else None):
+            return None
+        pieces.append(TemplatePiece(text[begin:place], inside))
+        inside, begin = None if closes else number, place + 1
+    if inside is not None:
+        return None
+    return [*pieces, TemplatePiece(text[begin:], None)]
+
+
+@functools.cache
+def _own_sources() -> frozenset[str]:
+    files = (Path(__file__).with_name(f"{name}.jinja") for name in OWN)
+    return frozenset(file.read_text(encoding="utf-8") for file in files)
 
 
 def _trimmed(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
@@ -173,38 +234,6 @@ def _free_plane(messages: Sequence[Message]) -> int:
     if free is None:
         raise TemplateRefusedError("characters of both planes for private use")
     return free
-
-
-@functools.cache
-def _environment() -> Any:
-    """Jinja as `transformers` sets it up, but for the clock."""
-    from jinja2.exceptions import TemplateError
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """Templates may mark answers for other trainers; the marks say nothing new here."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def to_json(value: Any, **options: Any) -> str:
-        # The filter of Jinja escapes for HTML.
-        return json.dumps(value, **{"ensure_ascii": False, **options})
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = _TODAY.strftime
-    return environment
 
 
 # ------------------------------------------------------------------ choosing one
@@ -232,13 +261,24 @@ def choose_template(
         source = Path(__file__).with_name(f"{setting}.jinja").read_text(encoding="utf-8")
         return ChatTemplate(source, setting, tokenizer.named_tokens)
     try:
-        source = Path(setting).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "not UTF-8 text"
-        what = f"cannot read the template {setting!r}: {why}"
+        source = _read_source(Path(setting))
+    except (OSError, ValueError) as error:
+        what = f"cannot read the template {setting!r}: {getattr(error, 'strerror', None) or error}"
         remedy = f"give a file in Jinja, or one of {', '.join(OWN)}"
         raise UserError(what, where=where, remedy=remedy) from error
     return ChatTemplate(source, setting, tokenizer.named_tokens)
+
+
+def _read_source(file: Path) -> str:
+    """The text of a file; a `ValueError` says why there is none."""
+    with file.open("rb") as opened:
+        content = opened.read(LARGEST + 1)
+    if len(content) > LARGEST:
+        raise ValueError("larger than any template")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError("not UTF-8 text") from error
 
 
 def find_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
@@ -246,9 +286,9 @@ def find_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
     file = folder / TEMPLATE_FILE
     if file.is_file():
         try:
-            source = file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise DataError("not UTF-8 text", where=file) from error
+            source = _read_source(file)
+        except ValueError as error:
+            raise DataError(str(error), where=file) from error
         return ChatTemplate(source, str(file), tokenizer.named_tokens)
     file = folder / CONFIG_FILE
     settings = read_json(file) if file.is_file() else None
