@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -12,10 +13,19 @@ from typing import Any
 import pytest
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.report.page import MOST_EVENTS, MOST_SAMPLES, write_report
+from gristmill.report import digest
+from gristmill.report.digest import MOST_EVENTS, MOST_SAMPLES
+from gristmill.report.page import write_report
 from gristmill.report.plots import LIMIT
 from gristmill.track.folder import RunFolder
-from gristmill.track.metrics import EventRecord, Record, SampleRecord, StepRecord, to_json
+from gristmill.track.metrics import (
+    EventRecord,
+    Record,
+    SampleRecord,
+    StepRecord,
+    ValidationRecord,
+    to_json,
+)
 
 MakeRun = Callable[..., Path]
 
@@ -235,3 +245,67 @@ def test_damage_is_left_out_with_a_warning(tmp_path: Path) -> None:
     assert shown["state"] == "unknown" and shown["environment"] == {}
     assert "left out 1 damaged line, first line 2" in told[0]
     assert "environment.json: not valid JSON" in told[1]
+
+
+def test_a_clock_that_was_set_back_gives_no_negative_times(tmp_path: Path) -> None:
+    clocks = [100.0, 110.0, 50.0, 60.0, math.inf, 65.0]
+    records: list[Record] = [step_record(n, time=one) for n, one in enumerate(clocks, start=1)]
+    run = bare_run(tmp_path / "a", records)
+    (shown,) = contents(write_report([run], tmp_path / "r.html"))["runs"]
+    assert shown["train"]["seconds"] == [0.0, 10.0, 10.0, 20.0, 20.0, 25.0]
+    assert shown["summary"]["seconds"] == 25.0
+
+
+@pytest.mark.parametrize("number", ["NaN", "1e999", "-Infinity", "1" * 400, "true", '"x"'])
+def test_numbers_that_are_none_do_not_end_the_report(tmp_path: Path, number: str) -> None:
+    folder = RunFolder(bare_run(tmp_path / "run", [step_record(1)]))
+    line = to_json(step_record(2))
+    lines = [line.replace(f'"{name}": 1.0', f'"{name}": {number}') for name in ("lr", "mfu")]
+    lines += [line.replace(f'"{name}": 2', f'"{name}": {number}') for name in ("tokens", "time")]
+    folder.metrics.write_text(folder.metrics.read_text() + "".join(f"{one}\n" for one in lines))
+    folder.status.write_text(f'{{"state": {number}, "reason": {number}, "step": {number}}}')
+    folder.environment.write_text(f'{{"parameters": {number}, "a": [{number}]}}')
+    measure = f'{{"value": {number}, "stderr": {number}}}'
+    names = ("step", "count", "name", "precision", "unit")
+    for wrong in names:
+        texts = {one: number if one == wrong else '"1"' for one in names}
+        values = ", ".join(f'"{name}": {text}' for name, text in texts.items())
+        content = f'{{{values}, "measures": {{"acc": {measure}}}}}'
+        (folder.evals / f"{wrong}.json").write_text(content)
+    page = write_report([folder.path], folder.report, warn=lambda text: None)
+    assert "NaN" not in Elements(page.read_text("utf-8")).data.replace('"NaN"', "").replace(
+        "[NaN]", ""
+    )
+    assert contents(page)["runs"][0]["name"] == "run"
+
+
+def test_a_long_run_is_summed_up_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records: list[Record] = []
+    for step in range(1, 101):
+        records.append(step_record(step, loss=float(step), tokens_per_second=float(step)))
+        if step % 10 == 0:
+            values = {"perplexity": 1.0, "windows": 1, "seconds": 1.0, "best": False}
+            records.append(ValidationRecord(**moment(step), loss=abs(50.0 - step), **values))
+    run = bare_run(tmp_path / "a", records)
+    whole = contents(write_report([run], tmp_path / "whole.html"))["runs"]
+    monkeypatch.setattr(digest, "_BLOCK", 8)
+    monkeypatch.setattr(digest, "_MOST_VALUES", 10)
+    parts = contents(write_report([run], tmp_path / "parts.html"))["runs"]
+    assert whole[0]["train"] == parts[0]["train"] and len(whole[0]["train"]["step"]) == 100
+    assert whole[0]["validation"] == parts[0]["validation"]
+    summary = parts[0]["summary"]
+    assert summary["tokens_per_second"] == pytest.approx(50, abs=8)
+    assert {**summary, "tokens_per_second": 50.5} == whole[0]["summary"]
+    assert summary["train_loss"] == 90.5 and summary["best_step"] == 50
+
+
+def test_rows_without_every_field_are_read(tmp_path: Path) -> None:
+    """Files of older versions have fewer fields, and those that are not finite are texts."""
+    run = bare_run(tmp_path / "a", [step_record(1)])
+    old = {key: value for key, value in json.loads(to_json(step_record(2))).items() if key != "nan"}
+    strange = to_json(step_record(3, loss=float("nan")))
+    metrics = RunFolder(run).metrics
+    metrics.write_text(f"{metrics.read_text()}{json.dumps(old)}\n{strange}\n")
+    (shown,) = contents(write_report([run], tmp_path / "r.html"))["runs"]
+    assert shown["train"]["step"] == [1, 2, 3]
+    assert shown["train"]["curves"]["loss"]["mean"] == [2.0, 2.0, None]

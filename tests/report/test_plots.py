@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gristmill.report.plots import buckets, make_plot
-from gristmill.track.metrics import StepRecord
-
-STEP = StepRecord(
-    step=0,
-    samples=0,
-    tokens=0,
-    time=100.0,
-    loss=1.0,
-    lr=1e-3,
-    grad_norm=1.0,
-    tokens_per_second=1.0,
-    step_seconds=1.0,
-    tflops=1.0,
-    tflops_causal=1.0,
-)
+from gristmill.report.plots import LIMIT, Plot, buckets
 
 
-def steps(losses: list[float]) -> list[StepRecord]:
-    return [
-        replace(STEP, step=i + 1, tokens=(i + 1) * 10, time=100.0 + i, loss=loss)
-        for i, loss in enumerate(losses)
-    ]
+def plot_of(losses: list[float], *, limit: int = LIMIT, block: int = 7) -> dict[str, Any]:
+    """The plot of some losses, added a few at a time."""
+    plot = Plot(["loss", "mfu"], limit=limit)
+    rows = np.array([[loss, np.nan] for loss in losses]).reshape(-1, 2)
+    places = np.array([[i + 1, (i + 1) * 10, i] for i in range(len(losses))], float).reshape(-1, 3)
+    for begin in range(0, len(rows), block):
+        plot.add(rows[begin : begin + block], places[begin : begin + block])
+    assert plot.count == len(losses)
+    return plot.thinned()
 
 
 @given(count=st.integers(0, 5000), limit=st.integers(1, 300))
@@ -43,9 +33,13 @@ def test_buckets_cover_everything_once_and_evenly(count: int, limit: int) -> Non
     assert not parts or max(sizes) - min(sizes) <= 1
 
 
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=200), st.integers(1, 50))
-def test_thinned_curves_keep_extremes_and_the_end(losses: list[float], limit: int) -> None:
-    plot = make_plot(steps(losses), names=["loss"], start=100.0, limit=limit)
+@given(
+    st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(1, 50), st.integers(1, 99)
+)
+def test_thinned_curves_keep_extremes_and_the_end(
+    losses: list[float], limit: int, block: int
+) -> None:
+    plot = plot_of(losses, limit=limit, block=block)
     curve = plot["curves"]["loss"]
     assert len(plot["step"]) == len(curve["mean"]) <= limit
     assert plot["step"][-1] == len(losses)
@@ -59,20 +53,34 @@ def test_thinned_curves_keep_extremes_and_the_end(losses: list[float], limit: in
 
 def test_means_ignore_what_is_not_finite_and_leave_gaps() -> None:
     losses = [1.0, math.nan, math.inf, math.nan, 4.0, 6.0]
-    plot = make_plot(steps(losses), names=["loss"], start=100.0, limit=3)
+    plot = plot_of(losses, limit=3)
     assert plot["curves"]["loss"]["mean"] == [1.0, None, 5.0]
     assert plot["curves"]["loss"]["high"] == [1.0, None, 6.0]
     assert plot["seconds"] == [1.0, 3.0, 5.0]
 
 
 def test_few_records_have_no_band_and_absent_quantities_no_curve() -> None:
-    plot = make_plot(steps([3.0, 2.0]), names=["loss", "mfu"], start=100.0)
+    plot = plot_of([3.0, 2.0])
     assert list(plot["curves"]) == ["loss"]
     assert plot["curves"]["loss"]["mean"] == [3.0, 2.0]
     assert plot["curves"]["loss"]["low"] is None
 
 
 def test_no_records_give_an_empty_plot() -> None:
-    plot = make_plot(list[StepRecord](), names=["loss"], start=0.0)
+    plot = plot_of([])
     assert plot["step"] == []
     assert plot["curves"] == {}
+
+
+def test_buckets_of_a_long_run_are_of_nearly_equal_size() -> None:
+    plot = plot_of([float(i) for i in range(10_000)], limit=10, block=64)
+    lengths = [after - before for before, after in pairwise([0, *plot["step"]])]
+    assert len(lengths) == 10 and sum(lengths) == 10_000
+    assert max(lengths) <= 1.3 * min(lengths)
+    curve = plot["curves"]["loss"]
+    begins = [0, *plot["step"][:-1]]
+    for begin, end, low, mean, high in zip(
+        begins, plot["step"], curve["low"], curve["mean"], curve["high"], strict=True
+    ):
+        assert (low, high) == (begin, end - 1)
+        assert math.isclose(mean, (begin + end - 1) / 2, rel_tol=1e-5)

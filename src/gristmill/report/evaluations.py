@@ -5,6 +5,7 @@ evals/step-00012000-hellaswag.json   {"name", "precision", "step", "measures": {
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ def newest_results(folder: Path, *, warn: Callable[[str], None]) -> list[dict[st
     for file in sorted(folder.glob("*.json")) if folder.is_dir() else ():
         try:
             result = _checked(read_json(file))
-        except (DataError, KeyError, TypeError, ValueError) as error:
+        except (DataError, KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             warn(f"left out {file}, which is damaged: {error}")
             continue
         key = (result["name"], result["precision"])
@@ -45,7 +46,9 @@ def _checked(value: Any) -> dict[str, Any]:
 
 
 def _number(value: Any) -> float | None:
-    return None if value is None else float(value)
+    """JSON has no other numbers, but Python's reader takes NaN and 1e999."""
+    number = None if value is None else float(value)
+    return number if number is not None and math.isfinite(number) else None
 
 
 def _entries(result: dict[str, Any]) -> list[dict[str, Any]]:

@@ -6,8 +6,7 @@ The page needs nothing else: no network, no other file, so it can be mailed or k
 Its script draws the charts from the JSON, which stands in a `<script type="application/json">` with
 every "<" written as \\u003c, so that no text of a model or a settings file can end the element.
 
-Very long runs are thinned: curves to what a screen shows (see `plots`), samples to `MOST_SAMPLES`
-steps spread evenly, events to the newest `MOST_EVENTS`. The run folder keeps all of them.
+Very long runs are thinned while they are read: see `digest`. The run folder keeps everything.
 """
 
 from __future__ import annotations
@@ -15,10 +14,8 @@ from __future__ import annotations
 import html
 import json
 import math
-import statistics
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from importlib import resources
 from pathlib import Path
@@ -26,21 +23,9 @@ from typing import Any
 
 from gristmill.base.errors import DataError, Exit, Problem, UserError
 from gristmill.base.files import read_json, write_atomic
+from gristmill.report.digest import RunDigest
 from gristmill.report.evaluations import newest_results
-from gristmill.report.plots import STEP_CURVES, VALIDATION_CURVES, buckets, make_plot
 from gristmill.track.folder import RunFolder
-from gristmill.track.metrics import (
-    EventRecord,
-    Record,
-    SampleRecord,
-    StepRecord,
-    ValidationRecord,
-    read_metrics,
-)
-
-MOST_SAMPLES = 200
-MOST_EVENTS = 500
-_LAST_RECORDS = 20
 
 
 def write_report(
@@ -55,8 +40,8 @@ def write_report(
         names = [str(run) for run in runs]
     content = {
         "runs": [
-            _run(folder, name=name, records=records, warn=warn)
-            for folder, name, records in zip(folders, names, _read(folders, warn), strict=True)
+            _run(folder, name=name, digest=digest, warn=warn)
+            for folder, name, digest in zip(folders, names, _read(folders, warn), strict=True)
         ],
         "differences": _differences(folders) if len(folders) > 1 else [],
         "made": datetime.now().astimezone().isoformat(timespec="minutes"),
@@ -66,25 +51,26 @@ def write_report(
     return output
 
 
-def _read(folders: Sequence[RunFolder], warn: Callable[[str], None]) -> list[list[Record]]:
+def _read(folders: Sequence[RunFolder], warn: Callable[[str], None]) -> list[RunDigest]:
     """The records of every run; refuses with all problems together."""
-    found, problems = [], []
+    found, problems = list[RunDigest](), []
     for folder in folders:
-        where, records = str(folder.path), list[Record]()
+        where, digest = str(folder.path), None
         if folder.metrics.is_file():
-            damaged: dict[int, str] = {}
-            records = read_metrics(folder.metrics, damaged=damaged.__setitem__)
-            if damaged:
-                first = next(f"line {number} ({why})" for number, why in damaged.items())
-                lines = "line" if len(damaged) == 1 else "lines"
-                warn(f"{folder.metrics}: left out {len(damaged)} damaged {lines}, first {first}")
+            damaged = _DamagedLines()
+            digest = RunDigest(folder.metrics, damaged=damaged.add)
+            if damaged.count:
+                lines = "line" if damaged.count == 1 else "lines"
+                what = f"left out {damaged.count} damaged {lines}, first {damaged.first}"
+                warn(f"{folder.metrics}: {what}")
         if not folder.holds_run():
             remedy = "give the folder that holds run.toml, such as runs/NAME"
             problems.append(Problem("this folder holds no run", where, remedy))
-        elif not records:
+        elif digest is None or not digest.records:
             remedy = "train at least one step first"
             problems.append(Problem("this run has no metrics yet", where, remedy))
-        found.append(records)
+        else:
+            found.append(digest)
     if not folders:
         problems.append(Problem("no run was given", None, "name one or several run folders"))
     if problems:
@@ -92,40 +78,53 @@ def _read(folders: Sequence[RunFolder], warn: Callable[[str], None]) -> list[lis
     return found
 
 
+class _DamagedLines:
+    """How many lines cannot be read, and which is the first."""
+
+    count = 0
+    first = ""
+
+    def add(self, number: int, why: str) -> None:
+        self.first = self.first or f"line {number} ({why[:200]})"
+        self.count += 1
+
+
 def _page(content: Mapping[str, Any], *, title: str) -> str:
     template = resources.files("gristmill.report").joinpath("page.html").read_text("utf-8")
-    data = json.dumps(content, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    data = json.dumps(_finite(content), allow_nan=False, separators=(",", ":"))
+    data = data.replace("<", "\\u003c")
     before, rest = template.split("{{title}}")
     middle, after = rest.split("{{data}}")
     return f"{before}{html.escape(title)}{middle}{data}{after}"
 
 
 def _run(
-    folder: RunFolder, *, name: str, records: Sequence[Record], warn: Callable[[str], None]
+    folder: RunFolder, *, name: str, digest: RunDigest, warn: Callable[[str], None]
 ) -> dict[str, Any]:
-    steps = [record for record in records if isinstance(record, StepRecord)]
-    validations = [record for record in records if isinstance(record, ValidationRecord)]
-    events = [asdict(record) for record in records if isinstance(record, EventRecord)]
-    start = records[0].time
     environment = _environment(folder, warn)
     parameters = environment.get("parameters")
     status = folder.read_status()
     return {
         "name": name,
-        "state": status.get("state", "unknown"),
-        "reason": status.get("reason"),
+        "state": _text(status.get("state")) or "unknown",
+        "reason": _text(status.get("reason")),
         "summary": {
             "parameters": parameters if isinstance(parameters, int) else None,
-            **_summary(records, steps, validations),
+            **digest.summary(),
         },
-        "train": make_plot(steps, names=STEP_CURVES, start=start),
-        "validation": make_plot(validations, names=VALIDATION_CURVES, start=start),
-        "samples": _samples(records),
+        "train": digest.train,
+        "validation": digest.validation,
+        "samples": digest.samples(),
         "evaluations": newest_results(folder.evals, warn=warn),
-        "events": {"total": len(events), "newest": events[-MOST_EVENTS:]},
+        "events": digest.events(),
         "settings": folder.settings.read_text("utf-8", errors="replace"),
         "environment": {key: _shown(value) for key, value in _flat(environment).items()},
     }
+
+
+def _text(value: Any) -> str | None:
+    """A text of a file that anybody may have changed."""
+    return value if isinstance(value, str) else None
 
 
 def _environment(folder: RunFolder, warn: Callable[[str], None]) -> dict[str, Any]:
@@ -140,48 +139,13 @@ def _environment(folder: RunFolder, warn: Callable[[str], None]) -> dict[str, An
     return environment if isinstance(environment, dict) else {}
 
 
-def _summary(
-    records: Sequence[Record],
-    steps: Sequence[StepRecord],
-    validations: Sequence[ValidationRecord],
-) -> dict[str, float | None]:
-    """The headline numbers of a run; None if the run has no such number."""
-    finite = [record for record in validations if math.isfinite(record.loss)]
-    best = min(finite, key=lambda record: record.loss, default=None)
-    train_losses = _known(step.loss for step in steps[-_LAST_RECORDS:])
-    speeds = _known(step.tokens_per_second for step in steps)
-    mfus = _known(step.mfu for step in steps)
-    return {
-        "step": records[-1].step,
-        "tokens": records[-1].tokens,
-        "seconds": records[-1].time - records[0].time,
-        "train_loss": statistics.fmean(train_losses) if train_losses else None,
-        "final_loss": finite[-1].loss if finite else None,
-        "best_loss": best.loss if best else None,
-        "best_step": best.step if best else None,
-        "best_perplexity": best.perplexity if best and math.isfinite(best.perplexity) else None,
-        "tokens_per_second": statistics.median(speeds) if speeds else None,
-        "mfu": statistics.median(mfus) if mfus else None,
-        "memory_bytes": max((step.memory_bytes or 0 for step in steps), default=0) or None,
-        "sent_bytes": steps[-1].sent_bytes if steps else None,
-        "skipped": steps[-1].skipped if steps else 0,
-        "nan": steps[-1].nan if steps else 0,
-    }
-
-
-def _known(values: Iterable[float | None]) -> list[float]:
-    return [value for value in values if value is not None and math.isfinite(value)]
-
-
-def _samples(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """The samples grouped by step, the last step always among them."""
-    texts: dict[int, list[dict[str, str]]] = {}
-    for record in records:
-        if isinstance(record, SampleRecord):
-            sample = {"prompt": record.prompt, "text": record.text}
-            texts.setdefault(record.step, []).append(sample)
-    grouped = [{"step": step, "texts": samples} for step, samples in texts.items()]
-    return [grouped[bucket[-1]] for bucket in buckets(len(grouped), limit=MOST_SAMPLES)]
+def _finite(value: Any) -> Any:
+    """The same without numbers that JSON does not have, which files of a run may hold."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    return [_finite(one) for one in value] if isinstance(value, list) else value
 
 
 def _flat(table: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:

@@ -32,8 +32,9 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields
 from itertools import zip_longest
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import storage_errors
@@ -227,8 +228,18 @@ def from_json(line: str) -> Record | None:
     return _CLASSES[kind](**known)
 
 
+def _whole_number(text: str) -> int:
+    if len(text) > _MOST_DIGITS:
+        raise ValueError("a number is too large")
+    return int(text)
+
+
+_MOST_DIGITS = 19
+_DECODER = json.JSONDecoder(parse_int=_whole_number)
+
+
 def _parse(line: str) -> dict[str, Any]:
-    value = json.loads(line)
+    value = _DECODER.decode(line)
     if not isinstance(value, dict) or type(value.get("step")) is not int:
         raise ValueError("not a record")
     return value
@@ -241,11 +252,28 @@ Damaged = Callable[[int, str], None]
 def read_metrics(path: Path, *, damaged: Damaged | None = None) -> list[Record]:
     """All records of a file; a cut last line is skipped. Other lines that cannot be read are passed
     to `damaged`, or refused if it is None."""
-    records = []
+    records = (record for _, record in _read_lines(path, from_json, damaged))
+    return [record for record in records if record is not None]
+
+
+def scan_metrics(path: Path, *, damaged: Damaged | None = None) -> Iterator[StepRow | Record]:
+    """The same records one after the other, those of steps as rows of `STEP_FIELDS`: for files of
+    which no list of records should be made. Reads a million steps in seconds."""
+    for _, record in _read_lines(path, _RowReader().read, damaged):
+        if record is not None:
+            yield record
+
+
+_R = TypeVar("_R")
+
+
+def _read_lines(
+    path: Path, parse: Callable[[str], _R], damaged: Damaged | None
+) -> Iterator[tuple[int, _R]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                record = from_json(line.decode())
+                record = parse(line.decode())
             except (ValueError, RecursionError) as error:
                 if not line.endswith(b"\n"):
                     break
@@ -258,9 +286,48 @@ def read_metrics(path: Path, *, damaged: Damaged | None = None) -> list[Record]:
                     ) from error
                 damaged(number, str(error))
                 continue
-            if record is not None:
-                records.append(record)
-    return records
+            yield number, record
+
+
+STEP_FIELDS = tuple(field.name for field in fields(StepRecord))
+"""The fields of a step's record, in the order of a row."""
+StepRow = tuple[Any, ...]
+
+
+class _RowReader:
+    """Reads lines of steps without making records. A line whose values have the types of one that
+    was read properly is as good."""
+
+    def __init__(self) -> None:
+        self._values, self._decode = itemgetter(*STEP_FIELDS), _DECODER.decode
+        with contextlib.suppress(ImportError):
+            # Of the extra `data`; three times as fast, and it refuses what is no JSON.
+            import orjson
+
+            self._decode = orjson.loads
+        self._good = set[tuple[type, ...]]()
+
+    def read(self, line: str) -> StepRow | Record | None:
+        try:
+            value = self._decode(line)
+        except ValueError:
+            value = None
+        if isinstance(value, dict) and value.get("kind") == StepRecord.kind:
+            with contextlib.suppress(KeyError):
+                row: StepRow = self._values(value)
+                types = tuple(map(type, row))
+                if types in self._good:
+                    return row
+                record = from_json(line)
+                if str not in types:  # numbers that are not finite are read one by one
+                    self._good.add(types)
+                return _row(record)
+        record = from_json(line)
+        return _row(record) if isinstance(record, StepRecord) else record
+
+
+def _row(record: Record | None) -> StepRow:
+    return tuple(getattr(record, name) for name in STEP_FIELDS)
 
 
 # ------------------------------------------------------------------ from the end
