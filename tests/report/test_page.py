@@ -7,10 +7,13 @@ import math
 import re
 from collections.abc import Callable
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.report import digest
@@ -309,3 +312,14 @@ def test_rows_without_every_field_are_read(tmp_path: Path) -> None:
     (shown,) = contents(write_report([run], tmp_path / "r.html"))["runs"]
     assert shown["train"]["step"] == [1, 2, 3]
     assert shown["train"]["curves"]["loss"]["mean"] == [2.0, 2.0, None]
+
+
+@given(st.integers(1, 500), st.integers(1, 20), st.integers(1, 37))
+def test_some_of_many_values_are_spread_evenly(count: int, limit: int, at_a_time: int) -> None:
+    spread = digest.EvenlySpread[int](limit)
+    for begin in range(0, count, at_a_time):
+        spread.add(range(begin, min(count, begin + at_a_time)))
+    kept = spread.all()
+    assert len(kept) <= 2 * limit + 1 and kept[-1] == count - 1
+    assert len({after - before for before, after in pairwise(kept[:-1])}) <= 1
+    assert kept == sorted(set(kept)) and (count > 2 * limit or kept == list(range(count)))

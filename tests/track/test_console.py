@@ -75,6 +75,13 @@ def test_plain_steps_are_thinned_by_their_clock() -> None:
     assert shown_steps(output)[-1] == 1000
 
 
+def test_a_clock_that_is_set_back_does_not_silence_the_steps() -> None:
+    console, output = sink(terminal=False)
+    for number in range(1, 401):
+        console.write(step(number, time=number * 0.1 - (3600 if number > 200 else 0)))
+    assert shown_steps(output) == [1, 2, 3, 4, 5, 105, 201, 301]
+
+
 def test_what_is_said_of_the_end_comes_after_the_last_step() -> None:
     console, output = sink(terminal=False)
     for number in range(1, 8):

@@ -17,6 +17,7 @@ import pytest
 from gristmill.base.errors import UserError
 from gristmill.base.units import Progress
 from gristmill.track.metrics import (
+    EvaluationRecord,
     EventRecord,
     Record,
     SampleRecord,
@@ -117,8 +118,20 @@ def test_waiting_is_told_of_where_it_costs() -> None:
     assert "| mfu 41.2% | data 2% | sync 25% | mem" in line(waits)
     assert waits.compute == pytest.approx(0.116)
     assert "data" not in line(replace(STEP, data_wait=0.001, sync_wait=0.0))
+    # A host that ran ahead of its device wrote more than there is; files keep that.
+    assert "| data 100% |" in line(replace(STEP, data_wait=2.7 * STEP.step_seconds))
     assert "sync" not in line(replace(STEP, step_seconds=0.0, sync_wait=0.0))
     assert scalars(waits)["speed/compute"] == waits.compute
+
+
+def test_a_name_cannot_forge_a_line_or_move_the_cursor() -> None:
+    hostile = EvaluationRecord(
+        step=1, samples=1, tokens=1, time=0.0, name="x\x1b[2J\nerror: forged", metric="acc\r\x07",
+        value=0.5, stderr=None, items=3, seconds=1.0,
+    )  # fmt: skip
+    shown = line(hostile)
+    assert shown.isprintable()
+    assert shown.startswith("x\\x1b[2J\\nerror: forged at step 1 | acc\\r\\x07 0.5000 |")
 
 
 def test_exchanges_are_told_of_where_there_are_any() -> None:

@@ -16,6 +16,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from itertools import islice
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -29,6 +30,7 @@ from gristmill.track.metrics import (
     EventRecord,
     Record,
     SampleRecord,
+    StepRow,
     ValidationRecord,
     scan_metrics,
 )
@@ -44,7 +46,9 @@ STEP_CURVES = (
     *("sent_bytes", "mixing", "sync_wait"),
 )
 VALIDATION_CURVES = ("loss", "perplexity", "bits_per_byte", "consensus_distance")
-_STEP, _TOKENS, _TIME = map(STEP_FIELDS.index, ("step", "tokens", "time"))
+_STAMP = itemgetter(*map(STEP_FIELDS.index, ("step", "tokens", "time")))
+_CURVES = itemgetter(*map(STEP_FIELDS.index, STEP_CURVES))
+_VALIDATED = attrgetter(*VALIDATION_CURVES)
 _LAST = itemgetter(*map(STEP_FIELDS.index, ("sent_bytes", "skipped", "nan")))
 
 T = TypeVar("T")
@@ -56,38 +60,21 @@ class EvenlySpread(Generic[T]):
     def __init__(self, limit: int) -> None:
         self._limit, self._stride, self._seen = limit, 1, 0
         self._kept = list[T]()
-        self._last: T | None = None
+        self._last = list[T]()
 
-    def add(self, value: T) -> None:
-        self._seen += 1
-        self._last = value
-        if self._seen % self._stride:
-            return
-        self._kept.append(value)
-        if len(self._kept) > 2 * self._limit:
+    def add(self, values: Sequence[T]) -> None:
+        """Add some values."""
+        self._kept += values[-self._seen % self._stride :: self._stride]
+        self._seen += len(values)
+        self._last = [*self._last, *values[-1:]][-1:]
+        while len(self._kept) > 2 * self._limit:
             self._stride *= 2
-            self._kept = self._kept[1::2]
+            self._kept = self._kept[::2]
 
     def all(self) -> list[T]:
-        """What was kept, at most twice the limit."""
-        whole = not self._seen % self._stride
-        return self._kept if whole or self._last is None else [*self._kept, self._last]
-
-
-class _Block:
-    """Curves, and the records that have not been added to them."""
-
-    def __init__(self, names: Sequence[str], columns: Callable[[Any], Any]) -> None:
-        self.plot = Plot(names)
-        self._columns = columns
-        self.rows, self.places = list[Any](), list[tuple[int, int, float]]()
-
-    def close(self) -> npt.NDArray[np.float64]:
-        """Add the records to the curves, and return their values."""
-        values_BC = np.array([self._columns(row) for row in self.rows], dtype=np.float64)
-        self.plot.add(values_BC, np.array(self.places, dtype=np.float64))
-        self.rows, self.places = [], []
-        return values_BC.reshape(-1, len(self.plot.names))
+        """What was kept, at most twice the limit and one."""
+        complete = (self._seen - 1) % self._stride == 0
+        return self._kept if complete else self._kept + self._last
 
 
 class RunDigest:
@@ -95,8 +82,7 @@ class RunDigest:
 
     def __init__(self, metrics: Path, *, damaged: Callable[[int, str], None]) -> None:
         self.records = 0
-        self._train = _Block(STEP_CURVES, itemgetter(*map(STEP_FIELDS.index, STEP_CURVES)))
-        self._validation = _Block(VALIDATION_CURVES, attrgetter(*VALIDATION_CURVES))
+        self._train, self._validation = Plot(STEP_CURVES), Plot(VALIDATION_CURVES)
         self._clock: float | None = None
         self._seconds = 0.0
         self._step = self._tokens = 0
@@ -110,47 +96,55 @@ class RunDigest:
         self._samples = EvenlySpread[dict[str, Any]](MOST_SAMPLES)
         self._sample: dict[str, Any] | None = None
         self._events, self._event_count = deque[EventRecord](maxlen=MOST_EVENTS), 0
-        for record in scan_metrics(metrics, damaged=damaged):
-            self.records += 1
-            if isinstance(record, tuple):
-                self._advance(record[_STEP], record[_TOKENS], record[_TIME])
-                self._put(self._train, record)
-            else:
-                self._advance(record.step, record.tokens, record.time)
-                self._add(record)
-        self._close_steps()
-        self._validation.close()
+        found = scan_metrics(metrics, damaged=damaged)
+        while block := list(islice(found, _BLOCK)):
+            self._add(block)
 
-    def _advance(self, step: int, tokens: int, clock: float) -> None:
-        self._step, self._tokens = step, tokens
-        if math.isfinite(clock):
-            if self._clock is not None and clock > self._clock:
-                self._seconds += clock - self._clock
-            self._clock = clock
+    def _add(self, block: list[StepRow | Record]) -> None:
+        self.records += len(block)
+        stamps = [
+            _STAMP(one) if isinstance(one, tuple) else (one.step, one.tokens, one.time)
+            for one in block
+        ]
+        self._step, self._tokens, _ = stamps[-1]
+        places_BP = np.array(stamps, dtype=np.float64)
+        places_BP[:, 2] = self._elapsed(places_BP[:, 2])
+        steps = [number for number, one in enumerate(block) if isinstance(one, tuple)]
+        if steps:
+            self._add_steps([block[number] for number in steps], places_BP[steps])
+        checks = [n for n, one in enumerate(block) if isinstance(one, ValidationRecord)]
+        if checks:
+            rows = [_VALIDATED(block[number]) for number in checks]
+            self._validation.add(np.array(rows, dtype=np.float64), places_BP[checks])
+        if len(steps) < len(block):
+            for one in block:
+                if not isinstance(one, tuple):
+                    self._add_other(one)
 
-    def _put(self, block: _Block, record: Any) -> None:
-        block.rows.append(record)
-        block.places.append((self._step, self._tokens, self._seconds))
-        if len(block.rows) == _BLOCK:
-            if block is self._train:
-                self._close_steps()
-            else:
-                block.close()
+    def _elapsed(self, clocks: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Seconds since the first record at each of these."""
+        passed, known = np.zeros(len(clocks)), np.isfinite(clocks)
+        if known.any():
+            times = clocks[known]
+            before = times[0] if self._clock is None else self._clock
+            passed[known] = np.maximum(np.diff(times, prepend=before), 0.0)
+            self._clock = float(times[-1])
+        seconds = self._seconds + np.cumsum(passed)
+        self._seconds = float(seconds[-1])
+        return seconds
 
-    def _close_steps(self) -> None:
-        if not self._train.rows:
-            return
-        self._last = _LAST(self._train.rows[-1])
-        columns = dict(zip(STEP_CURVES, self._train.close().T, strict=True))
+    def _add_steps(self, rows: list[Any], places_BP: npt.NDArray[np.float64]) -> None:
+        values_BC = np.array([_CURVES(row) for row in rows], dtype=np.float64)
+        self._train.add(values_BC, places_BP)
+        self._last = _LAST(rows[-1])
+        columns = dict(zip(STEP_CURVES, values_BC.T, strict=True))
         self._losses.extend(columns["loss"][-_LAST_RECORDS:].tolist())
         for kept, name in ((self._speeds, "tokens_per_second"), (self._mfus, "mfu")):
-            for value in columns[name][np.isfinite(columns[name])].tolist():
-                kept.add(value)
+            kept.add(columns[name][np.isfinite(columns[name])].tolist())
         self._memory = max(self._memory, int(np.nan_to_num(columns["memory_bytes"]).max()))
 
-    def _add(self, record: Record) -> None:
+    def _add_other(self, record: Record) -> None:
         if isinstance(record, ValidationRecord):
-            self._put(self._validation, record)
             if math.isfinite(record.loss):
                 self._final = record
                 if self._best is None or record.loss < self._best.loss:
@@ -161,18 +155,18 @@ class RunDigest:
         elif isinstance(record, SampleRecord):
             if self._sample is None or self._sample["step"] != record.step:
                 self._sample = {"step": record.step, "texts": []}
-                self._samples.add(self._sample)
+                self._samples.add([self._sample])
             self._sample["texts"].append({"prompt": record.prompt, "text": record.text})
 
     @property
     def train(self) -> dict[str, Any]:
         """The curves of the steps."""
-        return self._train.plot.thinned()
+        return self._train.thinned()
 
     @property
     def validation(self) -> dict[str, Any]:
         """The curves of the validations."""
-        return self._validation.plot.thinned()
+        return self._validation.thinned()
 
     def samples(self) -> list[dict[str, Any]]:
         """Samples grouped by step, the last step always among them."""

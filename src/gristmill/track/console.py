@@ -137,7 +137,8 @@ class LineSink:
         if (
             record.step <= self._first
             or record.step >= self._steps
-            or record.time - self._shown_at >= SECONDS_BETWEEN_STEPS
+            # Also if the clock was set back: no line would come until it is where it was.
+            or not 0 <= record.time - self._shown_at < SECONDS_BETWEEN_STEPS
         ):
             self._shown_at = record.time
             self._pending = None

@@ -91,7 +91,7 @@ class StepRecord(ProgressStamp):
     nan: int = 0
     """Steps so far whose loss or gradient was not finite."""
     data_wait: float = 0.0
-    """Seconds that this step waited for data."""
+    """Seconds of this step in which data was waited for."""
     sync_wait: float | None = None
     """Seconds of this step that the first process waited for the others; null if there are none. On
     a GPU only what does not hide behind the backward pass."""
@@ -252,28 +252,25 @@ Damaged = Callable[[int, str], None]
 def read_metrics(path: Path, *, damaged: Damaged | None = None) -> list[Record]:
     """All records of a file; a cut last line is skipped. Other lines that cannot be read are passed
     to `damaged`, or refused if it is None."""
-    records = (record for _, record in _read_lines(path, from_json, damaged))
-    return [record for record in records if record is not None]
+    return list(_read_lines(path, lambda line: from_json(line.decode()), damaged))
 
 
 def scan_metrics(path: Path, *, damaged: Damaged | None = None) -> Iterator[StepRow | Record]:
     """The same records one after the other, those of steps as rows of `STEP_FIELDS`: for files of
     which no list of records should be made. Reads a million steps in seconds."""
-    for _, record in _read_lines(path, _RowReader().read, damaged):
-        if record is not None:
-            yield record
+    return _read_lines(path, _RowReader().read, damaged)
 
 
 _R = TypeVar("_R")
 
 
 def _read_lines(
-    path: Path, parse: Callable[[str], _R], damaged: Damaged | None
-) -> Iterator[tuple[int, _R]]:
+    path: Path, parse: Callable[[bytes], _R | None], damaged: Damaged | None
+) -> Iterator[_R]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                record = parse(line.decode())
+                record = parse(line)
             except (ValueError, RecursionError) as error:
                 if not line.endswith(b"\n"):
                     break
@@ -286,7 +283,8 @@ def _read_lines(
                     ) from error
                 damaged(number, str(error))
                 continue
-            yield number, record
+            if record is not None:
+                yield record
 
 
 STEP_FIELDS = tuple(field.name for field in fields(StepRecord))
@@ -299,35 +297,32 @@ class _RowReader:
     was read properly is as good."""
 
     def __init__(self) -> None:
-        self._values, self._decode = itemgetter(*STEP_FIELDS), _DECODER.decode
+        self._values = itemgetter(*STEP_FIELDS)
+        self._decode: Callable[[bytes], Any] = lambda line: _DECODER.decode(line.decode())
+        self._good = set[tuple[type, ...]]()
         with contextlib.suppress(ImportError):
             # Of the extra `data`; three times as fast, and it refuses what is no JSON.
             import orjson
 
             self._decode = orjson.loads
-        self._good = set[tuple[type, ...]]()
 
-    def read(self, line: str) -> StepRow | Record | None:
+    def read(self, line: bytes) -> StepRow | Record | None:
+        types: tuple[type, ...] = ()
         try:
             value = self._decode(line)
-        except ValueError:
-            value = None
-        if isinstance(value, dict) and value.get("kind") == StepRecord.kind:
-            with contextlib.suppress(KeyError):
+            if value["kind"] == StepRecord.kind:
                 row: StepRow = self._values(value)
                 types = tuple(map(type, row))
                 if types in self._good:
                     return row
-                record = from_json(line)
-                if str not in types:  # numbers that are not finite are read one by one
-                    self._good.add(types)
-                return _row(record)
-        record = from_json(line)
-        return _row(record) if isinstance(record, StepRecord) else record
-
-
-def _row(record: Record | None) -> StepRow:
-    return tuple(getattr(record, name) for name in STEP_FIELDS)
+        except (ValueError, LookupError, TypeError):
+            pass  # a line that is no such record, or none of this version
+        record = from_json(line.decode())
+        if not isinstance(record, StepRecord):
+            return record
+        if types and str not in types:  # a number that is not finite is a text
+            self._good.add(types)
+        return tuple(getattr(record, name) for name in STEP_FIELDS)
 
 
 # ------------------------------------------------------------------ from the end

@@ -232,7 +232,7 @@ def _step_line(record: StepRecord, horizon_steps: int | None, seconds_left: floa
         record.tflops is not None and f"{record.tflops:.3g} TFLOP/s",
         record.mfu is not None and f"mfu {record.mfu:.1%}",
         *(
-            f"{name} {seconds / record.step_seconds:.0%}"
+            f"{name} {min(1.0, seconds / record.step_seconds):.0%}"
             for name, seconds in waits.items()
             if seconds >= WAIT_SHOWN_FROM * record.step_seconds > 0
         ),

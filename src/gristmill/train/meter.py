@@ -166,7 +166,8 @@ class Meter:
             loss_scale=None if event.result.loss_scale is None else scale,
             skipped=self.counters.skipped,
             nan=self.counters.nan,
-            data_wait=event.data_wait,
+            # A host that runs ahead may wait while the device still computes earlier steps.
+            data_wait=min(event.data_wait, self.step_seconds),
             sync_wait=event.result.waited() if event.result.waited is not None else None,
             sent_bytes=None if exchange is None else exchange.sent_bytes,
             mixing=None if exchange is None else exchange.mixing,
