@@ -30,6 +30,7 @@ from tokenizers import models, pre_tokenizers
 
 from gristmill.base.files import storage_errors, write_atomic, write_json
 from gristmill.text.tokenizers import byte_level
+from gristmill.text.tokenizers.hostile import check_ids, check_prefix, library_errors
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -60,10 +61,12 @@ class LibraryTokenizer(abc.ABC):
         )
         inner.encode_special_tokens = True
         ids = inner.get_vocab(with_added_tokens=True)
+        check_ids(ids.values())
         self.size = max(ids.values()) + 1
         self.end_of_text = ids[end_of_text]
         self._inner = inner
         self.prefix = _prefix(inner)
+        check_prefix(self.prefix, size=self.size)
         self._text = ""
         """The text of the tokenizer.json, if `_inner` no longer gives it."""
         self._end_text, self._begin_text = end_of_text, begin_of_text
@@ -87,11 +90,13 @@ class LibraryTokenizer(abc.ABC):
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        with library_errors("the tokenizer", "it fails on a text"):
+            encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._inner.decode(list(ids), skip_special_tokens=False))
+        with library_errors("the tokenizer", "it fails on some ids"):
+            return str(self._inner.decode(list(ids), skip_special_tokens=False))
 
     def token_bytes(self, id: int) -> bytes:
         assert 0 <= id < self.size, f"the id {id} is outside the vocabulary"

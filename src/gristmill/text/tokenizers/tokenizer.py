@@ -28,6 +28,7 @@ from gristmill.base.errors import DataError
 from gristmill.base.files import read_json, sha256_text, storage_errors, write_json
 from gristmill.text.tokenizers import hub, library
 from gristmill.text.tokenizers.byte_level import BYTE_OF, byte_level, works_on_bytes
+from gristmill.text.tokenizers.hostile import library_errors, read_definition
 from gristmill.text.tokenizers.rank_files import ENCODINGS, open_encoding
 from gristmill.text.tokenizers.vocabularies import Vocabulary, gpt2_vocabulary, read_vocabulary
 
@@ -190,14 +191,10 @@ def _open_folder(folder: Path, *, end_of_text: str | None) -> Tokenizer:
 
 
 def _open_file(path: Path, *, end_of_text: str | None) -> Tokenizer:
-    try:
-        inner = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more precise
-        raise DataError(
-            f"this is not a tokenizer.json: {error}",
-            where=path,
-            remedy="for GPT-2's two files, give the folder that holds them",
-        ) from error
+    content = read_definition(path)
+    remedy = "for GPT-2's two files, give the folder that holds them"
+    with library_errors(path, "this is not a tokenizer.json", remedy=remedy):
+        inner = tokenizers.Tokenizer.from_buffer(content)
     return _finished(inner, where=str(path), end_of_text=end_of_text, folder=path.parent)
 
 
@@ -221,7 +218,8 @@ def _finished(
             is_bpe = isinstance(inner.model, models.BPE) and works_on_bytes(inner)
             kind = library.BpeTokenizer if is_bpe else library.SubwordTokenizer
             begin = hub.stated_begin(folder, inner) if folder else None
-            return kind(inner, end_of_text=end, begin_of_text=begin)
+            with library_errors(where, "this tokenizer cannot be used"):
+                return kind(inner, end_of_text=end, begin_of_text=begin)
     added = inner.get_added_tokens_decoder().values()
     special = ", ".join(token.content for token in added if token.special) or "none"
     raise DataError(
