@@ -25,6 +25,7 @@ from pathlib import Path
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", HF_HUB_OFFLINE="1")
 
 import fault_data
+import fault_hostile
 import fault_settings
 import fault_training
 from fault_kit import Group, Verdict, fresh
@@ -33,6 +34,7 @@ GROUPS: tuple[Group, ...] = (
     *fault_training.GROUPS,
     *fault_data.GROUPS,
     *fault_settings.GROUPS,
+    *fault_hostile.GROUPS,
 )
 
 

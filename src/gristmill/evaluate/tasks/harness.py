@@ -93,8 +93,13 @@ class HarnessTask:
 
 def open_harness_task(task: str, *, where: str, trust: bool = False) -> HarnessTask:
     """A task by its name, or by its YAML file, whose code runs only if it is trusted."""
+    file, settings = Path(task), None
+    if file.suffix in SUFFIXES and not trust:
+        # Before the harness is imported: that takes seconds.
+        settings = read_task_file(file)
+        if not isinstance(settings.get("task"), str):
+            raise _no_task(file)
     optional(PACKAGE, extra="eval", purpose=f"the task {task!r}")
-    file = Path(task)
     with _quiet():
         from lm_eval.tasks import TaskManager
 
@@ -108,10 +113,7 @@ def open_harness_task(task: str, *, where: str, trust: bool = False) -> HarnessT
                     remedy=f"similar names: {', '.join(near)}" if near else "see lm-eval ls tasks",
                 )
             return HarnessTask(task, manager, where)
-        if not trust:
-            settings = read_task_file(file)
-            if not isinstance(settings.get("task"), str):
-                raise _no_task(file)
+        if settings is not None:
             manager = TaskManager(include_defaults=False)
             return HarnessTask(settings["task"], manager, where, settings)
         try:
