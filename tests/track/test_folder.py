@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -130,3 +131,41 @@ def test_a_damaged_status_is_none(tmp_path: Path, content: str) -> None:
     folder = RunFolder(tmp_path)
     folder.status.write_text(content)
     assert folder.read_status() == {}
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "train.log", "status.json", "run.toml", ".lock"])
+def test_a_run_does_not_write_through_links(tmp_path: Path, name: str) -> None:
+    folder, outside = RunFolder(tmp_path / "run"), tmp_path / "outside"
+    folder.create()
+    outside.write_text("not ours")
+    (folder.path / name).symlink_to(outside)
+    with pytest.raises(UserError, match="this is a link") as caught:
+        folder.create()
+    assert caught.value.exit is Exit.REFUSED and outside.read_text() == "not ours"
+
+
+def test_folders_of_a_run_may_be_links(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    folder.checkpoints.symlink_to(tmp_path / "disk")
+    assert not folder.create()
+
+
+@pytest.mark.parametrize("place", ["evals/x.json", "status.json", "checkpoints/step-00000001/x"])
+def test_pipes_and_devices_in_a_run_folder_are_refused(tmp_path: Path, place: str) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    file = folder.path / place
+    file.parent.mkdir(exist_ok=True)
+    os.mkfifo(file)
+    with pytest.raises(UserError, match="a pipe or a device"):
+        folder.create()
+    file.unlink()
+    file.symlink_to("/dev/zero")
+    with pytest.raises(UserError, match="a pipe or a device"):
+        folder.create()
+    file.unlink()
+    # A folder in itself is looked through once.
+    (folder.path / "again").symlink_to(folder.path)
+    assert not folder.create()

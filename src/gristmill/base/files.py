@@ -15,8 +15,9 @@ import json
 import lzma
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,6 +28,8 @@ _DECOMPRESSED_BUFFER = 1 << 18
 DECOMPRESSED_PIECE = 1 << 13
 """The most bytes before damage that are lost with it."""
 _HASHED_PIECE = 1 << 20
+_MOST_ENTRIES, _DEEPEST = 20_000, 3
+"""Of a folder that is looked through."""
 _ZSTD_PIECE = 1 << 13
 """Small, since 4 bytes of zstd can stand for 128 KiB."""
 
@@ -81,6 +84,30 @@ def seal_of(value: Mapping[str, Any]) -> str:
 def write_sealed_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a JSON object with its seal, so that damage to it is noticed."""
     write_json(path, {**value, SEAL: seal_of(value)})
+
+
+def refuse_devices(folder: Path) -> None:
+    """Refuse a folder with pipes or devices where files should be, or with links to some: reading
+    one would wait for ever, or never end."""
+    waiting, seen, left = [(folder, 0)], set[tuple[int, int]](), _MOST_ENTRIES
+    while waiting and left:
+        here, depth = waiting.pop()
+        try:
+            found, entries = here.stat(), list(here.iterdir())
+        except OSError:
+            continue  # whoever needs it will say so
+        if (found.st_dev, found.st_ino) in seen:
+            continue
+        seen.add((found.st_dev, found.st_ino))
+        for path in entries[:left]:
+            left -= 1
+            with suppress(OSError):
+                mode = path.stat().st_mode
+                if stat.S_ISDIR(mode) and depth < _DEEPEST:
+                    waiting.append((path, depth + 1))
+                elif stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+                    what = "this is a pipe or a device, not a file"
+                    raise DataError(what, where=path, remedy="remove it")
 
 
 def read_json(path: Path) -> Any:

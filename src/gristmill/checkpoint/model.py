@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from gristmill.base.downloads import model_folder
 from gristmill.base.errors import DataError, Exit, Problem, UserError
-from gristmill.base.files import read_json
+from gristmill.base.files import read_json, refuse_devices
 from gristmill.checkpoint.adapter_base import AdapterBase, saved_base
 from gristmill.checkpoint.layout import (
     ALONE,
@@ -115,6 +115,7 @@ def open_model(spec: str, *, device: torch.device, checkpoint: str = "latest") -
 def open_stored(spec: str, *, checkpoint: str = "latest") -> StoredModel:
     """Find what `spec` names, and check that it is intact."""
     path = model_folder(spec, where="MODEL")
+    refuse_devices(path)
     if (path / "run.toml").is_file():
         chosen = _choose_checkpoint(path, checkpoint)
         return _from_checkpoint(chosen.path, notes=chosen.notes)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from gristmill.base.errors import DataError, Exit, Problem, UserError
-from gristmill.base.files import read_json, write_atomic
+from gristmill.base.files import read_json, refuse_devices, write_atomic
 from gristmill.report.digest import RunDigest
 from gristmill.report.evaluations import newest_results
 from gristmill.track.folder import RunFolder
@@ -56,6 +56,7 @@ def _read(folders: Sequence[RunFolder], warn: Callable[[str], None]) -> list[Run
     found, problems = list[RunDigest](), []
     for folder in folders:
         where, digest = str(folder.path), None
+        refuse_devices(folder.path)
         if folder.metrics.is_file():
             damaged = _DamagedLines()
             digest = RunDigest(folder.metrics, damaged=damaged.add)

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gristmill.base.errors import DataError, Exit, UserError
-from gristmill.base.files import read_json, storage_errors, write_json
+from gristmill.base.files import read_json, refuse_devices, storage_errors, write_json
 from gristmill.base.locks import FolderLock
 from gristmill.config.schema import RunConfig
 from gristmill.track.metrics import SAVED_CHECKPOINT
@@ -76,6 +76,8 @@ class RunFolder:
     def create(self) -> bool:
         """Make the folder and its subfolders unless they exist; whether the folder is new."""
         new = not self.path.exists()
+        if not new:
+            self._refuse_links()
         for folder in (self.path, *self._subfolders):
             try:
                 with storage_errors(folder):
@@ -108,6 +110,20 @@ class RunFolder:
             + (f"folder={now}" if now is not None else "the folder where it was"),
             exit=Exit.STORAGE,
         )
+
+    def _refuse_links(self) -> None:
+        """Refuse pipes and devices, and links in place of the files that a run appends to or locks:
+        it would write to whatever they point to."""
+        refuse_devices(self.path)
+        written = (self.settings, self.metrics, self.log, self.status, self.lock)
+        for file in written:
+            if file.is_symlink():
+                raise UserError(
+                    "this is a link, and a run writes only to files of its own folder",
+                    where=file,
+                    remedy="remove it, or copy there what it points to; folders may be links",
+                    exit=Exit.REFUSED,
+                )
 
     def remove_unused(self) -> None:
         """Undo `create` if no run was started; files that anybody put there stay."""
