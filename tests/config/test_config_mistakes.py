@@ -157,7 +157,7 @@ ADDED = {
     "unknown optimizer": (
         '[optim]\ntype = "lion"',
         "run.toml:11: optim.type: there is no type 'lion'\n"
-        "    one of 'adamw', 'sgd', 'muon', 'accum-adamw', 'accum-adam'",
+        "    one of 'adamw', 'adam', 'sgd', 'muon', 'accum-adamw', 'accum-adam'",
     ),
     "unknown schedule": (
         '[schedule]\ntype = "cosinus"',
@@ -813,7 +813,7 @@ def test_a_run_folder_is_a_start_too(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"model_type": "bert"}, "the model is of type 'bert'"),
-        ({"activation_function": "relu"}, "activation_function = 'relu': not supported"),
+        ({"activation_function": "silu"}, "activation_function = 'silu': not supported"),
         (
             {"scale_attn_by_inverse_layer_idx": True},
             "scale_attn_by_inverse_layer_idx = true: not supported",

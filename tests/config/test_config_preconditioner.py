@@ -96,7 +96,7 @@ def test_mistakes(added: str, message: str) -> None:
 REFUSED = {
     "optim.preconditioner": (
         ('optim.type="accum-adamw"', 'optim.preconditioner.type="kfac"'),
-        "optim has it with type = 'adamw' or 'sgd' or 'muon'",
+        "optim has it with type = 'adamw' or 'adam' or 'sgd' or 'muon'",
     ),
     "parallel.schedule": (
         ("parallel.pp=2", "model.layers=4", 'parallel.schedule="zero-bubble"'),

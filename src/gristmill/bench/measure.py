@@ -184,7 +184,9 @@ def _prepared(config: RunConfig, steps: int) -> RunConfig:
 
 def _with_random_tokens(config: RunConfig, prefix: Path, *, steps: int) -> RunConfig:
     data, given = config.data, config.data.tokenizer
-    vocabulary = config.model.vocab or (open_tokenizer(given).size if given else GPT2_VOCABULARY)
+    vocabulary = config.model.vocab or GPT2_VOCABULARY
+    if given and not config.model.vocab:
+        vocabulary = open_tokenizer(given, merges=data.merges).size
     sequence = data.sequence or config.model.context
     write_random_tokens(prefix, vocabulary=vocabulary, tokens=max(1_000_000, 64 * sequence))
     divided = portions(config.train)
@@ -193,9 +195,9 @@ def _with_random_tokens(config: RunConfig, prefix: Path, *, steps: int) -> RunCo
         "paths": str(prefix),
         "split": "1,0",
         "kind": "tokens",
-        **dict.fromkeys(("validation", "tokenizer", "blend", "template"), None),
+        **dict.fromkeys(("validation", "tokenizer", "merges", "blend", "template"), None),
         # The order of a whole run over so few tokens would be many thousands of epochs long.
-        "samples": (steps + READ_AHEAD) * divided.batch if data.order == "megatron" else None,
+        "samples": (steps + READ_AHEAD) * divided.batch if data.by_rows else None,
     }
     return config.model_copy(update={"data": data.model_copy(update=changes)})
 

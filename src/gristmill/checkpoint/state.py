@@ -280,12 +280,13 @@ def capture(state: TrainState, host: HostMemory = HOST) -> Snapshot:
 # ------------------------------------------------------------------ reading
 
 
-def restore(state: TrainState, folder: Path) -> dict[str, Any]:
+def restore(state: TrainState, folder: Path, *, other_run: bool = False) -> dict[str, Any]:
     """Put a checkpoint's content into a freshly built state; returns state.json's content. A
     `DataError` means that the content cannot be used. Another checkpoint can still be restored
-    after it: everything that was loaded until then is overwritten."""
+    after it: everything that was loaded until then is overwritten. `other_run`: the run that goes
+    on from here is another one, so only what the tensors depend on must be the same."""
     values = read_state(folder)
-    _check_identity(values["identity"], state, folder)
+    _check_identity(values["identity"], state, folder, other_run=other_run)
     weights = open_tensors(folder)
     _check_dtypes({one.name: one.local.dtype for one in state.parameters.values()}, weights)
     load_parameters(state.parameters.values(), weights, padded=state.padded)
@@ -474,7 +475,8 @@ def _fill(target: torch.Tensor, parameter: ShardedParameter, stored: Weights, na
 # ------------------------------------------------------------------ identity
 
 
-def _check_identity(saved: dict[str, Any], state: TrainState, folder: Path) -> None:
+def identity_changes(saved: dict[str, Any], state: TrainState) -> list[Problem]:
+    """What should have stayed the same since a checkpoint was saved."""
     now, retired = state.identity, state.identity_retired.items()
     saved = {name: value for name, value in saved.items() if (name, value) not in retired}
     problems = []
@@ -482,12 +484,23 @@ def _check_identity(saved: dict[str, Any], state: TrainState, folder: Path) -> N
         before, after = saved.get(name, state.identity_defaults.get(name)), now.get(name)
         if before != after:
             problems.append(Problem(f"was {before!r} and is now {after!r}", where=name))
+    return problems
+
+
+def _check_identity(
+    saved: dict[str, Any], state: TrainState, folder: Path, *, other_run: bool
+) -> None:
+    problems = identity_changes(saved, state)
+    what = "the run in this folder cannot be resumed with these settings"
+    remedy = (
+        "undo these changes to resume the run; or give the new run another name, with "
+        f"model.start = {str(folder.parent.parent)!r} to start from these weights; or use "
+        "--fresh, which moves the old run aside"
+    )
+    if other_run:
+        problems = [one for one in problems if str(one.where).startswith(("model.", "optim."))]
+        what = "the run cannot begin from this checkpoint, which is of another model or optimizer"
+        remedy = "undo these changes, or set model.start instead of checkpoint.load"
     if problems:
-        remedy = (
-            "undo these changes to resume the run; or give the new run another name, with "
-            f"model.start = {str(folder.parent.parent)!r} to start from these weights; or use "
-            "--fresh, which moves the old run aside"
-        )
-        what = "the run in this folder cannot be resumed with these settings"
         last = dataclasses.replace(problems[-1], remedy=remedy)
         raise UserError([Problem(what, str(folder)), *problems[:-1], last])

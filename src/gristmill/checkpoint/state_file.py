@@ -48,6 +48,8 @@ class Counters:
     """Steps whose loss was not finite."""
     seconds: float = 0.0
     """Wall-clock time spent training."""
+    skipped_samples: int = 0
+    """Samples of the skipped steps."""
 
 
 def read_state(folder: Path) -> dict[str, Any]:

@@ -43,7 +43,8 @@ def translate(
 ) -> None:
     """Print what the command of another program amounts to: a run file, or a command of ours.
 
-    Every line names the options that it comes from. Nothing is run, and no file is changed.
+    Every line names the options that it comes from. What no run can have is refused. Nothing is
+    run, and no file is changed.
     """
     from gristmill.dialects.table import load_table, table_names
     from gristmill.dialects.translate import split_overrides
@@ -60,7 +61,9 @@ def translate(
         what = "settings of ours have no place in another program's command"
         remedy = "add them to the printed run file, or to `gristmill train`"
         raise UserError(what, where=overrides[0], remedy=remedy, exit=Exit.USAGE)
-    typer.echo(translate_words(table, foreign).text, nl=False)
+    translation = translate_words(table, foreign)
+    translation.check()
+    typer.echo(translation.text, nl=False)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,8 @@ _GELUS = {
     "gelu_fast": "gelu_tanh",
     "gelu": "gelu",
 }
+_PLAIN = {**_GELUS, "relu": "relu"}
+"""Activations without a gate."""
 _WIDE = {
     "layers": "num_hidden_layers",
     "heads": "num_attention_heads",
@@ -100,7 +102,7 @@ GPT2 = Family(
         "init_std": "initializer_range",
     },
     fixed={"bias": True},
-    activations=_GELUS,
+    activations=_PLAIN,
     activation="activation_function",
     defaults={
         "layer_norm_epsilon": 1e-5,
@@ -165,7 +167,7 @@ GPT_NEOX = Family(
     architecture="GPTNeoXForCausalLM",
     names={**_WIDE, "norm_eps": "layer_norm_eps", "parallel_residual": "use_parallel_residual"},
     fixed={"positions": "rotary", "bias": True},
-    activations=_GELUS,
+    activations=_PLAIN,
     defaults={
         "layer_norm_eps": 1e-5,
         "tie_word_embeddings": False,
@@ -190,7 +192,7 @@ GPT_NEO = Family(
     },
     # It does not scale attention at all.
     fixed={"bias": True, "qkv_bias": False, "attention_scale": 1.0},
-    activations=_GELUS,
+    activations=_PLAIN,
     activation="activation_function",
     defaults={
         "layer_norm_epsilon": 1e-5,

@@ -115,7 +115,10 @@ def to_hf(model: GPTConfig, family: Family, *, vocab: int, end_of_text: int) -> 
         "model_type": family.type,
         **values,
         "vocab_size": vocab,
-        **dict.fromkeys(family.dropouts, model.dropout),
+        **{
+            name: model.attention_drop if name.startswith("att") else model.dropout
+            for name in family.dropouts
+        },
         **_ends(end_of_text),
     }
 

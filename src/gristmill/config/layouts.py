@@ -187,9 +187,12 @@ def _context_parallel(config: RunConfig, mesh: Mesh) -> Iterator[Problem]:
             choices = nearest(divisors(math.gcd(heads // mesh.tp, sequence // 2)), mesh.cp)
             remedy = f"cp could be {choices}, or {remedy}"
         yield Problem(what, "parallel.cp", remedy)
-    if model.dropout:
-        what = "context-parallel attention has no dropout"
-        yield Problem(what, "model.dropout", "set it to 0, or parallel.cp = 1")
+    if model.attention_drop:
+        # Models with context parallelism have a rate of their own for attention.
+        own = getattr(model, "attention_dropout", None) is not None
+        name = "model.attention_dropout" if own else "model.dropout"
+        remedy = "set model.attention_dropout = 0, or parallel.cp = 1"
+        yield Problem("context-parallel attention has no dropout", name, remedy)
     if getattr(model, "short_window", None) is not None:
         what = "context-parallel attention has no windows"
         yield Problem(what, "model.window", "leave it out, or set parallel.cp = 1")

@@ -65,7 +65,13 @@ class ModelConfig(Settings):
     @property
     def drops(self) -> bool:
         """Whether training draws random numbers for dropout."""
-        return self.dropout > 0 or (self.adapters is not None and self.adapters.dropout > 0)
+        rates = (self.dropout, self.attention_drop)
+        return any(rates) or (self.adapters is not None and self.adapters.dropout > 0)
+
+    @property
+    def attention_drop(self) -> float:
+        """The rate of dropout on attention weights."""
+        return self.dropout
 
     @property
     def adapters(self) -> LoraConfig | None:
@@ -117,7 +123,8 @@ class GPTConfig(ModelConfig):
     kind: ClassVar[str] = "GPT"
     abilities: ClassVar[frozenset[Ability]] = frozenset(Ability)
     not_of_weights: ClassVar[frozenset[str]] = ModelConfig.not_of_weights.union(
-        ("vocab", "vocab_multiple", "init_std", "embedding_std", "head_std", "zero_init")
+        ("vocab", "vocab_multiple", "attention_dropout"),
+        ("init_std", "embedding_std", "head_std", "zero_init"),
     )
     retired: ClassVar[Mapping[str, Any]] = {"shortcut": False, "shifted_keys": 0}
 
@@ -161,7 +168,7 @@ class GPTConfig(ModelConfig):
     qkv_bias: bool | None = None
     """Biases of queries, keys and values, where they differ from the others: Qwen2 has only these.
     As bias if not given."""
-    activation: Literal["gelu", "gelu_tanh", "relu2", "swiglu"] = "gelu_tanh"
+    activation: Literal["gelu", "gelu_tanh", "relu", "relu2", "swiglu"] = "gelu_tanh"
     """Non-linearity of the feed-forward part; GPT-2 was trained with gelu_tanh."""
     norm_gain: bool = True
     """Learned gains (and biases) in normalisations."""
@@ -183,6 +190,8 @@ class GPTConfig(ModelConfig):
     """Share the token embedding with the output head."""
     dropout: Fraction = 0.0
     """Dropout on embeddings, attention weights and residual branches."""
+    attention_dropout: Fraction | None = None
+    """Dropout on attention weights, where it differs; as dropout if not given."""
     init_std: Annotated[float, Field(gt=0)] = 0.02
     """Standard deviation of initial weights; for residual projections over sqrt(2 layers)."""
     embedding_std: Annotated[float, Field(gt=0)] | None = None
@@ -238,6 +247,10 @@ class GPTConfig(ModelConfig):
     def groups(self) -> int:
         """Key and value heads."""
         return self.kv_heads or self.heads
+
+    @property
+    def attention_drop(self) -> float:
+        return self.dropout if self.attention_dropout is None else self.attention_dropout
 
     @property
     def has_qkv_bias(self) -> bool:

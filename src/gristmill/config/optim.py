@@ -74,8 +74,23 @@ class AdamWConfig(OptimizerConfig):
     """Peak rate of a head that is not tied; lr if not given."""
     vector_lr: Annotated[float, Field(gt=0)] | None = None
     """Peak rate of biases, gains and gates; lr if not given."""
+    embedding_min_lr: Annotated[float, Field(ge=0)] | None = None
+    """Learning rate of what embedding_lr is for at the end of the decay; if not given, it is in
+    proportion to schedule.min_lr."""
+    head_min_lr: Annotated[float, Field(ge=0)] | None = None
+    """The same for a head that is not tied."""
     preconditioner: PreconditionerConfig | None = None
     """What changes the gradients before the optimizer sees them; nothing if not given."""
+
+
+class AdamConfig(AdamWConfig):
+    """The same with L2 instead of decoupled decay."""
+
+    type: Literal["adam"] = "adam"  # type: ignore[assignment]
+    """Which optimizer."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """L2 of matrices and embeddings: weight_decay x weight is added to the gradient. Biases and
+    norm gains have none."""
 
 
 class SGDConfig(OptimizerConfig):
@@ -209,14 +224,21 @@ class MuonConfig(OptimizerConfig):
 
 
 AnyOptimizerConfig = Annotated[
-    AdamWConfig | SGDConfig | MuonConfig | AccumAdamWConfig | AccumAdamConfig,
+    AdamWConfig | AdamConfig | SGDConfig | MuonConfig | AccumAdamWConfig | AccumAdamConfig,
     Field(discriminator="type"),
 ]
 
 
 class _Warmup(Settings):
     warmup: Span = 0.02
-    """Linear rise from zero at the start: a duration, or a fraction of the run; 0 for none."""
+    """Linear rise at the start: a duration, or a fraction of the run; 0 for none."""
+    initial_lr: Annotated[float, Field(ge=0)] = 0.0
+    """Learning rate from which the warm-up rises."""
+    convention: Literal["gristmill", "megatron"] = "gristmill"
+    """How the warm-up and skipped steps are counted. gristmill: the last step of the warm-up has
+    the peak rate, and every step advances the schedule. megatron: as Megatron-LM's scheduler: the
+    first step has initial_lr, the peak comes one step later, and steps that an fp16 overflow skips
+    do not advance the schedule, for which the host waits for every fp16 step."""
 
 
 class _Decaying(_Warmup):
@@ -274,6 +296,9 @@ class InverseSqrtSchedule(_Warmup):
     """Linear rise to the peak; its length also sets how fast the rate falls, so not zero."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
     """The rate never falls below this."""
+    end: WholeSpan | None = None
+    """After this point, counted from the start of the run, the rate is min_lr; never if not
+    given."""
 
 
 class WarmupStableDecaySchedule(_Warmup):
@@ -283,8 +308,10 @@ class WarmupStableDecaySchedule(_Warmup):
     """Which schedule."""
     decay: WholeSpan = 0.2
     """Length of the final decay."""
-    shape: Literal["linear", "cosine", "sqrt"] = "linear"
-    """How the final decay falls; sqrt is 1 - sqrt(t)."""
+    end: WholeSpan | None = None
+    """Where the final decay ends, counted from the start of the run; the run's end if not given."""
+    shape: Literal["linear", "cosine", "sqrt", "exponential"] = "linear"
+    """How the final decay falls; sqrt is 1 - sqrt(t), exponential is 2^(1 - t) - 1."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
     """Learning rate at the end."""
 

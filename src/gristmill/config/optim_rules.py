@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from gristmill.base.errors import Problem
 from gristmill.config.model import GPTConfig
-from gristmill.config.optim import MuonConfig, SGDConfig
+from gristmill.config.optim import AdamConfig, AdamWConfig, MuonConfig, SGDConfig
 from gristmill.config.preconditioner import KfacConfig, SoapConfig
 from gristmill.config.resolve import Resolved
 from gristmill.config.roles import Role
@@ -88,6 +88,9 @@ def soap_fits(config: RunConfig) -> Iterator[Problem]:
     if not isinstance(config.optim.preconditioning, SoapConfig):
         return
     where = "optim.preconditioner.type"
+    if isinstance(config.optim, AdamConfig):
+        what = "SOAP's weight decay is decoupled, and that of optim.type = 'adam' is not"
+        yield Problem(what, where, 'set optim.type to "adamw" or "muon", or use "kfac"')
     if isinstance(config.optim, SGDConfig):
         what = "SOAP is Adam in another basis, and SGD has no second moment to put there"
         yield Problem(what, where, 'set optim.type to "adamw" or "muon", or use "kfac"')
@@ -100,8 +103,16 @@ def soap_fits(config: RunConfig) -> Iterator[Problem]:
 
 
 def adamw_fits(config: RunConfig, written: Written) -> Iterator[Problem]:
-    """AdamW's own settings."""
+    """Settings of AdamW, and of Adam with L2."""
+    optim = config.optim
+    assert isinstance(optim, AdamWConfig)
     yield from _rates_apply(config)
+    for role in (Role.EMBEDDING, Role.HEAD):
+        floor = getattr(optim, f"{role}_min_lr")
+        peak = getattr(optim, f"{role}_lr") or optim.lr
+        if floor is not None and floor > peak:
+            what = f"{floor} is above the peak optim.{role}_lr = {peak}"
+            yield Problem(what, f"optim.{role}_min_lr")
 
 
 def _rates_apply(config: RunConfig) -> Iterator[Problem]:
@@ -112,8 +123,9 @@ def _rates_apply(config: RunConfig) -> Iterator[Problem]:
         Role.VECTOR: ("the model has no biases, gains or gates", "remove it"),
     }
     for role, (why, remedy) in absent.items():
-        if getattr(config.optim, f"{role}_lr") is not None and role not in config.model.roles:
-            yield no_effect(f"optim.{role}_lr", f"because {why}", remedy)
+        for name in (f"{role}_lr", f"{role}_min_lr"):
+            if getattr(config.optim, name, None) is not None and role not in config.model.roles:
+                yield no_effect(f"optim.{name}", f"because {why}", remedy)
 
 
 def muon_fits(config: RunConfig, written: Written) -> Iterator[Problem]:

@@ -73,13 +73,15 @@ class Resolved:
             return self.ramp.samples_after(span.amount)
         return _in_samples(span, sequence=self.sequence)
 
-    def last_samples_of(self, span: Duration | float) -> int:
-        """A span up to the end of the run in samples, whose steps may be larger than the first."""
+    def last_samples_of(self, span: Duration | float, *, end: int | None = None) -> int:
+        """A span up to a sample, the end of the run if None, in samples; its steps may be larger
+        than the first."""
         if isinstance(span, float) or span.unit is not Unit.STEPS:
             return self.samples_of(span)
-        too_long = max(0, span.amount - self.steps)
-        before = self.ramp.samples_after(self.steps + too_long - span.amount)
-        return self.samples - before + too_long * self.batch
+        steps, end = (self.steps, self.samples) if end is None else (self.ramp.steps_to(end), end)
+        too_long = max(0, span.amount - steps)
+        before = self.ramp.samples_after(steps + too_long - span.amount)
+        return end - before + too_long * self.batch
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ may be a mistake. A problem's `where` is the path of the setting to change.
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,7 +18,9 @@ from gristmill.config.hf_model import NULL, HFConfig, positions
 from gristmill.config.layouts import layout_problems, ramp_problems
 from gristmill.config.model import GPTConfig
 from gristmill.config.optim import (
+    AdamConfig,
     AdamWConfig,
+    ConstantSchedule,
     InverseSqrtSchedule,
     MuonConfig,
     SGDConfig,
@@ -58,7 +61,9 @@ def check(
         soap_fits,
         _batch_fits,
         _offload_acts,
+        _load_acts,
         _data_fits,
+        _tokenizer_fits,
         _order_fits,
         _chat_fits,
         _precision_fits,
@@ -247,6 +252,13 @@ def _batch_fits(config: RunConfig) -> Iterator[Problem]:
         yield Problem(what, "train.ramp.over", "shorten it, or raise train.until")
 
 
+def _load_acts(config: RunConfig) -> Iterator[Problem]:
+    load = config.checkpoint.load
+    own = config.folder or f"runs/{config.name}"
+    if load is not None and os.path.normpath(load) == os.path.normpath(own):
+        yield no_effect("checkpoint.load", "on the run's own folder, from which it resumes anyway")
+
+
 def _offload_acts(config: RunConfig) -> Iterator[Problem]:
     if config.runtime.offload is None:
         return
@@ -283,6 +295,12 @@ def _data_fits(config: RunConfig) -> Iterator[Problem]:
             yield no_effect(f"data.{name}", why, "remove one of the two")
 
 
+def _tokenizer_fits(config: RunConfig) -> Iterator[Problem]:
+    if config.data.merges is not None and config.data.tokenizer is None:
+        remedy = "name the file of the vocabulary with data.tokenizer"
+        yield no_effect("data.merges", "without data.tokenizer", remedy)
+
+
 def _chat_fits(config: RunConfig) -> Iterator[Problem]:
     data, remedy = config.data, 'remove it, or set data.kind = "chat"'
     if data.kind != "chat":
@@ -312,7 +330,7 @@ def _chat_fits(config: RunConfig) -> Iterator[Problem]:
 
 def _order_fits(config: RunConfig) -> Iterator[Problem]:
     data = config.data
-    if data.order == "megatron":
+    if data.by_rows:
         what = "Megatron's seeds are below 4294967296"
         if data.seed is not None and data.seed >= 2**32:
             yield Problem(what, "data.seed")
@@ -354,19 +372,37 @@ def _schedule_fits(config: RunConfig) -> Iterator[Problem]:
     min_lr = getattr(schedule, "min_lr", 0.0)
     if min_lr > config.optim.lr:
         yield Problem(f"{min_lr} is above the peak optim.lr = {config.optim.lr}", "schedule.min_lr")
+    if schedule.initial_lr > config.optim.lr:
+        what = f"{schedule.initial_lr} is above the peak optim.lr = {config.optim.lr}"
+        yield Problem(what, "schedule.initial_lr")
+    apart = config.parallel.decentralized and config.precision.compute == "fp16"
+    if schedule.convention == "megatron" and apart:
+        what = "workers skip their own fp16 steps, and share one schedule"
+        yield Problem(what, "schedule.convention", 'leave it out, or use "bf16"')
+    for name in ("embedding_min_lr", "head_min_lr"):
+        if isinstance(schedule, ConstantSchedule) and getattr(config.optim, name, None) is not None:
+            yield no_effect(f"optim.{name}", "with a constant schedule")
     parts = portions(config.train)
     if isinstance(parts, Problem) or any(ramp_problems(config.train, parts)):
         return
     numbers = resolve(config, vocab=1)
     warmup = numbers.samples_of(schedule.warmup)
-    if isinstance(schedule, InverseSqrtSchedule) and warmup == 0:
+    if schedule.initial_lr and not warmup:
+        yield no_effect("schedule.initial_lr", "without a warm-up")
+    megatron = schedule.convention == "megatron"
+    if isinstance(schedule, InverseSqrtSchedule) and warmup == 0 and not megatron:
         yield Problem("inverse-sqrt needs a warm-up above zero", "schedule.warmup")
     if isinstance(schedule, WarmupStableDecaySchedule):
-        if warmup + numbers.last_samples_of(schedule.decay) > numbers.samples:
+        end = None if schedule.end is None else numbers.samples_of(schedule.end)
+        decay = numbers.last_samples_of(schedule.decay, end=end)
+        if warmup + decay > (numbers.samples if end is None else end):
             what = "warm-up and decay together are longer than the run"
-            yield Problem(what, "schedule.decay", "shorten one, or raise train.until")
+            raised = "train.until"
+            if end is not None:
+                what, raised = f"{what} up to schedule.end", "schedule.end"
+            yield Problem(what, "schedule.decay", f"shorten one, or raise {raised}")
         return
-    decay = getattr(schedule, "decay", None)
+    decay = getattr(schedule, "decay", getattr(schedule, "end", None))
     end = numbers.samples if decay is None else numbers.samples_of(decay)
     if warmup and warmup >= end:
         what = f"the warm-up ends at sample {warmup}, after the decay's end at sample {end}"
@@ -377,6 +413,7 @@ _OF_KIND: dict[type[Settings], Callable[[RunConfig, Written], Iterator[Problem]]
     GPTConfig: _gpt_fits,
     HFConfig: _hf_fits,
     AdamWConfig: adamw_fits,
+    AdamConfig: adamw_fits,
     MuonConfig: muon_fits,
     SGDConfig: sgd_fits,
 }

@@ -51,21 +51,28 @@ class DataConfig(Settings):
     tokenizer: str | None = None
     """Tokenizer folder or file; if not given, found beside the token files, or with kind = "chat"
     that of the weights that the run starts from."""
+    merges: str | None = None
+    """The file of merges of a BPE whose vocabulary is the file `tokenizer`, whatever both are
+    called; not for other tokenizers."""
     template: str | None = None
     """For kind chat: how a conversation becomes text. "plain", "chatml", or a file in Jinja. If not
     given, or "auto": the template of the model that the run starts from if it has one, else chatml
     if the tokenizer has its control tokens, else plain."""
     sequence: Count | None = None
     """Tokens per sample; the model's context if not given."""
-    order: Literal["shuffled", "random", "sequential", "megatron"] = "shuffled"
+    order: Literal["shuffled", "random", "sequential", "megatron", "megatron-deepspeed"] = (
+        "shuffled"
+    )
     """shuffled: each epoch cuts the text into windows at a new offset and visits them in random
     order. random: every window starts at a random place. sequential: windows in order, again and
-    again. megatron: exactly Megatron-LM's order: shuffled documents, cut into shuffled samples."""
+    again. megatron: exactly Megatron-LM's order: shuffled documents, cut into shuffled samples.
+    megatron-deepspeed: the same by the rules of BigScience's Megatron-DeepSpeed, which splits and
+    treats the last epoch a little differently."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Decides the order; train.seed if not given. Megatron's default is 1234."""
     samples: Count | None = None
-    """For order megatron: the number of samples that decides its epochs; those of the whole run if
-    not given. Give the old number to extend a run into another epoch."""
+    """For Megatron's orders: the number of samples that decides their epochs; those of the whole
+    run if not given. Give the old number to extend a run into another epoch."""
     documents: Literal["joined", "masked"] = "joined"
     """joined: the documents of a sample see one another. masked: attention stays inside a document
     and positions begin again with each, where the token files say that documents begin."""
@@ -82,6 +89,11 @@ class DataConfig(Settings):
     before the first step, large ones in the background. Damage ends the run."""
     cache: str | None = None
     """Folder for sample indices, which runs may share; inside the run's folder if not given."""
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether the order is one of Megatron's, which split sets by rows."""
+        return self.order in ("megatron", "megatron-deepspeed")
 
 
 class LossScaleConfig(Settings):
@@ -222,6 +234,9 @@ class TrainConfig(Settings):
     """Only in every n-th block; in all if not given."""
     time_limit: WallTime | None = None
     """Save and stop in time to end before this much wall-clock time, such as "3h30m"."""
+    exit_every: Interval | None = None
+    """Save and stop at every multiple of this, such as "1000 steps"; the same command resumes the
+    run. Only the end stops it if not given."""
     bad_steps: Count = 50
     """Stop when this many steps in a row had a non-finite loss or gradient, or were skipped by the
     guard."""
@@ -288,6 +303,10 @@ class CheckpointConfig(Settings):
     is still being written is skipped."""
     timeout: Patience = "1h"
     """How long processes wait for one another in a save before the run ends; at least "5s"."""
+    load: str | None = None
+    """Begin from the newest checkpoint in the folder of another run: its weights, optimizer state
+    and progress, which stays as it is. Once this run has a checkpoint of its own, it resumes from
+    that. If the folder holds none, the run begins at step 0."""
 
 
 class WandbConfig(Settings):
@@ -295,6 +314,8 @@ class WandbConfig(Settings):
 
     project: str
     """Project name there."""
+    entity: str | None = None
+    """User or team that the project belongs to; as W&B's own settings say if not given."""
     mode: Literal["online", "offline"] = "online"
     """offline writes files to be sent later with `wandb sync`."""
 

@@ -61,7 +61,7 @@ _WINDOWS: dict[str, type[Windows]] = {
 
 def build_stream(config: DataConfig, train: Mixture, spec: OrderSpec) -> SampleStream:
     """The samples of a run, in its order."""
-    if config.order == "megatron":
+    if config.by_rows:
         return _megatron_stream(config, train, spec)
     # With one seed, sets of equal length would be read at the same places.
     indices = tuple(
@@ -105,7 +105,7 @@ def build_rules(config: DataConfig, *, end_of_text: int) -> DocumentRules:
 def _megatron_stream(config: DataConfig, train: Mixture, spec: OrderSpec) -> SampleStream:
     requested = _requested_samples(config, train, spec.samples)
     indices = tuple(
-        _megatron_index(split, spec, samples=samples)
+        _megatron_index(split, spec, samples=samples, order=config.order)
         for split, samples in zip(train.splits, requested, strict=True)
     )
     blend = None
@@ -128,10 +128,10 @@ def _requested_samples(config: DataConfig, train: Mixture, samples: int) -> list
         return [samples]
     if train.weights is None:
         return [None] * len(train.splits)
-    return [
-        math.ceil(math.ceil(samples * weight) * (1 + SURPLUS))
-        for weight in _normalized(train.weights)
-    ]
+    weights = _normalized(train.weights)
+    if config.order == "megatron-deepspeed":
+        return [math.ceil(samples * weight * (1 + SURPLUS)) for weight in weights]
+    return [math.ceil(math.ceil(samples * weight) * (1 + SURPLUS)) for weight in weights]
 
 
 def _normalized(weights: Sequence[float]) -> list[float]:
@@ -163,10 +163,12 @@ def _megatron_blend(
     return Greedy(arrays["choices"], sets=len(epochs))
 
 
-def _megatron_index(split: DatasetSplit, spec: OrderSpec, *, samples: int | None) -> MegatronOrder:
+def _megatron_index(
+    split: DatasetSplit, spec: OrderSpec, *, samples: int | None, order: str
+) -> MegatronOrder:
     table, rows = split.source.rows, split.rows
     assert table is not None and rows is not None, "this order splits sets by rows"
-    epochs = plan_epochs(len(split.tokens), sequence=spec.sequence, samples=samples)
+    epochs = plan_epochs(len(split.tokens), sequence=spec.sequence, samples=samples, order=order)
     facts = {"sequence": spec.sequence, "seed": spec.seed}
     key = {
         "kind": "megatron order",
@@ -190,10 +192,14 @@ def order_identity(config: DataConfig, train: Mixture, spec: OrderSpec) -> dict[
     if several:
         facts["data.blend"] = config.blend or "proportion"
         facts["data.paths (weights)"] = None if train.weights is None else list(train.weights)
-    if config.order == "megatron":
+    if config.by_rows:
         requested = _requested_samples(config, train, spec.samples)
         facts["data.samples (epochs)"] = [
-            str(plan_epochs(len(split.tokens), sequence=spec.sequence, samples=samples))
+            str(
+                plan_epochs(
+                    len(split.tokens), sequence=spec.sequence, samples=samples, order=config.order
+                )
+            )
             for split, samples in zip(train.splits, requested, strict=True)
         ]
         if several:

@@ -72,7 +72,7 @@ def open_chat(config: RunConfig) -> ChatEncoder:
         folder = settings_folder(start, where=where)
         folders.append(folder / "tokenizer" if (folder / "run.toml").is_file() else folder)
     if data.tokenizer is not None:
-        tokenizer = open_tokenizer(data.tokenizer)
+        tokenizer = open_tokenizer(data.tokenizer, merges=data.merges)
         given = Path(data.tokenizer)
         if not given.exists() and hub.is_hub_name(data.tokenizer):
             given = hub.cached_tokenizer(data.tokenizer) or given

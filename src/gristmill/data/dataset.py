@@ -98,13 +98,13 @@ def open_data(config: DataConfig, *, sequence: int) -> RunData:
             remedy="name token files with --data, or text with --text",
             exit=Exit.DATA,
         )
-    by_rows = config.order == "megatron"
     sets = [
-        open_set(path, in_memory=config.in_memory, rows=by_rows) for path in path_list(config.paths)
+        open_set(path, in_memory=config.in_memory, rows=config.by_rows)
+        for path in path_list(config.paths)
     ]
     weights = held_weights = path_weights(config.paths)
     if config.validation is None:
-        splits = [_split(one, config.split or DEFAULT_SPLIT) for one in sets]
+        splits = [_split(one, config.split or DEFAULT_SPLIT, config.order) for one in sets]
         train = [both[0] for both in splits]
         held = [split for both in splits for split in both[1:]]
         _require_same_tokenizer(train, ())
@@ -142,7 +142,7 @@ def _whole(source: OpenTokenSet) -> DatasetSplit:
     return DatasetSplit(source, range(len(source.reader)), rows)
 
 
-def _split(source: OpenTokenSet, split: str) -> list[DatasetSplit]:
+def _split(source: OpenTokenSet, split: str, order: str) -> list[DatasetSplit]:
     """The training split of a set, and the validation split if it has a share."""
     shares, reader, rows = split_shares(split), source.reader, source.rows
     assert shares is not None, "the rules are checked when settings are loaded"
@@ -152,7 +152,7 @@ def _split(source: OpenTokenSet, split: str) -> list[DatasetSplit]:
         found = [DatasetSplit(source, range(*both)) for both in pairwise([0, *cuts])]
     else:
         found = []
-        for chosen in split_rows(len(rows), shares=shares):
+        for chosen in split_rows(len(rows), shares=shares, order=order):
             begin, end = (
                 int(rows.begins[row]) if row < len(rows) else len(reader)
                 for row in (chosen.start, chosen.stop)

@@ -16,8 +16,11 @@ by position: split i ends at row round(f n), where f is the running sum of the s
 
 The permutations depend on the number of epochs and on whether the last is separate. A run that asks
 for enough additional samples to change these has another order from its first sample on. A run that
-reads beyond K samples starts the order again. Megatron-DeepSpeed, which keeps the last epoch
-separate up to 0.95, is not imitated.
+reads beyond K samples starts the order again.
+
+Megatron-DeepSpeed of BigScience, at its last version, keeps the last epoch separate up to 0.95, and
+rounds the size of each split by itself. What these are too many together, it takes off every
+boundary but the first.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ import numpy as np
 from gristmill.data.sampling import TokenSpans
 from gristmill.tokens.reader import TokenReader
 
-SEPARATE_BELOW = 0.80
+SEPARATE_BELOW = {"megatron": 0.80, "megatron-deepspeed": 0.95}
 """The last epoch is shuffled separately if a smaller share of it is needed."""
 
 _BLOCK = 1 << 18
@@ -79,15 +82,22 @@ def row_table(reader: TokenReader) -> RowTable:
     return RowTable(begins=starts, lengths=lengths.astype(np.int32) if fits else lengths)
 
 
-def split_rows(rows: int, *, shares: Sequence[float]) -> list[range]:
+def split_rows(rows: int, *, shares: Sequence[float], order: str = "megatron") -> list[range]:
     """The rows of training, validation and test, for shares that need not add up to one."""
     weights = np.array([*shares, 0.0, 0.0][:3], np.float64)
+    if order == "megatron-deepspeed":
+        sizes = [round(share * float(rows)) for share in (weights / weights.sum()).tolist()]
+        ends = list(itertools.accumulate(sizes))
+        cuts = [0, *(end - (ends[-1] - rows) for end in ends)]
+        return [range(begin, end) for begin, end in itertools.pairwise(cuts)]
     fractions = itertools.accumulate((weights / weights.sum()).tolist(), initial=0.0)
     cuts = [round(fraction * float(rows)) for fraction in fractions]
     return [range(begin, end) for begin, end in itertools.pairwise(cuts)]
 
 
-def plan_epochs(tokens: int, *, sequence: int, samples: int | None) -> EpochPlan:
+def plan_epochs(
+    tokens: int, *, sequence: int, samples: int | None, order: str = "megatron"
+) -> EpochPlan:
     """Epochs over rows of `tokens` tokens for a number of samples; one epoch if none is given."""
     number = 1 if samples is None else max(1, -(-(samples * sequence + 1) // tokens))
     all_samples = (number * tokens - 1) // sequence
@@ -95,7 +105,7 @@ def plan_epochs(tokens: int, *, sequence: int, samples: int | None) -> EpochPlan
         return EpochPlan(number, all_samples, all_samples)
     before = ((number - 1) * tokens - 1) // sequence
     needed, whole = samples - before, (tokens - 1) // sequence
-    separate = needed < int(SEPARATE_BELOW * whole)
+    separate = needed < int(SEPARATE_BELOW[order] * whole)
     return EpochPlan(number, before if separate else all_samples, all_samples)
 
 

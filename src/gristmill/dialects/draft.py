@@ -51,11 +51,16 @@ class TranslationDraft:
     """Collects what becomes of the options of one command; every option given is accounted for."""
 
     def __init__(
-        self, dialect: Dialect, given: Sequence[GivenOption], *, words: Sequence[str] = ()
+        self,
+        dialect: Dialect,
+        given: Sequence[GivenOption],
+        *,
+        words: Sequence[str] = (),
+        launcher: Sequence[str] = (),
     ) -> None:
         self.dialect = dialect
-        self.words = words
-        """The command, behind the name of the script."""
+        self.words, self.launcher = words, launcher
+        """The command, behind the name of the script, and what starts the script."""
         # As in argparse, the last one counts.
         self.options = {one.name: one for one in given}
         self.settings: list[TranslatedSetting] = []

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from gristmill.dialects.draft import Remark, TranslationDraft
+from gristmill.dialects.megatron_rules import batch_levels
 from gristmill.dialects.naming import run_name
 
 _BY_NAME = (
@@ -17,10 +19,19 @@ _BY_NAME = (
 """Tokenizers that have one file, or a name."""
 _FILES = (("vocab.json", "merges.txt"), ("gpt2-vocab.json", "gpt2-merges.txt"))
 """Names by which a folder's vocabulary and merges are found."""
+_NUMBER = re.compile(r"[.0-9]+")
+_DEEPSPEED = (
+    *("--deepspeed", "--deepspeed_config", "--zero-stage", "--no-pipeline-parallel"),
+    *("--deepspeed-activation-checkpointing", "--train-tokens", "--lr-decay-tokens"),
+    *("--embed-layernorm", "--cpu-optimizer", "--cpu_torch_adam", "--checkpoint-activations"),
+    *("--tokenizer-name-or-path", "--skip-train-iteration-range", "--remote-device"),
+)
+"""Options that Megatron-DeepSpeed has, and Megatron-LM has not, or no longer."""
 
 
 def data(draft: TranslationDraft) -> None:
     """Token files and how they are divided; `--eval-iters 0` holds nothing out for validation."""
+    _order(draft)
     path = draft.only_one("--data-path", "--train-data-path")
     if path is None:
         draft.refuse("no token files are given", "--data-path", "add their prefix")
@@ -38,8 +49,8 @@ def data(draft: TranslationDraft) -> None:
     if draft.given("--valid-data-path"):
         what = "validation files of their own need --train-data-path"
         draft.refuse(what, "--valid-data-path", "give it in place of --data-path")
-    parts = str(draft.get("--split")).replace("/", ",").split(",")
-    split = [*(part.strip() for part in parts), "0", "0"][:3]
+    # Any characters between the numbers, as Megatron reads them.
+    split = [*_NUMBER.findall(str(draft.get("--split"))), "0", "0"][:3]
     if none and split[1].strip("0."):
         try:
             # The same documents are trained on; nobody reads the others.
@@ -49,6 +60,21 @@ def data(draft: TranslationDraft) -> None:
             return
         split = [split[0], "0", f"{unread:g}"]
     draft.set("data.split", ",".join(split), "--split", *(["--eval-iters"] if none else []))
+
+
+def _order(draft: TranslationDraft) -> None:
+    """Whose order of samples."""
+    marks = [draft.written(name) for name in _DEEPSPEED if draft.given(name)]
+    marks += [word for word in draft.launcher if Path(word).name == "deepspeed"]
+    if not marks:
+        draft.fix("data.order", "megatron", "Megatron's order of samples")
+        return
+    draft.fix("data.order", "megatron-deepspeed", f"{marks[0]}: Megatron-DeepSpeed's order")
+    text = (
+        "this is Megatron-DeepSpeed, whose last epoch is shuffled by itself if less than 0.95 of "
+        "it is needed; older versions, and Microsoft's, do as Megatron-LM: data.order=megatron"
+    )
+    draft.changed.append(Remark(marks[0], text))
 
 
 def _blend(draft: TranslationDraft, name: str) -> Any:
@@ -83,11 +109,13 @@ def tokenizer(draft: TranslationDraft) -> None:
             draft.ignore(name, f"{model} names the tokenizer")
     elif tuple(path.name for path in paths) in _FILES and where[0] == where[1]:
         draft.set("data.tokenizer", where[0], *files, "--tokenizer-type")
+    elif len(paths) == 2:
+        draft.set("data.tokenizer", str(paths[0]), files[0], "--tokenizer-type")
+        draft.set("data.merges", str(paths[1]), files[1])
     elif where:
-        what = "a tokenizer is a folder here, with vocab.json and merges.txt in it"
         name = next(name for name in files if draft.given(name))
-        instead = "give both files from one folder, by these names or with gpt2- before them"
-        draft.refuse(what, name, instead)
+        other = files[1 - files.index(name)]
+        draft.refuse("is one of a tokenizer's two files", name, f"give {other} too")
         draft.account(*files, "--tokenizer-type")
     elif kind == "NullTokenizer":
         what = "a run needs the tokenizer of its token files"
@@ -105,13 +133,15 @@ def validation(draft: TranslationDraft) -> None:
         for name in filter(draft.given, others):
             draft.ignore(name, "--eval-iters 0 validates nothing")
         return
-    held_out = str(draft.get("--split")).replace("/", ",").split(",")[1:2]
+    held_out = _NUMBER.findall(str(draft.get("--split")))[1:2]
     if not draft.given("--train-data-path") and not "".join(held_out).strip(" 0."):
         for name in filter(draft.given, ("--eval-iters", *others)):
             draft.ignore(name, "--split holds nothing out for validation")
         return
     sizes = ("--eval-global-batch-size", "--global-batch-size", "--micro-batch-size")
     size = next((draft.get(name) for name in sizes if draft.given(name)), 1)
+    if (levels := batch_levels(draft)) and not any(map(draft.given, sizes[:2])):
+        size = levels[-1][1]
     draft.set("validate.every", f"{every} steps", "--eval-interval")
     draft.set("validate.windows", batches * size, "--eval-iters", "--eval-global-batch-size")
     if draft.given("--eval-iters"):
@@ -138,11 +168,20 @@ def folder(draft: TranslationDraft) -> None:
         draft.refuse(what, "--finetune", "give --load the folder of the weights, --save another")
         draft.account("--load")
     elif load is not None and not same:
-        what = "a run resumes in its own folder"
-        draft.refuse(what, "--load", "give --save the same folder, or --finetune for its weights")
+        draft.set("checkpoint.load", load, "--load")
+        text = "once the run has saved a checkpoint itself, it resumes from that"
+        draft.change("--load", text)
     elif save is not None and not same:
         text = "a run that this folder holds is resumed, also without --load"
         draft.change("--save", text)
+    text = "a resumed run follows its present settings, and its log says which of them changed"
+    draft.changed_once("--use-checkpoint-opt_param-scheduler", text)
+    no_state = "--no-load-optim"
+    if draft.given(no_state) and (load is None or draft.given("--finetune")):
+        draft.ignore(no_state, "no optimizer state is loaded")
+    elif draft.given(no_state):
+        what = "the weights of a checkpoint go on with its optimizer state"
+        draft.refuse(what, no_state, "give --finetune to start from weights alone")
     every = draft.get("--save-interval")
     retained = "--save-retain-interval"
     if every is not None:
@@ -152,8 +191,13 @@ def folder(draft: TranslationDraft) -> None:
         draft.set("checkpoint.keep_every", f"{draft.get(name)} steps", name)
     elif draft.given(retained):
         draft.set("checkpoint.keep_every", f"{draft.get(retained)} steps", retained)
-    if draft.given("--wandb-project") and draft.get("--wandb-project"):
-        draft.set("track.wandb.project", draft.get("--wandb-project"), "--wandb-project")
+    project, entity = draft.get("--wandb-project"), draft.get("--wandb-entity")
+    if draft.given("--wandb-project") and project:
+        draft.set("track.wandb.project", project, "--wandb-project")
+    if entity and project:
+        draft.set("track.wandb.entity", entity, "--wandb-entity")
+    elif draft.given("--wandb-entity"):
+        draft.ignore("--wandb-entity", "only --wandb-project uses it")
 
 
 def prepared_tokenizer(draft: TranslationDraft) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gristmill.dialects.draft import TranslationDraft
 
 _UNITS = {"iters": "steps", "samples": "samples", "tokens": "tokens"}
@@ -16,7 +18,7 @@ def horizon(draft: TranslationDraft) -> None:
         draft.refuse("the length of the run is not given", "--train-iters", "add it")
         return
     amount, batch = draft.get(name), draft.get("--global-batch-size")
-    by_samples = name == "--train-samples" and not draft.given("--rampup-batch-size")
+    by_samples = name == "--train-samples" and not _ramps(draft)
     if by_samples and batch is not None and 0 < batch < amount and amount % batch:
         # Megatron makes no step with fewer samples, and builds its order for all of them.
         draft.set("data.samples", amount, name)
@@ -29,15 +31,26 @@ def horizon(draft: TranslationDraft) -> None:
 def batch(draft: TranslationDraft) -> None:
     """Global batch, micro-batch, and the batch ramp."""
     whole, ramp = draft.get("--global-batch-size"), draft.get("--rampup-batch-size")
+    levels = batch_levels(draft)
     if draft.given("--micro-batch-size"):
         draft.set("train.micro_batch", draft.get("--micro-batch-size"), "--micro-batch-size")
     if whole is not None:
         draft.set("train.batch", whole, "--global-batch-size")
+    elif levels:
+        draft.set("train.batch", levels[-1][1], "--step-batch-size-schedule")
     else:
         # One micro-batch of each data-parallel process.
         draft.set("train.accumulate", 1, "--global-batch-size")
+    if levels and ramp is None:
+        _stepwise(draft, levels)
+    elif draft.given("--step-batch-size-schedule") and ramp is None:
+        what = "this is no schedule of batches, or --seq-length is not given"
+        draft.refuse(what, "--step-batch-size-schedule", 'write it as "0:384 200B:768"')
     if ramp is None:
         return
+    if levels:
+        what = "two ramps of the batch exclude one another"
+        draft.refuse(what, "--rampup-batch-size", "leave one out")
     if not draft.given("--train-samples"):
         what = "a ramp is counted in samples, and the run is not"
         draft.refuse(what, "--rampup-batch-size", "give --train-samples, as Megatron wants it too")
@@ -47,12 +60,67 @@ def batch(draft: TranslationDraft) -> None:
         draft.set(f"train.ramp.{key}", value, "--rampup-batch-size")
 
 
+def _ramps(draft: TranslationDraft) -> bool:
+    """Whether the batch grows."""
+    return draft.given("--rampup-batch-size") or len(batch_levels(draft)) > 1
+
+
+def batch_levels(draft: TranslationDraft) -> list[tuple[int, int]]:
+    """The steps of `--step-batch-size-schedule` that the run reaches, as samples and the batch from
+    there on; none if it is not given or cannot be read."""
+    name, length = "--step-batch-size-schedule", draft.get("--seq-length")
+    if not draft.given(name) or not isinstance(length, int) or length < 1:
+        return []
+    try:
+        # Unquoted in a shell, its steps are words.
+        written = " ".join(draft.get(name)).replace(",", " ")
+        pairs = [entry.split(":") for entry in written.split()]
+        # Megatron counts tokens where it knows the length of a sample.
+        levels = sorted((_amount(tokens) // length, _amount(batch)) for tokens, batch in pairs)
+    except ValueError:
+        return []
+    end = draft.get("--train-samples")
+    return [level for level in levels if level[0] == 0 or end is None or level[0] < end]
+
+
+def _amount(text: str) -> int:
+    factor = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}.get(text[-1:].upper(), 1)
+    return int(float(text[:-1] if factor > 1 else text) * factor)
+
+
+def _stepwise(draft: TranslationDraft, levels: Sequence[tuple[int, int]]) -> None:
+    """A schedule of batches, which is a ramp here if its steps are equal."""
+    name, whole = "--step-batch-size-schedule", draft.get("--global-batch-size")
+    draft.account(name)
+    (begin, start), *others = levels
+    count = len(others)
+    if whole not in (None, levels[-1][1]):
+        what = f"its last batch {levels[-1][1]} is not --global-batch-size {whole}"
+        draft.refuse(what, name, "leave one of the two out, as Megatron wants it")
+    elif begin != 0:
+        draft.refuse("its first step does not begin at 0", name, "write 0:BATCH first")
+    elif count:
+        by, over = others[0][1] - start, others[-1][0]
+        equal = [
+            (-(-number * over // count), start + number * by) for number in range(1, count + 1)
+        ]
+        if by < 1 or equal != others:
+            what = "a batch grows by equal amounts in equally long steps here"
+            draft.refuse(what, name, "give such steps, or a --global-batch-size")
+            return
+        for key, value in (("start", start), ("by", by), ("over", f"{over} samples")):
+            draft.set(f"train.ramp.{key}", value, name, "--seq-length")
+
+
 def learning_rate(draft: TranslationDraft) -> None:
     """Warm-up and decay, each in iterations, samples or a fraction of the decay."""
     kind = draft.choice("--lr-decay-style")
-    decays = [f"--lr-decay-{unit}" for unit in _UNITS]
-    decay = draft.only_one(*decays)
-    warmup = draft.only_one("--lr-warmup-fraction", "--lr-warmup-iters", "--lr-warmup-samples")
+    counted = ("--lr-warmup-iters", "--lr-warmup-samples")
+    # Zero is their default.
+    idle = [name for name in counted if draft.given(name) and draft.get(name) == 0]
+    decay = draft.only_one(*(f"--lr-decay-{unit}" for unit in _UNITS))
+    warmups = [name for name in ("--lr-warmup-fraction", *counted) if name not in idle]
+    warmup = draft.only_one(*warmups)
     run = next((f"--train-{unit}" for unit in _UNITS if draft.given(f"--train-{unit}")), None)
     for name in filter(None, (decay, warmup)):
         # Megatron-DeepSpeed may count the decay in tokens whatever the run is counted in.
@@ -60,33 +128,72 @@ def learning_rate(draft: TranslationDraft) -> None:
         if mixed:
             unit = _unit(run or "")
             draft.refuse(f"the run is counted in {unit}", name, f"give the option in {unit}")
+    if decay is None and run is not None and not _ends_with_run(draft, run):
+        decay = run
     draft.set("schedule.type", kind, "--lr-decay-style")
-    length = draft.get(decay) if decay else None
-    if warmup is None:
-        draft.set("schedule.warmup", "0 steps", "--lr-warmup-iters")
-    elif warmup != "--lr-warmup-fraction":
-        draft.set("schedule.warmup", f"{draft.get(warmup)} {_unit(warmup)}", warmup)
-    elif decay is None:
-        draft.set("schedule.warmup", draft.get(warmup), warmup)
-    else:
-        exact = draft.get(warmup) * length
-        draft.set("schedule.warmup", f"{round(exact)} {_unit(decay)}", warmup, decay)
-        if abs(round(exact) - exact) > 1e-6:
-            draft.change(warmup, f"{exact:g} {_unit(decay)} are rounded to {round(exact)}")
+    _warmup(draft, warmup, decay, idle)
     if kind == "constant":
-        for name in filter(None, (decay, "--min-lr" if draft.given("--min-lr") else None)):
-            draft.ignore(name, "the learning rate is constant")
+        for name in ("--min-lr", *(f"--lr-decay-{unit}" for unit in _UNITS)):
+            if draft.given(name):
+                draft.ignore(name, "the learning rate is constant")
     else:
         draft.set("schedule.min_lr", draft.get("--min-lr"), "--min-lr")
-    if decay is not None and kind in ("linear", "cosine"):
-        draft.set("schedule.decay", f"{length} {_unit(decay)}", decay)
-    elif decay is not None and kind in ("inverse-sqrt", "warmup-stable-decay"):
-        if run is None or (length, _unit(decay)) != (draft.get(run), _unit(run)):
-            what = "this schedule lasts as long as the run here"
-            draft.refuse(what, decay, "leave it out, or give the length of the run")
-        else:
-            draft.ignore(decay, "the decay ends with the run")
+    if decay is not None and kind is not None and kind != "constant":
+        end = "decay" if kind in ("linear", "cosine") else "end"
+        draft.set(f"schedule.{end}", _span(draft, decay), decay)
     _stable_decay(draft, kind)
+
+
+def _ends_with_run(draft: TranslationDraft, run: str) -> bool:
+    """Whether a decay over the whole run is one up to our last step: Megatron's last samples may
+    not fill a step, and iterations of a ramp count as full ones."""
+    whole = draft.get("--global-batch-size")
+    if _ramps(draft) or batch_levels(draft):
+        return False
+    return _unit(run) != "samples" or not whole or draft.get(run) % whole == 0
+
+
+def _warmup(
+    draft: TranslationDraft, warmup: str | None, decay: str | None, idle: Sequence[str]
+) -> None:
+    """The rise at the start."""
+    initial = "--lr-warmup-init"
+    if warmup is None:
+        draft.set("schedule.warmup", "0 steps", *(idle or ["--lr-warmup-iters"]))
+        if draft.given(initial):
+            draft.ignore(initial, "there is no warm-up")
+        return
+    draft.account(*idle)
+    if draft.given(initial) and draft.get(initial):
+        draft.set("schedule.initial_lr", draft.get(initial), initial)
+    elif draft.given(initial):
+        draft.ignore(initial, "a warm-up starts at zero in any case")
+    if warmup != "--lr-warmup-fraction":
+        draft.set("schedule.warmup", _span(draft, warmup), warmup)
+        return
+    if decay is None:
+        draft.set("schedule.warmup", draft.get(warmup), warmup)
+        return
+    # Megatron counts in samples, and in fractions of them.
+    unit, whole = str(_unit(decay)), draft.get("--global-batch-size") or 0
+    exact = draft.get(warmup) * draft.get(decay)
+    if unit == "steps" and whole and (_ramps(draft) or abs(round(exact) - exact) > 1e-6):
+        unit, exact = "samples", draft.get(warmup) * (draft.get(decay) * whole)
+    draft.set("schedule.warmup", f"{round(exact)} {unit}", warmup, decay)
+    if abs(round(exact) - exact) > 1e-6:
+        draft.change(warmup, f"{exact:g} {unit} are rounded to {round(exact)}")
+
+
+def _span(draft: TranslationDraft, name: str) -> str:
+    """The value of an option with its unit. Iterations are as many full batches to Megatron's
+    scheduler, also while the batch grows."""
+    amount, unit, whole = draft.get(name), _unit(name), draft.get("--global-batch-size")
+    if unit == "steps" and _ramps(draft):
+        levels = batch_levels(draft)
+        if whole is None and levels:
+            whole = levels[-1][1]
+        return f"{amount * (whole or 1)} samples"
+    return f"{amount} {unit}"
 
 
 def _stable_decay(draft: TranslationDraft, kind: str | None) -> None:
@@ -101,12 +208,9 @@ def _stable_decay(draft: TranslationDraft, kind: str | None) -> None:
     if tail is None:
         draft.refuse("the length of the final decay is not given", names[0], "add it")
     else:
-        draft.set("schedule.decay", f"{draft.get(tail)} {_unit(tail)}", tail)
+        draft.set("schedule.decay", _span(draft, tail), tail)
     shape = draft.choice("--lr-wsd-decay-style")
-    if shape is None and not draft.given("--lr-wsd-decay-style"):
-        what = "its default, exponential, is not one of the shapes here"
-        draft.refuse(what, "--lr-wsd-decay-style", "give linear, cosine or minus_sqrt")
-    elif shape is not None:
+    if shape is not None:
         draft.set("schedule.shape", shape, "--lr-wsd-decay-style")
 
 
@@ -161,16 +265,17 @@ def recompute(draft: TranslationDraft) -> None:
 
 def shape(draft: TranslationDraft) -> None:
     """Inner width, activation, heads, dropout and biases."""
-    gated, width = draft.given("--swiglu"), draft.get("--hidden-size")
+    given, gated, width = draft.given, draft.given("--swiglu"), draft.get("--hidden-size")
     kinds = {
         "--swiglu": "swiglu",
         "--squared-relu": "relu2",
         "--openai-gelu": "gelu_tanh",
-        "--no-bias-gelu-fusion": "gelu",
     }
     chosen = draft.only_one("--swiglu", "--squared-relu", "--openai-gelu")
-    if chosen is None and draft.given("--no-bias-gelu-fusion"):
-        chosen = "--no-bias-gelu-fusion"
+    # Megatron's fused GELU is the approximation by tanh, and the other one is exact.
+    unfused = [name for name in ("--no-bias-gelu-fusion", "--disable-bias-linear") if given(name)]
+    if chosen is None and unfused:
+        draft.set("model.activation", "gelu", *unfused)
     elif draft.given("--no-bias-gelu-fusion"):
         draft.ignore("--no-bias-gelu-fusion", f"with {chosen} nothing is fused with GELU")
     if chosen is not None:
@@ -185,14 +290,12 @@ def shape(draft: TranslationDraft) -> None:
         draft.set("model.kv_heads", draft.get("--num-query-groups"), *names)
     elif draft.given("--num-query-groups"):
         draft.ignore("--num-query-groups", "only --group-query-attention uses it")
-    rates = ("--attention-dropout", "--hidden-dropout")
-    if draft.get(rates[0]) != draft.get(rates[1]):
-        what = f"{rates[0]} {draft.get(rates[0])} and {rates[1]} {draft.get(rates[1])} differ"
-        name = next(name for name in rates if draft.given(name))
-        draft.refuse(f"{what}, and there is one rate here", name, "give both the same value")
-        draft.account(*rates)
-    else:
+    rates = ("--hidden-dropout", "--attention-dropout")
+    if draft.get(rates[0]) == draft.get(rates[1]):
         draft.set("model.dropout", draft.get(rates[0]), *rates)
+    else:
+        draft.set("model.dropout", draft.get(rates[0]), rates[0])
+        draft.set("model.attention_dropout", draft.get(rates[1]), rates[1])
     if draft.given("--disable-bias-linear"):
         draft.set("model.bias", False, "--disable-bias-linear")
         if draft.get("--normalization") != "RMSNorm":
@@ -219,6 +322,12 @@ def positions(draft: TranslationDraft) -> None:
     names = ("--position-embedding-type", "--use-rotary-position-embeddings")
     if kind is not None:
         draft.set("model.positions", kind, *names)
+    if draft.given("--no-position-embedding"):
+        if kind == "rotary":
+            draft.ignore("--no-position-embedding", "rotary positions have no embedding")
+        else:
+            what = "models here know positions, and so do Megatron's now"
+            draft.refuse(what, "--no-position-embedding", "give --position-embedding-type rope")
     for name, setting in (("--rotary-base", "base"), ("--rotary-percent", "fraction")):
         if draft.given(name) and kind == "rotary":
             draft.set(f"model.rotary_{setting}", float(draft.get(name)), name)
@@ -237,6 +346,32 @@ def optimizer(draft: TranslationDraft) -> None:
             draft.ignore(name, f"--optimizer {draft.get('--optimizer')} does not use it")
         elif name in own:
             draft.set(f"optim.{own[name]}", draft.get(name), name)
+    _decoupled_rates(draft, kind)
+
+
+def _decoupled_rates(draft: TranslationDraft, kind: str | None) -> None:
+    """Rates of embedding and head. Their floor is a rate too, --min-lr if there is no other."""
+    peak, floor = "--decoupled-lr", "--decoupled-min-lr"
+    if not draft.given(peak):
+        if draft.given(floor):
+            draft.ignore(floor, f"only {peak} uses it")
+        return
+    if kind != "adamw":
+        draft.refuse("SGD has one learning rate here", peak, "leave it out")
+        draft.account(floor)
+        return
+    roles = ["embedding"]
+    roles += ["head"] if draft.given("--untie-embeddings-and-output-weights") else []
+    constant = draft.choice("--lr-decay-style") == "constant"
+    lowest = floor if draft.given(floor) else "--min-lr"
+    for role in roles:
+        draft.set(f"optim.{role}_lr", draft.get(peak), peak)
+        if not constant:
+            draft.set(f"optim.{role}_min_lr", draft.get(lowest), lowest)
+    if constant and draft.given(floor):
+        draft.ignore(floor, "the learning rate is constant")
+    if draft.choice("--position-embedding-type") == "learned":
+        draft.change(peak, "learned positions have this rate too")
 
 
 def layout(draft: TranslationDraft) -> None:
@@ -323,7 +458,8 @@ def _context(draft: TranslationDraft) -> None:
     elif len(found) == 1 and None not in found:
         draft.set("parallel.attention", found.pop(), name)
     else:
-        draft.refuse("attention is p2p or a2a here, in all layers", name, "give p2p or a2a")
+        draft.set("parallel.attention", "ring", name)
+        draft.change(name, "all layers exchange keys and values in a ring; the result is the same")
 
 
 def _unit(name: str) -> str | None:

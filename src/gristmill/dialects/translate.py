@@ -12,11 +12,13 @@ import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import tomli_w
 
 from gristmill.base.errors import Problem, UserError
+from gristmill.config.load import load_text
 from gristmill.config.schema import RunConfig
 from gristmill.dialects.draft import Preparation, Remark, TranslatedSetting, TranslationDraft
 from gristmill.dialects.rules import RULES
@@ -33,6 +35,8 @@ CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
 }
 """How values change on the way, by the names that tables use."""
 _ALIKE = "this is what is done in any case"
+_OTHER_MODELS = ("model.start", "model.hf")
+"""Settings that name a model, whose sizes a run takes over."""
 _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_]+)+=.*", re.DOTALL)
 _PLACE = re.compile(r"(?:.*: )?([a-z_0-9]+(?:\.[a-z_0-9]+)*)", re.DOTALL)
 
@@ -92,6 +96,21 @@ class Translation:
                 lines += ["", f"# {title}", *(f"#   {printable(str(one))}" for one in remarks)]
         return "\n".join(lines) + "\n"
 
+    def check(self) -> None:
+        """Refuse settings that no run can have, in terms of the options that they come from. Of a
+        model that the run starts from, only a folder on this machine is looked at."""
+        if self.dialect.verb != "train":
+            return
+        named = {one.path: str(one.value) for one in self.settings if one.path in _OTHER_MODELS}
+        absent = [path for path, name in named.items() if not Path(name).exists()]
+        try:
+            load_text(self.text, [f"{path}=unset" for path in absent], place=self.dialect.program)
+        except UserError as error:
+            # The model that is not here would have given what is missing.
+            known = [one for one in error.problems if not absent or "model" not in str(one.where)]
+            if known:
+                raise self.explain(UserError(known, exit=error.exit)) from error
+
     def explain(self, error: UserError) -> UserError:
         """An error about settings, in terms of the options that they come from."""
         sources = {one.path: one.source for one in self.settings}
@@ -132,7 +151,7 @@ def translate(dialect: Dialect, words: Sequence[str]) -> Translation:
     """Translate a command; raises one error that lists all options that cannot be taken."""
     launcher, options = split_launcher(dialect, words)
     given = read_options(dialect, options)
-    draft = TranslationDraft(dialect, given, words=options)
+    draft = TranslationDraft(dialect, given, words=options, launcher=launcher)
     if launcher:
         text = "this starts the other program"
         if dialect.verb == "train":

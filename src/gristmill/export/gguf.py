@@ -112,8 +112,8 @@ def _choose_architecture(config: GPTConfig) -> Family:
 
 def _differences(config: GPTConfig, family: Family) -> list[str]:
     wrong = differences(config, family)
-    if family is GPT2 and config.activation == "gelu":
-        wrong.append("activation = 'gelu'")
+    if family is GPT2 and config.activation in ("gelu", "relu"):
+        wrong.append(f"activation = {config.activation!r}")
     return wrong
 
 

@@ -198,8 +198,9 @@ class GristmillMLP(nn.Module):
         if self.activation == "swiglu":
             gates, inner = inner.chunk(2, dim=-1)
             inner = functional.silu(gates) * inner
-        elif self.activation == "relu2":
-            inner = functional.relu(inner).square()
+        elif self.activation in ("relu", "relu2"):
+            inner = functional.relu(inner)
+            inner = inner.square() if self.activation == "relu2" else inner
         else:
             approximate = "tanh" if self.activation == "gelu_tanh" else "none"
             inner = functional.gelu(inner, approximate=approximate)

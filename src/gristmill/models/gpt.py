@@ -247,7 +247,7 @@ class GPT(CausalLM):
         angles = None if self.rotary is None else self.rotary(positions)
         mask: torch.Tensor | BlockMask | None = None
         if documents_BT is not None and self.comm.attend is None:
-            dropped = self.training and self.config.dropout > 0
+            dropped = self.training and self.config.attention_drop > 0
             windows = self.config.short_window is not None
             blocks = self.kernels.document_blocks and not dropped and not windows
             blocks = blocks and documents_BT.shape[1] % BLOCK == 0

@@ -167,7 +167,7 @@ class Attention(nn.Module):
         self.layer, self.scale = layer, config.attention_scale
         self.heads, self.groups = config.heads // ranks, config.groups // ranks
         self.head_width = config.head_size
-        self.dropout = config.dropout
+        self.dropout = config.attention_drop
         self.window = config.short_window if layer % 2 else None
         query, both = self.heads * self.head_width, 2 * self.groups * self.head_width
         self.qkv = Linear(config.width, query + both, bias=config.has_qkv_bias)
@@ -318,6 +318,8 @@ class MLP(nn.Module):
                 inner_BTF = gelu(inner_BTF)
             case "gelu_tanh":
                 inner_BTF = functional.gelu(inner_BTF, approximate="tanh")
+            case "relu":
+                inner_BTF = functional.relu(inner_BTF)
             case "relu2":
                 inner_BTF = functional.relu(inner_BTF).square()
             case "swiglu":

@@ -1,4 +1,5 @@
-"""AdamW: one fused kernel per parameter group, our own on a GPU and else torch's."""
+"""AdamW, and Adam with L2: one fused kernel per parameter group. AdamW's is our own on a GPU, all
+others are torch's."""
 
 from __future__ import annotations
 
@@ -7,9 +8,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
-from gristmill.config.optim import AccumAdamConfig, AccumAdamWConfig, AdamWConfig
+from gristmill.config.optim import AccumAdamConfig, AccumAdamWConfig, AdamConfig, AdamWConfig
 from gristmill.config.roles import Role
 from gristmill.optim.spec import ParameterOptimizer, Placement
 
@@ -21,7 +23,7 @@ ADAM_PLACEMENTS = {
 
 
 class AdamW(ParameterOptimizer):
-    """Adam with decoupled weight decay; vectors are not decayed."""
+    """Adam with decoupled weight decay, or with L2; vectors are not decayed."""
 
     placements: ClassVar[Mapping[str, Placement]] = ADAM_PLACEMENTS
 
@@ -34,7 +36,8 @@ class AdamW(ParameterOptimizer):
         kernel: bool = False,
     ) -> None:
         super().__init__(parameters, decay_groups(config, parameters, roles=roles))
-        self.kernel = kernel
+        self.decoupled = not isinstance(config, AdamConfig)
+        self.kernel = kernel and self.decoupled
 
     def stepped_kinds(self) -> Mapping[str, Collection[str]]:
         return dict.fromkeys(self.parameters, ADAM_PLACEMENTS)
@@ -42,7 +45,14 @@ class AdamW(ParameterOptimizer):
     @torch.no_grad()
     def step(self, *, divisor: torch.Tensor, skip: torch.Tensor) -> None:
         for group in self.param_groups:
-            adam_step(self.state, group, divisor=divisor, skip=skip, kernel=self.kernel)
+            adam_step(
+                self.state,
+                group,
+                divisor=divisor,
+                skip=skip,
+                kernel=self.kernel,
+                decoupled=self.decoupled,
+            )
 
 
 def decay_groups(
@@ -56,12 +66,19 @@ def decay_groups(
     for members, decay in zip(
         members_by_decay(parameters, roles=roles), (config.weight_decay, 0.0), strict=True
     ):
-        rates = {name: getattr(config, f"{roles[name]}_lr", None) or config.lr for name in members}
-        for rate in dict.fromkeys([config.lr, *rates.values()]):
+        rates = {
+            name: (
+                getattr(config, f"{roles[name]}_lr", None) or config.lr,
+                getattr(config, f"{roles[name]}_min_lr", None),
+            )
+            for name in members
+        }
+        for rate, floor in dict.fromkeys([(config.lr, None), *rates.values()]):
             group = {
-                "params": [parameter for name, parameter in members.items() if rates[name] == rate],
+                "params": [one for name, one in members.items() if rates[name] == (rate, floor)],
                 "lr": rate,
                 "lr_factor": rate / config.lr,
+                "min_lr": floor,
                 "betas": (config.beta1, config.beta2),
                 "eps": config.eps,
                 "weight_decay": decay,
@@ -88,8 +105,10 @@ def adam_step(
     divisor: torch.Tensor,
     skip: torch.Tensor,
     kernel: bool = False,
+    decoupled: bool = True,
 ) -> None:
-    """Update those parameters of a group that have a gradient. `kernel`: ours, where it can."""
+    """Update those parameters of a group that have a gradient. `kernel`: ours, where it can.
+    `decoupled`: whether weights decay by themselves, or through their gradients (L2)."""
     updated = [parameter for parameter in group["params"] if parameter.grad is not None]
     if not updated:
         return
@@ -118,7 +137,7 @@ def adam_step(
             )
             return
     beta1, beta2 = group["betas"]
-    adamw(
+    (adamw if decoupled else adam)(
         list(updated),
         gradients,
         averages,

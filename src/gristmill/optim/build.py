@@ -11,6 +11,7 @@ from torch import nn
 from gristmill.config.optim import (
     AccumAdamConfig,
     AccumAdamWConfig,
+    AdamConfig,
     AdamWConfig,
     MuonConfig,
     OptimizerConfig,
@@ -76,6 +77,7 @@ def _build_accum(given: OptimizerInputs) -> Optimizer:
 
 OPTIMIZERS: dict[type[OptimizerConfig], Callable[[OptimizerInputs], Optimizer]] = {
     AdamWConfig: _build_adamw,
+    AdamConfig: _build_adamw,
     SGDConfig: lambda given: SGD(given.config, given.parameters, roles=given.model.roles()),
     MuonConfig: _build_matrix_optimizer,
     AccumAdamWConfig: _build_accum,

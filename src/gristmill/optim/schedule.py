@@ -6,7 +6,14 @@ Time is counted in samples. With w the end of the warm-up and e the end of the d
     s >= w   a shape of t = (s - w) / (e - w)       from 1 at t = 0 to min_lr at t = 1 and after
 
 where s is the number of samples before the step and batch the number in it, so no step has a rate
-of zero. During a batch ramp the rate may scale with the batch, by `lr_power`:
+of zero. With `convention = "megatron"` the rates are those of Megatron's scheduler, which does not
+look ahead:
+
+    s <= w   initial + (peak - initial) s / w       the first step has the initial rate
+
+and s does not count the samples of steps that an fp16 overflow skipped.
+
+During a batch ramp the rate may scale with the batch, by `lr_power`:
 
     rate (batch / full batch) ** power              min_lr included
 
@@ -42,7 +49,8 @@ from gristmill.config.settings import Settings
 from gristmill.config.values import Scheduled
 from gristmill.optim.spec import Optimizer
 
-Shape = Callable[[int], float]
+Shape = Callable[[int, float, float], float]
+"""Samples since the start, peak and floor -> how far the rate is above the floor, from 0 to 1."""
 Height = Callable[[float], float]
 
 
@@ -71,32 +79,60 @@ class SoapRhythm:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate over a run; `shape` maps samples since the start to a factor 0 to 1."""
+    """The learning rate over a run."""
 
     peak: float
     floor: float
     warmup: int
     ramp: BatchRamp
     shape: Shape
+    initial: float = 0.0
+    """The rate from which the warm-up rises."""
+    looks_ahead: bool = True
+    """Whether a step of the warm-up has the rate that belongs to its last sample, not its first."""
+    holds: bool = False
+    """Whether skipped steps do not advance the schedule."""
     batch_power: float = 0.0
     """The exponent of batch / full batch, which multiplies the rate."""
     momentum: Rise | None = None
     soap: SoapRhythm | None = None
 
-    def rate(self, progress: Progress) -> float:
-        """The learning rate of the step that starts at `progress`."""
+    def rate(
+        self,
+        progress: Progress,
+        *,
+        skipped_samples: int = 0,
+        peak: float | None = None,
+        floor: float | None = None,
+    ) -> float:
+        """The learning rate of the step that starts at `progress`; `peak` and `floor` are those of
+        parameters that have their own."""
+        peak, floor = self.peak if peak is None else peak, self.floor if floor is None else floor
         batch = self.ramp.batch_at(progress.samples)
         factor: float = (batch / self.ramp.full) ** self.batch_power
-        if progress.samples < self.warmup:
-            return factor * self.peak * min(1.0, (progress.samples + batch) / self.warmup)
-        return factor * (self.floor + (self.peak - self.floor) * self.shape(progress.samples))
+        samples = progress.samples - (skipped_samples if self.holds else 0)
+        if samples < self.warmup:
+            rise = factor * (peak - self.initial)
+            if not self.looks_ahead:
+                return factor * self.initial + rise * samples / self.warmup
+            return factor * self.initial + rise * min(1.0, (samples + batch) / self.warmup)
+        return factor * (floor + (peak - floor) * self.shape(samples, peak, floor))
 
-    def apply(self, optimizer: Optimizer, progress: Progress) -> float:
+    def apply(self, optimizer: Optimizer, progress: Progress, *, skipped_samples: int = 0) -> float:
         """Set each group's rate, its momentum if it has one, and what SOAP needs; returns the
         learning rate."""
-        rate = self.rate(progress)
+        rate = self.rate(progress, skipped_samples=skipped_samples)
         for group in optimizer.param_groups:
-            group["lr"] = rate * group.get("lr_factor", 1.0)
+            factor, floor = group.get("lr_factor", 1.0), group.get("min_lr")
+            group["lr"] = rate * factor
+            if floor is not None or (self.initial and factor != 1.0):
+                # Other than the peak, these are not in proportion.
+                group["lr"] = self.rate(
+                    progress,
+                    skipped_samples=skipped_samples,
+                    peak=self.peak * factor,
+                    floor=self.floor * factor if floor is None else floor,
+                )
             if self.momentum is not None and "momentum" in group:
                 group["momentum"] = self.momentum.at(progress)
             if self.soap is not None and "refresh" in group:
@@ -113,7 +149,11 @@ def build_schedule(config: RunConfig, numbers: Resolved) -> Schedule:
         floor=getattr(settings, "min_lr", 0.0),
         warmup=numbers.samples_of(settings.warmup),
         ramp=numbers.ramp,
-        shape=_SHAPES[type(settings)](settings, numbers, config.optim.lr),
+        shape=_SHAPES[type(settings)](settings, numbers),
+        initial=settings.initial_lr,
+        looks_ahead=settings.convention != "megatron",
+        # Other formats have no loss scale that has to be found by trial.
+        holds=settings.convention == "megatron" and config.precision.compute == "fp16",
         batch_power=0.0 if config.train.ramp is None else config.train.ramp.lr_power,
         momentum=None
         if rise is None
@@ -138,15 +178,15 @@ def _decaying(settings: Settings, numbers: Resolved, height: Height) -> Shape:
     assert isinstance(settings, LinearSchedule | CosineSchedule | PolynomialSchedule)
     begin = numbers.samples_of(settings.warmup)
     end = numbers.samples if settings.decay is None else numbers.samples_of(settings.decay)
-    return lambda samples: height(min(1.0, (samples - begin) / max(1, end - begin)))
+    return lambda samples, *_: height(min(1.0, (samples - begin) / max(1, end - begin)))
 
 
-def _restarts(settings: CosineRestartsSchedule, numbers: Resolved, peak: float) -> Shape:
+def _restarts(settings: CosineRestartsSchedule, numbers: Resolved) -> Shape:
     begin = numbers.samples_of(settings.warmup)
     end = numbers.samples if settings.decay is None else numbers.samples_of(settings.decay)
     length = max(1, end - begin)
 
-    def height(samples: int) -> float:
+    def height(samples: int, peak: float, floor: float) -> float:
         # In whole samples: rounding must not turn the start of a cycle into its end.
         into_cycle = (samples - begin) * settings.cycles % length
         return _half_cosine(into_cycle / length) if samples < end else 0.0
@@ -154,30 +194,40 @@ def _restarts(settings: CosineRestartsSchedule, numbers: Resolved, peak: float) 
     return height
 
 
-def _stable(settings: WarmupStableDecaySchedule, numbers: Resolved, peak: float) -> Shape:
+def _stable(settings: WarmupStableDecaySchedule, numbers: Resolved) -> Shape:
     heights: dict[str, Height] = {
         "linear": lambda time: 1 - time,
         "cosine": _half_cosine,
         "sqrt": lambda time: 1 - math.sqrt(time),
+        "exponential": lambda time: 2 * 0.5**time - 1,
     }
-    length = numbers.last_samples_of(settings.decay)
-    begin = numbers.samples - length
+    end = None if settings.end is None else numbers.samples_of(settings.end)
+    length = numbers.last_samples_of(settings.decay, end=end)
+    begin = (numbers.samples if end is None else end) - length
     height = heights[settings.shape]
-    return lambda s: 1.0 if s < begin else height(min(1.0, (s - begin) / max(1, length)))
+    return lambda s, *_: 1.0 if s < begin else height(min(1.0, (s - begin) / max(1, length)))
 
 
-def _inverse_sqrt(settings: InverseSqrtSchedule, numbers: Resolved, peak: float) -> Shape:
-    warmup, floor = numbers.samples_of(settings.warmup), settings.min_lr
-    span = max(peak - floor, 1e-300)
-    return lambda samples: max(0.0, (peak * math.sqrt(warmup / samples) - floor) / span)
+def _inverse_sqrt(settings: InverseSqrtSchedule, numbers: Resolved) -> Shape:
+    # Without a warm-up, which only Megatron allows, the rate falls from the first sample on.
+    warmup = max(1, numbers.samples_of(settings.warmup))
+    end = math.inf if settings.end is None else numbers.samples_of(settings.end)
+
+    def height(samples: int, peak: float, floor: float) -> float:
+        if samples > end:
+            return 0.0
+        span = max(peak - floor, 1e-300)
+        return max(0.0, (peak * math.sqrt(warmup / max(1, samples)) - floor) / span)
+
+    return height
 
 
 _SHAPES: dict[type[Settings], Callable[..., Shape]] = {
-    ConstantSchedule: lambda settings, numbers, peak: lambda samples: 1.0,
-    LinearSchedule: lambda settings, numbers, peak: _decaying(settings, numbers, lambda t: 1 - t),
-    CosineSchedule: lambda settings, numbers, peak: _decaying(settings, numbers, _half_cosine),
+    ConstantSchedule: lambda settings, numbers: lambda *_: 1.0,
+    LinearSchedule: lambda settings, numbers: _decaying(settings, numbers, lambda t: 1 - t),
+    CosineSchedule: lambda settings, numbers: _decaying(settings, numbers, _half_cosine),
     CosineRestartsSchedule: _restarts,
-    PolynomialSchedule: lambda settings, numbers, peak: _decaying(
+    PolynomialSchedule: lambda settings, numbers: _decaying(
         settings, numbers, lambda t: (1 - t) ** settings.power
     ),
     InverseSqrtSchedule: _inverse_sqrt,

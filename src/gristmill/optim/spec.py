@@ -66,8 +66,8 @@ class Optimizer(CheckpointState, Protocol):
 
     param_groups: list[dict[str, Any]]
     """Parameters with common settings. The schedule sets `lr` in each group, times its `lr_factor`
-    if it has one, `momentum` in those that have it, and `factor_decay` and `refresh` in those of
-    SOAP."""
+    if it has one, down to its own `min_lr` if it has one, `momentum` in those that have it, and
+    `factor_decay` and `refresh` in those of SOAP."""
 
     def step(self, *, divisor: torch.Tensor, skip: torch.Tensor) -> None:
         """Divide gradients by `divisor` and update every parameter that has one; if `skip` is 1,

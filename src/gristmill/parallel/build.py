@@ -268,7 +268,7 @@ def build_comm(config: RunConfig, world: World) -> ShardComm:
         comm = TensorParallelComm(
             tp,
             sequence_parallel=True if parallel.sequence is None else parallel.sequence,
-            dropout=config.model.dropout > 0,
+            dropout=config.model.attention_drop > 0,
         )
     if cp is not None:
         comm.attend = partial(_ATTENTION[parallel.attention or "ring"], group=cp)

@@ -176,6 +176,7 @@ class Spmd:
             self.loss_scale.update(decision.overflow)
         return dataclasses.replace(
             result,
+            next_loss_scale=None if self.loss_scale is None else self.loss_scale.scale,
             loss=loss,
             grad_norm=decision.norm,
             skipped=decision.skip,

@@ -61,6 +61,8 @@ class StepResult:
     """1 if the update was skipped: loss or gradient was not finite, or above its limit."""
     loss_scale: torch.Tensor | None = None
     """The loss scale of this step, in fp16."""
+    next_loss_scale: torch.Tensor | None = None
+    """That of the next step."""
     stops: torch.Tensor | None = None
     """How many processes asked to stop before this step's update; None if the strategy does not
     exchange that in every step."""

@@ -11,7 +11,8 @@ script may count lines: `track.every` is the interval between lines of steps. Al
 printed as plain lines.
 
 Megatron counts skipped and NaN iterations since its last line, and leaves the loss and the gradient
-norm out if no iteration since then made an update. Without a loss scale it prints 1.0.
+norm out if no iteration since then made an update. Rate and loss scale are those of the next
+iteration, since Megatron prints them after it has updated them. Without a loss scale it prints 1.0.
 """
 
 from __future__ import annotations
@@ -67,12 +68,13 @@ def megatron_line(record: StepRecord, previous: StepRecord | None, *, steps: int
         f" iteration {record.step:8d}/{steps:8d}",
         f"consumed samples: {record.samples:12d}",
         f"elapsed time per iteration (ms): {1000 * record.step_seconds:.1f}",
-        f"learning rate: {record.lr:.3E}",
+        f"learning rate: {record.lr if record.next_lr is None else record.next_lr:.3E}",
         f"global batch size: {batch:5d}",
     ]
     if skipped < iterations:
         parts.append(f"lm loss: {record.loss:.6E}")
-    parts.append(f"loss scale: {1.0 if record.loss_scale is None else record.loss_scale:.1f}")
+    scale = record.loss_scale if record.next_loss_scale is None else record.next_loss_scale
+    parts.append(f"loss scale: {1.0 if scale is None else scale:.1f}")
     if skipped < iterations:
         parts.append(f"grad norm: {record.grad_norm:.3f}")
     parts.append(f"number of skipped iterations: {skipped:3d}")

@@ -86,6 +86,11 @@ class StepRecord(ProgressStamp):
     """Most memory held on the device so far; null where the device does not tell."""
     loss_scale: float | None = None
     """Factor on the loss in float16; null in other precisions."""
+    next_lr: float | None = None
+    """Learning rate of the next step; null unless track.log_format is "megatron", which prints
+    it."""
+    next_loss_scale: float | None = None
+    """Loss scale of the next step; null unless in float16."""
     skipped: int = 0
     """Steps so far that made no update."""
     nan: int = 0

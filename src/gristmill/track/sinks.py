@@ -402,6 +402,7 @@ class WandbSink:
         mode: Literal["online", "offline"],
         settings: Mapping[str, Any],
         run_id: str,
+        entity: str | None = None,
     ) -> None:
         self._wandb = optional("wandb", extra="wandb", purpose="logging to Weights & Biases")
         # A login prompt in the middle of a run would wait for an answer forever.
@@ -414,6 +415,7 @@ class WandbSink:
         self._options = {
             "dir": str(folder),
             "project": project,
+            "entity": entity,
             "name": name,
             "id": run_id,
             "resume": "allow",

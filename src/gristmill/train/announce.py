@@ -42,7 +42,8 @@ def announce(parts: Assembly, tracker: Tracker, resumed: Resumed) -> None:
     if (cost := _preconditioner_cost(parts)) is not None:
         tracker.say(cost)
     if resumed.checkpoint is not None:
-        tracker.say(f"resuming from {resumed.checkpoint.name}")
+        own = resumed.checkpoint.parent == parts.folder.checkpoints
+        tracker.say(f"resuming from {resumed.checkpoint.name if own else resumed.checkpoint}")
     elif parts.config.model.initial_weights is not None:
         tracker.say(f"starting from the weights in {parts.config.model.initial_weights}")
     for note in parts.data.notes:

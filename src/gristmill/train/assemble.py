@@ -14,7 +14,7 @@ from typing import Any
 
 from gristmill.base.errors import DataError, Exit, UserError
 from gristmill.base.memory import memory_limit
-from gristmill.base.units import format_bytes, format_count
+from gristmill.base.units import Progress, format_bytes, format_count
 from gristmill.checkpoint.model import Started, load_start_weights
 from gristmill.checkpoint.state import TrainState
 from gristmill.checkpoint.state_file import STATE
@@ -34,6 +34,7 @@ from gristmill.evaluate.tasks.run import OpenTask, TaskOptions, open_tasks
 from gristmill.models.build import outline_model
 from gristmill.models.linears import linear_shapes
 from gristmill.models.spec import CausalLM, Kernels
+from gristmill.optim.schedule import build_schedule
 from gristmill.parallel.build import build_strategy
 from gristmill.parallel.control import ControlGroup
 from gristmill.parallel.decentralized.workers import WorkerSet
@@ -234,7 +235,7 @@ def _open_tokenizer(config: RunConfig, data: RunData) -> Tokenizer:
             remedy="name it with data.tokenizer",
             exit=Exit.DATA,
         )
-    tokenizer = open_tokenizer(given)
+    tokenizer = open_tokenizer(given, merges=config.data.merges)
     remedy = "give the tokenizer that the token files were made with, or prepare them again"
     for split in train:
         where = f"data.tokenizer {given}" if len(train) == 1 else f"data.paths {split.path}"
@@ -488,4 +489,10 @@ def build_meter(
         health=health,
         bad_steps=config.train.bad_steps,
         compile_seconds=compile_seconds,
+        next_lr=_next_lr(config, numbers) if config.track.log_format == "megatron" else None,
     )
+
+
+def _next_lr(config: RunConfig, numbers: Resolved) -> Callable[[Progress, int], float]:
+    schedule = build_schedule(config, numbers)
+    return lambda progress, skipped: schedule.rate(progress, skipped_samples=skipped)

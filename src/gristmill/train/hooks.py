@@ -93,10 +93,12 @@ class Hooks:
         numbers: Resolved,
         control: ControlGroup,
         monitor: PhaseMonitor | None = None,
+        exit_every: Duration | None = None,
     ) -> None:
         self.hooks, self.meter, self.tracker, self.stop = hooks, meter, tracker, stop
         self.monitor = monitor
         self.writer, self.numbers, self.control = writer, numbers, control
+        self.exit_every, self._exits = exit_every, False
         self._progress = Progress()
         """That of the last step taken."""
 
@@ -108,6 +110,8 @@ class Hooks:
     @property
     def stopping(self) -> bool:
         """Whether the loop should end now."""
+        if self._exits:
+            return True
         if self.meter.world.mesh.processes == 1:
             return self.asked_to_stop
         return self.meter.stop_step is not None and self._progress.steps >= self.meter.stop_step
@@ -140,6 +144,8 @@ class Hooks:
 
     def after_step(self, event: StepEvent) -> None:
         self._progress = event.after
+        # All processes know this without asking.
+        self._exits = self.exit_every is not None and self.exit_every.due(event.before, event.after)
         for note in event.result.notes:
             self.tracker.say(note)
         self.meter.add(event)
@@ -187,7 +193,9 @@ class Hooks:
             # This state is not worth saving.
             health.check_end(uniform=math.log(self.numbers.vocab))
         if not finished:
-            reason = self.stop.reason or "a request to another process"
+            reason = "a request to another process"
+            if self.stop.reason or self._exits:
+                reason = self.stop.reason or f"train.exit_every = {self.exit_every}"
             self.tracker.say(f"stopping after {reason}")
         for hook in self.hooks:
             self._phase(hook.phase)

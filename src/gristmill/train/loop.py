@@ -36,7 +36,11 @@ def train(
         if (after := hooks.pass_over(before)) is not None:
             state.progress = after
             continue
-        lr = schedule.apply(state.optimizer, before)
+        if schedule.holds:
+            # The rate depends on whether the last step was skipped.
+            hooks.meter.settle()
+        skipped = state.counters.skipped_samples
+        lr = schedule.apply(state.optimizer, before, skipped_samples=skipped)
         result = strategy.accumulate(micro_batches, before)
         result = strategy.update(
             result, stop=hooks.asked_to_stop, limits=hooks.skip_limits(before.steps + 1)

@@ -66,10 +66,14 @@ class Meter:
         health: RunHealth,
         bad_steps: int,
         compile_seconds: Callable[[], float] = float,
+        next_lr: Callable[[Progress, int], float] | None = None,
     ) -> None:
+        """`next_lr` gives the rate of the step after a progress and a number of skipped samples,
+        for logs that show it."""
         self.tracker, self.counters, self.every = tracker, counters, every
         self.cost, self.world, self.bad_steps = cost, world, bad_steps
         self.peak, self.health, self.compile_seconds = peak_flops, health, compile_seconds
+        self.next_lr = next_lr
         self._compiled = 0.0
         """Seconds of compiling before the last step."""
         self._pending: deque[_Pending] = deque()
@@ -119,17 +123,18 @@ class Meter:
             self._record(pending.event, pending.scalars().tolist(), compiled=pending.compiled > 0)
 
     def _record(self, event: StepEvent, scalars: list[float], *, compiled: bool) -> None:
-        loss, norm, skipped, scale, stops = scalars
+        loss, norm, skipped, _, _, stops = scalars
         if stops and self.stop_step is None:
             self.stop_step = event.after.steps + (AHEAD if self.world.device.is_async else 0)
         self.counters.skipped += int(skipped)
         self.counters.nan += int(not math.isfinite(loss))
         before, after = event.before, event.after
+        self.counters.skipped_samples += (after.samples - before.samples) if skipped else 0
         # An fp16 overflow only means that the loss scale is still too high.
         fp16 = event.result.loss_scale is not None
         overflow = bool(skipped) and math.isfinite(loss) and not math.isfinite(norm) and fp16
         if self.every.due(before, after) or after.steps == 1:
-            self.tracker.write(self._step_record(event, loss, norm, scale, compiled=compiled))
+            self.tracker.write(self._step_record(event, scalars, compiled=compiled))
         self.health.observe(
             StepOutcome(
                 after.steps, before.samples, after.samples, loss, norm, bool(skipped), overflow
@@ -141,13 +146,14 @@ class Meter:
                 "above the guard's limits"
             )
 
-    def _step_record(
-        self, event: StepEvent, loss: float, norm: float, scale: float, *, compiled: bool
-    ) -> StepRecord:
+    def _step_record(self, event: StepEvent, scalars: list[float], *, compiled: bool) -> StepRecord:
+        loss, norm, _, scale, next_scale, _ = scalars
         rate = event.result.tokens / self.step_seconds if self.step_seconds else math.inf
         per_device = rate / self.world.layout.processes
         palm, causal = per_device * self.cost.palm, per_device * self.cost.causal
-        exchange = event.result.exchange
+        exchange, next_lr = event.result.exchange, None
+        if self.next_lr is not None:
+            next_lr = self.next_lr(event.after, self.counters.skipped_samples)
         return StepRecord(
             step=event.after.steps,
             samples=event.after.samples,
@@ -164,6 +170,8 @@ class Meter:
             mfu_causal=causal / self.peak if self.peak and not compiled else None,
             memory_bytes=self.world.device.memory_peak(),
             loss_scale=None if event.result.loss_scale is None else scale,
+            next_lr=next_lr,
+            next_loss_scale=None if event.result.next_loss_scale is None else next_scale,
             skipped=self.counters.skipped,
             nan=self.counters.nan,
             # A host that runs ahead may wait while the device still computes earlier steps.
@@ -176,6 +184,10 @@ class Meter:
 
 def _scalars(result: StepResult) -> torch.Tensor:
     assert result.grad_norm is not None and result.skipped is not None, "called after the update"
-    scale = result.loss_scale if result.loss_scale is not None else result.loss.new_ones(())
-    stops = result.stops if result.stops is not None else result.loss.new_zeros(())
-    return torch.stack((result.loss.detach(), result.grad_norm, result.skipped, scale, stops))
+    one, stops = result.loss.new_ones(()), result.stops
+    scale, following = (
+        one if scale is None else scale for scale in (result.loss_scale, result.next_loss_scale)
+    )
+    stops = result.loss.new_zeros(()) if stops is None else stops
+    loss = result.loss.detach()
+    return torch.stack((loss, result.grad_norm, result.skipped, scale, following, stops))

@@ -1,6 +1,7 @@
 """Resuming from a run folder.
 
-newest usable checkpoint -> state      damaged newer ones are set aside with a warning
+newest usable checkpoint -> state      damaged newer ones are set aside with a warning; without any,
+                                       that of another run, if checkpoint.load names one
 metrics.jsonl                          cut back to the checkpoint's step
 best.json                              checked, rebuilt if it is damaged
 run.toml, origin.txt, environment.json, tokenizer/   rewritten at every start
@@ -11,9 +12,10 @@ from __future__ import annotations
 import math
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from gristmill.checkpoint.layout import (
     describe_problems,
     merge_problems,
 )
-from gristmill.checkpoint.state import restore
+from gristmill.checkpoint.state import identity_changes, restore
 from gristmill.checkpoint.state_file import STATE
 from gristmill.config.load import changed_settings, dump_run
 from gristmill.config.parallel import Mesh
@@ -55,14 +57,14 @@ def resume(parts: Assembly) -> Resumed:
     checkpoints, control = CheckpointFolder(folder.checkpoints), parts.control
     checkpoints.clean(control)
 
-    def load(path: Path) -> list[Problem]:
+    def load(path: Path, *, other_run: bool = False) -> list[Problem]:
         """Load a checkpoint; returns why it cannot be used."""
         found: list[Problem] = []
 
         def attempt() -> None:
             try:
                 saved.clear()
-                saved.update(_load(parts, path))
+                saved.update(_load(parts, path, other_run=other_run))
             except DataError as error:
                 found.extend(error.problems)
 
@@ -70,16 +72,20 @@ def resume(parts: Assembly) -> Resumed:
         return merge_problems(found, control)
 
     found = checkpoints.newest_intact(control, check=load)
+    damaged = found.damaged
     if found.path is None:
-        if found.damaged:
+        if damaged:
             raise _all_damaged(found, folder)
         notes += control.on_rank0(lambda: _check_lost(folder))
+        if parts.config.checkpoint.load is not None:
+            found = _find_in_other_run(parts, partial(load, other_run=True))
+            notes += _notes_on_other_run(parts, found, saved)
     best, told = control.on_rank0(lambda: _find_best(parts, checkpoints))
     parts.state.best = None if best is None else Best(*best)
     notes += told
     if found.path is not None:
         notes += resume_differences(saved, parts)
-    for path, problems in found.damaged:
+    for path, problems in damaged:
         aside = checkpoints.set_aside(path, control)
         what = describe_problems(problems)
         notes.append(f"skipped damaged checkpoint {path.name} ({what}); it is now {aside.name}")
@@ -87,9 +93,55 @@ def resume(parts: Assembly) -> Resumed:
     return Resumed(found.path, notes)
 
 
-def _load(parts: Assembly, path: Path) -> dict[str, Any]:
+def _find_in_other_run(parts: Assembly, load: Callable[[Path], list[Problem]]) -> CheckpointSearch:
+    """Load the newest checkpoint of the run in checkpoint.load that can be used. Nothing there is
+    changed."""
+    source = Path(str(parts.config.checkpoint.load))
+    parts.control.on_rank0(partial(_require_own_kind, source))
+    found = CheckpointFolder(RunFolder(source).checkpoints).newest_intact(parts.control, check=load)
+    if found.path is None and found.damaged:
+        problems = [Problem(describe_problems(one), str(path)) for path, one in found.damaged]
+        what, remedy = (
+            "every checkpoint there is damaged",
+            "leave checkpoint.load out, or repair it",
+        )
+        raise UserError([Problem(what, f"checkpoint.load {source}", remedy), *problems])
+    return found
+
+
+def _require_own_kind(source: Path) -> None:
+    """Refuse a folder that holds checkpoints, but of another program."""
+    if (source / "latest_checkpointed_iteration.txt").is_file():
+        raise UserError(
+            "this holds a checkpoint of Megatron, of which only the weights can be read",
+            where=f"checkpoint.load {source}",
+            remedy="`gristmill import` it, then start from the result with model.start, or "
+            "--finetune in Megatron's command",
+            exit=Exit.DATA,
+        )
+
+
+def _notes_on_other_run(
+    parts: Assembly, found: CheckpointSearch, saved: dict[str, Any]
+) -> list[str]:
+    """What the user should know about a start from another run."""
+    source = parts.config.checkpoint.load
+    if found.path is None:
+        return [f"checkpoint.load {source} holds no checkpoint; starting at step 0"]
+    notes = [
+        f"passed over the damaged checkpoint {path} ({describe_problems(problems)})"
+        for path, problems in found.damaged
+    ]
+    notes += [
+        f"{one.where} {one.what}: the run goes on with other data"
+        for one in identity_changes(saved["identity"], parts.state)
+    ]
+    return notes
+
+
+def _load(parts: Assembly, path: Path, *, other_run: bool = False) -> dict[str, Any]:
     """Put a checkpoint into the state and the strategy; returns the content of its state.json."""
-    saved = restore(parts.state, path)
+    saved = restore(parts.state, path, other_run=other_run)
     try:
         parts.strategy.load(parts.state.strategy)
     except ValueError as error:

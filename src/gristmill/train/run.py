@@ -372,6 +372,7 @@ def _run(
         numbers=numbers,
         control=parts.control,
         monitor=monitor,
+        exit_every=config.train.exit_every,
     )
     batches = build_loader(parts).starting_at(state.progress)
     advice = 'set train.micro_batch lower (and train.batch), or train.recompute = "full"'

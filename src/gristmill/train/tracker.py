@@ -119,6 +119,7 @@ def build_tracker(
         services["Weights & Biases"] = WandbSink(
             folder.path,
             project=config.track.wandb.project,
+            entity=config.track.wandb.entity,
             name=config.name,
             mode=config.track.wandb.mode,
             settings={"run.toml": dump_run(config), **config.model_dump(mode="json")},

@@ -8,7 +8,7 @@ code that is traced knows about it.
 Some functions are replaced while they are traced:
 
     scaled_dot_product_attention       one operation of its own, not its parts for some device
-    _fused_adamw_, _fused_sgd_         the same arithmetic in plain operations, which XLA fuses
+    _fused_adam(w)_, _fused_sgd_       the same arithmetic in plain operations, which XLA fuses
     the forward of a block             between two edges, so that it can be recomputed as a whole
 """
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -149,14 +150,16 @@ def _adamw_(
     maximize: bool,
     grad_scale: torch.Tensor | None = None,
     found_inf: torch.Tensor | None = None,
+    decoupled: bool = True,
 ) -> None:
-    """What torch's fused kernel of AdamW does."""
+    """What torch's fused kernels of AdamW and, if not `decoupled`, of Adam do."""
     assert not amsgrad and not maximize
     for parameter, gradient, average, square, step in zip(
         parameters, gradients, averages, squares, steps, strict=True
     ):
         g = gradient if grad_scale is None else gradient / grad_scale
-        decayed = parameter * (1 - lr * weight_decay)
+        decayed = parameter * (1 - lr * weight_decay) if decoupled else parameter
+        g = g if decoupled else g + weight_decay * parameter
         m, v = torch.lerp(g, average, beta1), torch.lerp(g * g, square, beta2)
         moved = decayed - lr / _correction(beta1, step) * m / (
             v.sqrt() / _correction(beta2, step).sqrt() + eps
@@ -212,5 +215,6 @@ class _Replaced(TorchFunctionMode):
 _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     functional.scaled_dot_product_attention: _attention,
     torch._fused_adamw_: _adamw_,
+    torch._fused_adam_: partial(_adamw_, decoupled=False),
     torch._fused_sgd_: _sgd_,
 }

@@ -133,12 +133,17 @@ class ByteTokenizer:
         write_json(folder / library.BYTES_FILE, self.spec)
 
 
-def open_tokenizer(spec: str | Path, *, end_of_text: str | None = None) -> Tokenizer:
+def open_tokenizer(
+    spec: str | Path, *, merges: str | None = None, end_of_text: str | None = None
+) -> Tokenizer:
     """Open a tokenizer by one of the names above, or from its file or folder.
 
-    `end_of_text` names the token that ends a document, if the files do not state it.
+    With `merges`, both are the two files of a BPE. `end_of_text` names the token that ends a
+    document, if the files do not state it.
     """
     name, path = str(spec), Path(spec)
+    if merges is not None:
+        return open_tokenizer_files(path, Path(merges), end_of_text=end_of_text)
     encoding = name.removeprefix(_TIKTOKEN)
     if name == "bytes":
         return ByteTokenizer()
@@ -192,7 +197,10 @@ def _open_folder(folder: Path, *, end_of_text: str | None) -> Tokenizer:
 
 def _open_file(path: Path, *, end_of_text: str | None) -> Tokenizer:
     content = read_definition(path)
-    remedy = "for GPT-2's two files, give the folder that holds them"
+    remedy = (
+        "for the two files of a BPE, give the folder that holds them, or in a run file the "
+        "vocabulary as data.tokenizer and the merges as data.merges"
+    )
     with library_errors(path, "this is not a tokenizer.json", remedy=remedy):
         inner = tokenizers.Tokenizer.from_buffer(content)
     return _finished(inner, where=str(path), end_of_text=end_of_text, folder=path.parent)
