@@ -129,6 +129,11 @@ def refusal(*words: str, processes: int) -> UserError:
         ),
         (["parallel.cp=2", "data.sequence=31"], 2, ["data.sequence: a sequence of 31", "even"]),
         (["parallel.cp=2", "model.dropout=0.1"], 2, ["model.dropout: context-parallel attention"]),
+        (
+            ["parallel.cp=2", "model.attention_dropout=0.1"],
+            2,
+            ["model.attention_dropout: context-parallel attention"],
+        ),
         (["parallel.pp=3"], 3, ["3 does not divide the layers 4", "pp could be 1, 2, 4"]),
         (
             ["parallel.pp=2", 'parallel.schedule="interleaved"', "parallel.stages=3"],

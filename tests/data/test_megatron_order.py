@@ -188,3 +188,34 @@ def test_asking_for_more_samples_changes_the_order() -> None:
 def test_rows_are_divided_as_in_megatron(rows: int, shares: list[float], cuts: list[int]) -> None:
     parts = split_rows(rows, shares=shares)
     assert [parts[0].start, *(part.stop for part in parts)] == cuts
+
+
+@pytest.mark.parametrize(
+    ("rows", "shares", "cuts"),
+    [
+        (79_000, [949, 50, 1], [0, 74971, 78921, 79000]),
+        (500, [949, 50, 1], [0, 475, 500, 500]),
+        # 2 + 2 + 2 rows of 5: one too many, which every boundary gives up.
+        (5, [1, 1, 1], [0, 1, 3, 5]),
+    ],
+)
+def test_rows_are_divided_as_in_megatron_deepspeed(
+    rows: int, shares: list[float], cuts: list[int]
+) -> None:
+    parts = split_rows(rows, shares=shares, order="megatron-deepspeed")
+    assert [parts[0].start, *(part.stop for part in parts)] == cuts
+
+
+@pytest.mark.parametrize(
+    ("needed", "orders"),
+    [(79, ("megatron", "megatron-deepspeed")), (80, ("megatron-deepspeed",)),
+     (94, ("megatron-deepspeed",)), (95, ())],
+)  # fmt: skip
+def test_when_the_last_epoch_is_separate(needed: int, orders: tuple[str, ...]) -> None:
+    """An epoch has 100 samples of 10 tokens here, and two are before the last one."""
+    found = [
+        order
+        for order in ("megatron", "megatron-deepspeed")
+        if plan_epochs(1001, sequence=10, samples=200 + needed, order=order).last_separate
+    ]
+    assert tuple(found) == orders

@@ -8,6 +8,7 @@ import pytest
 
 from gristmill.config.load import load_text
 from gristmill.config.model import GPTConfig
+from gristmill.config.optim import AdamWConfig, LinearSchedule, WarmupStableDecaySchedule
 from gristmill.config.parallel import Mesh
 from gristmill.config.resolve import Resolved, padded, resolve
 from gristmill.config.schema import RunConfig
@@ -157,12 +158,122 @@ def test_a_stable_rate_with_a_final_decay() -> None:
     )
 
 
+WSD = ("--train-iters", "900", "--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "90")
+
+
+@pytest.mark.parametrize(
+    ("more", "shape", "end"),
+    [((), "exponential", None), (("--lr-wsd-decay-style", "cosine"), "cosine", None),
+     (("--lr-decay-iters", "800"), "exponential", "800 steps")],
+)  # fmt: skip
+def test_a_final_decay(more: tuple[str, ...], shape: str, end: str | None) -> None:
+    schedule = run(*WSD, *more).schedule
+    assert isinstance(schedule, WarmupStableDecaySchedule)
+    assert (schedule.shape, str(schedule.decay)) == (shape, "90 steps")
+    assert (None if schedule.end is None else str(schedule.end)) == end
+
+
+def test_warm_ups_of_nothing() -> None:
+    for more in (("--lr-warmup-samples", "0"), ("--lr-warmup-iters", "0")):
+        schedule = run("--train-iters", "900", *more).schedule
+        assert str(schedule.warmup) == "0 steps"
+        both = run("--train-iters", "900", *more, "--lr-warmup-fraction", ".1").schedule
+        assert both.warmup == 0.1
+
+
+def test_iterations_of_megatrons_scheduler_are_full_batches() -> None:
+    """Also while the batch grows; and a run that ends within a batch decays to its own end."""
+    more = ("--train-iters", "500", "--global-batch-size", "40", "--lr-decay-iters", "400")
+    more = (*more, "--step-batch-size-schedule", "0:8 32000:24 64000:40")
+    config = run(*more, "--lr-warmup-fraction", ".01")
+    assert isinstance(config.schedule, LinearSchedule)
+    assert str(config.schedule.warmup) == "160 samples"
+    assert str(config.schedule.decay) == "16k samples"
+    ramp = numbers(config).ramp
+    assert [ramp.batch_at(n) for n in (0, 999, 1000, 1999, 2000)] == [8, 8, 24, 24, 40]
+    schedule = run("--train-samples", "905", "--global-batch-size", "10").schedule
+    assert isinstance(schedule, LinearSchedule) and str(schedule.decay) == "905 samples"
+
+
+def test_steps_of_the_batch_that_a_run_does_not_reach() -> None:
+    config = run("--train-samples", "990", "--step-batch-size-schedule", "0:8", "32000:24")
+    assert (config.train.batch, config.train.ramp) == (8, None)
+    assert config.validation.windows == 800
+
+
+@pytest.mark.parametrize("more", [(), ("--decoupled-min-lr", "4e-5")])
+def test_decoupled_rates(more: tuple[str, ...]) -> None:
+    lowest = ("--train-iters", "9", "--min-lr", "1e-5", "--decoupled-lr", "5e-4", *more)
+    untied = run(*lowest, "--untie-embeddings-and-output-weights").optim
+    assert isinstance(untied, AdamWConfig)
+    floor = 4e-5 if more else 1e-5
+    assert (untied.embedding_lr, untied.embedding_min_lr) == (5e-4, floor)
+    assert (untied.head_lr, untied.head_min_lr) == (5e-4, floor)
+    tied = run(*lowest).optim
+    assert isinstance(tied, AdamWConfig)
+    assert (tied.embedding_min_lr, tied.head_lr) == (floor, None)
+
+
+# ------------------------------------------------------------------ the function
+
+
+@pytest.mark.parametrize(
+    ("more", "activation"),
+    [((), "gelu_tanh"), (("--disable-bias-linear",), "gelu"), (("--no-bias-gelu-fusion",), "gelu"),
+     (("--disable-bias-linear", "--openai-gelu"), "gelu_tanh"),
+     (("--disable-bias-linear", "--squared-relu"), "relu2"),
+     (("--disable-bias-linear", "--swiglu"), "swiglu")],
+)  # fmt: skip
+def test_gelu_is_exact_where_megatron_does_not_fuse_it(
+    more: tuple[str, ...], activation: str
+) -> None:
+    model = run("--train-iters", "9", *more).model
+    assert isinstance(model, GPTConfig) and model.activation == activation
+
+
+def test_rates_of_dropout() -> None:
+    model = run("--train-iters", "9", "--attention-dropout", "0").model
+    assert isinstance(model, GPTConfig)
+    assert (model.dropout, model.attention_dropout) == (0.1, 0.0)
+    model = run("--train-iters", "9", "--attention-dropout", "0", "--hidden-dropout", "0").model
+    assert isinstance(model, GPTConfig)
+    assert (model.dropout, model.attention_dropout) == (0.0, None)
+
+
+def test_options_that_change_nothing_here() -> None:
+    rope = ("--position-embedding-type", "rope", "--no-position-embedding")
+    more = ("--apply-layernorm-1p", "--test-mode", "--no-load-rng", "--no-load-optim")
+    config = run("--train-iters", "9", *rope, *more, "--rotary-interleaved")
+    assert isinstance(config.model, GPTConfig) and config.model.positions == "rotary"
+
+
 # ------------------------------------------------------------------ data and folders
+
+
+@pytest.mark.parametrize(
+    ("more", "order"),
+    [((), "megatron"), (("--zero-stage", "1"), "megatron-deepspeed"),
+     (("--checkpoint-activations",), "megatron-deepspeed")],
+)  # fmt: skip
+def test_whose_order_of_samples(more: tuple[str, ...], order: str) -> None:
+    made = translate(load_table("megatron"), words("--train-iters", "3", *more))
+    assert load_text(made.text, place="translation").data.order == order
+    assert ("data.order=megatron" in made.text) == (order != "megatron")
+
+
+def test_the_two_files_of_a_tokenizer() -> None:
+    files = ("--vocab-file", "a/encoder.json", "--merge-file", "b/bpe.txt")
+    data = run("--train-iters", "3", *files).data
+    assert (data.tokenizer, data.merges) == ("a/encoder.json", "b/bpe.txt")
+    files = ("--vocab-file", "a/gpt2-vocab.json", "--merge-file", "a/gpt2-merges.txt")
+    data = run("--train-iters", "3", *files).data
+    assert (data.tokenizer, data.merges) == ("a", None)
 
 
 @pytest.mark.parametrize(
     ("more", "split"),
     [((), "969,30,1"), (("--split", "949,50,1"), "949,50,1"), (("--split", "98,2"), "98,2,0"),
+     (("--split", "949:50:1"), "949,50,1"), (("--split", "98/ 2"), "98,2,0"),
      (("--split", "100,0,0"), "100,0,0"), (("--eval-iters", "0"), "969,0,31"),
      (("--eval-iters", "0", "--split", "100,0,0"), "100,0,0")],
 )  # fmt: skip
@@ -210,6 +321,19 @@ def test_folders_and_checkpoints() -> None:
         "50 steps",
     )
     assert config.track.wandb is not None and config.track.wandb.project == "p"
+    assert config.checkpoint.load is None
+
+
+def test_a_folder_to_load_from() -> None:
+    more = ("--train-iters", "3", "--save", "runs/a", "--load", "runs/b", "--exit-interval", "2")
+    config = run(*more)
+    assert (config.folder, config.checkpoint.load, config.model.start) == ("runs/a", "runs/b", None)
+    assert str(config.train.exit_every) == "2 steps"
+    scheduler = "--use-checkpoint-opt_param-scheduler"
+    made = translate(load_table("megatron"), words(*more, scheduler))
+    assert f"{scheduler}: a resumed run follows its present settings" in made.text
+    entity = run(*more, "--wandb-project", "p", "--wandb-entity", "e").track.wandb
+    assert entity is not None and entity.entity == "e"
 
 
 # ------------------------------------------------------------------ layouts

@@ -115,6 +115,59 @@ def test_megatron_deepspeed() -> None:
     assert "layers = 2" in origin and "# --num-layers 2" in origin
 
 
+def test_megatron_loads_from_another_folder_and_stops_at_intervals() -> None:
+    """With the two files of a tokenizer by names of their own."""
+    write_texts("my-corpus.json")
+    write_gpt2_files()
+    Path("gpt2-vocab.json").rename("some.vocabulary")
+    Path("gpt2-merges.txt").rename("some.merges")
+    files = {"merge_file": "some.merges", "vocab_file": "some.vocabulary"}
+    words = small("megatron-deepspeed-data", workers="1", merge_file=files["merge_file"])
+    words[words.index("--vocab") + 1] = files["vocab_file"]
+    gristmill("prepare", "--dialect", "megatron", "--", *words)
+    sizes = {**MEGATRON_SIZES, **files, "fp16": None, "train_iters": "4", "save": "first"}
+    words = small("megatron-deepspeed-345M", **sizes, load="nowhere")
+    said = gristmill("train", "--dialect", "megatron", *HERE, "--", *words, "--exit-interval", "3",
+                     code=Exit.STOPPED)  # fmt: skip
+    assert "checkpoint.load nowhere holds no checkpoint" in said
+    assert checkpoints("first") == ["step-00000002", "step-00000003"]
+    words = small("megatron-deepspeed-345M", **{**sizes, "save": "second"}, load="first")
+    gristmill("train", "--dialect", "megatron", *HERE, "--", *words)
+    assert checkpoints("second") == ["step-00000004"]
+    assert checkpoints("first") == ["step-00000002", "step-00000003"]
+
+
+IMPOSSIBLE = {
+    "heads": ("megatron", ("--num-attention-heads", "7"), "--num-attention-heads 7: model.heads",
+              "7 heads do not divide the width 16"),
+    "length": ("megatron", ("--train-iters", "-5"), "--train-iters -5: train.until", "-5 steps"),
+    "batch": ("megatron", ("--global-batch-size", "9"), "--global-batch-size 9", "batch 9"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", IMPOSSIBLE)
+def test_what_no_run_can_have_is_not_translated(case: str) -> None:
+    dialect, more, *shown = IMPOSSIBLE[case]
+    words = small("megatron-deepspeed-345M", **MEGATRON_SIZES)
+    with pytest.raises(UserError) as caught:
+        gristmill("translate", dialect, "--", *words, *more)
+    assert all(text in str(caught.value) for text in shown)
+
+
+def test_a_length_that_no_run_can_have_in_a_file() -> None:
+    text = (GOLDEN / "decent-gpt2-small.toml").read_text(encoding="utf-8")
+    Path("bad.toml").write_text(re.sub(r"(?m)^n_steps *=.*$", "n_steps = -5", text))
+    with pytest.raises(UserError, match=r"bad\.toml: .*n_steps = -5"):
+        gristmill("translate", "decentralized", "--", "bad.toml")
+
+
+def test_a_model_that_is_not_here_does_not_keep_a_command_from_being_translated() -> None:
+    words = small("megatron-deepspeed-345M", **MEGATRON_SIZES, load="elsewhere")
+    assert 'start = "elsewhere"' in gristmill("translate", "megatron", "--", *words, "--finetune")
+    with pytest.raises(UserError, match="--train-iters -5"):
+        gristmill("translate", "megatron", "--", *words, "--finetune", "--train-iters", "-5")
+
+
 def test_megatron_keys_and_several_inputs() -> None:
     for name in ("a.jsonl", "b.jsonl"):
         write_texts(name)

@@ -25,6 +25,7 @@ CPU = torch.device("cpu")
 VOCAB = ByteTokenizer.size
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {},
+    "relu": {"activation": "relu", "qk_norm": True},
     "modern": {
         "positions": "rotary",
         "norm": "rmsnorm",

@@ -117,6 +117,7 @@ def test_the_tokenizer_is_in_the_file(tokenizer: Tokenizer, tmp_path: Path) -> N
     ("settings", "message"),
     [
         ({"activation": "gelu"}, "its gpt2, has no activation = 'gelu'"),
+        ({"activation": "relu"}, "its gpt2, has no activation = 'relu'"),
         ({**LLAMA, "activation": "relu2"}, "its llama, has no activation = 'relu2'"),
         ({**LLAMA, "logit_cap": 15.0}, "has no logit_cap = 15.0"),
         ({"positions": "rotary"}, "has no positions = 'rotary'"),

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,6 +30,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no bias": {"bias": False},
     "erf gelu, untied": {"activation": "gelu", "tie_head": False},
     "rotary": {"positions": "rotary"},
+    "relu": {"activation": "relu"},
     "rmsnorm, relu2": {"norm": "rmsnorm", "activation": "relu2", "bias": False},
     "swiglu": {"activation": "swiglu"},
     "grouped heads": {"kv_heads": 2},
@@ -97,6 +99,7 @@ def random_ids(*shape: int, vocab: int = 50, seed: int = 0) -> torch.Tensor:
     [
         {},
         {"activation_function": "gelu"},
+        {"activation_function": "relu"},
         {"tie_word_embeddings": False},
         {"n_inner": 40, "layer_norm_epsilon": 1e-3},
         {"n_head": 1, "n_layer": 3},
@@ -345,6 +348,27 @@ def test_dropout_acts_in_training_only() -> None:
     ids = random_ids(1, 20)
     model.train()
     assert not torch.equal(model(ids), model(ids))
+    model.eval()
+    assert torch.equal(model(ids), model(ids))
+
+
+@pytest.mark.parametrize(("hidden", "attention"), [(0.0, 0.5), (0.5, 0.0)])
+def test_attention_may_have_its_own_dropout(
+    hidden: float, attention: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates, plain = list[float](), functional.scaled_dot_product_attention
+
+    def watched(*args: Any, dropout_p: float, **kwargs: Any) -> torch.Tensor:
+        rates.append(dropout_p)
+        return plain(*args, dropout_p=dropout_p, **kwargs)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", watched)
+    model = make({"dropout": hidden, "attention_dropout": attention})
+    ids = random_ids(1, 20)
+    model.train()
+    assert not torch.equal(model(ids), model(ids))
+    assert set(rates) == {attention}
+    assert {one.p for one in model.modules() if isinstance(one, nn.Dropout)} == {hidden}
     model.eval()
     assert torch.equal(model(ids), model(ids))
 

@@ -11,7 +11,7 @@ from gristmill.base.errors import UserError
 from gristmill.base.units import Progress
 from gristmill.config.load import load_text
 from gristmill.config.model import GPTConfig
-from gristmill.config.optim import AdamWConfig
+from gristmill.config.optim import AdamConfig, AdamWConfig
 from gristmill.config.resolve import resolve
 from gristmill.config.roles import Role
 from gristmill.models.build import build_model
@@ -101,15 +101,20 @@ def test_a_step_without_gradient_only_decays_matrices() -> None:
         torch.testing.assert_close(parameter.detach(), before[name] * factor)
 
 
-def test_adamw_moves_as_torchs_own_does() -> None:
+@pytest.mark.parametrize("kind", ["adamw", "adam"])
+def test_adam_moves_as_torchs_own_does(kind: str) -> None:
     """To the bit, with gradients divided and steps skipped on the device."""
     network, other = model(), model()
-    built = optimizer(network, lr=0.01)
+    config = AdamWConfig(lr=0.01) if kind == "adamw" else AdamConfig(lr=0.01, weight_decay=0.1)
+    parameters = dict(network.named_parameters())
+    built = build_optimizer(config, network, parameters=parameters)
+    assert isinstance(built, AdamW)
     groups = [
         {"params": [p for p in other.parameters() if p.dim() >= 2], "weight_decay": 0.1},
         {"params": [p for p in other.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
-    theirs = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    other_kind = torch.optim.AdamW if kind == "adamw" else torch.optim.Adam
+    theirs = other_kind(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-8, fused=True)
     generator = torch.Generator().manual_seed(1)
     for step in range(4):
         divisor, skip = torch.tensor(8.0), torch.tensor(float(step == 2))
@@ -142,6 +147,24 @@ def test_every_role_may_have_its_own_rate() -> None:
     assert found["embedding.weight"]["lr"] == pytest.approx(500 * found["head.weight"]["lr"] / 125)
 
 
+def test_embedding_and_head_may_have_their_own_floor() -> None:
+    floors = {"embedding_lr": 5e-4, "embedding_min_lr": 4.5e-5, "head_min_lr": 2e-5}
+    network = model(tie_head=False, value_embeddings=1)
+    made = optimizer(network, lr=1e-3, **floors)
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    found = {names[id(p)]: group for group in made.param_groups for p in group["params"]}
+    words = [f"optim.{name}={value}" for name, value in floors.items()]
+    words += ['schedule.type="linear"', 'schedule.warmup="2 steps"', "schedule.min_lr=1e-4"]
+    config = load_text(RUN, words, place="x")
+    schedule = build_schedule(config, resolve(config, vocab=20))
+    for step, left in ((1, 1.0), (6, 0.5), (10, 0.0)):
+        schedule.apply(made, Progress(step, step, 8 * step))
+        rates = [found[name]["lr"] for name in ("embedding.weight", "head.weight")]
+        body = found["blocks.0.mlp.up.weight"]["lr"]
+        assert rates == pytest.approx([4.5e-5 + left * 4.55e-4, 2e-5 + left * 9.8e-4])
+        assert body == pytest.approx(1e-4 + left * 9e-4)
+
+
 RUN = """
 name = "rates"
 model = { layers = 2, heads = 2, width = 16, context = 8, tie_head = false, value_embeddings = 1 }
@@ -154,4 +177,13 @@ optim.lr = 1e-3
 def test_a_rate_of_what_the_model_does_not_have_is_refused() -> None:
     words = ["model.tie_head=true", "optim.head_lr=0.1"]
     with pytest.raises(UserError, match=r"optim\.head_lr: has no effect because a tied head"):
+        load_text(RUN, words, place="run.toml")
+    words = ["model.tie_head=true", "optim.head_min_lr=1e-5"]
+    with pytest.raises(UserError, match=r"optim\.head_min_lr: has no effect because a tied head"):
+        load_text(RUN, words, place="run.toml")
+
+
+def test_soap_is_not_for_adam_with_l2() -> None:
+    words = ['optim.type="adam"', 'optim.preconditioner.type="soap"']
+    with pytest.raises(UserError, match="SOAP's weight decay is decoupled"):
         load_text(RUN, words, place="run.toml")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from gristmill.base.errors import UserError
 from gristmill.base.units import Progress
 from gristmill.config.load import load_text
 from gristmill.config.resolve import resolve
@@ -90,6 +91,18 @@ SHAPES: dict[str, tuple[list[str], Callable[[int], float]]] = {
         ["type=warmup-stable-decay", "min_lr=1e-4", "decay=50 steps", "shape=sqrt"],
         lambda step: fall(1e-4, 1 - math.sqrt(min(1.0, max(0, step - 150) / 50))),
     ),
+    "flat, then an exponential": (
+        ["type=warmup-stable-decay", "min_lr=1e-4", "decay=50 steps", "shape=exponential"],
+        lambda step: fall(1e-4, 2 ** (1 - min(1.0, max(0, step - 150) / 50)) - 1),
+    ),
+    "flat, then a line to a later end": (
+        ["type=warmup-stable-decay", "min_lr=1e-4", "decay=50 steps", "end=220 steps"],
+        lambda step: fall(1e-4, 1 - min(1.0, max(0, step - 170) / 50)),
+    ),
+    "inverse-sqrt to an end": (
+        ["type=inverse-sqrt", "min_lr=1e-4", "end=150 steps"],
+        lambda step: max(1e-4, PEAK / math.sqrt(step / 20)) if step <= 150 else 1e-4,
+    ),
 }
 
 
@@ -107,7 +120,8 @@ def test_a_schedule_follows_its_formula(words: list[str], formula: Callable[[int
 @pytest.mark.parametrize("words", [row[0] for row in SHAPES.values()], ids=SHAPES.keys())
 @pytest.mark.parametrize("warmup", ["20 steps", "1 steps", "7 samples", "125 samples"])
 def test_no_step_has_a_rate_of_zero_or_above_the_peak(words: list[str], warmup: str) -> None:
-    without_floor = [word for word in words if not word.startswith(("min_lr", "decay=120"))]
+    ends = ("min_lr", "decay=120", "end=150")
+    without_floor = [word for word in words if not word.startswith(ends)]
     made = schedule(*without_floor, f"warmup={warmup}")
     rates = [rate(made, step) for step in range(STEPS)]
     assert min(rates) > 0
@@ -115,6 +129,88 @@ def test_no_step_has_a_rate_of_zero_or_above_the_peak(words: list[str], warmup: 
     last = (made.warmup - 1) // BATCH
     assert rates[last] == PEAK
     assert rates[: last + 1] == sorted(rates[: last + 1])
+
+
+MEGATRON = {
+    "constant": (["type=constant"], lambda s: PEAK),
+    "linear": (["type=linear", "min_lr=1e-4"], lambda s: fall(1e-4, 1 - (s - 240) / 2160)),
+    "cosine": (["type=cosine", "min_lr=1e-4"], lambda s: fall(1e-4, cosine((s - 240) / 2160))),
+    "inverse-sqrt": (["type=inverse-sqrt"], lambda s: PEAK * (240 / s) ** 0.5),
+    "wsd": (
+        ["type=warmup-stable-decay", "decay=50 steps", "shape=exponential"],
+        lambda s: PEAK * (1.0 if s <= 1800 else 2 * 0.5 ** ((s - 1800) / 600) - 1),
+    ),
+}
+"""By Megatron's scheduler: a warm-up of 20 steps or 240 samples, and s samples before a step."""
+
+
+@pytest.mark.parametrize("initial", [0.0, 2e-5])
+@pytest.mark.parametrize(("words", "formula"), MEGATRON.values(), ids=MEGATRON.keys())
+def test_megatrons_convention(
+    words: list[str], formula: Callable[[int], float], initial: float
+) -> None:
+    more = ["convention=megatron", "warmup=20 steps", f"initial_lr={initial}"]
+    made = schedule(*words, *more)
+    for step in (0, 1, 7, 19, 20, 21, 100, 150, 151, 199):
+        samples = step * BATCH
+        rising = initial + (PEAK - initial) * samples / 240
+        expected = rising if samples <= 240 else formula(samples)
+        assert rate(made, step) == pytest.approx(expected, rel=1e-13), step
+
+
+def test_skipped_fp16_steps_hold_megatrons_rate() -> None:
+    def built(*words: str) -> Schedule:
+        config = load_text(RUN, words, place="run.toml")
+        return build_schedule(config, resolve(config, vocab=300))
+
+    where, megatron = Progress(9, 9 * BATCH, 0), 'schedule.convention="megatron"'
+    held = built(megatron, 'precision.compute="fp16"')
+    assert held.holds
+    after = held.rate(where, skipped_samples=3 * BATCH)
+    assert after == held.rate(Progress(6, 6 * BATCH, 0)) != held.rate(where)
+    # Nothing waits for the device where no loss scale is searched for, or with our own convention.
+    for words in ((megatron,), ('precision.compute="fp16"',)):
+        made = built(*words)
+        assert not made.holds
+        assert made.rate(where, skipped_samples=3 * BATCH) == made.rate(where)
+
+
+def test_a_warm_up_may_begin_above_zero() -> None:
+    made = schedule("type=constant", "warmup=20 steps", "initial_lr=2e-4")
+    assert [rate(made, step) for step in (0, 9, 19)] == pytest.approx([2.4e-4, 6e-4, PEAK])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("schedule.initial_lr=1.0",), "1.0 is above the peak"),
+        (("schedule.initial_lr=1e-5", "schedule.warmup=0"), "has no effect without a warm-up"),
+        (('schedule.type="inverse-sqrt"', "schedule.warmup=0"), "needs a warm-up above zero"),
+        (
+            ('schedule.type="warmup-stable-decay"', 'schedule.decay="50 steps"',
+             'schedule.end="40 steps"'),
+            "longer than the run up to schedule.end",
+        ),
+        (('schedule.type="constant"', "optim.embedding_min_lr=1e-5"), "with a constant schedule"),
+        (("optim.embedding_min_lr=1.0",), r"1.0 is above the peak optim.embedding_lr"),
+        (
+            ('schedule.convention="megatron"', 'precision.compute="fp16"',
+             'parallel.local.every="2 steps"'),
+            "workers skip their own fp16 steps",
+        ),
+    ],
+)  # fmt: skip
+def test_what_schedules_refuse(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_text(RUN, words, place="run.toml")
+    assert message in str(caught.value)
+
+
+def test_megatron_may_fall_from_the_first_sample() -> None:
+    made = schedule("type=inverse-sqrt", "warmup=0", "convention=megatron")
+    assert [rate(made, step) for step in (0, 1, 3)] == pytest.approx(
+        [PEAK, PEAK / 12**0.5, PEAK / 6]
+    )
 
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "cosine-restarts", "polynomial"])

@@ -188,7 +188,13 @@ def compare(crowd: Crowd, layout: str, *, steps: int, muon: float, adamw: float)
 def common_weights() -> list[list[list[float]]]:
     """Weights that all processes sharing layers have, after steps with dropout."""
     found = []
-    for words in (("parallel.tp=2",), ("parallel.tp=2", "parallel.sequence=false")):
+    only_hidden = "model.attention_dropout=0.0"
+    for words in (
+        ("parallel.tp=2",),
+        ("parallel.tp=2", "parallel.sequence=false"),
+        ("parallel.tp=2", "parallel.sequence=false", only_hidden),
+        ("parallel.cp=2", only_hidden),
+    ):
         run((*words, "model.dropout=0.2"), packed=False, steps=4, keep=(kept := []))
         (model,) = kept
         everywhere = [name for name, _ in model.named_parameters() if name not in model.splits()]

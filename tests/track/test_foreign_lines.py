@@ -77,6 +77,12 @@ def test_the_lines_of_the_guide() -> None:
     )
 
 
+def test_rate_and_scale_are_those_of_the_next_iteration() -> None:
+    record = replace(STEP, lr=1.0, loss_scale=8.0, next_lr=2.0, next_loss_scale=4.0)
+    found = MEGATRON.fullmatch(megatron_line(record, BEFORE, steps=100))
+    assert found is not None and (found[5], found[8]) == ("2.000E+00", "4.0")
+
+
 def test_a_parser_finds_all_numbers() -> None:
     record = replace(STEP, step=40, samples=200, loss=3.25, loss_scale=None, grad_norm=1.25, nan=2)
     text = megatron_line(record, replace(BEFORE, step=30, samples=100, nan=1), steps=1000)

@@ -234,6 +234,9 @@ def test_two_files_of_any_name(tmp_path: Path, names: tuple[str, str]) -> None:
     vocab, merges = (tmp_path / name for name in names)
     tokenizer = open_tokenizer_files(vocab, merges)
     assert tokenizer.encode("he he") == [256, 257]
+    assert open_tokenizer(vocab, merges=str(merges)).spec == tokenizer.spec
+    with pytest.raises(UserError, match=r"the merges as data\.merges"):
+        open_tokenizer(vocab)
     merges.write_bytes(merges.read_bytes().replace(b"\n", b"\r\n"))
     assert open_tokenizer_files(vocab, merges).spec == tokenizer.spec
     with pytest.raises(UserError, match="not valid JSON"):
