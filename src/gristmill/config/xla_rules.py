@@ -29,7 +29,7 @@ def xla_fits(config: RunConfig) -> Iterator[Problem]:
         yield Problem(what, "optim.preconditioner", _ELSEWHERE)
     if isinstance(config.optim, AccumAdamConfig | AccumAdamWConfig):
         what = f"{config.optim.type} does not run on XLA devices"
-        yield Problem(what, "optim.type", 'set it to "adamw", "sgd" or "muon"')
+        yield Problem(what, "optim.type", 'set it to "adamw", "adam", "sgd" or "muon"')
     if precision.compute == "fp16":
         what = "XLA devices compute in fp32 or bf16: there is no loss scale for fp16"
         yield Problem(what, "precision.compute", 'set it to "bf16"')
