@@ -24,6 +24,7 @@ from pathlib import Path
 # Children of this process compute with one thread, and must not inherit others.
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", HF_HUB_OFFLINE="1")
 
+import fault_commands
 import fault_data
 import fault_hostile
 import fault_settings
@@ -35,6 +36,7 @@ GROUPS: tuple[Group, ...] = (
     *fault_data.GROUPS,
     *fault_settings.GROUPS,
     *fault_hostile.GROUPS,
+    *fault_commands.GROUPS,
 )
 
 

@@ -53,9 +53,18 @@ def test_losses_are_those_of_the_cpu(
     assert runner.losses("four") == pytest.approx(expected, abs=tolerance)
 
 
-def test_sgd_packed_documents_and_weights_are_those_of_the_cpu(runner: Runner) -> None:
-    words = ('data.documents="masked"', "data.mask_end_of_text=true", "train.micro_batch=2")
-    words += ('optim.type="sgd"', "optim.nesterov=true", "optim.weight_decay=0.1", "optim.lr=0.1")
+@pytest.mark.parametrize(
+    "optim",
+    [
+        ('optim.type="sgd"', "optim.nesterov=true", "optim.weight_decay=0.1", "optim.lr=0.1"),
+        ('optim.type="adam"', "optim.weight_decay=0.1", 'model.activation="relu"'),
+    ],
+    ids=["sgd", "adam"],
+)
+def test_packed_documents_and_weights_are_those_of_the_cpu(
+    runner: Runner, optim: tuple[str, ...]
+) -> None:
+    words = ('data.documents="masked"', "data.mask_end_of_text=true", "train.micro_batch=2", *optim)
     short = 'train.until="10 steps"'
     runner.train(*words, short, CPU, name="cpu")
     runner.train(*words, short, "parallel.dp_shard=2", name="two", devices=2)

@@ -394,8 +394,8 @@ def _schedule_fits(config: RunConfig) -> Iterator[Problem]:
         yield Problem("inverse-sqrt needs a warm-up above zero", "schedule.warmup")
     if isinstance(schedule, WarmupStableDecaySchedule):
         end = None if schedule.end is None else numbers.samples_of(schedule.end)
-        decay = numbers.last_samples_of(schedule.decay, end=end)
-        if warmup + decay > (numbers.samples if end is None else end):
+        falling = numbers.last_samples_of(schedule.decay, end=end)
+        if warmup + falling > (numbers.samples if end is None else end):
             what = "warm-up and decay together are longer than the run"
             raised = "train.until"
             if end is not None:
