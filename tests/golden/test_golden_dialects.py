@@ -56,6 +56,7 @@ RUNS = [name for name, one in COMMANDS.items() if load_table(one["dialect"]).ver
 @pytest.mark.parametrize("name", RUNS)
 def test_a_translation_is_a_run_file(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = translated(name, monkeypatch)
+    made.check()
     try:
         load_text(made.text, place="translation")
     except UserError as error:
