@@ -295,9 +295,13 @@ _MAGIC: tuple[tuple[bytes, Callable[[BinaryIO], Any]], ...] = (
 def open_bytes(path: Path) -> BinaryIO:
     """Open a file for reading, decompressing gzip, bzip2, xz and zstd by their first bytes."""
     try:
-        file = path.open("rb")
+        return decompressed(path.open("rb"))
     except OSError as error:
         raise DataError(f"cannot read: {error.strerror}", where=path) from error
+
+
+def decompressed(file: io.BufferedReader) -> BinaryIO:
+    """The content of an open file, decompressed like that of `open_bytes`."""
     start = file.peek(6)[:6]
     for magic, opener in _MAGIC:
         if start.startswith(magic):

@@ -48,7 +48,9 @@ Documents = Annotated[
 JsonKey = Annotated[
     str,
     typer.Option(
-        metavar="KEY", rich_help_panel=SOURCE, help="The key or column that holds the text."
+        metavar="KEY",
+        rich_help_panel=SOURCE,
+        help="The key or column that holds the text; meta.text is a key inside another in JSON.",
     ),
 ]
 JsonKeys = Annotated[
@@ -58,7 +60,8 @@ JsonKeys = Annotated[
         "--json-keys",
         metavar="KEY",
         rich_help_panel=SOURCE,
-        help="The key or column that holds the text; repeat it for several sets.",
+        help="The key or column that holds the text; meta.text is a key inside another in JSON. "
+        "Repeat it for several sets.",
         show_default="text",
     ),
 ]

@@ -303,6 +303,33 @@ def test_a_file_that_was_skipped_stops_the_work_if_so_requested(
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [("c.jsonl.gz", 2), ("b.jsonl", 1), ("d.json", 1), ("d.parquet", 1), ("d.csv", 1)],
+)
+def test_a_file_that_may_not_be_read(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, workers: int
+) -> None:
+    (corpus / name).touch()
+    real = Path.open
+
+    def refused(self: Path, *arguments: Any, **options: Any) -> Any:
+        # Tests may run as root, whom no permission stops.
+        if self.name == name:
+            raise PermissionError(13, "Permission denied", str(self))
+        return real(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(UserError, match=r":1: cannot be read: Permission denied\n *let your user"):
+        run(corpus, tmp_path / "stop", workers=workers)
+    result, _ = run(corpus, tmp_path / "out", on_damage=OnDamage.SKIP, workers=workers)
+    ledger = result.keys[0].ledger
+    assert [(one.origin, one.what) for one in ledger.skipped_places] == [
+        (f"{corpus / name}:1", "cannot be read: Permission denied")
+    ]
+    assert ledger.kept > 0
+
+
 def test_nothing_but_damaged_files_is_an_error(tmp_path: Path) -> None:
     write(tmp_path / "in" / "a.jsonl.gz", 1)
     damage(tmp_path / "in" / "a.jsonl.gz")

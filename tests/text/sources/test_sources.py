@@ -10,6 +10,7 @@ import lzma
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gristmill.base.errors import Exit, UserError
+from gristmill.base.files import _SmallReads
 from gristmill.text.sources.reading import SourceReader, cut_source, find_sources
 from gristmill.text.sources.source import (
     Document,
@@ -346,3 +348,85 @@ def test_a_pipe_in_place_of_a_file() -> None:
         reader = SourceReader([f"/dev/fd/{process.stdout.fileno()}"])
         assert [item.text for item in reader if isinstance(item, Document)] == ["piped"]
         assert reader.bytes_total is None
+
+
+def test_a_key_inside_another(tmp_path: Path) -> None:
+    lines = [
+        ({"meta": {"text": "inside", "a": {"b": "deep"}}}, "inside", "deep"),
+        ({"meta.text": "literal", "meta": {"text": "inside"}}, "literal", Reason.MISSING_KEY),
+        ({"meta": "no object"}, Reason.MISSING_KEY, Reason.MISSING_KEY),
+        ({"meta": {"text": ["x"], "a": {"b": ""}}}, Reason.WRONG_TYPE, Reason.EMPTY_TEXT),
+    ]
+    for name in ("a.jsonl", "a.json"):
+        path = tmp_path / name
+        content = json.dumps([line for line, *_ in lines], indent=1)
+        if name == "a.jsonl":
+            content = "\n".join(json.dumps(line) for line, *_ in lines)
+        path.write_text(content)
+        assert texts(path, json_key="meta.text") == [first for _, first, _ in lines]
+        assert texts(path, json_key="meta.a.b") == [second for *_, second in lines]
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("openwebtxt", "did you mean the corpus openwebtext"),
+        ("tiny-shakespeare", "did you mean the corpus tinyshakespeare"),
+        ("fineweb-edu", "did you mean the corpus fineweb-edu-10bt"),
+    ],
+)
+def test_a_corpus_with_a_similar_name_is_named(name: str, near: str) -> None:
+    with pytest.raises(UserError, match=near):
+        SourceReader([name])
+    with pytest.raises(UserError) as caught:
+        SourceReader(["qqqqqq.jsonl"])
+    assert caught.value.problems[0].remedy is None
+
+
+def test_a_pipe_without_a_writer_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gristmill.text.sources.source.PATIENCE", 0.01)
+    os.mkfifo(tmp_path / "pipe")
+    told, notes = threading.Event(), []
+
+    def note(message: str) -> None:
+        notes.append(message)
+        told.set()
+
+    def write() -> None:
+        # Only once the wait was told of; without that, the test ends all the same.
+        told.wait(30)
+        (tmp_path / "pipe").write_text("late")
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    ((source,), _) = find_sources([str(tmp_path / "pipe")], ReadOptions(), note=note)
+    writer.join()
+    assert notes == [f"{tmp_path / 'pipe'}: waiting for another process to write to this pipe"]
+    (block,) = cut_source(source, ReadOptions(), 0)
+    assert block.content == b"late"
+
+
+@pytest.mark.parametrize("name", ["zeros.jsonl.gz", "zeros.txt.gz", "zeros.json.gz"])
+def test_an_error_in_a_small_file_of_much_text_ends_the_reading(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The search for damage behind an error is bounded, however much a file decompresses to."""
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(bytes(16 << 20)))
+    monkeypatch.setattr("gristmill.text.sources.reading.LINE_LIMIT", 1 << 20)
+    monkeypatch.setattr("gristmill.text.sources.reading.BLOCK_BYTES", 1 << 16)
+    read = 0
+    readinto = _SmallReads.readinto
+
+    def counted(self: _SmallReads, buffer: Any) -> int:
+        nonlocal read
+        count = readinto(self, buffer)
+        read += count
+        return count
+
+    monkeypatch.setattr(_SmallReads, "readinto", counted)
+    with pytest.raises(UserError, match=r"longer than 1 MiB|invalid JSON"):
+        texts(path, line_limit=1 << 20, block_bytes=1 << 16)
+    assert read < 8 << 20

@@ -79,7 +79,7 @@ def prepare(
     note: Callable[[str], None] = lambda message: None,
 ) -> PrepareResult:
     """Turn sources into token sets; `note` receives messages for the user."""
-    sources, skipped = find_sources(request.sources, request.options)
+    sources, skipped = find_sources(request.sources, request.options, note=note)
     for source in sources:
         if isinstance(source, DatasetSource):
             note(f"{source.name}: reading the column {source.column!r}")

@@ -15,7 +15,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from gristmill.base.files import open_bytes
+from gristmill.base.files import decompressed
 from gristmill.base.units import format_bytes
 from gristmill.text.sources.source import ReadOptions, Reason, Source
 
@@ -93,6 +93,9 @@ def too_long(options: ReadOptions) -> ReadError:
 
 def damaged(error: Exception) -> ReadError:
     """The error for a file that the disk or a decompressor cannot read."""
+    if isinstance(error, PermissionError):
+        remedy = "let your user read it: chmod, or ask its owner"
+        return ReadError(f"cannot be read: {error.strerror}", remedy)
     return ReadError(
         f"cannot read any further: {error}",
         remedy="the file is damaged or incomplete: copy it again from where it came",
@@ -131,7 +134,10 @@ def cut_stream(
     """
     with closing(source.open(begin)) as stream:
         rest, position = b"", begin
-        while piece := stream.read(options.block_bytes):
+        # Growing reads, so that a long line is not copied again for each piece of it.
+        while piece := stream.read(
+            max(options.block_bytes, min(len(rest), options.line_limit + 1 - len(rest)))
+        ):
             rest += piece
             if cut := last_cut(rest):
                 yield TextBlock(position, position + cut, stream.disk, rest[:cut])
@@ -167,7 +173,8 @@ def content_of(source: Source, block: TextBlock, options: ReadOptions) -> bytes:
     content = block.content
     if content is None:
         assert source.path is not None
-        with source.path.open("rb") if source.can_seek else open_bytes(source.path) as file:
+        with source.path.open("rb") as opened:
+            file = opened if source.can_seek else decompressed(opened)
             first = max(block.begin - 1, 0)
             if first:
                 file.seek(first)

@@ -24,7 +24,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from gristmill.base.files import open_bytes
+from gristmill.base.files import decompressed
 from gristmill.text.sources.blocks import (
     BOM,
     ReadError,
@@ -51,7 +51,7 @@ _REMEDY = "fix the file; if each line holds an object, name it .jsonl: then bad 
 def json_format(path: Path) -> str:
     """The extension that suits a .json file: .jsonl if its first line holds a whole object."""
     try:
-        with open_bytes(path) as file:
+        with path.open("rb") as opened, decompressed(opened) as file:
             start = file.readline(_FIRST_READ).removeprefix(BOM)
             while start and not start.strip():
                 start = file.readline(_FIRST_READ)

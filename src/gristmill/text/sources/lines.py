@@ -1,6 +1,7 @@
 """JSON lines and plain text.
 
-    .jsonl .ndjson              an object on each line, documents under its keys
+    .jsonl .ndjson              an object on each line, documents under its keys; the key meta.text
+                                is "text" of the object under "meta", unless there is a "meta.text"
     .txt .md and all others     a document is a file, a line, a paragraph between blank lines, or
                                 the text between two separators such as <|endoftext|>
 
@@ -84,9 +85,20 @@ def values_of(found: Any, keys: Sequence[str], *, check_surrogates: bool) -> Seq
     if not isinstance(found, dict):
         return [Reason.WRONG_TYPE] * len(keys)
     return [
-        text_or_reason(found[key], check_surrogates) if key in found else Reason.MISSING_KEY
+        text_or_reason(found[key], check_surrogates)
+        if key in found
+        else _nested_text(found, key, check_surrogates)
         for key in keys
     ]
+
+
+def _nested_text(found: Any, key: str, check_surrogates: bool) -> Value:
+    """The text under the key "meta.text": that of "text" in the object under "meta"."""
+    for name in key.split("."):
+        if not isinstance(found, dict) or name not in found:
+            return Reason.MISSING_KEY
+        found = found[name]
+    return text_or_reason(found, check_surrogates)
 
 
 def text_or_reason(value: object, check_surrogates: bool) -> Value:

@@ -15,6 +15,7 @@ decompressed.
 
 from __future__ import annotations
 
+import difflib
 import glob
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,20 +34,24 @@ from gristmill.text.sources.blocks import (
     failed_rows,
 )
 from gristmill.text.sources.columnar import ARROW, PARQUET
+from gristmill.text.sources.corpora import known_corpora
 from gristmill.text.sources.datasets import DATASET, PREFIX, DatasetSource
 from gristmill.text.sources.json_values import ARRAY, CONCATENATED, json_format
 from gristmill.text.sources.lines import JSON_LINES, SEPARATED_TEXT, TEXT_BY_SPLIT
 from gristmill.text.sources.source import (
     BLOCK_BYTES,
     DAMAGE,
+    LINE_LIMIT,
     Document,
     Dropped,
     Item,
+    Note,
     ReadOptions,
     Reason,
     Skipped,
     SkipReason,
     Source,
+    tell,
 )
 from gristmill.text.sources.tables import CSV, TSV
 
@@ -73,15 +78,15 @@ class FoundSources(NamedTuple):
     skipped: list[Skipped]
 
 
-def find_sources(names: Sequence[str], options: ReadOptions) -> FoundSources:
+def find_sources(names: Sequence[str], options: ReadOptions, *, note: Note = tell) -> FoundSources:
     """Find all sources; one that is named and not there is an error."""
     found = FoundSources([], [])
     for name in names:
-        _find(name, options, found)
+        _find(name, options, found, note)
     return found
 
 
-def _find(name: str, options: ReadOptions, found: FoundSources) -> None:
+def _find(name: str, options: ReadOptions, found: FoundSources, note: Note) -> None:
     if not name.strip():
         raise DataError(
             "the name of a source is empty",
@@ -89,7 +94,7 @@ def _find(name: str, options: ReadOptions, found: FoundSources) -> None:
             remedy="check the variable it may come from; the current folder is: .",
         )
     if name == STDIN:
-        found.sources.append(Source(None))
+        found.sources.append(Source(None, note=note))
     elif name.startswith(PREFIX):
         found.sources.append(DatasetSource(name, options))
     elif Path(name).is_dir():
@@ -100,13 +105,18 @@ def _find(name: str, options: ReadOptions, found: FoundSources) -> None:
         found.sources.extend(map(_file, files))
         found.skipped.extend(skipped)
     elif Path(name).exists():
-        found.sources.append(_file(Path(name)))
+        found.sources.append(_file(Path(name), note))
     else:
         files, skipped = _files_matching(name)
         if not files:
             missing = "no file matches" if glob.has_magic(name) else "no such file or folder"
             reason = f" that can be read: {_described(skipped[0])}" if skipped else ""
-            raise DataError(missing + reason, where=name)
+            near = difflib.get_close_matches(name, known_corpora(), n=2, cutoff=0.6)
+            raise DataError(
+                missing + reason,
+                where=name,
+                remedy=f"did you mean the corpus {' or '.join(near)}?" if near else None,
+            )
         found.sources.extend(map(_file, files))
         found.skipped.extend(skipped)
 
@@ -161,9 +171,9 @@ def _no_file(path: Path) -> Skipped:
     return Skipped(SkipReason.SPECIAL_FILE, str(path), "this is not a regular file")
 
 
-def _file(path: Path) -> Source:
-    source = Source(path)
-    if source.extension == ".json":
+def _file(path: Path, note: Note = tell) -> Source:
+    source = Source(path, note=note)
+    if source.extension == ".json" and not source.unreadable:
         source.extension = json_format(path)
     return source
 
@@ -178,14 +188,17 @@ def cut_source(source: Source, options: ReadOptions, begin: int) -> Iterator[Tex
     """The blocks of a source from a position on; a failure is the last of them."""
     position, disk = begin, 0
     try:
+        if source.unreadable:
+            raise source.unreadable
         for block in format_of(source, options).cut(source, options, begin):
             rows = block.content
             if isinstance(rows, TextRows) and rows.failure:
-                block = replace(block, content=replace(rows, failure=_cause(rows.failure, source)))
+                cause = _cause(rows.failure, source, block.begin)
+                block = replace(block, content=replace(rows, failure=cause))
             yield block
             position, disk = block.end, block.disk
     except (ReadError, *DAMAGE) as error:
-        rows = failed_rows(options, _cause(error, source))
+        rows = failed_rows(options, _cause(error, source, position))
         yield TextBlock(position, position, disk, rows)
 
 
@@ -199,18 +212,23 @@ def read_block(source: Source, block: TextBlock, options: ReadOptions) -> TextRo
         rows = read(source, block, options)
     except (ReadError, *DAMAGE) as error:
         rows = failed_rows(options, error)
-    return replace(rows, failure=_cause(rows.failure, source)) if rows.failure else rows
+    if rows.failure:
+        rows = replace(rows, failure=_cause(rows.failure, source, block.begin))
+    return rows
 
 
-def _cause(failure: Exception, source: Source) -> ReadError:
-    """Why a source cannot be read; what damaged data decompresses to is seldom valid."""
+def _cause(failure: Exception, source: Source, position: int) -> ReadError:
+    """Why a source cannot be read beyond a position; what damaged data decompresses to is seldom
+    valid."""
     if not isinstance(failure, ReadError):
         return damaged(failure)
     if source.path and source.size is not None and not source.can_seek:
         try:
-            with closing(source.open()) as stream:
-                while stream.read(BLOCK_BYTES):
-                    pass
+            with closing(source.open(position)) as stream:
+                # Not to the end: a small file can decompress to terabytes.
+                for _ in range(LINE_LIMIT // BLOCK_BYTES):
+                    if not stream.read(BLOCK_BYTES):
+                        break
         except DAMAGE as error:
             return damaged(error)
     return failure

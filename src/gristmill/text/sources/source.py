@@ -9,13 +9,15 @@ import enum
 import io
 import lzma
 import sys
+import threading
 import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from gristmill.base.errors import DataError
-from gristmill.base.files import DECOMPRESSED_PIECE, is_compressed, open_bytes
+from gristmill.base.files import DECOMPRESSED_PIECE, decompressed, is_compressed
 
 # Raised by a failing disk, and by a truncated or corrupt compressed file.
 DAMAGE = (OSError, EOFError, zlib.error, lzma.LZMAError)
@@ -23,6 +25,9 @@ LINE_LIMIT = 256 << 20
 BLOCK_BYTES = 2 << 20
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _BUFFER = 1 << 18
+PATIENCE = 2.0
+"""Seconds after which a wait for a pipe is told of."""
+STDIN_NAME = "<stdin>"
 _BY_FIRST_BYTE = {b"{": ".jsonl", b"[": ".json-array"}
 
 
@@ -91,6 +96,8 @@ class Skipped:
 
 
 Item: TypeAlias = Document | Dropped
+Note: TypeAlias = Callable[[str], None]
+"""Receives a message for the user."""
 
 
 @dataclass(frozen=True)
@@ -108,12 +115,32 @@ class ReadOptions:
     """The approximate size of a block."""
 
 
-class Source:
-    """One file to read, or standard input."""
+def tell(message: str) -> None:
+    """Tell the user something where no progress line is in the way."""
+    print(f"note: {message}", file=sys.stderr, flush=True)
 
-    def __init__(self, path: Path | None) -> None:
+
+@contextmanager
+def _telling_of_waits(name: str, note: Note) -> Iterator[None]:
+    """Say what is waited for, if that takes long: a pipe that nobody writes to is like a hang."""
+    text = f"{name}: waiting for another process to write to this pipe"
+    if name == STDIN_NAME:
+        text = f"{name}: waiting for text on standard input"
+    timer = threading.Timer(PATIENCE, note, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+class Source:
+    """One file to read, or standard input; `note` is told what a pipe waits for."""
+
+    def __init__(self, path: Path | None, *, note: Note = tell) -> None:
         self.path = path
-        self.name = "<stdin>" if path is None else str(path)
+        self.name = STDIN_NAME if path is None else str(path)
         self.size = path.stat().st_size if path and path.is_file() else None
         """Bytes on disk; None if this is not a regular file, such as a pipe."""
         self._stream: Stream | None = None
@@ -121,10 +148,13 @@ class Source:
         """The file name extension without that of the compression, or what replaces it."""
         self.can_seek = False
         """Whether any part of the content can be read without what comes before."""
+        self.unreadable: OSError | None = None
+        """Why nothing of the file can be read."""
         if path is None or self.size is None:
             # The name of a pipe says nothing, so the first byte decides.
-            self._stream = Stream(path, regular=False)
-            self.extension = _BY_FIRST_BYTE.get(self._stream.peek(1)[:1], ".txt")
+            with _telling_of_waits(self.name, note):
+                self._stream = Stream(path, regular=False)
+                self.extension = _BY_FIRST_BYTE.get(self._stream.peek(1)[:1], ".txt")
             return
         name = path.name.lower()
         for suffix in _COMPRESSED:
@@ -133,7 +163,7 @@ class Source:
         try:
             self.can_seek = not is_compressed(path)
         except OSError as error:
-            raise DataError(f"cannot read: {error.strerror}", where=self.name) from error
+            self.unreadable = error
 
     @property
     def repeatable(self) -> bool:
@@ -162,7 +192,7 @@ class Stream:
 
     def __init__(self, path: Path | None, *, regular: bool) -> None:
         self._path = path
-        raw: Any = open_bytes(path) if path else sys.stdin.buffer
+        raw: Any = decompressed(path.open("rb")) if path else sys.stdin.buffer
         # The decompressors of the standard library keep the file they read in these attributes.
         file = getattr(raw, "fileobj", None) or getattr(raw, "_fp", None) or raw
         self._file = file if regular and isinstance(file, io.BufferedReader) else None
