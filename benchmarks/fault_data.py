@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gzip
 import json
+import os
 import random
 import shutil
 import signal
@@ -12,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fault_kit import (
     DAMAGE,
@@ -169,6 +172,76 @@ class HostileText:
             yield Verdict(name, lost=lost, unclear=ended.unclear)
 
 
+@dataclass(frozen=True)
+class UnreadableText:
+    """Some files cannot be read, or not to their end: with `--on-damage skip` all others are
+    prepared and these are named; without it, the command says which one and ends."""
+
+    name: str = "text that cannot be read"
+    count: int = 60
+
+    def faults(self, folder: Path, rng: random.Random, count: int) -> Iterator[Verdict]:
+        for _ in range(count):
+            fresh(folder)
+            write_corpus(folder / "text", documents=20)
+            bad = rng.choice(sorted((folder / "text").iterdir()))
+            how, spoil = rng.choice(list(UNREADABLE.items()))
+            bad, before = spoil(bad, rng)
+            skips = rng.random() < 0.5
+            words = (*PREPARE, "--workers", "1", "--on-damage", "skip" if skips else "stop")
+            ended = gristmill(folder, *words, before=before)
+            named = str(bad.relative_to(folder)) in ended.output
+            lost = ""
+            if skips:
+                lost = _ledger_fault(folder, 60) if ended.code == 0 else f"status {ended.code}"
+            elif ended.code != Exit.DATA:
+                lost = f"status {ended.code}, not {int(Exit.DATA)}"
+            fault = f"{how}, {'skip' if skips else 'stop'}"
+            yield Verdict(fault, noticed=named, lost=lost, unclear=ended.unclear)
+
+
+def _forbidden(file: Path, rng: random.Random) -> tuple[Path, Callable[[], None]]:
+    """A file that may not be read; root may read all, so the refusal is made up."""
+
+    def install() -> None:
+        real = Path.open
+
+        def refused(self: Path, *arguments: Any, **options: Any) -> Any:
+            if self.name == file.name:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+            return real(self, *arguments, **options)
+
+        Path.open = refused  # type: ignore[method-assign]
+
+    return file, install
+
+
+def _cut(file: Path, rng: random.Random) -> tuple[Path, None]:
+    """A compressed file without its end."""
+    whole = gzip.compress(file.read_bytes())
+    file.unlink()
+    cut = file.with_name(f"{file.name}.gz")
+    cut.write_bytes(whole[: rng.randrange(20, len(whole))])
+    return cut, None
+
+
+def _expanding(file: Path, rng: random.Random) -> tuple[Path, None]:
+    """A small file that decompresses to a line above the limit."""
+    file.unlink()
+    bomb = file.with_name(f"{file.name}.gz")
+    with gzip.open(bomb, "wb", compresslevel=1) as out:
+        for _ in range(300):
+            out.write(bytes(1 << 20))
+    return bomb, None
+
+
+UNREADABLE: dict[str, Callable[[Path, random.Random], tuple[Path, Callable[[], None] | None]]] = {
+    "a file without permission": _forbidden,
+    "a cut gzip": _cut,
+    "a line of 300 MiB in gzip": _expanding,
+}
+
+
 def _ledger_fault(folder: Path, kept: int | None) -> str:
     """What is wrong with the counts of a preparation."""
     check = gristmill(folder, "tokens", "verify", "out/tokens")
@@ -237,4 +310,4 @@ HOSTILE: dict[str, Callable[[Path, random.Random], int | None]] = {
 }
 
 
-GROUPS = (KilledPreparations(), DamagedTokenFiles(), HostileText())
+GROUPS = (KilledPreparations(), DamagedTokenFiles(), HostileText(), UnreadableText())

@@ -203,6 +203,8 @@ def test_a_model_folder_is_local_or_comes_from_the_hub(
         return str(tmp_path / "snapshot")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "model.safetensors").touch()
     assert model_folder(str(tmp_path)) == tmp_path and not asked
     assert model_folder("someone/something") == tmp_path / "snapshot"
     assert model_folder("someone/something@v1", weights=False) == tmp_path / "snapshot"

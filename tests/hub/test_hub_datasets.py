@@ -159,6 +159,19 @@ def test_no_network(hub: Any, machine: Any) -> None:
     assert offline.fails("is not in the cache, and HF_HUB_OFFLINE is set", how)
 
 
+def test_the_remedy_without_network_gets_only_what_is_wanted(hub: Any, machine: Any) -> None:
+    hub.close()
+    sample = "hf download HuggingFaceFW/fineweb-edu --repo-type dataset --include README.md"
+    corpus, same, other = machine.run_all(
+        prepare("fineweb-edu-10bt"),
+        prepare("hf:HuggingFaceFW/fineweb-edu?config=sample-10BT"),
+        prepare("hf:HuggingFaceFW/fineweb-edu?config=sample-99BT"),
+    )
+    for finished in (corpus, same):
+        assert finished.fails(f"run `{sample} --include 'sample/10BT/*'`")
+    assert other.fails("this is all of it; --include takes only the files of 'sample-99BT'")
+
+
 @pytest.mark.parametrize("reset", [False, True])
 def test_a_cut_connection_is_resumed(hub: Any, machine: Any, reset: bool) -> None:
     hub.dataset(BOOKS, books())
@@ -205,7 +218,7 @@ def test_a_part_in_the_cache_is_not_taken_for_all(hub: Any, machine: Any) -> Non
     hub.close()
     assert machine.run(*prepare(f"hf:{BOOKS}", "other")).fails(
         "the cache lacks 1 of the dataset's files: data/train-00001-of-00002.parquet",
-        f"hf download {BOOKS} --repo-type dataset",
+        f"`hf download {BOOKS} --repo-type dataset --include README.md --include 'data/*.parquet'`",
     )
 
 

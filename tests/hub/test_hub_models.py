@@ -176,6 +176,20 @@ def test_a_part_in_the_cache_is_told(hub: Any, machine: Any, model_files: Any) -
     assert model.fails("the cache holds only a part of 'someone/tiny'", "(model.safetensors)")
 
 
+def test_only_settings_in_the_cache(hub: Any, machine: Any, model_files: Any) -> None:
+    """As after another program has asked for config.json alone: no list of files is kept."""
+    hub.model(NAME, model_files)
+    ask = f"huggingface_hub.hf_hub_download({NAME!r}, 'config.json')"
+    assert machine.run("python", f"import huggingface_hub\n{ask}").status == 0
+    hub.close()
+    for environment in ({}, {"HF_HUB_OFFLINE": "1"}):
+        model = machine.run(*generate(), **environment)
+        assert model.fails(
+            "the cache holds only the settings of 'someone/tiny', and no .safetensors file",
+            f"with network; without one, run `hf download {NAME}` where there is one",
+        )
+
+
 def test_a_full_disk(hub: Any, machine: Any, model_files: Any) -> None:
     hub.model(NAME, {**model_files, "model.safetensors": bytes(200_000)})
     full = machine.run(*generate(), file_limit=100_000)
@@ -196,5 +210,5 @@ def test_progress_is_shown(hub: Any, machine: Any, model_files: Any) -> None:
 def test_pickled_weights_are_refused(hub: Any, machine: Any, model_files: Any) -> None:
     hub.model(NAME, {k: v for k, v in model_files.items() if not k.endswith(".safetensors")})
     refused = machine.run(*generate())
-    assert refused.status == Exit.DATA and "no .safetensors file here" in refused.errors
+    assert refused.fails("has no .safetensors file; pickled", "give a model or a revision")
     assert "pytorch_model.bin" not in machine.cached

@@ -53,7 +53,35 @@ def model_folder(name: str, *, where: str = "model.start", weights: bool = True)
         return Path(name)
     files = (*_SETTINGS_FILES, *_WEIGHT_FILES) if weights else _SETTINGS_FILES
     remedy = "give a run folder, a Hugging Face folder, or a Hugging Face name such as gpt2"
-    return hub_folder(name, files=files, where=where, remedy=remedy)
+    folder = hub_folder(name, files=files, where=where, remedy=remedy)
+    if weights and not any(folder.glob(_WEIGHT_FILES[0])):
+        raise _no_weights(name, where=where)
+    return folder
+
+
+def _no_weights(name: str, *, where: str) -> DataError:
+    """The error for a model of which there are only settings: if its files are listed, the Hub has
+    no others that are read here; else another program has put a part of them into the cache."""
+    import huggingface_hub
+
+    repository = parse_repository(name)
+    assert repository is not None, f"{name} is in the cache, so it is a name"
+    try:
+        library: Any = huggingface_hub
+        library.get_cached_repo_tree(repository.name, revision=repository.revision)
+    except Exception:  # nothing is listed, or the library is too old to keep lists
+        return DataError(
+            f"the cache holds only the settings of {name!r}, and no .safetensors file",
+            where=where,
+            remedy=f"run the same command with network; without one, {repository.copy_remedy}",
+        )
+    return DataError(
+        f"the model {name!r} has no .safetensors file; pickled weights are not read, since they "
+        "can run code",
+        where=where,
+        remedy=f"give a model or a revision (NAME@REVISION) that has one; {repository.page}"
+        "/discussions may have a converted copy",
+    )
 
 
 def settings_folder(name: str, *, where: str) -> Path:
@@ -134,7 +162,11 @@ def download(
     if to.is_file():
         return to
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes", "on"}:
-        raise DataError("the network is switched off by HF_HUB_OFFLINE", where=url)
+        raise DataError(
+            "the network is switched off by HF_HUB_OFFLINE",
+            where=url,
+            remedy=f"unset HF_HUB_OFFLINE, or download this file elsewhere and copy it to {to}",
+        )
     with storage_errors(to.parent):
         to.parent.mkdir(parents=True, exist_ok=True)
     with FolderLock(to.parent), storage_errors(to):

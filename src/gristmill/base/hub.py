@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -63,6 +64,10 @@ class HubRepository:
     revision: str | None = None
     """A branch, a tag or a commit; None is the main branch."""
     kind: RepositoryKind = "model"
+    files: tuple[str, ...] = ()
+    """Patterns of the files that are wanted; empty for all of them."""
+    config: str | None = None
+    """The config of a dataset that is wanted, if its files are not known."""
 
     def __str__(self) -> str:
         return f"{self.name}@{self.revision}" if self.revision else self.name
@@ -74,10 +79,26 @@ class HubRepository:
 
     @property
     def download_command(self) -> str:
-        """The command that downloads all of it into the cache."""
+        """The command that downloads what is wanted of it into the cache."""
         revision = f" --revision {self.revision}" if self.revision else ""
         kind = " --repo-type dataset" if self.kind == "dataset" else ""
-        return f"hf download {self.name}{revision}{kind}"
+        wanted = "".join(f" --include {shlex.quote(pattern)}" for pattern in self.files)
+        return f"hf download {self.name}{revision}{kind}{wanted}"
+
+    @property
+    def download_remedy(self) -> str:
+        """What to do where there is network, so that the cache has what is wanted of it."""
+        whole = ""
+        if self.config and not self.files:
+            whole = f" (this is all of it; --include takes only the files of {self.config!r})"
+        return f"run `{self.download_command}`{whole}"
+
+    @property
+    def copy_remedy(self) -> str:
+        """What to do on a machine that has no network at all."""
+        from huggingface_hub import constants
+
+        return f"{self.download_remedy} where there is one, and copy {constants.HF_HUB_CACHE}"
 
 
 class DownloadDisplay(NamedTuple):
@@ -331,9 +352,7 @@ def _explain_network(
     if repository.kind == "model":
         # It may have been meant as a folder, such as runs/first.
         absent = f"there is no folder {str(repository)!r} here, {absent}"
-    elsewhere = (
-        f"run `{repository.download_command}` where there is one, and copy {constants.HF_HUB_CACHE}"
-    )
+    elsewhere = repository.copy_remedy
     if part := _of_class(causes, {"IncompleteSnapshotError"}):
         found = _MISSING.search(str(part))
         missing = f" ({found[1]})" if found else ""

@@ -113,6 +113,8 @@ def open_hf_tensors(folder: Path) -> TensorReader:
         raise DataError(
             "no .safetensors file here; pickled weights are not read, since they can run code",
             where=folder,
+            remedy="put the model's .safetensors files here, or convert the weights that you have: "
+            "save_pretrained(..., safe_serialization=True) of transformers",
         )
     path = folder / HF_INDEX
     if not path.is_file():

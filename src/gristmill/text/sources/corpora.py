@@ -39,6 +39,8 @@ class Corpus:
     config: str | None = None
     split: str | None = None
     column: str | None = None
+    files: str | None = None
+    """The pattern of the files of `config`, where a dataset has several configs."""
     url: str | None = None
     file_sha256: str | None = None
     documents: int | None = None
@@ -85,6 +87,12 @@ def known_corpora() -> dict[str, Corpus]:
     """All corpora by name, in the order of the table."""
     text = (resources.files("gristmill.text.sources") / "corpora.toml").read_text(encoding="utf-8")
     return {name: Corpus(name=name, **row) for name, row in tomllib.loads(text).items()}
+
+
+def config_files(dataset: str, config: str | None) -> str | None:
+    """The pattern of the files of a dataset's config, if a corpus of the table is made of them."""
+    rows = known_corpora().values()
+    return next((row.files for row in rows if (row.dataset, row.config) == (dataset, config)), None)
 
 
 def find_corpus(name: str) -> Corpus | None:

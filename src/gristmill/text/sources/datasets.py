@@ -27,6 +27,7 @@ from gristmill.base.errors import DataError, Problem, UserError, optional
 from gristmill.base.files import sha256_text
 from gristmill.base.hub import HubRepository, ask_hub, parse_repository, quiet_library
 from gristmill.text.sources.blocks import SourceFormat, TextBlock, TextRows, Value
+from gristmill.text.sources.corpora import config_files
 from gristmill.text.sources.lines import text_or_reason
 from gristmill.text.sources.source import ReadOptions, Source
 
@@ -36,6 +37,8 @@ _BATCH_ROWS = 1000
 _TIMEOUT = 30
 """Seconds; the library would wait for ever."""
 _TEXT_TYPES = ("string", "large_string", "string_view")
+_CARD = "README.md"
+"""Says which files belong to which config."""
 _PATH_STARTS = ("/", ".", "~")
 _SAVED = ("dataset_dict.json", "state.json")
 
@@ -207,7 +210,14 @@ def open_hub(datasets: Any, spec: DatasetSpec) -> OpenedDataset:
     there, else streamed."""
     from huggingface_hub import HfApi
 
-    repository = HubRepository(spec.name, spec.revision, kind="dataset")
+    files = config_files(spec.name, spec.config)
+    repository = HubRepository(
+        spec.name,
+        spec.revision,
+        kind="dataset",
+        files=(_CARD, files) if files else (),
+        config=spec.config,
+    )
     remedy = "check the name; a local dataset is given as hf:./folder"
     ask = partial(ask_hub, repository=repository, where=f"{PREFIX}{repository}", remedy=remedy)
     try:
@@ -238,7 +248,7 @@ def _open_cached(
     chosen: Any = {"repo_type": repository.kind, "revision": repository.revision}
     try:
         found = huggingface_hub.snapshot_download(
-            repository.name, allow_patterns=["README.md"], local_files_only=True, **chosen
+            repository.name, allow_patterns=[_CARD], local_files_only=True, **chosen
         )
         listing = huggingface_hub.get_cached_repo_tree(repository.name, **chosen)
     except Exception:  # not there, or the library is too old to know what should be
@@ -262,11 +272,13 @@ def _open_cached(
     if not offline:
         return None
     names = ", ".join(str(path.relative_to(folder)) for path in missing[:3])
+    patterns = {str(path.parent.relative_to(folder) / f"*{path.suffix}") for path in missing}
+    lacking = replace(repository, files=(_CARD, *sorted(patterns)))
     raise DataError(
         f"the cache lacks {len(missing)} of the dataset's files: {names}"
         + (", …" if len(missing) > 3 else ""),
         where=f"{PREFIX}{repository}",
-        remedy=f"with network, run `{repository.download_command}`",
+        remedy=f"with network, {lacking.download_remedy}",
     )
 
 
@@ -275,9 +287,9 @@ def _config_files(folder: Path, config: str) -> Any:
     library would look at those of the first config, which may not be there."""
     from huggingface_hub import DatasetCard
 
-    if not (folder / "README.md").is_file():
+    if not (folder / _CARD).is_file():
         return None
-    card: dict[str, Any] = DatasetCard.load(folder / "README.md").data.to_dict()
+    card: dict[str, Any] = DatasetCard.load(folder / _CARD).data.to_dict()
     entries = card.get("configs", [])
     return next((one.get("data_files") for one in entries if one["config_name"] == config), None)
 

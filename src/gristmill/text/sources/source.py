@@ -138,6 +138,9 @@ def _telling_of_waits(name: str, note: Note) -> Iterator[None]:
 class Source:
     """One file to read, or standard input; `note` is told what a pipe waits for."""
 
+    unreadable: OSError | None = None
+    """Why nothing of a file can be read."""
+
     def __init__(self, path: Path | None, *, note: Note = tell) -> None:
         self.path = path
         self.name = STDIN_NAME if path is None else str(path)
@@ -148,8 +151,6 @@ class Source:
         """The file name extension without that of the compression, or what replaces it."""
         self.can_seek = False
         """Whether any part of the content can be read without what comes before."""
-        self.unreadable: OSError | None = None
-        """Why nothing of the file can be read."""
         if path is None or self.size is None:
             # The name of a pipe says nothing, so the first byte decides.
             with _telling_of_waits(self.name, note):
