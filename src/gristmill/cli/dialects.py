@@ -109,7 +109,11 @@ def translate_run(name: str, words: list[str]) -> TranslatedRun:
     translation = translate_words(dialect, foreign)
     try:
         config = load_text(
-            translation.text, overrides, place=dialect.program, find_model=settings_folder
+            translation.text,
+            overrides,
+            place=dialect.program,
+            find_model=settings_folder,
+            defaults=translation.defaults,
         )
     except UserError as error:
         raise translation.explain(error) from error

@@ -87,9 +87,15 @@ def load_launch(words: Sequence[str]) -> LaunchConfig:
 
 
 def load_text(
-    text: str, overrides: Sequence[str] = (), *, place: str, find_model: FindModel = _local
+    text: str,
+    overrides: Sequence[str] = (),
+    *,
+    place: str,
+    find_model: FindModel = _local,
+    defaults: Collection[str] = (),
 ) -> RunConfig:
-    """As `load_run`, from the text of a run file."""
+    """As `load_run`, from the text of a run file. `defaults` are settings of the text that the user
+    did not ask for, such as optim.lr: they are dropped where they have no effect."""
     try:
         file = _flatten(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
@@ -101,6 +107,7 @@ def load_text(
         words = _lay_over(words, values, within_layer=True)
         written.of.update(dict.fromkeys(values, f"command line {word!r}"))
     given = _lay_over(file, words)
+    asked = {path for path in file if ".".join(path) not in defaults} | words.keys()
 
     lower: Values = {}
     places = _Places(place, text, {})
@@ -130,7 +137,7 @@ def load_text(
         lower = _lay_over(lower, values)
         places.of.update(dict.fromkeys(values, f"{setting} {name}"))
     places.of.update(written.of)
-    return _validate(_lay_over(lower, given), places, written.of, weights)
+    return _validate(_lay_over(lower, given), places, asked, weights)
 
 
 def _read_architecture(folder: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from gristmill.base.errors import Problem
 from gristmill.dialects.table import Dialect
-from gristmill.dialects.words import GivenOption, printable
+from gristmill.dialects.words import GivenOption, names_script, printable
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,8 @@ class TranslatedSetting:
     value: Any
     source: str
     """The other program's options, as they were written."""
+    asked: bool = True
+    """Whether the user wrote one of them; false for what the other program does by itself."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,9 @@ class TranslationDraft:
     ) -> None:
         self.dialect = dialect
         self.words, self.launcher = words, launcher
-        """The command, behind the name of the script, and what starts the script."""
+        """The command, behind the name of the script, and what starts the script, with its name."""
+        self.script = launcher[-1] if launcher else None
+        """The script, as it was written, if it was."""
         # As in argparse, the last one counts.
         self.options = {one.name: one for one in given}
         self.settings: list[TranslatedSetting] = []
@@ -69,6 +73,10 @@ class TranslationDraft:
         self.problems: list[Problem] = []
         self.first: list[Preparation] = []
         self._accounted: set[str] = set()
+
+    def runs(self, script: str) -> bool:
+        """Whether the command starts this script of the program."""
+        return self.script is not None and names_script(self.script, script)
 
     def given(self, name: str) -> bool:
         """Whether the user wrote an option."""
@@ -99,11 +107,11 @@ class TranslationDraft:
         source = " ".join(written) or f"default of {' and '.join(names)}"
         self.account(*names)
         self.settings = [one for one in self.settings if one.path != path]
-        self.settings.append(TranslatedSetting(path, value, source))
+        self.settings.append(TranslatedSetting(path, value, source, asked=bool(written)))
 
     def fix(self, path: str, value: Any, because: str) -> None:
         """Set a setting that no option decides."""
-        self.settings.append(TranslatedSetting(path, value, because))
+        self.settings.append(TranslatedSetting(path, value, because, asked=False))
 
     def change(self, name: str, text: str) -> None:
         """Note that an option is taken, but not quite as the other program takes it."""

@@ -84,6 +84,10 @@ def folder(draft: TranslationDraft) -> None:
     """Where the run lies and where its tokens are."""
     out, named = draft.get("out_dir"), draft.get("wandb_run_name")
     draft.set("folder", out, "out_dir")
+    start = draft.get("init_from")
+    if draft.get("eval_only") and isinstance(start, str) and start.startswith("gpt2"):
+        # Not the run that out_dir may hold: pretrained weights are evaluated as they are.
+        draft.set("folder", f"{out}/{start}", "out_dir", "init_from", "eval_only")
     logs, own = draft.get("wandb_log"), Path(out).name
     if logs:
         draft.set("name", run_name(named, "nanogpt"), "wandb_run_name")

@@ -8,7 +8,9 @@ written; then comes one row for each option:
     "--num-workers"    = { value = "int", ignored = "batches are read ahead in any case" }
     "--zarr"           = { refused = "…", instead = "…" }
 
-An option is taken (`to` or `rule`), ignored because, or refused because; there is no fourth way.
+An option is taken (`to` or `rule`), ignored because, or refused because; there is no fourth way. A
+row may be named for an environment variable, such as PJRT_DEVICE, which is then taken from the part
+of a command that starts the program.
 Options that share a reason may share a row, by their names or by a pattern:
 
     [[families]]
@@ -113,7 +115,8 @@ class Dialect(Settings):
     program: str
     """The script."""
     scripts: Texts = ()
-    """Files and modules that are this program. What stands before such a name starts it."""
+    """Files and modules that are this program. What stands before such a name starts it. The end of
+    a path, such as data/openwebtext/prepare.py, tells scripts of the same name apart."""
     verb: Literal["train", "prepare", "generate", "tokens merge"] = "train"
     """The command that does the same here."""
     syntax: Literal["argparse", "configurator", "toml"] = "argparse"

@@ -17,13 +17,20 @@ from typing import Any
 
 import tomli_w
 
-from gristmill.base.errors import Problem, UserError
+from gristmill.base.errors import Exit, Problem, UserError
 from gristmill.config.load import load_text
 from gristmill.config.schema import RunConfig
 from gristmill.dialects.draft import Preparation, Remark, TranslatedSetting, TranslationDraft
 from gristmill.dialects.rules import RULES
 from gristmill.dialects.table import Dialect, ForeignOption
-from gristmill.dialects.words import GivenOption, printable, read_options, split_launcher
+from gristmill.dialects.words import (
+    GivenOption,
+    given_variables,
+    other_script,
+    printable,
+    read_options,
+    split_launcher,
+)
 
 CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
     "steps": lambda amount: f"{amount} steps",
@@ -37,7 +44,8 @@ CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
 _ALIKE = "this is what is done in any case"
 _OTHER_MODELS = ("model.start", "model.hf")
 """Settings that name a model, whose sizes a run takes over."""
-_OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_]+)+=.*", re.DOTALL)
+_TOP = "|".join(info.alias or name for name, info in RunConfig.model_fields.items())
+_OVERRIDE = re.compile(rf"([a-z_]+(\.[a-z0-9_]+)+|{_TOP})=.*", re.DOTALL)
 _PLACE = re.compile(r"(?:.*: )?([a-z_0-9]+(?:\.[a-z_0-9]+)*)", re.DOTALL)
 
 
@@ -72,6 +80,11 @@ class Translation:
             else:
                 options += [f"{one.path}={value}" for value in values]
         return [*options, "--", *arguments] if arguments else options
+
+    @property
+    def defaults(self) -> frozenset[str]:
+        """The settings that the user did not ask for."""
+        return frozenset(one.path for one in self.settings if not one.asked)
 
     @property
     def text(self) -> str:
@@ -150,13 +163,20 @@ def split_overrides(dialect: Dialect, words: Sequence[str]) -> tuple[list[str], 
 def translate(dialect: Dialect, words: Sequence[str]) -> Translation:
     """Translate a command; raises one error that lists all options that cannot be taken."""
     launcher, options = split_launcher(dialect, words)
-    given = read_options(dialect, options)
+    if other := other_script(dialect, words):
+        raise UserError([other], exit=Exit.USAGE)
+    variables = given_variables(dialect, launcher)
+    given = [*variables, *read_options(dialect, options)]
     draft = TranslationDraft(dialect, given, words=options, launcher=launcher)
-    if launcher:
+    taken = {f"{one.name}={one.value}" for one in variables}
+    if left := [word for word in launcher if word not in taken]:
         text = "this starts the other program"
         if dialect.verb == "train":
             text += "; --processes, or `gristmill launch`, starts several processes here"
-        draft.ignored.append(Remark(shlex.join(launcher), text))
+        draft.ignored.append(Remark(shlex.join(left), text))
+    for one in draft.options.values():
+        if one.changed is not None:
+            draft.changed.append(Remark(one.written, one.changed))
     for path, fixed in dialect.fixed.items():
         draft.fix(path, fixed.value, fixed.because)
     for name in dict.fromkeys((*dialect.options, *draft.options)):

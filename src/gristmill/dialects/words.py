@@ -4,26 +4,29 @@
     configurator   --name=value, and Python files of assignments, as nanoGPT takes them
     toml           a TOML file
 
-Nothing is run: a Python file is parsed, and only literals and arithmetic of literals are read.
+Nothing is run: a Python file is parsed, and only literals, arithmetic of numbers and texts joined by
++ are read.
 """
 
 from __future__ import annotations
 
 import ast
+import itertools
 import math
 import operator
 import re
 import shlex
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from gristmill.base.errors import Exit, Problem, UserError
 from gristmill.dialects.table import Dialect, ForeignOption
 
 _LARGEST_FILE = 1 << 20
+_LONGEST_TEXT = 1 << 16
 _LARGEST_INT = 1 << 63
 """What TOML can hold."""
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*=")
@@ -39,6 +42,8 @@ class GivenOption:
     value: Any
     written: str
     """As the user wrote it."""
+    changed: str | None = None
+    """What is taken differently from how it was written."""
 
 
 def read_options(dialect: Dialect, words: Sequence[str]) -> list[GivenOption]:
@@ -66,14 +71,49 @@ def _odd(text: str) -> bool:
 def split_launcher(dialect: Dialect, words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """What starts the program, such as `torchrun --nproc_per_node 8 pretrain_gpt.py`, and the words
     behind it. Only a known launcher or the script itself begins such a part."""
-    names = [word.rpartition("/")[2] for word in words]
     begin = next((at for at, word in enumerate(words) if not _VARIABLE.match(word)), len(words))
     if begin == len(words):
         return (), words
-    if names[begin] not in dialect.scripts and not _LAUNCHER.fullmatch(names[begin]):
+    starts = _LAUNCHER.fullmatch(words[begin].rpartition("/")[2])
+    scripts = [at for at, word in enumerate(words) if _is_script(dialect, word)]
+    if not scripts or (begin not in scripts and not starts):
         return (), words
-    at = next((at for at, name in enumerate(names) if name in dialect.scripts), None)
-    return ((), words) if at is None else (words[: at + 1], words[at + 1 :])
+    return words[: scripts[0] + 1], words[scripts[0] + 1 :]
+
+
+def _is_script(dialect: Dialect, word: str) -> bool:
+    return any(names_script(word, script) for script in dialect.scripts)
+
+
+def names_script(word: str, script: str) -> bool:
+    """Whether a path is that of a script, of which the table has the end."""
+    parts = PurePosixPath(script).parts
+    return PurePosixPath(word).parts[-len(parts) :] == parts
+
+
+def other_script(dialect: Dialect, words: Sequence[str]) -> Problem | None:
+    """What is wrong with a command that starts something, but no script of the program."""
+    begin = next((at for at, word in enumerate(words) if not _VARIABLE.match(word)), None)
+    if begin is None or not dialect.scripts or split_launcher(dialect, words)[0]:
+        return None
+    starts = _LAUNCHER.fullmatch(words[begin].rpartition("/")[2])
+    # Where other syntaxes have a Python file, it is one of settings.
+    alone = dialect.syntax == "argparse" and words[begin].endswith(".py")
+    if not starts and not alone:
+        return None
+    named = [word for word in words if word.endswith(".py")] or [words[begin]]
+    what = f"{printable(named[0])!r} is no script of {dialect.title} that is known here"
+    return Problem(what, "command line", f"one of {', '.join(dialect.scripts)}")
+
+
+def given_variables(dialect: Dialect, launcher: Sequence[str]) -> list[GivenOption]:
+    """The environment variables before a command that the table knows."""
+    found = []
+    for word in itertools.takewhile(_VARIABLE.match, launcher):
+        name, _, value = word.partition("=")
+        if name in dialect.options:
+            found.append(GivenOption(name, value, printable(shlex.quote(word))))
+    return found
 
 
 def printable(text: str) -> str:
@@ -220,13 +260,19 @@ def _python_file(dialect: Dialect, path: Path) -> Iterator[GivenOption | Problem
         match statement:
             case ast.Expr(value=ast.Constant(value=str())):
                 continue
+            case ast.Import(names=[ast.alias(name="time", asname=None)]):
+                # For names of runs, such as "ft-" + str(time.time()).
+                continue
             case ast.Assign(targets=[ast.Name(id=name)], value=node):
                 try:
                     known[name] = value = _literal(node, known)
                 except (ValueError, ArithmeticError, RecursionError) as error:
                     yield _not_literal(where, name, error)
                     continue
-                yield _typed(dialect, name, value, f"{where}: {name} = {value!r}")
+                item = _typed(dialect, name, value, f"{where}: {name} = {value!r}")
+                if isinstance(item, GivenOption) and any(map(_is_time, ast.walk(node))):
+                    item = replace(item, changed="without the time, so that the run can be resumed")
+                yield item
             case _:
                 what = "only assignments of literals are read, and nothing is run"
                 yield Problem(what, where, "write NAME = VALUE, or pass it as --NAME=VALUE")
@@ -248,7 +294,8 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 def _literal(node: ast.expr, known: dict[str, Any]) -> Any:
-    """The value of a literal, of a name assigned above it, or of arithmetic of such numbers."""
+    """The value of a literal, of a name assigned above it, of arithmetic of such numbers, or of such
+    texts joined."""
     match node:
         case ast.Constant(value=bool() | int() | float() | str() | None as value):
             return value
@@ -256,13 +303,34 @@ def _literal(node: ast.expr, known: dict[str, Any]) -> Any:
             return known[name]
         case ast.List(elts=items) | ast.Tuple(elts=items):
             return [_literal(one, known) for one in items]
+        case ast.Call(func=ast.Name(id="str"), args=[inner], keywords=[]) if _is_time(inner):
+            return ""
         case ast.UnaryOp(op=ast.USub(), operand=inner):
             return -_number(_literal(inner, known))
         case ast.BinOp(left=left, op=kind, right=right) if type(kind) in _OPERATORS:
-            numbers = [_number(_literal(one, known)) for one in (left, right)]
-            return _number(_OPERATORS[type(kind)](*numbers))
+            sides = [_literal(one, known) for one in (left, right)]
+            if isinstance(kind, ast.Add) and all(isinstance(side, str) for side in sides):
+                return _short("".join(sides))
+            return _number(_OPERATORS[type(kind)](*map(_number, sides)))
         case _:
             raise ValueError(f"{type(node).__name__} is not allowed")
+
+
+def _is_time(node: ast.AST) -> bool:
+    """Whether this is time.time(), which is not called."""
+    match node:
+        case ast.Call(
+            func=ast.Attribute(value=ast.Name(id="time"), attr="time"), args=[], keywords=[]
+        ):
+            return True
+    return False
+
+
+def _short(text: str) -> str:
+    """A text of sensible length, since one that is joined with itself doubles with every line."""
+    if len(text) > _LONGEST_TEXT:
+        raise ValueError("the text is too long")
+    return text
 
 
 def _number(value: Any) -> int | float:

@@ -8,6 +8,9 @@ from gristmill.dialects.draft import TranslationDraft
 from gristmill.dialects.naming import run_name
 from gristmill.dialects.nanogpt_rules import GRAD_SCALER
 
+_DEVICES = {"TPU": "xla", "CUDA": "cuda", "GPU": "cuda", "CPU": "cpu"}
+"""Our device for that of PJRT_DEVICE."""
+_ACTIVATIONS = {"gelu": "gelu_tanh", "relu": "relu"}
 _PRETRAINED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
 
@@ -38,9 +41,10 @@ def model(draft: TranslationDraft) -> None:
         draft.set(f"model.{setting}", draft.get(name), name)
     draft.set("model.context", length, "--seq-length")
     draft.set("model.tie_head", tied, "--tie-weights")
-    if draft.get("--activation") != "gelu":
-        draft.refuse("models here have GELU in this place", "--activation", "give gelu")
-    draft.set("model.activation", "gelu_tanh", "--activation")
+    if draft.get("--activation") not in _ACTIVATIONS:
+        draft.refuse("is no activation of the program", "--activation", "give gelu or relu")
+    else:
+        draft.set("model.activation", _ACTIVATIONS[draft.get("--activation")], "--activation")
     # Its own LayerNorm has this one.
     draft.set("model.norm_eps", 1e-7, "--d-model")
 
@@ -55,14 +59,12 @@ def batch(draft: TranslationDraft) -> None:
 
 
 def optimizer(draft: TranslationDraft) -> None:
-    """AdamW; Adam is the same without weight decay."""
-    decay = draft.get("--weight-decay")
-    if draft.get("--optim-type") not in ("adamw", "adam"):
+    """AdamW, or Adam, whose weight decay is L2."""
+    decay, kind = draft.get("--weight-decay"), draft.get("--optim-type")
+    if kind not in ("adamw", "adam"):
         draft.refuse("is no optimizer of the program", "--optim-type", "give adamw or adam")
-    elif draft.get("--optim-type") == "adam" and decay:
-        what = "Adam with L2 is not one of the optimizers here"
-        draft.refuse(what, "--optim-type", "give adamw, or --weight-decay 0")
-    draft.set("optim.type", "adamw", "--optim-type")
+    # Without weight decay both are the same.
+    draft.set("optim.type", kind if decay else "adamw", "--optim-type")
     draft.set("optim.weight_decay", decay, "--weight-decay")
     for number, beta in enumerate(draft.get("--betas"), 1):
         draft.set(f"optim.beta{number}", beta, "--betas")
@@ -111,6 +113,32 @@ def precision(draft: TranslationDraft) -> None:
         draft.ignore("--matmul-precision", text)
 
 
+def device(draft: TranslationDraft) -> None:
+    """`run_pretrain_xla.py` trains with XLA, on the device that PJRT_DEVICE names."""
+    xla, kind = draft.runs("run_pretrain_xla.py"), draft.get("PJRT_DEVICE")
+    if not xla:
+        for name in filter(draft.given, ("PJRT_DEVICE", "GPU_NUM_DEVICES")):
+            draft.ignore(name, "only run_pretrain_xla.py reads it")
+    elif kind not in _DEVICES:
+        what = "is no device that is known here"
+        draft.refuse(what, "PJRT_DEVICE", f"one of {', '.join(_DEVICES)}")
+    else:
+        draft.set("runtime.device", _DEVICES[kind], "PJRT_DEVICE")
+        if kind == "TPU":
+            text = "all devices that JAX finds are used; JAX_PLATFORMS=tpu allows no others"
+            draft.changed_once("PJRT_DEVICE", text)
+        elif _DEVICES[kind] == "cuda":
+            text = "trains with PyTorch on CUDA, to the same result; runtime.device=xla uses XLA"
+            draft.change("PJRT_DEVICE", text)
+        if draft.given("GPU_NUM_DEVICES"):
+            text = f"as many processes are started with --processes {draft.get('GPU_NUM_DEVICES')}"
+            draft.change("GPU_NUM_DEVICES", text)
+    if not xla or _DEVICES.get(kind) != "xla":
+        draft.set("runtime.compile", draft.get("--compile"), "--compile")
+    elif draft.given("--compile"):
+        draft.ignore("--compile", "XLA compiles the whole step in any case")
+
+
 def folder(draft: TranslationDraft) -> None:
     """Where the run lies, what it is called, and how many checkpoints it keeps."""
     path, named = draft.get("--checkpoints-dir"), draft.get("--wandb-name")
@@ -140,4 +168,4 @@ def corpus(draft: TranslationDraft) -> None:
     draft.changed_once("--output-dir", text)
 
 
-RULES = (model, batch, optimizer, schedule, precision, folder, corpus)
+RULES = (model, batch, optimizer, schedule, precision, device, folder, corpus)
