@@ -244,10 +244,17 @@ def test_pre_training_gpt2(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ignored: --tokenizer gpt2" in shown
 
 
-def test_nanogpt(monkeypatch: pytest.MonkeyPatch) -> None:
-    small_corpus("openwebtext", monkeypatch)
-    gristmill("prepare", "--dialect", "nanogpt", "--tokenizer", "bytes", "--")
-    Path("data/shakespeare_char").symlink_to(Path("data/openwebtext").resolve())
+def test_nanogpt() -> None:
+    text = "\n".join(TEXTS) + "é"
+    Path("data/shakespeare_char").mkdir(parents=True)
+    Path("data/shakespeare_char/input.txt").write_text(text)
+    words = ["python", "data/shakespeare_char/prepare.py"]
+    gristmill("prepare", "--dialect", "nanogpt", "--", *words)
+    # Sorted characters, the first nine tenths and the rest.
+    ids = [sorted(set(text)).index(character) for character in text]
+    cut = int(len(text) * 0.9)
+    for part, expected in (("train", ids[:cut]), ("val", ids[cut:])):
+        assert np.fromfile(f"data/shakespeare_char/{part}.bin", "<u2").tolist() == expected
     Path("train_shakespeare_char.py").write_text((GOLDEN / "train_shakespeare_char.py").read_text())
     words = [
         "train_shakespeare_char.py", "--device=cpu", "--compile=False", "--eval_iters=1",
@@ -256,8 +263,17 @@ def test_nanogpt(monkeypatch: pytest.MonkeyPatch) -> None:
         "--eval_interval=2",
     ]  # fmt: skip
     # As the words of nanoGPT are typed, without -- before them.
-    gristmill("train", "--dialect", "nanogpt", "runtime.threads=1", *words)
-    assert checkpoints("out-shakespeare-char") == ["step-00000002", "step-00000004"]
+    ours = ("--dialect", "nanogpt", "runtime.threads=1", "folder=out")
+    gristmill("train", *ours, *words)
+    assert checkpoints("out") == ["step-00000002", "step-00000004"]
+    shown = gristmill("train", *ours, *words, "--eval_only=True")
+    assert "the same to the bit" in shown
+
+
+def test_nanogpt_openwebtext(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_corpus("openwebtext", monkeypatch)
+    gristmill("prepare", "--dialect", "nanogpt", "--tokenizer", "bytes", "--")
+    assert np.fromfile("data/openwebtext/val.bin", "<u2")[-1] == 256
 
 
 # ------------------------------------------------------------------ the commands themselves

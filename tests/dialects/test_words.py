@@ -5,10 +5,13 @@ from __future__ import annotations
 import subprocess
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gristmill.base.errors import UserError
+from gristmill.cli.dialects import translate_run
+from gristmill.config.load import load_text
 from gristmill.dialects.table import load_table
 from gristmill.dialects.translate import Translation, split_overrides, translate
 from gristmill.dialects.words import split_launcher
@@ -208,6 +211,108 @@ def test_only_a_launcher_is_left_out(words: list[str]) -> None:
     assert split_launcher(load_table("megatron"), words) == ((), words)
 
 
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ("nanogpt-prepare", "data/shakespeare_words/prepare.py"),
+        ("nanogpt-prepare", "python prepare.py"),
+        ("nanogpt-prepare", "python /data/prepare.py"),
+        ("decentralized-prepare", "python data/shakespeare_char/prepare.py"),
+        ("xla-gpt2-prepare", "python scripts/prepare_c4.py --seed 3"),
+        ("megatron", "torchrun --nproc_per_node 8 pretrain_bert.py --num-layers 2"),
+        ("nanogpt", "python sample.py --start=x"),
+    ],
+)
+def test_another_script_is_refused(table: str, words: str) -> None:
+    with pytest.raises(UserError, match=r"is no script of .* that is known here") as raised:
+        translate(load_table(table), words.split())
+    assert load_table(table).scripts[0] in str(raised.value)
+
+
+@pytest.mark.parametrize("before", ["", "./", "/opt/nanoGPT/", "../nanoGPT/"])
+@pytest.mark.parametrize("name", ["openwebtext", "shakespeare", "shakespeare_char"])
+def test_a_script_is_known_by_its_path(name: str, before: str, tmp_path: Path) -> None:
+    script = f"{before}data/{name}/prepare.py"
+    found = settings(translate(load_table("nanogpt-prepare"), ["python", script]))
+    folder = str(Path(script).parent)
+    assert found.pop("--output") == f"{folder}/{{split}}"
+    if name == "openwebtext":
+        assert found == {"SOURCE": "openwebtext"}
+        return
+    assert found == {
+        "SOURCE": "tinyshakespeare",
+        "--tokenizer": "gpt2" if name == "shakespeare" else "characters",
+        "--hold-out-end": 0.1,
+        "--no-append-eod": True,
+    }
+
+
+def test_a_script_with_its_own_text(tmp_path: Path) -> None:
+    (tmp_path / "data/shakespeare").mkdir(parents=True)
+    (tmp_path / "data/shakespeare/input.txt").write_text("mine")
+    script = str(tmp_path / "data/shakespeare/prepare.py")
+    found = settings(translate(load_table("nanogpt-prepare"), [script]))
+    assert found["SOURCE"] == str(tmp_path / "data/shakespeare/input.txt")
+
+
+# ------------------------------------------------------------------ XLA
+
+
+def xla_gpt2(words: str, *ours: str) -> Any:
+    return translate_run("xla-gpt2", [*ours, *words.split()])
+
+
+@pytest.mark.parametrize(
+    ("words", "device"),
+    [
+        ("PJRT_DEVICE=TPU python run_pretrain_xla.py --mp-start-method spawn", "xla"),
+        ("python run_pretrain_xla.py --compile", "xla"),
+        ("XLA_REGISTER_INSTALLED_PLUGINS=1 PJRT_DEVICE=TPU python run_pretrain_xla.py", "xla"),
+        ("PJRT_DEVICE=CUDA GPU_NUM_DEVICES=2 python run_pretrain_xla.py --mixed-precision fp16",
+         "cuda"),
+        ("PJRT_DEVICE=CPU python ./run_pretrain_xla.py", "cpu"),
+        ("PJRT_DEVICE=TPU python run_pretrain.py", "auto"),
+        ("--seed 3", "auto"),
+    ],
+)  # fmt: skip
+def test_the_variable_selects_the_device(words: str, device: str) -> None:
+    made = xla_gpt2(words)
+    assert made.config.runtime.device == device
+    assert (made.config.runtime.compile is None) == (device == "xla")
+    # The printed run file is one by itself.
+    assert load_text(made.translation.text, place="run.toml") == made.config
+
+
+def test_a_default_of_the_other_program_gives_way() -> None:
+    """--compile was not given, so that our device is not refused because of it."""
+    made = xla_gpt2("--seed 3", "runtime.device=xla")
+    assert made.config.runtime.device == "xla" and made.config.runtime.compile is None
+    with pytest.raises(UserError, match=r"--compile: runtime\.compile"):
+        xla_gpt2("--compile", "runtime.device=xla")
+
+
+def test_a_device_that_nobody_has() -> None:
+    with pytest.raises(UserError, match="PJRT_DEVICE=NEURON: is no device"):
+        xla_gpt2("PJRT_DEVICE=NEURON python run_pretrain_xla.py")
+
+
+def test_activations_and_optimizers_of_pre_training_gpt2() -> None:
+    table = load_table("xla-gpt2")
+    found = settings(translate(table, "--activation relu --optim-type adam".split()))
+    # Without weight decay, Adam and AdamW are the same.
+    assert (found["model.activation"], found["optim.type"]) == ("relu", "adamw")
+    words = "--optim-type adam --weight-decay 0.1"
+    assert settings(translate(table, words.split()))["optim.type"] == "adam"
+    assert "give gelu or relu" in refusal("--activation", "silu", table="xla-gpt2")
+
+
+def test_settings_without_a_table() -> None:
+    for name in ("megatron", "nanogpt", "decentralized"):
+        words = ["folder=runs/x", "name=mine", "optim.beta2=0.9", "run.toml"]
+        assert split_overrides(load_table(name), words) == (words[:3], words[3:])
+        assert split_overrides(load_table(name), ["foldr=x"]) == ([], ["foldr=x"])
+
+
 def test_settings_of_ours_come_first() -> None:
     table = load_table("megatron")
     words = ["runtime.device=cpu", "optim.lr=1", "--save", "a.b=c"]
@@ -240,9 +345,27 @@ def test_words_replace_what_a_file_says(tmp_path: Path) -> None:
     assert (found["train.micro_batch"], found["runtime.compile"]) == (6, False)
 
 
+def test_files_of_nanogpt(tmp_path: Path) -> None:
+    """As config/finetune_shakespeare.py and config/eval_gpt2.py have it."""
+    made = nanogpt(
+        "import time\nwandb_log = True\nwandb_run_name = 'ft-' + str(time.time())\n", tmp_path
+    )
+    assert settings(made)["name"] == "ft"
+    (remark,) = [one for one in made.changed if "wandb_run_name" in one.option]
+    assert remark.text == "without the time, so that the run can be resumed"
+    found = settings(nanogpt("eval_only = True\ninit_from = 'gpt2'\n", tmp_path))
+    assert found["--validate-only"] is True
+    assert (found["model.start"], found["folder"]) == ("gpt2", "out/gpt2")
+    found = settings(nanogpt("out_dir = 'x-' + 'y'\n", tmp_path, "--eval_only=False"))
+    assert (found["folder"], found["--validate-only"]) == ("x-y", False)
+
+
 @pytest.mark.parametrize(
     "line",
     [
+        "import time as t", "import time, os", "from time import time", "seed = time.time()",
+        "out_dir = str(time.sleep(9))", "out_dir = str(time.time)", "out_dir = 'a' + 1",
+        "out_dir = 1 + 'a'", "out_dir = 'a' - 'b'", "out_dir = str(open('x'))",
         "import os", "from os import system", "__import__('os').system('touch ran')",
         "out_dir = __import__('os').getcwd()", "out_dir = open('x').read()", "exec('x=1')",
         "out_dir = f'{1+1}'", "for x in range(3): pass", "batch_size: int = 4", "batch_size += 1",
@@ -261,6 +384,12 @@ def test_a_file_that_would_run_code(
         nanogpt(f"max_iters = 5\n{line}\n", tmp_path)
     assert "config.py:2" in str(raised.value)
     assert not Path("ran").exists()
+
+
+def test_text_that_doubles(tmp_path: Path) -> None:
+    lines = ["out_dir = 'a' + 'a'", *(["out_dir = out_dir + out_dir"] * 60)]
+    with pytest.raises(UserError, match="the text is too long"):
+        nanogpt("\n".join(lines), tmp_path)
 
 
 @pytest.mark.parametrize(

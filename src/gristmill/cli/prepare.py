@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -38,6 +38,14 @@ from gristmill.cli.prepare_parts import (
     part_arguments,
     prepare_parts,
     show_parts,
+)
+from gristmill.cli.prepare_sets import (
+    CHARACTERS,
+    characters_of,
+    check_hold_out_end,
+    fetch_corpus,
+    find_corpus,
+    sets_of,
 )
 from gristmill.cli.progress import ProgressLine
 from gristmill.text.sources.source import DocumentSplit, OnDamage, ReadOptions
@@ -98,7 +106,8 @@ def prepare(
             "-t",
             metavar="NAME",
             rich_help_panel=_TOKENIZER,
-            help="gpt2, bytes, a tiktoken encoding, a folder or file, NAME[@REVISION] on the Hub.",
+            help="gpt2, bytes, characters (those of the text), a tiktoken encoding, a folder or "
+            "file, NAME[@REVISION] on the Hub.",
         ),
     ] = "gpt2",
     vocab_file: Annotated[
@@ -188,6 +197,15 @@ def prepare(
             "named NAME_train and NAME_val, or by replacing {split} in NAME.",
         ),
     ] = None,
+    hold_out_end: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            rich_help_panel=OUTPUT,
+            help="Hold the end of each plain text file out: 0.1 makes its last tenth, in "
+            "characters, the set val.",
+        ),
+    ] = None,
     seed: Annotated[
         int | None,
         typer.Option(
@@ -266,7 +284,13 @@ def prepare(
             where="--separator",
             remedy="leave one of the two out",
         )
-    corpus = _find_corpus(sources)
+    corpus = find_corpus(sources)
+    check_hold_out_end(
+        hold_out_end,
+        split=split,
+        corpus=corpus,
+        in_parts=part is not None or parts is not None or engine is not None,
+    )
     request = PrepareRequest(
         sources,
         output,
@@ -291,7 +315,11 @@ def prepare(
     with downloads_shown(None) if quiet else nullcontext():
         if corpus and in_parts and corpus.dataset:
             raise no_parts_of(corpus.name)
-        results = _prepare_corpus(corpus, request, run, quiet) if corpus else [run(request)]
+        if corpus:
+            request = replace(request, sources=[fetch_corpus(corpus, request, quiet)])
+        if tokenizer == CHARACTERS and not Path(CHARACTERS).exists():
+            request = replace(request, tokenizer=characters_of(request, in_parts is not None))
+        results = [run(*one) for one in sets_of(request, corpus, hold_out_end)]
     if as_json:
         typer.echo(json.dumps(prepared_as_json(results), indent=2, ensure_ascii=False))
     elif not quiet:
@@ -369,41 +397,6 @@ def _prepare(request: PrepareRequest, quiet: bool, expected: int | None = None) 
 
 def _rate(bytes_per_second: float) -> str:
     return f"{format_bytes(bytes_per_second)} of text/s"
-
-
-def _find_corpus(sources: Sequence[str]) -> Corpus | None:
-    from gristmill.text.sources.corpora import find_corpus
-
-    named = [name for name in sources if not Path(name).exists() and find_corpus(name)]
-    if named and len(sources) > 1:
-        raise UserError(
-            "a corpus known by name is prepared on its own",
-            where=named[0],
-            remedy="prepare each on its own, then: gristmill tokens merge",
-        )
-    return find_corpus(named[0]) if named else None
-
-
-def _prepare_corpus(
-    corpus: Corpus, request: PrepareRequest, run: Callable[..., PrepareResult], quiet: bool
-) -> list[PrepareResult]:
-    from gristmill.text.prepare.request import split_name
-    from gristmill.text.sources.corpora import check_disk, describe, fetch_corpus
-
-    if not quiet:
-        typer.echo(describe(corpus), err=True)
-    check_disk(corpus, output=request.output)
-    with ProgressLine("downloading", quiet=quiet) as line:
-        source = fetch_corpus(
-            corpus, progress=lambda done, total: line.update(done, total, format_bytes(done))
-        )
-    if request.holdout or not corpus.validation:
-        return [run(replace(request, sources=[source]), corpus.text_bytes)]
-    # The corpus has a validation set of its own.
-    return [
-        run(replace(request, sources=[own], output=Path(split_name(str(request.output), name))))
-        for name, own in (("train", source), ("val", corpus.source(corpus.validation)))
-    ]
 
 
 def prepared_as_json(results: Sequence[PrepareResult]) -> dict[str, Any]:

@@ -1,14 +1,16 @@
-"""Names of nanoGPT's train.py that mean something only together."""
+"""Names of nanoGPT's train.py that mean something only together, and its scripts for data."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from gristmill.dialects.draft import TranslationDraft
+from gristmill.dialects.draft import Remark, TranslationDraft
 from gristmill.dialects.naming import run_name
+from gristmill.dialects.words import names_script
 
 GRAD_SCALER = {"initial": 65536.0, "window": 2000, "hysteresis": 1}
 """The loss scale of torch's GradScaler."""
+_OPENWEBTEXT = "data/openwebtext/prepare.py"
 _FORMATS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -102,4 +104,26 @@ def folder(draft: TranslationDraft) -> None:
         draft.set(f"data.{setting}", f"data/{draft.get('dataset')}/{part}", "dataset")
 
 
-RULES = (model, batch, schedule, precision, folder)
+def corpus(draft: TranslationDraft) -> None:
+    """What each of the three scripts prepares, into files beside it."""
+    script = draft.script or draft.dialect.program
+    place, because = str(Path(script).parent), f"as {script} does"
+    draft.fix("--output", f"{place}/{{split}}", f"train.bin and val.bin in {place}")
+    if names_script(script, _OPENWEBTEXT):
+        draft.fix("SOURCE", "openwebtext", "the corpus, with the documents that nanoGPT holds out")
+        return
+    own = Path(place, "input.txt")
+    if own.is_file():
+        draft.fix("SOURCE", str(own), "the file that the script reads if it is there")
+    else:
+        draft.fix("SOURCE", "tinyshakespeare", "the file that the script downloads")
+    characters = names_script(script, "shakespeare_char/prepare.py")
+    draft.fix("--tokenizer", "characters" if characters else "gpt2", because)
+    draft.fix("--hold-out-end", 0.1, because)
+    draft.fix("--no-append-eod", True, because)
+    if characters:
+        text = "two ids more than in meta.pkl, for other characters and the end of a text"
+        draft.changed.append(Remark("the tokenizer", text))
+
+
+RULES = (model, batch, schedule, precision, folder, corpus)

@@ -4,8 +4,8 @@
     configurator   --name=value, and Python files of assignments, as nanoGPT takes them
     toml           a TOML file
 
-Nothing is run: a Python file is parsed, and only literals, arithmetic of numbers and texts joined by
-+ are read.
+Nothing is run: a Python file is parsed, and only literals, arithmetic of numbers, and texts joined
+by + are read.
 """
 
 from __future__ import annotations
@@ -294,8 +294,8 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 def _literal(node: ast.expr, known: dict[str, Any]) -> Any:
-    """The value of a literal, of a name assigned above it, of arithmetic of such numbers, or of such
-    texts joined."""
+    """The value of a literal, of a name assigned above it, or of such numbers or texts put
+    together."""
     match node:
         case ast.Constant(value=bool() | int() | float() | str() | None as value):
             return value

@@ -9,12 +9,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import seal_of
+from gristmill.cli.main import app
 from gristmill.text.prepare import prepare as module
 from gristmill.text.prepare.ledger import Ledger
 from gristmill.text.prepare.outputs import PreparedSet
@@ -311,3 +314,53 @@ def test_a_worker_that_ends_is_an_error_and_the_work_can_go_on(
     assert "resuming" in notes[0]
     run([thousand], tmp_path / "whole" / "set")
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def command(*words: object) -> str:
+    result = CliRunner().invoke(app, ["prepare", *map(str, words), "--workers", "1"])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_end_of_a_text_is_held_out(tmp_path: Path) -> None:
+    text = "ä" * 11 + "bc" * 10
+    (tmp_path / "a.txt").write_text(text)
+    output = ("-o", tmp_path / "{split}", "--no-append-eod")
+    command(tmp_path / "a.txt", *output, "-t", "bytes", "--hold-out-end", 0.25)
+    found = [np.fromfile(tmp_path / f"{name}.bin", "<u2") for name in ("train", "val")]
+    cut = int(len(text) * 0.75)
+    assert [bytes(ids.astype("u1")).decode() for ids in found] == [text[:cut], text[cut:]]
+    # The characters are those of both sets.
+    words = ("-o", tmp_path / "char", "-t", "characters", "--hold-out-end", 0.25)
+    command(tmp_path / "a.txt", *words)
+    for name in ("train", "val"):
+        assert open_tokens(tmp_path / f"char_{name}").info.vocab_size == 5
+        assert open_tokenizer(tmp_path / f"char_{name}.tokenizer").encode("cbä") == [1, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (("a.txt", "--hold-out-end", "1"), "1 is no share of a text"),
+        (("a.txt", "--hold-out-end", "nan"), "is no share of a text"),
+        (("a.txt", "--hold-out-end", "0.1", "--split", "9,1"), "holds documents out already"),
+        (("a.txt", "--hold-out-end", "0.1", "--part", "1/2"), "not divided into parts"),
+        (("openwebtext", "--hold-out-end", "0.1"), "openwebtext has documents to hold out"),
+        (("a.jsonl", "--hold-out-end", "0.1"), "only the end of a plain text file"),
+        (("a.txt", "--hold-out-end", "0.1", "--documents", "line"), "only the end of a plain text"),
+        (("a.txt", "-t", "characters", "--part", "1/2"), "those of the whole text"),
+        (("-", "-t", "characters"), "cannot be read twice"),
+    ],
+)
+def test_what_cannot_be_held_out_or_collected(
+    words: tuple[str, ...], shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("some text")
+    Path("a.jsonl").write_text('{"text": "some"}\n')
+    tokenizer = () if "-t" in words else ("-t", "bytes")
+    with pytest.raises(UserError, match=shown):
+        command(*words, "-o", "out", *tokenizer)
+    assert not list(tmp_path.glob("out*"))

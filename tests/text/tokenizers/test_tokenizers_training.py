@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from gristmill.base.errors import Exit, UserError
 from gristmill.text.tokenizers.kinds import TokenizerKind, WordPattern
 from gristmill.text.tokenizers.tokenizer import open_tokenizer
-from gristmill.text.tokenizers.training import train_tokenizer
+from gristmill.text.tokenizers.training import character_tokenizer, train_tokenizer
 
 WORDS = "the mill grinds grain and water turns the wheel while it's raining; don't stop 1234 é ü\n"
 KINDS = list(TokenizerKind)
@@ -143,3 +144,20 @@ def test_a_wordpiece_takes_the_longest_token_first() -> None:
     first = max((token for token in tokens if b"abcd".startswith(token)), key=len)
     assert len(first) > 1
     assert learnt.token_bytes(learnt.encode("abcd")[0]) == first
+
+
+def test_the_characters_of_a_text(tmp_path: Path) -> None:
+    text = "b\na é\U0001f642 <|endoftext|>\r\tb"
+    tokenizer = character_tokenizer([text, "zz"])
+    known = sorted({*text, "z"})
+    assert tokenizer.encode(text) == [known.index(character) for character in text]
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert (tokenizer.size, tokenizer.end_of_text) == (len(known) + 2, len(known) + 1)
+    assert [tokenizer.token_bytes(id) for id in range(len(known))] == [c.encode() for c in known]
+    # Another character is not lost, but not known either.
+    assert tokenizer.encode("aQb") == [known.index("a"), len(known), known.index("b")]
+    tokenizer.save(tmp_path)
+    assert open_tokenizer(tmp_path).spec == tokenizer.spec
+    assert open_tokenizer(tmp_path).encode(text) == tokenizer.encode(text)
+    with pytest.raises(UserError, match="no characters"):
+        character_tokenizer([""])

@@ -138,6 +138,7 @@ class PrepareRequest:
             "tokenizer": tokenizer.fingerprint,
             "keys": list(options.keys),
             "documents": options.separator or options.split.value,
+            **({"portion": list(options.portion)} if options.portion else {}),
             "append_eod": self.append_end_of_text,
             "format": self.format,
             "shard_size": self.shard_size,

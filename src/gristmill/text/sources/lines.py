@@ -15,7 +15,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 from gristmill.text.sources.blocks import (
@@ -182,7 +182,14 @@ def _cut_whole(source: Source, options: ReadOptions, begin: int) -> Iterator[Tex
 
 
 def _whole(content: bytes, options: ReadOptions) -> Iterator[tuple[int, bytes]]:
-    yield 0, content.replace(b"\r\n", b"\n")
+    content = content.replace(b"\r\n", b"\n")
+    if options.portion is not None:
+        # What is not UTF-8 is dropped as a whole.
+        with suppress(UnicodeDecodeError):
+            text = content.decode()
+            begin, end = (int(len(text) * share) for share in options.portion)
+            content = text[begin:end].encode()
+    yield 0, content
 
 
 _read_text = functools.partial(_read, parse=lambda text, keys: [decoded(text)] * len(keys))

@@ -43,6 +43,7 @@ from gristmill.text.sources.source import (
     DAMAGE,
     LINE_LIMIT,
     Document,
+    DocumentSplit,
     Dropped,
     Item,
     Note,
@@ -56,6 +57,7 @@ from gristmill.text.sources.source import (
 from gristmill.text.sources.tables import CSV, TSV
 
 STDIN = "-"
+_WHOLE_TEXT = TEXT_BY_SPLIT[DocumentSplit.FILE]
 FORMATS: Mapping[str, SourceFormat] = {
     ".jsonl": JSON_LINES,
     ".ndjson": JSON_LINES,
@@ -190,6 +192,11 @@ def cut_source(source: Source, options: ReadOptions, begin: int) -> Iterator[Tex
     try:
         if source.unreadable:
             raise source.unreadable
+        if options.portion is not None and format_of(source, options) is not _WHOLE_TEXT:
+            raise ReadError(
+                "only the end of a plain text file, which is one document, can be held out",
+                remedy="hold documents out instead: --split 9,1",
+            )
         for block in format_of(source, options).cut(source, options, begin):
             rows = block.content
             if isinstance(rows, TextRows) and rows.failure:
@@ -240,6 +247,7 @@ class SourceReader:
     def __init__(self, names: Sequence[str], options: ReadOptions | None = None) -> None:
         self._options = options or ReadOptions()
         self._sources, self.skipped = find_sources(names, self._options)
+        self.repeatable = all(source.repeatable for source in self._sources)
         self.bytes_done = 0
         """How much of `bytes_total` has been read."""
         sizes = [source.size for source in self._sources if source.size is not None]

@@ -109,6 +109,9 @@ class ReadOptions:
     split: DocumentSplit = DocumentSplit.FILE
     separator: str | None = None
     """The text between documents in plain text files; replaces `split`."""
+    portion: tuple[float, float] | None = None
+    """From where to where each plain text file is read, as shares of its characters; all of it if
+    not given."""
     line_limit: int = LINE_LIMIT
     """The maximum size of one document in bytes."""
     block_bytes: int = BLOCK_BYTES

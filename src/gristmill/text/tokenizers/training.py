@@ -1,8 +1,10 @@
-"""Training a tokenizer on text; every kind works on bytes and is lossless.
+"""Training a tokenizer on text; every kind works on bytes and is lossless, except for characters.
 
     bpe         repeatedly merges the most frequent adjacent pair
     wordpiece   trains as BPE does, and splits a word into the longest tokens from its beginning
     unigram     starts with many pieces and drops those that matter least for the likelihood
+
+    characters  has an id for each character of the text, and learns nothing
 
 A pattern splits text into words first: GPT-2's, or a later one. The 256 bytes are always in the
 vocabulary, and the end-of-text token has the last id.
@@ -17,11 +19,11 @@ edge of the vocabulary can differ.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import tokenizers
-from tokenizers import models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from gristmill.base.errors import DataError, UserError
 from gristmill.text.tokenizers.byte_level import BYTE_OF, LONGEST_WORD, SHORT_WORDS, byte_level
@@ -30,6 +32,7 @@ from gristmill.text.tokenizers.library import BpeTokenizer, SubwordTokenizer
 from gristmill.text.tokenizers.rank_files import CL100K_PATTERN, O200K_PATTERN
 from gristmill.text.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
 
+_UNKNOWN = "<|unknown|>"
 _MIN_COUNT = 2
 _SCORE_DIGITS = 6
 _UNSEEN_STEP = 1e-4
@@ -83,6 +86,21 @@ def train_tokenizer(
         return BpeTokenizer(inner, end_of_text=END_OF_TEXT)
     ordered = _ordered(inner) if kind is TokenizerKind.UNIGRAM else inner
     return SubwordTokenizer(ordered, end_of_text=END_OF_TEXT)
+
+
+def character_tokenizer(texts: Iterable[str]) -> Tokenizer:
+    """A tokenizer of the characters that occur in some texts, in the order of their code points.
+
+    Behind their ids come one for characters that do not occur, and end-of-text.
+    """
+    found = sorted(set[str]().union(*texts))
+    if not found:
+        raise DataError("the text has no characters to make a tokenizer of")
+    ids = {character: id for id, character in enumerate([*found, _UNKNOWN])}
+    inner = tokenizers.Tokenizer(models.WordLevel(ids, unk_token=_UNKNOWN))
+    inner.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), behavior="isolated")
+    inner.decoder = decoders.Fuse()
+    return SubwordTokenizer(inner, end_of_text=END_OF_TEXT)
 
 
 def _model_and_trainer(
