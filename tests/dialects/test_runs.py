@@ -199,8 +199,13 @@ def test_decentralized_gpt2(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("decent.toml").write_text(text)
     # One worker has nobody to average with.
     words = ("decent.toml", *HERE, "parallel.gossip=unset", "parallel.exchange=unset")
-    gristmill("train", "--dialect", "decentralized", *words)
+    lines = ("--log-format", "decentralized")
+    shown = gristmill("train", "--dialect", "decentralized", *lines, *words)
     assert checkpoints("log/decent") == ["step-00000002", "step-00000004"]
+    assert re.search(r"  INFO\] Initial train loss: \d\.\d+, val loss: \d\.\d+, step: 0\n", shown)
+    assert re.search(r"  INFO\] Step {6}2, Val loss: \d\.\d+, Train loss: \d\.\d+, Train", shown)
+    assert "INFO] Saved model to log/decent/checkpoints/step-00000002\n" in shown
+    assert "INFO] info:" not in shown and "nan" not in shown
 
 
 def test_llm_pytorch() -> None:

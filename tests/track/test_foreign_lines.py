@@ -118,32 +118,41 @@ def test_what_megatron_prints_besides_steps() -> None:
 
 def test_decentralized_lines() -> None:
     output = io.StringIO()
-    sink = DecentralizedSink(output, start_step=206_998)
+    sink = DecentralizedSink(output, start_step=206_998, checkpoints=Path("log/x/checkpoints"))
+
+    def say(step: int, text: str, level: str = "info") -> None:
+        facts = {"step": step, "samples": 1, "tokens": 1, "time": STEP.time}
+        sink.write(EventRecord(**facts, level=level, text=text))  # type: ignore[arg-type]
+
     for number, loss in ((206_999, 2.95), (207_000, 2.965190)):
         sink.write(replace(STEP, step=number, loss=loss, step_seconds=88.9345))
-    sink.write(validation(207_000))
+    sink.write(validation(207_000, train_loss=2.957595))
+    say(207_000, "saved checkpoint step-00207000 (9 MiB)")
     sink.write(replace(STEP, step=207_004, loss=3.0, step_seconds=0.5))
-    sink.write(validation(207_004, best=True))
-    warning = EventRecord(
-        step=207_004, samples=1, tokens=1, time=STEP.time, level="warning", text="hot"
-    )
-    sink.write(warning)
+    sink.write(validation(207_004, best=True, train_loss=2.9))
+    say(207_004, "saved checkpoint step-00207004 (9 MiB)")
+    say(207_004, "hot\x1b[31m", "warning")
     sink.close()
     lines = output.getvalue().splitlines()
     assert lines[0] == (
         "[11:19:22  INFO] Step 207000, Val loss: 2.971195, Train loss: 2.957595, Train time: "
         "177.869 s (88934.500 ms/step), Total train time: 177.869 s"
     )
-    assert lines[1].endswith("Train time: 2.000 s (500.000 ms/step), Total train time: 179.869 s")
-    assert lines[2] == "[11:19:22  INFO] New best model found. Saving..."
-    assert lines[3].startswith("[11:19:22 WARNING] ") and "hot" in lines[3]
+    assert lines[1] == "[11:19:22  INFO] saved checkpoint step-00207000 (9 MiB)"
+    assert lines[2].endswith("Train time: 2.000 s (500.000 ms/step), Total train time: 179.869 s")
+    assert lines[3:] == [
+        "[11:19:22  INFO] New best model found. Saving...",
+        "[11:19:22  INFO] Saved model to log/x/checkpoints/step-00207004",
+        "[11:19:22 WARNING] hot\ufffd[31m",
+    ]
 
 
 def test_decentralized_before_the_first_step() -> None:
     output = io.StringIO()
-    DecentralizedSink(output, start_step=0).write(validation(0))
+    sink = DecentralizedSink(output, start_step=0, checkpoints=Path())
+    sink.write(validation(0, train_loss=2.98))
     assert output.getvalue() == (
-        "[11:19:22  INFO] Initial train loss: nan, val loss: 2.971195, step: 0\n"
+        "[11:19:22  INFO] Initial train loss: 2.980000, val loss: 2.971195, step: 0\n"
     )
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,6 +36,7 @@ from gristmill.track.sinks import (
     WandbSink,
     line,
     scalars,
+    wandb_mode,
 )
 from gristmill.train.tracker import Tracker
 
@@ -388,6 +390,75 @@ def test_wandb_offline_needs_no_network(tmp_path: Path, monkeypatch: pytest.Monk
     content = written.read_bytes()
     assert b"train/loss" in content
     assert b"validation/perplexity" in content
+
+
+class StandInWandb:
+    """Notes what W&B is asked for."""
+
+    def __init__(self, *, logged_in: bool = True) -> None:
+        self.logged_in = logged_in
+        self.asked: dict[str, object] = {}
+
+    def login(self, **options: object) -> bool:
+        return self.logged_in
+
+    def init(self, **options: object) -> StandInWandb:
+        self.asked = options
+        return self
+
+    def log(self, values: object, step: int) -> None:
+        """Nothing is sent."""
+
+
+def wandb_sink(folder: Path, mode: Any = "online") -> WandbSink:
+    return WandbSink(folder, project="p", name="n", mode=mode, settings={}, run_id="i")
+
+
+def test_variables_of_wandb_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = StandInWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    names = {"dir": "WANDB_DIR", "project": "WANDB_PROJECT", "name": "WANDB_NAME",
+             "id": "WANDB_RUN_ID"}  # fmt: skip
+    for name in names.values():
+        monkeypatch.delenv(name, raising=False)
+    wandb_sink(tmp_path).write(STEP)
+    ours = {"dir": str(tmp_path), "project": "p", "name": "n", "id": "i"}
+    assert {key: wandb.asked[key] for key in ours} == ours
+    for key, name in names.items():
+        monkeypatch.setenv(name, "x")
+        wandb_sink(tmp_path).write(STEP)
+        # What W&B is not told, it takes from the variable.
+        assert wandb.asked.keys() & ours.keys() == ours.keys() - {key}
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    ("variable", "mode"),
+    [(None, "online"), ("", "online"), ("offline", "offline"), ("dryrun", "offline"),
+     ("disabled", "disabled")],
+)  # fmt: skip
+def test_the_mode_of_wandb(
+    variable: str | None, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("WANDB_MODE", variable)
+    assert wandb_mode("online") == mode
+
+
+def test_a_mode_that_wandb_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "of\x1bline")
+    with pytest.raises(UserError, match=r"environment WANDB_MODE: 'of\ufffdline' is no mode"):
+        wandb_mode("online")
+
+
+def test_who_is_not_logged_in_is_told_the_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", StandInWandb(logged_in=False))
+    with pytest.raises(UserError, match=r'track\.wandb\.mode = "offline"'):
+        wandb_sink(tmp_path)
+    wandb_sink(tmp_path, "offline")
 
 
 def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

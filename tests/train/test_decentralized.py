@@ -25,6 +25,7 @@ from gristmill.evaluate.loss import evaluate_loss
 from gristmill.export.folder import export
 from gristmill.generate import Sampling, TextGenerator
 from gristmill.parallel.decentralized.agreement import StopAgreement
+from gristmill.parallel.decentralized.outer import Exchange
 from gristmill.track.metrics import EventRecord, StepRecord, ValidationRecord, read_metrics
 from gristmill.train.run import Outcome, run_training
 from gristmill.train.stop import StopRequest
@@ -197,6 +198,53 @@ def newest(folder: Path) -> Path:
 def losses(folder: Path, kind: type[StepRecord] | type[ValidationRecord]) -> dict[int, float]:
     records = read_metrics(folder / "metrics.jsonl")
     return {one.step: one.loss for one in records if isinstance(one, kind)}
+
+
+def count_averages(configs: list[RunConfig]) -> list[int]:
+    """One run after the other, and how often each averaged its workers."""
+    real, counts = Exchange.average, list[int]()
+
+    def average(self: Exchange, weights: Any, **options: Any) -> Any:
+        counts[-1] += 1
+        return real(self, weights, **options)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Exchange, "average", average)
+        patched.setattr("gristmill.train.run.close_world", lambda: None)
+        for config in configs:
+            counts.append(0)
+            run_training(config)
+    return counts
+
+
+@pytest.mark.slow
+def test_a_train_loss_changes_nothing(
+    crowd: Crowd, make_run: MakeRun, tmp_path: Path, runs: Runs
+) -> None:
+    """The average that is kept is not averaged again, which would round it."""
+    settings = (
+        *SETTINGS,
+        'train.until="6 steps"',
+        "train.batch=6",
+        'validate.every="3 steps"',
+        "parallel.gossip.topology=complete",
+        "parallel.exchange.average=keep",
+    )
+    plain = make_run(*settings, folder="plain")
+    both = make_run(*settings, "validate.train_windows=5", folder="both")
+    for counts in crowd(3, count_averages, [plain, both]):
+        assert counts[0] == counts[1] > 0
+    left, right = runs.tensors(tmp_path / "plain"), runs.tensors(tmp_path / "both")
+    assert all(torch.equal(left[name], right[name]) for name in left)
+    records = [
+        [one for one in read_metrics(tmp_path / name / "metrics.jsonl")
+         if isinstance(one, ValidationRecord)]
+        for name in ("plain", "both")
+    ]  # fmt: skip
+    for one, other in zip(*records, strict=True):
+        assert one.train_loss is None and other.train_loss is not None
+        assert one.consensus_distance == other.consensus_distance
+        assert one.loss == other.loss != other.train_loss
 
 
 def test_the_model_of_a_run_is_the_average_of_its_workers(

@@ -10,6 +10,7 @@ import pytest
 from gristmill.base.errors import UserError
 from gristmill.config.schema import RunConfig
 from gristmill.track.metrics import ValidationRecord, read_metrics
+from gristmill.track.sinks import line, scalars
 from gristmill.train.run import run_training
 from gristmill.train.validate import validate_run
 
@@ -54,6 +55,25 @@ def test_without_a_checkpoint_the_starting_weights_are_measured(
     assert validate_run(other).record.loss == validate_run(config).record.loss
     assert validate_run(other).recorded is None
     assert not (tmp_path / "other").exists()
+
+
+def test_the_loss_of_the_training_text(make_run: Callable[..., RunConfig], tmp_path: Path) -> None:
+    """That of windows spread over it: the same as if it were the validation text."""
+    usual = ('train.until="2 steps"', 'validate.every="1 steps"', "data.split=unset")
+    text = f'data.validation="{make_run(*usual).data.paths}"'
+    config = make_run(*usual, text, "validate.windows=7", "validate.train_windows=7")
+    run_training(config)
+    records = [
+        one
+        for one in read_metrics(tmp_path / "run" / "metrics.jsonl")
+        if isinstance(one, ValidationRecord)
+    ]
+    assert [one.step for one in records] == [0, 1, 2]
+    assert all(one.train_loss == one.loss for one in records)
+    assert "| train loss " in line(records[0])
+    assert scalars(records[0])["validation/train_loss"] == records[0].loss
+    found = validate_run(config).record
+    assert found.train_loss == found.loss == records[-1].loss
 
 
 def test_a_run_without_validation_text(make_run: Callable[..., RunConfig]) -> None:

@@ -254,6 +254,10 @@ class ValidateConfig(Settings):
     than an eighth of its time. In any case at the start and at the end."""
     windows: Count = 128
     """How many windows, spread evenly over the validation text (fewer if it is shorter)."""
+    train_windows: Count | None = None
+    """Also measure the loss on so many windows of the training text, spread over it in the same
+    way, as nanoGPT does. None are if not given, except with track.log_format = "decentralized",
+    whose lines have this loss: then as many as `windows`."""
 
 
 class SampleConfig(Settings):
@@ -317,7 +321,8 @@ class WandbConfig(Settings):
     entity: str | None = None
     """User or team that the project belongs to; as W&B's own settings say if not given."""
     mode: Literal["online", "offline"] = "online"
-    """offline writes files to be sent later with `wandb sync`."""
+    """offline writes files to be sent later with `wandb sync`. WANDB_MODE takes precedence, as all
+    environment variables of W&B do."""
 
 
 class TrackConfig(Settings):
@@ -393,6 +398,13 @@ class RunConfig(Settings):
     """Metrics."""
     launch: LaunchConfig | None = None
     """The job on a cluster, for `gristmill launch`."""
+
+    @property
+    def train_windows(self) -> int:
+        """Windows of the training text that every validation measures too."""
+        if self.validation.train_windows is None and self.track.log_format == "decentralized":
+            return self.validation.windows
+        return self.validation.train_windows or 0
 
     @property
     def packs_conversations(self) -> bool:

@@ -55,7 +55,9 @@ def folder(draft: TranslationDraft) -> None:
     every = f"{draft.get('log.eval_interval')} steps"
     windows = draft.get("log.eval_steps") * draft.get("train.global_batch_size")
     draft.set("validate.every", every, "log.eval_interval")
-    draft.set("validate.windows", windows, "log.eval_steps", "train.global_batch_size")
+    for setting in ("windows", "train_windows"):
+        names = ("log.eval_steps", "train.global_batch_size")
+        draft.set(f"validate.{setting}", windows, *names)
     draft.set("checkpoint.every", every, "log.eval_interval")
     if draft.get("log.wandb_log"):
         names = ("log.wandb_project", "log.wandb_log")

@@ -43,7 +43,9 @@ def batch(draft: TranslationDraft) -> None:
     micro, times = draft.get("batch_size"), draft.get("gradient_accumulation_steps")
     draft.set("train.batch", micro * times, "batch_size", "gradient_accumulation_steps")
     draft.set("train.micro_batch", micro, "batch_size")
-    draft.set("validate.windows", draft.get("eval_iters") * micro, "eval_iters", "batch_size")
+    for setting in ("windows", "train_windows"):
+        windows = draft.get("eval_iters") * micro
+        draft.set(f"validate.{setting}", windows, "eval_iters", "batch_size")
     draft.set("validate.every", f"{draft.get('eval_interval')} steps", "eval_interval")
     draft.set("checkpoint.every", f"{draft.get('eval_interval')} steps", "eval_interval")
 

@@ -17,11 +17,19 @@ iteration, since Megatron prints them after it has updated them. Without a loss 
 
 from __future__ import annotations
 
+import math
 from datetime import datetime
+from pathlib import Path
 from typing import TextIO
 
-from gristmill.track.metrics import EventRecord, Record, StepRecord, ValidationRecord
-from gristmill.track.sinks import Horizon, line
+from gristmill.track.metrics import (
+    SAVED_CHECKPOINT,
+    EventRecord,
+    Record,
+    StepRecord,
+    ValidationRecord,
+)
+from gristmill.track.sinks import Horizon, line, printable
 
 _LEVELS = {"info": "INFO", "warning": "WARNING", "error": "ERROR"}
 
@@ -83,29 +91,30 @@ def megatron_line(record: StepRecord, previous: StepRecord | None, *, steps: int
 
 
 class DecentralizedSink:
-    """Prints the lines of decentralized GPT-2 training: the losses since the last validation, and
-    the time that training took, in this process."""
+    """Prints the lines of decentralized GPT-2 training: its losses are those of a validation, on
+    windows of both texts, and its times those of training in this process."""
 
-    def __init__(self, output: TextIO, *, start_step: int) -> None:
+    def __init__(self, output: TextIO, *, start_step: int, checkpoints: Path) -> None:
         self._output, self._last_step, self._validated = output, start_step, start_step
-        self._losses: list[float] = []
         self._seconds = self._total = 0.0
+        self._checkpoints = checkpoints
+        self._best: int | None = None
+        """The step with the best loss, until it is saved."""
 
     def write(self, record: Record) -> None:
         if isinstance(record, StepRecord):
-            self._losses.append(record.loss)
             self._seconds += record.step_seconds * (record.step - self._last_step)
             self._last_step = record.step
         elif isinstance(record, ValidationRecord):
             self._write_validation(record)
         elif isinstance(record, EventRecord):
-            self._print(record, line(record), level=_LEVELS[record.level])
+            self._write_event(record)
         else:
             self._print(record, line(record))
 
     def _write_validation(self, record: ValidationRecord) -> None:
-        losses = self._losses
-        train_loss = sum(losses) / len(losses) if losses else float("nan")
+        # Other runs have a loss of the training text only if they ask for it.
+        train_loss = math.nan if record.train_loss is None else record.train_loss
         if record.step == 0:
             text = f"Initial train loss: {train_loss:.6f}, val loss: {record.loss:.6f}, step: 0"
             self._print(record, text)
@@ -120,7 +129,16 @@ class DecentralizedSink:
         )
         if record.best:
             self._print(record, "New best model found. Saving...")
-        self._losses, self._seconds, self._validated = [], 0.0, record.step
+            self._best = record.step
+        self._seconds, self._validated = 0.0, record.step
+
+    def _write_event(self, record: EventRecord) -> None:
+        text = printable(record.text)
+        if self._best is not None and text.startswith(f"{SAVED_CHECKPOINT} step-{self._best:08d} "):
+            text = f"Saved model to {self._checkpoints / f'step-{self._best:08d}'}"
+            self._best = None
+        # The level stands before it.
+        self._print(record, text, level=_LEVELS[record.level])
 
     def flush(self) -> None:
         self._output.flush()

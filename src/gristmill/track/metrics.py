@@ -133,6 +133,9 @@ class ValidationRecord(ProgressStamp):
     workers have weights of their own."""
     bits_per_byte: float | None = None
     """The loss in bits, per byte of text; null if the text has no bytes."""
+    train_loss: float | None = None
+    """The same loss on windows of the training text; null unless validate.train_windows asks for
+    it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

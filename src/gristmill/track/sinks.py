@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 from gristmill.base.errors import UserError, optional
 from gristmill.base.files import storage_errors
@@ -201,8 +201,9 @@ def line(
         distance = "" if apart is None else f" | workers {100 * apart:.2g}% from their average"
         bits = record.bits_per_byte
         by_byte = "" if bits is None else f"{bits:.4f} bits per byte | "
+        known = "" if record.train_loss is None else f"train loss {record.train_loss:.4f} | "
         return (
-            f"validation at step {record.step} | loss {record.loss:.4f} | "
+            f"validation at step {record.step} | loss {record.loss:.4f} | {known}"
             f"perplexity {record.perplexity:.5g} | {by_byte}{record.windows} windows in "
             f"{format_seconds(record.seconds)}{distance}{' | best so far' if record.best else ''}"
         )
@@ -327,7 +328,7 @@ def scalars(record: Record) -> dict[str, float]:
         }
         return {name: value for name, value in named.items() if value is not None}
     if isinstance(record, ValidationRecord):
-        names = ("loss", "perplexity", "bits_per_byte", "consensus_distance")
+        names = ("loss", "perplexity", "bits_per_byte", "train_loss", "consensus_distance")
         named = {f"validation/{name}": getattr(record, name) for name in names}
         return {name: value for name, value in named.items() if value is not None}
     if isinstance(record, EvaluationRecord):
@@ -385,8 +386,43 @@ class TensorBoardSink:
         return self._summary.Value(tag=tag, tensor=tensor, metadata=self._text)
 
 
+WandbMode: TypeAlias = Literal["online", "offline", "disabled"]
+_WANDB_MODES: Mapping[str, WandbMode] = {
+    "online": "online",
+    "offline": "offline",
+    "disabled": "disabled",
+    "dryrun": "offline",
+    "run": "online",
+}
+"""What WANDB_MODE may say; the last two are its old names."""
+_WANDB_VARIABLES = {
+    "dir": "WANDB_DIR",
+    "project": "WANDB_PROJECT",
+    "name": "WANDB_NAME",
+    "id": "WANDB_RUN_ID",
+    "entity": "WANDB_ENTITY",
+}
+"""The environment variable that W&B takes each of these from; all others it takes in any case."""
+
+
+def wandb_mode(mode: Literal["online", "offline"]) -> WandbMode:
+    """The mode of W&B: that of WANDB_MODE, or else that of the run file."""
+    given = os.environ.get("WANDB_MODE")
+    if not given:
+        return mode
+    if given.lower() not in _WANDB_MODES:
+        raise UserError(
+            f"{printable(given)!r} is no mode of Weights & Biases",
+            where="environment WANDB_MODE",
+            remedy="give online, offline or disabled, or unset it: track.wandb.mode holds then",
+        )
+    return _WANDB_MODES[given.lower()]
+
+
 class WandbSink:
     """Writes to Weights & Biases, or to a folder for `wandb sync` to send later.
+
+    Environment variables of W&B take precedence over the run file: they are about this start.
 
     The first record opens the W&B run, inside the guard of the sink, so that an unreachable service
     does not keep training from starting. Events are left out: W&B has no place for them but alerts,
@@ -399,7 +435,7 @@ class WandbSink:
         *,
         project: str,
         name: str,
-        mode: Literal["online", "offline"],
+        mode: WandbMode,
         settings: Mapping[str, Any],
         run_id: str,
         entity: str | None = None,
@@ -409,15 +445,16 @@ class WandbSink:
         if mode == "online" and not self._wandb.login(prompt=False, verify=False):
             raise UserError(
                 "not logged in to Weights & Biases",
-                remedy="run `wandb login`, or log offline and send the files with `wandb sync`",
+                where="track.wandb",
+                remedy='run `wandb login`, or set track.wandb.mode = "offline" (WANDB_MODE=offline '
+                "does the same) and send the files later with `wandb sync`",
             )
         waits = {"init_timeout": 30, "finish_timeout": 120}
+        ours = {"dir": str(folder), "project": project, "name": name, "id": run_id}
+        if entity is not None:
+            ours["entity"] = entity
         self._options = {
-            "dir": str(folder),
-            "project": project,
-            "entity": entity,
-            "name": name,
-            "id": run_id,
+            **{key: one for key, one in ours.items() if not os.environ.get(_WANDB_VARIABLES[key])},
             "resume": "allow",
             "mode": mode,
             "config": dict(settings),

@@ -7,7 +7,7 @@ User errors are found here, before the first step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,9 @@ from gristmill.config.schema import DataConfig, RunConfig
 from gristmill.data.build import OrderSpec, build_rules, build_stream, order_identity
 from gristmill.data.content_check import ContentCheck
 from gristmill.data.conversations import ChatOptions, open_chat, open_conversations
-from gristmill.data.dataset import DatasetSplit, RunData, open_data, prove_tokenizer
+from gristmill.data.dataset import DatasetSplit, Mixture, RunData, open_data, prove_tokenizer
 from gristmill.data.documents import DocumentRules
-from gristmill.data.loader import Loader, validation_batches
+from gristmill.data.loader import Batch, Loader, validation_batches
 from gristmill.evaluate.tasks.run import OpenTask, TaskOptions, open_tasks
 from gristmill.models.build import outline_model
 from gristmill.models.linears import linear_shapes
@@ -354,18 +354,24 @@ def build_validate(parts: Assembly, tracker: Tracker) -> Validate | None:
     held_out = parts.data.validation
     if held_out is None:
         return None
-    return Validate(
-        parts.numbers.validate_every,
-        strategy=parts.strategy,
-        batches=lambda: validation_batches(
-            held_out,
+
+    def batches(text: Mixture, windows: int) -> Iterator[Batch]:
+        return validation_batches(
+            text,
             sequence=parts.numbers.sequence,
-            windows=parts.config.validation.windows,
+            windows=windows,
             batch=parts.numbers.micro_batch * parts.world.data_shards_here,
             rules=document_rules(parts),
             vocab=parts.numbers.vocab,
             pin=parts.world.device.pins_memory,
-        ),
+        )
+
+    train_windows = parts.config.train_windows
+    return Validate(
+        parts.numbers.validate_every,
+        strategy=parts.strategy,
+        batches=lambda: batches(held_out, parts.config.validation.windows),
+        train_batches=(lambda: batches(parts.data.train, train_windows)) if train_windows else None,
         tokenizer=parts.tokenizer,
         tracker=tracker,
         state=parts.state,

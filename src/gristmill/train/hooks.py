@@ -240,7 +240,8 @@ class StopOnDamage:
 
 
 class Validate:
-    """Measures the loss on a fixed set of validation windows."""
+    """Measures the loss on a fixed set of validation windows, and if asked for on one of training
+    windows."""
 
     phase = "validation"
 
@@ -250,11 +251,13 @@ class Validate:
         *,
         strategy: Strategy,
         batches: Callable[[], Iterable[Batch]],
+        train_batches: Callable[[], Iterable[Batch]] | None,
         tokenizer: Tokenizer,
         tracker: Tracker,
         state: TrainState,
     ) -> None:
         self.every, self.strategy, self.batches = every, strategy, batches
+        self.train_batches = train_batches
         self.tracker, self.state = tracker, state
         lengths = [len(tokenizer.token_bytes(id)) for id in range(tokenizer.size)]
         self._bytes_of = torch.tensor(lengths)
@@ -288,7 +291,11 @@ class Validate:
                 text_bytes += self._bytes(batch)
                 yield batch
 
-        loss = self.strategy.evaluate(counted())
+        loss, distance = self.strategy.evaluate(counted()), self.strategy.distance
+        seconds = time.monotonic() - started
+        known = None
+        if self.train_batches is not None:
+            known = self.strategy.evaluate(self.train_batches())
         step = self._done_at = self.state.progress.steps
         best = self.state.best
         better = step > 0 and math.isfinite(loss) and (best is None or loss < best.loss)
@@ -298,9 +305,10 @@ class Validate:
             loss,
             perplexity=math.exp(min(loss, 700.0)),
             windows=windows,
-            seconds=time.monotonic() - started,
+            seconds=seconds,
             best=better,
-            consensus_distance=self.strategy.distance,
+            train_loss=known,
+            consensus_distance=distance,
             bits_per_byte=loss * tokens / math.log(2) / text_bytes if text_bytes else None,
         )
 

@@ -35,6 +35,7 @@ from gristmill.track.sinks import (
     Sink,
     TensorBoardSink,
     WandbSink,
+    wandb_mode,
 )
 
 _RUN_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}\n?")
@@ -111,7 +112,8 @@ def build_tracker(
     services: dict[str, Sink] = {}
     if config.track.tensorboard:
         services["TensorBoard"] = TensorBoardSink(folder.path / "tensorboard")
-    if config.track.wandb is not None:
+    mode = None if config.track.wandb is None else wandb_mode(config.track.wandb.mode)
+    if config.track.wandb is not None and mode not in (None, "disabled"):
         # A unique id that survives a resume.
         run_id = folder.path / "wandb-id.txt"
         if not run_id.is_file() or not _RUN_ID.fullmatch(run_id.read_bytes()):
@@ -121,7 +123,7 @@ def build_tracker(
             project=config.track.wandb.project,
             entity=config.track.wandb.entity,
             name=config.name,
-            mode=config.track.wandb.mode,
+            mode=mode,
             settings={"run.toml": dump_run(config), **config.model_dump(mode="json")},
             run_id=run_id.read_text().strip(),
         )
@@ -142,5 +144,5 @@ def _build_console(
         previous = last_step_record(folder.metrics, until=start_step) if start_step else None
         return MegatronSink(sys.stdout, horizon=horizon, previous=previous)
     if config.track.log_format == "decentralized":
-        return DecentralizedSink(sys.stdout, start_step=start_step)
+        return DecentralizedSink(sys.stdout, start_step=start_step, checkpoints=folder.checkpoints)
     return console_sink(horizon=horizon, start_step=start_step, name=config.name)

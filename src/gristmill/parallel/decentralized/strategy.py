@@ -123,6 +123,8 @@ class Decentralized:
         """Of an exchange, after the step was taken."""
         self._own: Buckets | None = None
         """This worker's weights while the parameters hold the average."""
+        self._agreed = False
+        """Whether all workers hold the average, since an evaluation without a step after it."""
         self._loaded: set[str] = set()
         device = inner.world.device.torch_device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -155,7 +157,7 @@ class Decentralized:
         if not self._started:
             self._started = True
             self.agreement.start(progress.steps + 1)
-        self._before = progress
+        self._before, self._agreed = progress, False
         result = self.inner.accumulate(batches, progress)
         return dataclasses.replace(
             result,
@@ -193,13 +195,16 @@ class Decentralized:
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean loss of the average of all workers, which share the work."""
         share = divide_batches(batches, rank=self.workers.index, ranks=self.workers.count)
+        if self._agreed:
+            # Averaged again, equal weights would be rounded.
+            return self.inner.evaluate(share)
         if self.keeps_average and self._pending is not None:
             # An outer step moves the average, so it must not be lost.
             self._use_result()
         with self.averaged():
             loss = self.inner.evaluate(share)
             if self.keeps_average:
-                self._own = self.layout.read()
+                self._own, self._agreed = self.layout.read(), True
             return loss
 
     @contextlib.contextmanager
@@ -232,7 +237,7 @@ class Decentralized:
     def weights_changed(self) -> None:
         """New weights were loaded: all exchanges begin anew."""
         self.inner.weights_changed()
-        self._pending = None
+        self._pending, self._agreed = None, False
         self.exchange.restart()
 
     def close(self) -> None:
@@ -247,7 +252,7 @@ class Decentralized:
             # It ends soon, one way or another, and changes the outer state until then.
             wait([self._pending.future])
         self.workers, self.control, self.agreement = workers, control, agreement
-        self.inner.control = control
+        self.inner.control, self._agreed = control, False
         self.inner.sync.clear()
         self.exchange.enter(workers)
         self._pending, self._started, self._error = None, False, None
