@@ -306,6 +306,20 @@ def test_activations_and_optimizers_of_pre_training_gpt2() -> None:
     assert "give gelu or relu" in refusal("--activation", "silu", table="xla-gpt2")
 
 
+def test_variables_of_wandb_before_a_command() -> None:
+    def made(variable: str, *words: str) -> Translation:
+        return translate(load_table("nanogpt"), [variable, "python", "train.py", *words])
+
+    found = settings(made("WANDB_MODE=offline", "--wandb_log=True"))
+    assert (found["track.wandb.project"], found["track.wandb.mode"]) == ("owt", "offline")
+    assert "track.wandb.project" not in settings(made("WANDB_MODE=disabled", "--wandb_log=True"))
+    (remark,) = made("WANDB_ENTITY=me", "--wandb_log=True").changed
+    assert str(remark).startswith("WANDB_ENTITY=me: W&B reads it from the environment")
+    without = made("WANDB_MODE=offline")
+    assert "track.wandb.mode" not in settings(without)
+    assert str(without.ignored[-1]) == "WANDB_MODE=offline: nothing is sent to W&B"
+
+
 def test_settings_without_a_table() -> None:
     for name in ("megatron", "nanogpt", "decentralized"):
         words = ["folder=runs/x", "name=mine", "optim.beta2=0.9", "run.toml"]

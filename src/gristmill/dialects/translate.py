@@ -46,6 +46,13 @@ _OTHER_MODELS = ("model.start", "model.hf")
 """Settings that name a model, whose sizes a run takes over."""
 _TOP = "|".join(info.alias or name for name, info in RunConfig.model_fields.items())
 _OVERRIDE = re.compile(rf"([a-z_]+(\.[a-z0-9_]+)+|{_TOP})=.*", re.DOTALL)
+_WANDB = re.compile(r"WANDB_[A-Z_]+=")
+_WANDB_MODES = {
+    "online": "online",
+    "offline": "offline",
+    "disabled": "disabled",
+    "dryrun": "offline",
+}
 _PLACE = re.compile(r"(?:.*: )?([a-z_0-9]+(?:\.[a-z_0-9]+)*)", re.DOTALL)
 
 
@@ -169,7 +176,7 @@ def translate(dialect: Dialect, words: Sequence[str]) -> Translation:
     given = [*variables, *read_options(dialect, options)]
     draft = TranslationDraft(dialect, given, words=options, launcher=launcher)
     taken = {f"{one.name}={one.value}" for one in variables}
-    if left := [word for word in launcher if word not in taken]:
+    if left := [word for word in launcher if word not in taken and not _WANDB.match(word)]:
         text = "this starts the other program"
         if dialect.verb == "train":
             text += "; --processes, or `gristmill launch`, starts several processes here"
@@ -183,6 +190,7 @@ def translate(dialect: Dialect, words: Sequence[str]) -> Translation:
         _take(draft, name, dialect.option(name))
     for rule in dialect.rules:
         RULES[rule](draft)
+    _take_wandb(draft, launcher)
     if dialect.syntax == "argparse":
         # Elsewhere, words are meant to replace what a file says.
         _note_repeated(draft, given)
@@ -230,6 +238,24 @@ def _take(draft: TranslationDraft, name: str, option: ForeignOption) -> None:
         value = CONVERSIONS[option.convert](value)
     if option.to is not None:
         draft.set(option.to, value, name)
+
+
+def _take_wandb(draft: TranslationDraft, launcher: Sequence[str]) -> None:
+    """Variables of Weights & Biases before a command, which hold for every program."""
+    logs = any(one.path == "track.wandb.project" for one in draft.settings)
+    for word in filter(_WANDB.match, launcher):
+        name, _, value = word.partition("=")
+        mode = _WANDB_MODES.get(value) if name == "WANDB_MODE" else None
+        if not logs:
+            draft.ignored.append(Remark(word, "nothing is sent to W&B"))
+        elif mode == "disabled":
+            draft.settings = [one for one in draft.settings if one.path != "track.wandb.project"]
+            draft.changed.append(Remark(word, "the run has no [track.wandb]"))
+        elif mode is not None:
+            draft.settings.append(TranslatedSetting("track.wandb.mode", mode, word))
+        else:
+            text = "W&B reads it from the environment: export it before this command"
+            draft.changed.append(Remark(word, text))
 
 
 def _note_repeated(draft: TranslationDraft, given: Sequence[GivenOption]) -> None:
