@@ -62,9 +62,7 @@ class TranslationDraft:
     ) -> None:
         self.dialect = dialect
         self.words, self.launcher = words, launcher
-        """The command, behind the name of the script, and what starts the script, with its name."""
-        self.script = launcher[-1] if launcher else None
-        """The script, as it was written, if it was."""
+        """The command, behind the name of the script, and what starts the script."""
         # As in argparse, the last one counts.
         self.options = {one.name: one for one in given}
         self.settings: list[TranslatedSetting] = []
@@ -73,6 +71,11 @@ class TranslationDraft:
         self.problems: list[Problem] = []
         self.first: list[Preparation] = []
         self._accounted: set[str] = set()
+
+    @property
+    def script(self) -> str | None:
+        """The script, as it was written, if it was."""
+        return self.launcher[-1] if self.launcher else None
 
     def runs(self, script: str) -> bool:
         """Whether the command starts this script of the program."""

@@ -398,9 +398,9 @@ _WANDB_MODES: Mapping[str, WandbMode] = {
 _WANDB_VARIABLES = {
     "dir": "WANDB_DIR",
     "project": "WANDB_PROJECT",
+    "entity": "WANDB_ENTITY",
     "name": "WANDB_NAME",
     "id": "WANDB_RUN_ID",
-    "entity": "WANDB_ENTITY",
 }
 """The environment variable that W&B takes each of these from; all others it takes in any case."""
 
