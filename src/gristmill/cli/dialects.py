@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from gristmill.base.errors import Exit, UserError
+from gristmill.base.printing import on_one_line
 
 if TYPE_CHECKING:
     from gristmill.config.schema import RunConfig
@@ -177,8 +178,7 @@ def _dialect_of(words: list[str]) -> str | None:
 
 
 def _tell(translation: Translation) -> None:
-    from gristmill.dialects.words import printable
 
     for kind, remarks in (("changed", translation.changed), ("ignored", translation.ignored)):
         for remark in remarks:
-            typer.echo(f"{kind}: {printable(str(remark))}", err=True)
+            typer.echo(f"{kind}: {on_one_line(str(remark))}", err=True)

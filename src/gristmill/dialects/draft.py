@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from gristmill.base.errors import Problem
+from gristmill.base.printing import on_one_line
 from gristmill.dialects.table import Dialect
-from gristmill.dialects.words import GivenOption, names_script, printable
+from gristmill.dialects.words import GivenOption, names_script
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Preparation:
     @property
     def command(self) -> str:
         """The command, for a shell."""
-        return printable(shlex.join(["gristmill", *self.words]))
+        return on_one_line(shlex.join(["gristmill", *self.words]))
 
 
 class TranslationDraft:

@@ -18,6 +18,7 @@ from typing import Any
 import tomli_w
 
 from gristmill.base.errors import Exit, Problem, UserError
+from gristmill.base.printing import on_one_line
 from gristmill.config.load import load_text
 from gristmill.config.schema import RunConfig
 from gristmill.dialects.draft import Preparation, Remark, TranslatedSetting, TranslationDraft
@@ -27,7 +28,6 @@ from gristmill.dialects.words import (
     GivenOption,
     given_variables,
     other_script,
-    printable,
     read_options,
     split_launcher,
 )
@@ -98,7 +98,7 @@ class Translation:
         """The run file, or our command; each line with the options that it comes from."""
         started = split_launcher(self.dialect, self.command)[0]
         program = [] if started else [self.dialect.program]
-        typed = printable(" ".join([*program, shlex.join(self.command)])).strip()
+        typed = on_one_line(" ".join([*program, shlex.join(self.command)])).strip()
         lines = [
             f"# {self.dialect.title}: {typed}",
             *(f"# first: {one.command}" for one in self.first),
@@ -113,7 +113,7 @@ class Translation:
             lines += [f"# {one.path}: {one.source}" for one in self.settings]
         for title, remarks in (("changed", self.changed), ("ignored", self.ignored)):
             if remarks:
-                lines += ["", f"# {title}", *(f"#   {printable(str(one))}" for one in remarks)]
+                lines += ["", f"# {title}", *(f"#   {on_one_line(str(one))}" for one in remarks)]
         return "\n".join(lines) + "\n"
 
     def check(self) -> None:
@@ -281,7 +281,7 @@ def _run_file(settings: Sequence[TranslatedSetting]) -> list[str]:
         pairs = [(f"{one.path.rpartition('.')[2]} = {_toml(one.value)}", one.source)
                  for one in tables[table]]  # fmt: skip
         width = min(40, max(len(pair) for pair, _ in pairs))
-        lines += [f"{pair:<{width}}  # {printable(source)}" for pair, source in pairs]
+        lines += [f"{pair:<{width}}  # {on_one_line(source)}" for pair, source in pairs]
     return lines
 
 

@@ -23,6 +23,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from gristmill.base.errors import Exit, Problem, UserError
+from gristmill.base.printing import on_one_line
 from gristmill.dialects.table import Dialect, ForeignOption
 
 _LARGEST_FILE = 1 << 20
@@ -50,7 +51,9 @@ def read_options(dialect: Dialect, words: Sequence[str]) -> list[GivenOption]:
     """The options of a command line, in order; raises one error with all that cannot be read."""
     readers = {"argparse": _argparse, "configurator": _configurator, "toml": _toml}
     found: list[GivenOption] = []
-    problems = [Problem("this is not UTF-8 text", printable(word)) for word in words if _odd(word)]
+    problems = [
+        Problem("this is not UTF-8 text", on_one_line(word)) for word in words if _odd(word)
+    ]
     if problems:
         raise UserError(problems, exit=Exit.USAGE)
     for item in readers[dialect.syntax](dialect, words):
@@ -102,7 +105,7 @@ def other_script(dialect: Dialect, words: Sequence[str]) -> Problem | None:
     if not starts and not alone:
         return None
     named = [word for word in words if word.endswith(".py")] or [words[begin]]
-    what = f"{printable(named[0])!r} is no script of {dialect.title} that is known here"
+    what = f"{on_one_line(named[0])!r} is no script of {dialect.title} that is known here"
     return Problem(what, "command line", f"one of {', '.join(dialect.scripts)}")
 
 
@@ -112,15 +115,8 @@ def given_variables(dialect: Dialect, launcher: Sequence[str]) -> list[GivenOpti
     for word in itertools.takewhile(_VARIABLE.match, launcher):
         name, _, value = word.partition("=")
         if name in dialect.options:
-            found.append(GivenOption(name, value, printable(shlex.quote(word))))
+            found.append(GivenOption(name, value, on_one_line(shlex.quote(word))))
     return found
-
-
-def printable(text: str) -> str:
-    """A text on one line: what cannot be printed is escaped."""
-    return "".join(
-        one if one.isprintable() else one.encode("unicode_escape").decode() for one in text
-    )
 
 
 # ------------------------------------------------------------------ argparse
@@ -132,7 +128,7 @@ def _argparse(dialect: Dialect, words: Sequence[str]) -> Iterator[GivenOption | 
         word = words[at]
         at += 1
         if not word.startswith("-") or word in ("-", "--"):
-            what = f"{printable(word)!r} belongs to no option of {dialect.program}"
+            what = f"{on_one_line(word)!r} belongs to no option of {dialect.program}"
             remedy = "give only what stands behind the name of the script"
             yield Problem(what, "command line", remedy)
             continue
@@ -150,7 +146,7 @@ def _argparse(dialect: Dialect, words: Sequence[str]) -> Iterator[GivenOption | 
             values.append(words[at])
             at += 1
         written = shlex.join([word, *([] if equals else values)])
-        yield _given(known, option, values, printable(written), explicit=bool(equals))
+        yield _given(known, option, values, on_one_line(written), explicit=bool(equals))
 
 
 def _is_value(word: str) -> bool:
@@ -193,10 +189,12 @@ def _value(option: ForeignOption, text: str) -> Any:
             return _finite(float(text))
     except ValueError:
         kind = "whole number below 2^63" if option.value == "int" else "finite number"
-        return ValueError(f"{printable(text)[:60]!r} is not a {kind}")
+        return ValueError(f"{on_one_line(text)[:60]!r} is not a {kind}")
     if option.value == "bool":
         known = {"true": True, "false": False, "1": True, "0": False}
-        return known.get(text.lower(), ValueError(f"{printable(text)[:60]!r} is not true or false"))
+        return known.get(
+            text.lower(), ValueError(f"{on_one_line(text)[:60]!r} is not true or false")
+        )
     return text
 
 
@@ -213,7 +211,7 @@ def _finite(number: float) -> float:
 
 
 def _unknown(dialect: Dialect, name: str, candidates: Sequence[str]) -> Problem:
-    where = printable(name)
+    where = on_one_line(name)
     if candidates:
         what = f"may stand for {', '.join(candidates[:6])}"
         return Problem(what, where, "write the whole name")
@@ -229,20 +227,20 @@ def _configurator(dialect: Dialect, words: Sequence[str]) -> Iterator[GivenOptio
     for word in words:
         if "=" not in word:
             if word.startswith("-"):
-                yield Problem("needs a value", printable(word), "write --name=value")
+                yield Problem("needs a value", on_one_line(word), "write --name=value")
             else:
                 yield from _python_file(dialect, Path(word))
             continue
         name, _, text = word.partition("=")
         if not name.startswith("--"):
-            yield Problem("is no option", printable(word), "write --name=value")
+            yield Problem("is no option", on_one_line(word), "write --name=value")
             continue
         try:
             value = ast.literal_eval(text)
         except (SyntaxError, ValueError, MemoryError, RecursionError):
             # As nanoGPT does: what is no literal is a text.
             value = text
-        yield _typed(dialect, name.removeprefix("--"), value, printable(word))
+        yield _typed(dialect, name.removeprefix("--"), value, on_one_line(word))
 
 
 def _python_file(dialect: Dialect, path: Path) -> Iterator[GivenOption | Problem]:
@@ -374,7 +372,7 @@ def _leaves(tables: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]
 def _typed(dialect: Dialect, name: str, value: Any, written: str) -> GivenOption | Problem:
     """An option whose value is no text any more, if it is of the right kind."""
     names = dialect.resolve(name)
-    written = printable(written)
+    written = on_one_line(written)
     if not names:
         unknown = _unknown(dialect, name, ())
         return Problem(unknown.what, written, unknown.remedy)
@@ -424,4 +422,4 @@ def _read(path: Path) -> str:
         raise UserError(f"cannot read the file: {error.strerror}", where=path) from error
     except ValueError as error:
         # A path with a NUL, or bytes that are no text.
-        raise UserError("the file is not UTF-8 text", where=printable(str(path))) from error
+        raise UserError("the file is not UTF-8 text", where=on_one_line(str(path))) from error

@@ -22,6 +22,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
+from gristmill.base.printing import printable
 from gristmill.track.metrics import (
     SAVED_CHECKPOINT,
     EventRecord,
@@ -29,7 +30,7 @@ from gristmill.track.metrics import (
     StepRecord,
     ValidationRecord,
 )
-from gristmill.track.sinks import Horizon, line, printable
+from gristmill.track.sinks import Horizon, line
 
 _LEVELS = {"info": "INFO", "warning": "WARNING", "error": "ERROR"}
 
