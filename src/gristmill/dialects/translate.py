@@ -124,7 +124,12 @@ class Translation:
         named = {one.path: str(one.value) for one in self.settings if one.path in _OTHER_MODELS}
         absent = [path for path, name in named.items() if not Path(name).exists()]
         try:
-            load_text(self.text, [f"{path}=unset" for path in absent], place=self.dialect.program)
+            load_text(
+                self.text,
+                [f"{path}=unset" for path in absent],
+                place=self.dialect.program,
+                defaults=self.defaults,
+            )
         except UserError as error:
             # The model that is not here would have given what is missing.
             known = [one for one in error.problems if not absent or "model" not in str(one.where)]
