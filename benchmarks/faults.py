@@ -27,6 +27,7 @@ os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", HF_HUB_OFFLINE=
 import fault_commands
 import fault_data
 import fault_hostile
+import fault_sets
 import fault_settings
 import fault_training
 from fault_kit import Group, Verdict, fresh
@@ -34,6 +35,7 @@ from fault_kit import Group, Verdict, fresh
 GROUPS: tuple[Group, ...] = (
     *fault_training.GROUPS,
     *fault_data.GROUPS,
+    *fault_sets.GROUPS,
     *fault_settings.GROUPS,
     *fault_hostile.GROUPS,
     *fault_commands.GROUPS,

@@ -19,7 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from gristmill.base.errors import DataError
-from gristmill.base.files import sha256_file, storage_errors, sync_file, sync_folder
+from gristmill.base.files import (
+    require_utf8,
+    sha256_file,
+    storage_errors,
+    sync_file,
+    sync_folder,
+)
 from gristmill.base.hub import (
     OnDownload,
     RepositoryKind,
@@ -50,7 +56,7 @@ def model_folder(name: str, *, where: str = "model.start", weights: bool = True)
     Without `weights`, only its settings and its tokenizer are downloaded.
     """
     if Path(name).exists():
-        return Path(name)
+        return require_utf8(Path(name))
     files = (*_SETTINGS_FILES, *_WEIGHT_FILES) if weights else _SETTINGS_FILES
     remedy = "give a run folder, a Hugging Face folder, or a Hugging Face name such as gpt2"
     folder = hub_folder(name, files=files, where=where, remedy=remedy)

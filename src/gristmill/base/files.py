@@ -49,9 +49,28 @@ def sync_file(path: Path) -> None:
         os.fsync(file.fileno())
 
 
+def utf8(text: str) -> bytes:
+    """Text as bytes. Of a file name that is not UTF-8, the other bytes are written as JSON does,
+    \\udce9, so that records can hold any name, and those in JSON give it back."""
+    return text.encode(errors="backslashreplace")
+
+
+def require_utf8(path: Path) -> Path:
+    """Refuse a path that is not UTF-8: settings cannot hold it, and libraries cannot open it."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise UserError(
+            "this path is not UTF-8 text, which settings and checkpoints need",
+            where=path,
+            remedy="rename the file or folder; `convmv` does so for many",
+        ) from None
+    return path
+
+
 def write_atomic(path: Path, content: bytes | str) -> None:
     """Replace a file's content in one step."""
-    data = content.encode() if isinstance(content, str) else content
+    data = utf8(content) if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with storage_errors(path):
         try:
@@ -148,7 +167,7 @@ def sha256_file(path: Path, *, read: Callable[[int], None] = lambda count: None)
 
 def sha256_text(text: str) -> str:
     """The SHA-256 of a text's UTF-8 bytes, in hexadecimal."""
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(utf8(text)).hexdigest()
 
 
 def free_space(path: Path) -> int:

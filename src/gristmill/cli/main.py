@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import select
 import sys
@@ -111,6 +112,9 @@ def _version() -> str:
 
 def main() -> None:
     """Run the command line. User errors are printed without a traceback, defects with one."""
+    # A file name need not be UTF-8; what is not is printed as \\udce9, which is JSON too.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with downloads_shown(DOWNLOADS if _speaks() else None):
             app()

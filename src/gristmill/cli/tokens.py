@@ -6,7 +6,7 @@ import enum
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -30,6 +30,7 @@ from gristmill.cli.progress import ProgressLine
 if TYPE_CHECKING:
     from gristmill.tokens.convert import CopyProgress
     from gristmill.tokens.foreign import Reading
+    from gristmill.tokens.format import TokenSetInfo
     from gristmill.tokens.store import TokenSetSummary
 
 tokens = typer.Typer(help="Inspect, verify, convert and merge token files.", no_args_is_help=True)
@@ -257,12 +258,18 @@ def merge_sets(
 
     sources = find_sets(prefixes)
     options = {"format": format, "shard_size": shard_size, "overwrite": overwrite}
-    _copy(sources, output, tokenizer, **options)
-    merge_ledgers(sources, output)
+    _copy(sources, output, tokenizer, lambda: merge_ledgers(sources, output), **options)
 
 
-def _copy(sources: Sequence[Path], output: Path, tokenizer: str | None, **options: Any) -> None:
-    """Copy token sets into a new one, with their tokenizer; the options are `convert_tokens`'s."""
+def _copy(
+    sources: Sequence[Path],
+    output: Path,
+    tokenizer: str | None,
+    ledger: Callable[[], None] = lambda: None,
+    **options: Any,
+) -> None:
+    """Copy token sets into a new one, with their tokenizer and what `ledger` writes; the options
+    are `convert_tokens`'s."""
     from gristmill.text.prepare.outputs import save_tokenizer
     from gristmill.text.tokenizers.tokenizer import open_tokenizer
     from gristmill.tokens.convert import Origin, convert_tokens
@@ -278,14 +285,18 @@ def _copy(sources: Sequence[Path], output: Path, tokenizer: str | None, **option
         words = f"{format_count(state.documents)} documents, {format_count(state.tokens)} tokens"
         line.update(state.tokens, state.tokens_total, f"{words}, {rate} tokens/s")
 
+    def save_companions(info: TokenSetInfo) -> None:
+        folder = Path(f"{output}.tokenizer")
+        if made_by is not None:
+            save_tokenizer(made_by, folder)
+        elif folder.is_dir():
+            # It belongs to the set that was replaced.
+            shutil.rmtree(folder)
+        ledger()
+
+    options |= {"progress": show, "companions": save_companions}
     with ProgressLine("copying") as line:
-        info = convert_tokens(sources, output, origin=origin, progress=show, **options)
-    folder = Path(f"{output}.tokenizer")
-    if made_by is not None:
-        save_tokenizer(made_by, folder)
-    elif folder.is_dir():
-        # It belongs to the set that was replaced.
-        shutil.rmtree(folder)
+        info = convert_tokens(sources, output, origin=origin, **options)
     typer.echo(
         f"{output}: {info.tokens:,} tokens in {info.documents:,} documents, {info.format}, "
         f"{info.dtype}"

@@ -220,12 +220,27 @@ def _parse_override(word: str) -> Values:
             where="command line",
             remedy="write TABLE.KEY=VALUE, for example optim.lr=3e-4",
         )
+    if not _is_utf8(value):
+        raise UserError(
+            "this is not UTF-8 text, and all settings are",
+            where=f"command line {word!r}",
+            remedy="rename the file or folder",
+        )
     try:
         parsed = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         parsed = value
     *tables, name = key.split(".")
     return _flatten({name: parsed}, tuple(tables))
+
+
+def _is_utf8(text: str) -> bool:
+    """Whether text from the command line, such as a file name, can be written into a file."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _flatten(

@@ -15,12 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.files import storage_errors, sync_file, sync_folder
+from gristmill.base.files import require_utf8, storage_errors, sync_file, sync_folder
 from gristmill.base.locks import FolderLock
 
 
 def refuse_used_folder(folder: Path) -> None:
-    """Refuse a folder that is not empty."""
+    """Refuse a folder that is not empty, or whose files could not be opened again."""
+    require_utf8(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(
             "this folder is not empty" if folder.is_dir() else "this is a file",

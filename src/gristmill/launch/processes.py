@@ -27,7 +27,7 @@ from types import FrameType
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.exit_report import START, read_exit_report
-from gristmill.base.files import storage_errors
+from gristmill.base.files import storage_errors, utf8
 from gristmill.base.locks import FolderLock
 from gristmill.base.signals import INTERRUPTED, stop_signals
 from gristmill.launch.starting import LocalStarter, Process, Starter
@@ -293,7 +293,7 @@ class _Crew:
         start = f"{START}{when} rank {rank} of {self.job.processes}: {command}\n"
         with storage_errors(path):
             with path.open("ab") as log:
-                log.write(start.encode())
+                log.write(utf8(start))
             self.running[rank] = self.starter.start(rank, self.job.command, path)
 
     def _forward(self) -> None:

@@ -62,8 +62,12 @@ def convert_tokens(
     origin: Origin | None = None,
     overwrite: bool = False,
     progress: Callable[[CopyProgress], None] | None = None,
+    companions: Callable[[TokenSetInfo], None] = lambda info: None,
 ) -> TokenSetInfo:
     """Write the documents of all sources, in the order given, as the token set `output`.
+
+    `companions` writes what belongs beside the set; if the process is killed before that is done,
+    the same call replaces the set.
 
     `reading` says how sources without a manifest are read, `origin` which tokenizer made them. The
     format is that of the first source if none is given. Parts without documents add nothing.
@@ -88,12 +92,14 @@ def convert_tokens(
             shard_size=shard_size,
             overwrite=overwrite,
             background=True,
+            request="\n".join([*map(str, sources), str(format), str(shard_size)]),
         )
     )
     sizes = [size for reader in readers if (size := reader.info.text_bytes) is not None]
     try:
         _copy(readers, writer, progress=progress)
-        return writer.finish(text_bytes=sum(sizes) if len(sizes) == len(readers) else None)
+        text_bytes = sum(sizes) if len(sizes) == len(readers) else None
+        return writer.finish(text_bytes=text_bytes, companions=companions)
     except BaseException:
         writer.abandon()
         raise

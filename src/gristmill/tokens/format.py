@@ -114,6 +114,9 @@ class NewSet:
     """Whether other threads compute checksums; the ids that are given must not change then."""
     generation: int = 0
     """Tells the hidden files of such a set from those that an earlier attempt left."""
+    request: str = ""
+    """What the set is made of, for sets without a state: if their process is killed while it puts
+    them in place, the same request may replace them."""
 
 
 def dtype_for(vocab_size: int) -> str:

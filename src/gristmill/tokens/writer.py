@@ -10,6 +10,9 @@ so a manifest never describes files of another set, and files of two sets never 
 `gristmill.tokens.foreign` for what is read without a manifest). A lock, held from the first byte
 until nothing more is written, keeps a second process away.
 
+A hidden mark, `.NAME.unfinished`, is there from before the first of these steps until all is done,
+so that a set whose process was killed meanwhile is not taken for one that must not be replaced.
+
 A set can outlive its process. Its hidden files then have names that another process finds again,
 and `save` returns the length and checksum of each. The process that resumes cuts them back to that
 length and compares the checksums. If the process was killed while renaming, files that were already
@@ -24,7 +27,7 @@ import hashlib
 import io
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gristmill.base.errors import DataError, Exit, UserError
-from gristmill.base.files import sha256_file, storage_errors, sync_folder
+from gristmill.base.files import sha256_file, storage_errors, sync_file, sync_folder, utf8
 from gristmill.base.locks import OutputLock
 from gristmill.tokens.background import BackgroundHash, Hash
 from gristmill.tokens.format import (
@@ -200,8 +203,14 @@ class TokenWriter(abc.ABC):
             file.release()
         self._lock.release()
 
-    def finish(self, *, text_bytes: int | None = None, may_be_empty: bool = False) -> TokenSetInfo:
-        """Put the set in place, its manifest last.
+    def finish(
+        self,
+        *,
+        text_bytes: int | None = None,
+        may_be_empty: bool = False,
+        companions: Callable[[TokenSetInfo], None] = lambda info: None,
+    ) -> TokenSetInfo:
+        """Put the set in place, its manifest last; then `companions` writes what belongs beside it.
 
         Only a part of a larger set may have no documents; it is its manifest alone.
         """
@@ -209,9 +218,10 @@ class TokenWriter(abc.ABC):
         new = self._new
         with storage_errors(new.prefix):
             files = self._close() if self.documents else {}
+            self._mark_unfinished()
             # An old index must not be read with the new ids, even if a new one follows. An old
             # `.starts` marks shards without a manifest as unfinished, so it is removed last.
-            old = _existing(new) if new.overwrite else []
+            old = _existing(new) if new.state is None or new.overwrite else []
             file_of(new.prefix, ".json").unlink(missing_ok=True)
             for suffix in sorted(old, key=lambda suffix: suffix == ".starts"):
                 if suffix == ".idx" or suffix not in files:
@@ -221,9 +231,19 @@ class TokenWriter(abc.ABC):
             sync_folder(new.prefix.parent)
         info = self._info(text_bytes)
         write_manifest(new.prefix, Manifest(info, new.tokenizer, files))
+        companions(info)
         if new.state is None:
+            _unfinished(new.prefix).unlink(missing_ok=True)
             self.abandon()
         return info
+
+    def _mark_unfinished(self) -> None:
+        """Note that what is in place from now on is no set yet."""
+        if self._new.state is None:
+            mark = _unfinished(self._new.prefix)
+            mark.write_bytes(utf8(self._new.request))
+            sync_file(mark)
+            sync_folder(mark.parent)
 
     def _info(self, text_bytes: int | None = None) -> TokenSetInfo:
         new, fingerprint = self._new, self._new.tokenizer["fingerprint"]
@@ -247,6 +267,8 @@ class TokenWriter(abc.ABC):
         """
         for file in (*self._files, *self._scratch):
             file.discard()
+        if not _existing(self._new):
+            _unfinished(self._new.prefix).unlink(missing_ok=True)
         if self._new.state is not None:
             _remove_hidden(self._new, ending=r"part\d*")
         self._lock.release()
@@ -283,11 +305,30 @@ def _existing(new: NewSet) -> list[str]:
     return [suffix for suffix in suffixes if file_of(prefix, suffix).is_file()]
 
 
+def _unfinished(prefix: Path) -> Path:
+    """The mark of a set that is being put in place."""
+    return prefix.with_name(f".{prefix.name}.unfinished")
+
+
+def _is_unfinished(new: NewSet) -> bool:
+    """Whether what is here was left by a process that was killed while it put a set in place: one
+    without a manifest, or one of the same request, of which something beside it may be missing."""
+    mark = _unfinished(new.prefix)
+    if not mark.is_file():
+        return False
+    return not file_of(new.prefix, ".json").exists() or mark.read_bytes() == utf8(new.request)
+
+
 def _remove_hidden(new: NewSet, *, ending: str) -> None:
     """Remove what earlier attempts left: other generations, shards that are not needed now, and
     files of a process that was killed."""
     shard = r"(_\d+)?" if new.format in SHARD_ENDINGS else ""
-    name = re.escape(f".{new.prefix.name}") + shard + r"\.(bin|npy|starts|idx(\.\w+)?)\." + ending
+    name = (
+        re.escape(f".{new.prefix.name}")
+        + shard
+        + r"\.(bin|npy|starts|(ledger\.)?json|idx(\.\w+)?)\."
+        + ending
+    )
     for found in os.listdir(new.prefix.parent):
         if re.fullmatch(name, found):
             (new.prefix.parent / found).unlink(missing_ok=True)
@@ -304,7 +345,7 @@ def refuse_existing(new: NewSet) -> None:
             exit=Exit.REFUSED,
         )
     found = [file_of(new.prefix, suffix).name for suffix in _existing(new)]
-    if found and not new.overwrite:
+    if found and not new.overwrite and not _is_unfinished(new):
         some = ", ".join(found[:4]) + (", …" if len(found) > 4 else "")
         raise UserError(
             f"there is already a token set here ({some})",

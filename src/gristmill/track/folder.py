@@ -31,7 +31,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gristmill.base.errors import DataError, Exit, UserError
-from gristmill.base.files import read_json, refuse_devices, storage_errors, write_json
+from gristmill.base.files import (
+    read_json,
+    refuse_devices,
+    require_utf8,
+    storage_errors,
+    write_json,
+)
 from gristmill.base.locks import FolderLock
 from gristmill.config.schema import RunConfig
 from gristmill.track.metrics import SAVED_CHECKPOINT
@@ -47,7 +53,7 @@ class RunFolder:
     """The paths of one run, as drawn above."""
 
     def __init__(self, path: Path, *, translation: str = "") -> None:
-        self.path = path
+        self.path = require_utf8(path)
         self.translation = translation
         """What the command amounts to, if it was that of another program; for origin.txt."""
         self.settings = path / "run.toml"

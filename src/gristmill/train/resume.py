@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from gristmill.base.errors import DataError, Exit, Problem, UserError
-from gristmill.base.files import set_aside, storage_errors, write_atomic, write_json
+from gristmill.base.files import set_aside, storage_errors, utf8, write_atomic, write_json
 from gristmill.checkpoint.layout import (
     Best,
     CheckpointFolder,
@@ -175,7 +175,7 @@ def _fit_folder(parts: Assembly) -> list[str]:
     when = datetime.now().astimezone().isoformat(timespec="seconds")
     earlier = folder.origin.read_bytes() if folder.origin.is_file() else b""
     typed = f"{when}  {shlex.join(sys.argv)}\n{folder.translation}"
-    write_atomic(folder.origin, earlier + typed.encode())
+    write_atomic(folder.origin, earlier + utf8(typed))
     environment = describe_environment(parts.world, parameters=parts.parameters)
     write_json(folder.environment, environment)
     parts.tokenizer.save(folder.tokenizer)

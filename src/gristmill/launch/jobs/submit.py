@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gristmill.base.errors import Exit, Problem, UserError
-from gristmill.base.files import storage_errors
+from gristmill.base.files import require_utf8, storage_errors
 from gristmill.base.units import format_seconds, parse_seconds
 from gristmill.config.launch import LaunchConfig, LauncherName
 from gristmill.config.load import dump_run
@@ -184,6 +184,7 @@ def refuse_active(job: BatchJob, launcher: Launcher) -> JobRecord | None:
 
 def checked(config: RunConfig, launcher: Launcher, on: LauncherName) -> LaunchConfig:
     """The `[launch]` table of a run, with everything that is wrong with it for a launcher."""
+    require_utf8(Path.cwd())
     launch = config.launch or LaunchConfig()
     problems = has_no_effect(launch, launcher.unused, f"with {on}")
     if launch.time and parse_seconds(launch.stop_early) >= parse_seconds(launch.time):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from gristmill.base.exit_report import START
-from gristmill.base.files import storage_errors
+from gristmill.base.files import storage_errors, utf8
 from gristmill.launch.lifeline import SUPERVISOR
 
 _GRACE = 10.0
@@ -32,7 +32,7 @@ def open_task_log(path: Path, command: Sequence[str]) -> BinaryIO:
     with storage_errors(path):
         log = path.open("ab")
         when = datetime.now().astimezone().isoformat(timespec="seconds")
-        log.write(f"{START}{when} {' '.join(shlex.join(command).split())}\n".encode())
+        log.write(utf8(f"{START}{when} {' '.join(shlex.join(command).split())}\n"))
         log.flush()
         return log
 
