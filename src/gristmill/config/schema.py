@@ -233,7 +233,8 @@ class TrainConfig(Settings):
     recompute_every: Count | None = None
     """Only in every n-th block; in all if not given."""
     time_limit: WallTime | None = None
-    """Save and stop in time to end before this much wall-clock time, such as "3h30m"."""
+    """Save and stop in time to end before this much wall-clock time, such as "3h30m". In a job
+    that `gristmill launch` has submitted to PBS or MPI, it counts from the start of the job."""
     exit_every: Interval | None = None
     """Save and stop at every multiple of this, such as "1000 steps"; the same command resumes the
     run. Only the end stops it if not given."""
