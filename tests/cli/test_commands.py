@@ -111,7 +111,7 @@ def test_evaluate(trained: Path) -> None:
 def test_evaluate_makes_a_table_of_models_and_precisions(trained: Path) -> None:
     words = ("--text", trained / "text.txt", "--precision", "fp32", "--precision", "bf16")
     checkpoint = trained / "run" / "checkpoints" / "step-00000006"
-    lines = run("evaluate", trained / "run", checkpoint, *words, "--limit", 50).splitlines()
+    lines = run("evaluate", trained / "run", checkpoint, *words, "--limit", 400).splitlines()
     assert lines[0].split()[:4] == ["on", "measure", "model", "precision"]
     begin = next(number for number, line in enumerate(lines) if " loss " in line)
     rows = [line.split() for line in lines[begin : begin + 4]]
