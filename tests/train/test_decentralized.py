@@ -100,8 +100,8 @@ CASES = {
         'local.every="2 steps" exchange.send="top-k" exchange.density=0.1 dp_shard=2 '
         "/model.dropout=0.2",
     ),
-    "evaluation keeps the average": (2, 'local.every="3 steps" exchange.average="keep"'),
-    "float16": (2, 'gossip.topology="random" /precision.compute="fp16"'),
+    "evaluation keeps the average": (4, 'local.every="3 steps" exchange.average="keep"'),
+    "float16": (4, 'gossip.topology="random" /precision.compute="fp16"'),
 }
 
 
@@ -168,12 +168,13 @@ def test_a_worker_is_killed_and_the_same_command_resumes_to_the_bit(
         'checkpoint.every="4 steps"',
         "checkpoint.background=false",
         'parallel.timeout="20s"',
+        "train.batch=6",
     )
     whole, killed = (make_run(*settings, folder=folder) for folder in ("whole", "killed"))
     with pytest.raises(AssertionError, match="rank 1: ended without a word"):
-        crowd(2, train_until_killed, killed, 1, 6)
+        crowd(3, train_until_killed, killed, 1, 6)
     assert stored_steps(tmp_path / "killed") == [4]
-    crowd(2, train_all, [(whole, None), (killed, None)])
+    crowd(3, train_all, [(whole, None), (killed, None)])
     runs.assert_same(tmp_path / "whole", tmp_path / "killed")
 
 

@@ -369,14 +369,14 @@ def test_a_worker_that_wakes_after_the_end_leaves_the_run_as_it_is(
 def test_a_run_that_nobody_disturbs_equals_one_that_is_not_elastic(
     party: Callable[..., Party], runs: Runs
 ) -> None:
-    pair = [party(name, workers=2, steps=12) for name in ("elastic", "plain")]
+    pair = [party(name, workers=3, steps=12) for name in ("elastic", "plain")]
     plain = ("parallel.elastic=false",)
     members = [
         one.start(rank, *settings)
         for one, settings in zip(pair, ((), plain), strict=True)
-        for rank in range(2)
+        for rank in range(3)
     ]
-    assert [ended(member) for member in members] == [Exit.DONE] * 4, pair[0].said(0)
+    assert [ended(member) for member in members] == [Exit.DONE] * 6, pair[0].said(0)
     runs.assert_same(pair[0].run, pair[1].run)
 
 
