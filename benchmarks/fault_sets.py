@@ -30,6 +30,8 @@ from fault_kit import (
 
 from gristmill.base.errors import Exit
 
+_STARTS = 4
+"""How often a cluster of Ray may be started before it counts as one that cannot be had."""
 COPIES = {
     "merge": ("tokens", "merge", "sets/a", "sets/b", "-o", "out/set"),
     "convert": ("tokens", "convert", "sets/a", "-o", "out/set", "--format", "megatron"),
@@ -144,9 +146,20 @@ def _cluster() -> Iterator[tuple[str, list[Any], Any]]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     from ray.cluster_utils import Cluster
 
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    made = None
+    for attempt in range(_STARTS):
+        try:
+            made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+            nodes = [made.add_node(num_cpus=1) for _ in range(2)]
+            break
+        except Exception:
+            # Ray gives a node 30 seconds to start, which is too little on a busy machine.
+            if made is not None:
+                made.shutdown()
+            if attempt == _STARTS - 1:
+                raise
+    assert made is not None
     try:
-        nodes = [made.add_node(num_cpus=1) for _ in range(2)]
         yield made.address, nodes, lambda node: made.remove_node(node, allow_graceful=False)
     finally:
         made.shutdown()

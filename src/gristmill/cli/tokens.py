@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import json
 import shutil
 import time
@@ -222,7 +223,7 @@ def convert_set(
     from gristmill.tokens.foreign import Reading
 
     reading = Reading(source, dtype, end_of_text)
-    options = {"format": format, "shard_size": shard_size, "overwrite": overwrite}
+    options: dict[str, Any] = {"format": format, "shard_size": shard_size, "overwrite": overwrite}
     _copy([prefix], output, tokenizer, reading=reading, **options)
 
 
@@ -257,8 +258,9 @@ def merge_sets(
     from gristmill.text.prepare.parts import find_sets, merge_ledgers
 
     sources = find_sets(prefixes)
-    options = {"format": format, "shard_size": shard_size, "overwrite": overwrite}
-    _copy(sources, output, tokenizer, lambda: merge_ledgers(sources, output), **options)
+    options: dict[str, Any] = {"format": format, "shard_size": shard_size, "overwrite": overwrite}
+    ledger = functools.partial(merge_ledgers, sources, output)
+    _copy(sources, output, tokenizer, ledger=ledger, **options)
 
 
 def _copy(
