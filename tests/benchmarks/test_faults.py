@@ -23,3 +23,13 @@ def test_a_sample_of_the_fault_campaign() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     # Damage that happens to change nothing is not counted.
     assert re.search(r"3[1-3] faults, 0 of them bad", done.stdout), done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_sample_of_files_that_were_made_to_harm() -> None:
+    groups = ["harm: checkpoints", "harm: tokenizers", "strange values"]
+    command = [sys.executable, "faults.py", "--count", "5", "--seed", "12", "--group", *groups]
+    done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "15 faults, 0 of them bad" in done.stdout
