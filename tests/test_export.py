@@ -276,7 +276,7 @@ def test_hugging_face_folders_that_cannot_be_read(
     [
         ({"model_type": "bert"}, "of type 'bert'; the native model can be: gpt2, "),
         ({"model_type": "llama"}, "there is no num_hidden_layers"),
-        ({"activation_function": "relu"}, "activation_function = 'relu'"),
+        ({"activation_function": "tanh"}, "activation_function = 'tanh'"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
     ],
     ids=str,
@@ -293,7 +293,7 @@ def test_what_the_native_model_cannot_be_is_no_start_for_it(
 
 @pytest.mark.parametrize(
     "change",
-    [{"activation_function": "relu"}, {"scale_attn_by_inverse_layer_idx": True}],
+    [{"activation_function": "tanh"}, {"scale_attn_by_inverse_layer_idx": True}],
     ids=str,
 )
 def test_what_the_native_model_cannot_be_is_computed_by_transformers(

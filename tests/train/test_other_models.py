@@ -120,6 +120,7 @@ class Recurrent(CausalLM):
         documents_BT: torch.Tensor | None = None,
         cache: Cache | None = None,
         logits_at_N: torch.Tensor | None = None,
+        by_sample: bool = False,
     ) -> torch.Tensor | Loss:
         assert cache is None or isinstance(cache, Memory)
         x_BTD = self.letters(tokens_BT).to(self.compute)
@@ -133,6 +134,16 @@ class Recurrent(CausalLM):
         if targets_BT is None:
             kept = x_BTD if logits_at_N is None else x_BTD.flatten(0, 1)[logits_at_N]
             return self.scores(kept)[..., : self.vocab]
+        counted = (x_BTD, targets_BT, weights_BT, scale)
+        return Loss.by_sample(self.loss, *counted) if by_sample else self.loss(*counted)
+
+    def loss(
+        self,
+        x_BTD: torch.Tensor,
+        targets_BT: torch.Tensor,
+        weights_BT: torch.Tensor | None,
+        scale: torch.Tensor | None,
+    ) -> Loss:
         return linear_cross_entropy(
             x_BTD.flatten(0, 1),
             self.scores.weight,
