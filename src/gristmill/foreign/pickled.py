@@ -409,7 +409,7 @@ def _require_bounded(value: Any) -> None:
     """Refuse a value through which no walk, comparison or `repr` would come to an end soon. Objects
     are opaque to all of these, so each is measured by itself."""
     sizes: dict[int, tuple[int, int]] = {}
-    """Of every container: its values, with shared ones counted again, and its depth."""
+    """The size of every container, with shared values counted again, and its depth."""
     roots, known, path = [value], {id(value)}, set[int]()
     while roots:
         waiting = [roots.pop()]

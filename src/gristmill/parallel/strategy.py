@@ -62,7 +62,7 @@ class StepResult:
     loss_scale: torch.Tensor | None = None
     """The loss scale of this step, in fp16."""
     next_loss_scale: torch.Tensor | None = None
-    """That of the next step."""
+    """The loss scale of the next step, in fp16."""
     stops: torch.Tensor | None = None
     """How many processes asked to stop before this step's update; None if the strategy does not
     exchange that in every step."""

@@ -97,15 +97,15 @@ class RunFolder:
                 ) from error
         return new
 
-    def is_here(self) -> bool:
-        """Whether this is still the folder that the run has locked; in other processes, whether
-        there is one."""
-        return self.path.is_dir() if self.held is None else self.held.is_here
+    @property
+    def is_taken_away(self) -> bool:
+        """Whether the folder that this process has locked is no longer at its path."""
+        return self.held is not None and not self.held.is_here
 
     def require_here(self) -> None:
         """Refuse to write into a folder that is no longer this run's: it would belong to nobody,
         or to another run."""
-        if self.held is None or self.is_here():
+        if self.held is None or not self.is_taken_away:
             return
         now = self.held.moved_to
         raise UserError(
@@ -185,7 +185,7 @@ class RunFolder:
 
     def write_status(self, state: State, **facts: Any) -> None:
         """Record the state of the run, with facts such as the step, and the time."""
-        if self.held is not None and not self.is_here():
+        if self.is_taken_away:
             return
         updated = datetime.now().astimezone().isoformat(timespec="seconds")
         write_json(self.status, {"state": state, **facts, "updated": updated})

@@ -201,8 +201,8 @@ def _left_behind(folder: RunFolder, place: Place, end: Exit) -> Outcome:
     how = "complete" if end is Exit.DONE else "stopped and saved"
     step = folder.read_status().get("step", 0)
     print(
-        f"info: worker {place.rank} on {place.host} was left out, and the run is {how} at step "
-        f"{step} without it; nothing was changed",
+        f"info: the run is {how} at step {step} by the other workers; worker {place.rank} on "
+        f"{place.host} leaves, and nothing was changed",
         flush=True,
     )
     return Outcome(folder.path, end, step, None)

@@ -50,7 +50,7 @@ class HarnessTask:
     manager: Any
     where: str
     settings: dict[str, Any] | None = None
-    """Those of a task file that is data; None if the harness reads them itself."""
+    """The settings of a task file that is only data; None if the harness reads the file itself."""
 
     def run(
         self,

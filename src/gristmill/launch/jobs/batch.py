@@ -97,7 +97,7 @@ class JobRecord:
     earlier: Sequence[str] = field(default_factory=list)
     """Ids of jobs that this folder was submitted as before."""
     tasks: Sequence[TaskRecord] = field(default_factory=list)
-    """Of a sweep: its runs, each of which has a record of its own besides."""
+    """The runs of a sweep, each of which has a record of its own besides."""
 
 
 @dataclass(frozen=True)
