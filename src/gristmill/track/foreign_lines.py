@@ -99,8 +99,9 @@ class DecentralizedSink:
         self._output, self._last_step, self._validated = output, start_step, start_step
         self._seconds = self._total = 0.0
         self._checkpoints = checkpoints
-        self._best: int | None = None
-        """The step with the best loss, until it is saved."""
+        self._best: set[int] = set()
+        """The steps with the best loss so far that are not saved yet. A checkpoint is written in the
+        background, so the next validation may come before it is there."""
 
     def write(self, record: Record) -> None:
         if isinstance(record, StepRecord):
@@ -130,14 +131,16 @@ class DecentralizedSink:
         )
         if record.best:
             self._print(record, "New best model found. Saving...")
-            self._best = record.step
+            self._best.add(record.step)
         self._seconds, self._validated = 0.0, record.step
 
     def _write_event(self, record: EventRecord) -> None:
         text = printable(record.text)
-        if self._best is not None and text.startswith(f"{SAVED_CHECKPOINT} step-{self._best:08d} "):
-            text = f"Saved model to {self._checkpoints / f'step-{self._best:08d}'}"
-            self._best = None
+        for step in self._best:
+            if text.startswith(f"{SAVED_CHECKPOINT} step-{step:08d} "):
+                text = f"Saved model to {self._checkpoints / f'step-{step:08d}'}"
+                self._best.remove(step)
+                break
         # The level stands before it.
         self._print(record, text, level=_LEVELS[record.level])
 
