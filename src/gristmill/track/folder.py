@@ -14,7 +14,8 @@
     ├── job/                the job that was submitted to a cluster
     ├── set-aside/          what came after a checkpoint that the run went back to
     ├── report.html         the page with the curves
-    └── .lock               locked by the process that trains
+    ├── .lock               locked by the process that trains
+    └── .key                of an elastic run: with it workers sign what they tell each other
 
 This module names the places and knows the format of `status.json` only; every other format belongs
 to the module that writes it. Of checkpoints it knows the names of their folders.
@@ -71,6 +72,7 @@ class RunFolder:
         self.set_aside = path / "set-aside"
         self.report = path / "report.html"
         self.lock = path / ".lock"
+        self.key = path / ".key"
         self._subfolders = (self.checkpoints, self.evals, self.samples, self.logs)
         self.held: FolderLock | None = None
         """The lock of the process that trains, in that process."""

@@ -100,8 +100,8 @@ class DecentralizedSink:
         self._seconds = self._total = 0.0
         self._checkpoints = checkpoints
         self._best: set[int] = set()
-        """The steps with the best loss so far that are not saved yet. A checkpoint is written in the
-        background, so the next validation may come before it is there."""
+        """The steps with the best loss so far that are not saved yet. A checkpoint is written in
+        the background, so the next validation may come before it is there."""
 
     def write(self, record: Record) -> None:
         if isinstance(record, StepRecord):

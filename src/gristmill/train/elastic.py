@@ -25,7 +25,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,14 @@ from gristmill.parallel.decentralized.agreement import StopAgreement
 from gristmill.parallel.decentralized.strategy import Decentralized
 from gristmill.parallel.decentralized.workers import WorkerSet, workers_per_node
 from gristmill.parallel.device import memory_explained
-from gristmill.parallel.elastic.coordinator import reach_store, require_same_settings
+from gristmill.parallel.elastic.coordinator import (
+    SignedStore,
+    fingerprint,
+    reach_store,
+    require_same_settings,
+    run_key,
+    write_key,
+)
 from gristmill.parallel.elastic.membership import Membership, View, ViewChangedError
 from gristmill.parallel.elastic.view_world import (
     ViewGroups,
@@ -64,9 +71,6 @@ from gristmill.train.elastic_records import (
 )
 from gristmill.train.resume import Resumed, resume
 from gristmill.train.tracker import Tracker
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
 
 MAX_SILENCE = 20.0
 """Seconds without a heartbeat after which a worker is dead, or less if `parallel.timeout` is short.
@@ -142,7 +146,7 @@ class ElasticRun:
         self.recent = RecentSteps()
         limit = parse_seconds(config.parallel.timeout)
         self._limit = limit
-        self._store: Store | None = None
+        self._store: SignedStore | None = None
         # At first alone, until everything is built.
         self._groups = ViewGroups(
             self.view, None, worker=place.rank, timeout=limit, interrupt=lambda: None
@@ -157,12 +161,18 @@ class ElasticRun:
         start = parse_seconds(config.parallel.start_timeout)
         connect = partial(_connected, place, seconds=start)
         log = folder.logs / "coordinator.log"
-        self._store = connect(lambda: reach_store(place, seconds=start, log=log))
-        require_same_settings(self._store, shared_settings(config, folder, place), place=place)
+        self._key = run_key(folder.key)
+        store = connect(lambda: reach_store(place, seconds=start, log=log))
+        settings = shared_settings(config, folder, place)
+        settings["key of the run folder"] = fingerprint(self._key)
+        require_same_settings(store, settings, place=place)
+        self._store = SignedStore(store, self._key)
         silence = min(MAX_SILENCE, limit / 2)
         # The store's client serves one thread at a time.
         heartbeats = connect(lambda: join_store(place, seconds=start))
-        self.membership = Membership(place, heartbeats, silence=silence, start=start)
+        self.membership = Membership(
+            place, SignedStore(heartbeats, self._key), silence=silence, start=start
+        )
         limits = Limits.of(config.parallel, save=config.checkpoint.timeout)
         self.monitor = ElasticMonitor(place, self.membership, limits, ended=self.ended)
 
@@ -180,6 +190,12 @@ class ElasticRun:
     def parts(self) -> Assembly:
         """What was built for this worker."""
         return self._parts
+
+    def keep_key(self) -> None:
+        """Put the key of this run where it was, if the folder has been moved aside since: those
+        who come later must find this one, even if one of them has made another."""
+        if run_key(self.folder.key) != self._key:
+            write_key(self.folder.key, self._key, replace=True)
 
     def done(self, *, complete: bool) -> None:
         """Part from the others, who are done as well; those who are not, because one of them was

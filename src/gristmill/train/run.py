@@ -172,6 +172,7 @@ def _elastic_training(
                         # The run goes on, and another worker may lead it now.
                         claim = partial(_take_over, folder, lock)
                     new = control.on_rank0(claim) and control.is_rank0
+                    run.keep_key()
                     parts = run.connect()
                     with memory_explained("free some, or use a machine with more"):
                         outcome = _train(

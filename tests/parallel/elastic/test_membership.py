@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,13 @@ import torch.distributed as dist
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.process import Address, Place
 from gristmill.parallel.elastic import membership
-from gristmill.parallel.elastic.coordinator import reach_store, require_same_settings
+from gristmill.parallel.elastic.coordinator import (
+    SignedStore,
+    reach_store,
+    require_same_settings,
+    run_key,
+    write_key,
+)
 from gristmill.parallel.elastic.membership import (
     REGROUP,
     Membership,
@@ -297,7 +304,12 @@ def address() -> Iterator[Address]:
     del store
 
 
+KEY = b"k" * 32
 Join = Callable[..., Membership]
+
+
+def signed(place: Place) -> SignedStore:
+    return SignedStore(join_store(place, seconds=LIMIT), KEY)
 
 
 @pytest.fixture
@@ -309,7 +321,7 @@ def member(address: Address) -> Iterator[Join]:
         rank: int, *, world: int = 3, silence: float = 20.0, start: float = LIMIT
     ) -> Membership:
         place = Place(rank=rank, world=world, host=f"host-{rank}", address=address)
-        store = join_store(place, seconds=LIMIT)
+        store = SignedStore(join_store(place, seconds=LIMIT), KEY)
         one = Membership(place, store, silence=silence, start=start, beat=0.05)
         one._roll.namespace = ""
         one.start()
@@ -427,7 +439,7 @@ def test_who_comes_while_another_reads_is_not_taken_for_dead(
 ) -> None:
     """The first view may be written between what a worker reads of the others and of views."""
     first, reader, last = (
-        Membership(place, join_store(place, seconds=LIMIT), silence=20.0, start=LIMIT, beat=0.05)
+        Membership(place, signed(place), silence=20.0, start=LIMIT, beat=0.05)
         for place in (Place(rank=rank, world=3, host="", address=address) for rank in range(3))
     )
     for one in (first, reader, last):
@@ -508,7 +520,7 @@ serve(Address("127.0.0.1", {port}), idle=2.0)
     served = subprocess.Popen([sys.executable, "-c", code])
     try:
         place = Place(rank=0, world=1, host="here", address=Address("127.0.0.1", port))
-        one = Membership(place, join_store(place, seconds=LIMIT), silence=2.0, start=1.0, beat=0.05)
+        one = Membership(place, signed(place), silence=2.0, start=1.0, beat=0.05)
         one.start()
         time.sleep(4)
         assert served.poll() is None
@@ -528,7 +540,7 @@ serve(Address("127.0.0.1", {port}))
 """
     served = subprocess.Popen([sys.executable, "-c", code])
     place = Place(rank=0, world=1, host="here", address=Address("127.0.0.1", port))
-    one = Membership(place, join_store(place, seconds=LIMIT), silence=0.5, start=1.0, beat=0.05)
+    one = Membership(place, signed(place), silence=0.5, start=1.0, beat=0.05)
     one.start()
     view = joined(one)
     served.kill()
@@ -537,6 +549,81 @@ serve(Address("127.0.0.1", {port}))
     with pytest.raises(UserError, match="lost the store of the run") as caught:
         one.check(view)
     assert caught.value.exit is Exit.PEER
+
+
+def names_of(store: Any) -> list[str]:
+    """What anybody who reaches the port can list."""
+    return [name for name in store.list_keys() if "/members/" in name or "/views/" in name]
+
+
+def test_whoever_reaches_the_store_cannot_take_part_in_a_run(
+    address: Address, member: Join
+) -> None:
+    members = [member(rank) for rank in range(3)]
+    view = joined(members[0])
+    stranger = join_store(Place(address=address), seconds=LIMIT)
+    beat = next(name for name in names_of(stranger) if name.endswith("/members/2"))
+    # A heartbeat of another worker, which is signed, but under another name.
+    other = stranger.get(beat.replace("/members/2", "/members/1"))
+    members[2].close()
+    stranger.set(beat, other.decode())
+    wait_until(lambda: members[0]._failure is not None)
+    with pytest.raises(UserError, match="somebody without the key of the run folder has written"):
+        members[0].check(view)
+
+
+@pytest.mark.parametrize("forged", ["", "{}", "zz" * 40, "ab" * 40])
+def test_a_view_that_a_stranger_proposes_is_adopted_by_nobody(
+    forged: str, address: Address, member: Join
+) -> None:
+    members = [member(rank) for rank in range(3)]
+    view = joined(members[0])
+    stranger = join_store(Place(address=address), seconds=LIMIT)
+    newest = next(name for name in names_of(stranger) if name.endswith(f"/views/{view.number}"))
+    stranger.set(newest.replace(f"/{view.number}", f"/{view.number + 1}"), forged)
+    wait_until(lambda: all(one._failure is not None for one in members))
+    assert all(one.view in (None, view) for one in members)
+
+
+def test_an_old_heartbeat_is_no_sign_of_life() -> None:
+    roll = Roll(0, silence=5.0, namespace="")
+    same = {"incarnation": "a", "host": "h", "pid": 1, "namespace": ""}
+    same |= {"leaving": False, "done_in": None, "complete": False}
+    roll.note(1, {**same, "count": 8}, now=0.0)
+    roll.note(1, {**same, "count": 7}, now=4.0)
+    assert roll.peers[1].heard == 0.0
+
+
+def test_runs_with_different_keys_do_not_meet_in_one_store(address: Address) -> None:
+    store = join_store(Place(address=address), seconds=LIMIT)
+    first, second = SignedStore(store, KEY), SignedStore(store, b"l" * 32)
+    first.set("views/0", "a")
+    assert first.get("views/0") == b"a" == first.clone().get("views/0")
+    assert not second.check(["views/0"])
+    assert second.compare_set("views/0", "", "b") == b"b"
+    assert second.compare_set("views/0", "a", "c") == b"b", "it holds another value"
+    assert second.compare_set("views/0", "b", "c") == b"c"
+    assert first.multi_get(["views/0"]) == [b"a"]
+
+
+def test_the_key_of_a_run_is_made_once_and_for_its_user_only(tmp_path: Path) -> None:
+    path = tmp_path / "run" / ".key"
+    with ThreadPoolExecutor(8) as pool:
+        keys = set(pool.map(lambda _: run_key(path), range(32)))
+    assert len(keys) == 1
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [file.name for file in path.parent.iterdir()] == [".key"], "no drafts are left"
+    write_key(path, KEY, replace=False)
+    assert {run_key(path)} == keys
+    write_key(path, KEY, replace=True)
+    assert run_key(path) == KEY
+
+
+@pytest.mark.parametrize("text", ["", "abc", "zz" * 32, "ab" * 31])
+def test_a_damaged_key_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / ".key").write_text(text)
+    with pytest.raises(UserError, match="key of an elastic run is damaged"):
+        run_key(tmp_path / ".key")
 
 
 def test_a_worker_with_other_settings_is_refused(address: Address, member: Join) -> None:
@@ -552,7 +639,7 @@ def test_a_worker_with_other_settings_is_refused(address: Address, member: Join)
         f"worker 1 on there does not fit the run at {address}: model.width is 32 here and 16 there"
     )
     assert caught.value.exit is Exit.REFUSED
-    assert not store.check(["gristmill/members/1"]), "it has not met anybody"
+    assert not SignedStore(store, KEY).check(["members/1"]), "it has not met anybody"
 
 
 def test_the_settings_of_a_run_that_has_ended_do_not_count(address: Address) -> None:

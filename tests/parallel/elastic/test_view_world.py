@@ -19,6 +19,7 @@ import torch.distributed as dist
 from gristmill.parallel.control import UNFINISHED, ControlGroup, wait_for
 from gristmill.parallel.decentralized.codecs import build_codec
 from gristmill.parallel.decentralized.transfer import Transfer
+from gristmill.parallel.elastic.coordinator import SignedStore
 from gristmill.parallel.elastic.membership import View, ViewChangedError
 from gristmill.parallel.elastic.view_world import ViewGroups, forget_finished
 
@@ -47,7 +48,9 @@ class Interrupt:
 
 
 def groups_of(port: int, worker: int, *, number: int = 0, members: int = 2) -> ViewGroups:
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    store = SignedStore(
+        dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), b"k" * 32
+    )
     view = View(number, dict.fromkeys(range(members), ""))
     return ViewGroups(view, store, worker=worker, timeout=600, interrupt=Interrupt())
 

@@ -91,7 +91,8 @@ class Peer:
     """Whether the run is complete, so that nobody needs to wait for this worker."""
 
     def note(self, values: Mapping[str, Any], *, now: float, namespace: str) -> None:
-        if values["count"] != self.count:
+        # An older heartbeat, written again by whoever has read it, is no sign of life.
+        if values["count"] > self.count:
             self.count, self.heard = values["count"], now
         same_host = self.namespace == namespace != ""
         self.done_in, self.complete = values["done_in"], values["complete"]
@@ -356,8 +357,8 @@ class Membership:
 
 
 def _member_key(worker: int) -> str:
-    return f"gristmill/members/{worker}"
+    return f"members/{worker}"
 
 
 def _view_key(number: int) -> str:
-    return f"gristmill/views/{number}"
+    return f"views/{number}"

@@ -48,6 +48,8 @@ class ViewGroups:
         self.view, self.store, self.worker = view, store, worker
         self.timeout, self.interrupt = timeout, interrupt
         self._known: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+        self._clients: list[Store] = []
+        """Connections to the store that groups use, which torch does not keep alive."""
 
     def of(
         self, members: Sequence[int], *, purpose: str, timeout: float | None = None
@@ -88,7 +90,9 @@ class ViewGroups:
         wait for it until the timeout."""
         assert self.store is not None
         # The client that waits cannot be used for anything else.
-        own = dist.PrefixStore(name, self.store.clone())  # type: ignore[attr-defined]
+        client = self.store.clone()  # type: ignore[attr-defined]
+        self._clients.append(client)
+        own = dist.PrefixStore(name, client)  # type: ignore[attr-defined]
         built: Future[Any] = Future()
 
         def build() -> None:
@@ -107,6 +111,7 @@ class ViewGroups:
     def leave(self) -> None:
         """Leave all groups, whatever is still under way in them."""
         self._known.clear()
+        self._clients.clear()
         forget_finished()
 
 
