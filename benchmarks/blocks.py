@@ -24,7 +24,7 @@ from peers import BASE, Builder, System, numbers_of
 
 from gristmill.base.errors import UserError
 from gristmill.config.schema import RunConfig
-from gristmill.parallel.device import Device
+from gristmill.distributed.device import Device
 from gristmill.plan.arithmetic import count_parameters, token_cost
 
 UNTIMED = 2

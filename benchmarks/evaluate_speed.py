@@ -80,7 +80,7 @@ def make_requests(name: str, file: Path | None, *, items: int) -> list[Any]:
 def our_model(options: argparse.Namespace) -> Any:
     from gristmill.checkpoint.model import open_model
     from gristmill.evaluate.tasks.harness import language_model
-    from gristmill.parallel.precision import DTYPES
+    from gristmill.strategies.precision import DTYPES
 
     loaded = open_model(options.model, device=torch.device(options.device))
     loaded.model.compute = DTYPES[options.precision]

@@ -25,7 +25,7 @@ from same_function import check_same_function
 from gristmill.bench.random_tokens import GPT2_VOCABULARY, write_random_tokens
 from gristmill.config.load import load_text
 from gristmill.config.schema import RunConfig
-from gristmill.parallel.world import open_world
+from gristmill.distributed.world import open_world
 
 PRESETS = {
     "nano": "gpt2-nano",

@@ -54,7 +54,7 @@ from gristmill.config.load import load_preset, load_text
 from gristmill.config.resolve import resolve
 from gristmill.config.schema import RunConfig
 from gristmill.data.sampling import spread_samples
-from gristmill.parallel.world import open_world
+from gristmill.distributed.world import open_world
 from gristmill.plan.arithmetic import count_multiplied, count_parameters
 from gristmill.tokens.reader import TokenReader
 from gristmill.track.folder import run_folder

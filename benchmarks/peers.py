@@ -36,7 +36,7 @@ from gristmill.base.units import Progress
 from gristmill.config.resolve import Resolved, resolve
 from gristmill.config.schema import RunConfig
 from gristmill.optim.schedule import build_schedule
-from gristmill.parallel.compiling import use_heuristics
+from gristmill.strategies.compiling import use_heuristics
 from gristmill.track.folder import RunFolder
 from gristmill.track.sinks import JsonlSink
 from gristmill.train.assemble import assemble, build_health, build_loader, build_meter

@@ -23,7 +23,7 @@ from same_function import check_same_function
 
 from gristmill.bench.random_tokens import write_random_tokens
 from gristmill.config.load import load_text
-from gristmill.parallel.world import open_world
+from gristmill.distributed.world import open_world
 
 
 def main() -> None:

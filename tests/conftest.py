@@ -166,7 +166,7 @@ tests."""
 CONTEXT.set_forkserver_preload(
     [
         *("gristmill.cli.main", "gristmill.train.run"),
-        *("gristmill.parallel.fsdp", "gristmill.parallel.pipeline"),
+        *("gristmill.strategies.fsdp", "gristmill.strategies.pipeline"),
         "pytest",  # which the files of tests import
     ]
 )

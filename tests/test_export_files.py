@@ -37,7 +37,7 @@ from gristmill.models.families import foreign_state
 from gristmill.models.gpt import GPT
 from gristmill.models.weights import ForeignTensor
 from gristmill.optim.spec import ParameterOptimizer
-from gristmill.parallel.sharding import ShardedParameter
+from gristmill.strategies.sharding import ShardedParameter
 from gristmill.text.tokenizers.tokenizer import ByteTokenizer
 
 VOCAB = ByteTokenizer.size

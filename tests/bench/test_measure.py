@@ -15,8 +15,8 @@ from gristmill.bench.trace import OpClass, OpTime, StepPhase, Trace
 from gristmill.config.load import load_text
 from gristmill.config.resolve import resolve
 from gristmill.config.schema import RunConfig
-from gristmill.parallel.device import Device
-from gristmill.parallel.world import World
+from gristmill.distributed.device import Device
+from gristmill.distributed.world import World
 
 RUN = """
 name = "small"

@@ -30,9 +30,9 @@ from gristmill.checkpoint.state_file import read_state
 from gristmill.checkpoint.tensor_reader import open_tensors
 from gristmill.checkpoint.writer import CheckpointWriter, commit_pieces
 from gristmill.config.schema import CheckpointConfig
+from gristmill.distributed.control import ControlGroup
 from gristmill.optim.spec import ParameterOptimizer, Placement, StateEntry
-from gristmill.parallel.control import ControlGroup
-from gristmill.parallel.sharding import ShardedParameter
+from gristmill.strategies.sharding import ShardedParameter
 
 VOCAB, BLANK = 50, -1.0
 

@@ -24,7 +24,7 @@ from gristmill.models.build import build_model
 from gristmill.models.families import foreign_state
 from gristmill.models.gpt import GPT
 from gristmill.optim.spec import ParameterOptimizer
-from gristmill.parallel.sharding import ShardedParameter, whole_parameters
+from gristmill.strategies.sharding import ShardedParameter, whole_parameters
 
 VOCAB, MORE = 100, 7
 """MORE: rows of padding that the divided model has and the weights have not."""

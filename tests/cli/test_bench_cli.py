@@ -12,7 +12,7 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.bench.measure import BenchResult, Speed, Subject
 from gristmill.cli.bench import _lines
 from gristmill.cli.main import app
-from gristmill.parallel.device import MatrixRate
+from gristmill.distributed.device import MatrixRate
 
 RUN = """
 name = "small"

@@ -14,7 +14,7 @@ import pytest
 
 from gristmill.base.errors import UserError
 from gristmill.cli.main import main
-from gristmill.parallel.spmd import Spmd
+from gristmill.strategies.spmd import Spmd
 
 End = Callable[..., tuple[int, list[str]]]
 

@@ -8,7 +8,7 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.config.load import load_text
 from gristmill.config.parallel import Mesh
 from gristmill.config.rules import check_mesh
-from gristmill.parallel.decentralized.workers import workers_per_node
+from gristmill.strategies.decentralized.workers import workers_per_node
 
 RUN = """
 name = "workers"

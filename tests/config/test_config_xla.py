@@ -14,8 +14,8 @@ from gristmill.base.process import Place
 from gristmill.cli.main import app
 from gristmill.config.load import load_text
 from gristmill.config.rules import check_mesh
-from gristmill.parallel.world import count_devices
 from gristmill.plan.hardware import peak_flops
+from gristmill.train.build import device_mesh
 
 GPT2 = {
     "model_type": "gpt2",
@@ -117,7 +117,7 @@ def test_without_jax_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "jax", None)
     config = load_text(RUN, (), place="x")
     with pytest.raises(UserError, match="needs the package 'jax', which is not installed") as said:
-        count_devices(config.runtime, config.parallel, Place(), tf32=True)
+        device_mesh(config, Place())
     assert said.value.problems[0].remedy == "pip install 'gristmill[xla]'"
 
 

@@ -22,15 +22,15 @@ from gristmill.config.resolve import resolve
 from gristmill.config.schema import RunConfig
 from gristmill.data.documents import JOINED, DocumentRules
 from gristmill.data.loader import Batch, make_batch
+from gristmill.distributed.world import Groups, open_world
 from gristmill.generate import Engine, Sampling
 from gristmill.models import gpt
 from gristmill.models.build import build_model
 from gristmill.models.loss import linear_cross_entropy
 from gristmill.models.qkv import worth_fusing_qkv
 from gristmill.optim.build import build_optimizer
-from gristmill.parallel.build import build_strategy
-from gristmill.parallel.compile_ahead import CompileAhead, CompileTask, parts_of
-from gristmill.parallel.world import Groups, open_world
+from gristmill.strategies.compile_ahead import CompileAhead, CompileTask, parts_of
+from gristmill.train.build import build_strategy
 from gristmill.train.replay import replay_step
 from gristmill.train.run import run_training
 from gristmill.train.stop import StopRequest
@@ -154,8 +154,8 @@ from gristmill.base.units import Progress
 from gristmill.config.load import load_text
 from gristmill.data.documents import JOINED
 from gristmill.data.loader import make_batch
-from gristmill.parallel.build import build_strategy
-from gristmill.parallel.world import open_world
+from gristmill.train.build import build_strategy
+from gristmill.distributed.world import open_world
 
 config = load_text(sys.stdin.read(), place="run.toml")
 world = open_world(config.runtime, tf32=config.precision.tf32)

@@ -24,10 +24,10 @@ from gristmill.config.resolve import resolve
 from gristmill.config.rules import check_mesh
 from gristmill.data.documents import JOINED
 from gristmill.data.loader import make_batch
+from gristmill.distributed.world import open_world
 from gristmill.models.build import build_model
-from gristmill.parallel.build import build_strategy
-from gristmill.parallel.decentralized.workers import all_workers
-from gristmill.parallel.world import open_world
+from gristmill.strategies.decentralized.workers import all_workers
+from gristmill.train.build import build_strategy
 
 Crowd = Callable[..., list[Any]]
 pytestmark = [

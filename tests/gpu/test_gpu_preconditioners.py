@@ -14,10 +14,10 @@ from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.tensor_reader import open_tensors
 from gristmill.config.schema import RunConfig
 from gristmill.data.loader import make_batch
+from gristmill.distributed.world import open_world
 from gristmill.models.build import build_model
-from gristmill.parallel.build import build_strategy
-from gristmill.parallel.world import open_world
 from gristmill.track.metrics import StepRecord, read_metrics
+from gristmill.train.build import build_strategy
 from gristmill.train.run import run_training
 from gristmill.train.stop import StopRequest
 

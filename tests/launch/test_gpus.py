@@ -16,8 +16,8 @@ from gristmill.base import cuda
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.process import Place
 from gristmill.cli.train import train
-from gristmill.parallel import world
-from gristmill.parallel.device import Device
+from gristmill.distributed import world
+from gristmill.distributed.device import Device
 
 RUN = """
 name = "tiny"

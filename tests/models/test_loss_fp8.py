@@ -25,11 +25,11 @@ pytest.importorskip("triton")
 from gristmill.base.units import Progress
 from gristmill.config.schema import RunConfig
 from gristmill.data.loader import make_batch
+from gristmill.distributed.world import open_world
 from gristmill.models import loss as module
 from gristmill.models.loss import linear_cross_entropy
 from gristmill.models.spec import Kernels
-from gristmill.parallel.build import build_strategy
-from gristmill.parallel.world import open_world
+from gristmill.train.build import build_strategy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 N, D, V, ROWS = 100, 64, 250, 256

@@ -24,8 +24,8 @@ from gristmill.evaluate.data import evaluation_ids
 from gristmill.evaluate.loss import evaluate_loss
 from gristmill.export.folder import export
 from gristmill.generate import Sampling, TextGenerator
-from gristmill.parallel.decentralized.agreement import StopAgreement
-from gristmill.parallel.decentralized.outer import Exchange
+from gristmill.strategies.decentralized.agreement import StopAgreement
+from gristmill.strategies.decentralized.outer import Exchange
 from gristmill.track.metrics import EventRecord, StepRecord, ValidationRecord, read_metrics
 from gristmill.train.run import Outcome, run_training
 from gristmill.train.stop import StopRequest

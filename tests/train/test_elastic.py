@@ -226,7 +226,7 @@ os.environ.update(
     RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(workers), LOCAL_WORLD_SIZE=str(workers),
     MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo",
 )
-from gristmill.parallel.spmd import Spmd
+from gristmill.strategies.spmd import Spmd
 
 def fail_at(step, *, real=Spmd.update):
     seen = 0

@@ -15,7 +15,7 @@ from gristmill.checkpoint.layout import CheckpointFolder, step_of
 from gristmill.checkpoint.state_file import read_state
 from gristmill.cli.main import app
 from gristmill.config.schema import GuardConfig, RunConfig
-from gristmill.parallel.strategy import StepLimits
+from gristmill.strategies.strategy import StepLimits
 from gristmill.track.metrics import EventRecord, StepRecord, read_metrics
 from gristmill.train.health import CALM, FEWEST, RobustSpread, RunHealth, StepOutcome
 from gristmill.train.replay import replay_step
@@ -185,7 +185,7 @@ def test_a_diverging_run_keeps_its_good_checkpoints_and_fails(
 def test_a_save_that_was_put_off_follows_the_first_good_step(
     make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gristmill.parallel.spmd import Spmd
+    from gristmill.strategies.spmd import Spmd
 
     real, calls = Spmd.accumulate, 0
 

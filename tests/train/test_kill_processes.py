@@ -67,11 +67,11 @@ from gristmill.checkpoint import state, writer
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.state import Snapshot
 from gristmill.models.gpt import GPT
-from gristmill.parallel.control import ControlGroup
-from gristmill.parallel.liveness.heartbeat import Roster
-from gristmill.parallel.liveness.monitor import Monitor
-from gristmill.parallel.liveness.verdict import Limits
-from gristmill.parallel.spmd import Spmd
+from gristmill.distributed.control import ControlGroup
+from gristmill.distributed.liveness.heartbeat import Roster
+from gristmill.distributed.liveness.monitor import Monitor
+from gristmill.distributed.liveness.verdict import Limits
+from gristmill.strategies.spmd import Spmd
 from gristmill.train import run
 from gristmill.train.meter import Meter
 

@@ -15,8 +15,8 @@ import pytest
 from gristmill.base.errors import Exit, UserError
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.config.schema import RunConfig
-from gristmill.parallel.spmd import Spmd
-from gristmill.parallel.strategy import StepResult
+from gristmill.strategies.spmd import Spmd
+from gristmill.strategies.strategy import StepResult
 from gristmill.track.metrics import EventRecord, read_metrics
 from gristmill.train.run import run_training
 from gristmill.train.stop import StopRequest

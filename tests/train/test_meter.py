@@ -9,8 +9,8 @@ import torch
 
 from gristmill.base.units import Duration, Progress
 from gristmill.checkpoint.state_file import Counters
-from gristmill.parallel.strategy import StepResult
 from gristmill.plan.arithmetic import TokenCost
+from gristmill.strategies.strategy import StepResult
 from gristmill.track.metrics import StepRecord
 from gristmill.train.health import RunHealth
 from gristmill.train.meter import Meter, StepEvent

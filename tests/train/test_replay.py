@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from gristmill.base.errors import Exit, UserError
 from gristmill.cli.main import app
 from gristmill.config.schema import RunConfig
-from gristmill.parallel.spmd import Spmd
+from gristmill.strategies.spmd import Spmd
 from gristmill.train.replay import Replay, replay_step
 from gristmill.train.run import run_training
 

@@ -19,7 +19,7 @@ from gristmill.checkpoint.layout import Best, CheckpointFolder, step_of
 from gristmill.checkpoint.model import open_stored
 from gristmill.config.load import load_run
 from gristmill.config.schema import RunConfig
-from gristmill.parallel.spmd import Spmd
+from gristmill.strategies.spmd import Spmd
 from gristmill.text.prepare.prepare import prepare_documents
 from gristmill.text.sources.source import Document
 from gristmill.text.tokenizers.training import train_tokenizer

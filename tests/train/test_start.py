@@ -17,8 +17,8 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.config.parallel import Mesh
 from gristmill.config.resolve import resolve
 from gristmill.config.schema import RunConfig
-from gristmill.parallel.device import Device
-from gristmill.parallel.world import World
+from gristmill.distributed.device import Device
+from gristmill.distributed.world import World
 from gristmill.plan.arithmetic import ModelSize, gpt_size
 from gristmill.train import assemble as assemble_module
 from gristmill.train.assemble import require_memory

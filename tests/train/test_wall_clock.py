@@ -8,7 +8,7 @@ import pytest
 
 from gristmill.checkpoint.layout import CheckpointFolder, step_of
 from gristmill.config.schema import RunConfig
-from gristmill.parallel.control import ControlGroup
+from gristmill.distributed.control import ControlGroup
 from gristmill.train import wall_clock
 from gristmill.train.run import run_training
 from gristmill.train.wall_clock import WallClock

@@ -14,9 +14,9 @@ from gristmill.models.loss import linear_cross_entropy
 
 jax = pytest.importorskip("jax", reason="needs JAX; `make test-xla` installs it and runs this")
 
-from gristmill.parallel.xla import loss as xla_loss  # noqa: E402
-from gristmill.parallel.xla.graph import meta, trace  # noqa: E402
-from gristmill.parallel.xla.lower import Context, Lowered  # noqa: E402
+from gristmill.strategies.xla import loss as xla_loss  # noqa: E402
+from gristmill.strategies.xla.graph import meta, trace  # noqa: E402
+from gristmill.strategies.xla.lower import Context, Lowered  # noqa: E402
 
 pytestmark = pytest.mark.xla
 

@@ -28,21 +28,21 @@ from gristmill.bench.trace import OpClass, StepPhase, Trace, read_trace
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.writer import CheckpointWriter
 from gristmill.config.resolve import Portions, Resolved, portions
-from gristmill.config.rules import check_mesh
 from gristmill.config.schema import RunConfig, TrackConfig
 from gristmill.data.dataset import path_list
 from gristmill.data.loader import READ_AHEAD
+from gristmill.distributed.device import Device, MatrixRate, memory_explained
+from gristmill.distributed.world import World
 from gristmill.optim.schedule import build_schedule
-from gristmill.parallel.compiling import choose_graphs, uses_cuda_graphs
-from gristmill.parallel.device import Device, MatrixRate, memory_explained
-from gristmill.parallel.strategy import CompiledStep
-from gristmill.parallel.world import World, count_devices, open_world
+from gristmill.strategies.compiling import choose_graphs, uses_cuda_graphs
+from gristmill.strategies.strategy import CompiledStep
 from gristmill.text.tokenizers.tokenizer import open_tokenizer
 from gristmill.tokens.store import open_tokens
 from gristmill.track.folder import RunFolder
 from gristmill.track.metrics import StepRecord, read_metrics
 from gristmill.track.sinks import JsonlSink
 from gristmill.train.assemble import Assembly, assemble, build_health, build_loader, build_meter
+from gristmill.train.build import device_mesh, open_run_world
 from gristmill.train.hooks import Hooks
 from gristmill.train.loop import train
 from gristmill.train.meter import Meter, StepEvent
@@ -149,9 +149,8 @@ def measure_run(
 ) -> BenchResult:
     """Run steps of a run file and find where their time goes; nothing stays on disk."""
     total = warm_up + steps + PROFILED + 1
-    place, tf32 = Place(), config.precision.tf32
-    devices = count_devices(config.runtime, config.parallel, place, tf32=tf32)
-    mesh = check_mesh(config, processes=devices)
+    place = Place()
+    mesh = device_mesh(config, place)
     with tempfile.TemporaryDirectory(prefix="gristmill-bench-") as name:
         folder = Path(name)
         config = _prepared(config, total)
@@ -159,7 +158,7 @@ def measure_run(
             config = _with_random_tokens(config, folder / "random", steps=total)
         else:
             _require_tokens(config)
-        world = open_world(config.runtime, tf32=tf32, mesh=mesh, place=place)
+        world = open_run_world(config, mesh, place)
         parts = assemble(config, RunFolder(folder / "run"), world)
         with memory_explained('set train.micro_batch lower, or train.recompute = "full"'):
             return _measure(parts, warm_up=warm_up, steps=steps, random_tokens=random_tokens)

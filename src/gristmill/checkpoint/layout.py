@@ -46,7 +46,7 @@ from gristmill.base.files import (
     write_sealed_json,
 )
 from gristmill.base.units import Duration, Progress
-from gristmill.parallel.control import ControlGroup
+from gristmill.distributed.control import ControlGroup
 
 MANIFEST = "MANIFEST"
 ALONE = ControlGroup()

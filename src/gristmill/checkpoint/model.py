@@ -38,13 +38,13 @@ from gristmill.config.hf_model import architecture_settings
 from gristmill.config.lora import LoraConfig
 from gristmill.config.model import ModelConfig
 from gristmill.config.schema import parse_model
+from gristmill.distributed.control import ControlGroup
 from gristmill.models.build import build_model, outline_model
 from gristmill.models.hf_weights import folder_weights
 from gristmill.models.lora import MergedWeights
 from gristmill.models.spec import CausalLM
 from gristmill.models.weights import Weights
-from gristmill.parallel.control import ControlGroup
-from gristmill.parallel.sharding import ShardedParameters
+from gristmill.strategies.sharding import ShardedParameters
 from gristmill.text.chat.template import ChatTemplate, find_template
 from gristmill.text.tokenizers.tokenizer import Tokenizer, open_tokenizer
 

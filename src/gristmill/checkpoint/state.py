@@ -59,7 +59,7 @@ from gristmill.checkpoint.tensorfile import DTYPE_NAMES, write_tensors
 from gristmill.models.spec import CausalLM
 from gristmill.models.weights import Weights
 from gristmill.optim.spec import CheckpointState, Optimizer, Placement, StateEntry
-from gristmill.parallel.sharding import ShardedParameter, whole_parameters
+from gristmill.strategies.sharding import ShardedParameter, whole_parameters
 
 
 @dataclass

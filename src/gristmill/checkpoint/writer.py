@@ -34,7 +34,7 @@ from gristmill.checkpoint.pieces import MODEL, PIECES, find_faults, merge_report
 from gristmill.checkpoint.state import Snapshot
 from gristmill.checkpoint.state_file import IN_PIECES, STATE
 from gristmill.config.schema import CheckpointConfig
-from gristmill.parallel.control import ControlGroup, RefusedError
+from gristmill.distributed.control import ControlGroup, RefusedError
 from gristmill.track.metrics import SAVED_CHECKPOINT
 
 _HOST = torch.device("cpu")

@@ -14,7 +14,7 @@ from gristmill.cli.options import Overrides
 
 if TYPE_CHECKING:
     from gristmill.bench.measure import BenchResult, Speed, TimeRow
-    from gristmill.parallel.strategy import CompiledStep
+    from gristmill.strategies.strategy import CompiledStep
 
 _NAME = 78
 _COMPILED = {

@@ -16,7 +16,7 @@ from gristmill.base.files import write_atomic
 from gristmill.base.locks import FolderLock
 from gristmill.base.process import Place, usable_cores
 from gristmill.base.units import format_bytes
-from gristmill.parallel.device import Device, select_device
+from gristmill.distributed.device import Device, select_device
 from gristmill.train.environment import version
 
 _EXTRAS = {

@@ -136,7 +136,7 @@ def _texts(
 
 
 def _compute_in(loaded: LoadedModel, precision: str) -> None:
-    from gristmill.parallel.precision import DTYPES
+    from gristmill.strategies.precision import DTYPES
 
     loaded.model.compute = DTYPES[precision]
 

@@ -40,7 +40,7 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
 def open_loaded(model: str, *, checkpoint: str, device: str) -> LoadedModel:
     """The model that a user names, on a device."""
     from gristmill.checkpoint.model import open_stored
-    from gristmill.parallel.device import select_device
+    from gristmill.distributed.device import select_device
 
     if device not in ("auto", "cpu", "cuda", "mps"):
         raise UserError(f"{device!r} is not auto, cpu, cuda or mps", where="--device")

@@ -30,22 +30,22 @@ from gristmill.data.conversations import ChatOptions, open_chat, open_conversati
 from gristmill.data.dataset import DatasetSplit, Mixture, RunData, open_data, prove_tokenizer
 from gristmill.data.documents import DocumentRules
 from gristmill.data.loader import Batch, Loader, validation_batches
+from gristmill.distributed.control import ControlGroup
+from gristmill.distributed.device import memory_explained
+from gristmill.distributed.world import World
 from gristmill.evaluate.tasks.run import OpenTask, TaskOptions, open_tasks
 from gristmill.models.build import outline_model
 from gristmill.models.linears import linear_shapes
 from gristmill.models.spec import CausalLM, Kernels
 from gristmill.optim.schedule import build_schedule
-from gristmill.parallel.build import build_strategy
-from gristmill.parallel.control import ControlGroup
-from gristmill.parallel.decentralized.workers import WorkerSet
-from gristmill.parallel.device import memory_explained
-from gristmill.parallel.strategy import Strategy
-from gristmill.parallel.world import World, open_world
 from gristmill.plan.arithmetic import ModelSize, gpt_size, model_size
+from gristmill.strategies.decentralized.workers import WorkerSet
+from gristmill.strategies.strategy import Strategy
 from gristmill.text.chat.encoding import ChatEncoder
 from gristmill.text.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from gristmill.track.console import slow_work
 from gristmill.track.folder import RunFolder
+from gristmill.train.build import build_strategy, open_run_world
 from gristmill.train.compare import CompareReplicas
 from gristmill.train.health import RunHealth
 from gristmill.train.hooks import Checkpoint, Hook, Sample, StopOnDamage, Validate
@@ -105,7 +105,7 @@ def assemble(
     """Open and build everything, with initial weights loaded. Without `world`, one process.
     `saves`: whether checkpoints are saved, so that the disk must have room for one. `workers`:
     those that take part in a decentralized run, if not all of them."""
-    world = world or open_world(config.runtime, tf32=config.precision.tf32)
+    world = world or open_run_world(config)
     control = control or ControlGroup()
     chat = open_chat(config) if config.data.kind == "chat" else None
     data, tokenizer = _open_data(config, folder, chat, shows=saves and control.is_rank0)

@@ -17,9 +17,9 @@ from gristmill.base.units import Duration
 from gristmill.checkpoint.layout import step_of
 from gristmill.checkpoint.state import TrainState
 from gristmill.checkpoint.writer import CheckpointWriter
-from gristmill.parallel.control import ControlGroup
-from gristmill.parallel.replicas import ReplicaDifference, find_differences, held_checksums
-from gristmill.parallel.strategy import Strategy
+from gristmill.distributed.control import ControlGroup
+from gristmill.strategies.replicas import ReplicaDifference, find_differences, held_checksums
+from gristmill.strategies.strategy import Strategy
 from gristmill.train.meter import StepEvent
 
 

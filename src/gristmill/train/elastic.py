@@ -1,6 +1,6 @@
 """A run whose workers may die and come back: a round of training for each view of who is there.
 
-    view      the workers that take part, agreed on by all of them (`parallel/elastic`)
+    view      the workers that take part, agreed on by all of them (`Membership`)
     round     from one view to the next: groups, control, hooks and records are made anew; model,
               optimizer and progress stay in memory
 
@@ -37,13 +37,14 @@ from gristmill.checkpoint.layout import Best, CheckpointFolder
 from gristmill.checkpoint.state_file import Counters
 from gristmill.config.parallel import Mesh
 from gristmill.config.schema import RunConfig
+from gristmill.distributed.control import ControlGroup, wait_for
+from gristmill.distributed.device import memory_explained
+from gristmill.distributed.liveness.rendezvous import join_store
+from gristmill.distributed.liveness.verdict import Limits, may_come_from_peer
+from gristmill.distributed.world import open_device
 from gristmill.optim.spec import Optimizer, StateEntry
-from gristmill.parallel.control import ControlGroup, wait_for
-from gristmill.parallel.decentralized.agreement import StopAgreement
-from gristmill.parallel.decentralized.strategy import Decentralized
-from gristmill.parallel.decentralized.workers import WorkerSet, workers_per_node
-from gristmill.parallel.device import memory_explained
-from gristmill.parallel.elastic.coordinator import (
+from gristmill.strategies.decentralized.agreement import StopAgreement
+from gristmill.strategies.decentralized.elastic.coordinator import (
     SignedStore,
     fingerprint,
     reach_store,
@@ -51,16 +52,15 @@ from gristmill.parallel.elastic.coordinator import (
     run_key,
     write_key,
 )
-from gristmill.parallel.elastic.membership import Membership, View, ViewChangedError
-from gristmill.parallel.elastic.view_world import (
+from gristmill.strategies.decentralized.elastic.membership import Membership, View, ViewChangedError
+from gristmill.strategies.decentralized.elastic.view_world import (
     ViewGroups,
     ViewWorld,
     keep_unfinished,
     view_workers,
 )
-from gristmill.parallel.liveness.rendezvous import join_store
-from gristmill.parallel.liveness.verdict import Limits, may_come_from_peer
-from gristmill.parallel.world import open_device
+from gristmill.strategies.decentralized.strategy import Decentralized
+from gristmill.strategies.decentralized.workers import WorkerSet, workers_per_node
 from gristmill.track.folder import RunFolder
 from gristmill.train.assemble import Assembly, assemble
 from gristmill.train.elastic_records import (

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gristmill.parallel.world import World
+from gristmill.distributed.world import World
 
 _PACKAGES = ("numpy", "safetensors", "tokenizers", "pydantic", "triton")
 

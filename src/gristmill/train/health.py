@@ -28,7 +28,7 @@ from typing import Any
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.config.schema import GuardConfig
-from gristmill.parallel.strategy import StepLimits
+from gristmill.strategies.strategy import StepLimits
 
 FEWEST = 16
 """Values that are needed before any is judged, without a guard."""

@@ -32,9 +32,9 @@ from gristmill.config.resolve import Resolved
 from gristmill.config.schema import SampleConfig
 from gristmill.data.content_check import ContentCheck
 from gristmill.data.loader import Batch
+from gristmill.distributed.control import ControlGroup
 from gristmill.generate import Sampling, TextGenerator
-from gristmill.parallel.control import ControlGroup
-from gristmill.parallel.strategy import StepLimits, Strategy
+from gristmill.strategies.strategy import StepLimits, Strategy
 from gristmill.text.chat.conversations import Message
 from gristmill.text.chat.encoding import ChatEncoder
 from gristmill.text.tokenizers.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ from gristmill.base.units import Duration
 from gristmill.checkpoint.state import TrainState
 from gristmill.data.loader import Batch
 from gristmill.optim.schedule import Schedule
-from gristmill.parallel.strategy import Strategy
+from gristmill.strategies.strategy import Strategy
 from gristmill.train.hooks import Hooks
 from gristmill.train.meter import StepEvent
 

@@ -18,10 +18,10 @@ import torch
 
 from gristmill.base.units import Duration, Progress, format_seconds
 from gristmill.checkpoint.state_file import Counters
-from gristmill.parallel.device import Mark
-from gristmill.parallel.strategy import StepResult
-from gristmill.parallel.world import World
+from gristmill.distributed.device import Mark
+from gristmill.distributed.world import World
 from gristmill.plan.arithmetic import TokenCost
+from gristmill.strategies.strategy import StepResult
 from gristmill.track.metrics import StepRecord
 from gristmill.train.health import RunHealth, StepOutcome
 from gristmill.train.tracker import Tracker

@@ -29,11 +29,11 @@ from gristmill.config.rules import check_mesh
 from gristmill.config.schema import RunConfig
 from gristmill.data.loader import Batch
 from gristmill.optim.schedule import build_schedule
-from gristmill.parallel.replicas import held_checksums
-from gristmill.parallel.world import open_world
+from gristmill.strategies.replicas import held_checksums
 from gristmill.track.folder import run_folder
 from gristmill.track.metrics import Record, StepRecord, read_metrics
 from gristmill.train.assemble import Assembly, assemble, build_health, build_loader, build_meter
+from gristmill.train.build import open_run_world
 from gristmill.train.go_back import known_steps
 from gristmill.train.hooks import Hooks
 from gristmill.train.loop import train
@@ -161,7 +161,7 @@ def replay_step(
     was_deterministic = config.runtime.deterministic
     config = _for_replay(config)
     mesh = check_mesh(config, processes=1)
-    world = open_world(config.runtime, tf32=config.precision.tf32, mesh=mesh)
+    world = open_run_world(config, mesh)
     parts = assemble(config, folder, world)
     passed_over = _passed_over_later(config, checkpoints, start)
     rounds, sums, worst, differences = [], [], list[WorstSample](), list[str]()

@@ -21,18 +21,17 @@ from gristmill.base.units import format_seconds, parse_seconds
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.writer import CheckpointWriter
 from gristmill.config.parallel import Mesh
-from gristmill.config.rules import check_mesh
 from gristmill.config.schema import RunConfig
 from gristmill.data.content_check import ContentCheck
+from gristmill.distributed.control import ControlGroup
+from gristmill.distributed.device import memory_explained
+from gristmill.distributed.liveness.monitor import Monitor
+from gristmill.distributed.liveness.verdict import Limits
+from gristmill.distributed.world import World
 from gristmill.optim.schedule import build_schedule
-from gristmill.parallel.compiling import CompileClock
-from gristmill.parallel.control import ControlGroup
-from gristmill.parallel.device import memory_explained
-from gristmill.parallel.elastic.membership import ViewChangedError
-from gristmill.parallel.liveness.monitor import Monitor
-from gristmill.parallel.liveness.verdict import Limits
-from gristmill.parallel.strategy import Strategy
-from gristmill.parallel.world import World, close_world, count_devices, open_world
+from gristmill.strategies.compiling import CompileClock
+from gristmill.strategies.decentralized.elastic.membership import ViewChangedError
+from gristmill.strategies.strategy import Strategy
 from gristmill.track.folder import RunFolder, move_aside, run_folder
 from gristmill.train.announce import announce
 from gristmill.train.assemble import (
@@ -45,6 +44,7 @@ from gristmill.train.assemble import (
     build_meter,
     build_validate,
 )
+from gristmill.train.build import close_run_world, device_mesh, open_run_world
 from gristmill.train.elastic import ElasticMonitor, ElasticRun
 from gristmill.train.elastic_records import is_saved, is_validated, make_up
 from gristmill.train.go_back import choose_step, go_back
@@ -80,8 +80,7 @@ def run_training(
     `start_from` names. `stop`: handles signals already; if None, signals are handled while this
     runs. `translation`: what the command of another program amounts to, for origin.txt."""
     place, folder = Place.current(), run_folder(config, translation=translation)
-    devices = count_devices(config.runtime, config.parallel, place, tf32=config.precision.tf32)
-    mesh = check_mesh(config, processes=devices)
+    mesh = device_mesh(config, place)
     handler = contextlib.nullcontext(stop) if stop is not None else StopRequest()
     if config.parallel.elastic and place.world > 1:
         with handler as stop:
@@ -89,13 +88,7 @@ def run_training(
     limits = Limits.of(config.parallel, save=config.checkpoint.timeout)
     monitor = Monitor(place, limits=limits, log=folder.rank_log(place.rank))
     with _located_errors(folder, monitor), handler as stop, monitor:
-        world = open_world(
-            config.runtime,
-            tf32=config.precision.tf32,
-            mesh=mesh,
-            parallel=config.parallel,
-            place=place,
-        )
+        world = open_run_world(config, mesh, place)
         control = world.control_group("run")
         lock, new = FolderLock(folder.path), False
         try:
@@ -110,7 +103,7 @@ def run_training(
         finally:
             lock.release()
     # Not after an error: the other ranks may never answer.
-    close_world()
+    close_run_world(world)
     return outcome
 
 

@@ -17,7 +17,7 @@ from gristmill.checkpoint.state import TrainState
 from gristmill.evaluate.results import EvaluationResult, result_name, write_result
 from gristmill.evaluate.tasks.run import OpenTask
 from gristmill.models.spec import CausalLM
-from gristmill.parallel.strategy import Strategy
+from gristmill.strategies.strategy import Strategy
 from gristmill.text.tokenizers.tokenizer import Tokenizer
 from gristmill.track.folder import RunFolder
 from gristmill.track.metrics import EvaluationRecord, records_at

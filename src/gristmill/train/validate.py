@@ -15,14 +15,13 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.base.process import Place
 from gristmill.checkpoint.layout import CheckpointFolder, step_of
 from gristmill.checkpoint.state import restore
-from gristmill.config.rules import check_mesh
 from gristmill.config.schema import RunConfig
-from gristmill.parallel.liveness.monitor import Monitor
-from gristmill.parallel.liveness.verdict import Limits
-from gristmill.parallel.world import close_world, count_devices, open_world
+from gristmill.distributed.liveness.monitor import Monitor
+from gristmill.distributed.liveness.verdict import Limits
 from gristmill.track.folder import RunFolder, run_folder
 from gristmill.track.metrics import Record, ValidationRecord, read_metrics
 from gristmill.train.assemble import Assembly, assemble, build_validate
+from gristmill.train.build import close_run_world, device_mesh, open_run_world
 from gristmill.train.go_back import choose_step
 from gristmill.train.tracker import Tracker
 
@@ -63,17 +62,10 @@ def validate_run(config: RunConfig, *, checkpoint: str | None = None) -> Validat
             remedy="validate with parallel.elastic=false",
         )
     place, folder = Place.current(), run_folder(config)
-    devices = count_devices(config.runtime, config.parallel, place, tf32=config.precision.tf32)
-    mesh = check_mesh(config, processes=devices)
+    mesh = device_mesh(config, place)
     limits = Limits.of(config.parallel, save=config.checkpoint.timeout)
     with Monitor(place, limits=limits, log=folder.rank_log(place.rank)) as monitor:
-        world = open_world(
-            config.runtime,
-            tf32=config.precision.tf32,
-            mesh=mesh,
-            parallel=config.parallel,
-            place=place,
-        )
+        world = open_run_world(config, mesh, place)
         control = world.control_group("run")
         parts = assemble(config, folder, world, control)
         step = control.on_rank0(partial(_choose, folder, config, checkpoint))
@@ -89,7 +81,7 @@ def validate_run(config: RunConfig, *, checkpoint: str | None = None) -> Validat
                 remedy="give data.validation, or data.split a second part",
             )
         validate.at_start()
-    close_world()
+    close_run_world(world)
     (record,) = collect.records
     return Validated(record, _recorded(folder, record.step), leads=control.is_rank0)
 

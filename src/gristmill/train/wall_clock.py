@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 
-from gristmill.parallel.control import ControlGroup
+from gristmill.distributed.control import ControlGroup
 
 _FIRST_QUESTION = 5
 """Steps until all ask for the first time; the speed is not known before."""

@@ -1,0 +1,284 @@
+"""The processes of a run: rendezvous, devices and process groups.
+
+Tensors are exchanged in the process group of a mesh axis, or of several axes together. Groups are
+identified by purpose and members. Only members take part in creating a group, so a group that some
+ranks create cannot hang the others, and startup time does not grow with the world.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from hashlib import sha1
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.rendezvous import rendezvous
+
+from gristmill.base.errors import Exit, UserError
+from gristmill.base.process import Place
+from gristmill.base.units import parse_seconds
+from gristmill.config.parallel import Mesh, ParallelConfig
+from gristmill.config.schema import RuntimeConfig
+from gristmill.distributed.control import ControlGroup
+from gristmill.distributed.device import Device, select_device
+
+MARGIN = 60
+"""Seconds that collectives wait beyond the configured limit, so that the monitor ends the run first
+and can name the process to blame."""
+MOST_THREADS = 1024
+"""CPU threads that a process may ask for on a machine with few cores."""
+
+
+_NUMBERS = itertools.count()
+"""Tells groups of one run from those of the next in the same processes."""
+
+
+@contextlib.contextmanager
+def _group_name(text: str) -> Iterator[None]:
+    """The name by which members of a group that is created now find each other. Torch would name it
+    after its ranks and the number of groups that a process has already: processes of which some
+    belong to more groups than others would then wait for each other for ever."""
+    torch_name = distributed_c10d._hash_ranks_to_str
+    distributed_c10d._hash_ranks_to_str = lambda ranks: sha1(text.encode()).hexdigest()
+    try:
+        yield
+    finally:
+        distributed_c10d._hash_ranks_to_str = torch_name
+
+
+class Groups:
+    """The process groups of this process, by mesh axes."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        rank: int,
+        *,
+        timeout: timedelta | None = None,
+        members: Sequence[int] | None = None,
+    ) -> None:
+        self.mesh, self.rank, self.timeout = mesh, rank, timeout
+        self.members = range(mesh.processes) if members is None else members
+        """The ranks, in torch's default group, of the processes on the mesh."""
+        self._known: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+        self._number = next(_NUMBERS)
+
+    def along(self, *axes: str) -> dist.ProcessGroup | None:
+        """The processes that differ from this one only on these axes; None if there are none."""
+        return self.of(self.mesh.group(self.rank, *axes))
+
+    def of(
+        self,
+        ranks: list[int],
+        *,
+        purpose: str = "tensors",
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+    ) -> dist.ProcessGroup | None:
+        """A group of these processes, which include this one, for one purpose."""
+        if len(ranks) == 1:
+            return None
+        key = (purpose, tuple(ranks))
+        if key not in self._known:
+            ranks = [self.members[rank] for rank in ranks]
+            if len(ranks) == dist.get_world_size() and backend is None:
+                group = dist.group.WORLD
+            else:
+                with _group_name(f"{self._number} {purpose} {ranks}"):
+                    group = dist.new_group(
+                        ranks,
+                        timeout=timeout or self.timeout,
+                        backend=backend,
+                        use_local_synchronization=True,
+                        group_desc=purpose,
+                    )
+            assert group is not None
+            self._known[key] = group
+        return self._known[key]
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's device, rank and groups."""
+
+    device: Device
+    place: Place = field(default_factory=Place)
+    mesh: Mesh = field(default_factory=Mesh)
+    groups: Groups = field(default_factory=lambda: Groups(Mesh(), 0))
+    devices: Mesh | None = None
+    """The mesh of devices, if a process drives several."""
+
+    @property
+    def layout(self) -> Mesh:
+        """How the run is divided over devices: as over processes, unless these drive several."""
+        return self.devices or self.mesh
+
+    @property
+    def data_shards_here(self) -> int:
+        """Data-parallel shards of a batch that this process feeds."""
+        return self.layout.data // self.mesh.data
+
+    @property
+    def rank(self) -> int:
+        return self.place.rank
+
+    @property
+    def is_rank0(self) -> bool:
+        return self.place.rank == 0
+
+    @property
+    def at(self) -> dict[str, int]:
+        """This process's mesh coordinates."""
+        return self.mesh.place(self.place.rank)
+
+    @property
+    def data_rank(self) -> int:
+        """This process's data-parallel rank."""
+        return self.at["dp_replicate"] * self.mesh.dp_shard + self.at["dp_shard"]
+
+    def control_group(self, purpose: str, *, timeout: float | None = None) -> ControlGroup:
+        """A control group of all processes, for one thread; the default timeout is that of
+        collectives in a step."""
+        longer = None if timeout is None else timedelta(seconds=timeout + MARGIN)
+        ranks = list(range(self.mesh.processes))
+        return ControlGroup(
+            self.groups.of(ranks, purpose=f"control: {purpose}", backend="gloo", timeout=longer)
+        )
+
+
+def open_world(
+    config: RuntimeConfig,
+    *,
+    tf32: bool = True,
+    mesh: Mesh | None = None,
+    parallel: ParallelConfig | None = None,
+    place: Place | None = None,
+    device: Device | None = None,
+    devices: Mesh | None = None,
+) -> World:
+    """Set up this process: device, threads, TF32, determinism and process groups. `mesh` is that of
+    the processes. If each of them drives several devices, `device` stands for those of this one,
+    and `devices` is the mesh of all."""
+    mesh, place = mesh or Mesh(), place or Place()
+    parallel = parallel or ParallelConfig()
+    device = open_device(config, tf32=tf32, place=place, device=device)
+    timeout = timedelta(seconds=parse_seconds(parallel.timeout) + MARGIN)
+    if mesh.processes > 1 and not dist.is_initialized():
+        _rendezvous(device, place, parallel, timeout=timeout)
+    groups = Groups(mesh, place.rank, timeout=timeout)
+    return World(device, place, mesh, groups, devices)
+
+
+def open_device(
+    config: RuntimeConfig, *, tf32: bool, place: Place, device: Device | None = None
+) -> Device:
+    """Set up this process's device, or the one that is given: threads, TF32 and determinism."""
+    if device is None:
+        chosen = select_device(config.device)
+        device = Device(_own_gpu(place) if chosen.type == "cuda" else chosen)
+    if config.threads is not None:
+        _require_threads(config.threads)
+        torch.set_num_threads(config.threads)
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    if config.deterministic and device.kind == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    return device
+
+
+def _require_threads(threads: int) -> None:
+    """Refuse a number of threads at which torch crashes instead of raising an error."""
+    cores = os.cpu_count() or 1
+    most = max(MOST_THREADS, 4 * cores)
+    if threads > most:
+        raise UserError(
+            f"{threads:,} threads are too many: this machine has {cores} cores",
+            where="runtime.threads",
+            remedy=f"give at most {most:,}; more threads than cores only make a run slower",
+        )
+
+
+def _own_gpu(place: Place) -> torch.device:
+    """The GPU of this process; if each process sees only one, that is GPU 0."""
+    count = torch.cuda.device_count()
+    # All processes of the node say so, since none can begin.
+    needed = max(place.local_rank + 1, place.local_world or 1)
+    if needed > count > 1:
+        raise _too_few_gpus(place, needed, count)
+    device = torch.device("cuda", place.local_rank if count > 1 else 0)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _too_few_gpus(place: Place, processes: int, count: int) -> UserError:
+    gpus = "GPU" if count == 1 else "GPUs"
+    return UserError(
+        f"{processes} processes on {place.host} need a GPU each, and see {count} {gpus}",
+        where="runtime.device",
+        remedy=f"start at most {count} per node, ask the scheduler for more GPUs, or train on the "
+        'CPU with runtime.device = "cpu"',
+    )
+
+
+def _refuse_shared_gpus(device: Device, place: Place) -> None:
+    """Refuse a GPU that several processes would use. Each may see only one, and a different one, as
+    Slurm can arrange it; so they compare what they have, before NCCL fails over it."""
+    gpu = torch.cuda.get_device_properties(device.torch_device)
+    own = str(getattr(gpu, "uuid", f"{place.rank} of those that have no name"))
+    shared = Counter(ControlGroup(dist.group.WORLD).all_gather(own))
+    if shared[own] > 1:
+        raise _too_few_gpus(place, max(shared[own], place.local_world or 1), 1)
+    if len(shared) < place.world:
+        raise UserError(
+            "processes on another node would have to share a GPU, so the run cannot begin",
+            where="runtime.device",
+            remedy="see what they say",
+        )
+
+
+def _rendezvous(
+    device: Device, place: Place, config: ParallelConfig, *, timeout: timedelta
+) -> None:
+    """Wait for all processes of the run."""
+    if place.address is None:
+        raise UserError(
+            f"started as one of {place.world} processes without a rendezvous address",
+            where="environment MASTER_ADDR, MASTER_PORT",
+            remedy="start with torchrun or `gristmill train --processes N`, or set both",
+        )
+    host, port = place.address
+    os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
+    start = timedelta(seconds=parse_seconds(config.start_timeout))
+    begun = time.monotonic()
+    try:
+        store, rank, world = next(rendezvous("env://", place.rank, place.world, timeout=start))
+        # A launcher that restarts all processes may keep its store, with the old addresses in it.
+        store = dist.PrefixStore(f"attempt-{place.attempt}", store)  # type: ignore[attr-defined]
+        dist.init_process_group(
+            device.backend, store=store, rank=rank, world_size=world, timeout=timeout
+        )
+    except (RuntimeError, ValueError) as error:
+        waited = round(time.monotonic() - begun)
+        raise UserError(
+            f"rank {place.rank} on {place.host} did not find all {place.world} processes at "
+            f"{host}:{port} within {waited} seconds: {str(error).splitlines()[0]}",
+            where="parallel.start_timeout",
+            remedy="check that all processes were started and can reach this address",
+            exit=Exit.PEER,
+        ) from error
+    if device.kind == "cuda":
+        _refuse_shared_gpus(device, place)
+
+
+def close_world() -> None:
+    """Destroy the process groups."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,1 +1,0 @@
-"""Floor 6: devices, precision and the strategies that run a step."""

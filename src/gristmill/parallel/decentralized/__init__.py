@@ -1,1 +1,0 @@
-"""Workers with weights of their own, which exchange them over slow links."""

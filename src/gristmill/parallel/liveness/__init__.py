@@ -1,1 +1,0 @@
-"""No silent hang: every process of a run sends heartbeats and notices when a peer stops."""

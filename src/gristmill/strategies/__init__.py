@@ -1,0 +1,1 @@
+"""What runs a step: how model, optimizer and batch are divided over processes."""

@@ -1,0 +1,209 @@
+"""torch.compile: what is compiled in one graph, and how long it takes.
+
+One graph of the whole model trains a little faster than a graph for each kind of block, and takes
+longer to compile with every layer. So a short run compiles blocks, unless it says otherwise.
+
+A step that compiles says nothing about the speed of training, so its rates are not recorded. torch
+reports when compiling begins and ends, also for graphs that are compiled later, when a batch has
+another size.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Literal, Self
+
+import torch
+
+from gristmill.base.errors import UserError
+from gristmill.config.model import GPTConfig
+from gristmill.config.resolve import Resolved
+from gristmill.config.schema import RunConfig
+from gristmill.distributed.world import World
+from gristmill.models.build import outline_model
+from gristmill.models.spec import CausalLM
+
+SECONDS_PER_LAYER, SLOWER = 1.1, 0.011
+"""What a layer adds to the time that a whole model takes to compile, and by how much steps of
+compiled blocks are slower: measured on an H200."""
+USUAL_MFU = 0.4
+"""For an estimate of a run's time."""
+LAUNCH_BOUND = 0.04
+"""Seconds of a pass below which launching its kernels may take as long as they do."""
+WIDEST_ROW = 4096
+"""Of a reduction along rows; on an H200, layer norm of width 1280 takes 0.6 of the time so."""
+GRAPHS = 128
+"""Maximum number of compiled versions of a function in a process."""
+
+
+def choose_graphs(
+    config: RunConfig, world: World, numbers: Resolved | None
+) -> Literal["whole", "blocks"] | None:
+    """Whether to compile the whole model or block by block. With several processes only blocks can
+    be compiled. With document masks, torch 2.11 computes wrong attention gradients in one graph."""
+    if not config.runtime.compiles(world.device.kind):
+        return None
+    if world.mesh.processes > 1 or config.masks_documents or config.runtime.compile == "blocks":
+        return "blocks"
+    if config.runtime.compile is None and numbers is not None:
+        return "blocks" if _is_short(config, world, numbers) else "whole"
+    return "whole"
+
+
+def _is_short(config: RunConfig, world: World, numbers: Resolved) -> bool:
+    """Whether a run ends before one graph has made up for the time it takes to compile."""
+    model = outline_model(config.model, vocab=numbers.vocab)
+    seconds = _seconds(config, world, numbers, model, samples=numbers.samples)
+    return seconds is not None and SLOWER * seconds < SECONDS_PER_LAYER * len(model.block_names())
+
+
+def _seconds(
+    config: RunConfig, world: World, numbers: Resolved, model: CausalLM, *, samples: int
+) -> float | None:
+    """An estimate of the time of training on so many samples; None on devices whose peak rate is
+    not known."""
+    precision = config.precision
+    peak = world.device.peak_flops(precision.compute, tf32=precision.tf32)
+    if peak is None:
+        return None
+    cost = model.token_cost(numbers.sequence).palm
+    return samples * numbers.sequence * cost / (USUAL_MFU * peak)
+
+
+def uses_cuda_graphs(
+    config: RunConfig, world: World, numbers: Resolved | None, graphs: str | None
+) -> bool:
+    """Whether passes are CUDA graphs. What one returns is overwritten by the next, so there is one
+    micro-batch in a step, and nothing looks into the model from outside."""
+    wanted = config.runtime.cuda_graphs
+    if wanted and (graphs is None or world.device.kind != "cuda"):
+        raise UserError(
+            "needs a compiled model on CUDA", where="runtime.cuda_graphs", remedy="leave it out"
+        )
+    if wanted is False or numbers is None or graphs is None or world.device.kind != "cuda":
+        return False
+    reasons = {
+        "several processes": world.place.world > 1,
+        f"{numbers.accumulate} micro-batches in a step": numbers.accumulate > 1,
+        "train.ramp": config.train.ramp is not None,
+        "train.recompute": config.train.recompute != "none",
+        "documents kept apart": config.masks_documents,
+        "optim.preconditioner": config.optim.preconditioning is not None,
+        "runtime.offload": config.runtime.offload is not None,
+    }
+    against = [reason for reason, holds in reasons.items() if holds]
+    if wanted and against:
+        raise UserError(
+            f"cannot be combined with {' and '.join(against)}",
+            where="runtime.cuda_graphs",
+            remedy="leave it out",
+        )
+    if wanted or against or not isinstance(config.model, GPTConfig):
+        return bool(wanted)
+    model = outline_model(config.model, vocab=numbers.vocab)
+    seconds = _seconds(config, world, numbers, model, samples=numbers.micro_batch)
+    return seconds is not None and seconds < LAUNCH_BOUND
+
+
+def compiled(function: Any, *, whole_graph: bool = True, cuda_graphs: bool = False) -> Any:
+    """A model or block, compiled with static shapes."""
+    # torch counts versions of a function over all models of a process. At its limit of 8, fullgraph
+    # compilation fails.
+    dynamo = torch._dynamo.config
+    dynamo.recompile_limit = max(GRAPHS, dynamo.recompile_limit)
+    # After every graph torch collects garbage, which takes a quarter of a second at the first one;
+    # a run's peak of memory is the same without it.
+    dynamo.run_gc_after_compile = False
+    # Functions with a backward pass of their own are part of the graph, which is the cache's key.
+    # Without this, nothing but the kernels is found again at the next start.
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    use_heuristics(heuristics)
+    options: dict[str, Any] | None = {"triton.cudagraphs": True} if cuda_graphs else None
+    return torch.compile(function, dynamic=False, fullgraph=whole_graph, options=options)
+
+
+def use_heuristics(factory: Callable[[], Any] | None) -> None:
+    """Compile with these from now on; None: torch's own."""
+    torch._inductor.config.inductor_choices_class = factory
+    # Those with which this thread has compiled before would remain.
+    if (virtualized := sys.modules.get("torch._inductor.virtualized")) is not None:
+        from torch._inductor.choices import InductorChoices
+
+        virtualized.V.set_choices_handler((factory or InductorChoices)())
+
+
+def heuristics() -> Any:
+    """The compiler's own, but rows of up to `WIDEST_ROW` stay in registers while they are
+    normalised. It does so up to 1024, and reads longer ones twice."""
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.runtime.hints import ReductionHint
+    from torch._inductor.virtualized import V
+
+    class Choices(InductorChoices):
+        @staticmethod
+        def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
+            plain = InductorChoices.should_use_persistent_reduction
+            inner = features.get_reduction_hint() == ReductionHint.INNER
+            known = V.graph.sizevars.statically_known_leq
+            return plain(features, cooperative_reduction) or (
+                inner and known(features.reduction_numel, WIDEST_ROW)
+            )
+
+        def uuid(self) -> str:
+            """Part of the key of compiled code in the cache."""
+            return f"gristmill-rows-{WIDEST_ROW}"
+
+    return Choices()
+
+
+def compiled_for_training(
+    function: Any, *, whole_graph: bool = True, cuda_graphs: bool = False
+) -> Any:
+    """A function that is compiled where gradients are wanted: to compile a second version for
+    validation takes longer than what it saves."""
+    for_training = compiled(function, whole_graph=whole_graph, cuda_graphs=cuda_graphs)
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (for_training if torch.is_grad_enabled() else function)(*args, **kwargs)
+
+    return call
+
+
+def start_compile_workers() -> None:
+    """Start the processes that compile kernels, which takes seconds: before a model is built, so
+    that they are ready when its first graph is."""
+    from torch._inductor.async_compile import AsyncCompile, maybe_warm_pool
+
+    maybe_warm_pool()
+    AsyncCompile.use_process_pool()  # until one has answered, kernels are compiled one by one here
+
+
+class CompileClock:
+    """Counts the seconds of compiling; `begins` is called each time that it starts."""
+
+    def __init__(self, *, begins: Callable[[], None] = lambda: None) -> None:
+        from torch._dynamo.callback import callback_handler
+
+        self.seconds = 0.0
+        self._begins, self._since = begins, 0.0
+        self._handler: Any = callback_handler
+        self._handler.register_start_callback(self._started)
+        self._handler.register_end_callback(self._ended)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._handler.remove_start_callback(self._started)
+        self._handler.remove_end_callback(self._ended)
+
+    def _started(self, reason: Any) -> None:
+        self._since = time.monotonic()
+        self._begins()
+
+    def _ended(self, reason: Any) -> None:
+        self.seconds += time.monotonic() - self._since

@@ -1,0 +1,1 @@
+"""Workers with weights of their own, which exchange them with some of the others."""

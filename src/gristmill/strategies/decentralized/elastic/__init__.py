@@ -1,0 +1,1 @@
+"""Workers that may die and come back."""

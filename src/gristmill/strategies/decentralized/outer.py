@@ -1,0 +1,224 @@
+"""One exchange: from the weights of all workers to the weights that each goes on from.
+
+Every exchange follows one formula. Worker i has weights x, its anchor y, from which it went on
+after the last exchange, and the outer gradient d = y - x:
+
+    u_i = y_i - outer(d_i)            plain: u = x; SGD: lr d; Nesterov: lr (d + momentum m)
+    y_i <- sum_j W_ij C(u_j)          W: the topology's matrix of this round; C: what is sent
+
+    gossip        an exchange after every step, plain                (D-PSGD, decentralized Adam)
+    DiLoCo        many steps, complete graph, Nesterov               (arXiv 2311.08105)
+    NoLoCo-like   many steps, random pairs, Nesterov                 (arXiv 2506.10911)
+
+(arXiv 2606.11081 has the same unification.) If the graph is complete and every worker has the same
+anchor, only differences need to be sent: they are small, so that few bits describe them, and what
+rounding loses is added to the next exchange (error feedback). The outer step is then applied to
+their mean, which is the same, as all of it is linear.
+
+Without a common anchor, a lossy format sends rounded weights, and a worker adds only their
+differences, x_i + sum_j W_ij (C(x_j) - C(x_i)). So the mean over all workers is kept exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from gristmill.config.parallel import ParallelConfig
+from gristmill.config.topologies import Group, fits, groups_of_round
+from gristmill.strategies.decentralized.codecs import build_codec
+from gristmill.strategies.decentralized.flat import Buckets, FlatLayout
+from gristmill.strategies.decentralized.transfer import Transfer
+from gristmill.strategies.decentralized.workers import WorkerSet
+
+DENSITY = 1 / 64
+"""Share of the elements that top-k sends if the settings do not say."""
+
+
+@dataclass(frozen=True)
+class OuterStep:
+    """The outer optimizer: plain averaging if the rate is 1 and there is no momentum."""
+
+    lr: float = 1.0
+    momentum: float = 0.0
+
+    @classmethod
+    def of(cls, config: ParallelConfig) -> OuterStep:
+        if config.local is None:
+            return cls()
+        momentum = 0.9 if config.local.outer_momentum is None else config.local.outer_momentum
+        return cls(config.local.outer_lr, momentum if config.local.outer == "nesterov" else 0.0)
+
+    @property
+    def is_plain(self) -> bool:
+        return self.lr == 1.0 and not self.momentum
+
+    def apply(
+        self, anchor: torch.Tensor, gradient: torch.Tensor, memory: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The anchor after a step along an outer gradient; updates the momentum buffer."""
+        if memory is None:
+            return anchor - self.lr * gradient
+        memory.mul_(self.momentum).add_(gradient)
+        return anchor - self.lr * (gradient + self.momentum * memory)
+
+
+@dataclass
+class OuterState:
+    """What exchanges keep from one to the next; empty where not needed."""
+
+    anchor: Buckets = field(default_factory=list)
+    """The weights after the last exchange."""
+    momentum: Buckets = field(default_factory=list)
+    """The outer optimizer's momentum."""
+    residual: Buckets = field(default_factory=list)
+    """What rounding has lost so far, to be sent with the next exchange."""
+
+    def named(self) -> dict[str, Buckets]:
+        return {name: value for name, value in vars(self).items() if value}
+
+
+class Exchange:
+    """Computes exchanges; keeps the outer optimizer's state."""
+
+    def __init__(
+        self, config: ParallelConfig, workers: WorkerSet, layout: FlatLayout, *, seed: int
+    ) -> None:
+        self.layout, self.wanted, self.seed = layout, config.topology, seed
+        self.outer = OuterStep.of(config)
+        send = None if config.exchange is None else config.exchange
+        density = DENSITY if send is None or send.density is None else send.density
+        self.codec = build_codec("fp32" if send is None else send.send, density=density)
+        self.enter(workers)
+        complete = self.wanted == "complete"
+        self.shares_anchor = complete and (self.codec.lossy or not self.outer.is_plain)
+        """Whether all workers have the same anchor, so that differences to it can be sent."""
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin anew, from the present weights."""
+        self.state = OuterState()
+        if self.shares_anchor or not self.outer.is_plain:
+            self.state.anchor = self.layout.read()
+        if self.outer.momentum:
+            self.state.momentum = self.layout.zeros()
+        if self.shares_anchor and self.codec.lossy:
+            self.state.residual = self.layout.zeros()
+
+    def enter(self, workers: WorkerSet) -> None:
+        """From now on, exchange with these workers."""
+        self.workers = workers
+        self.transfer = Transfer(self.codec, workers.on_host, workers.interrupt)
+        exact = build_codec("fp32", density=1.0)
+        self.exact = Transfer(exact, workers.on_host, workers.interrupt)
+        fit = fits(self.wanted, workers=workers.count, per_node=workers.per_node)
+        self.topology = self.wanted if fit else "random"
+        """What some workers use while others are missing may differ from what was asked for."""
+
+    def group_of(self, round: int) -> Group:
+        """The group of this worker in a round, by places among those that take part."""
+        index = self.workers.index
+        groups = groups_of_round(
+            self.topology,
+            workers=self.workers.count,
+            per_node=self.workers.per_node,
+            round=round,
+            seed=self.seed,
+        )
+        return next(group for group in groups if index in group.members)
+
+    def connect(self, members: Sequence[int]) -> dist.ProcessGroup | None:
+        """The processes to exchange with, given places among the workers that take part."""
+        return self.workers.connect([self.workers.members[place] for place in members])
+
+    @torch.no_grad()
+    def run(self, weights: Buckets, *, round: int) -> tuple[Buckets, int]:
+        """Exchange weights with the group of a round; returns those to go on from, and the bytes
+        that this process sent. The anchor becomes what is returned."""
+        group = self.group_of(round)
+        processes, sent = self.connect(group.members), 0
+        results = []
+        for place, x in enumerate(weights):
+            if self.shares_anchor:
+                result, count = self._step_together(x, place, processes)
+            else:
+                result, count = self._mix(self._stepped(x, place), group, processes)
+            results.append(result)
+            sent += count
+        if self.state.anchor:
+            self.state.anchor = [one.clone() for one in results]
+        return results, sent
+
+    def _step_together(
+        self, x: torch.Tensor, place: int, processes: dist.ProcessGroup | None
+    ) -> tuple[torch.Tensor, int]:
+        """An outer step along the mean of all outer gradients."""
+        anchor, gradient, sent = self.state.anchor[place], self.state.anchor[place] - x, 0
+        if self.state.residual:
+            gradient += self.state.residual[place]
+        if processes is not None:
+            done = self.transfer.sum(gradient, processes, round_sum=True)
+            if self.state.residual:
+                self.state.residual[place] = gradient - done.own
+            gradient, sent = done.total / processes.size(), done.sent
+        elif self.state.residual:
+            self.state.residual[place].zero_()
+        memory = self.state.momentum[place] if self.state.momentum else None
+        return self.outer.apply(anchor, gradient, memory), sent
+
+    def _stepped(self, x: torch.Tensor, place: int) -> torch.Tensor:
+        """A worker's own outer step."""
+        if self.outer.is_plain:
+            return x
+        anchor = self.state.anchor[place]
+        memory = self.state.momentum[place] if self.state.momentum else None
+        return self.outer.apply(anchor, anchor - x, memory)
+
+    def _mix(
+        self, x: torch.Tensor, group: Group, processes: dist.ProcessGroup | None
+    ) -> tuple[torch.Tensor, int]:
+        """The weighted mean over a group."""
+        if processes is None:
+            return x, 0
+        done = self.transfer.sum(x, processes, round_sum=False)
+        mixed = group.other_weight * done.total
+        if not group.is_mean:
+            mixed += (group.self_weight - group.other_weight) * done.own
+        if self.codec.lossy:
+            mixed += x - done.own
+        return mixed, done.sent
+
+    @torch.no_grad()
+    def average(self, weights: Buckets, *, counts: bool = True) -> Buckets:
+        """The exact mean over all workers for which it `counts`."""
+        processes = self.connect(range(self.workers.count))
+        if processes is None:
+            return weights
+        number = torch.tensor([float(counts)], device=weights[0].device)
+        self.exact.all_reduce(number, processes)
+        for one in weights:
+            if not counts:
+                one.zero_()
+            self.exact.all_reduce(one, processes).div_(number)
+        return weights
+
+    @torch.no_grad()
+    def catch_up(self, *, counts: bool) -> None:
+        """Bring in workers that have just come: they take the average of those for which it
+        `counts`, weights and outer state. A common anchor becomes common again."""
+        average = self.average(self.layout.read(), counts=counts)
+        if not counts:
+            self.layout.write(average)
+        for kind, held in self.state.named().items():
+            average = self.average([one.clone() for one in held], counts=counts)
+            if kind == "residual":
+                average = [torch.zeros_like(one) for one in average]
+            if not counts or (self.shares_anchor and kind != "residual"):
+                setattr(self.state, kind, average)
+
+    def views(self) -> Mapping[str, dict[str, torch.Tensor]]:
+        """The state by kind and parameter."""
+        return {kind: self.layout.views(held) for kind, held in self.state.named().items()}

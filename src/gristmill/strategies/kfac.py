@@ -1,0 +1,292 @@
+"""K-FAC over the processes of a run: which of them holds and computes what is in `kaisa.py`.
+
+In a step, after the gradients of all micro-batches are summed and the step is found to be finite,
+
+    factors        every `factor_every` steps, the second moments of all processes are summed up on
+                   the process that keeps a layer's factors
+    inverses       every `inverse_every` steps, it inverts them and sends the result to the others
+                   that precondition the layer's gradient
+    precondition   those gather the gradient as far as they have only a shard of it, and send every
+                   process its part of the result
+    KL clip        all preconditioned gradients are scaled by the same number
+
+Before the first finite step there are no factors; until then they are collected in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from gristmill.base.errors import UserError
+from gristmill.base.units import Progress
+from gristmill.config.preconditioner import KfacConfig
+from gristmill.distributed.world import World
+from gristmill.models.layer_statistics import LayerStatistics, LayerSums
+from gristmill.models.linears import block_linears, is_transposed, linear_shapes
+from gristmill.models.spec import CausalLM
+from gristmill.optim.precondition.kfac import (
+    FACTOR,
+    KfacLayer,
+    LayerCurvature,
+    StepSettings,
+    inverse_kinds,
+)
+from gristmill.optim.precondition.side_by_side import side_by_side
+from gristmill.optim.spec import Placement, StateEntry
+from gristmill.plan.kaisa import assign_layers
+from gristmill.plan.preconditioner import kfac_inversion
+from gristmill.strategies.data_parallel import BUCKET, buckets
+from gristmill.strategies.matrix_exchange import ShardedMatrixExchange, stage_ranks
+from gristmill.strategies.sharding import ShardedParameters, ShardLayout
+from gristmill.strategies.strategy import StepStatistics
+
+UPDATES = "factor_updates"
+"""How often the factors were updated, stored with the weight of each layer."""
+
+
+class Kfac:
+    """Preconditions the gradients of linear layers."""
+
+    def __init__(
+        self,
+        config: KfacConfig,
+        layers: Mapping[str, KfacLayer],
+        *,
+        statistics: LayerStatistics,
+        layout: ShardLayout,
+        world: World,
+    ) -> None:
+        self.config, self.layers, self.statistics, self.world = config, layers, statistics, world
+        self.ranks, device = stage_ranks(world), world.device.torch_device
+        costs = {name: kfac_inversion(config, layer.shape) for name, layer in layers.items()}
+        self.work = assign_layers(costs, self.ranks, fraction=config.worker_fraction)
+        self.curvatures = {
+            name: LayerCurvature(layer, config)
+            for name, layer in layers.items()
+            if world.rank in self.work[name].preconditions
+        }
+        """Those of the layers that this process preconditions."""
+        for name, curvature in self.curvatures.items():
+            curvature.allocate(device, factors=self._inverts(name))
+        self.exchange = None
+        self.group = world.groups.of(self.ranks)
+        if self.group is not None:
+            workers = {
+                parameter: self.work[name].preconditions
+                for name, layer in layers.items()
+                for parameter in layer.parameters
+            }
+            self.exchange = ShardedMatrixExchange(
+                layout, world, names=list(workers), workers=workers
+            )
+        self._everyone = world.groups.along(*world.mesh.sizes)
+        self.updates = torch.zeros((), device=device)
+        self._known = dict.fromkeys((layer.parameters[0] for layer in layers.values()), False)
+        """Of which weights it is known that their factors were updated."""
+        self._settings = StepSettings(0.0, 0.0, 0.0)
+        self._collecting = self._inverting = False
+
+    def _inverts(self, name: str) -> bool:
+        return self.work[name].inverts == self.world.rank
+
+    @property
+    def ready(self) -> bool:
+        """Whether there are factors."""
+        return all(self._known.values())
+
+    # -------------------------------------------------------------- a step
+
+    def begin(self, progress: Progress) -> None:
+        config, done = self.config, progress.steps
+        scheduled = (config.damping, config.decay, config.kl_clip)
+        self._settings = StepSettings(*(one.at(progress) for one in scheduled))
+        first = not self.ready
+        if first:
+            self.updates.zero_()
+        self._collecting = first or done % config.factor_every.at(progress) == 0
+        self._inverting = first or done % config.inverse_every.at(progress) == 0
+        self.statistics.switch(self._collecting)
+
+    @torch.no_grad()
+    def apply(self, parameters: ShardedParameters, step: StepStatistics) -> None:
+        self.statistics.switch(False)
+        if self._collecting:
+            self._update_factors(step)
+        if not self.ready:
+            # Waits for the device, but only until a step is finite: usually the first one is.
+            self._known = dict.fromkeys(self._known, not step.skip.item())
+            if not self.ready:
+                return
+        if self._inverting:
+            self._update_inverses()
+        self._precondition(parameters, step.lr)
+
+    def _update_factors(self, step: StepStatistics) -> None:
+        taken = self.statistics.take()
+        samples = {name: self._means(sums, step) for name, sums in taken.items()}
+        if self.group is not None:
+            for rank in self.ranks:
+                theirs = [name for name, work in self.work.items() if work.inverts == rank]
+                self._sum_on(rank, [one for name in theirs for one in samples[name]])
+        for name, curvature in self.curvatures.items():
+            if self._inverts(name):
+                curvature.advance(
+                    samples[name],
+                    decay=self._settings.decay,
+                    updates=self.updates,
+                    skip=step.skip,
+                )
+        self.updates += 1 - step.skip
+
+    def _means(self, sums: LayerSums, step: StepStatistics) -> list[torch.Tensor]:
+        """This process's share of the mean second moments, computed in place."""
+        gradients = step.counted
+        if step.loss_scale is not None:
+            gradients = gradients / step.loss_scale**2
+        inputs = sums.inputs.mul_(1 / (step.positions * sums.input_copies))
+        return [inputs, *(one.mul_(gradients / sums.output_copies) for one in sums.outputs)]
+
+    def _sum_on(self, rank: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Sum tensors over the processes of the stage, in place on one of them."""
+        for bucket in buckets(tensors):
+            flat = torch.cat([one.reshape(-1) for one in bucket])
+            dist.reduce(flat, group=self.group, group_dst=self.ranks.index(rank))
+            if rank == self.world.rank:
+                parts = flat.split([one.numel() for one in bucket])
+                for one, part in zip(bucket, parts, strict=True):
+                    one.copy_(part.view_as(one))
+
+    def _update_inverses(self) -> None:
+        mine = [
+            (curvature, number)
+            for name, curvature in self.curvatures.items()
+            if self._inverts(name)
+            for number in range(len(curvature.factors))
+        ]
+        mine.sort(key=lambda one: -one[0].sizes[one[1]])
+        side_by_side(
+            [partial(one.invert_factor, number, self._settings) for one, number in mine],
+            self.updates.device,
+        )
+        for name, curvature in self.curvatures.items():
+            work = self.work[name]
+            group = self.world.groups.of(list(work.preconditions))
+            if group is not None:
+                source = work.preconditions.index(work.inverts)
+                for inverse in curvature.inverses:
+                    for tensor in inverse:
+                        dist.broadcast(tensor, group=group, group_src=source)
+
+    def _precondition(self, parameters: ShardedParameters, lr: float) -> None:
+        new: dict[str, torch.Tensor] = {}
+        for layers in _chunks(list(self.layers.values())):
+            new |= self._preconditioned(parameters, layers)
+        products = torch.zeros((), device=self.updates.device)
+        for name, gradient in new.items():
+            old = parameters[name].local.grad
+            if parameters[name].owned and old is not None:
+                products += (gradient * old).sum()
+        if self._settings.kl_clip:
+            if self._everyone is not None:
+                dist.all_reduce(products, group=self._everyone)
+            limit = (self._settings.kl_clip / (lr * lr * products.abs())).sqrt().clamp(max=1.0)
+            for gradient in new.values():
+                gradient.mul_(limit)
+        for name, gradient in new.items():
+            old = parameters[name].local.grad
+            if old is not None:
+                old.copy_(gradient)
+
+    def _preconditioned(
+        self, parameters: ShardedParameters, layers: Sequence[KfacLayer]
+    ) -> dict[str, torch.Tensor]:
+        """This process's shards of the preconditioned gradients of some layers, by parameter."""
+        names = [name for layer in layers for name in layer.parameters]
+        local = [_gradient(parameters, name) for name in names]
+        places = {name: place for place, name in enumerate(names)}
+        whole = dict(enumerate(local))
+        if self.exchange is not None:
+            whole = self.exchange.gather(names, local)
+        done: dict[int, torch.Tensor] = {}
+        for layer in layers:
+            if layer.name in self.curvatures:
+                its = [places[name] for name in layer.parameters]
+                matrix = layer.join([whole[place] for place in its])
+                result = self.curvatures[layer.name].precondition(matrix, self._settings)
+                done |= zip(its, layer.separate(result), strict=True)
+        shards = list(done.values())
+        if self.exchange is not None:
+            shards = self.exchange.scatter(names, done, [])
+        return dict(zip(names, shards, strict=True))
+
+    # -------------------------------------------------------------- checkpoints
+
+    @property
+    def placements(self) -> Mapping[str, Placement]:
+        kinds = (FACTOR, *inverse_kinds(self.config))
+        return {UPDATES: Placement.REPLICATED, **dict.fromkeys(kinds, Placement.ASSIGNED)}
+
+    def entries(self) -> Iterator[StateEntry]:
+        for name in self._known:
+            yield StateEntry(UPDATES, name, self.updates)
+        for name, curvature in self.curvatures.items():
+            if self._inverts(name):
+                yield from (StateEntry(*one) for one in curvature.tensors())
+
+    def expects(self, kind: str, key: str) -> bool:
+        if kind == UPDATES:
+            return key in self._known
+        name = key.rpartition(".")[0]
+        held = name in self.curvatures and kind in self.placements
+        return held and (kind != FACTOR or self._inverts(name))
+
+    def load_entry(self, entry: StateEntry) -> None:
+        kind, key, value = entry
+        if kind == UPDATES:
+            self.updates.copy_(value)
+            self._known[key] = bool(value > 0)
+        else:
+            self.curvatures[key.rpartition(".")[0]].load(kind, key, value)
+
+
+def build_kfac(config: KfacConfig, model: CausalLM, world: World) -> Kfac:
+    """K-FAC for the linear layers in the blocks of a placed model."""
+    layers = kfac_layers(config, model)
+    return Kfac(
+        config,
+        layers,
+        statistics=LayerStatistics(
+            model,
+            {name: layer.shape.parts for name, layer in layers.items()},
+            outputs=config.sides == "both",
+        ),
+        layout=ShardLayout.of(model, world.mesh),
+        world=world,
+    )
+
+
+def kfac_layers(config: KfacConfig, model: CausalLM) -> dict[str, KfacLayer]:
+    """The layers of a model whose gradients are preconditioned, with the sizes of the whole."""
+    shapes, modules = linear_shapes(model), block_linears(model)
+    if broken := list(config.problems(shapes)):
+        raise UserError(broken)
+    return {
+        name: KfacLayer(name, shape, is_transposed(modules[name]))
+        for name, shape in shapes.items()
+        if config.chosen(name)
+    }
+
+
+def _gradient(parameters: ShardedParameters, name: str) -> torch.Tensor:
+    local = parameters[name].local
+    return torch.zeros_like(local) if local.grad is None else local.grad.float()
+
+
+def _chunks(layers: Sequence[KfacLayer]) -> Iterator[Sequence[KfacLayer]]:
+    """Layers whose gradients are gathered at once."""
+    size = max(1, BUCKET // max(one.shape.inputs * one.shape.outputs for one in layers))
+    return (layers[begin : begin + size] for begin in range(0, len(layers), size))

@@ -1,0 +1,80 @@
+"""Runs the micro-batches of a step, one after the other or as a pipeline (`pipeline.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.profiler import record_function
+
+from gristmill.data.loader import Batch
+from gristmill.models.spec import CausalLM, Loss
+from gristmill.strategies.data_parallel import GradientSync
+from gristmill.strategies.sync_timing import backward
+
+
+class MicroBatches(Protocol):
+    """A way to run micro-batches, which are already on the device."""
+
+    def forward_backward(
+        self, batches: Sequence[Batch], scale: torch.Tensor, done: Callable[[], None] | None = None
+    ) -> torch.Tensor:
+        """Accumulate gradients of the scaled loss; returns the sum of this process's unscaled
+        losses. `done` is called when this process's own gradients are computed."""
+        ...
+
+    def forward(self, batches: Iterable[Batch]) -> torch.Tensor:
+        """The sum of the losses."""
+        ...
+
+
+class SequentialMicroBatches:
+    """Runs every micro-batch through the whole model; training calls `compiled` if given."""
+
+    def __init__(
+        self, model: CausalLM, sync: GradientSync, compiled: Callable[..., Any] | None = None
+    ) -> None:
+        self.model, self.sync = model, sync
+        self.train_forward = model if compiled is None else compiled
+
+    def forward_backward(
+        self, batches: Sequence[Batch], scale: torch.Tensor, done: Callable[[], None] | None = None
+    ) -> torch.Tensor:
+        total = torch.zeros((), device=scale.device)
+        for number, batch in enumerate(batches, 1):
+            last = number == len(batches)
+            with self.sync.micro_batch(last=last):
+                with record_function("gristmill::forward"):
+                    loss = _loss(self.train_forward, batch, scale)
+                with record_function("gristmill::backward"):
+                    if last and done is not None:
+                        backward(loss.scaled, done)
+                    else:
+                        loss.scaled.backward()
+            total += loss.total
+        return total
+
+    def forward(self, batches: Iterable[Batch]) -> torch.Tensor:
+        return sum_at_end(_loss(self.model, batch, None).total for batch in batches)
+
+
+def sum_at_end(totals: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The sum on the host, in fp64. All are read at the end, so that the host prepares batches
+    while the device computes."""
+    computed = list(totals)
+    read = torch.stack(computed).tolist() if computed else []
+    return torch.tensor(sum(read), dtype=torch.float64)
+
+
+def _loss(model: Callable[..., Any], batch: Batch, scale: torch.Tensor | None) -> Loss:
+    loss = model(
+        batch.tokens_BT,
+        targets_BT=batch.targets_BT,
+        weights_BT=batch.weights_BT,
+        scale=scale,
+        positions_BT=batch.positions_BT,
+        documents_BT=batch.documents_BT,
+    )
+    assert isinstance(loss, tuple)
+    return Loss(*loss)

@@ -1,0 +1,259 @@
+"""Training steps in SPMD style: every process runs the same step on its shard of model and batch.
+
+    accumulate   forward and backward over the micro-batches, with gradient synchronisation
+    update       reduce         the gradients that synchronisation does not cover
+                 norm           of the whole gradient, all-reduced with loss and stop requests
+                 unscale, precondition, and the norm of the result, if there is a preconditioner
+                 clip           as a divisor
+                 step           or skip, if loss or gradient is not finite or above its limit
+
+The loss is the sum over all counted tokens of the step divided by their number, so gradients are
+summed over processes, not averaged. Loss and norm are all-reduced in one collective, so all
+processes decide alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from gristmill.base.units import Progress
+from gristmill.config.roles import Ability
+from gristmill.config.schema import RunConfig
+from gristmill.data.loader import Batch
+from gristmill.distributed.control import ControlGroup
+from gristmill.distributed.world import World
+from gristmill.models.spec import CausalLM, StagedModel
+from gristmill.optim.spec import Optimizer
+from gristmill.strategies.compile_ahead import CompileAhead
+from gristmill.strategies.data_parallel import GradientSync, sum_together
+from gristmill.strategies.gather import gather_model
+from gristmill.strategies.microbatches import MicroBatches
+from gristmill.strategies.offload import Offload
+from gristmill.strategies.precision import LossScale
+from gristmill.strategies.sharding import ShardedParameters, owned_squares
+from gristmill.strategies.step import (
+    Decision,
+    clip_preconditioned,
+    count_tokens,
+    decide,
+    divide_batches,
+    second_token_weight,
+    shard_sequences,
+    step_seed,
+)
+from gristmill.strategies.strategy import Preconditioner, StepLimits, StepResult, StepStatistics
+from gristmill.strategies.sync_timing import SyncTimer
+
+
+class Spmd:
+    """Runs training steps of one model on all processes."""
+
+    tensors = None
+    distance = None
+    compiled = None
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        model: CausalLM,
+        parameters: ShardedParameters,
+        sync: GradientSync,
+        micro_batches: MicroBatches,
+        optimizer: Optimizer,
+        world: World,
+        control: ControlGroup,
+        loss_scale: LossScale | None = None,
+        offload: Offload | None = None,
+        preconditioner: Preconditioner | None = None,
+        worker: int = 0,
+        ahead: CompileAhead | None = None,
+        cuda_graphs: bool = False,
+    ) -> None:
+        self.model, self.optimizer, self.sync = model, optimizer, sync
+        self.parameters = parameters if offload is None else offload.parameters
+        """What the optimizer updates and checkpoints save."""
+        self.micro_batches, self.loss_scale, self.offload = micro_batches, loss_scale, offload
+        self.preconditioner = preconditioner
+        self.world, self.control = world, control
+        self._ahead, self._cuda_graphs = ahead, cuda_graphs
+        self.train, self.worker = config.train, worker
+        # The second target of a shard's last token would be on another process.
+        self._two_targets = bool(config.train.second_token) and world.mesh.cp == 1
+        self._everyone = world.groups.along(*world.mesh.sizes)
+        self._timer: SyncTimer | None = None
+        self._counted: torch.Tensor | None = None
+        # All tp ranks compute the same loss: one of them reports it.
+        self._reports_loss = model.shard.last and world.at["tp"] == 0
+        self._partial = self._partial_gradients()
+
+    def _partial_gradients(self) -> list[tuple[list[torch.nn.Parameter], dist.ProcessGroup]]:
+        """Parameters whose gradients need a sum after the backward pass, and over which group."""
+        groups, tied = self.world.groups, list[str]()
+        wanted = [(self.model.partial_gradients(), groups.along("tp"))]
+        if Ability.PIPELINE in self.model.config.abilities:
+            tied = cast(StagedModel, self.model).tied_across_stages()
+        if tied:
+            stages = self.world.mesh.group(self.world.rank, "pp")
+            wanted.append((tied, groups.of([stages[0], stages[-1]])))
+        sharded = self.sync.parameters
+        return [
+            ([sharded[name].local for name in names if name in sharded], group)
+            for names, group in wanted
+            if group is not None
+        ]
+
+    def accumulate(self, batches: Sequence[Batch], progress: Progress) -> StepResult:
+        """Gradients of the mean loss over all counted tokens of the step."""
+        if self._ahead is not None:
+            self._ahead.wait()
+            self._ahead = None
+        if self._cuda_graphs:
+            # What the last step's CUDA graphs returned is no longer needed.
+            torch.compiler.cudagraph_mark_step_begin()
+        self._timer = None if self._everyone is None else SyncTimer(self.world.device)
+        done = None if self._timer is None else self._timer.done
+        self.model.train()
+        if self.preconditioner is not None:
+            self.preconditioner.begin(progress)
+        if self.model.config.drops:
+            # tp ranks draw the same numbers, unless they have different positions.
+            at = self.world.at
+            place = [at["dp_replicate"] + self.worker, at["dp_shard"], at["cp"], at["pp"]]
+            place.append(at["tp"] * self.model.comm.sequence_parallel)
+            torch.manual_seed(step_seed(self.train.seed, progress.steps, place))
+        data_ranks = self.world.mesh.data
+        counted = count_tokens(
+            batches,
+            ranks=data_ranks,
+            group=self.world.groups.along("dp_replicate", "dp_shard"),
+            device=self.world.device.torch_device,
+        )
+        self._counted = counted
+        scale = 1.0 / counted
+        if self.loss_scale is not None:
+            scale = scale * self.loss_scale.scale
+        if self._two_targets:
+            scale = torch.stack([scale, scale * second_token_weight(self.train, progress)])
+        local = [self._on_device(batch) for batch in batches]
+        total = self.micro_batches.forward_backward(local, scale, done)
+        return StepResult(
+            samples=data_ranks * sum(batch.samples for batch in batches),
+            tokens=data_ranks * sum(batch.tokens for batch in batches),
+            loss=total / counted,
+            loss_scale=None if self.loss_scale is None else self.loss_scale.scale,
+        )
+
+    @record_function("gristmill::update")
+    def update(
+        self, result: StepResult, *, stop: bool = False, limits: StepLimits | None = None
+    ) -> StepResult:
+        """The phases listed above, in order."""
+        self.sync.finish()
+        for parameters, group in self._partial:
+            sum_together([p.grad for p in parameters if p.grad is not None], group)
+        loss, squares, stops = self._agree(result.loss, stop)
+        waited = None if self._timer is None else self._timer.end()
+        decision = decide(
+            loss, squares, scale=result.loss_scale, clip=self.train.clip, limits=limits
+        )
+        if self.preconditioner is not None:
+            squares = self._precondition(self.preconditioner, result, decision)
+            decision = clip_preconditioned(decision, squares, clip=self.train.clip)
+        if self.offload is not None:
+            self.offload.step(self.optimizer, divisor=decision.divisor, skip=decision.skip)
+        else:
+            self.optimizer.step(divisor=decision.divisor, skip=decision.skip)
+        self.sync.clear()
+        if self.loss_scale is not None:
+            self.loss_scale.update(decision.overflow)
+        return dataclasses.replace(
+            result,
+            next_loss_scale=None if self.loss_scale is None else self.loss_scale.scale,
+            loss=loss,
+            grad_norm=decision.norm,
+            skipped=decision.skip,
+            stops=stops,
+            waited=waited,
+        )
+
+    def _precondition(
+        self, preconditioner: Preconditioner, result: StepResult, decision: Decision
+    ) -> torch.Tensor:
+        """Replace the gradients; returns the squared norm of the new ones."""
+        scale, parameters = result.loss_scale, self.sync.parameters
+        if scale is not None:
+            local = [one.local.grad for one in parameters.values()]
+            torch._foreach_div_([gradient for gradient in local if gradient is not None], scale)
+        assert self._counted is not None
+        lr = self.optimizer.param_groups[0]["lr"]
+        step = StepStatistics(decision.skip, result.tokens, self._counted, scale, lr)
+        preconditioner.apply(parameters, step)
+        squares = owned_squares(parameters)
+        if self._everyone is not None:
+            dist.all_reduce(squares, group=self._everyone)
+        return squares
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """Mean loss over the counted tokens of all batches."""
+        self.model.eval()
+        counted = 0.0
+
+        def local() -> Iterator[Batch]:
+            nonlocal counted
+            ranks, rank = self.world.mesh.data, self.world.data_rank
+            for batch in divide_batches(batches, rank=rank, ranks=ranks):
+                counted += batch.counted
+                yield self._on_device(batch)
+
+        total = self.micro_batches.forward(local()).item()
+        # cp ranks have different losses, but all of them count the tokens of a sequence.
+        sums = [total, counted / self.world.mesh.cp] if self._reports_loss else [0.0, 0.0]
+        totals, counts = zip(*self.control.all_gather(sums), strict=True)
+        return float(sum(totals) / sum(counts))
+
+    def whole(self) -> CausalLM | None:
+        if self._everyone is None:
+            return self.model
+        return gather_model(self.model, self.sync.parameters, self.world, self.control)
+
+    def state(self) -> dict[str, Any]:
+        return {} if self.loss_scale is None else {"loss_scale": self.loss_scale.state()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        if self.loss_scale is not None and "loss_scale" in state:
+            self.loss_scale.load(state["loss_scale"])
+        self.weights_changed()
+
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def weights_changed(self) -> None:
+        if self.offload is not None:
+            self.offload.send_weights()
+
+    def close(self) -> None:
+        """Nothing to part from: all processes end after the same step."""
+
+    def _on_device(self, batch: Batch) -> Batch:
+        """This process's shard of a batch's sequences, on the device."""
+        shard = shard_sequences(batch, rank=self.world.at["cp"], ranks=self.world.mesh.cp)
+        return shard.to(self.world.device.torch_device)
+
+    def _agree(self, loss: torch.Tensor, stop: bool) -> tuple[torch.Tensor, ...]:
+        """Loss, squared norm and stop requests, summed over all processes."""
+        squares, stops = owned_squares(self.sync.parameters), torch.full_like(loss, stop)
+        if self._everyone is None:
+            return loss, squares, stops
+        reported = loss if self._reports_loss else torch.zeros_like(loss)
+        sums = torch.stack([reported, squares, stops])
+        dist.all_reduce(sums, group=self._everyone)
+        return tuple(sums)

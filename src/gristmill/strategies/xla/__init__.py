@@ -1,0 +1,1 @@
+"""Training on XLA devices: a step of torch lowered to JAX."""

@@ -1,0 +1,132 @@
+"""The XLA devices that a process drives, as one device to the rest of the program.
+
+Steps are dispatched without waiting for them. Their results are tensors on the host that have no
+values yet: an `Arrival` fills them in when the step is done, at the latest when a mark after it is
+waited for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from gristmill.distributed.device import Device, Mark, MatrixRate
+
+_HOST = torch.device("cpu")
+
+
+class Arrival:
+    """Results of a step that are still being computed."""
+
+    def __init__(self, values: jax.Array) -> None:
+        self.values: Any = values
+        self.host = torch.full(values.shape, torch.nan)
+        self.time = 0.0
+        """When they were seen to be there."""
+
+    def ready(self) -> bool:
+        if self.values is not None and self.values.is_ready():
+            self.wait()
+        return self.values is None
+
+    def wait(self) -> None:
+        if self.values is not None:
+            self.host.copy_(torch.from_numpy(np.array(self.values)))
+            self.values, self.time = None, time.monotonic()
+
+
+@dataclass(frozen=True)
+class XlaDevice(Device):
+    """All local devices of JAX; the host's tensors are on the CPU."""
+
+    torch_device: torch.device = _HOST
+    arrivals: list[Arrival] = field(default_factory=list, compare=False)
+    """Results that are awaited, and the last that came."""
+
+    @property
+    def kind(self) -> str:
+        return "xla"
+
+    @cached_property
+    def name(self) -> str:
+        device = jax.devices()[0]
+        return f"{jax.device_count()} x {device.device_kind} with XLA"
+
+    @property
+    def is_async(self) -> bool:
+        return True
+
+    def expect(self, values: jax.Array) -> torch.Tensor:
+        """A tensor on the host that will have these values when they are computed."""
+        awaited = [arrival for arrival in self.arrivals if arrival.values is not None]
+        self.arrivals[:] = [*awaited, Arrival(values)]
+        return self.arrivals[-1].host
+
+    def read_later(self, scalars: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        return scalars
+
+    def synchronize(self) -> None:
+        for arrival in self.arrivals:
+            arrival.wait()
+
+    def mark(self) -> Mark:
+        return XlaMark(self)
+
+    def free_memory(self) -> int | None:
+        stats = self._memory()
+        limit = stats.get("bytes_limit")
+        return None if limit is None else limit - stats.get("bytes_in_use", 0)
+
+    def total_memory(self) -> int | None:
+        return self._memory().get("bytes_limit")
+
+    def memory_peak(self) -> int:
+        return self._memory().get("peak_bytes_in_use") or super().memory_peak()
+
+    def _memory(self) -> dict[str, int]:
+        """What JAX knows about the memory of a device; nothing about the host's."""
+        return jax.local_devices()[0].memory_stats() or {}
+
+    def matrix_rate(self) -> MatrixRate:
+        on_cpu = jax.default_backend() == "cpu"
+        size, products = (1024, 1) if on_cpu else (8192, 10)
+        dtype = jnp.float32 if on_cpu else jnp.bfloat16
+        a = jax.random.normal(jax.random.key(0), (size, size), dtype)
+        product = jax.jit(jnp.matmul)
+        times = []
+        for _ in range(6):
+            started = time.monotonic()
+            for _ in range(products):
+                found = product(a, a)
+            found.block_until_ready()
+            times.append(time.monotonic() - started)
+        rate = products * 2 * size**3 / min(times)
+        return MatrixRate(rate, size, "fp32" if on_cpu else "bf16")
+
+
+class XlaMark(Mark):
+    """A point after the last step that was dispatched."""
+
+    def __init__(self, device: XlaDevice) -> None:
+        super().__init__(device)
+        last = device.arrivals[-1] if device.arrivals else None
+        self.arrival = last if last is not None and last.values is not None else None
+        """Results that are awaited; None if this point was reached at once."""
+
+    def reached(self) -> bool:
+        if self.arrival is not None and self.arrival.ready():
+            self.time, self.arrival = self.arrival.time, None
+        return self.arrival is None
+
+    def wait(self) -> None:
+        if self.arrival is not None:
+            self.arrival.wait()
+        self.reached()

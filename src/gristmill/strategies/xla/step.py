@@ -1,0 +1,232 @@
+"""A whole training step as one function for XLA to compile.
+
+    micro-batches   forward and backward, one after the other in a scan; gradients summed in fp32
+    decision        `strategies/step.py`: norm, clipping, skipping
+    update          the step of the run's own optimizer
+
+Weights and optimizer state are donated: a step overwrites them. What changes from step to step is
+an input (learning rates, limits, the key of dropout), so a step is compiled once for each form of
+its batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from gristmill.config.schema import RunConfig
+from gristmill.models.recompute import Recompute
+from gristmill.models.spec import CausalLM
+from gristmill.optim.build import build_optimizer
+from gristmill.optim.spec import ParameterOptimizer
+from gristmill.strategies.step import decide
+from gristmill.strategies.strategy import StepLimits
+from gristmill.strategies.xla.graph import marked_blocks, meta, trace
+from gristmill.strategies.xla.lower import ALL, Context, Lowered
+from gristmill.strategies.xla.placing import Placing
+
+Weights = dict[str, jax.Array]
+State = dict[tuple[str, str], jax.Array]
+"""Optimizer state by kind and parameter."""
+Batches = dict[str, jax.Array]
+"""By the name of the model's argument; micro-batches are the first dimension."""
+
+CHANGING = ("lr", "momentum")
+"""Settings of a parameter group that the schedule sets."""
+
+
+class Controls(NamedTuple):
+    """What changes from step to step, as scalars."""
+
+    settings: list[dict[str, jax.Array]]
+    """Of each parameter group, those that change."""
+    counted: jax.Array
+    """Tokens that count in the loss, at least 1."""
+    limits: jax.Array
+    """Loss and norm above which the step is skipped."""
+    key: jax.Array
+    """Of the random numbers of dropout."""
+    stops: jax.Array
+    """For every device, whether its process was asked to stop; as parts of 1."""
+
+
+class Programs:
+    """The functions of a run, before they are compiled."""
+
+    def __init__(self, config: RunConfig, outline: CausalLM, placing: Placing) -> None:
+        """`outline`: the model on the meta device."""
+        self.config, self.outline, self.placing = config, outline, placing
+        self.buffers = {name: tuple(one.shape) for name, one in outline.named_buffers()}
+        self.shapes = {name: tuple(one.shape) for name, one in outline.named_parameters()}
+        self.state_shapes = self._state_shapes()
+        self._recompute = Recompute(config.train.recompute, config.train.recompute_every or 1)
+
+    # -------------------------------------------------------------- traced
+
+    def _loss(self, batch: Mapping[str, jax.Array], *, training: bool) -> Lowered:
+        """The summed loss of a micro-batch like this one."""
+        model = self.outline
+        model.train(training)
+
+        def loss(
+            weights: dict[str, Any], buffers: dict[str, Any], batch: dict[str, Any]
+        ) -> torch.Tensor:
+            tokens = batch["tokens_BT"]
+            others = {name: value for name, value in batch.items() if name != "tokens_BT"}
+            return functional_call(model, {**weights, **buffers}, (tokens,), others).total
+
+        floats = ("weights_BT",)
+        inputs = {
+            name: meta(one.shape, torch.float32 if name in floats else torch.int64)
+            for name, one in batch.items()
+        }
+        weights = {name: meta(shape) for name, shape in self.shapes.items()}
+        buffers = {name: meta(shape) for name, shape in self.buffers.items()}
+        with marked_blocks(model):
+            return Lowered(trace(loss, weights, buffers, inputs))
+
+    def _optimizer(self, weights: Mapping[str, torch.Tensor]) -> ParameterOptimizer:
+        parameters = {name: nn.Parameter(value) for name, value in weights.items()}
+        optimizer = build_optimizer(
+            self.config.optim, self.outline, parameters=parameters, compiled=False
+        )
+        assert isinstance(optimizer, ParameterOptimizer)
+        return optimizer
+
+    def _state_shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
+        """The shapes of all optimizer state, found by a step that computes nothing."""
+        found: dict[tuple[str, str], tuple[int, ...]] = {}
+
+        def step(weights: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+            optimizer = self._optimizer(weights)
+            for parameter in optimizer.parameters.values():
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step(divisor=meta(), skip=meta())
+            entries = list(optimizer.entries())
+            found.update({(one.kind, one.key): tuple(one.value.shape) for one in entries})
+            return [one.value for one in entries]
+
+        trace(step, {name: meta(shape) for name, shape in self.shapes.items()})
+        return found
+
+    def _update(self, settings: Sequence[Mapping[str, Any]]) -> Lowered:
+        """The decision about a step, and the step of the optimizer."""
+        clip = self.config.train.clip
+
+        def update(
+            weights: dict[str, torch.Tensor],
+            gradients: dict[str, torch.Tensor],
+            state: dict[tuple[str, str], torch.Tensor],
+            settings: list[dict[str, torch.Tensor]],
+            loss: torch.Tensor,
+            squares: torch.Tensor,
+            limits: torch.Tensor,
+        ) -> Any:
+            above: Any = StepLimits(*limits.unbind())  # type: ignore[arg-type]
+            decision = decide(loss, squares, scale=None, clip=clip, limits=above)
+            optimizer = self._optimizer(weights)
+            for name, parameter in optimizer.parameters.items():
+                parameter.grad = gradients[name]
+            for (kind, name), value in state.items():
+                optimizer.state[optimizer.parameters[name]][kind] = value
+            for group, values in zip(optimizer.param_groups, settings, strict=True):
+                group.update(values)
+            optimizer.step(divisor=decision.divisor, skip=decision.skip)
+            moved = {name: one.detach() for name, one in optimizer.parameters.items()}
+            after = {(one.kind, one.key): one.value for one in optimizer.entries()}
+            return moved, after, decision.norm, decision.skip
+
+        weights, gradients = (
+            {name: meta(shape) for name, shape in self.shapes.items()} for _ in range(2)
+        )
+        state = {key: meta(shape) for key, shape in self.state_shapes.items()}
+        changing = [{name: meta() for name in group} for group in settings]
+        scalars = (meta(), meta(), meta((2,)))
+        return Lowered(trace(update, weights, gradients, state, changing, *scalars))
+
+    # -------------------------------------------------------------- in JAX
+
+    def step(self, batches: Batches, controls: Controls) -> Any:
+        """One step over micro-batches of this form, to be compiled; it returns weights, state, and
+        a vector: loss, gradient norm, skipped, stops."""
+        first = {name: one[0] for name, one in batches.items()}
+        loss = self._loss(first, training=True)
+        update = self._update(controls.settings)
+        place, count = self.placing, next(iter(batches.values())).shape[0]
+        layout = place.layout
+        context = partial(Context, shards=layout.data, tp=layout.tp, recompute=self._policy_of)
+
+        def micro_loss(
+            weights: Weights, buffers: Weights, batch: Batches, scale: jax.Array, key: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
+            total = loss(weights, buffers, batch, context=context(key=key))
+            return total * scale, total
+
+        gradient = jax.grad(micro_loss, has_aux=True)
+
+        def sharded(gradients: Weights) -> Weights:
+            return jax.lax.with_sharding_constraint(gradients, place.weights)
+
+        def run(
+            weights: Weights, state: State, buffers: Weights, batches: Batches, controls: Controls
+        ) -> Any:
+            scale = 1.0 / controls.counted
+
+            def add(carry: Any, piece: Any) -> Any:
+                gradients, total = carry
+                number, batch = piece
+                key = jax.random.fold_in(controls.key, number)
+                more, loss = gradient(weights, buffers, batch, scale, key)
+                return (sharded(jax.tree.map(jnp.add, gradients, more)), total + loss), None
+
+            start = (jax.tree.map(jnp.zeros_like, weights), jnp.zeros((), jnp.float32))
+            pieces = (jnp.arange(count), batches)
+            if count == 1:
+                (gradients, total), _ = add(start, jax.tree.map(lambda one: one[0], pieces))
+            else:
+                (gradients, total), _ = jax.lax.scan(add, start, pieces)
+            mean = total / controls.counted
+            squares = sum(jnp.sum(jnp.square(one)) for one in gradients.values())
+            weights, state, norm, skip = update(
+                weights, gradients, state, controls.settings, mean, squares, controls.limits
+            )
+            return weights, state, jnp.stack([mean, norm, skip, jnp.sum(controls.stops)])
+
+        return jax.jit(run, donate_argnums=(0, 1), out_shardings=self._results())
+
+    def _results(self) -> Any:
+        place = self.placing
+        return place.weights, self.state_shardings(), place.replicated
+
+    def state_shardings(self) -> dict[tuple[str, str], Any]:
+        """State that has the shape of its parameter is sharded like it."""
+        return {
+            (kind, name): self.placing.weights[name]
+            if shape == self.shapes[name]
+            else self.placing.replicated
+            for (kind, name), shape in self.state_shapes.items()
+        }
+
+    def evaluation(self, batch: Batches) -> Any:
+        """The summed loss of one batch, to be compiled."""
+        loss = self._loss(batch, training=False)
+        layout = self.placing.layout
+        context = Context(shards=layout.data, tp=layout.tp)
+
+        def run(weights: Weights, buffers: Weights, batch: Batches) -> jax.Array:
+            return loss(weights, buffers, batch, context=context)
+
+        return jax.jit(run, out_shardings=self.placing.replicated)
+
+    def _policy_of(self, block: int) -> Any:
+        """What is kept of a block, for `jax.checkpoint`; None for a block that keeps all."""
+        if not self._recompute.concerns(block):
+            return None
+        return ALL if self._recompute.kind == "full" else jax.checkpoint_policies.dots_saveable

@@ -1,0 +1,330 @@
+"""Builds the world and the strategy of a run; read it from top to bottom.
+
+    open_run_world   the devices of this process, and its groups with the others
+    build_strategy   place the model -> shard its parameters -> gradient sync -> optimizer;
+                     of a decentralized run, the same for each worker, and exchanges around it
+    place_model      meta model -> communication -> compile and checkpoint blocks -> block by block:
+                     memory, initial weights, FSDP -> the same for embedding, norm and head
+
+FSDP and torch's pipelines are imported by the runs that use them: each takes seconds.
+
+JAX is an extra: what needs it is imported by the runs that use XLA devices.
+
+No process ever holds more than its shard of the weights and one whole block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import nn
+
+from gristmill.base.errors import UserError
+from gristmill.base.process import Place
+from gristmill.config.parallel import Mesh
+from gristmill.config.preconditioner import KfacConfig
+from gristmill.config.resolve import Resolved
+from gristmill.config.roles import Role
+from gristmill.config.rules import check_mesh
+from gristmill.config.schema import RunConfig
+from gristmill.distributed.control import ControlGroup
+from gristmill.distributed.world import World, close_world, open_world
+from gristmill.models.build import initialise, materialise, outline_model
+from gristmill.models.lora import keep_frozen_in
+from gristmill.models.recompute import Recompute
+from gristmill.models.spec import CausalLM, ShardComm
+from gristmill.optim.build import build_optimizer
+from gristmill.optim.precondition.joined import PreconditionedOptimizer
+from gristmill.optim.spec import Optimizer
+from gristmill.strategies.compile_ahead import compile_ahead
+from gristmill.strategies.compiling import (
+    choose_graphs,
+    compiled,
+    compiled_for_training,
+    start_compile_workers,
+    uses_cuda_graphs,
+)
+from gristmill.strategies.context import heads_attention, ring_attention
+from gristmill.strategies.data_parallel import build_gradient_sync, shard_parameters
+from gristmill.strategies.decentralized.agreement import StopAgreement
+from gristmill.strategies.decentralized.strategy import Decentralized, build_mixing
+from gristmill.strategies.decentralized.workers import WorkerSet, all_workers, worker_world
+from gristmill.strategies.kfac import build_kfac
+from gristmill.strategies.matrix_exchange import ShardedMatrixExchange
+from gristmill.strategies.microbatches import MicroBatches, SequentialMicroBatches
+from gristmill.strategies.offload import Offload
+from gristmill.strategies.precision import Precision
+from gristmill.strategies.sharding import ShardLayout
+from gristmill.strategies.spmd import Spmd
+from gristmill.strategies.stages import model_shard
+from gristmill.strategies.strategy import Strategy
+from gristmill.strategies.tensor import TensorParallelComm
+
+if TYPE_CHECKING:
+    from gristmill.strategies.pipeline import StageModule
+
+_ATTENTION = {"ring": ring_attention, "heads": heads_attention}
+
+
+def device_mesh(config: RunConfig, place: Place) -> Mesh:
+    """How the run is divided over the devices of all processes. Each has one, or with XLA all that
+    JAX finds on its host; JAX is started to count them."""
+    if config.runtime.device != "xla":
+        return check_mesh(config, processes=place.world)
+    from gristmill.strategies.xla.backend import start_xla
+
+    tf32 = config.precision.tf32
+    return check_mesh(
+        config, processes=start_xla(config.runtime, config.parallel, place, tf32=tf32)
+    )
+
+
+def open_run_world(
+    config: RunConfig, mesh: Mesh | None = None, place: Place | None = None
+) -> World:
+    """This process's device and groups, for a run that is divided over devices by `mesh`."""
+    place, open_ = place or Place(), partial(open_world, config.runtime, parallel=config.parallel)
+    if config.runtime.device != "xla":
+        return open_(tf32=config.precision.tf32, mesh=mesh, place=place)
+    mesh = mesh or device_mesh(config, place)
+    from gristmill.strategies.xla.device import XlaDevice
+
+    return open_(
+        tf32=config.precision.tf32,
+        mesh=Mesh(dp_replicate=place.world),
+        place=place,
+        device=XlaDevice(),
+        devices=mesh,
+    )
+
+
+def close_run_world(world: World) -> None:
+    """Part from the other processes; not after an error, since they may never answer."""
+    if world.device.kind == "xla":
+        from gristmill.strategies.xla.backend import leave_xla
+
+        leave_xla()
+    close_world()
+
+
+def build_strategy(
+    config: RunConfig,
+    *,
+    vocab: int,
+    world: World,
+    control: ControlGroup | None = None,
+    numbers: Resolved | None = None,
+    workers: WorkerSet | None = None,
+) -> Strategy:
+    """The strategy of a run, with initial weights. Without `numbers`, nothing that depends on the
+    learning rate over the run is available. `workers`: those that take part in a decentralized run,
+    if not all of them."""
+    control = control or ControlGroup()
+    if world.device.kind == "xla":
+        from gristmill.strategies.xla.strategy import build_xla
+
+        return build_xla(config, vocab=vocab, world=world, control=control)
+    if not config.parallel.decentralized:
+        return _build_spmd(config, vocab=vocab, world=world, control=control, numbers=numbers)
+    workers = workers or all_workers(world, config.parallel)
+    return Decentralized(
+        config.parallel,
+        inner=_build_spmd(
+            config,
+            vocab=vocab,
+            world=worker_world(world),
+            control=control,
+            numbers=numbers,
+            worker=workers.mine,
+        ),
+        workers=workers,
+        slots=world.mesh.dp_replicate,
+        control=control,
+        agreement=StopAgreement(world.control_group("stop")),
+        mixing=build_mixing(config, numbers),
+        seed=config.train.seed,
+    )
+
+
+def _build_spmd(
+    config: RunConfig,
+    *,
+    vocab: int,
+    world: World,
+    control: ControlGroup,
+    numbers: Resolved | None,
+    worker: int = 0,
+) -> Spmd:
+    precision = Precision(config.precision, world.device)
+    graphs = choose_graphs(config, world, numbers)
+    cuda_graphs = uses_cuda_graphs(config, world, numbers, graphs)
+    ahead = None
+    if graphs == "blocks" and numbers is not None:
+        ahead = compile_ahead(
+            config, vocab=vocab, world=world, numbers=numbers, cuda_graphs=cuda_graphs
+        )
+    world.device.load_libraries(precision.dtype)
+    if graphs is not None and world.device.kind == "cuda" and ahead is None:
+        start_compile_workers()
+    model, stages = place_model(
+        config,
+        vocab=vocab,
+        world=world,
+        precision=precision,
+        graphs=graphs,
+        cuda_graphs=cuda_graphs,
+    )
+    parameters = shard_parameters(model, world.mesh, world.rank)
+    sync = build_gradient_sync(
+        model, parameters, world, config=config.parallel, reduce=precision.reduce
+    )
+    in_one_graph = compiled(model, cuda_graphs=cuda_graphs) if graphs == "whole" else None
+    micro_batches: MicroBatches = SequentialMicroBatches(model, sync, in_one_graph)
+    if stages:
+        from gristmill.strategies.pipeline import PipelineMicroBatches
+
+        micro_batches = PipelineMicroBatches(model, stages, world, config=config.parallel)
+    offload = None
+    if config.runtime.offload is not None:
+        if world.device.kind != "cuda":
+            raise UserError(
+                f"has no effect on {world.device.kind}, whose memory is the host's",
+                where="runtime.offload",
+                remedy="remove it",
+            )
+        offload = Offload(parameters)
+    optimized = parameters if offload is None else offload.parameters
+    optimizer: Optimizer = build_optimizer(
+        config.optim,
+        model,
+        parameters={name: one.local for name, one in optimized.items()},
+        compiled=config.runtime.compiles(world.device.kind),
+        exchange=_matrix_exchange(model, world),
+        kernel=model.kernels.adamw,
+    )
+    preconditioner, settings = None, config.optim.preconditioning
+    if isinstance(settings, KfacConfig):
+        preconditioner = build_kfac(settings, model, world)
+        optimizer = PreconditionedOptimizer(optimizer, preconditioner)
+    return Spmd(
+        config,
+        model=model,
+        parameters=parameters,
+        sync=sync,
+        micro_batches=micro_batches,
+        optimizer=optimizer,
+        world=world,
+        control=control,
+        loss_scale=precision.loss_scale(),
+        offload=offload,
+        preconditioner=preconditioner,
+        worker=worker,
+        ahead=ahead,
+        cuda_graphs=cuda_graphs,
+    )
+
+
+def place_model(
+    config: RunConfig,
+    *,
+    vocab: int,
+    world: World,
+    precision: Precision | None = None,
+    graphs: Literal["whole", "blocks"] | None = None,
+    cuda_graphs: bool = False,
+) -> tuple[CausalLM, list[StageModule]]:
+    """This process's shard of the model, with initial weights, and its pipeline stages, if any."""
+    precision = precision or Precision(config.precision, world.device)
+    device, seed = world.device.torch_device, config.train.seed
+    layers = len(outline_model(config.model, vocab=vocab).block_names())
+    shard = model_shard(config.parallel, world, layers=layers)
+    model = outline_model(config.model, vocab=vocab, shard=shard)
+    model.compute = precision.dtype
+    if model.adapters and model.casts_weights:
+        keep_frozen_in(model, precision.dtype)
+    kernels = precision.kernels(wanted=config.runtime.kernels)
+    model.kernels = kernels._replace(
+        document_blocks=graphs is not None and device.type == "cuda",
+        sampled_softmax=config.train.sampled_softmax,
+    )
+    model.comm = build_comm(config, world)
+    fsdp = _sharding(config, world, precision)
+    blocks = [model.get_submodule(name) for name in model.block_names()]
+    if graphs == "blocks":
+        # Attention within documents is too slow as plain operations.
+        compiled_for = compiled if config.masks_documents else compiled_for_training
+        for block in blocks:
+            # Wrappers stay outside of the compiled function, and all blocks share one graph.
+            block.forward = compiled_for(
+                block.forward, whole_graph=not model.comm.forks_rng, cuda_graphs=cuda_graphs
+            )
+        if world.mesh.pp == 1 and fsdp is None and model.comm.single:
+            for name in model.parts_beside_blocks:
+                setattr(model, name, compiled_for(getattr(model, name), cuda_graphs=cuda_graphs))
+    model.recompute_blocks(Recompute(config.train.recompute, config.train.recompute_every or 1))
+    for block in blocks:
+        _initialise(model, block, device, seed=seed)
+        if fsdp is not None:
+            fsdp(block, compute=precision.dtype)
+    _initialise(model, model, device, seed=seed)
+    if device.type != "meta":
+        model.tie()
+        model.reset_buffers()
+    stages: list[StageModule] = []
+    if world.mesh.pp > 1:
+        from gristmill.strategies.pipeline import build_stages
+
+        stages = build_stages(config.parallel, model, world, layers=layers)
+    if fsdp is not None:
+        roots: Sequence[nn.Module] = stages or [model]
+        for root in roots:
+            # Gradients of embedding and head sum over many tokens, so both stay in fp32.
+            fsdp(root, compute=torch.float32)
+    return model, stages
+
+
+def _sharding(config: RunConfig, world: World, precision: Precision) -> Callable[..., None] | None:
+    """Shards a module by rows, if this run does so."""
+    if not world.mesh.shards_rows:
+        return None
+    from gristmill.strategies.fsdp import shard_module
+
+    return partial(shard_module, world=world, config=config.parallel, reduce=precision.reduce)
+
+
+def _initialise(model: CausalLM, module: nn.Module, device: torch.device, *, seed: int) -> None:
+    """Materialise and initialise a module's meta parameters, unless the device is `meta`."""
+    if device.type == "meta":
+        return
+    inside = set(module.parameters())
+    named = model.named_parameters(remove_duplicate=False)
+    names = [name for name, one in named if one.is_meta and one in inside]
+    materialise(module, device)
+    initialise(model, seed, names)
+
+
+def build_comm(config: RunConfig, world: World) -> ShardComm:
+    """The communication of this model shard with the others."""
+    parallel, tp, cp = config.parallel, world.groups.along("tp"), world.groups.along("cp")
+    comm = ShardComm()
+    if tp is not None:
+        comm = TensorParallelComm(
+            tp,
+            sequence_parallel=True if parallel.sequence is None else parallel.sequence,
+            dropout=config.model.attention_drop > 0,
+        )
+    if cp is not None:
+        comm.attend = partial(_ATTENTION[parallel.attention or "ring"], group=cp)
+    return comm
+
+
+def _matrix_exchange(model: CausalLM, world: World) -> ShardedMatrixExchange | None:
+    """The optimizer's exchange of matrices between processes with shards or copies of them; None if
+    there are none."""
+    if world.mesh.processes == world.mesh.pp:
+        return None
+    names = [name for name, role in model.roles().items() if role is Role.MATRIX]
+    return ShardedMatrixExchange(ShardLayout.of(model, world.mesh), world, names=names)

@@ -1,0 +1,97 @@
+"""A process that compiles one part of a run and ends: `python -m gristmill.train.compile_part`,
+with a `CompileTask` on its standard input."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Literal, cast
+
+import torch
+from torch import nn
+
+from gristmill.base.process import Place
+from gristmill.config.optim import AdamWConfig, OptimizerConfig
+from gristmill.distributed.world import World, open_world
+from gristmill.models.spec import CausalLM, Loss, StagedModel
+from gristmill.optim.build import build_optimizer
+from gristmill.strategies.compile_ahead import BESIDE, KERNELS, UPDATE, CompileTask
+from gristmill.strategies.compiling import start_compile_workers
+from gristmill.train.build import place_model
+
+
+def main() -> None:
+    """Compile, and end at once: no other process waits for anything but the cache."""
+    task = CompileTask.load(sys.stdin.read())
+    config = task.config
+    world = open_world(config.runtime, tf32=config.precision.tf32, place=Place())
+    if task.part != KERNELS:
+        start_compile_workers()
+        _launch_nothing()
+    compile_part(task, world)
+    os._exit(0)
+
+
+def _launch_nothing() -> None:
+    """Triton's kernels are compiled, but not run."""
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+    from triton.runtime.jit import JITFunction
+
+    for kind in (CachingAutotuner, JITFunction):
+        setattr(kind, "run", lambda *args, **kwargs: None)  # noqa: B010 - a method of theirs
+
+
+def compile_part(task: CompileTask, world: World) -> None:
+    """Call what is compiled once, with tensors such as a step has."""
+    graphs: Literal["blocks"] | None = None if task.part == KERNELS else "blocks"
+    model, _ = place_model(
+        task.config, vocab=task.vocab, world=world, graphs=graphs, cuda_graphs=task.cuda_graphs
+    )
+    model.train()
+    parameters = {model.canonical_name(name): p for name, p in model.named_parameters()}
+    if task.part == UPDATE:
+        _step(task.config.optim, model, parameters)
+    else:
+        _run(task, model)
+    if task.part == KERNELS:
+        some = dict([parameters.popitem()])  # AdamW's kernel is the same for all
+        _step(AdamWConfig(), model, some)
+
+
+def _run(task: CompileTask, model: CausalLM) -> None:
+    """Both passes through one block, everything beside the blocks, or both."""
+    device = next(model.parameters()).device
+    staged, ends = cast(StagedModel, model), task.part in (BESIDE, KERNELS)
+    layers = {BESIDE: [], KERNELS: staged.distinct_layers()[:1]}.get(task.part)
+    hidden = staged.stage_hidden(task.samples, task.sequence)
+    tokens_BT = torch.zeros(task.samples, task.sequence, dtype=torch.int64, device=device)
+    # A result of an operation, as between blocks.
+    hidden = torch.zeros_like(hidden, device=device, requires_grad=True).clone()
+    found = staged.forward_stage(
+        hidden,
+        [int(task.part)] if layers is None else layers,
+        first=ends,
+        last=ends,
+        tokens_BT=tokens_BT,
+        targets_BT=tokens_BT,
+        scale=torch.ones((2,) if task.config.train.second_token else (), device=device),
+    )
+    if isinstance(found, torch.Tensor):
+        found.backward(torch.zeros_like(found))
+    else:
+        Loss(*found).scaled.backward()
+
+
+def _step(config: OptimizerConfig, model: CausalLM, parameters: Mapping[str, nn.Parameter]) -> None:
+    """A step of the optimizer."""
+    kernel = model.kernels.adamw
+    optimizer = build_optimizer(config, model, parameters=parameters, compiled=True, kernel=kernel)
+    for parameter in parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    one = torch.ones((), device=next(iter(parameters.values())).device)
+    optimizer.step(divisor=one, skip=torch.zeros_like(one))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,383 @@
+"""The same run on every layout: equal to one process within rounding, and to the bit where the
+arithmetic is the same.
+
+Losses are about 5.5 and have 24 bits, so one rounding is 5e-7; the norm of the first gradient,
+which every mistake in a weighting, a sum or a seam changes, has to agree to some of those. In a few
+steps roundings grow through the optimizer. With AdamW to less than 5e-6: eps is raised, since where
+a gradient is nothing but rounding Adam would divide it by itself. With Muon to less than 2e-5: it
+multiplies the smallest singular values, and their roundings, by up to a thousand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from gristmill.base.process import Place
+from gristmill.base.units import Progress, parse_seconds
+from gristmill.config.load import load_text
+from gristmill.config.resolve import resolve
+from gristmill.config.rules import check_mesh
+from gristmill.data.documents import JOINED, DocumentRules
+from gristmill.data.loader import make_batch
+from gristmill.distributed.device import Device
+from gristmill.distributed.world import open_world
+from gristmill.models.build import build_model
+from gristmill.models.gpt import GPT
+from gristmill.train.build import build_strategy
+
+Crowd = Callable[..., list[Any]]
+
+RUN = """
+name = "layouts"
+model = { layers = 2, heads = 4, width = 32, context = 32 }
+data.paths = "none"
+train = { until = "20 steps", batch = 8, accumulate = 2, seed = 5 }
+optim.lr = 1e-3
+runtime = { device = "cpu", threads = 1 }
+"""
+GPT2 = ('optim.type="muon"', 'optim.normalise="neurons"', "optim.adam_eps=1e-4")
+MODERN = (
+    'model.positions="rotary"',
+    'model.norm="rmsnorm"',
+    "model.qk_norm=true",
+    'model.activation="swiglu"',
+    "model.mlp_width=64",
+    "model.bias=false",
+    "model.value_embeddings=1",
+    "model.attention_gate=true",
+    "model.embedding_norm=true",
+    "model.tie_head=false",
+    "model.logit_cap=15.0",
+    "model.kv_heads=2",
+    "model.head_width=12",
+    "model.rotary_fraction=0.5",
+    "model.qkv_bias=true",
+    "model.parallel_residual=true",
+    "optim.eps=1e-4",
+)
+PACKED = DocumentRules(marks="ids", attention=True, positions=True, unweighted=True, end_of_text=3)
+VOCAB = 257
+
+
+Curve = dict[str, Any]
+"""What a run shows of itself."""
+
+
+def run(
+    words: tuple[str, ...], *, packed: bool, steps: int = 20, keep: list[GPT] | None = None
+) -> Curve:
+    """Steps of a small run on the processes of this crowd, or on one process."""
+    config = load_text(RUN, words, place="layouts.toml")
+    several = dist.is_initialized()
+    place = Place.current() if several else Place()
+    mesh = check_mesh(config, processes=place.world)
+    numbers = resolve(config, vocab=VOCAB, mesh=mesh)
+    world = open_world(config.runtime, mesh=mesh, parallel=config.parallel, place=place)
+    control = world.control_group("test")
+    strategy = build_strategy(config, vocab=VOCAB, world=world, control=control)
+    rng, rules = np.random.default_rng(0), PACKED if packed else JOINED
+    results, progress = [], Progress()
+    for _ in range(steps):
+        ids = rng.zipf(1.3, (8, 33)) % VOCAB
+        mine = ids.reshape(-1, mesh.data, numbers.micro_batch, 33)[:, world.data_rank]
+        batches = [make_batch(part, rules=rules) for part in mine]
+        result = strategy.update(strategy.accumulate(batches, progress))
+        progress = progress.after(samples=result.samples, tokens=result.tokens)
+        results.append(result)
+    if keep is not None:
+        keep.append(strategy.model)
+    held_out = np.split(rng.integers(0, VOCAB, (9, 33)), [2, 4, 6, 8])
+    validation = strategy.evaluate([make_batch(ids, rules=rules) for ids in held_out])
+    return {
+        "losses": [result.loss.item() for result in results],
+        "norms": [result.grad_norm.item() for result in results if result.grad_norm is not None],
+        "validation": validation,
+        "samples": progress.samples,
+        "skipped": [result.skipped.item() for result in results if result.skipped is not None],
+        "scales": [one.loss_scale.item() for one in results if one.loss_scale is not None],
+    }
+
+
+def both(words: tuple[str, ...], steps: int) -> list[Curve]:
+    return [
+        run((*GPT2, *words), packed=False, steps=steps),
+        run((*MODERN, *words), packed=True, steps=steps),
+    ]
+
+
+@cache
+def alone(words: tuple[str, ...], steps: int) -> list[Curve]:
+    threads = torch.get_num_threads()
+    try:
+        return both(words, steps)
+    finally:
+        torch.set_num_threads(threads)
+
+
+LAYOUTS = {
+    "copies": (2, ""),
+    "shares": (2, "dp_shard=2"),
+    "shares, gradients whole": (2, 'dp_shard=2 keep="gradients"'),
+    "tensor and sequence": (2, "tp=2"),
+    "heads": (2, 'cp=2 attention="heads"'),
+    "1f1b": (2, "pp=2"),
+    "interleaved": (2, 'pp=2 schedule="interleaved"'),
+    "zero-bubble": (2, 'pp=2 schedule="zero-bubble"'),
+    "shares and tensor": (4, "dp_shard=2 tp=2"),
+    "shares and ring": (4, "dp_shard=2 cp=2"),
+    "pipeline and tensor": (4, "pp=2 tp=2"),
+}
+MORE = {
+    "ring and tensor": (4, "cp=2 tp=2"),
+    "pipeline, shares and tensor": (8, "pp=2 dp_shard=2 tp=2"),
+    "copies, shares and tensor": (8, "dp_replicate=2 dp_shard=2 tp=2"),
+    "shares, weights whole": (2, 'dp_shard=2 keep="weights"'),
+    "tensor": (2, "tp=2 sequence=false"),
+    "ring": (2, "cp=2"),
+    "gpipe": (2, 'pp=2 schedule="gpipe"'),
+    "copies of shares": (4, "dp_replicate=2 dp_shard=2"),
+    "pipeline and copies": (4, 'pp=2 dp_replicate=2 schedule="zero-bubble"'),
+    "pipeline and ring": (4, "pp=2 cp=2"),
+    "pipeline and heads": (4, 'pp=2 cp=2 attention="heads" schedule="interleaved"'),
+    "shares, ring and tensor": (8, "dp_shard=2 cp=2 tp=2"),
+    "pipeline, ring and tensor": (8, "pp=2 cp=2 tp=2"),
+}
+"""Where there is time for them."""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_computes_what_one_process_does(crowd: Crowd, layout: str) -> None:
+    processes, _ = LAYOUTS[layout]
+    # Many processes on few cores are slow: fewer steps have to do.
+    compare(crowd, layout, steps=8 if processes == 2 else 4, muon=2e-5, adamw=5e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS | MORE)
+def test_every_layout_over_twenty_steps(crowd: Crowd, layout: str) -> None:
+    """Roundings grow from step to step."""
+    compare(crowd, layout, steps=20, muon=2e-4, adamw=2e-5)
+
+
+def compare(crowd: Crowd, layout: str, *, steps: int, muon: float, adamw: float) -> None:
+    """Run a layout and one process for so many steps; losses may differ by as much as is said."""
+    processes, settings = (LAYOUTS | MORE)[layout]
+    words = tuple(f"parallel.{word}" for word in settings.split())
+    # Two stages on each of two processes need four layers.
+    model = ("model.layers=4",) if "pp=" in settings else ()
+    # The token after the next one is on another process if sequences are divided.
+    model += () if "cp=" in settings else ("train.second_token=0.5",)
+    answers = crowd(processes, both, (*model, *words), steps)
+    for answer in answers[1:]:
+        assert answer == answers[0], "all processes know the same"
+    for curve, expected, far in zip(answers[0], alone(model, steps), (muon, adamw), strict=True):
+        assert curve["norms"][0] == pytest.approx(expected["norms"][0], rel=2e-6)
+        assert curve["losses"] == pytest.approx(expected["losses"], rel=0, abs=far)
+        assert curve["norms"] == pytest.approx(expected["norms"], rel=10 * far)
+        assert curve["validation"] == pytest.approx(expected["validation"], rel=0, abs=far)
+        assert curve["samples"] == expected["samples"]
+
+
+def common_weights() -> list[list[list[float]]]:
+    """Weights that all processes sharing layers have, after steps with dropout."""
+    found = []
+    only_hidden = "model.attention_dropout=0.0"
+    for words in (
+        ("parallel.tp=2",),
+        ("parallel.tp=2", "parallel.sequence=false"),
+        ("parallel.tp=2", "parallel.sequence=false", only_hidden),
+        ("parallel.cp=2", only_hidden),
+    ):
+        run((*words, "model.dropout=0.2"), packed=False, steps=4, keep=(kept := []))
+        (model,) = kept
+        everywhere = [name for name, _ in model.named_parameters() if name not in model.splits()]
+        found.append([model.get_parameter(name).flatten().tolist() for name in everywhere])
+    return found
+
+
+def test_processes_that_share_layers_drop_the_same_where_they_must(crowd: Crowd) -> None:
+    one, other = crowd(2, common_weights)
+    assert one == other
+
+
+def losses_of(
+    layouts: list[tuple[str, ...]], words: tuple[str, ...], steps: int
+) -> list[list[float]]:
+    return [run((*words, *one), packed=False, steps=steps)["losses"] for one in layouts]
+
+
+SHARES = ("parallel.dp_shard=2",)
+
+
+def test_copies_and_shares_are_equal_to_the_bit(crowd: Crowd) -> None:
+    """Two gradients have one sum, in whichever order micro-batches come; there is one here. Norms
+    are added up in another order, so clipping is off."""
+    layouts = [(), SHARES, (*SHARES, 'parallel.keep="gradients"')]
+    words = ("train.clip=0", "train.accumulate=1")
+    copies, shares, whole_gradients = crowd(2, losses_of, layouts, words, 8)[0]
+    assert copies == shares == whole_gradients
+
+
+SOAP = (
+    'optim.preconditioner.type="soap"',
+    "optim.preconditioner.eps=1e-4",
+    # The longer side of the MLP has more directions than the first gradient, and those that are
+    # left over are nothing but rounding.
+    "optim.preconditioner.max_dim=32",
+)
+
+
+@pytest.mark.parametrize(
+    ("base", "far"), [(("optim.eps=1e-4",), 2e-4), (GPT2, 1e-3)], ids=["adamw", "muon"]
+)
+def test_soap_does_the_same_on_two_processes(
+    crowd: Crowd, base: tuple[str, ...], far: float
+) -> None:
+    """One of them computes each matrix, whether they hold copies or shards of it. Rounding grows
+    as fast on one process, with another number of micro-batches."""
+    words = (*base, *SOAP, "train.clip=0", "train.accumulate=1")
+    (alone,) = losses_of([()], words, 6)
+    copies, shares, tensor = crowd(2, losses_of, [(), SHARES, ("parallel.tp=2",)], words, 6)[0]
+    assert copies == shares
+    assert copies == pytest.approx(alone, rel=0, abs=far)
+    assert tensor == pytest.approx(alone, rel=0, abs=far)
+
+
+def test_sums_in_a_narrow_format_stay_close(crowd: Crowd) -> None:
+    (exact,) = losses_of([()], (), 4)
+    for narrow in crowd(2, losses_of, [(), SHARES], ('precision.reduce="bf16"',), 4)[0]:
+        assert narrow == pytest.approx(exact, rel=2e-3)
+        assert narrow != exact
+
+
+def half_precision() -> list[Curve]:
+    # One micro-batch, and no clipping by a norm that is added up in another order.
+    words = ('precision.compute="bf16"', "train.accumulate=1", "train.clip=0", "model.layers=1")
+    layouts = ((), ("parallel.dp_shard=2",))
+    return [run((*words, *layout), packed=False, steps=3) for layout in layouts]
+
+
+def test_head_and_embedding_sum_their_gradients_in_fp32_when_sharded(crowd: Crowd) -> None:
+    """FSDP gathers weights in bf16, in which gradients of the same sharded weights would arrive:
+    rounded before they are summed. Those of blocks are products in bf16 in any case."""
+    for copies, shards in crowd(2, half_precision):
+        assert shards["losses"] == copies["losses"]
+        assert shards["norms"] == pytest.approx(copies["norms"], rel=1e-6)
+
+
+def gathered() -> dict[str, Any] | None:
+    config = load_text(RUN, ("parallel.dp_shard=2", 'precision.compute="bf16"'), place="run.toml")
+    place = Place.current()
+    mesh = check_mesh(config, processes=2)
+    world = open_world(config.runtime, mesh=mesh, parallel=config.parallel, place=place)
+    control = world.control_group("test")
+    strategy = build_strategy(config, vocab=VOCAB, world=world, control=control)
+    real = Device.free_memory
+    Device.free_memory = lambda self: 1000  # type: ignore[method-assign]
+    try:
+        whole = strategy.whole()
+    finally:
+        Device.free_memory = real  # type: ignore[method-assign]
+    if whole is None:
+        return None
+    alone = build_model(config.model, vocab=VOCAB, device=torch.device("cpu"))
+    alone.initialise(config.train.seed)
+    alone.compute = torch.bfloat16
+    ids = torch.arange(16)[None]
+    with torch.no_grad():
+        same = torch.equal(whole(ids), alone.eval()(ids))
+    return {"dtypes": {str(p.dtype) for p in whole.parameters()}, "same": same}
+
+
+def test_a_gathered_model_takes_no_more_than_it_computes_with(crowd: Crowd) -> None:
+    """In the number format of its activations, and on the host where the device has no room."""
+    answer, nothing = crowd(2, gathered)
+    assert nothing is None
+    assert answer == {"dtypes": {"torch.bfloat16"}, "same": True}
+
+
+def timeouts() -> list[float]:
+    config = load_text(RUN, ('parallel.timeout="10s"',), place="run.toml")
+    mesh, place = check_mesh(config, processes=2), Place.current()
+    world = open_world(config.runtime, mesh=mesh, parallel=config.parallel, place=place)
+    groups = [
+        world.control_group("run").group,
+        world.control_group("checkpoints", timeout=parse_seconds("1h")).group,
+    ]
+    backends = [group._get_backend(torch.device("cpu")) for group in groups if group is not None]
+    return [backend.options._timeout.total_seconds() for backend in backends]
+
+
+def test_processes_wait_longer_for_one_another_in_a_save_than_in_a_step(crowd: Crowd) -> None:
+    """Collectives outlast the monitor, which names the process to blame, by a minute."""
+    assert crowd(2, timeouts) == [[70.0, 3660.0]] * 2
+
+
+def compiled_dropout() -> list[Curve]:
+    real = torch.compile
+
+    def traced(function: Any, **options: Any) -> Any:
+        return real(function, backend="aot_eager", **options)
+
+    torch.compile = traced  # type: ignore[assignment]
+    words = ("parallel.tp=2", "parallel.sequence=false", "model.dropout=0.1", "model.layers=2")
+    try:
+        return [
+            run((*words, f"runtime.compile={compiled}"), packed=False, steps=2)
+            for compiled in ("false", "true")
+        ]
+    finally:
+        torch.compile = real
+
+
+@pytest.mark.slow
+def test_dropout_without_sequence_parallelism_can_be_compiled(crowd: Crowd) -> None:
+    """Attention weights of different heads are dropped by random numbers of their own, for which
+    the random state is forked: no graph can hold that, so the block is not one graph."""
+    for plain, compiled in crowd(2, compiled_dropout):
+        assert compiled["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+
+
+def overflowing() -> list[Curve]:
+    """Runs in fp16, in whose third step the gradient overflows on the last process only."""
+    real, passes = GPT.run_blocks, 0
+    last = not dist.is_initialized() or dist.get_rank() == 1
+
+    def run_blocks(self: GPT, *args: Any) -> torch.Tensor:
+        nonlocal passes
+        hidden = real(self, *args)
+        passes += self.training
+        if last and self.training and passes == 5:
+            hidden.register_hook(lambda gradient: gradient * torch.inf)
+        return hidden
+
+    GPT.run_blocks = run_blocks  # type: ignore[method-assign]
+    scale = ("precision.loss_scale.initial=1024.0", "precision.loss_scale.hysteresis=1")
+    # Processors multiply in fp16 slowly.
+    small = ("model.layers=1", "model.heads=2", "model.width=8")
+    curves = []
+    try:
+        for layout in ((), ("parallel.dp_shard=2",)) if dist.is_initialized() else ((),):
+            passes = 0
+            words = ('precision.compute="fp16"', *scale, *small, *layout)
+            curves.append(run(words, packed=False, steps=5))
+    finally:
+        GPT.run_blocks = real  # type: ignore[method-assign]
+    return curves
+
+
+def test_an_overflow_on_one_process_is_skipped_by_all(crowd: Crowd) -> None:
+    one, other = crowd(2, overflowing)
+    (alone,) = overflowing()
+    for mine, theirs in zip(one, other, strict=True):
+        assert mine["skipped"] == theirs["skipped"] == [0, 0, 1, 0, 0]
+        assert mine["scales"] == theirs["scales"] == [1024] * 3 + [512] * 2
+        assert mine["losses"] == theirs["losses"] == pytest.approx(alone["losses"], rel=2e-4)
+        assert mine["validation"] == theirs["validation"]
