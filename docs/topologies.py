@@ -1,4 +1,4 @@
-"""Drawings and tables of topologies, made from `config/topologies.py`.
+"""Drawings and tables of topologies, made from `strategies/decentralized/topologies.py`.
 
     guides/topologies/NAME.svg   a row of pictures, one for each round of a period
     the tables                   rounds until workers agree, periods and spectral gaps
@@ -13,18 +13,16 @@ import bisect
 import itertools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from gristmill.config.topologies import (
+from gristmill.config.parallel import topology_fits
+from gristmill.strategies.decentralized.topologies import (
     TOPOLOGIES,
-    Group,
-    contraction,
-    fits,
+    Members,
     groups_of_round,
-    mixing_matrix,
     period,
 )
 
@@ -35,6 +33,8 @@ WORKERS, PER_NODE = 16, 4
 MOST_ROUNDS = 4
 SIZES = ((4, 4), (8, 4), (12, 4), (16, 4), (32, 8), (64, 8), (96, 8))
 """Workers, and how many of them are on a node, in the tables."""
+EXACT = 1e-9
+"""What rounding leaves of a distance that is zero."""
 AGREED = 0.01
 """What is left of the workers' distance from their mean when they are said to agree."""
 
@@ -101,10 +101,10 @@ def _nodes_and_groups(topology: str, number: int) -> str:
     groups = groups_of_round(topology, workers=WORKERS, per_node=PER_NODE, round=number)
     drawn = [f'<path class="node" d="{_arc(node)}"/>' for node in range(WORKERS // PER_NODE)]
     # Large groups lie below links, and workers above everything.
-    for group in sorted(groups, key=lambda group: -len(group.members)):
+    for group in sorted(groups, key=lambda group: -len(group)):
         drawn += _joined(group)
     for group in groups:
-        drawn += [_worker(member, _kind(group)) for member in group.members]
+        drawn += [_worker(member, _kind(group)) for member in group]
     return "\n".join(drawn)
 
 
@@ -116,10 +116,10 @@ def _place(worker: float) -> tuple[float, float]:
     return RADIUS * math.sin(angle), -RADIUS * math.cos(angle)
 
 
-def _kind(group: Group) -> str:
-    if len(group.members) == 1:
+def _kind(group: Members) -> str:
+    if len(group) == 1:
         return "alone"
-    return "across" if len({one // PER_NODE for one in group.members}) > 1 else "inside"
+    return "across" if len({one // PER_NODE for one in group}) > 1 else "inside"
 
 
 def _arc(node: int) -> str:
@@ -127,14 +127,14 @@ def _arc(node: int) -> str:
     return f"M{_point(*_place(first))}A{RADIUS} {RADIUS} 0 0 1 {_point(*_place(last))}"
 
 
-def _joined(group: Group) -> list[str]:
+def _joined(group: Members) -> list[str]:
     """What joins the members: a link of two, else a band along their nodes, with spokes between
     these."""
-    if len(group.members) == 1:
+    if len(group) == 1:
         return []
-    if len(group.members) == 2:
-        return [f'<path class="link {_kind(group)}" d="{_link(*group.members)}"/>']
-    nodes = sorted({member // PER_NODE for member in group.members})
+    if len(group) == 2:
+        return [f'<path class="link {_kind(group)}" d="{_link(*group)}"/>']
+    nodes = sorted({member // PER_NODE for member in group})
     middles = [node * PER_NODE + (PER_NODE - 1) / 2 for node in nodes]
     bands = [f'<path d="{_arc(node)}"/>' for node in nodes]
     if len(nodes) == 2:
@@ -204,6 +204,33 @@ def topology_tables() -> str:
     )
 
 
+def mixing_matrix(groups: Sequence[Members], workers: int) -> np.ndarray:
+    """What worker i takes from worker j in a round: row i, column j."""
+    matrix = np.zeros((workers, workers))
+    for group in groups:
+        matrix[np.ix_(group, group)] = 1 / len(group)
+    return matrix
+
+
+def contraction(topology: str, *, workers: int, per_node: int) -> float:
+    """The factor by which a period shrinks the workers' distance from their mean, in the worst
+    case: the second largest singular value of the product of its matrices. 0 is exact consensus.
+
+    For random topologies the root of the mean square over all matchings, for one round: the same
+    for every starting point."""
+    rounds = period(topology, workers=workers, per_node=per_node)
+    if rounds is None:
+        # A matching's matrix W is a projection, so E|Wx|^2 = x E[W] x. E[W] has equal entries on
+        # the diagonal and equal ones off it; their difference is what remains of a deviation.
+        return math.sqrt(0.5 if workers % 2 else (workers - 2) / (2 * (workers - 1)))
+    product = np.eye(workers) - 1 / workers
+    for number in range(rounds):
+        groups = groups_of_round(topology, workers=workers, per_node=per_node, round=number)
+        product = mixing_matrix(groups, workers) @ product
+    left = float(np.linalg.norm(product, ord=2))
+    return left if left > EXACT else 0.0
+
+
 def rounds_to_agree(topology: str, workers: int, per_node: int) -> int:
     """After how many rounds workers agree, in whole periods; of random ones in the mean square."""
     rounds = period(topology, workers=workers, per_node=per_node)
@@ -213,7 +240,7 @@ def rounds_to_agree(topology: str, workers: int, per_node: int) -> int:
     product = np.eye(workers) - 1 / workers
     for number in range(rounds):
         groups = groups_of_round(topology, workers=workers, per_node=per_node, round=number)
-        product = np.array(mixing_matrix(groups, workers)) @ product
+        product = mixing_matrix(groups, workers) @ product
 
     def agreed(periods: int) -> bool:
         return bool(np.linalg.norm(np.linalg.matrix_power(product, periods), ord=2) <= AGREED)
@@ -234,7 +261,7 @@ def _table(cell: Callable[[str, int, int], str]) -> list[str]:
     for topology in TOPOLOGIES:
         cells = [
             cell(topology, workers, per_node)
-            if fits(topology, workers=workers, per_node=per_node)
+            if topology_fits(topology, workers=workers, per_node=per_node)
             else "no"
             for workers, per_node in SIZES
         ]

@@ -17,16 +17,17 @@ from gristmill.base.units import Unit
 from gristmill.config.parallel import (
     AXES,
     SEVERAL,
+    TOPOLOGY_SIZES,
     GossipConfig,
     Mesh,
     ParallelConfig,
     build_mesh,
+    topology_misfit,
 )
 from gristmill.config.resolve import Portions, divisors, nearest, nearest_multiples, portions
 from gristmill.config.roles import Ability
 from gristmill.config.schema import RunConfig, TrainConfig
 from gristmill.config.settings import no_effect
-from gristmill.config.topologies import TOPOLOGIES, misfit
 
 
 def layout_problems(config: RunConfig, *, processes: int | None = None) -> Iterator[Problem]:
@@ -134,16 +135,16 @@ def _gossip_acts(gossip: GossipConfig) -> Iterator[Problem]:
     if gossip.mixing_from is not None and gossip.mixing_power is None:
         remedy = "remove it, or set parallel.gossip.mixing_power"
         yield no_effect("parallel.gossip.mixing_from", "without mixing_power", remedy)
-    if gossip.workers_per_node is not None and not TOPOLOGIES[gossip.topology].knows_nodes:
+    if gossip.workers_per_node is not None and not TOPOLOGY_SIZES[gossip.topology].knows_nodes:
         why = f'with topology = "{gossip.topology}", which does not know nodes'
         yield no_effect("parallel.gossip.workers_per_node", why)
 
 
 def _topology(parallel: ParallelConfig, *, workers: int) -> Iterator[Problem]:
     per_node = None if parallel.gossip is None else parallel.gossip.workers_per_node
-    if per_node is None and TOPOLOGIES[parallel.topology].knows_nodes:
+    if per_node is None and TOPOLOGY_SIZES[parallel.topology].knows_nodes:
         return  # it is found from the launcher, and checked then
-    problem = misfit(parallel.topology, workers=workers, per_node=per_node or 1)
+    problem = topology_misfit(parallel.topology, workers=workers, per_node=per_node or 1)
     if problem is not None:
         yield problem
 

@@ -8,13 +8,16 @@ rank, the last axis running fastest:
     dp_shard      the same, but weights, gradients and optimizer state are divided among them
     cp            parts of every sequence
     tp            parts of every layer
+
+At the end: the sizes that each topology of decentralized training fits.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -275,3 +278,73 @@ def build_mesh(
     if left_over:
         fixed[left_over[0]] = processes // product
     return Mesh(**fixed)
+
+
+class TopologySizes(NamedTuple):
+    """The numbers of workers that a topology fits."""
+
+    needs: str
+    fits: Callable[[int, int], bool]
+    """Whether it fits a number of workers, with so many on each node."""
+    knows_nodes: bool = False
+
+
+def is_power_of_two(number: int) -> bool:
+    """Whether a number is 1, 2, 4, 8, …"""
+    return number >= 1 and number & (number - 1) == 0
+
+
+def _fits_nodes_in_pairs(workers: int, per_node: int) -> bool:
+    nodes = workers // per_node
+    return workers % per_node == 0 and nodes > 1 and is_power_of_two(nodes)
+
+
+TOPOLOGY_SIZES: dict[str, TopologySizes] = {
+    "complete": TopologySizes("any number of workers", lambda workers, per_node: True),
+    "ring": TopologySizes("an even number of workers", lambda workers, per_node: workers % 2 == 0),
+    "exp": TopologySizes(
+        "a number of workers that is a power of two",
+        lambda workers, per_node: is_power_of_two(workers),
+    ),
+    "alternating-exp-ring": TopologySizes(
+        "nodes with equally many workers, and 2, 4, 8, … of them",
+        _fits_nodes_in_pairs,
+        knows_nodes=True,
+    ),
+    "random": TopologySizes("any number of workers", lambda workers, per_node: True),
+    "hierarchical": TopologySizes(
+        "nodes with equally many workers",
+        lambda workers, per_node: workers % per_node == 0,
+        knows_nodes=True,
+    ),
+}
+
+
+def topology_fits(topology: str, *, workers: int, per_node: int) -> bool:
+    """Whether a topology is defined for these sizes."""
+    return workers == 1 or TOPOLOGY_SIZES[topology].fits(workers, per_node)
+
+
+def topology_misfit(topology: str, *, workers: int, per_node: int) -> Problem | None:
+    """What is wrong with a topology for these sizes; None if nothing is."""
+    if topology_fits(topology, workers=workers, per_node=per_node):
+        return None
+    known = TOPOLOGY_SIZES[topology]
+    sizes = f"{workers} workers"
+    if known.knows_nodes:
+        sizes += f" with {per_node} on each node"
+    # The numbers of workers next to this one, below and above, that it does fit.
+    limit = 2 * max(workers, per_node)
+    nearest = [
+        next((n for n in counts if topology_fits(topology, workers=n, per_node=per_node)), None)
+        for counts in (range(workers - 1, 1, -1), range(workers + 1, limit + 1))
+    ]
+    counts = [str(number) for number in nearest if number is not None]
+    others = [
+        name for name in TOPOLOGY_SIZES if topology_fits(name, workers=workers, per_node=per_node)
+    ]
+    return Problem(
+        f'"{topology}" needs {known.needs}, not {sizes}',
+        "parallel.gossip.topology",
+        f"use {' or '.join(counts)} workers, or one of {', '.join(others)}",
+    )

@@ -16,12 +16,12 @@ from gristmill.base.units import Progress
 from gristmill.config.load import load_text
 from gristmill.config.resolve import resolve
 from gristmill.config.rules import check_mesh
-from gristmill.config.topologies import groups_of_round, mixing_matrix
 from gristmill.data.documents import JOINED
 from gristmill.data.loader import Batch, make_batch
 from gristmill.distributed.world import World, open_world
 from gristmill.plan.arithmetic import exchange_copies
 from gristmill.strategies.decentralized.strategy import Decentralized
+from gristmill.strategies.decentralized.topologies import groups_of_round
 from gristmill.train.build import build_strategy
 
 Crowd = Callable[..., list[Any]]
@@ -145,7 +145,9 @@ def gossip(
         groups = groups_of_round(
             topology, workers=workers, per_node=per_node, round=step - 1, seed=5
         )
-        matrix = mixing_matrix(groups, workers)
+        matrix = [[0.0] * workers for _ in range(workers)]
+        for i, j, share in ((i, j, 1 / len(g)) for g in groups for i in g for j in g):
+            matrix[i][j] = share
 
         def arrive(weights: list[Weights], matrix: Any = matrix) -> list[Weights]:
             pairs = zip(weights, mixed(matrix, weights), strict=True)

@@ -27,10 +27,10 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from gristmill.config.parallel import ParallelConfig
-from gristmill.config.topologies import Group, fits, groups_of_round
+from gristmill.config.parallel import ParallelConfig, topology_fits
 from gristmill.strategies.decentralized.codecs import build_codec
 from gristmill.strategies.decentralized.flat import Buckets, FlatLayout
+from gristmill.strategies.decentralized.topologies import Members, groups_of_round
 from gristmill.strategies.decentralized.transfer import Transfer
 from gristmill.strategies.decentralized.workers import WorkerSet
 
@@ -114,11 +114,11 @@ class Exchange:
         self.transfer = Transfer(self.codec, workers.on_host, workers.interrupt)
         exact = build_codec("fp32", density=1.0)
         self.exact = Transfer(exact, workers.on_host, workers.interrupt)
-        fit = fits(self.wanted, workers=workers.count, per_node=workers.per_node)
+        fit = topology_fits(self.wanted, workers=workers.count, per_node=workers.per_node)
         self.topology = self.wanted if fit else "random"
         """What some workers use while others are missing may differ from what was asked for."""
 
-    def group_of(self, round: int) -> Group:
+    def group_of(self, round: int) -> Members:
         """The group of this worker in a round, by places among those that take part."""
         index = self.workers.index
         groups = groups_of_round(
@@ -128,7 +128,7 @@ class Exchange:
             round=round,
             seed=self.seed,
         )
-        return next(group for group in groups if index in group.members)
+        return next(members for members in groups if index in members)
 
     def connect(self, members: Sequence[int]) -> dist.ProcessGroup | None:
         """The processes to exchange with, given places among the workers that take part."""
@@ -138,14 +138,13 @@ class Exchange:
     def run(self, weights: Buckets, *, round: int) -> tuple[Buckets, int]:
         """Exchange weights with the group of a round; returns those to go on from, and the bytes
         that this process sent. The anchor becomes what is returned."""
-        group = self.group_of(round)
-        processes, sent = self.connect(group.members), 0
+        processes, sent = self.connect(self.group_of(round)), 0
         results = []
         for place, x in enumerate(weights):
             if self.shares_anchor:
                 result, count = self._step_together(x, place, processes)
             else:
-                result, count = self._mix(self._stepped(x, place), group, processes)
+                result, count = self._mean(self._stepped(x, place), processes)
             results.append(result)
             sent += count
         if self.state.anchor:
@@ -177,19 +176,18 @@ class Exchange:
         memory = self.state.momentum[place] if self.state.momentum else None
         return self.outer.apply(anchor, anchor - x, memory)
 
-    def _mix(
-        self, x: torch.Tensor, group: Group, processes: dist.ProcessGroup | None
+    def _mean(
+        self, x: torch.Tensor, processes: dist.ProcessGroup | None
     ) -> tuple[torch.Tensor, int]:
-        """The weighted mean over a group."""
+        """The mean over a group."""
         if processes is None:
             return x, 0
         done = self.transfer.sum(x, processes, round_sum=False)
-        mixed = group.other_weight * done.total
-        if not group.is_mean:
-            mixed += (group.self_weight - group.other_weight) * done.own
+        mean = 1 / processes.size() * done.total
         if self.codec.lossy:
-            mixed += x - done.own
-        return mixed, done.sent
+            # What was lost on the way to the others is not lost here.
+            mean += x - done.own
+        return mean, done.sent
 
     @torch.no_grad()
     def average(self, weights: Buckets, *, counts: bool = True) -> Buckets:

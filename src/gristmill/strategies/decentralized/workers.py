@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 
 from gristmill.base.errors import UserError
-from gristmill.config.parallel import AXES, Mesh, ParallelConfig
-from gristmill.config.topologies import TOPOLOGIES, misfit
+from gristmill.config.parallel import AXES, TOPOLOGY_SIZES, Mesh, ParallelConfig, topology_misfit
 from gristmill.distributed.world import Groups, World
 
 INNER_AXES = tuple(axis for axis in AXES if axis != "dp_replicate")
@@ -91,7 +90,7 @@ def workers_per_node(config: ParallelConfig, mesh: Mesh, *, local_world: int | N
     if per_node is None and local_world is not None and local_world % inside == 0:
         per_node = local_world // inside
     if per_node is None or mesh.dp_replicate % per_node:
-        if TOPOLOGIES[config.topology].knows_nodes:
+        if TOPOLOGY_SIZES[config.topology].knows_nodes:
             held = "is not known" if per_node is None else f"is {per_node}, of {mesh.dp_replicate}"
             raise UserError(
                 f"the number of workers on each node {held}, and {config.topology} needs the same "
@@ -100,7 +99,7 @@ def workers_per_node(config: ParallelConfig, mesh: Mesh, *, local_world: int | N
                 remedy="set it, or choose another topology",
             )
         per_node = 1
-    problem = misfit(config.topology, workers=mesh.dp_replicate, per_node=per_node)
+    problem = topology_misfit(config.topology, workers=mesh.dp_replicate, per_node=per_node)
     if problem is not None:
         raise UserError([problem])
     return per_node
