@@ -25,12 +25,11 @@ from pydantic import BaseModel, PlainValidator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from gristmill.base.docstrings import attribute_docstrings
 from gristmill.base.errors import Exit
 from gristmill.base.units import Duration
 from gristmill.cli.main import app
 from gristmill.config import schema
-from gristmill.config.documentation import docstrings
+from gristmill.config.documentation import attribute_docstrings, docstrings
 from gristmill.config.values import Scheduled
 from gristmill.track import metrics
 

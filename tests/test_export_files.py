@@ -26,7 +26,7 @@ from gristmill.base.tensor_slices import row_slices, split_slices, whole_slice
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.model import StoredModel, open_model, open_stored
 from gristmill.checkpoint.state import TrainState, capture
-from gristmill.checkpoint.tensor_reader import HF_INDEX
+from gristmill.checkpoint.tensorfile import HF_INDEX
 from gristmill.checkpoint.writer import commit_pieces
 from gristmill.config.model import GPTConfig
 from gristmill.export import folder as module
@@ -190,7 +190,7 @@ def test_memory_does_not_grow_with_the_model(
     run = save(make(layers=12, width=256), tmp_path / "run", ranks=ranks)
     gc.collect()
     monkeypatch.setattr(rows, "BYTES_AT_ONCE", 2**19)
-    monkeypatch.setattr("gristmill.checkpoint.tensor_reader._READ_BEFORE_CLOSE", 2**20)
+    monkeypatch.setattr("gristmill.checkpoint.tensorfile._READ_BEFORE_CLOSE", 2**20)
     stored = open_stored(str(run))
     export(open_stored(str(save(make(), tmp_path / "warm"))), tmp_path / "warm-hf", check="files")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
+import threading
 
 
 def main() -> None:
@@ -28,10 +31,27 @@ def program() -> None:
         if isinstance(ended.code, str):  # a message, which Python prints
             raise
         status = ended.code or 0
-    from gristmill.base.quick_exit import quick_exit
-
     quick_exit(status)
     sys.exit(status)
+
+
+def quick_exit(status: int) -> None:
+    """End this process without taking the interpreter apart; returns where a usual exit is needed.
+
+    Once torch is loaded, Python takes more than a second to find and free all objects at exit,
+    which the operating system does at once. Everything before that happens as always: threads are
+    joined, functions of `atexit` run, output is flushed."""
+    join_threads = getattr(threading, "_shutdown", None)
+    if join_threads is None:
+        return
+    join_threads()
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):  # a closed or broken output: Python reports it
+        return
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gristmill.base.docstrings import attribute_docstrings
+from gristmill.config.documentation import attribute_docstrings
 
 
 class Mill:

@@ -27,7 +27,7 @@ from gristmill.checkpoint.layout import CheckpointFolder, step_of, verify
 from gristmill.checkpoint.pieces import PIECES
 from gristmill.checkpoint.state import Snapshot, TrainState, capture, restore
 from gristmill.checkpoint.state_file import read_state
-from gristmill.checkpoint.tensor_reader import open_tensors
+from gristmill.checkpoint.tensorfile import open_tensors
 from gristmill.checkpoint.writer import CheckpointWriter, commit_pieces
 from gristmill.config.schema import CheckpointConfig
 from gristmill.distributed.control import ControlGroup

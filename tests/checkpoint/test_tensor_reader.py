@@ -13,8 +13,7 @@ import torch
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.tensor_slices import TensorSlice
 from gristmill.checkpoint.pieces import PIECES, TensorReport, file_name, merge_reports, write_index
-from gristmill.checkpoint.tensor_reader import HF_INDEX, open_hf_tensors, open_tensors
-from gristmill.checkpoint.tensorfile import write_tensors
+from gristmill.checkpoint.tensorfile import HF_INDEX, open_hf_tensors, open_tensors, write_tensors
 
 WHOLE = torch.arange(5.0)
 
@@ -90,7 +89,7 @@ def test_a_file_that_is_missing_or_no_file_of_tensors_is_named(tmp_path: Path) -
 
 
 def test_files_are_closed_and_opened_again(divided: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gristmill.checkpoint.tensor_reader._READ_BEFORE_CLOSE", 8)
+    monkeypatch.setattr("gristmill.checkpoint.tensorfile._READ_BEFORE_CLOSE", 8)
     stored = open_tensors(divided)
     parts = list(stored.parts("norm", TensorSlice((0,), (5,))))
     assert list(stored._files) == ["model-00002-of-00002.safetensors"]

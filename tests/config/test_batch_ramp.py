@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gristmill.base.units import Duration, Unit
-from gristmill.config.ramp import BatchRamp, RampStep, ceil_divide
+from gristmill.config.resolve import BatchRamp, RampStep, ceil_divide
 
 SEQUENCE = 24
 

@@ -6,8 +6,8 @@ import pytest
 
 from gristmill.base.errors import UserError
 from gristmill.base.units import Progress
-from gristmill.config.linears import LinearShape
 from gristmill.config.load import dump_run, load_text
+from gristmill.config.lora import LinearShape
 from gristmill.config.model import GPTConfig
 from gristmill.config.preconditioner import KfacConfig, SoapConfig
 from gristmill.config.resolve import resolve

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gristmill.base.units import Progress
-from gristmill.config.ramp import BatchRamp, RampStep
+from gristmill.config.resolve import BatchRamp, RampStep
 from gristmill.config.schema import DataConfig
 from gristmill.data.build import OrderSpec, build_stream
 from gristmill.data.dataset import DatasetSplit, Mixture

@@ -15,8 +15,7 @@ from gristmill.base.files import write_json
 from gristmill.checkpoint.adapter_base import AdapterBase
 from gristmill.checkpoint.model import StoredModel
 from gristmill.config.families import FAMILIES
-from gristmill.config.hf import to_hf
-from gristmill.config.hf_model import HFConfig
+from gristmill.config.hf import HFConfig, to_hf
 from gristmill.config.lora import LoraConfig
 from gristmill.config.model import GPTConfig, ModelConfig
 from gristmill.export import adapter as adapter_module

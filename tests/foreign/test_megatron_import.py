@@ -29,7 +29,7 @@ def logits_of(source: Path, folder: Path, ids_BT: torch.Tensor) -> torch.Tensor:
     import_model(open_checkpoint(source), folder)
     # A vocabulary of 48 has no tokenizer of ours; generating is not what is tested.
     from gristmill.checkpoint.state import load_weights
-    from gristmill.checkpoint.tensor_reader import open_hf_tensors
+    from gristmill.checkpoint.tensorfile import open_hf_tensors
     from gristmill.config.hf import model_settings
     from gristmill.config.schema import parse_model
     from gristmill.models.build import build_model

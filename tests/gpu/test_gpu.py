@@ -29,7 +29,7 @@ from gristmill.models.build import build_model
 from gristmill.models.loss import linear_cross_entropy
 from gristmill.models.qkv import worth_fusing_qkv
 from gristmill.optim.build import build_optimizer
-from gristmill.strategies.compile_ahead import CompileAhead, CompileTask, parts_of
+from gristmill.strategies.compiling import CompileAhead, CompileTask, parts_of
 from gristmill.train.build import build_strategy
 from gristmill.train.replay import replay_step
 from gristmill.train.run import run_training

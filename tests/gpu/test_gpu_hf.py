@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from gristmill.config.hf_model import HFConfig
+from gristmill.config.hf import HFConfig
 from gristmill.models.build import build_model
 from gristmill.models.spec import Kernels
 

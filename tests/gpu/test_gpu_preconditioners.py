@@ -11,7 +11,7 @@ import torch
 
 from gristmill.base.units import Progress
 from gristmill.checkpoint.layout import CheckpointFolder
-from gristmill.checkpoint.tensor_reader import open_tensors
+from gristmill.checkpoint.tensorfile import open_tensors
 from gristmill.config.schema import RunConfig
 from gristmill.data.loader import make_batch
 from gristmill.distributed.world import open_world

@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from gristmill.base.errors import DataError, UserError
 from gristmill.checkpoint.model import open_model
-from gristmill.checkpoint.tensor_reader import open_hf_tensors
-from gristmill.config.hf_model import HFConfig, architecture_settings
+from gristmill.checkpoint.tensorfile import open_hf_tensors
+from gristmill.config.hf import HFConfig, architecture_settings
 from gristmill.config.roles import Role
 from gristmill.evaluate.scoring import Continuation, score
 from gristmill.generate import Engine, Sampling

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from gristmill.base.errors import UserError
 from gristmill.base.tensor_slices import TensorSlice
-from gristmill.config.hf_model import HFConfig
+from gristmill.config.hf import HFConfig
 from gristmill.config.lora import LoraConfig
 from gristmill.config.model import GPTConfig, ModelConfig
 from gristmill.config.roles import Role

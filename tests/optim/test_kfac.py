@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from gristmill.config.linears import LinearShape
+from gristmill.config.lora import LinearShape
 from gristmill.config.preconditioner import KfacConfig
 from gristmill.optim.precondition.factors import advance
 from gristmill.optim.precondition.kfac import KfacLayer, LayerCurvature, StepSettings

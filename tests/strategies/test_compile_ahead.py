@@ -19,9 +19,14 @@ from gristmill.config.schema import RunConfig
 from gristmill.data.loader import Batch
 from gristmill.distributed.device import Device
 from gristmill.distributed.world import World
-from gristmill.strategies import compile_ahead as ahead
-from gristmill.strategies.compile_ahead import CompileAhead, CompileTask, compile_ahead, parts_of
-from gristmill.strategies.compiling import CompileClock
+from gristmill.strategies import compiling as ahead
+from gristmill.strategies.compiling import (
+    CompileAhead,
+    CompileClock,
+    CompileTask,
+    compile_ahead,
+    parts_of,
+)
 from gristmill.train.build import build_strategy
 from gristmill.train.compile_part import compile_part
 

@@ -15,9 +15,8 @@ from gristmill.data.loader import Batch, make_batch
 from gristmill.distributed.world import open_world
 from gristmill.models.gpt import GPT
 from gristmill.optim.build import build_optimizer
-from gristmill.strategies.offload import Offload
 from gristmill.strategies.precision import LossScale
-from gristmill.strategies.sharding import ShardedParameters
+from gristmill.strategies.sharding import Offload, ShardedParameters
 from gristmill.strategies.spmd import Spmd
 from gristmill.strategies.strategy import StepStatistics
 from gristmill.train.build import build_strategy

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gristmill.checkpoint.layout import CheckpointFolder
-from gristmill.checkpoint.tensor_reader import open_tensors
+from gristmill.checkpoint.tensorfile import open_tensors
 from gristmill.train.stop import StopRequest
 
 TIMED = {"time", "tokens_per_second", "step_seconds", "tflops", "tflops_causal", "memory_bytes"}

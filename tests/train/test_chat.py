@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.checkpoint.model import open_model, open_stored
-from gristmill.cli import chat as chat_cli
+from gristmill.cli import models as chat_cli
 from gristmill.cli.main import app
 from gristmill.config.load import load_text
 from gristmill.config.schema import RunConfig

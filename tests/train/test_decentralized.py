@@ -18,14 +18,14 @@ from gristmill.base.errors import Exit
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.model import open_model, open_stored
 from gristmill.checkpoint.state_file import read_state
-from gristmill.checkpoint.tensor_reader import open_tensors
+from gristmill.checkpoint.tensorfile import open_tensors
 from gristmill.config.schema import RunConfig
 from gristmill.evaluate.data import evaluation_ids
 from gristmill.evaluate.loss import evaluate_loss
 from gristmill.export.folder import export
 from gristmill.generate import Sampling, TextGenerator
-from gristmill.strategies.decentralized.agreement import StopAgreement
 from gristmill.strategies.decentralized.outer import Exchange
+from gristmill.strategies.decentralized.workers import StopAgreement
 from gristmill.track.metrics import EventRecord, StepRecord, ValidationRecord, read_metrics
 from gristmill.train.run import Outcome, run_training
 from gristmill.train.stop import StopRequest

@@ -13,7 +13,7 @@ import torch
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.checkpoint.model import open_model, open_stored
-from gristmill.config.hf_model import HFConfig
+from gristmill.config.hf import HFConfig
 from gristmill.config.load import dump_run, load_run, load_text
 from gristmill.config.schema import RunConfig
 from gristmill.evaluate.data import evaluation_ids

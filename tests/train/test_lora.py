@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from gristmill.base.errors import Exit, UserError
 from gristmill.checkpoint.layout import CheckpointFolder, verify
 from gristmill.checkpoint.model import open_model, open_stored
-from gristmill.checkpoint.tensor_reader import open_tensors
+from gristmill.checkpoint.tensorfile import open_tensors
 from gristmill.cli.main import app
 from gristmill.config.load import load_run, load_text
 from gristmill.config.resolve import resolve

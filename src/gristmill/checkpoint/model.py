@@ -32,9 +32,8 @@ from gristmill.checkpoint.layout import (
 from gristmill.checkpoint.pieces import OPTIMIZER, STRATEGY
 from gristmill.checkpoint.state import check_weights, load_weights
 from gristmill.checkpoint.state_file import STATE, is_count, read_state, shown
-from gristmill.checkpoint.tensor_reader import open_hf_tensors, open_tensors
-from gristmill.config.hf import CODE_TYPE, from_hf
-from gristmill.config.hf_model import architecture_settings
+from gristmill.checkpoint.tensorfile import open_hf_tensors, open_tensors
+from gristmill.config.hf import CODE_TYPE, architecture_settings, from_hf
 from gristmill.config.lora import LoraConfig
 from gristmill.config.model import ModelConfig
 from gristmill.config.schema import parse_model

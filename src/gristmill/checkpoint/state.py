@@ -54,8 +54,7 @@ from gristmill.checkpoint.pieces import (
     piece_key,
 )
 from gristmill.checkpoint.state_file import FORMAT, VERSION, Counters, read_state
-from gristmill.checkpoint.tensor_reader import TensorReader, open_tensors
-from gristmill.checkpoint.tensorfile import DTYPE_NAMES, write_tensors
+from gristmill.checkpoint.tensorfile import DTYPE_NAMES, TensorReader, open_tensors, write_tensors
 from gristmill.models.spec import CausalLM
 from gristmill.models.weights import Weights
 from gristmill.optim.spec import CheckpointState, Optimizer, Placement, StateEntry

@@ -1,26 +1,169 @@
-"""`evaluate`: how well models predict texts, and what they score on tasks."""
+"""`evaluate`: how well models predict texts, and what they score on tasks.
+
+The table of `evaluate`: a row for each measure of each model.
+
+    on    measure        model    value  std. error
+    corn  bits per byte  runs/a  1.0213      0.0051                    593,862 tokens in 12.1s
+                         runs/b  0.9987      0.0049  -0.0226 ± 0.0010, p < 0.001: more than chance
+
+Differences are to the first model, on the same items.
+"""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from gristmill.base.errors import UserError
 from gristmill.base.printing import on_one_line
-from gristmill.base.units import format_count
-from gristmill.cli.evaluation_table import Evaluated, print_table
+from gristmill.base.units import format_count, format_seconds
 from gristmill.cli.models import Device, Which, open_loaded
 from gristmill.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
     from gristmill.checkpoint.model import LoadedModel
     from gristmill.evaluate.data import EvaluationText
+    from gristmill.evaluate.measures import Difference, Measure
     from gristmill.evaluate.results import EvaluationResult
     from gristmill.evaluate.tasks.run import OpenTask
+
+
+class Evaluated(NamedTuple):
+    """A result, and what it is a result of."""
+
+    model: str
+    precision: str
+    result: EvaluationResult
+
+
+def print_table(found: Sequence[Evaluated]) -> None:
+    """A table with a row for each measure of each model; what all rows share stands above it."""
+    from gristmill.evaluate.measures import LEAST
+
+    rows = list(_rows(found))
+    titles = _TableRow("on", "measure", "model", "precision", "value", "std. error", "", "")
+    columns = [
+        [getattr(titles, name), *(getattr(row, name) for row in rows)] for name in _TableRow._fields
+    ]
+    shared = (
+        {"model", "precision"}
+        if len(found) == len({one.result.name for one in found})
+        else {
+            name
+            for name in ("model", "precision")
+            if len({getattr(one, name) for one in found}) == 1
+        }
+    )
+    for name in ("model", "precision"):
+        if name in shared and (name == "model" or found[0].precision != "fp32"):
+            typer.echo(f"{name:<9}  {on_one_line(getattr(found[0], name))}")
+    kept = [
+        (name, column)
+        for name, column in zip(_TableRow._fields, columns, strict=True)
+        if name not in shared and any(column[1:])
+    ]
+    for number in range(len(rows) + 1):
+        cells = [
+            column[number].rjust(_width(column))
+            if name in ("value", "stderr")
+            else column[number].ljust(_width(column))
+            for name, column in kept
+        ]
+        typer.echo("  ".join(cells).rstrip())
+    few = [one.result for one in found if any(map(_has_few, one.result.measures.values()))]
+    if few:
+        what = "windows of the text" if few[0].kind == "text" else "items"
+        note = f"{on_one_line(few[0].name)} has fewer than {LEAST} {what}, too few to tell how far "
+        typer.echo(f"note: {note}its numbers are chance", err=True)
+
+
+class _TableRow(NamedTuple):
+    """One line of the table."""
+
+    on: str
+    measure: str
+    model: str
+    precision: str
+    value: str
+    stderr: str
+    difference: str
+    size: str
+
+
+def _rows(found: Sequence[Evaluated]) -> Iterator[_TableRow]:
+    """Grouped by text or task, then by measure; what is as above is left empty."""
+    by_name: dict[str, list[Evaluated]] = {}
+    for one in found:
+        by_name.setdefault(one.result.name, []).append(one)
+    for name, group in by_name.items():
+        on = name
+        parts = [key for one in group for key in one.result.parts]
+        for part in dict.fromkeys(["", *parts]):
+            wanted = [_measures_of(one.result, part) for one in group]
+            for measure in dict.fromkeys(key for one in wanted for key in one):
+                title = f"{part} {measure.replace('bits_per_byte', 'bits per byte')}".strip()
+                first = wanted[0].get(measure)
+                for one, measures in zip(group, wanted, strict=True):
+                    if measure not in measures:
+                        continue
+                    value, result = measures[measure], one.result
+                    # Other ids or another context are other windows, even if there are as many.
+                    same = result.facts == group[0].result.facts
+                    size = f"{result.count:,} {result.unit} in {format_seconds(result.seconds)}"
+                    yield _TableRow(
+                        on_one_line(on),
+                        on_one_line(title),
+                        on_one_line(one.model),
+                        one.precision,
+                        _shown(value.value, measure),
+                        "" if value.stderr is None else _shown(value.stderr, measure),
+                        "" if one is group[0] else _difference(first, value, measure, same=same),
+                        size if measure == next(iter(result.measures)) and not part else "",
+                    )
+                    on = title = ""
+
+
+def _has_few(measure: Measure) -> bool:
+    from gristmill.evaluate.measures import LEAST
+
+    return 0 < len(measure.items) < LEAST
+
+
+def _measures_of(result: EvaluationResult, part: str) -> dict[str, Measure]:
+    return result.parts.get(part, {}) if part else result.measures
+
+
+def _difference(first: Measure | None, second: Measure, measure: str, *, same: bool) -> str:
+    """How a model differs from the first one, and whether that is more than chance; `same`: both
+    were asked the same."""
+    from gristmill.evaluate.measures import compare
+
+    if first is None:
+        return ""
+    found = compare(first, second, same_items=same)
+    if found is None:
+        return f"{second.value - first.value:+.4f}"
+    sign = "+" if found.value >= 0 else "-"
+    amount = f"{sign}{_shown(abs(found.value), measure)} ± {_shown(found.stderr, measure)}"
+    return f"{amount}, {_verdict(found)}"
+
+
+def _verdict(found: Difference) -> str:
+    p = "p < 0.001" if found.p < 0.001 else f"p = {found.p:.3f}"
+    means = "more than chance" if found.significant else "may be chance"
+    return f"{p}: {means}{'' if found.paired else ' (unpaired)'}"
+
+
+def _shown(value: float, measure: str) -> str:
+    return f"{value:.2f}" if measure == "perplexity" else f"{value:.4f}"
+
+
+def _width(column: Sequence[str]) -> int:
+    return max(map(len, column))
 
 
 TRUST = "--trust-task-code"

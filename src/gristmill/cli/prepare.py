@@ -28,24 +28,22 @@ from gristmill.cli.options import (
     TokenFormat,
 )
 from gristmill.cli.prepare_parts import (
+    CHARACTERS,
     AtOnce,
     Attempts,
     EngineName,
     JobSettings,
     RayAddress,
     Status,
-    check_parts_options,
-    part_arguments,
-    prepare_parts,
-    show_parts,
-)
-from gristmill.cli.prepare_sets import (
-    CHARACTERS,
     characters_of,
     check_hold_out_end,
+    check_parts_options,
     fetch_corpus,
     find_corpus,
+    part_arguments,
+    prepare_parts,
     sets_of,
+    show_parts,
 )
 from gristmill.cli.progress import ProgressLine
 from gristmill.text.sources.source import DocumentSplit, OnDamage, ReadOptions

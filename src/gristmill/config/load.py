@@ -26,8 +26,7 @@ from pydantic_core import ErrorDetails
 
 from gristmill.base.errors import DataError, Problem, UserError
 from gristmill.base.files import read_json
-from gristmill.config.hf import model_settings
-from gristmill.config.hf_model import architecture_settings
+from gristmill.config.hf import architecture_settings, model_settings
 from gristmill.config.launch import LaunchConfig
 from gristmill.config.rules import check
 from gristmill.config.schema import MODEL_KINDS, RunConfig

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from gristmill.config.linears import LinearShape
-from gristmill.config.lora import LoraConfig
+from gristmill.config.lora import LinearShape, LoraConfig
 from gristmill.config.roles import Ability, Role
 from gristmill.config.settings import Settings
 from gristmill.config.values import Count, Fraction

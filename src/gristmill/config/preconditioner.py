@@ -13,7 +13,7 @@ from pydantic import Field
 
 from gristmill.base.errors import Problem
 from gristmill.base.units import Duration
-from gristmill.config.linears import LayerPatterns, matches, nearest_layers
+from gristmill.config.lora import LayerPatterns, matches, nearest_layers
 from gristmill.config.settings import Settings
 from gristmill.config.values import (
     Count,

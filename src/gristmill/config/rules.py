@@ -14,8 +14,8 @@ from typing import Any
 
 from gristmill.base.errors import Problem, UserError
 from gristmill.base.units import parse_split
-from gristmill.config.hf_model import NULL, HFConfig, positions
-from gristmill.config.layouts import layout_problems, ramp_problems
+from gristmill.config.hf import NULL, HFConfig, positions
+from gristmill.config.layouts import layout_problems, ramp_problems, xla_fits
 from gristmill.config.model import GPTConfig
 from gristmill.config.optim import (
     AdamConfig,
@@ -41,7 +41,6 @@ from gristmill.config.resolve import Resolved, divisors, nearest, portions, reso
 from gristmill.config.roles import Ability
 from gristmill.config.schema import DataConfig, RunConfig
 from gristmill.config.settings import Settings, Written, no_effect
-from gristmill.config.xla_rules import xla_fits
 
 FP8_MULTIPLE = 16
 """Matrix products in fp8 are of sizes that are multiples of this."""

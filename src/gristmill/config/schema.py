@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 from pydantic import Discriminator, Field, Tag, TypeAdapter
 
 from gristmill.base.units import Duration
-from gristmill.config.hf_model import HFConfig
+from gristmill.config.hf import HFConfig
 from gristmill.config.launch import LaunchConfig
 from gristmill.config.model import GPTConfig, ModelConfig
 from gristmill.config.optim import AdamWConfig, AnyOptimizerConfig, CosineSchedule, ScheduleConfig

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from gristmill.base.units import Progress
-from gristmill.config.ramp import BatchRamp
+from gristmill.config.resolve import BatchRamp
 from gristmill.data.dataset import Mixture
 from gristmill.data.documents import JOINED, DocumentRules, marks_after, restarted_positions
 from gristmill.data.sampling import spread_samples

@@ -35,8 +35,12 @@ from gristmill.base.files import require_room, write_atomic, write_json
 from gristmill.base.memory import free_memory
 from gristmill.base.units import format_bytes
 from gristmill.checkpoint.model import StoredModel, chat_template
-from gristmill.checkpoint.tensor_reader import HF_INDEX, open_hf_tensors
-from gristmill.checkpoint.tensorfile import StreamedTensor, write_streamed
+from gristmill.checkpoint.tensorfile import (
+    HF_INDEX,
+    StreamedTensor,
+    open_hf_tensors,
+    write_streamed,
+)
 from gristmill.config.hf import (
     CODE_CLASS,
     CODE_MODULE,

@@ -22,8 +22,7 @@ import torch
 from gristmill.base.errors import DataError, Exit, Problem, UserError
 from gristmill.base.files import require_room, sha256_file, write_json
 from gristmill.checkpoint.state import FiniteCheck
-from gristmill.checkpoint.tensor_reader import HF_INDEX
-from gristmill.checkpoint.tensorfile import DTYPE_NAMES, StreamedTensor, write_streamed
+from gristmill.checkpoint.tensorfile import DTYPE_NAMES, HF_INDEX, StreamedTensor, write_streamed
 from gristmill.config.hf import CODE_TYPE, to_hf_with_code
 from gristmill.export.staging import refuse_used_folder, staged_folder
 from gristmill.foreign.megatron import is_megatron, read_megatron

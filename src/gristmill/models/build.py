@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from gristmill.config.hf_model import HFConfig
+from gristmill.config.hf import HFConfig
 from gristmill.config.model import GPTConfig, ModelConfig
 from gristmill.models.gpt import GPT
 from gristmill.models.hf import HFModel

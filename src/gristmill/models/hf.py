@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional
 
 from gristmill.base.errors import UserError
-from gristmill.config.hf_model import HFConfig
+from gristmill.config.hf import HFConfig
 from gristmill.config.roles import Role
 from gristmill.models.hf_classes import (
     block_names_of,

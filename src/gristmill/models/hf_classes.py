@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from gristmill.base.errors import UserError, optional
-from gristmill.config.hf_model import HFConfig
+from gristmill.config.hf import HFConfig
 
 _NOT_CAUSAL = frozenset({"xlm", "flaubert", "xlnet", "prophetnet", "git", "musicgen"})
 """Types with a class for language modelling that sees later tokens, or several streams of them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from gristmill.config.linears import LinearShape
+from gristmill.config.lora import LinearShape
 from gristmill.config.roles import Role
 from gristmill.models.spec import CausalLM
 

@@ -42,8 +42,7 @@ from gristmill.config.optim import (
     WarmupStableDecaySchedule,
 )
 from gristmill.config.preconditioner import SoapConfig
-from gristmill.config.ramp import BatchRamp
-from gristmill.config.resolve import Resolved
+from gristmill.config.resolve import BatchRamp, Resolved
 from gristmill.config.schema import RunConfig
 from gristmill.config.settings import Settings
 from gristmill.config.values import Scheduled

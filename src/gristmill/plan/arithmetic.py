@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from gristmill.config.linears import LinearShape
+from gristmill.config.lora import LinearShape
 from gristmill.config.model import GATE_FEATURES, GPTConfig
 from gristmill.config.parallel import ParallelConfig
 from gristmill.config.roles import Role

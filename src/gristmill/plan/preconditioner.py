@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gristmill.base.units import format_bytes
-from gristmill.config.linears import LinearShape
+from gristmill.config.lora import LinearShape
 from gristmill.config.optim import MuonConfig, OptimizerConfig
 from gristmill.config.preconditioner import KfacConfig, SoapConfig
 from gristmill.plan.kaisa import assign_layers

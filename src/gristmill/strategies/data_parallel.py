@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gristmill.config.parallel import ROW_AXES, Mesh, ParallelConfig
-from gristmill.distributed.world import World
+from gristmill.config.parallel import Mesh
 from gristmill.models.spec import CausalLM
 from gristmill.strategies.sharding import ShardedParameter, ShardedParameters, ShardLayout
 
@@ -137,27 +136,6 @@ class ReplicaSync(GradientSync):
                 if part.dtype != parameter.dtype:
                     parameter.grad.copy_(part)
         self._sums = []
-
-
-def build_gradient_sync(
-    model: CausalLM,
-    parameters: ShardedParameters,
-    world: World,
-    *,
-    config: ParallelConfig,
-    reduce: torch.dtype,
-) -> GradientSync:
-    """The gradient synchronisation of a placed model."""
-    if world.mesh.shards_rows:
-        # Importing FSDP takes seconds.
-        from gristmill.strategies.fsdp import FSDPSync
-
-        return FSDPSync(model, parameters, config=config)
-    group = world.groups.along("dp_replicate", *ROW_AXES)
-    if group is None:
-        return GradientSync(model, parameters)
-    overlap = world.mesh.pp == 1
-    return ReplicaSync(model, parameters, group=group, dtype=reduce, overlap=overlap)
 
 
 def buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

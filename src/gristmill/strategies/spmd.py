@@ -31,13 +31,11 @@ from gristmill.distributed.control import ControlGroup
 from gristmill.distributed.world import World
 from gristmill.models.spec import CausalLM, StagedModel
 from gristmill.optim.spec import Optimizer
-from gristmill.strategies.compile_ahead import CompileAhead
+from gristmill.strategies.compiling import CompileAhead
 from gristmill.strategies.data_parallel import GradientSync, sum_together
-from gristmill.strategies.gather import gather_model
-from gristmill.strategies.microbatches import MicroBatches
-from gristmill.strategies.offload import Offload
+from gristmill.strategies.microbatches import MicroBatches, SyncTimer
 from gristmill.strategies.precision import LossScale
-from gristmill.strategies.sharding import ShardedParameters, owned_squares
+from gristmill.strategies.sharding import Offload, ShardedParameters, gather_model, owned_squares
 from gristmill.strategies.step import (
     Decision,
     clip_preconditioned,
@@ -49,7 +47,6 @@ from gristmill.strategies.step import (
     step_seed,
 )
 from gristmill.strategies.strategy import Preconditioner, StepLimits, StepResult, StepStatistics
-from gristmill.strategies.sync_timing import SyncTimer
 
 
 class Spmd:

@@ -24,7 +24,7 @@ from torch import nn
 
 from gristmill.base.errors import UserError
 from gristmill.base.process import Place
-from gristmill.config.parallel import Mesh
+from gristmill.config.parallel import ROW_AXES, Mesh, ParallelConfig
 from gristmill.config.preconditioner import KfacConfig
 from gristmill.config.resolve import Resolved
 from gristmill.config.roles import Role
@@ -39,25 +39,28 @@ from gristmill.models.spec import CausalLM, ShardComm
 from gristmill.optim.build import build_optimizer
 from gristmill.optim.precondition.joined import PreconditionedOptimizer
 from gristmill.optim.spec import Optimizer
-from gristmill.strategies.compile_ahead import compile_ahead
 from gristmill.strategies.compiling import (
     choose_graphs,
+    compile_ahead,
     compiled,
     compiled_for_training,
     start_compile_workers,
     uses_cuda_graphs,
 )
 from gristmill.strategies.context import heads_attention, ring_attention
-from gristmill.strategies.data_parallel import build_gradient_sync, shard_parameters
-from gristmill.strategies.decentralized.agreement import StopAgreement
+from gristmill.strategies.data_parallel import GradientSync, ReplicaSync, shard_parameters
 from gristmill.strategies.decentralized.strategy import Decentralized, build_mixing
-from gristmill.strategies.decentralized.workers import WorkerSet, all_workers, worker_world
+from gristmill.strategies.decentralized.workers import (
+    StopAgreement,
+    WorkerSet,
+    all_workers,
+    worker_world,
+)
 from gristmill.strategies.kfac import build_kfac
 from gristmill.strategies.matrix_exchange import ShardedMatrixExchange
 from gristmill.strategies.microbatches import MicroBatches, SequentialMicroBatches
-from gristmill.strategies.offload import Offload
 from gristmill.strategies.precision import Precision
-from gristmill.strategies.sharding import ShardLayout
+from gristmill.strategies.sharding import Offload, ShardedParameters, ShardLayout
 from gristmill.strategies.spmd import Spmd
 from gristmill.strategies.stages import model_shard
 from gristmill.strategies.strategy import Strategy
@@ -178,9 +181,7 @@ def _build_spmd(
         cuda_graphs=cuda_graphs,
     )
     parameters = shard_parameters(model, world.mesh, world.rank)
-    sync = build_gradient_sync(
-        model, parameters, world, config=config.parallel, reduce=precision.reduce
-    )
+    sync = _gradient_sync(model, parameters, world, config=config.parallel, reduce=precision.reduce)
     in_one_graph = compiled(model, cuda_graphs=cuda_graphs) if graphs == "whole" else None
     micro_batches: MicroBatches = SequentialMicroBatches(model, sync, in_one_graph)
     if stages:
@@ -225,6 +226,26 @@ def _build_spmd(
         ahead=ahead,
         cuda_graphs=cuda_graphs,
     )
+
+
+def _gradient_sync(
+    model: CausalLM,
+    parameters: ShardedParameters,
+    world: World,
+    *,
+    config: ParallelConfig,
+    reduce: torch.dtype,
+) -> GradientSync:
+    """How gradients are summed over the processes that read different samples."""
+    if world.mesh.shards_rows:
+        from gristmill.strategies.fsdp import FSDPSync
+
+        return FSDPSync(model, parameters, config=config)
+    group = world.groups.along("dp_replicate", *ROW_AXES)
+    if group is None:
+        return GradientSync(model, parameters)
+    overlap = world.mesh.pp == 1
+    return ReplicaSync(model, parameters, group=group, dtype=reduce, overlap=overlap)
 
 
 def place_model(

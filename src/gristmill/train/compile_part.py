@@ -16,8 +16,13 @@ from gristmill.config.optim import AdamWConfig, OptimizerConfig
 from gristmill.distributed.world import World, open_world
 from gristmill.models.spec import CausalLM, Loss, StagedModel
 from gristmill.optim.build import build_optimizer
-from gristmill.strategies.compile_ahead import BESIDE, KERNELS, UPDATE, CompileTask
-from gristmill.strategies.compiling import start_compile_workers
+from gristmill.strategies.compiling import (
+    BESIDE,
+    KERNELS,
+    UPDATE,
+    CompileTask,
+    start_compile_workers,
+)
 from gristmill.train.build import place_model
 
 

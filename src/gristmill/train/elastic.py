@@ -43,7 +43,6 @@ from gristmill.distributed.liveness.rendezvous import join_store
 from gristmill.distributed.liveness.verdict import Limits, may_come_from_peer
 from gristmill.distributed.world import open_device
 from gristmill.optim.spec import Optimizer, StateEntry
-from gristmill.strategies.decentralized.agreement import StopAgreement
 from gristmill.strategies.decentralized.elastic.coordinator import (
     SignedStore,
     fingerprint,
@@ -60,7 +59,7 @@ from gristmill.strategies.decentralized.elastic.view_world import (
     view_workers,
 )
 from gristmill.strategies.decentralized.strategy import Decentralized
-from gristmill.strategies.decentralized.workers import WorkerSet, workers_per_node
+from gristmill.strategies.decentralized.workers import StopAgreement, WorkerSet, workers_per_node
 from gristmill.track.folder import RunFolder
 from gristmill.train.assemble import Assembly, assemble
 from gristmill.train.elastic_records import (

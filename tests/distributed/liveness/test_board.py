@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from gristmill.base.process import Place
-from gristmill.distributed.liveness.board import HeartbeatBoard, has_ended, pid_namespace
-from gristmill.distributed.liveness.heartbeat import Heartbeat, State
+from gristmill.distributed.liveness.heartbeat import Heartbeat, State, has_ended, pid_namespace
+from gristmill.distributed.liveness.monitor import HeartbeatBoard
 from gristmill.distributed.liveness.verdict import Limits
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells it on Linux")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gristmill.distributed.control import ControlGroup
-from gristmill.strategies.decentralized.agreement import StopAgreement
+from gristmill.strategies.decentralized.workers import StopAgreement
 
 LIMIT = 60
 """Seconds after which a test is taken to hang."""

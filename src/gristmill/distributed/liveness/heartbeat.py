@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 State = Literal["running", "done", "failed", "lost", "vanished", "absent"]
@@ -109,3 +110,24 @@ def condense(heartbeats: Iterable[Heartbeat]) -> tuple[Heartbeat, ...]:
     by_progress = sorted(running, key=lambda one: (one.progress, -one.seconds))
     chosen += by_silence[:_FEW] + by_silence[-1:] + by_progress[:_FEW] + by_progress[-1:]
     return tuple({one.rank: one for one in chosen}.values())
+
+
+def pid_namespace() -> str:
+    """Where the id of this process is valid; empty if the system does not tell."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process of this namespace has ended, even if its parent has not noticed yet."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_bytes()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    # The second field is the program's name, which may contain anything.
+    return text.rpartition(b")")[2].split()[0] in (b"Z", b"X")

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from gristmill.base.errors import DataError
-from gristmill.config.linears import LinearShape
+from gristmill.config.lora import LinearShape
 from gristmill.config.preconditioner import KfacConfig
 from gristmill.optim.precondition.factors import (
     FLOOR,

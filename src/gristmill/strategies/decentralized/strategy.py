@@ -38,12 +38,9 @@ from gristmill.distributed.control import ControlGroup
 from gristmill.models.spec import CausalLM
 from gristmill.optim.schedule import build_schedule
 from gristmill.optim.spec import Optimizer, Placement, StateEntry
-from gristmill.strategies.decentralized.agreement import StopAgreement
-from gristmill.strategies.decentralized.flat import Buckets, FlatLayout
-from gristmill.strategies.decentralized.outer import Exchange
-from gristmill.strategies.decentralized.workers import WorkerSet
-from gristmill.strategies.gather import gather_model
-from gristmill.strategies.sharding import ShardedParameters
+from gristmill.strategies.decentralized.outer import Buckets, Exchange, FlatLayout
+from gristmill.strategies.decentralized.workers import StopAgreement, WorkerSet
+from gristmill.strategies.sharding import ShardedParameters, gather_model
 from gristmill.strategies.spmd import Spmd
 from gristmill.strategies.step import divide_batches
 from gristmill.strategies.strategy import ExchangeReport, StepLimits, StepResult

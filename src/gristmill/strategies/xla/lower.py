@@ -23,9 +23,8 @@ from torch.utils._pytree import tree_map_only
 
 import gristmill.models.loss  # noqa: F401  (defines the operator of the loss)
 from gristmill.base.errors import UserError
-from gristmill.strategies.xla.attention import attend
 from gristmill.strategies.xla.graph import Traced, attention, block_edge
-from gristmill.strategies.xla.loss import linear_cross_entropy
+from gristmill.strategies.xla.loss import attend, linear_cross_entropy
 
 aten = torch.ops.aten
 

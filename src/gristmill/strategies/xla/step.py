@@ -28,9 +28,9 @@ from gristmill.optim.build import build_optimizer
 from gristmill.optim.spec import ParameterOptimizer
 from gristmill.strategies.step import decide
 from gristmill.strategies.strategy import StepLimits
+from gristmill.strategies.xla.device import Placing
 from gristmill.strategies.xla.graph import marked_blocks, meta, trace
 from gristmill.strategies.xla.lower import ALL, Context, Lowered
-from gristmill.strategies.xla.placing import Placing
 
 Weights = dict[str, jax.Array]
 State = dict[tuple[str, str], jax.Array]

@@ -36,8 +36,7 @@ from gristmill.strategies.precision import DTYPES
 from gristmill.strategies.sharding import ShardedParameter, whole_parameters
 from gristmill.strategies.step import divide_batches, pad_batch, step_seed
 from gristmill.strategies.strategy import CompiledStep, StepLimits, StepResult
-from gristmill.strategies.xla.device import XlaDevice
-from gristmill.strategies.xla.placing import Placing
+from gristmill.strategies.xla.device import Placing, XlaDevice
 from gristmill.strategies.xla.step import CHANGING, Batches, Controls, Programs, State, Weights
 
 _INPUTS = ("tokens_BT", "targets_BT", "weights_BT", "positions_BT", "documents_BT")

@@ -17,11 +17,10 @@ import torch
 import torch.distributed as dist
 
 from gristmill.distributed.control import UNFINISHED, ControlGroup, wait_for
-from gristmill.strategies.decentralized.codecs import build_codec
+from gristmill.strategies.decentralized.codecs import Transfer, build_codec
 from gristmill.strategies.decentralized.elastic.coordinator import SignedStore
 from gristmill.strategies.decentralized.elastic.membership import View, ViewChangedError
 from gristmill.strategies.decentralized.elastic.view_world import ViewGroups, forget_finished
-from gristmill.strategies.decentralized.transfer import Transfer
 
 LIMIT = 60.0
 

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.process import Place
 from gristmill.base.units import format_seconds
-from gristmill.distributed.liveness.board import has_ended, pid_namespace
+from gristmill.distributed.liveness.heartbeat import has_ended, pid_namespace
 from gristmill.strategies.decentralized.elastic.coordinator import PULSE
 
 if TYPE_CHECKING:

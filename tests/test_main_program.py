@@ -11,7 +11,7 @@ import pytest
 PROGRAM = """
 import atexit, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
-from gristmill.base.quick_exit import quick_exit
+from gristmill.__main__ import quick_exit
 
 class Kept:
     def __del__(self):

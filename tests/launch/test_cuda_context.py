@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gristmill.base import cuda
+from gristmill.launch import gpus
 
 
 class Driver:
@@ -49,14 +49,14 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Driver], Driver]:
     def install(driver: Driver) -> Driver:
-        monkeypatch.setattr(cuda.ctypes, "CDLL", lambda name: driver)
+        monkeypatch.setattr(gpus.ctypes, "CDLL", lambda name: driver)
         return driver
 
     return install
 
 
 def start(device: str = "cuda", local_rank: int = 0) -> None:
-    for thread in cuda.start_cuda(device, local_rank=local_rank):
+    for thread in gpus.start_cuda(device, local_rank=local_rank):
         thread.join()
 
 
@@ -82,7 +82,7 @@ def test_nothing_happens_without_a_driver_that_works(
     def missing(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
-    monkeypatch.setattr(cuda.ctypes, "CDLL", missing)
+    monkeypatch.setattr(gpus.ctypes, "CDLL", missing)
     start()
 
 
@@ -109,7 +109,7 @@ def test_a_torch_without_cuda_leaves_gpus_alone(
     if built_for_cuda:
         (tmp_path / "lib" / "libtorch_cuda.so").touch()
     found = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: found)
+    monkeypatch.setattr(gpus.importlib.util, "find_spec", lambda name: found)
     driver = installed(Driver(1))
     start("cpu")
     assert driver.started == hashed == []
