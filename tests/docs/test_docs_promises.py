@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gristmill.cli import inspect
+from gristmill.cli import doctor
 from gristmill.cli.progress import ProgressLine
 from gristmill.config.load import dump_run
 from gristmill.config.schema import RunConfig
@@ -36,7 +36,7 @@ def test_a_closed_terminal_does_not_end_a_run(
 
 def test_doctor_works_where_cores_cannot_be_assigned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    findings = [finding for finding in inspect.examine() if finding.name == "threads"]
+    findings = [finding for finding in doctor.examine() if finding.name == "threads"]
     assert len(findings) == 1
 
 

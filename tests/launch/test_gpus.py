@@ -17,7 +17,7 @@ from gristmill.base.process import Place
 from gristmill.cli.train import train
 from gristmill.distributed import world
 from gristmill.distributed.device import Device
-from gristmill.launch import gpus
+from gristmill.launch import gpus as machine_gpus
 
 RUN = """
 name = "tiny"
@@ -50,16 +50,16 @@ def test_the_gpus_that_a_process_may_use_are_counted(
     expected: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gpus, "_installed_gpus", lambda: installed)
+    monkeypatch.setattr(machine_gpus, "_installed_gpus", lambda: installed)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if chosen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-    assert gpus.visible_gpus() == expected
+    assert machine_gpus.visible_gpus() == expected
 
 
 def test_without_the_library_the_count_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "MANAGEMENT", "libnosuch.so.1")
-    assert gpus._installed_gpus() is None
+    monkeypatch.setattr(machine_gpus, "MANAGEMENT", "libnosuch.so.1")
+    assert machine_gpus._installed_gpus() is None
 
 
 def run_file(folder: Path, *, device: str, parallel: str = "") -> str:
@@ -82,8 +82,8 @@ def test_train_with_more_processes_than_gpus_does_not_begin(
 ) -> None:
     begun: list[Any] = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(gpus, "_installed_gpus", lambda: gpus)
-    monkeypatch.setattr(gpus, "_torch_has_cuda", lambda: True)
+    monkeypatch.setattr(machine_gpus, "_installed_gpus", lambda: gpus)
+    monkeypatch.setattr(machine_gpus, "_torch_has_cuda", lambda: True)
     monkeypatch.setattr("gristmill.launch.processes.supervise", lambda job: begun.append(job) or 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(UserError if refused else typer.Exit) as raised:
@@ -103,7 +103,7 @@ def test_workers_of_an_elastic_run_may_share_a_gpu(
     """They exchange tensors on the host."""
     begun: list[Any] = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(gpus, "_installed_gpus", lambda: 1)
+    monkeypatch.setattr(machine_gpus, "_installed_gpus", lambda: 1)
     monkeypatch.setattr("gristmill.launch.processes.supervise", lambda job: begun.append(job) or 0)
     with pytest.raises(typer.Exit):
         train(run_file(tmp_path, device="cuda", parallel=ELASTIC), processes=2)

