@@ -447,7 +447,7 @@ class PoisonedBatches:
             ]
             whole = gristmill(folder, *words)
             reference = (folder / "victim").rename(folder / "undisturbed")
-            found = passed_over(reference)
+            found = skipped_batches(reference)
             wanted = set(steps)
             noticed = wanted <= found and len(found) <= len(wanted) + 3
             stop = gristmill(folder, *words, after=rng.uniform(0.2, 1.0), send=signal.SIGTERM)
@@ -469,7 +469,7 @@ def _poisoned_text(path: Path, steps: range, rng: random.Random) -> None:
     path.write_text(text[:begin] + noise + text[end:])
 
 
-def passed_over(run: Path) -> set[int]:
+def skipped_batches(run: Path) -> set[int]:
     """The steps whose samples were skipped, from the newest checkpoint."""
     newest = max((run / "checkpoints").glob("step-*"))
     ranges = json.loads((newest / "state.json").read_text())["health"]["passed_over"]

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional
 
 from gristmill.config.model import GPTConfig
-from gristmill.models.build import outline_model
+from gristmill.models.build import build_meta_model
 from gristmill.models.casts import product
 from gristmill.models.fused import WIDEST, fused_mlp
 from gristmill.models.qkv import qkv_backward, worth_fusing_qkv
@@ -170,7 +170,7 @@ def compare_adamw() -> None:
 @torch.no_grad()
 def times_of_adamw(config: GPTConfig) -> tuple[int, float, float]:
     """The number of parameters, and the milliseconds of torch's step and ours."""
-    shapes = [tuple(one.shape) for one in outline_model(config, vocab=50257).parameters()]
+    shapes = [tuple(one.shape) for one in build_meta_model(config, vocab=50257).parameters()]
     parameters = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in shapes]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)

@@ -368,7 +368,7 @@ def run_peer(bench: Bench, config: RunConfig, job: Job) -> dict[str, Any]:
         peer.step()
         watch.mark()
         if step + 1 in due:
-            watch.settle()
+            watch.drain()
             if device == "cuda":
                 peak = max(peak, torch.cuda.max_memory_allocated())
             losses[step + 1] = validate_peer(bench, config, peer)

@@ -271,7 +271,7 @@ class Stopwatch:
         else:
             self._marks.append(time.monotonic())
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait for the steps so far; what happens until the next mark is nobody's time."""
         if self.device == "cuda":
             torch.cuda.synchronize()
@@ -301,7 +301,7 @@ def build_ours(config: RunConfig, folder: Path) -> System:
     """Our real step, from the loader to the record on disk."""
     folder.mkdir(exist_ok=True)
     parts = assemble(config, RunFolder(folder))
-    schedule = build_schedule(config, parts.numbers)
+    schedule = build_schedule(config, parts.resolved)
     progress = Progress()
     tracker = Tracker([JsonlSink(folder / "metrics.jsonl")], clock=lambda: progress)
     meter = build_meter(parts, tracker, build_health(parts, tracker))

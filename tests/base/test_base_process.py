@@ -9,23 +9,23 @@ from pathlib import Path
 import pytest
 
 from gristmill.base.errors import UserError
-from gristmill.base.process import Address, Place, expand_hosts
+from gristmill.base.process import Address, ProcessInfo, expand_hosts
 
 
 def test_without_variables_there_is_one_process() -> None:
-    place = Place.current({"HOME": "/home/miller"})
-    assert place == Place(rank=0, local_rank=0, world=1, host=socket.gethostname())
+    place = ProcessInfo.current({"HOME": "/home/miller"})
+    assert place == ProcessInfo(rank=0, local_rank=0, world=1, host=socket.gethostname())
 
 
 def test_the_three_variables_of_torchrun_are_read() -> None:
-    place = Place.current({"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"})
+    place = ProcessInfo.current({"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"})
     assert (place.rank, place.local_rank, place.world) == (5, 1, 8)
 
 
 def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    assert Place.current().world == 2
+    assert ProcessInfo.current().world == 2
 
 
 @pytest.mark.parametrize(
@@ -61,13 +61,13 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch)
 )
 def test_variables_that_do_not_fit_are_refused(environment: dict[str, str], message: str) -> None:
     with pytest.raises(UserError) as caught:
-        Place.current(environment)
+        ProcessInfo.current(environment)
     assert str(caught.value) == message
 
 
 def test_a_wrong_local_rank_is_named() -> None:
     with pytest.raises(UserError, match="LOCAL_RANK=7"):
-        Place.current({"RANK": "0", "LOCAL_RANK": "7", "WORLD_SIZE": "2"})
+        ProcessInfo.current({"RANK": "0", "LOCAL_RANK": "7", "WORLD_SIZE": "2"})
 
 
 # ------------------------------------------------------------------ launchers
@@ -113,13 +113,13 @@ TORCHRUN = {
 
 
 def test_torchrun_says_where_to_meet_and_who_answers() -> None:
-    place = Place.current(TORCHRUN)
+    place = ProcessInfo.current(TORCHRUN)
     assert place.address == Address("n1", 29400) == ("n1", 29400)
     assert (place.local_world, place.nodes, place.agent, place.attempt) == (4, 2, True, 2)
 
 
 def test_srun_is_read_with_the_first_host_of_its_list() -> None:
-    place = Place.current(SRUN)
+    place = ProcessInfo.current(SRUN)
     assert (place.rank, place.local_rank, place.world) == (5, 1, 7)
     assert (place.local_world, place.nodes) == (2, 4)
     assert place.address is not None and place.address.host == "n07"
@@ -128,7 +128,7 @@ def test_srun_is_read_with_the_first_host_of_its_list() -> None:
 
 def test_the_port_follows_from_job_and_step() -> None:
     def port(**other: str) -> int:
-        address = Place.current({**SRUN, **other}).address
+        address = ProcessInfo.current({**SRUN, **other}).address
         assert address is not None
         return address.port
 
@@ -139,67 +139,69 @@ def test_the_port_follows_from_job_and_step() -> None:
 def test_tasks_of_every_node_alike() -> None:
     values = {name: value for name, value in SRUN.items() if "TASKS_PER_NODE" not in name}
     four = {**values, "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "2"}
-    assert Place.current(four).local_world == 2
+    assert ProcessInfo.current(four).local_world == 2
     uneven = {**values, "SLURM_NTASKS_PER_NODE": "2"}
-    assert Place.current(uneven).local_world is None
+    assert ProcessInfo.current(uneven).local_world is None
 
 
 @pytest.mark.parametrize("step", [None, "4294967291", "4294967290", "batch", "interactive"])
 def test_a_batch_script_without_srun_is_one_process(step: str | None) -> None:
     values = {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_ID": step or ""}
-    assert Place.current(values) == Place(host=socket.gethostname())
+    assert ProcessInfo.current(values) == ProcessInfo(host=socket.gethostname())
 
 
 def test_open_mpi() -> None:
-    place = Place.current(OPEN_MPI)
+    place = ProcessInfo.current(OPEN_MPI)
     assert (place.rank, place.local_rank, place.world) == (3, 1, 4)
     assert (place.local_world, place.nodes) == (2, 2)
     assert place.address is None, "mpirun does not tell where the first process is"
-    given = Place.current({**OPEN_MPI, "MASTER_ADDR": "n1"}).address
+    given = ProcessInfo.current({**OPEN_MPI, "MASTER_ADDR": "n1"}).address
     assert given is not None and given.host == "n1" and 15000 <= given.port < 30000
     both = {**OPEN_MPI, "MASTER_ADDR": "n1", "MASTER_PORT": "1234"}
-    assert Place.current(both).address == ("n1", 1234)
+    assert ProcessInfo.current(both).address == ("n1", 1234)
 
 
 def test_processes_of_one_node_meet_there() -> None:
-    address = Place.current({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}).address
+    address = ProcessInfo.current({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}).address
     assert address is not None and address.host == "127.0.0.1"
     unnumbered = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
-    assert Place.current(unnumbered).address == ("127.0.0.1", 29500)
+    assert ProcessInfo.current(unnumbered).address == ("127.0.0.1", 29500)
 
 
 def test_pals_in_a_pbs_job(tmp_path: Path) -> None:
     (tmp_path / "nodes").write_text("x1000c0s0b0n0.hsn\nx1000c0s0b0n0.hsn\nx1000c0s0b0n1.hsn\n")
     pbs = {"PBS_NODEFILE": str(tmp_path / "nodes"), "PBS_JOBID": "77.pbs"}
-    place = Place.current({**PALS, **pbs})
+    place = ProcessInfo.current({**PALS, **pbs})
     assert (place.rank, place.local_rank, place.world, place.nodes) == (9, 1, 16, 2)
     assert place.address is not None and place.address.host == "x1000c0s0b0n0.hsn"
-    assert Place.current(pbs) == Place(host=socket.gethostname()), "PBS alone starts one process"
-    assert Place.current({**PALS, "PBS_NODEFILE": str(tmp_path / "gone")}).address is None
+    assert ProcessInfo.current(pbs) == ProcessInfo(host=socket.gethostname()), (
+        "PBS alone starts one process"
+    )
+    assert ProcessInfo.current({**PALS, "PBS_NODEFILE": str(tmp_path / "gone")}).address is None
 
 
 def test_a_pod_of_a_job_is_one_process() -> None:
-    place = Place.current(POD)
+    place = ProcessInfo.current(POD)
     assert (place.rank, place.local_rank, place.world) == (1, 0, 3)
     assert (place.local_world, place.nodes) == (1, 3)
     assert place.address == ("job-master-0", 23456)
-    assert Place.current({**POD, "PET_NPROC_PER_NODE": "auto"}) == place
+    assert ProcessInfo.current({**POD, "PET_NPROC_PER_NODE": "auto"}) == place
 
 
 def test_the_inner_launcher_counts() -> None:
     within = {**SRUN, **PALS, **OPEN_MPI}
-    assert Place.current({**within, **TORCHRUN}) == Place.current(TORCHRUN)
-    assert Place.current(within).world == 4
-    assert Place.current({**SRUN, **PALS}).world == 16
+    assert ProcessInfo.current({**within, **TORCHRUN}) == ProcessInfo.current(TORCHRUN)
+    assert ProcessInfo.current(within).world == 4
+    assert ProcessInfo.current({**SRUN, **PALS}).world == 16
 
 
 def test_srun_completes_what_others_leave_out() -> None:
     by_pmi = {"PMI_RANK": "5", "PMI_SIZE": "7"}
-    assert Place.current({**SRUN, **by_pmi}).local_rank == 1
+    assert ProcessInfo.current({**SRUN, **by_pmi}).local_rank == 1
     script = {"RANK": "5", "WORLD_SIZE": "7", "MASTER_ADDR": "n08", "MASTER_PORT": "1234"}
-    place = Place.current({**SRUN, **script})
+    place = ProcessInfo.current({**SRUN, **script})
     assert (place.local_rank, place.local_world, place.address) == (1, 2, ("n08", 1234))
-    assert Place.current({**SRUN, "WORLD_SIZE": "7"}).rank == 5
+    assert ProcessInfo.current({**SRUN, "WORLD_SIZE": "7"}).rank == 5
 
 
 @pytest.mark.parametrize(
@@ -230,7 +232,7 @@ def test_srun_completes_what_others_leave_out() -> None:
 )
 def test_what_launchers_say_must_fit(environment: dict[str, str], message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)) as caught:
-        Place.current(environment)
+        ProcessInfo.current(environment)
     assert len(caught.value.problems) == 1 and caught.value.problems[0].where == "environment"
 
 

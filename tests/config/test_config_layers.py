@@ -23,7 +23,7 @@ from gristmill.config.optim import (
     MuonConfig,
 )
 from gristmill.config.resolve import resolve
-from gristmill.config.rules import doubts
+from gristmill.config.rules import config_warnings
 from gristmill.config.schema import RunConfig, SampleConfig
 
 BASE = """\
@@ -334,11 +334,13 @@ def test_a_split_has_colons_or_commas() -> None:
 @pytest.mark.parametrize(("split", "warned"), [("100,0", True), ("1:0:1", True), ("9:1", False)])
 def test_validation_without_text_is_a_doubt(split: str, warned: bool) -> None:
     asked = load("", f'data.split="{split}"', "validate.windows=8")
-    found = [one for one in doubts(asked, resolve(asked, vocab=257)) if "is validated" in one]
+    found = [
+        one for one in config_warnings(asked, resolve(asked, vocab=257)) if "is validated" in one
+    ]
     assert len(found) == warned
     assert all(f'data.split = "{split}" holds nothing out' in one for one in found)
     silent = load("", f'data.split="{split}"')
-    assert doubts(silent, resolve(silent, vocab=257)) == []
+    assert config_warnings(silent, resolve(silent, vocab=257)) == []
 
 
 def test_samples_are_off_unless_asked_for() -> None:

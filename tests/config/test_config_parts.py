@@ -13,7 +13,7 @@ from gristmill.config.load import dump_run, load_preset, load_text
 from gristmill.config.model import GPTConfig
 from gristmill.config.optim import AdamWConfig, CosineSchedule, MuonConfig
 from gristmill.config.resolve import resolve
-from gristmill.config.rules import doubts
+from gristmill.config.rules import config_warnings
 from gristmill.config.schema import RunConfig
 
 BASE = """\
@@ -171,7 +171,7 @@ def test_a_preset_s_rate_is_not_taken_for_another_scale() -> None:
 
 def doubted(*words: str) -> list[str]:
     config = load("", *words)
-    return doubts(config, resolve(config, vocab=10))
+    return config_warnings(config, resolve(config, vocab=10))
 
 
 def test_momentum_that_rises_longer_than_the_run_is_doubted() -> None:

@@ -11,7 +11,7 @@ from gristmill.config.lora import LinearShape
 from gristmill.config.model import GPTConfig
 from gristmill.config.preconditioner import KfacConfig, SoapConfig
 from gristmill.config.resolve import resolve
-from gristmill.config.rules import doubts
+from gristmill.config.rules import config_warnings
 from gristmill.config.schema import RunConfig
 from gristmill.plan.preconditioner import describe_preconditioner, kfac_cost, preconditioner_bytes
 
@@ -132,7 +132,7 @@ MORE_OFTEN = "optim.preconditioner.inverse_every=50"
 def test_intervals_longer_than_the_run_are_doubted() -> None:
     def warnings(*words: str) -> list[str]:
         config = load(*words)
-        return doubts(config, resolve(config, vocab=257))
+        return config_warnings(config, resolve(config, vocab=257))
 
     assert warnings("optim.preconditioner.inverse_every=99") == []
     (seldom,) = warnings("optim.preconditioner.inverse_every=100")

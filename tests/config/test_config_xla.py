@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gristmill.base.errors import UserError
-from gristmill.base.process import Place
+from gristmill.base.process import ProcessInfo
 from gristmill.cli.main import app
 from gristmill.config.load import load_text
 from gristmill.config.rules import check_mesh
@@ -117,7 +117,7 @@ def test_without_jax_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "jax", None)
     config = load_text(RUN, (), place="x")
     with pytest.raises(UserError, match="needs the package 'jax', which is not installed") as said:
-        device_mesh(config, Place())
+        device_mesh(config, ProcessInfo())
     assert said.value.problems[0].remedy == "pip install 'gristmill[xla]'"
 
 

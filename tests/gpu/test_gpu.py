@@ -53,7 +53,7 @@ def losses(
 ) -> list[float]:
     world = open_world(config.runtime, tf32=False)
     numbers = resolve(config, vocab=257) if config.runtime.cuda_graphs else None
-    strategy = build_strategy(config, vocab=257, world=world, numbers=numbers)
+    strategy = build_strategy(config, vocab=257, world=world, resolved=numbers)
     start = build_model(config.model, vocab=257, device=torch.device("cpu"))
     start.initialise(1)  # the same on every device
     with torch.no_grad():

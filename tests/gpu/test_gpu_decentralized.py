@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from gristmill.base.process import Place
+from gristmill.base.process import ProcessInfo
 from gristmill.base.units import Progress
 from gristmill.config.load import load_text
 from gristmill.config.resolve import resolve
@@ -46,7 +46,7 @@ precision = { tf32 = false }
 
 def train(device: str, on_host: bool | None, words: list[str], steps: int) -> dict[str, Any]:
     config = load_text(RUN, [*words, f'runtime.device="{device}"'], place="workers.toml")
-    place = Place.current()
+    place = ProcessInfo.current()
     mesh = check_mesh(config, processes=place.world)
     world = open_world(config.runtime, tf32=False, mesh=mesh, parallel=config.parallel, place=place)
     workers = all_workers(world, config.parallel)
@@ -57,7 +57,7 @@ def train(device: str, on_host: bool | None, words: list[str], steps: int) -> di
         vocab=61,
         world=world,
         control=world.control_group("test"),
-        numbers=resolve(config, vocab=61, mesh=mesh),
+        resolved=resolve(config, vocab=61, mesh=mesh),
         workers=workers,
     )
     start = build_model(config.model, vocab=61, device=torch.device("cpu"))

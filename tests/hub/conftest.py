@@ -74,7 +74,7 @@ while (task := pipe.recv()) is not None:
 
 
 @dataclass
-class Place:
+class ProcessInfo:
     """What all machines of a test session share."""
 
     ports: tuple[int, int]
@@ -85,7 +85,7 @@ class Place:
 
 
 @pytest.fixture(scope="session")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessInfo]:
     home = tmp_path_factory.mktemp("machine") / "home"
     held = [hub_server.reserve_port(), hub_server.reserve_port()]
     ports = held[0].getsockname()[1], held[1].getsockname()[1]
@@ -105,7 +105,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     names = {"environment": environment, "pipe": theirs, "command": COMMAND}
     process = CONTEXT.Process(target=exec, args=(FORKS, names))
     process.start()
-    yield Place(ports, home, environment, pipe)
+    yield ProcessInfo(ports, home, environment, pipe)
     pipe.send(None)
     process.join()
     for one in held:
@@ -146,7 +146,7 @@ class Finished:
 class Machine:
     """A user's machine: a home, a folder for work, and commands."""
 
-    place: Place
+    place: ProcessInfo
     work: Path
 
     @property
@@ -204,14 +204,14 @@ class Machine:
 
 
 @pytest.fixture
-def hub(place: Place) -> Iterator[Any]:
+def hub(place: ProcessInfo) -> Iterator[Any]:
     server = hub_server.HubServer(*place.ports)
     yield server
     server.close()
 
 
 @pytest.fixture
-def machine(place: Place, tmp_path: Path) -> Iterator[Machine]:
+def machine(place: ProcessInfo, tmp_path: Path) -> Iterator[Machine]:
     home, work = tmp_path / "home", tmp_path / "work"
     home.mkdir()
     work.mkdir()

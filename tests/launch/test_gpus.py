@@ -13,7 +13,7 @@ import torch.distributed as dist
 import typer
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.process import Place
+from gristmill.base.process import ProcessInfo
 from gristmill.cli.train import train
 from gristmill.distributed import world
 from gristmill.distributed.device import Device
@@ -116,17 +116,17 @@ def test_every_process_of_a_node_with_too_few_gpus_says_so(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    place = Place(rank, rank, 4, "node7", local_world=4)
+    place = ProcessInfo(rank, rank, 4, "node7", local_world=4)
     with pytest.raises(UserError, match="4 processes on node7 need a GPU each, and see 2 GPUs"):
         world._own_gpu(place)
-    assert world._own_gpu(Place(1, 1, 2, "node7", local_world=2)) == torch.device("cuda", 1)
+    assert world._own_gpu(ProcessInfo(1, 1, 2, "node7", local_world=2)) == torch.device("cuda", 1)
 
 
 def compare(gpus: list[str]) -> str:
     """What a process says whose only GPU is the one that this list names for its rank."""
     rank = dist.get_rank()
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=gpus[rank])  # type: ignore[assignment,misc]
-    place = Place(rank, rank % 2, len(gpus), f"node{rank // 2}", local_world=2)
+    place = ProcessInfo(rank, rank % 2, len(gpus), f"node{rank // 2}", local_world=2)
     try:
         world._refuse_shared_gpus(Device(torch.device("cuda", 0)), place)
     except UserError as error:

@@ -17,7 +17,7 @@ import yaml
 from typer.testing import CliRunner
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.process import Address, Place
+from gristmill.base.process import Address, ProcessInfo
 from gristmill.cli.main import app
 from gristmill.config.load import load_text
 from gristmill.launch.jobs.batch import BatchJob, JobRecord, read_record
@@ -283,7 +283,7 @@ def test_every_process_of_every_pod_finds_its_place(
                 nodes=nodes,
                 around=environment,
             )
-            place = Place.current(own)
+            place = ProcessInfo.current(own)
             places.append((place.rank, place.local_rank, place.world, place.local_world))
             assert place.nodes == nodes
             addresses.add(place.address)

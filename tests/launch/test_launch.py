@@ -13,7 +13,7 @@ import pytest
 from tests.launch.test_rendering import HOSTILE
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.process import Place
+from gristmill.base.process import ProcessInfo
 from gristmill.config.load import load_run, load_text
 from gristmill.launch.jobs.batch import BatchState, JobRecord, read_record
 from gristmill.launch.jobs.build import launcher_of
@@ -384,7 +384,7 @@ def open_mpi_places() -> list[dict[str, str]]:
 def test_processes_find_their_ranks_and_the_address(
     places: Callable[[], list[dict[str, str]]],
 ) -> None:
-    found = [Place.current(values) for values in places()]
+    found = [ProcessInfo.current(values) for values in places()]
     assert [(one.rank, one.local_rank, one.world) for one in found] == [
         (0, 0, 4),
         (1, 1, 4),

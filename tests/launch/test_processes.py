@@ -17,7 +17,7 @@ import pytest
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.locks import FolderLock
-from gristmill.base.process import Place
+from gristmill.base.process import ProcessInfo
 from gristmill.launch.processes import Ending, Job, supervise
 from gristmill.launch.starting import process_environment
 from gristmill.track.folder import RunFolder
@@ -99,7 +99,9 @@ def test_every_process_knows_its_place_and_has_its_log(
         print("complained by", rank, file=sys.stderr)
     """
     assert supervise(job(script)) == 0
-    places = [Place.current(json.loads((tmp_path / f"{n}.json").read_text())) for n in range(3)]
+    places = [
+        ProcessInfo.current(json.loads((tmp_path / f"{n}.json").read_text())) for n in range(3)
+    ]
     assert [(place.rank, place.local_rank, place.world) for place in places] == [
         (0, 0, 3),
         (1, 1, 3),

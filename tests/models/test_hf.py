@@ -16,7 +16,7 @@ from gristmill.config.hf import HFConfig, architecture_settings
 from gristmill.config.roles import Role
 from gristmill.evaluate.scoring import Continuation, score
 from gristmill.generate import Engine, Sampling
-from gristmill.models.build import build_model, outline_model
+from gristmill.models.build import build_meta_model, build_model
 from gristmill.models.hf import HFModel
 from gristmill.models.hf_weights import folder_weights
 from gristmill.models.spec import Loss
@@ -185,7 +185,7 @@ def test_generation_with_a_cache_is_that_of_transformers(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", TINY)
 def test_an_outline_has_no_memory(kind: str) -> None:
-    model = outline_model(tiny(kind), vocab=96)
+    model = build_meta_model(tiny(kind), vocab=96)
     assert all(one.is_meta for one in model.parameters())
     assert not any(one.is_meta for one in model.buffers())
     blocks = model.block_names()
@@ -235,8 +235,8 @@ def test_tied_weights_stay_tied() -> None:
 
 def test_only_the_experts_that_a_token_uses_are_counted() -> None:
     dense, sparse = (
-        outline_model(tiny("mistral"), vocab=96),
-        outline_model(tiny("mixtral"), vocab=96),
+        build_meta_model(tiny("mistral"), vocab=96),
+        build_meta_model(tiny("mixtral"), vocab=96),
     )
     router = 2 * 4 * 32
     experts = 2 * 2 * 3 * 32 * 48
@@ -304,7 +304,7 @@ def test_what_transformers_cannot_build_is_refused_in_one_line(
 ) -> None:
     config = HFConfig(hf_config=table, context=32, vocab=96)
     with pytest.raises(UserError, match=f"(?s){problem}"):
-        outline_model(config, vocab=96)
+        build_meta_model(config, vocab=96)
 
 
 def test_encoders_are_told_not_to_look_ahead() -> None:

@@ -16,7 +16,7 @@ from gristmill.config.lora import LoraConfig
 from gristmill.config.model import GPTConfig, ModelConfig
 from gristmill.config.roles import Role
 from gristmill.models import lora as lora_module
-from gristmill.models.build import build_model, initialise, outline_model
+from gristmill.models.build import build_meta_model, build_model, initialise
 from gristmill.models.linears import linear_shapes
 from gristmill.models.lora import MergedWeights, keep_frozen_in
 from gristmill.models.recompute import Recompute
@@ -195,7 +195,7 @@ def test_a_merged_weight_has_the_same_bits_by_any_region(
 
 def test_initial_adapters_depend_on_seed_and_name_only() -> None:
     config = with_lora(GPT2)
-    names = list(outline_model(config, vocab=VOCAB).base_parameters())
+    names = list(build_meta_model(config, vocab=VOCAB).base_parameters())
     one, two, other = (build_model(config, vocab=VOCAB, device=CPU) for _ in range(3))
     own = [name for name, _ in one.named_parameters() if name not in names]
     initialise(one, 3, own)
@@ -216,7 +216,7 @@ def test_sizes_by_formula_are_those_of_the_model(config: GPTConfig) -> None:
     for layers in (("*",), ("qkv", "blocks.1.mlp.*")):
         small = with_lora(config, layers=layers)
         assert isinstance(small, GPTConfig)
-        model = outline_model(small, vocab=VOCAB)
+        model = build_meta_model(small, vocab=VOCAB)
         assert linear_shapes(model) == small.linears()
         assert count_adapters(small) == sum(model.size_by_role().values())
         rows = model.rows  # type: ignore[attr-defined]
@@ -317,4 +317,4 @@ def test_layers_of_other_models_are_refused_when_outlined(
 ) -> None:
     pytest.importorskip("transformers")
     with pytest.raises(UserError, match=message):
-        outline_model(with_lora(CONV1D, **settings), vocab=VOCAB)
+        build_meta_model(with_lora(CONV1D, **settings), vocab=VOCAB)

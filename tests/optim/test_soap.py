@@ -17,7 +17,7 @@ from gristmill.config.model import GPTConfig
 from gristmill.config.optim import AdamWConfig, MuonConfig
 from gristmill.config.resolve import Resolved, resolve
 from gristmill.config.roles import Role
-from gristmill.config.rules import doubts
+from gristmill.config.rules import config_warnings
 from gristmill.config.schema import RunConfig
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
@@ -518,10 +518,10 @@ def test_adamw_alone_stays_adamw() -> None:
 
 def test_a_basis_of_one_step_only_is_doubted() -> None:
     config = load_text(RUN, (SOAP, "optim.preconditioner.basis_every=300"), place="run.toml")
-    (said,) = doubts(config, resolve(config, vocab=300))
+    (said,) = config_warnings(config, resolve(config, vocab=300))
     assert "optim.preconditioner.basis_every, 300 steps, is as long as the run" in said
     config = load_text(RUN, (SOAP,), place="run.toml")
-    assert not doubts(config, resolve(config, vocab=300))
+    assert not config_warnings(config, resolve(config, vocab=300))
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_the_parts_are_called_as_in_a_step(
 ) -> None:
     config, world = config_of(*settings), World(Device(torch.device("cpu")))
     numbers = resolve(config, vocab=VOCAB)
-    strategy = build_strategy(config, vocab=VOCAB, world=world, numbers=numbers)
+    strategy = build_strategy(config, vocab=VOCAB, world=world, resolved=numbers)
     tokens = torch.randint(VOCAB, (2, 17))
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None, 32.0)
     strategy.update(strategy.accumulate([batch], Progress()))
@@ -179,7 +179,7 @@ class TestWhen:
         chosen = Device(torch.device(device))
         chosen.__dict__["name"] = name
         numbers = resolve(config, vocab=VOCAB)
-        return compile_ahead(config, vocab=VOCAB, world=World(chosen), numbers=numbers)
+        return compile_ahead(config, vocab=VOCAB, world=World(chosen), resolved=numbers)
 
     def test_once_for_each_form_of_a_run(self) -> None:
         first = self.begin()

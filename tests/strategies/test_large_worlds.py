@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from gristmill.base.process import Place
+from gristmill.base.process import ProcessInfo
 from gristmill.config.load import load_text
 from gristmill.config.rules import check_mesh
 from gristmill.config.schema import RunConfig
@@ -48,7 +48,7 @@ def world_of() -> Iterator[WorldOf]:
             dist.destroy_process_group()
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=processes)
         mesh = check_mesh(config, processes=processes)
-        place = Place(rank, rank % 8, processes, "node")
+        place = ProcessInfo(rank, rank % 8, processes, "node")
         return World(Device(META), place, mesh, Groups(mesh, rank))
 
     yield make

@@ -10,7 +10,7 @@ import torch
 
 from gristmill.config.model import GPTConfig
 from gristmill.config.parallel import Mesh
-from gristmill.models.build import build_model, outline_model
+from gristmill.models.build import build_meta_model, build_model
 from gristmill.models.spec import ModelShard
 from gristmill.strategies.sharding import ShardLayout
 
@@ -45,8 +45,8 @@ MODEL = GPTConfig(
 )
 def test_every_element_has_one_owner(mesh: Mesh) -> None:
     shard = ModelShard(tp_size=mesh.tp)
-    layout = ShardLayout.of(outline_model(MODEL, vocab=300, shard=shard), mesh)
-    assert set(layout.shapes) == set(outline_model(MODEL, vocab=300).roles())
+    layout = ShardLayout.of(build_meta_model(MODEL, vocab=300, shard=shard), mesh)
+    assert set(layout.shapes) == set(build_meta_model(MODEL, vocab=300).roles())
     for name, shape in layout.shapes.items():
         owned = np.zeros(shape, int)
         for rank in range(mesh.processes):

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gristmill.base.process import Place
+from gristmill.base.process import ProcessInfo
 from gristmill.base.units import Progress, parse_seconds
 from gristmill.config.load import load_text
 from gristmill.config.resolve import resolve
@@ -76,7 +76,7 @@ def run(
     """Steps of a small run on the processes of this crowd, or on one process."""
     config = load_text(RUN, words, place="layouts.toml")
     several = dist.is_initialized()
-    place = Place.current() if several else Place()
+    place = ProcessInfo.current() if several else ProcessInfo()
     mesh = check_mesh(config, processes=place.world)
     numbers = resolve(config, vocab=VOCAB, mesh=mesh)
     world = open_world(config.runtime, mesh=mesh, parallel=config.parallel, place=place)
@@ -274,7 +274,7 @@ def test_head_and_embedding_sum_their_gradients_in_fp32_when_sharded(crowd: Crow
 
 def gathered() -> dict[str, Any] | None:
     config = load_text(RUN, ("parallel.dp_shard=2", 'precision.compute="bf16"'), place="run.toml")
-    place = Place.current()
+    place = ProcessInfo.current()
     mesh = check_mesh(config, processes=2)
     world = open_world(config.runtime, mesh=mesh, parallel=config.parallel, place=place)
     control = world.control_group("test")
@@ -282,7 +282,7 @@ def gathered() -> dict[str, Any] | None:
     real = Device.free_memory
     Device.free_memory = lambda self: 1000  # type: ignore[method-assign]
     try:
-        whole = strategy.whole()
+        whole = strategy.gather_full_model()
     finally:
         Device.free_memory = real  # type: ignore[method-assign]
     if whole is None:
@@ -305,7 +305,7 @@ def test_a_gathered_model_takes_no_more_than_it_computes_with(crowd: Crowd) -> N
 
 def timeouts() -> list[float]:
     config = load_text(RUN, ('parallel.timeout="10s"',), place="run.toml")
-    mesh, place = check_mesh(config, processes=2), Place.current()
+    mesh, place = check_mesh(config, processes=2), ProcessInfo.current()
     world = open_world(config.runtime, mesh=mesh, parallel=config.parallel, place=place)
     groups = [
         world.control_group("run").group,

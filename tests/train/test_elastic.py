@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.process import Address, Place
+from gristmill.base.process import Address, ProcessInfo
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.config.parallel import Mesh
 from gristmill.config.schema import RunConfig
@@ -383,7 +383,7 @@ def test_a_run_that_nobody_disturbs_equals_one_that_is_not_elastic(
 def test_a_worker_without_an_address_is_refused(make_run: Callable[..., RunConfig]) -> None:
     config = make_run("parallel.elastic=true", "parallel.gossip.topology=complete")
     with pytest.raises(UserError, match="without a rendezvous address") as caught:
-        ElasticRun(config, run_folder(config), Place(rank=1, world=2), Mesh(dp_replicate=2))
+        ElasticRun(config, run_folder(config), ProcessInfo(rank=1, world=2), Mesh(dp_replicate=2))
     assert caught.value.exit is Exit.CONFIG
 
 
@@ -395,7 +395,7 @@ def test_a_worker_that_finds_no_store_says_where_it_looked(
         address = Address("127.0.0.1", probe.getsockname()[1])
     settings = ("parallel.elastic=true", "parallel.gossip.topology=complete")
     config = make_run(*settings, "parallel.start_timeout=5s")
-    place = Place(rank=1, world=2, local_world=2, host="here", address=address)
+    place = ProcessInfo(rank=1, world=2, local_world=2, host="here", address=address)
     with pytest.raises(UserError, match=f"did not reach the store of the run at {address}"):
         ElasticRun(config, run_folder(config), place, Mesh(dp_replicate=2))
 

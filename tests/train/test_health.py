@@ -146,20 +146,20 @@ def test_trouble_that_lasts_is_passed_over_in_growing_ranges() -> None:
     guard = GuardConfig(action="rollback", window=16)
     then = judge(guard)
     feed(then, [*GOOD, 9.0, 9.0, 9.0, 9.0, 9.0])
-    back = then.go_back(45 * 8)
+    back = then.roll_back(45 * 8)
     assert (back.step, back.begin, back.end, back.rollbacks) == (41, 39 * 8, 45 * 8, 1)
     again = judge(guard)
     feed(again, GOOD[:38])
-    again.went_back(back, then)
+    again.rolled_back(back, then)
     feed(again, [3.0], first=39)
     assert again.rollbacks == 1  # good steps before the range prove nothing
     feed(again, [9.0] * 5, first=46)
-    back = again.go_back(50 * 8)
+    back = again.roll_back(50 * 8)
     assert (back.step, back.begin, back.end) == (46, 45 * 8, 50 * 8 + 11 * 8)
     assert back.rollbacks == 2
     last = judge(guard)
-    last.went_back(back, again)
-    assert last.passed_over == [(39 * 8, 61 * 8)]
+    last.rolled_back(back, again)
+    assert last.skipped_batches == [(39 * 8, 61 * 8)]
     feed(last, [3.0] * CALM, first=62)
     assert last.rollbacks == 0
 

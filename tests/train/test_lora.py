@@ -148,7 +148,7 @@ def test_the_base_in_memory_never_changes(tokens: Path, tmp_path: Path, base: Pa
     run_training(config)
     parts = assemble(config, RunFolder(tmp_path / "tuned"))
     stored = open_stored(str(base)).weights
-    for name in parts.outline.base_parameters():
+    for name in parts.meta_model.base_parameters():
         own = parts.strategy.parameters[name].local.detach()
         whole = stored.read(name)
         assert torch.equal(own[: len(whole)], whole), name
@@ -235,7 +235,7 @@ def test_it_opens_as_the_merged_model(tokens: Path, tmp_path: Path, base: Path) 
     from gristmill.train.resume import resume
 
     resume(parts)
-    own = parts.strategy.whole()
+    own = parts.strategy.gather_full_model()
     assert own is not None and own.adapters
     stored = open_stored(str(folder))
     assert stored.config.lora is None and isinstance(stored.weights, MergedWeights)
@@ -451,7 +451,7 @@ def test_models_of_transformers_have_adapters_too(
     resume(parts)
     theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "exported").eval()
     with torch.no_grad():
-        own = parts.strategy.whole().eval()(some_ids())  # type: ignore[union-attr]
+        own = parts.strategy.gather_full_model().eval()(some_ids())  # type: ignore[union-attr]
         torch.testing.assert_close(theirs(some_ids()).logits, own, atol=3e-6, rtol=1e-5)
     further = lora_run(tokens, tmp_path / "further", tmp_path / "one", 'train.until="2 steps"')
     assert run_training(further).exit is Exit.DONE

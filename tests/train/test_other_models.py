@@ -26,7 +26,7 @@ from gristmill.evaluate.loss import evaluate_loss
 from gristmill.export.folder import export
 from gristmill.generate import Engine, Sampling
 from gristmill.models import build
-from gristmill.models.build import build_model, materialise, outline_model
+from gristmill.models.build import build_meta_model, build_model, materialise
 from gristmill.models.loss import linear_cross_entropy
 from gristmill.models.spec import WHOLE, Cache, CausalLM, Loss, ModelShard
 from gristmill.plan.arithmetic import TokenCost
@@ -332,7 +332,7 @@ def test_its_settings_are_part_of_its_identity(known: None, tokens: Path, tmp_pa
 
 def test_an_outline_has_no_memory(known: None) -> None:
     config = RecurrentConfig(recurrent=True, size=2**20, cells=2, context=8)
-    model = outline_model(config, vocab=300)
+    model = build_meta_model(config, vocab=300)
     assert all(one.is_meta for one in (*model.parameters(), *model.buffers()))
     small = build_model(config.model_copy(update={"size": 8}), vocab=300, device=CPU)
     assert small.get_buffer("stack.1.slowest")[0] == pytest.approx(0.01)
@@ -341,7 +341,7 @@ def test_an_outline_has_no_memory(known: None) -> None:
 def test_buffers_with_a_value_keep_it_when_a_model_gets_memory(known: None) -> None:
     """Models from elsewhere compute some of their buffers when they are built."""
     config = RecurrentConfig(recurrent=True, size=8, cells=1, context=8)
-    model = outline_model(config, vocab=300)
+    model = build_meta_model(config, vocab=300)
     model.register_buffer("inverse_frequencies", torch.arange(4.0), persistent=False)
     materialise(model, CPU)
     assert model.get_buffer("inverse_frequencies").tolist() == [0.0, 1.0, 2.0, 3.0]

@@ -46,7 +46,7 @@ class Address(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessInfo:
     """The rank of this process, its rank on its node, and the number of processes."""
 
     rank: int = 0
@@ -65,7 +65,7 @@ class Place:
     """How often the launcher has restarted all processes at the same address."""
 
     @classmethod
-    def current(cls, environment: Values | None = None) -> Place:
+    def current(cls, environment: Values | None = None) -> ProcessInfo:
         """Read the variables of the launcher; without them this is a single process."""
         given = os.environ if environment is None else environment
         values = {name: value for name, value in given.items() if value.strip()}
@@ -131,7 +131,7 @@ _SLURM = _LauncherVariables(
 _LAUNCHERS = (_OPEN_MPI, _PMI, _SLURM)
 
 
-def _from_torchrun(values: Values, outer: _LauncherVariables | None) -> Place:
+def _from_torchrun(values: Values, outer: _LauncherVariables | None) -> ProcessInfo:
     """RANK and WORLD_SIZE, with LOCAL_RANK or something that stands for it."""
     only_local_missing = {"RANK", "WORLD_SIZE"} <= values.keys() and "LOCAL_RANK" not in values
     if only_local_missing and outer is not None:
@@ -161,7 +161,7 @@ def _from_torchrun(values: Values, outer: _LauncherVariables | None) -> Place:
     )
 
 
-def _from_launcher(values: Values, launcher: _LauncherVariables) -> Place:
+def _from_launcher(values: Values, launcher: _LauncherVariables) -> ProcessInfo:
     """MPI or Slurm. If one does not set the rank on the node, the next may."""
     local = launcher
     if _number(values, launcher.local_rank) is None:
@@ -203,7 +203,9 @@ def _number(values: Values, names: tuple[str, ...]) -> int | None:
     return None
 
 
-def _place(values: Values, launcher: _LauncherVariables, *, local: _LauncherVariables) -> Place:
+def _place(
+    values: Values, launcher: _LauncherVariables, *, local: _LauncherVariables
+) -> ProcessInfo:
     """The numbers of a launcher; those of the node may come from another one around it."""
     names = [_name(values, one) for one in (launcher.rank, local.local_rank, launcher.world)]
     remedy = "set RANK, LOCAL_RANK and WORLD_SIZE, as torchrun does"
@@ -223,7 +225,7 @@ def _place(values: Values, launcher: _LauncherVariables, *, local: _LauncherVari
     nodes = _number(values, launcher.nodes)
     if nodes is None and here is not None and world % here == 0:
         nodes = world // here
-    return Place(rank, local_rank, world, socket.gethostname(), local_world=here, nodes=nodes)
+    return ProcessInfo(rank, local_rank, world, socket.gethostname(), local_world=here, nodes=nodes)
 
 
 def _wrong(what: str, remedy: str | None = None) -> UserError:
@@ -271,7 +273,7 @@ def _given_port(values: Values) -> int:
     return port
 
 
-def _first_host(values: Values, place: Place) -> str | None:
+def _first_host(values: Values, place: ProcessInfo) -> str | None:
     """The host of rank 0: launchers fill the hosts of a job in order."""
     if place.local_world == place.world:
         return "127.0.0.1"

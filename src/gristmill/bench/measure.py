@@ -21,7 +21,7 @@ from typing import Literal
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from gristmill.base.errors import DataError, Problem, UserError
-from gristmill.base.process import Place
+from gristmill.base.process import ProcessInfo
 from gristmill.base.units import Duration, Unit
 from gristmill.bench.random_tokens import GPT2_VOCABULARY, write_random_tokens
 from gristmill.bench.trace import OpClass, StepPhase, Trace, read_trace
@@ -149,7 +149,7 @@ def measure_run(
 ) -> BenchResult:
     """Run steps of a run file and find where their time goes; nothing stays on disk."""
     total = warm_up + steps + PROFILED + 1
-    place = Place()
+    place = ProcessInfo()
     mesh = device_mesh(config, place)
     with tempfile.TemporaryDirectory(prefix="gristmill-bench-") as name:
         folder = Path(name)
@@ -226,14 +226,14 @@ class _ProfiledHooks(Hooks):
 
 
 def _measure(parts: Assembly, *, warm_up: int, steps: int, random_tokens: bool) -> BenchResult:
-    numbers, folder, device = parts.numbers, parts.folder, parts.world.device
+    resolved, folder, device = parts.resolved, parts.folder, parts.world.device
     folder.path.mkdir()
     tracker = Tracker([JsonlSink(folder.metrics)], clock=lambda: parts.state.progress)
     meter = build_meter(parts, tracker, build_health(parts, tracker))
     writer = CheckpointWriter(
         CheckpointFolder(folder.checkpoints),
         parts.config.checkpoint,
-        progress_at=numbers.progress_at,
+        progress_at=resolved.progress_at,
         say=tracker.say,
         warn=tracker.say,
     )
@@ -243,10 +243,10 @@ def _measure(parts: Assembly, *, warm_up: int, steps: int, random_tokens: bool) 
         tracker=tracker,
         stop=StopRequest(),
         writer=writer,
-        numbers=numbers,
+        resolved=resolved,
         control=parts.control,
     )
-    schedule = build_schedule(parts.config, numbers)
+    schedule = build_schedule(parts.config, resolved)
     batches = build_loader(parts).starting_at(parts.state.progress)
     # An endless iterator that shows the profiler how long a step waits for its batch.
     profiled_batches = iter(record_function("gristmill::data")(batches.__next__), None)
@@ -266,19 +266,19 @@ def _measure(parts: Assembly, *, warm_up: int, steps: int, random_tokens: bool) 
         run(warm_up)
         run(steps)
         records = [one for one in read_metrics(folder.metrics) if isinstance(one, StepRecord)]
-        speed = _speed(records, meter, warm_up=warm_up, tokens=numbers.tokens_per_step)
+        speed = _speed(records, meter, warm_up=warm_up, tokens=resolved.tokens_per_step)
         tables = _profile(run, folder, device, step=speed.milliseconds / 1000)
     finally:
         batches.close()
         tracker.close()
-    compiled, cuda_graphs = _compiled(parts.config, parts.world, numbers)
+    compiled, cuda_graphs = _compiled(parts.config, parts.world, resolved)
     subject = Subject(
         name=parts.config.name,
-        parameters=sum(parameter.numel() for parameter in parts.outline.parameters()),
-        batch=numbers.batch,
-        micro_batch=numbers.micro_batch,
-        sequence=numbers.sequence,
-        vocabulary=numbers.vocab,
+        parameters=sum(parameter.numel() for parameter in parts.meta_model.parameters()),
+        batch=resolved.batch,
+        micro_batch=resolved.micro_batch,
+        sequence=resolved.sequence,
+        vocabulary=resolved.vocab,
         device=device.name,
         precision=parts.config.precision.described,
         compiled=compiled,
@@ -317,13 +317,13 @@ def _speed(records: Sequence[StepRecord], meter: Meter, *, warm_up: int, tokens:
 
 
 def _compiled(
-    config: RunConfig, world: World, numbers: Resolved
+    config: RunConfig, world: World, resolved: Resolved
 ) -> tuple[Literal["step", "model", "blocks"] | None, bool]:
     """What is compiled in one graph, and whether it is launched as CUDA graphs."""
     if world.device.kind == "xla":
         return "step", False
-    graphs = choose_graphs(config, world, numbers)
-    cuda_graphs = uses_cuda_graphs(config, world, numbers, graphs)
+    graphs = choose_graphs(config, world, resolved)
+    cuda_graphs = uses_cuda_graphs(config, world, resolved, graphs)
     return "model" if graphs == "whole" else graphs, cuda_graphs
 
 

@@ -38,7 +38,7 @@ from gristmill.config.lora import LoraConfig
 from gristmill.config.model import ModelConfig
 from gristmill.config.schema import parse_model
 from gristmill.distributed.control import ControlGroup
-from gristmill.models.build import build_model, outline_model
+from gristmill.models.build import build_meta_model, build_model
 from gristmill.models.hf_weights import folder_weights
 from gristmill.models.lora import MergedWeights
 from gristmill.models.spec import CausalLM
@@ -80,9 +80,9 @@ class StoredModel:
     lora: LoraConfig | None = None
     """Their settings, which `config` has no more."""
 
-    def outline(self) -> CausalLM:
+    def meta_model(self) -> CausalLM:
         """The model with names and shapes only."""
-        return outline_model(self.config, vocab=self.vocab)
+        return build_meta_model(self.config, vocab=self.vocab)
 
     def load(self, device: torch.device) -> LoadedModel:
         """The model in memory."""
@@ -131,8 +131,8 @@ def open_stored(spec: str, *, checkpoint: str = "latest") -> StoredModel:
     values, stored = read_json(file), open_hf_tensors(path)
     config = _read_hf_config(values, file)
     assert config.vocab is not None
-    outline = _outline(config, vocab=config.vocab, stored=stored, where=file)
-    weights = folder_weights(stored, outline, values, folder=path)
+    meta_model = _meta_model(config, vocab=config.vocab, stored=stored, where=file)
+    weights = folder_weights(stored, meta_model, values, folder=path)
     return StoredModel(config, config.vocab, weights, open_tokenizer(path), path)
 
 
@@ -203,7 +203,7 @@ def _open_content(path: Path) -> _Content:
     stored = open_tensors(path)
     if config.adapters is not None:
         return _merged(path, config, config.adapters, vocab, stored)
-    check_weights(_outline(config, vocab=vocab, stored=stored, where=where), stored)
+    check_weights(_meta_model(config, vocab=vocab, stored=stored, where=where), stored)
     return _Content(config, vocab, stored)
 
 
@@ -217,15 +217,15 @@ def _merged(
     weights: Weights
     if base.checkpoint is not None:
         weights = _open_content(_require_intact(base.path(folder))).weights
-        outline = _outline(merged, vocab=vocab, stored=weights, where=where)
+        meta_model = _meta_model(merged, vocab=vocab, stored=weights, where=where)
     else:
         stored = open_hf_tensors(folder)
-        outline = _outline(merged, vocab=vocab, stored=stored, where=where)
+        meta_model = _meta_model(merged, vocab=vocab, stored=stored, where=where)
         values = read_json(folder / "config.json")
-        weights = folder_weights(stored, outline, values, folder=folder)
-    check_weights(outline, weights)
+        weights = folder_weights(stored, meta_model, values, folder=folder)
+    check_weights(meta_model, weights)
     try:
-        adapted = outline_model(config, vocab=vocab)
+        adapted = build_meta_model(config, vocab=vocab)
     except UserError as error:
         raise DataError([replace(one, where=str(where)) for one in error.problems]) from error
     check_weights(adapted, adapters)
@@ -245,7 +245,7 @@ def _vocab(path: Path) -> int:
     return int(vocab)
 
 
-def _outline(config: ModelConfig, *, vocab: int, stored: Weights, where: Path) -> CausalLM:
+def _meta_model(config: ModelConfig, *, vocab: int, stored: Weights, where: Path) -> CausalLM:
     """The model with names and shapes only. Settings that ask for more than is stored are refused
     before they take time or memory."""
     layers = getattr(config, "layers", 0)
@@ -253,7 +253,7 @@ def _outline(config: ModelConfig, *, vocab: int, stored: Weights, where: Path) -
         what = f"{layers} layers, but only {len(stored.shapes)} tensors are stored"
         raise DataError(what, where=where)
     try:
-        return outline_model(config, vocab=vocab)
+        return build_meta_model(config, vocab=vocab)
     except (RuntimeError, OverflowError, TypeError) as error:
         # Even a tensor without memory has a largest size.
         raise DataError(f"no model has these sizes: {error}", where=where) from error
@@ -299,9 +299,9 @@ def load_start_weights(
             )
         weights = content.weights
     else:
-        outline = outline_model(model.config.merged, vocab=model.vocab)
+        meta_model = build_meta_model(model.config.merged, vocab=model.vocab)
         values = read_json(path / "config.json")
-        weights = folder_weights(open_hf_tensors(path), outline, values, folder=path)
+        weights = folder_weights(open_hf_tensors(path), meta_model, values, folder=path)
     control.on_all_ranks(lambda: load_weights(model, weights, parameters))
     if base_names and base is None:
         base = _same_on_all(

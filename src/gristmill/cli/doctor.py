@@ -14,7 +14,7 @@ import torch
 from gristmill.base.errors import UserError
 from gristmill.base.files import write_atomic
 from gristmill.base.locks import FolderLock
-from gristmill.base.process import Place, usable_cores
+from gristmill.base.process import ProcessInfo, usable_cores
 from gristmill.base.units import format_bytes
 from gristmill.distributed.device import Device, select_device
 from gristmill.train.environment import version
@@ -53,7 +53,7 @@ def examine() -> Iterator[Finding]:
     yield from _device()
     yield from _machine()
     try:
-        place = Place.current()
+        place = ProcessInfo.current()
         yield Finding("processes", f"{place.world}, on {place.host}")
     except UserError as error:
         yield Finding("processes", str(error), False)

@@ -154,7 +154,7 @@ def _derived(config: RunConfig) -> list[str]:
     """The numbers that follow from the settings and the token files, as comments."""
     from gristmill.base.units import format_bytes, format_count
     from gristmill.config.resolve import resolve
-    from gristmill.config.rules import doubts
+    from gristmill.config.rules import config_warnings
     from gristmill.data.conversations import open_chat
     from gristmill.data.dataset import open_data
     from gristmill.plan.preconditioner import describe_preconditioner
@@ -174,56 +174,56 @@ def _derived(config: RunConfig) -> list[str]:
         source = "assumed: the token files are not there yet"
     if config.model.vocab is not None:
         source = "model.vocab"
-    numbers = resolve(config, vocab=vocab)
-    size, cost, linears = _size_and_cost(config, numbers)
+    resolved = resolve(config, vocab=vocab)
+    size, cost, linears = _size_and_cost(config, resolved)
     preconditioner = describe_preconditioner(config.optim, linears, processes=1)
-    total, sampled = numbers.samples * numbers.sequence, numbers.sampled_softmax
-    *growing, full = numbers.ramp.ramp_steps
+    total, sampled = resolved.samples * resolved.sequence, resolved.sampled_softmax
+    *growing, full = resolved.ramp.ramp_steps
     ramp = (
-        f"from {numbers.ramp.first} samples in {len(growing)} stages before the full batch, "
-        f"which begins after {numbers.ramp.steps_to(full.begin):,} steps"
+        f"from {resolved.ramp.first} samples in {len(growing)} stages before the full batch, "
+        f"which begins after {resolved.ramp.steps_to(full.begin):,} steps"
     )
     rows = {
         "parameters": f"{size.parameters:,}"
         f"{f', of which {size.trained:,} are trained' if size.frozen else ''}",
-        "vocabulary": f"{numbers.vocab:,}, padded to {numbers.padded_vocab:,} ({source})"
+        "vocabulary": f"{resolved.vocab:,}, padded to {resolved.padded_vocab:,} ({source})"
         f"{f', {sampled:,} of it in the loss of a training step' if sampled else ''}",
-        "batch": f"{numbers.batch} samples of {numbers.sequence} tokens = {numbers.micro_batch} "
-        f"x {numbers.accumulate} accumulated = {numbers.tokens_per_step:,} tokens",
+        "batch": f"{resolved.batch} samples of {resolved.sequence} tokens = {resolved.micro_batch} "
+        f"x {resolved.accumulate} accumulated = {resolved.tokens_per_step:,} tokens",
         **({"ramp": ramp} if growing else {}),
-        "run": f"{numbers.steps:,} steps, {format_count(total)} tokens",
+        "run": f"{resolved.steps:,} steps, {format_count(total)} tokens",
         "compute": f"{cost.palm * total:.3g} floating-point operations "
         f"({format_count(cost.palm)} a token; {format_count(cost.causal)} counting attention as "
         "causal)",
         **({"curvature": preconditioner} if preconditioner else {}),
-        "validate": f"every {numbers.validate_every}",
+        "validate": f"every {resolved.validate_every}",
         "checkpoint": f"every {config.checkpoint.every}, {format_bytes(size.checkpoint)} each"
         f"{' with one worker' if size.copies else ''}",
     }
-    lines = (*rows.items(), *(("warning", doubt) for doubt in doubts(config, numbers)))
+    lines = (*rows.items(), *(("warning", doubt) for doubt in config_warnings(config, resolved)))
     return ["# which means", *(f"# {name:<11} {text}" for name, text in lines)]
 
 
 def _size_and_cost(
-    config: RunConfig, numbers: Resolved
+    config: RunConfig, resolved: Resolved
 ) -> tuple[ModelSize, TokenCost, Mapping[str, LinearShape]]:
     """By formula for our own models; others are outlined, which loads torch."""
     from gristmill.config.model import GPTConfig
     from gristmill.plan.arithmetic import gpt_size, model_size, token_cost
 
     if isinstance(config.model, GPTConfig):
-        rows = numbers.padded_vocab
-        in_loss = numbers.sampled_softmax or rows
-        cost = token_cost(config.model, rows=in_loss, sequence=numbers.sequence)
+        rows = resolved.padded_vocab
+        in_loss = resolved.sampled_softmax or rows
+        cost = token_cost(config.model, rows=in_loss, sequence=resolved.sequence)
         linears = {} if config.optim.preconditioning is None else config.model.linears()
         return gpt_size(config, rows=rows), cost, linears
-    from gristmill.models.build import outline_model
+    from gristmill.models.build import build_meta_model
     from gristmill.models.linears import linear_shapes
 
-    outline = outline_model(config.model, vocab=numbers.vocab)
-    linears, frozen = linear_shapes(outline), outline.base_size()
-    size = model_size(config, outline.size_by_role(), linears=linears, frozen=frozen)
-    return size, outline.token_cost(numbers.sequence), linears
+    meta_model = build_meta_model(config.model, vocab=resolved.vocab)
+    linears, frozen = linear_shapes(meta_model), meta_model.base_size()
+    size = model_size(config, meta_model.size_by_role(), linears=linears, frozen=frozen)
+    return size, meta_model.token_cost(resolved.sequence), linears
 
 
 def report(

@@ -27,7 +27,7 @@ from typer.core import TyperGroup
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.hub import downloads_shown
-from gristmill.base.process import Place
+from gristmill.base.process import ProcessInfo
 from gristmill.cli import (
     bench,
     dialects,
@@ -133,7 +133,7 @@ def main() -> None:
 def _speaks() -> bool:
     """Whether this process tells about its downloads; one of each run does."""
     try:
-        return Place.current().rank == 0
+        return ProcessInfo.current().rank == 0
     except UserError:
         return True
 

@@ -102,13 +102,13 @@ def train(
     if translated is not None and not supervised:
         _begin(translated)
     if (processes > 1 or restarts > 0) and not supervised:
-        from gristmill.base.process import Place
+        from gristmill.base.process import ProcessInfo
         from gristmill.config.rules import check_mesh
         from gristmill.launch.gpus import require_gpus
         from gristmill.launch.processes import Job, supervise
         from gristmill.track.folder import move_aside, run_folder
 
-        place = Place.current()
+        place = ProcessInfo.current()
         if place.world > 1:
             raise UserError(
                 f"this is one of {place.world} processes of a launcher, and each would start "
@@ -127,12 +127,12 @@ def train(
             move_aside(folder)
         if start_from is not None and not validate_only:
             from gristmill.base.locks import FolderLock
-            from gristmill.train.go_back import choose_step, go_back
+            from gristmill.train.rollback import choose_step, roll_back
 
             # Once, here: a restart continues from what was reached since.
             step = choose_step(folder, start_from)
             with FolderLock(folder.path):
-                go_back(folder, step)
+                roll_back(folder, step)
         # As typed, since the run folder keeps it; a supervised process starts no others.
         options = (f"--processes={processes}", *([f"--restarts={restarts}"] if restarts else ()))
         if validate_only:
@@ -148,13 +148,13 @@ def train(
         return
     from gristmill.base.collector import collector_paused
     from gristmill.base.memory import keep_freed_memory
-    from gristmill.base.process import Place
+    from gristmill.base.process import ProcessInfo
     from gristmill.launch.gpus import start_cuda
     from gristmill.track.folder import run_folder
     from gristmill.train.stop import StopRequest
 
     keep_freed_memory()
-    place = Place.current()
+    place = ProcessInfo.current()
     start_cuda(config.runtime.device, local_rank=place.local_rank)
     if place.rank == 0:
         typer.echo(f"info: {config.name}: starting in {run_folder(config).path}")
@@ -182,9 +182,9 @@ def _load(words: list[str], dialect: str | None) -> tuple[RunConfig, TranslatedR
 
 def _begin(translated: TranslatedRun) -> None:
     """Say what became of the other program's options, and make the token files it would make."""
-    from gristmill.base.process import Place
+    from gristmill.base.process import ProcessInfo
 
-    place = Place.current()
+    place = ProcessInfo.current()
     if place.rank == 0:
         translated.tell()
     translated.prepare(alone=place.world == 1)

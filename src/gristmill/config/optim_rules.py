@@ -14,27 +14,27 @@ from gristmill.config.schema import RunConfig
 from gristmill.config.settings import Written, no_effect
 
 
-def long_rise(config: RunConfig, numbers: Resolved) -> list[str]:
+def long_rise(config: RunConfig, resolved: Resolved) -> list[str]:
     """A rise of momentum that the run does not finish."""
     rise = config.optim.momentum_rise
     if rise is None or rise.start == rise.end:
         return []
-    warmup = numbers.samples_of(rise.over)
-    if warmup <= numbers.samples:
+    warmup = resolved.samples_of(rise.over)
+    if warmup <= resolved.samples:
         return []
-    reached = rise.start + numbers.samples / warmup * (rise.end - rise.start)
+    reached = rise.start + resolved.samples / warmup * (rise.end - rise.start)
     return [
         f"optim.momentum_warmup, {rise.over}, is longer than the run: momentum ends at "
         f"{reached:.3g} instead of {rise.end:g}"
     ]
 
 
-def seldom_updated(config: RunConfig, numbers: Resolved) -> Iterator[str]:
+def seldom_updated(config: RunConfig, resolved: Resolved) -> Iterator[str]:
     """Preconditioners that are hardly ever updated, or more often than makes sense."""
     kfac, table = config.optim.preconditioning, "optim.preconditioner"
     if isinstance(kfac, SoapConfig):
         every = kfac.basis_schedule(muon=isinstance(config.optim, MuonConfig))
-        if min(every.values) >= numbers.steps:
+        if min(every.values) >= resolved.steps:
             yield (
                 f"{table}.basis_every, {min(every.values)} steps, is as long as the run or longer: "
                 "the eigenbasis of the first gradient stays"
@@ -43,7 +43,7 @@ def seldom_updated(config: RunConfig, numbers: Resolved) -> Iterator[str]:
         return
     for name, what in (("factor_every", "updated"), ("inverse_every", "inverted")):
         least = min(getattr(kfac, name).values)
-        if least >= numbers.steps:
+        if least >= resolved.steps:
             yield (
                 f"{table}.{name}, {least} steps, is as long as the run or longer: factors are "
                 f"{what} once, in the first step"

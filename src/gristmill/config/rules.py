@@ -76,12 +76,12 @@ def check(
     return broken
 
 
-def doubts(config: RunConfig, numbers: Resolved) -> list[str]:
+def config_warnings(config: RunConfig, resolved: Resolved) -> list[str]:
     """What is no mistake in itself but seldom wanted, in words."""
     return [
         *_no_validation(config),
-        *long_rise(config, numbers),
-        *seldom_updated(config, numbers),
+        *long_rise(config, resolved),
+        *seldom_updated(config, resolved),
         *clipped_curvature(config),
         *_one_target(config),
     ]
@@ -244,8 +244,8 @@ def _batch_fits(config: RunConfig) -> Iterator[Problem]:
     if broken := list(ramp_problems(train, parts)):
         yield from broken
         return
-    numbers = resolve(config, vocab=1)
-    grown, end = numbers.ramp.full_from, numbers.samples
+    resolved = resolve(config, vocab=1)
+    grown, end = resolved.ramp.full_from, resolved.samples
     if grown >= end:
         what = f"the full batch comes after sample {grown}, and the run ends at sample {end}"
         yield Problem(what, "train.ramp.over", "shorten it, or raise train.until")
@@ -384,17 +384,17 @@ def _schedule_fits(config: RunConfig) -> Iterator[Problem]:
     parts = portions(config.train)
     if isinstance(parts, Problem) or any(ramp_problems(config.train, parts)):
         return
-    numbers = resolve(config, vocab=1)
-    warmup = numbers.samples_of(schedule.warmup)
+    resolved = resolve(config, vocab=1)
+    warmup = resolved.samples_of(schedule.warmup)
     if schedule.initial_lr and not warmup:
         yield no_effect("schedule.initial_lr", "without a warm-up")
     megatron = schedule.convention == "megatron"
     if isinstance(schedule, InverseSqrtSchedule) and warmup == 0 and not megatron:
         yield Problem("inverse-sqrt needs a warm-up above zero", "schedule.warmup")
     if isinstance(schedule, WarmupStableDecaySchedule):
-        end = None if schedule.end is None else numbers.samples_of(schedule.end)
-        falling = numbers.last_samples_of(schedule.decay, end=end)
-        if warmup + falling > (numbers.samples if end is None else end):
+        end = None if schedule.end is None else resolved.samples_of(schedule.end)
+        falling = resolved.last_samples_of(schedule.decay, end=end)
+        if warmup + falling > (resolved.samples if end is None else end):
             what = "warm-up and decay together are longer than the run"
             raised = "train.until"
             if end is not None:
@@ -402,7 +402,7 @@ def _schedule_fits(config: RunConfig) -> Iterator[Problem]:
             yield Problem(what, "schedule.decay", f"shorten one, or raise {raised}")
         return
     decay = getattr(schedule, "decay", getattr(schedule, "end", None))
-    end = numbers.samples if decay is None else numbers.samples_of(decay)
+    end = resolved.samples if decay is None else resolved.samples_of(decay)
     if warmup and warmup >= end:
         what = f"the warm-up ends at sample {warmup}, after the decay's end at sample {end}"
         yield Problem(what, "schedule.warmup", "shorten it, or raise train.until")

@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.process import Place
+from gristmill.base.process import ProcessInfo
 from gristmill.base.units import parse_seconds
 from gristmill.config.parallel import Mesh, ParallelConfig
 from gristmill.config.schema import RuntimeConfig
@@ -110,7 +110,7 @@ class World:
     """This process's device, rank and groups."""
 
     device: Device
-    place: Place = field(default_factory=Place)
+    place: ProcessInfo = field(default_factory=ProcessInfo)
     mesh: Mesh = field(default_factory=Mesh)
     groups: Groups = field(default_factory=lambda: Groups(Mesh(), 0))
     devices: Mesh | None = None
@@ -160,14 +160,14 @@ def open_world(
     tf32: bool = True,
     mesh: Mesh | None = None,
     parallel: ParallelConfig | None = None,
-    place: Place | None = None,
+    place: ProcessInfo | None = None,
     device: Device | None = None,
     devices: Mesh | None = None,
 ) -> World:
     """Set up this process: device, threads, TF32, determinism and process groups. `mesh` is that of
     the processes. If each of them drives several devices, `device` stands for those of this one,
     and `devices` is the mesh of all."""
-    mesh, place = mesh or Mesh(), place or Place()
+    mesh, place = mesh or Mesh(), place or ProcessInfo()
     parallel = parallel or ParallelConfig()
     device = open_device(config, tf32=tf32, place=place, device=device)
     timeout = timedelta(seconds=parse_seconds(parallel.timeout) + MARGIN)
@@ -178,7 +178,7 @@ def open_world(
 
 
 def open_device(
-    config: RuntimeConfig, *, tf32: bool, place: Place, device: Device | None = None
+    config: RuntimeConfig, *, tf32: bool, place: ProcessInfo, device: Device | None = None
 ) -> Device:
     """Set up this process's device, or the one that is given: threads, TF32 and determinism."""
     if device is None:
@@ -206,7 +206,7 @@ def _require_threads(threads: int) -> None:
         )
 
 
-def _own_gpu(place: Place) -> torch.device:
+def _own_gpu(place: ProcessInfo) -> torch.device:
     """The GPU of this process; if each process sees only one, that is GPU 0."""
     count = torch.cuda.device_count()
     # All processes of the node say so, since none can begin.
@@ -218,7 +218,7 @@ def _own_gpu(place: Place) -> torch.device:
     return device
 
 
-def _too_few_gpus(place: Place, processes: int, count: int) -> UserError:
+def _too_few_gpus(place: ProcessInfo, processes: int, count: int) -> UserError:
     gpus = "GPU" if count == 1 else "GPUs"
     return UserError(
         f"{processes} processes on {place.host} need a GPU each, and see {count} {gpus}",
@@ -228,7 +228,7 @@ def _too_few_gpus(place: Place, processes: int, count: int) -> UserError:
     )
 
 
-def _refuse_shared_gpus(device: Device, place: Place) -> None:
+def _refuse_shared_gpus(device: Device, place: ProcessInfo) -> None:
     """Refuse a GPU that several processes would use. Each may see only one, and a different one, as
     Slurm can arrange it; so they compare what they have, before NCCL fails over it."""
     gpu = torch.cuda.get_device_properties(device.torch_device)
@@ -245,7 +245,7 @@ def _refuse_shared_gpus(device: Device, place: Place) -> None:
 
 
 def _rendezvous(
-    device: Device, place: Place, config: ParallelConfig, *, timeout: timedelta
+    device: Device, place: ProcessInfo, config: ParallelConfig, *, timeout: timedelta
 ) -> None:
     """Wait for all processes of the run."""
     if place.address is None:

@@ -126,7 +126,7 @@ def _inexpressible(why: str) -> UserError:
 def _linears(stored: StoredModel, weights: MergedWeights, family: str | None) -> list[_Module]:
     """The matrices of the class of transformers, embeddings included."""
     found = []
-    for one in foreign_tensors(stored.outline(), family or ""):
+    for one in foreign_tensors(stored.meta_model(), family or ""):
         theirs, _, kind = one.name.rpartition(".")
         if kind == "weight" and one.ours is not None and len(one.shape) > 1:
             ours = one.ours.rpartition(".")[0]

@@ -127,7 +127,7 @@ def export(
     the bytes done and in total: all weights are written, then read back."""
     end = stored.tokenizer.end_of_text
     target = _choose_target(stored, code=code)
-    tensors = foreign_tensors(stored.outline(), target.family)
+    tensors = foreign_tensors(stored.meta_model(), target.family)
     size, done = sum(map(tensor_bytes, tensors)), 0
     skipped, agreement, theirs = _why_skipped(check, size), None, None
     notes: tuple[str, ...] = ()
@@ -165,7 +165,7 @@ def export(
 
 def _choose_target(stored: StoredModel, *, code: bool) -> _Target:
     config = stored.config
-    form = hf_form(stored.outline(), end_of_text=stored.tokenizer.end_of_text)
+    form = hf_form(stored.meta_model(), end_of_text=stored.tokenizer.end_of_text)
     if form is not None:
         if code:
             what = f"this model is a {form.architecture}, which transformers has already"
@@ -247,7 +247,7 @@ def _compare(
     """Read the folder as a run that starts from it would, and compare every bit with the source."""
     written = open_hf_tensors(folder)
     assert set(written.shapes) == {one.name for one in tensors}
-    converted = open_foreign(written, stored.outline(), family)
+    converted = open_foreign(written, stored.meta_model(), family)
     for name, shape in converted.shapes.items():
         for rows in row_regions(shape):
             found, wanted = converted.read(name, rows), stored.weights.read(name, rows)

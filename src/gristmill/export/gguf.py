@@ -77,7 +77,7 @@ def export_gguf(
         tokenizer["add_chat_template"] = template.source
         for end in turn_ends(stored.tokenizer, template) - {stored.tokenizer.end_of_text}:
             tokenizer["add_eot_token_id"] = end
-    tensors = table_tensors(stored.outline(), _TABLES[family.type])
+    tensors = table_tensors(stored.meta_model(), _TABLES[family.type])
     size, done = sum(map(tensor_bytes, tensors)), 0
     refuse_used_file(file)
     require_room(file, needed=size, purpose="the model", remedy="give a file on a larger disk")

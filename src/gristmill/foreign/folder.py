@@ -29,7 +29,7 @@ from gristmill.foreign.megatron import is_megatron, read_megatron
 from gristmill.foreign.model import ImportedModel, LazyTensor
 from gristmill.foreign.nanogpt import is_nanogpt, read_nanogpt
 from gristmill.foreign.torch_file import read_torch_file
-from gristmill.models.build import outline_model
+from gristmill.models.build import build_meta_model
 from gristmill.models.families import foreign_tensors
 from gristmill.text.tokenizers.tokenizer import Tokenizer
 
@@ -156,10 +156,10 @@ def _check(model: ImportedModel, vocab: int) -> None:
         what = f"{config.layers} layers, but only {len(model.tensors)} tensors are stored"
         raise DataError(what, where=where)
     try:
-        outline = outline_model(config, vocab=vocab)
+        meta_model = build_meta_model(config, vocab=vocab)
     except (RuntimeError, OverflowError, TypeError) as error:
         raise DataError(f"no model has these sizes: {error}", where=where) from error
-    wanted = {one.name: one.shape for one in foreign_tensors(outline, CODE_TYPE)}
+    wanted = {one.name: one.shape for one in foreign_tensors(meta_model, CODE_TYPE)}
     problems = [f"the checkpoint lacks {name}" for name in wanted if name not in model.tensors]
     for name, tensor in model.tensors.items():
         if name not in wanted:

@@ -20,7 +20,7 @@ from gristmill.models.spec import WHOLE, CausalLM, ModelShard
 MODELS: dict[type[ModelConfig], Callable[..., CausalLM]] = {GPTConfig: GPT, HFConfig: HFModel}
 
 
-def outline_model(
+def build_meta_model(
     config: ModelConfig, *, vocab: int, shard: ModelShard = WHOLE, pad_for: int = 1
 ) -> CausalLM:
     """A model, or a shard of one, on the meta device. `pad_for`: the tp size to pad the vocabulary
@@ -64,7 +64,7 @@ def build_model(
     dtype: torch.dtype | None = None,
 ) -> CausalLM:
     """A model on the device with uninitialised weights, in fp32 unless `dtype` is given."""
-    model = outline_model(config, vocab=vocab, shard=shard)
+    model = build_meta_model(config, vocab=vocab, shard=shard)
     if device.type != "meta":
         materialise(model, device, dtype=dtype)
         model.tie()

@@ -30,7 +30,7 @@ from gristmill.models.hf_classes import (
     body_of,
     library,
     logit_function,
-    outline,
+    meta_model,
     owner_of,
 )
 from gristmill.models.loss import linear_cross_entropy
@@ -48,7 +48,7 @@ class HFModel(CausalLM):
     ) -> None:
         assert shard == WHOLE and pad_for == 1, "layouts that divide a model are refused"
         super().__init__(config, vocab=vocab, shard=shard)
-        inner = outline(config)
+        inner = meta_model(config)
         # Not a child: parameters would get another prefix than they have in transformers.
         self._held = (inner,)
         for name, child in inner.named_children():

@@ -30,7 +30,7 @@ def library() -> Any:
     return optional("transformers", extra="hf", purpose="a model of Hugging Face")
 
 
-def outline(config: HFConfig) -> Any:
+def meta_model(config: HFConfig) -> Any:
     """The model with its parameters on `meta`."""
     transformers = library()
     settings = _library_config(config)

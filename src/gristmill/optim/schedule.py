@@ -140,15 +140,15 @@ class Schedule:
         return rate
 
 
-def build_schedule(config: RunConfig, numbers: Resolved) -> Schedule:
+def build_schedule(config: RunConfig, resolved: Resolved) -> Schedule:
     """The schedule of a run."""
     settings, rise = config.schedule, config.optim.momentum_rise
     return Schedule(
         peak=config.optim.lr,
         floor=getattr(settings, "min_lr", 0.0),
-        warmup=numbers.samples_of(settings.warmup),
-        ramp=numbers.ramp,
-        shape=_SHAPES[type(settings)](settings, numbers),
+        warmup=resolved.samples_of(settings.warmup),
+        ramp=resolved.ramp,
+        shape=_SHAPES[type(settings)](settings, resolved),
         initial=settings.initial_lr,
         looks_ahead=settings.convention != "megatron",
         # Other formats have no loss scale that has to be found by trial.
@@ -156,7 +156,7 @@ def build_schedule(config: RunConfig, numbers: Resolved) -> Schedule:
         batch_power=0.0 if config.train.ramp is None else config.train.ramp.lr_power,
         momentum=None
         if rise is None
-        else Rise(rise.start, rise.end, numbers.samples_of(rise.over)),
+        else Rise(rise.start, rise.end, resolved.samples_of(rise.over)),
         soap=_soap_rhythm(config.optim),
     )
 
@@ -172,17 +172,17 @@ def _half_cosine(time: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * time))
 
 
-def _decaying(settings: Settings, numbers: Resolved, height: Height) -> Shape:
+def _decaying(settings: Settings, resolved: Resolved, height: Height) -> Shape:
     """Stretch a height over the time from the end of warm-up to the end of decay."""
     assert isinstance(settings, LinearSchedule | CosineSchedule | PolynomialSchedule)
-    begin = numbers.samples_of(settings.warmup)
-    end = numbers.samples if settings.decay is None else numbers.samples_of(settings.decay)
+    begin = resolved.samples_of(settings.warmup)
+    end = resolved.samples if settings.decay is None else resolved.samples_of(settings.decay)
     return lambda samples, *_: height(min(1.0, (samples - begin) / max(1, end - begin)))
 
 
-def _restarts(settings: CosineRestartsSchedule, numbers: Resolved) -> Shape:
-    begin = numbers.samples_of(settings.warmup)
-    end = numbers.samples if settings.decay is None else numbers.samples_of(settings.decay)
+def _restarts(settings: CosineRestartsSchedule, resolved: Resolved) -> Shape:
+    begin = resolved.samples_of(settings.warmup)
+    end = resolved.samples if settings.decay is None else resolved.samples_of(settings.decay)
     length = max(1, end - begin)
 
     def height(samples: int, peak: float, floor: float) -> float:
@@ -193,24 +193,24 @@ def _restarts(settings: CosineRestartsSchedule, numbers: Resolved) -> Shape:
     return height
 
 
-def _stable(settings: WarmupStableDecaySchedule, numbers: Resolved) -> Shape:
+def _stable(settings: WarmupStableDecaySchedule, resolved: Resolved) -> Shape:
     heights: dict[str, Height] = {
         "linear": lambda time: 1 - time,
         "cosine": _half_cosine,
         "sqrt": lambda time: 1 - math.sqrt(time),
         "exponential": lambda time: 2 * 0.5**time - 1,
     }
-    end = None if settings.end is None else numbers.samples_of(settings.end)
-    length = numbers.last_samples_of(settings.decay, end=end)
-    begin = (numbers.samples if end is None else end) - length
+    end = None if settings.end is None else resolved.samples_of(settings.end)
+    length = resolved.last_samples_of(settings.decay, end=end)
+    begin = (resolved.samples if end is None else end) - length
     height = heights[settings.shape]
     return lambda s, *_: 1.0 if s < begin else height(min(1.0, (s - begin) / max(1, length)))
 
 
-def _inverse_sqrt(settings: InverseSqrtSchedule, numbers: Resolved) -> Shape:
+def _inverse_sqrt(settings: InverseSqrtSchedule, resolved: Resolved) -> Shape:
     # Without a warm-up, which only Megatron allows, the rate falls from the first sample on.
-    warmup = max(1, numbers.samples_of(settings.warmup))
-    end = math.inf if settings.end is None else numbers.samples_of(settings.end)
+    warmup = max(1, resolved.samples_of(settings.warmup))
+    end = math.inf if settings.end is None else resolved.samples_of(settings.end)
 
     def height(samples: int, peak: float, floor: float) -> float:
         if samples > end:
@@ -222,12 +222,12 @@ def _inverse_sqrt(settings: InverseSqrtSchedule, numbers: Resolved) -> Shape:
 
 
 _SHAPES: dict[type[Settings], Callable[..., Shape]] = {
-    ConstantSchedule: lambda settings, numbers: lambda *_: 1.0,
-    LinearSchedule: lambda settings, numbers: _decaying(settings, numbers, lambda t: 1 - t),
-    CosineSchedule: lambda settings, numbers: _decaying(settings, numbers, _half_cosine),
+    ConstantSchedule: lambda settings, resolved: lambda *_: 1.0,
+    LinearSchedule: lambda settings, resolved: _decaying(settings, resolved, lambda t: 1 - t),
+    CosineSchedule: lambda settings, resolved: _decaying(settings, resolved, _half_cosine),
     CosineRestartsSchedule: _restarts,
-    PolynomialSchedule: lambda settings, numbers: _decaying(
-        settings, numbers, lambda t: (1 - t) ** settings.power
+    PolynomialSchedule: lambda settings, resolved: _decaying(
+        settings, resolved, lambda t: (1 - t) ** settings.power
     ),
     InverseSqrtSchedule: _inverse_sqrt,
     WarmupStableDecaySchedule: _stable,

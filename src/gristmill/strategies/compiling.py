@@ -43,7 +43,7 @@ from gristmill.config.optim import MuonConfig
 from gristmill.config.resolve import Resolved
 from gristmill.config.schema import RunConfig
 from gristmill.distributed.world import World
-from gristmill.models.build import outline_model
+from gristmill.models.build import build_meta_model
 from gristmill.models.spec import CausalLM, StagedModel
 
 CORES = 8
@@ -82,7 +82,7 @@ class CompileTask:
 
 
 def compile_ahead(
-    config: RunConfig, *, vocab: int, world: World, numbers: Resolved, cuda_graphs: bool = False
+    config: RunConfig, *, vocab: int, world: World, resolved: Resolved, cuda_graphs: bool = False
 ) -> CompileAhead | None:
     """Begin to compile, if this run's graphs are known, not in the cache, and worth it."""
     if not _is_plain(config) or world.device.kind != "cuda" or world.place.world > 1:
@@ -90,11 +90,11 @@ def compile_ahead(
     if usable_cores() < CORES or "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         return None
     parts = parts_of(config, vocab=vocab)
-    size = sum(p.numel() for p in outline_model(config.model, vocab=vocab).parameters())
+    size = sum(p.numel() for p in build_meta_model(config.model, vocab=vocab).parameters())
     memory = world.device.total_memory()
     if memory is None or 4 * size * len(parts) > MEMORY_SHARE * memory:
         return None
-    sizes = (vocab, numbers.micro_batch, numbers.sequence)
+    sizes = (vocab, resolved.micro_batch, resolved.sequence)
     tasks = [CompileTask(config, *sizes, cuda_graphs, part) for part in parts]
     done = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"], "ahead", _key(tasks[0], world.device.name))
     return None if done.exists() else CompileAhead(tasks, done=done)
@@ -116,7 +116,7 @@ def _is_plain(config: RunConfig) -> bool:
 
 def parts_of(config: RunConfig, *, vocab: int) -> list[str]:
     """What can be compiled by itself, the longest first."""
-    model = cast(StagedModel, outline_model(config.model, vocab=vocab))
+    model = cast(StagedModel, build_meta_model(config.model, vocab=vocab))
     update = [UPDATE] if isinstance(config.optim, MuonConfig) else []
     return [*map(str, model.distinct_layers()), *update, BESIDE, KERNELS]
 
@@ -204,7 +204,7 @@ GRAPHS = 128
 
 
 def choose_graphs(
-    config: RunConfig, world: World, numbers: Resolved | None
+    config: RunConfig, world: World, resolved: Resolved | None
 ) -> Literal["whole", "blocks"] | None:
     """Whether to compile the whole model or block by block. With several processes only blocks can
     be compiled. With document masks, torch 2.11 computes wrong attention gradients in one graph."""
@@ -212,20 +212,20 @@ def choose_graphs(
         return None
     if world.mesh.processes > 1 or config.masks_documents or config.runtime.compile == "blocks":
         return "blocks"
-    if config.runtime.compile is None and numbers is not None:
-        return "blocks" if _is_short(config, world, numbers) else "whole"
+    if config.runtime.compile is None and resolved is not None:
+        return "blocks" if _is_short(config, world, resolved) else "whole"
     return "whole"
 
 
-def _is_short(config: RunConfig, world: World, numbers: Resolved) -> bool:
+def _is_short(config: RunConfig, world: World, resolved: Resolved) -> bool:
     """Whether a run ends before one graph has made up for the time it takes to compile."""
-    model = outline_model(config.model, vocab=numbers.vocab)
-    seconds = _seconds(config, world, numbers, model, samples=numbers.samples)
+    model = build_meta_model(config.model, vocab=resolved.vocab)
+    seconds = _seconds(config, world, resolved, model, samples=resolved.samples)
     return seconds is not None and SLOWER * seconds < SECONDS_PER_LAYER * len(model.block_names())
 
 
 def _seconds(
-    config: RunConfig, world: World, numbers: Resolved, model: CausalLM, *, samples: int
+    config: RunConfig, world: World, resolved: Resolved, model: CausalLM, *, samples: int
 ) -> float | None:
     """An estimate of the time of training on so many samples; None on devices whose peak rate is
     not known."""
@@ -233,12 +233,12 @@ def _seconds(
     peak = world.device.peak_flops(precision.compute, tf32=precision.tf32)
     if peak is None:
         return None
-    cost = model.token_cost(numbers.sequence).palm
-    return samples * numbers.sequence * cost / (USUAL_MFU * peak)
+    cost = model.token_cost(resolved.sequence).palm
+    return samples * resolved.sequence * cost / (USUAL_MFU * peak)
 
 
 def uses_cuda_graphs(
-    config: RunConfig, world: World, numbers: Resolved | None, graphs: str | None
+    config: RunConfig, world: World, resolved: Resolved | None, graphs: str | None
 ) -> bool:
     """Whether passes are CUDA graphs. What one returns is overwritten by the next, so there is one
     micro-batch in a step, and nothing looks into the model from outside."""
@@ -247,11 +247,11 @@ def uses_cuda_graphs(
         raise UserError(
             "needs a compiled model on CUDA", where="runtime.cuda_graphs", remedy="leave it out"
         )
-    if wanted is False or numbers is None or graphs is None or world.device.kind != "cuda":
+    if wanted is False or resolved is None or graphs is None or world.device.kind != "cuda":
         return False
     reasons = {
         "several processes": world.place.world > 1,
-        f"{numbers.accumulate} micro-batches in a step": numbers.accumulate > 1,
+        f"{resolved.accumulate} micro-batches in a step": resolved.accumulate > 1,
         "train.ramp": config.train.ramp is not None,
         "train.recompute": config.train.recompute != "none",
         "documents kept apart": config.masks_documents,
@@ -267,8 +267,8 @@ def uses_cuda_graphs(
         )
     if wanted or against or not isinstance(config.model, GPTConfig):
         return bool(wanted)
-    model = outline_model(config.model, vocab=numbers.vocab)
-    seconds = _seconds(config, world, numbers, model, samples=numbers.micro_batch)
+    model = build_meta_model(config.model, vocab=resolved.vocab)
+    seconds = _seconds(config, world, resolved, model, samples=resolved.micro_batch)
     return seconds is not None and seconds < LAUNCH_BOUND
 
 

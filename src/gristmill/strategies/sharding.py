@@ -43,7 +43,7 @@ from gristmill.base.tensor_slices import (
 from gristmill.config.parallel import ROW_AXES, Mesh
 from gristmill.distributed.control import ControlGroup
 from gristmill.distributed.world import World
-from gristmill.models.build import build_model, outline_model
+from gristmill.models.build import build_meta_model, build_model
 from gristmill.models.spec import CausalLM, Kernels, Split
 from gristmill.optim.spec import Optimizer
 
@@ -88,8 +88,8 @@ def gather_model(
 def _empty_whole(shard: CausalLM, world: World) -> CausalLM:
     """A whole model to fill, in its compute dtype; on the host if the device has too little free
     memory."""
-    outline = outline_model(shard.config, vocab=shard.vocab)
-    size = shard.compute.itemsize * sum(one.numel() for one in outline.parameters())
+    meta_model = build_meta_model(shard.config, vocab=shard.vocab)
+    size = shard.compute.itemsize * sum(one.numel() for one in meta_model.parameters())
     free = world.device.free_memory()
     fits = free is None or ROOM * size < free
     device = world.device.torch_device if fits else torch.device("cpu")

@@ -217,7 +217,7 @@ class Spmd:
         totals, counts = zip(*self.control.all_gather(sums), strict=True)
         return float(sum(totals) / sum(counts))
 
-    def whole(self) -> CausalLM | None:
+    def gather_full_model(self) -> CausalLM | None:
         if self._everyone is None:
             return self.model
         return gather_model(self.model, self.sync.parameters, self.world, self.control)
@@ -230,7 +230,7 @@ class Spmd:
             self.loss_scale.load(state["loss_scale"])
         self.weights_changed()
 
-    def averaged(self) -> contextlib.AbstractContextManager[None]:
+    def published_weights(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def weights_changed(self) -> None:

@@ -158,7 +158,7 @@ class Strategy(Protocol):
 
     def evaluate(self, batches: Iterable[Batch]) -> float: ...
 
-    def whole(self) -> CausalLM | None:
+    def gather_full_model(self) -> CausalLM | None:
         """The whole model on rank 0, for use between steps; None on the others."""
         ...
 
@@ -166,7 +166,7 @@ class Strategy(Protocol):
 
     def load(self, state: dict[str, Any]) -> None: ...
 
-    def averaged(self) -> contextlib.AbstractContextManager[None]:
+    def published_weights(self) -> contextlib.AbstractContextManager[None]:
         """Where processes have weights of their own, replace them by their average meanwhile."""
         ...
 

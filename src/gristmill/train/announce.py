@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gristmill.config.resolve import Resolved
-from gristmill.config.rules import doubts
+from gristmill.config.rules import config_warnings
 from gristmill.models.linears import linear_shapes
 from gristmill.plan.preconditioner import describe_preconditioner
 from gristmill.train.assemble import Assembly
@@ -21,18 +21,18 @@ _AXES = {
 
 def announce(parts: Assembly, tracker: Tracker, resumed: Resumed) -> None:
     """Write the first lines of the log, and that the run is running."""
-    numbers, state = parts.numbers, parts.state
+    resolved, state = parts.resolved, parts.state
     if resumed.continues:
         for note in resumed.notes:
             tracker.say(note, level="warning")
         if parts.control.is_rank0:
             # The worker that led before may have noted that it failed.
-            parts.folder.write_status("running", step=state.progress.steps, steps=numbers.steps)
+            parts.folder.write_status("running", step=state.progress.steps, steps=resolved.steps)
         return
     tracker.say(
         f"{parts.config.name}: {parts.described_size}, "
-        f"vocabulary {numbers.vocab}, "
-        f"batch {_describe_batch(numbers)}, "
+        f"vocabulary {resolved.vocab}, "
+        f"batch {_describe_batch(resolved)}, "
         f"{parts.config.precision.described} on {parts.world.device.name}"
     )
     if parts.world.layout.processes > 1:
@@ -49,10 +49,15 @@ def announce(parts: Assembly, tracker: Tracker, resumed: Resumed) -> None:
     for note in parts.data.notes:
         tracker.say(note)
     starting = () if resumed.checkpoint is not None else parts.notes
-    for note in (*parts.data.warnings, *starting, *resumed.notes, *doubts(parts.config, numbers)):
+    for note in (
+        *parts.data.warnings,
+        *starting,
+        *resumed.notes,
+        *config_warnings(parts.config, resolved),
+    ):
         tracker.say(note, level="warning")
     if parts.control.is_rank0:
-        parts.folder.write_status("running", step=state.progress.steps, steps=numbers.steps)
+        parts.folder.write_status("running", step=state.progress.steps, steps=resolved.steps)
 
 
 def _preconditioner_cost(parts: Assembly) -> str | None:
@@ -83,9 +88,9 @@ def _mesh_table(parts: Assembly) -> str:
     return "\n".join([head, "    axis         size   here", *rows])
 
 
-def _describe_batch(numbers: Resolved) -> str:
-    first, sizes, times = numbers.ramp.first, str(numbers.batch), str(numbers.accumulate)
-    if first < numbers.batch:
-        sizes, times = f"{first} to {sizes}", f"{first // numbers.micro_batch} to {times}"
-    batch = f"{sizes} x {numbers.sequence} tokens"
-    return f"{batch} in {times} micro-batches" if numbers.accumulate > 1 else batch
+def _describe_batch(resolved: Resolved) -> str:
+    first, sizes, times = resolved.ramp.first, str(resolved.batch), str(resolved.accumulate)
+    if first < resolved.batch:
+        sizes, times = f"{first} to {sizes}", f"{first // resolved.micro_batch} to {times}"
+    batch = f"{sizes} x {resolved.sequence} tokens"
+    return f"{batch} in {times} micro-batches" if resolved.accumulate > 1 else batch

@@ -34,7 +34,7 @@ from gristmill.distributed.control import ControlGroup
 from gristmill.distributed.device import memory_explained
 from gristmill.distributed.world import World
 from gristmill.evaluate.tasks.run import OpenTask, TaskOptions, open_tasks
-from gristmill.models.build import outline_model
+from gristmill.models.build import build_meta_model
 from gristmill.models.linears import linear_shapes
 from gristmill.models.spec import CausalLM, Kernels
 from gristmill.optim.schedule import build_schedule
@@ -59,7 +59,7 @@ class Assembly:
     """Everything that was built for one run."""
 
     config: RunConfig
-    numbers: Resolved
+    resolved: Resolved
     folder: RunFolder
     data: RunData
     tokenizer: Tokenizer
@@ -67,7 +67,7 @@ class Assembly:
     state: TrainState
     strategy: Strategy
     control: ControlGroup
-    outline: CausalLM
+    meta_model: CausalLM
     """The whole model on the meta device."""
     notes: tuple[str, ...] = ()
     """What the user should know about the weights that the run starts from."""
@@ -77,15 +77,18 @@ class Assembly:
     @property
     def parameters(self) -> int:
         """Number of parameters of the whole model."""
-        return sum(parameter.numel() for parameter in self.outline.parameters())
+        return sum(parameter.numel() for parameter in self.meta_model.parameters())
 
     @property
     def described_size(self) -> str:
         """The number of parameters in words, and how many of them are trained if not all."""
         size = f"{format_count(self.parameters)} parameters"
-        if not self.outline.adapters:
+        if not self.meta_model.adapters:
             return size
-        trained, layers = sum(self.outline.size_by_role().values()), len(self.outline.adapters)
+        trained, layers = (
+            sum(self.meta_model.size_by_role().values()),
+            len(self.meta_model.adapters),
+        )
         share = trained / self.parameters
         return (
             f"{size}, of which {format_count(trained)} ({share:.2%}) are trained, in adapters of "
@@ -110,8 +113,8 @@ def assemble(
     chat = open_chat(config) if config.data.kind == "chat" else None
     data, tokenizer = _open_data(config, folder, chat, shows=saves and control.is_rank0)
     _require_room_for(tokenizer, config)
-    numbers = resolve(config, vocab=tokenizer.size, mesh=world.layout)
-    size = _model_size(config, numbers, world.layout)
+    resolved = resolve(config, vocab=tokenizer.size, mesh=world.layout)
+    size = _model_size(config, resolved, world.layout)
     require_memory(config, size, world)
     if saves:
         require_checkpoint_room(folder.path, size.checkpoint)
@@ -120,10 +123,10 @@ def assemble(
     ):
         strategy = build_strategy(
             config,
-            vocab=numbers.vocab,
+            vocab=resolved.vocab,
             world=world,
             control=control,
-            numbers=numbers,
+            resolved=resolved,
             workers=workers,
         )
     started, start = Started(), config.model.initial_weights
@@ -131,27 +134,27 @@ def assemble(
         held = strategy.parameters
         started = load_start_weights(strategy.model, start, held, run=folder.path, control=control)
         strategy.weights_changed()
-    outline = outline_model(config.model, vocab=numbers.vocab, pad_for=world.layout.tp)
-    outline.kernels = Kernels(sampled_softmax=numbers.sampled_softmax)
+    meta_model = build_meta_model(config.model, vocab=resolved.vocab, pad_for=world.layout.tp)
+    meta_model.kernels = Kernels(sampled_softmax=resolved.sampled_softmax)
     apart = config.parallel.decentralized
     copied = ("pp", "dp_replicate") if apart else ("pp",)
     all_members = tuple(range(world.mesh.dp_replicate))
-    unsaved = outline.base_parameters()
+    unsaved = meta_model.base_parameters()
     state = TrainState(
         model=strategy.model,
         optimizer=strategy.optimizer,
         parameters={n: one for n, one in strategy.parameters.items() if n not in unsaved},
-        padded=outline.vocabulary_parameters(),
-        names=frozenset(outline.roles()) - unsaved,
+        padded=meta_model.vocabulary_parameters(),
+        names=frozenset(meta_model.roles()) - unsaved,
         base=None if started.base is None else asdict(started.base),
-        identity=_identity(config, numbers, data, tokenizer, chat),
+        identity=_identity(config, resolved, data, tokenizer, chat),
         identity_defaults=_of_model(config.model.identity_defaults()),
         identity_retired=_of_model(config.model.retired),
-        settings={"model": config.model.model_dump(exclude_none=True), "vocab": numbers.vocab},
+        settings={"model": config.model.model_dump(exclude_none=True), "vocab": resolved.vocab},
         strategy=strategy.state(),
         strategy_tensors=strategy.tensors,
         layout=world.layout.sizes,
-        micro_batch=numbers.micro_batch,
+        micro_batch=resolved.micro_batch,
         workers=() if not apart else workers.members if workers else all_members,
         worker=world.at["dp_replicate"],
         rank=world.rank,
@@ -159,7 +162,7 @@ def assemble(
         writes_unowned=not any(place for axis, place in world.at.items() if axis not in copied),
     )
     return Assembly(
-        *(config, numbers, folder, data, tokenizer, world, state, strategy, control, outline),
+        *(config, resolved, folder, data, tokenizer, world, state, strategy, control, meta_model),
         notes=started.notes,
         chat=chat,
     )
@@ -181,14 +184,14 @@ def _open_data(
     return open_conversations(config.data, chat, options), chat.tokenizer
 
 
-def _model_size(config: RunConfig, numbers: Resolved, mesh: Mesh) -> ModelSize:
+def _model_size(config: RunConfig, resolved: Resolved, mesh: Mesh) -> ModelSize:
     """The sizes of the whole model, before anything is built."""
     if isinstance(config.model, GPTConfig):
-        # By formula: even to outline a model of absurd size can take minutes.
-        return gpt_size(config, rows=numbers.padded_vocab, workers=mesh.dp_replicate)
-    outline = outline_model(config.model, vocab=numbers.vocab, pad_for=mesh.tp)
-    sizes = outline.size_by_role()
-    linears, frozen = linear_shapes(outline), outline.base_size()
+        # By formula: a model of absurd size takes minutes to build, even on the meta device.
+        return gpt_size(config, rows=resolved.padded_vocab, workers=mesh.dp_replicate)
+    meta_model = build_meta_model(config.model, vocab=resolved.vocab, pad_for=mesh.tp)
+    sizes = meta_model.size_by_role()
+    linears, frozen = linear_shapes(meta_model), meta_model.base_size()
     return model_size(config, sizes, linears=linears, frozen=frozen, workers=mesh.dp_replicate)
 
 
@@ -267,7 +270,7 @@ def _preconditioner_identity(settings: PreconditionerConfig | None) -> dict[str,
 
 def _identity(
     config: RunConfig,
-    numbers: Resolved,
+    resolved: Resolved,
     data: RunData,
     tokenizer: Tokenizer,
     chat: ChatEncoder | None,
@@ -284,14 +287,14 @@ def _identity(
     data_seed = {} if config.data.seed is None else {"data.seed": config.data.seed}
     return {
         **_of_model(config.model.identity()),
-        "model.vocab": numbers.vocab,
+        "model.vocab": resolved.vocab,
         "tokenizer": tokenizer.fingerprint,
         "data.paths (content)": _each(data, lambda split: split.reader.info.fingerprint),
         **cut,
         "data.order": config.data.order,
-        "data.sequence": numbers.sequence,
+        "data.sequence": resolved.sequence,
         **data_seed,
-        **order_identity(config.data, data.train, _order_spec(config.data, numbers)),
+        **order_identity(config.data, data.train, _order_spec(config.data, resolved)),
         "train.seed": config.train.seed,
         "optim.type": config.optim.type,
         **_preconditioner_identity(config.optim.preconditioning),
@@ -315,29 +318,29 @@ def document_rules(parts: Assembly) -> DocumentRules:
     return build_rules(parts.config.data, end_of_text=parts.tokenizer.end_of_text)
 
 
-def _order_spec(data: DataConfig, numbers: Resolved, folder: RunFolder | None = None) -> OrderSpec:
+def _order_spec(data: DataConfig, resolved: Resolved, folder: RunFolder | None = None) -> OrderSpec:
     in_run = None if folder is None else folder.path / "index"
     return OrderSpec(
-        sequence=numbers.sequence,
-        seed=numbers.data_seed,
-        samples=numbers.asked_samples,
+        sequence=resolved.sequence,
+        seed=resolved.data_seed,
+        samples=resolved.asked_samples,
         cache=Path(data.cache) if data.cache else in_run,
     )
 
 
 def build_loader(parts: Assembly) -> Loader:
     """The loader of training batches."""
-    numbers, data = parts.numbers, parts.config.data
+    resolved, data = parts.resolved, parts.config.data
     return Loader(
-        build_stream(data, parts.data.train, _order_spec(data, numbers, parts.folder)),
-        micro_batch=numbers.micro_batch * parts.world.data_shards_here,
-        accumulate=numbers.accumulate,
+        build_stream(data, parts.data.train, _order_spec(data, resolved, parts.folder)),
+        micro_batch=resolved.micro_batch * parts.world.data_shards_here,
+        accumulate=resolved.accumulate,
         rules=document_rules(parts),
         rank=parts.world.data_rank,
         ranks=parts.world.mesh.data,
         pin=parts.world.device.pins_memory,
-        vocab=numbers.vocab,
-        ramp=numbers.ramp,
+        vocab=resolved.vocab,
+        ramp=resolved.ramp,
     )
 
 
@@ -358,17 +361,17 @@ def build_validate(parts: Assembly, tracker: Tracker) -> Validate | None:
     def batches(text: Mixture, windows: int) -> Iterator[Batch]:
         return validation_batches(
             text,
-            sequence=parts.numbers.sequence,
+            sequence=parts.resolved.sequence,
             windows=windows,
-            batch=parts.numbers.micro_batch * parts.world.data_shards_here,
+            batch=parts.resolved.micro_batch * parts.world.data_shards_here,
             rules=document_rules(parts),
-            vocab=parts.numbers.vocab,
+            vocab=parts.resolved.vocab,
             pin=parts.world.device.pins_memory,
         )
 
     train_windows = parts.config.train_windows
     return Validate(
-        parts.numbers.validate_every,
+        parts.resolved.validate_every,
         strategy=parts.strategy,
         batches=lambda: batches(held_out, parts.config.validation.windows),
         train_batches=(lambda: batches(parts.data.train, train_windows)) if train_windows else None,
@@ -482,12 +485,12 @@ def build_meter(
     compile_seconds: Callable[[], float] = float,
 ) -> Meter:
     """The meter that turns step results into records."""
-    config, numbers = parts.config, parts.numbers
+    config, resolved = parts.config, parts.resolved
     return Meter(
         tracker,
         counters=parts.state.counters,
         every=config.track.every,
-        cost=parts.outline.token_cost(numbers.sequence),
+        cost=parts.meta_model.token_cost(resolved.sequence),
         world=parts.world,
         peak_flops=parts.world.device.peak_flops(
             config.precision.compute, tf32=config.precision.tf32
@@ -495,10 +498,10 @@ def build_meter(
         health=health,
         bad_steps=config.train.bad_steps,
         compile_seconds=compile_seconds,
-        next_lr=_next_lr(config, numbers) if config.track.log_format == "megatron" else None,
+        next_lr=_next_lr(config, resolved) if config.track.log_format == "megatron" else None,
     )
 
 
-def _next_lr(config: RunConfig, numbers: Resolved) -> Callable[[Progress, int], float]:
-    schedule = build_schedule(config, numbers)
+def _next_lr(config: RunConfig, resolved: Resolved) -> Callable[[Progress, int], float]:
+    schedule = build_schedule(config, resolved)
     return lambda progress, skipped: schedule.rate(progress, skipped_samples=skipped)

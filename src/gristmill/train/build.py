@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from gristmill.base.errors import UserError
-from gristmill.base.process import Place
+from gristmill.base.process import ProcessInfo
 from gristmill.config.parallel import ROW_AXES, Mesh, ParallelConfig
 from gristmill.config.preconditioner import KfacConfig
 from gristmill.config.resolve import Resolved
@@ -32,7 +32,7 @@ from gristmill.config.rules import check_mesh
 from gristmill.config.schema import RunConfig
 from gristmill.distributed.control import ControlGroup
 from gristmill.distributed.world import World, close_world, open_world
-from gristmill.models.build import initialise, materialise, outline_model
+from gristmill.models.build import build_meta_model, initialise, materialise
 from gristmill.models.lora import keep_frozen_in
 from gristmill.models.recompute import Recompute
 from gristmill.models.spec import CausalLM, ShardComm
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
 _ATTENTION = {"ring": ring_attention, "heads": heads_attention}
 
 
-def device_mesh(config: RunConfig, place: Place) -> Mesh:
+def device_mesh(config: RunConfig, place: ProcessInfo) -> Mesh:
     """How the run is divided over the devices of all processes. Each has one, or with XLA all that
     JAX finds on its host; JAX is started to count them."""
     if config.runtime.device != "xla":
@@ -86,10 +86,13 @@ def device_mesh(config: RunConfig, place: Place) -> Mesh:
 
 
 def open_run_world(
-    config: RunConfig, mesh: Mesh | None = None, place: Place | None = None
+    config: RunConfig, mesh: Mesh | None = None, place: ProcessInfo | None = None
 ) -> World:
     """This process's device and groups, for a run that is divided over devices by `mesh`."""
-    place, open_ = place or Place(), partial(open_world, config.runtime, parallel=config.parallel)
+    place, open_ = (
+        place or ProcessInfo(),
+        partial(open_world, config.runtime, parallel=config.parallel),
+    )
     if config.runtime.device != "xla":
         return open_(tf32=config.precision.tf32, mesh=mesh, place=place)
     mesh = mesh or device_mesh(config, place)
@@ -119,7 +122,7 @@ def build_strategy(
     vocab: int,
     world: World,
     control: ControlGroup | None = None,
-    numbers: Resolved | None = None,
+    resolved: Resolved | None = None,
     workers: WorkerSet | None = None,
 ) -> Strategy:
     """The strategy of a run, with initial weights. Without `numbers`, nothing that depends on the
@@ -131,7 +134,7 @@ def build_strategy(
 
         return build_xla(config, vocab=vocab, world=world, control=control)
     if not config.parallel.decentralized:
-        return _build_spmd(config, vocab=vocab, world=world, control=control, numbers=numbers)
+        return _build_spmd(config, vocab=vocab, world=world, control=control, resolved=resolved)
     workers = workers or all_workers(world, config.parallel)
     return Decentralized(
         config.parallel,
@@ -140,14 +143,14 @@ def build_strategy(
             vocab=vocab,
             world=worker_world(world),
             control=control,
-            numbers=numbers,
+            resolved=resolved,
             worker=workers.mine,
         ),
         workers=workers,
         slots=world.mesh.dp_replicate,
         control=control,
         agreement=StopAgreement(world.control_group("stop")),
-        mixing=build_mixing(config, numbers),
+        mixing=build_mixing(config, resolved),
         seed=config.train.seed,
     )
 
@@ -158,16 +161,16 @@ def _build_spmd(
     vocab: int,
     world: World,
     control: ControlGroup,
-    numbers: Resolved | None,
+    resolved: Resolved | None,
     worker: int = 0,
 ) -> Spmd:
     precision = Precision(config.precision, world.device)
-    graphs = choose_graphs(config, world, numbers)
-    cuda_graphs = uses_cuda_graphs(config, world, numbers, graphs)
+    graphs = choose_graphs(config, world, resolved)
+    cuda_graphs = uses_cuda_graphs(config, world, resolved, graphs)
     ahead = None
-    if graphs == "blocks" and numbers is not None:
+    if graphs == "blocks" and resolved is not None:
         ahead = compile_ahead(
-            config, vocab=vocab, world=world, numbers=numbers, cuda_graphs=cuda_graphs
+            config, vocab=vocab, world=world, resolved=resolved, cuda_graphs=cuda_graphs
         )
     world.device.load_libraries(precision.dtype)
     if graphs is not None and world.device.kind == "cuda" and ahead is None:
@@ -260,9 +263,9 @@ def place_model(
     """This process's shard of the model, with initial weights, and its pipeline stages, if any."""
     precision = precision or Precision(config.precision, world.device)
     device, seed = world.device.torch_device, config.train.seed
-    layers = len(outline_model(config.model, vocab=vocab).block_names())
+    layers = len(build_meta_model(config.model, vocab=vocab).block_names())
     shard = model_shard(config.parallel, world, layers=layers)
-    model = outline_model(config.model, vocab=vocab, shard=shard)
+    model = build_meta_model(config.model, vocab=vocab, shard=shard)
     model.compute = precision.dtype
     if model.adapters and model.casts_weights:
         keep_frozen_in(model, precision.dtype)

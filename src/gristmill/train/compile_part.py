@@ -11,7 +11,7 @@ from typing import Literal, cast
 import torch
 from torch import nn
 
-from gristmill.base.process import Place
+from gristmill.base.process import ProcessInfo
 from gristmill.config.optim import AdamWConfig, OptimizerConfig
 from gristmill.distributed.world import World, open_world
 from gristmill.models.spec import CausalLM, Loss, StagedModel
@@ -30,7 +30,7 @@ def main() -> None:
     """Compile, and end at once: no other process waits for anything but the cache."""
     task = CompileTask.load(sys.stdin.read())
     config = task.config
-    world = open_world(config.runtime, tf32=config.precision.tf32, place=Place())
+    world = open_world(config.runtime, tf32=config.precision.tf32, place=ProcessInfo())
     if task.part != KERNELS:
         start_compile_workers()
         _launch_nothing()

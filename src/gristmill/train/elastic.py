@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.process import Place
+from gristmill.base.process import ProcessInfo
 from gristmill.base.units import Progress, parse_seconds
 from gristmill.checkpoint.layout import Best, CheckpointFolder
 from gristmill.checkpoint.state_file import Counters
@@ -83,7 +83,7 @@ class ElasticMonitor:
 
     def __init__(
         self,
-        place: Place,
+        place: ProcessInfo,
         membership: Membership,
         limits: Limits,
         *,
@@ -128,7 +128,9 @@ class ElasticMonitor:
 class ElasticRun:
     """This worker's part of an elastic run, over all rounds."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder, place: Place, mesh: Mesh) -> None:
+    def __init__(
+        self, config: RunConfig, folder: RunFolder, place: ProcessInfo, mesh: Mesh
+    ) -> None:
         self.config, self.folder, self.place, self.mesh = config, folder, place, mesh
         if place.address is None:
             raise UserError(
@@ -291,10 +293,10 @@ class ElasticRun:
         source = next(one["worker"] for one in stateful if one["steps"] == newest)
         joining = [one["worker"] for one in reports if one["worker"] not in counting]
         recorded = control.on_rank0(lambda: cut_records(self.folder, newest))
-        numbers = None
+        resolved = None
         if state.worker == source:
-            numbers = {**_numbers(parts), "records": self.recent.between(recorded, newest)}
-        values = next(one for one in control.all_gather(numbers) if one is not None)
+            resolved = {**_numbers(parts), "records": self.recent.between(recorded, newest)}
+        values = next(one for one in control.all_gather(resolved) if one is not None)
         counts = state.worker in counting
         parts.strategy.catch_up(counts=counts, rounds=values["strategy"]["rounds"])
         if joining:
@@ -310,7 +312,7 @@ class ElasticRun:
         return Resumed(None, [self._changes(newest, joining)], continues=True)
 
     def _has_begun(self, parts: Assembly) -> None:
-        step, steps = parts.state.progress.steps, parts.numbers.steps
+        step, steps = parts.state.progress.steps, parts.resolved.steps
         # Before any worker may take the status of an earlier call for the end of this one.
         parts.control.on_rank0(lambda: self.folder.write_status("running", step=step, steps=steps))
         self.has_state, self.behind = True, False
@@ -368,7 +370,7 @@ def _listed(workers: Sequence[int]) -> str:
     return ", ".join(map(str, workers))
 
 
-def _connected(place: Place, connect: Any, *, seconds: float) -> Any:
+def _connected(place: ProcessInfo, connect: Any, *, seconds: float) -> Any:
     try:
         return connect()
     except RuntimeError as error:
@@ -392,7 +394,7 @@ def _numbers(parts: Assembly) -> dict[str, Any]:
     }
 
 
-def shared_settings(config: RunConfig, folder: RunFolder, place: Place) -> dict[str, Any]:
+def shared_settings(config: RunConfig, folder: RunFolder, place: ProcessInfo) -> dict[str, Any]:
     """What all workers of a run must have alike: all but devices, and where files are."""
     values = config.model_dump(mode="json", exclude={"runtime", "track", "name", "folder"})
     for name in ("paths", "validation", "tokenizer", "cache"):

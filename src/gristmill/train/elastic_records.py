@@ -89,15 +89,15 @@ def add_records(folder: RunFolder, lines: Sequence[str]) -> None:
 
 def make_up(parts: Assembly, hooks: Sequence[Hook], *, validated: bool) -> None:
     """Validate and save what a change of workers has interrupted."""
-    now, numbers = parts.state.progress, parts.numbers
+    now, resolved = parts.state.progress, parts.resolved
     step = now.steps
     newest = parts.control.on_rank0(parts.folder.newest_step) or 0
     for hook in hooks:
         if isinstance(hook, Validate) and validated:
             hook.skip_end()
-        elif isinstance(hook, Validate) and hook.every.due(numbers.progress_at(step - 1), now):
+        elif isinstance(hook, Validate) and hook.every.due(resolved.progress_at(step - 1), now):
             hook.at_start()
-        elif isinstance(hook, Checkpoint) and hook.missed_since(numbers.progress_at(newest)):
+        elif isinstance(hook, Checkpoint) and hook.missed_since(resolved.progress_at(newest)):
             hook.put_off()
 
 

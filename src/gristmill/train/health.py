@@ -150,7 +150,7 @@ class RunHealth:
         """How often in a row, without some good steps behind what was passed over."""
         self._good = 0
         """Good steps in a row behind it."""
-        self.passed_over: list[tuple[int, int]] = []
+        self.skipped_batches: list[tuple[int, int]] = []
         """Ranges of samples that were not trained on, in order."""
 
     # -------------------------------------------------------------- judging
@@ -174,7 +174,7 @@ class RunHealth:
             self.bad = self.bad + 1 if outcome.skipped else 0
             self.non_finite = 0 if outcome.finite else self.non_finite + 1
             if guarded:
-                self.pass_over([(outcome.begin, outcome.end)])
+                self.skip_batches([(outcome.begin, outcome.end)])
                 self.warn(f"skipped step {outcome.step}: {_described(outcome, limits)}")
             # A step that the guard skipped did no harm.
             outlier = not outcome.finite or (not guarded and self._is_outlier(outcome, limits))
@@ -241,38 +241,38 @@ class RunHealth:
         """Checkpoints before this step must be kept; None if all are as good."""
         return None if self.spike is None else self.spike.step
 
-    def passes_over(self, sample: int) -> bool:
+    def skips_batch(self, sample: int) -> bool:
         """Whether the step that begins with a sample is passed over."""
-        return any(begin <= sample < end for begin, end in self.passed_over)
+        return any(begin <= sample < end for begin, end in self.skipped_batches)
 
-    def go_back(self, end: int) -> GoBack:
+    def roll_back(self, end: int) -> Rollback:
         """What to do when `rollback_at` is reached; `end` are the samples so far. If the trouble
         goes on right behind what was passed over, twice as much is."""
         assert self._first is not None
         step, begin = self._first.step, self._first.begin
-        more = sum(end - first for first, last in self.passed_over if last == begin)
-        return GoBack(step, begin, end + more, self.rollbacks + 1)
+        more = sum(end - first for first, last in self.skipped_batches if last == begin)
+        return Rollback(step, begin, end + more, self.rollbacks + 1)
 
-    def went_back(self, back: GoBack, then: RunHealth) -> None:
+    def rolled_back(self, back: Rollback, then: RunHealth) -> None:
         """Continue without what led to a spike. This is the health of the older checkpoint, `then`
         that of the run when it went back."""
-        self.pass_over([*then.passed_over, (back.begin, back.end)])
+        self.skip_batches([*then.skipped_batches, (back.begin, back.end)])
         self.rollbacks, self._good = back.rollbacks, 0
 
     @property
     def _passed_until(self) -> int:
         """The end of the last range that was passed over."""
-        return self.passed_over[-1][1] if self.passed_over else 0
+        return self.skipped_batches[-1][1] if self.skipped_batches else 0
 
-    def pass_over(self, more: Iterable[tuple[int, int]]) -> None:
+    def skip_batches(self, more: Iterable[tuple[int, int]]) -> None:
         """Train on none of the samples in these ranges either."""
         ranges = list[tuple[int, int]]()
-        for one in sorted([*self.passed_over, *more]):
+        for one in sorted([*self.skipped_batches, *more]):
             if ranges and one[0] <= ranges[-1][1]:
                 ranges[-1] = (ranges[-1][0], max(ranges[-1][1], one[1]))
             else:
                 ranges.append(one)
-        self.passed_over = ranges
+        self.skipped_batches = ranges
 
     def failure(self, what: str) -> UserError:
         """The error of a run that has gone bad."""
@@ -320,7 +320,7 @@ class RunHealth:
             "rollback_at": self.rollback_at,
             "rollbacks": self.rollbacks,
             "good": self._good,
-            "passed_over": self.passed_over,
+            "passed_over": self.skipped_batches,
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -339,11 +339,11 @@ class RunHealth:
         self.bad, self.non_finite, self.loss = state["bad"], state["non_finite"], state["loss"]
         self.rollback_at, self.rollbacks = state["rollback_at"], state["rollbacks"]
         self._good = state["good"]
-        self.passed_over = [(begin, end) for begin, end in state["passed_over"]]
+        self.skipped_batches = [(begin, end) for begin, end in state["passed_over"]]
 
 
 @dataclass(frozen=True)
-class GoBack:
+class Rollback:
     """Go back to a checkpoint from before a spike, and pass over the samples that led to it."""
 
     step: int

@@ -39,7 +39,7 @@ from gristmill.text.chat.conversations import Message
 from gristmill.text.chat.encoding import ChatEncoder
 from gristmill.text.tokenizers.tokenizer import Tokenizer
 from gristmill.track.folder import RunFolder
-from gristmill.train.health import GoBack, RunHealth
+from gristmill.train.health import Rollback, RunHealth
 from gristmill.train.meter import Meter, StepEvent
 from gristmill.train.stop import StopRequest
 from gristmill.train.tracker import Tracker
@@ -71,10 +71,10 @@ class PhaseMonitor(Protocol):
     def phase(self, name: str, step: int = 0) -> None: ...
 
 
-class GoBackError(Exception):
+class RollbackError(Exception):
     """The run must go back to a checkpoint; raised on all processes after the same step."""
 
-    def __init__(self, back: GoBack, checkpoint: int) -> None:
+    def __init__(self, back: Rollback, checkpoint: int) -> None:
         super().__init__(f"going back to step {checkpoint}")
         self.back, self.checkpoint = back, checkpoint
 
@@ -90,14 +90,14 @@ class Hooks:
         tracker: Tracker,
         stop: StopRequest,
         writer: CheckpointWriter,
-        numbers: Resolved,
+        resolved: Resolved,
         control: ControlGroup,
         monitor: PhaseMonitor | None = None,
         exit_every: Duration | None = None,
     ) -> None:
         self.hooks, self.meter, self.tracker, self.stop = hooks, meter, tracker, stop
         self.monitor = monitor
-        self.writer, self.numbers, self.control = writer, numbers, control
+        self.writer, self.resolved, self.control = writer, resolved, control
         self.exit_every, self._exits = exit_every, False
         self._progress = Progress()
         """That of the last step taken."""
@@ -120,14 +120,14 @@ class Hooks:
         """The limits above which a step must not change the weights."""
         return self.meter.health.skip_limits(step)
 
-    def pass_over(self, before: Progress) -> Progress | None:
+    def skip_batches(self, before: Progress) -> Progress | None:
         """The progress after a step that is passed over; None if the next step is not."""
-        if not self.meter.health.passes_over(before.samples):
+        if not self.meter.health.skips_batch(before.samples):
             return None
         # The processes may not have read the same steps yet.
-        self.meter.settle()
-        samples = self.numbers.ramp.batch_at(before.samples)
-        return before.after(samples=samples, tokens=samples * self.numbers.sequence)
+        self.meter.drain()
+        samples = self.resolved.ramp.batch_at(before.samples)
+        return before.after(samples=samples, tokens=samples * self.resolved.sequence)
 
     def at_start(self) -> None:
         for hook in self.hooks:
@@ -151,26 +151,26 @@ class Hooks:
         self.meter.add(event)
         hooks = [hook for hook in self.hooks if hook.due(event)]
         if hooks:
-            self.meter.settle()
+            self.meter.drain()
             for hook in hooks:
                 self._phase(hook.phase)
                 hook.act(event)
             self.meter.restart_clock()
         self._phase("step")
         # The next step may be the first of a larger batch.
-        batch = self.numbers.ramp.batch_at(event.after.samples)
+        batch = self.resolved.ramp.batch_at(event.after.samples)
         step_seconds = self.meter.sample_seconds * batch
         self.stop.check_time(reserve=2 * (step_seconds + self.writer.seconds))
         due = self.meter.health.rollback_at
         if due is not None and due <= event.after.steps:
-            self._go_back()
+            self._roll_back()
 
-    def _go_back(self) -> None:
+    def _roll_back(self) -> None:
         """Go back to before the spike, if there is a checkpoint from before it."""
         health = self.meter.health
-        self.meter.settle()
+        self.meter.drain()
         self.writer.wait()
-        back = health.go_back(self._progress.samples)
+        back = health.roll_back(self._progress.samples)
         # The update before the first bad step may be what went wrong.
         step = self.control.on_rank0(lambda: self.writer.folder.newest_before(back.step - 1))
         if step is None:
@@ -181,17 +181,17 @@ class Hooks:
         most = health.most_rollbacks
         if back.rollbacks > most:
             raise health.failure(f"it went back {most} times in a row, which did not help")
-        raise GoBackError(back, step)
+        raise RollbackError(back, step)
 
     def at_end(self, *, finished: bool) -> None:
-        self.meter.settle()
+        self.meter.drain()
         health = self.meter.health
         if finished and health.rollback_at is not None:
-            self._go_back()
+            self._roll_back()
         self.tracker.flush()
         if finished and health.non_finite:
             # This state is not worth saving.
-            health.check_end(uniform=math.log(self.numbers.vocab))
+            health.check_end(uniform=math.log(self.resolved.vocab))
         if not finished:
             reason = "a request to another process"
             if self.stop.reason or self._exits:
@@ -203,7 +203,7 @@ class Hooks:
         self._phase("end")
         self.tracker.flush()
         if finished:
-            health.check_end(uniform=math.log(self.numbers.vocab))
+            health.check_end(uniform=math.log(self.resolved.vocab))
 
 
 class StopOnDamage:
@@ -363,7 +363,7 @@ class Sample:
 
     def _write(self) -> None:
         step = self._done_at = self.state.progress.steps
-        model = self.strategy.whole()
+        model = self.strategy.gather_full_model()
         if model is None:
             return
         ends = () if self.chat is None else self.chat.ends
@@ -493,7 +493,7 @@ class Checkpoint:
         if self.agreed_at is not None:
             first = self.agreed_at() + 1
             good_before = first if good_before is None else min(good_before, first)
-        with self.strategy.averaged():
+        with self.strategy.published_weights():
             self.state.strategy = self.strategy.state()
             self.state.health = health
             # The one before is still being written from the same memory.

@@ -33,12 +33,12 @@ def train(
         micro_batches = next(batches)
         waited = time.monotonic() - started
         before = state.progress
-        if (after := hooks.pass_over(before)) is not None:
+        if (after := hooks.skip_batches(before)) is not None:
             state.progress = after
             continue
         if schedule.holds:
             # The rate depends on whether the last step was skipped.
-            hooks.meter.settle()
+            hooks.meter.drain()
         skipped = state.counters.skipped_samples
         lr = schedule.apply(state.optimizer, before, skipped_samples=skipped)
         result = strategy.accumulate(micro_batches, before)

@@ -100,7 +100,7 @@ class Meter:
         before, self._compiled = self._compiled, self.compile_seconds()
         return self._compiled - before
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait for all steps and record them."""
         self.world.device.synchronize()
         self._report()

@@ -34,11 +34,11 @@ from gristmill.track.folder import run_folder
 from gristmill.track.metrics import Record, StepRecord, read_metrics
 from gristmill.train.assemble import Assembly, assemble, build_health, build_loader, build_meter
 from gristmill.train.build import open_run_world
-from gristmill.train.go_back import known_steps
 from gristmill.train.hooks import Hooks
 from gristmill.train.loop import train
 from gristmill.train.meter import StepEvent
 from gristmill.train.resume import resume_differences
+from gristmill.train.rollback import known_steps
 from gristmill.train.stop import StopRequest
 from gristmill.train.tracker import Tracker
 
@@ -163,7 +163,7 @@ def replay_step(
     mesh = check_mesh(config, processes=1)
     world = open_run_world(config, mesh)
     parts = assemble(config, folder, world)
-    passed_over = _passed_over_later(config, checkpoints, start)
+    skipped_batches = _skipped_later(config, checkpoints, start)
     rounds, sums, worst, differences = [], [], list[WorstSample](), list[str]()
     for number in (1, 2):
         saved = restore(parts.state, path)
@@ -176,10 +176,10 @@ def replay_step(
             progress(number, done, start)
 
         collect = _Collect(tell)
-        _train_to(parts, step - 1, collect, passed_over)
+        _train_to(parts, step - 1, collect, skipped_batches)
         if number == 2:
             worst = _worst_samples(parts)
-        _train_to(parts, step, collect, passed_over)
+        _train_to(parts, step, collect, skipped_batches)
         rounds.append(collect.steps)
         sums.append(held_checksums(parts.strategy.parameters, parts.strategy.optimizer))
     recorded = {
@@ -218,10 +218,10 @@ class _ReplayHooks(Hooks):
         self.meter.add(event)
 
     def at_end(self, *, finished: bool) -> None:
-        self.meter.settle()
+        self.meter.drain()
 
 
-def _passed_over_later(
+def _skipped_later(
     config: RunConfig, checkpoints: CheckpointFolder, start: int
 ) -> list[tuple[int, int]]:
     """Samples behind a checkpoint that the run did not train on, because it went back to there or
@@ -239,13 +239,13 @@ def _passed_over_later(
 
 
 def _train_to(
-    parts: Assembly, step: int, collect: _Collect, passed_over: list[tuple[int, int]]
+    parts: Assembly, step: int, collect: _Collect, skipped_batches: list[tuple[int, int]]
 ) -> None:
     """Continue the loop up to a step, without hooks."""
     tracker = Tracker([collect], clock=lambda: parts.state.progress)
     health = build_health(parts, tracker)
-    health.pass_over(passed_over)
-    config, numbers = parts.config, parts.numbers
+    health.skip_batches(skipped_batches)
+    config, resolved = parts.config, parts.resolved
     hooks = _ReplayHooks(
         [],
         meter=build_meter(parts, tracker, health),
@@ -254,11 +254,11 @@ def _train_to(
         writer=CheckpointWriter(
             CheckpointFolder(parts.folder.checkpoints),
             config.checkpoint,
-            progress_at=numbers.progress_at,
+            progress_at=resolved.progress_at,
             say=tracker.say,
             warn=tracker.say,
         ),
-        numbers=numbers,
+        resolved=resolved,
         control=parts.control,
     )
     batches = build_loader(parts).starting_at(parts.state.progress)
@@ -267,7 +267,7 @@ def _train_to(
             parts.state,
             batches=batches,
             strategy=parts.strategy,
-            schedule=build_schedule(config, numbers),
+            schedule=build_schedule(config, resolved),
             hooks=hooks,
             until=Duration(step, Unit.STEPS),
         )

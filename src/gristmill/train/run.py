@@ -16,7 +16,7 @@ from pathlib import Path
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.locks import FolderLock
-from gristmill.base.process import Place
+from gristmill.base.process import ProcessInfo
 from gristmill.base.units import format_seconds, parse_seconds
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.writer import CheckpointWriter
@@ -47,11 +47,11 @@ from gristmill.train.assemble import (
 from gristmill.train.build import close_run_world, device_mesh, open_run_world
 from gristmill.train.elastic import ElasticMonitor, ElasticRun
 from gristmill.train.elastic_records import is_saved, is_validated, make_up
-from gristmill.train.go_back import choose_step, go_back
-from gristmill.train.health import GoBack, RunHealth
-from gristmill.train.hooks import GoBackError, Hooks
+from gristmill.train.health import Rollback, RunHealth
+from gristmill.train.hooks import Hooks, RollbackError
 from gristmill.train.loop import train
 from gristmill.train.resume import Resumed, resume
+from gristmill.train.rollback import choose_step, roll_back
 from gristmill.train.stop import StopRequest
 from gristmill.train.tracker import Tracker, build_tracker
 
@@ -79,7 +79,7 @@ def run_training(
     """Train, or resume the run in the folder: from its newest checkpoint, or from the one that
     `start_from` names. `stop`: handles signals already; if None, signals are handled while this
     runs. `translation`: what the command of another program amounts to, for origin.txt."""
-    place, folder = Place.current(), run_folder(config, translation=translation)
+    place, folder = ProcessInfo.current(), run_folder(config, translation=translation)
     mesh = device_mesh(config, place)
     handler = contextlib.nullcontext(stop) if stop is not None else StopRequest()
     if config.parallel.elastic and place.world > 1:
@@ -116,7 +116,7 @@ def _claim(folder: RunFolder, lock: FolderLock, *, fresh: bool, start_from: str 
     lock.acquire()
     folder.held = lock
     if step is not None:
-        go_back(folder, step)
+        roll_back(folder, step)
     return new
 
 
@@ -134,7 +134,7 @@ def _take_over(folder: RunFolder, lock: FolderLock) -> bool:
 def _elastic_training(
     config: RunConfig,
     folder: RunFolder,
-    place: Place,
+    place: ProcessInfo,
     mesh: Mesh,
     stop: StopRequest,
     fresh: bool,
@@ -190,7 +190,7 @@ def _elastic_training(
             check.stop()
 
 
-def _left_behind(folder: RunFolder, place: Place, end: Exit) -> Outcome:
+def _left_behind(folder: RunFolder, place: ProcessInfo, end: Exit) -> Outcome:
     """The outcome of a worker that wakes when the others have ended the run."""
     how = "complete" if end is Exit.DONE else "stopped and saved"
     step = folder.read_status().get("step", 0)
@@ -248,7 +248,7 @@ def _train(
     brings the state to where training goes on; `tracked` may change where records go."""
     if parts.config.train.time_limit is not None:
         stop.time_limit = parse_seconds(parts.config.train.time_limit)
-    went_back: tuple[GoBack, RunHealth] | None = None
+    rolled_back: tuple[Rollback, RunHealth] | None = None
     notes = list[str]()
     was_done = parts.control.on_rank0(partial(_done_step, parts.folder))
     while True:
@@ -258,8 +258,8 @@ def _train(
         tracker = build_tracker(
             parts.config,
             parts.folder,
-            steps=parts.numbers.steps,
-            samples=parts.numbers.samples_at_end(parts.state.progress),
+            steps=parts.resolved.steps,
+            samples=parts.resolved.samples_at_end(parts.state.progress),
             clock=lambda: parts.state.progress,
             rank=parts.world.rank,
             leads=parts.control.is_rank0,
@@ -268,16 +268,16 @@ def _train(
             tracker = tracked(tracker)
         monitor.on_exit = partial(_note_exit, parts, tracker)
         health = build_health(parts, tracker)
-        if went_back is not None:
-            health.went_back(*went_back)
+        if rolled_back is not None:
+            health.rolled_back(*rolled_back)
         try:
             announce(parts, tracker, resumed)
             continues = resumed.continues
             return _run(parts, tracker, stop, monitor, health, check, continues, was_done)
-        except GoBackError as error:
+        except RollbackError as error:
             move = partial(_move_later, parts.folder, error.checkpoint)
             aside = parts.control.on_rank0(move)
-            went_back = (error.back, health)
+            rolled_back = (error.back, health)
             # For the next round, whose records begin at that step.
             where = f"went back to step {error.checkpoint}; what came after it is in {aside}"
             notes = [f"{error.back}; {where}"]
@@ -303,7 +303,7 @@ def _done_step(folder: RunFolder) -> int | None:
 
 def _move_later(folder: RunFolder, step: int) -> str:
     """Go back to a checkpoint; returns where in the folder everything after it is."""
-    return str(go_back(folder, step).relative_to(folder.path))
+    return str(roll_back(folder, step).relative_to(folder.path))
 
 
 def _note_exit(parts: Assembly, tracker: Tracker, message: str) -> None:
@@ -323,11 +323,11 @@ def _run(
     """Train to the end. `continues`: from memory, after a change of workers, which may have
     interrupted a validation or a save. `was_done`: the step at which an earlier call completed the
     run; one that was lost before that may have left its last evaluation or samples out."""
-    config, state, numbers = parts.config, parts.state, parts.numbers
+    config, state, resolved = parts.config, parts.state, parts.resolved
     reached = state.progress.reached(config.train.until)
     validated = (reached or continues) and is_validated(parts)
     if reached and validated and was_done == state.progress.steps and is_saved(parts):
-        health.check_end(uniform=math.log(numbers.vocab))
+        health.check_end(uniform=math.log(resolved.vocab))
         if not continues:
             tracker.say(
                 f"nothing to do: the run is complete at step {state.progress.steps}; "
@@ -338,7 +338,7 @@ def _run(
     writer = CheckpointWriter(
         CheckpointFolder(parts.folder.checkpoints),
         config.checkpoint,
-        progress_at=numbers.progress_at,
+        progress_at=resolved.progress_at,
         say=tracker.say,
         warn=partial(tracker.say, level="warning"),
         control=parts.world.control_group(
@@ -363,7 +363,7 @@ def _run(
         tracker=tracker,
         stop=stop,
         writer=writer,
-        numbers=numbers,
+        resolved=resolved,
         control=parts.control,
         monitor=monitor,
         exit_every=config.train.exit_every,
@@ -378,7 +378,7 @@ def _run(
                 state,
                 batches=batches,
                 strategy=parts.strategy,
-                schedule=build_schedule(config, numbers),
+                schedule=build_schedule(config, resolved),
                 hooks=hooks,
                 until=config.train.until,
             )
@@ -387,7 +387,7 @@ def _run(
         if isinstance(monitor, ElasticMonitor):
             # Others may have to continue from here: record what has been computed.
             with contextlib.suppress(Exception):
-                hooks.meter.settle()
+                hooks.meter.drain()
         raise
     finally:
         batches.close()
@@ -425,7 +425,7 @@ class _CompileNotice:
 
 def _finish(parts: Assembly, exit: Exit, best_loss: float | None) -> Outcome:
     step = parts.state.progress.steps
-    facts = {"step": step, "steps": parts.numbers.steps, "best_loss": best_loss}
+    facts = {"step": step, "steps": parts.resolved.steps, "best_loss": best_loss}
     if parts.control.is_rank0:
         parts.folder.write_status("done" if exit is Exit.DONE else "stopped", **facts)
     return Outcome(parts.folder.path, exit, step, best_loss)

@@ -65,7 +65,7 @@ class EvaluateTasks:
 
     def _evaluate(self) -> None:
         step = self._done_at = self.state.progress.steps
-        model = self.strategy.whole()
+        model = self.strategy.gather_full_model()
         if model is None:
             return
         was_training = model.training

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.process import Place
+from gristmill.base.process import ProcessInfo
 from gristmill.checkpoint.layout import CheckpointFolder, step_of
 from gristmill.checkpoint.state import restore
 from gristmill.config.schema import RunConfig
@@ -22,7 +22,7 @@ from gristmill.track.folder import RunFolder, run_folder
 from gristmill.track.metrics import Record, ValidationRecord, read_metrics
 from gristmill.train.assemble import Assembly, assemble, build_validate
 from gristmill.train.build import close_run_world, device_mesh, open_run_world
-from gristmill.train.go_back import choose_step
+from gristmill.train.rollback import choose_step
 from gristmill.train.tracker import Tracker
 
 
@@ -61,7 +61,7 @@ def validate_run(config: RunConfig, *, checkpoint: str | None = None) -> Validat
             where="parallel.elastic",
             remedy="validate with parallel.elastic=false",
         )
-    place, folder = Place.current(), run_folder(config)
+    place, folder = ProcessInfo.current(), run_folder(config)
     mesh = device_mesh(config, place)
     limits = Limits.of(config.parallel, save=config.checkpoint.timeout)
     with Monitor(place, limits=limits, log=folder.rank_log(place.rank)) as monitor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gristmill.base.process import Place
+from gristmill.base.process import ProcessInfo
 from gristmill.distributed.liveness.heartbeat import Heartbeat, State, has_ended, pid_namespace
 from gristmill.distributed.liveness.monitor import HeartbeatBoard
 from gristmill.distributed.liveness.verdict import Limits
@@ -34,7 +34,7 @@ class FakeStore(dict[str, bytes]):
 def boards(world: int, *, large_world: int = 64) -> list[HeartbeatBoard]:
     store: Any = FakeStore()
     limits = Limits(start=60, phase=60, large_world=large_world)
-    return [HeartbeatBoard(store, Place(rank, 0, world), limits) for rank in range(world)]
+    return [HeartbeatBoard(store, ProcessInfo(rank, 0, world), limits) for rank in range(world)]
 
 
 def states(heartbeats: tuple[Heartbeat, ...]) -> dict[int, State]:

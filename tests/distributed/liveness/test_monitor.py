@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.process import Address, Place
+from gristmill.base.process import Address, ProcessInfo
 from gristmill.distributed.liveness.monitor import SCHEDULES, Monitor, redirect_schedules
 from gristmill.distributed.liveness.verdict import Limits
 
 CONTEXT = multiprocessing.get_context("forkserver")
-PAIR = Place(1, 1, 2, address=Address("127.0.0.1", 1))
+PAIR = ProcessInfo(1, 1, 2, address=Address("127.0.0.1", 1))
 
 MEMBER = """
 import os, signal, sys, time, traceback
@@ -312,7 +312,7 @@ def test_nobody_is_blamed_without_a_reason(party: Callable[..., Party]) -> None:
 
 
 def test_a_single_process_monitors_nothing() -> None:
-    with Monitor(Place(), limits=Limits(start=0.01, phase=0.01)) as monitor:
+    with Monitor(ProcessInfo(), limits=Limits(start=0.01, phase=0.01)) as monitor:
         monitor.phase("step", 1)
         time.sleep(0.05)
         assert monitor.explain(RuntimeError("gloo: connection closed")) is None
@@ -322,7 +322,7 @@ def test_a_single_process_monitors_nothing() -> None:
 def test_an_address_that_answers_and_is_no_store_is_left_to_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refuse(place: Place, *, seconds: float) -> None:
+    def refuse(place: ProcessInfo, *, seconds: float) -> None:
         raise RuntimeError("not a store")
 
     monkeypatch.setattr("gristmill.distributed.liveness.monitor.join_store", refuse)

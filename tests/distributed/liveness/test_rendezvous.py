@@ -10,14 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.process import Address, Place
+from gristmill.base.process import Address, ProcessInfo
 from gristmill.distributed.liveness.rendezvous import join_store, serve_store
 
 
-def free_place() -> Place:
+def free_place() -> ProcessInfo:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return Place(0, 0, 2, address=Address("127.0.0.1", probe.getsockname()[1]))
+        return ProcessInfo(0, 0, 2, address=Address("127.0.0.1", probe.getsockname()[1]))
 
 
 def test_what_one_writes_the_other_reads() -> None:
@@ -47,7 +47,7 @@ def test_a_port_that_is_taken_is_a_user_error() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        place = Place(0, 0, 2, address=Address("127.0.0.1", other.getsockname()[1]))
+        place = ProcessInfo(0, 0, 2, address=Address("127.0.0.1", other.getsockname()[1]))
         with pytest.raises(UserError, match="cannot host the rendezvous at 127") as caught:
             serve_store(place)
     assert caught.value.exit is Exit.PEER

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.process import Address, Place
+from gristmill.base.process import Address, ProcessInfo
 from gristmill.config.parallel import ParallelConfig
 from gristmill.distributed.liveness.heartbeat import Heartbeat
 from gristmill.distributed.liveness.verdict import (
@@ -21,7 +21,7 @@ from gristmill.distributed.liveness.verdict import (
 )
 
 LIMITS = Limits(start=600, phase=60, silence=20)
-PLACE = Place(1, 1, 4, "n1", address=Address("10.0.0.1", 1234))
+PLACE = ProcessInfo(1, 1, 4, "n1", address=Address("10.0.0.1", 1234))
 NOW = 1000.0
 
 
@@ -33,7 +33,7 @@ ME = beat(1)
 STORE = "the store at 10.0.0.1:1234"
 
 
-def heard(*changed: Heartbeat, place: Place = PLACE, **facts: object) -> Heard:
+def heard(*changed: Heartbeat, place: ProcessInfo = PLACE, **facts: object) -> Heard:
     """All ranks are in the same phase, but for those given; the ends of these have long been
     known."""
     peers = {rank: beat(rank) for rank in range(4)} | {one.rank: one for one in changed}

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gristmill.base.process import Place
+from gristmill.base.process import ProcessInfo
 from gristmill.base.units import Progress
 from gristmill.config.load import load_text
 from gristmill.config.resolve import resolve
@@ -49,12 +49,12 @@ def batches(*, part: int, parts: int, size: int = 8) -> Iterator[list[Batch]]:
 
 def open_strategy(words: Sequence[str]) -> tuple[Any, World]:
     config = load_text(RUN, list(words), place="workers.toml")
-    place = Place.current() if dist.is_initialized() else Place()
+    place = ProcessInfo.current() if dist.is_initialized() else ProcessInfo()
     mesh = check_mesh(config, processes=place.world)
     world = open_world(config.runtime, mesh=mesh, parallel=config.parallel, place=place)
     control = world.control_group("test")
     numbers = resolve(config, vocab=VOCAB, mesh=mesh)
-    strategy = build_strategy(config, vocab=VOCAB, world=world, control=control, numbers=numbers)
+    strategy = build_strategy(config, vocab=VOCAB, world=world, control=control, resolved=numbers)
     return strategy, world
 
 
@@ -74,7 +74,7 @@ def train(words: Sequence[str], steps: int, size: int = 8) -> dict[str, Any]:
     before = {name: one.local.detach().clone() for name, one in strategy.parameters.items()}
     validation = strategy.evaluate(held_out)
     assert all(torch.equal(one.local, before[name]) for name, one in strategy.parameters.items())
-    whole = strategy.whole()
+    whole = strategy.gather_full_model()
     average = None
     if whole is not None:
         average = {name: one.detach().numpy() for name, one in whole.named_parameters()}

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.exit_report import print_exit_report, run_briefly, write_exit_report
-from gristmill.base.process import Place
+from gristmill.base.process import ProcessInfo
 from gristmill.distributed.liveness.heartbeat import (
     Heartbeat,
     Roster,
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 class HeartbeatBoard:
     """Posts and reads heartbeats; used by one thread."""
 
-    def __init__(self, store: Store, place: Place, limits: Limits) -> None:
+    def __init__(self, store: Store, place: ProcessInfo, limits: Limits) -> None:
         self.store, self.place, self.limits = store, place, limits
         self.uneasy = False
         """Whether a rank is late or may have vanished, so that it is worth reading again soon."""
@@ -142,7 +142,7 @@ class Monitor:
 
     def __init__(
         self,
-        place: Place,
+        place: ProcessInfo,
         *,
         limits: Limits,
         log: Path | None = None,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.process import Place
+from gristmill.base.process import ProcessInfo
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -24,7 +24,7 @@ _LOOPBACK = ("127.0.0.1", "localhost")
 _TICK = 0.1
 
 
-def serve_store(place: Place) -> Store:
+def serve_store(place: ProcessInfo) -> Store:
     """The store of the run, hosted by this process."""
     assert place.address is not None
     host, port = place.address
@@ -62,7 +62,7 @@ def _listen(host: str, port: int) -> int | None:
         return listener.detach()
 
 
-def join_store(place: Place, *, seconds: float) -> Store:
+def join_store(place: ProcessInfo, *, seconds: float) -> Store:
     """The store of the run, hosted by another process; waits up to this long for it to answer."""
     assert place.address is not None
     host, port = place.address

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.process import Place
+from gristmill.base.process import ProcessInfo
 from gristmill.base.units import format_seconds, parse_seconds
 from gristmill.config.parallel import ParallelConfig
 from gristmill.distributed.liveness.heartbeat import Heartbeat, State
@@ -98,7 +98,7 @@ class Limits:
 class Heard:
     """What a process has heard so far."""
 
-    place: Place
+    place: ProcessInfo
     """Which process that is, and where the store is."""
     peers: tuple[Heartbeat, ...] = ()
     """The last heartbeats, its own among them; in a large world, the few that matter."""

@@ -52,15 +52,15 @@ Mixing = Callable[[Progress], float]
 """How far a worker moves towards the result of an exchange, at a progress."""
 
 
-def build_mixing(config: RunConfig, numbers: Resolved | None) -> Mixing:
+def build_mixing(config: RunConfig, resolved: Resolved | None) -> Mixing:
     """The mixing factor over a run."""
     gossip = config.parallel.gossip or GossipConfig()
     factor, power = gossip.mixing, gossip.mixing_power
     if power is None:
         return lambda progress: factor
-    assert numbers is not None, "a factor that follows the learning rate needs the run's numbers"
-    schedule, since = build_schedule(config, numbers), gossip.mixing_from
-    start = schedule.warmup if since is None else numbers.samples_of(since)
+    assert resolved is not None, "a factor that follows the learning rate needs the run's numbers"
+    schedule, since = build_schedule(config, resolved), gossip.mixing_from
+    start = schedule.warmup if since is None else resolved.samples_of(since)
     base = schedule.rate(Progress(samples=start))
 
     def follow(progress: Progress) -> float:
@@ -198,14 +198,14 @@ class Decentralized:
         if self.keeps_average and self._pending is not None:
             # An outer step moves the average, so it must not be lost.
             self._use_result()
-        with self.averaged():
+        with self.published_weights():
             loss = self.inner.evaluate(share)
             if self.keeps_average:
                 self._own, self._agreed = self.layout.read(), True
             return loss
 
     @contextlib.contextmanager
-    def averaged(self) -> Iterator[None]:
+    def published_weights(self) -> Iterator[None]:
         """Replace the weights of all workers by their average."""
         if self._own is not None:
             yield
@@ -225,8 +225,8 @@ class Decentralized:
             self.inner.weights_changed()
             self._own = None
 
-    def whole(self) -> CausalLM | None:
-        with self.averaged():
+    def gather_full_model(self) -> CausalLM | None:
+        with self.published_weights():
             first = self.workers.index == 0
             shards = self.inner.parameters if first else {}
             return gather_model(self.model, shards, self.inner.world, self.control)
@@ -386,19 +386,19 @@ class Decentralized:
         due, unused = (
             (None, 0) if self._pending is None else (self._pending.due, self._pending.bytes)
         )
-        numbers = {"rounds": self._rounds, "sent_bytes": self._sent_bytes, "unused_bytes": unused}
-        return {**numbers, "due": due}
+        resolved = {"rounds": self._rounds, "sent_bytes": self._sent_bytes, "unused_bytes": unused}
+        return {**resolved, "due": due}
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on where the workers stopped if their own weights were loaded, else from the average,
         which the parameters hold."""
         loaded, self._loaded = self._loaded, set()
         names = ("rounds", "sent_bytes", "unused_bytes")
-        numbers = {name: state.get(name, 0) for name in names}
-        for name, value in numbers.items():
+        resolved = {name: state.get(name, 0) for name in names}
+        for name, value in resolved.items():
             if type(value) is not int or value < 0:
                 raise ValueError(f"{name} is {value!r}")
-        self._rounds, self._sent_bytes = numbers["rounds"], numbers["sent_bytes"]
+        self._rounds, self._sent_bytes = resolved["rounds"], resolved["sent_bytes"]
         self.inner.weights_changed()
         if WEIGHTS not in loaded:
             self.weights_changed()
@@ -409,7 +409,7 @@ class Decentralized:
         elif type(due) is not int or self._pending is None:
             raise ValueError(f"an exchange was saved whose result is due at step {due!r}")
         else:
-            self._pending.due, self._pending.bytes = due, numbers["unused_bytes"]
+            self._pending.due, self._pending.bytes = due, resolved["unused_bytes"]
             if SENT not in loaded:
                 self._pending.sent = self.layout.read()
         if self.exchange.state.anchor and "anchor" not in loaded:

@@ -14,7 +14,7 @@ from typing import Any
 
 from gristmill.base.caches import cache_folder
 from gristmill.base.errors import Exit, UserError, optional
-from gristmill.base.process import Place
+from gristmill.base.process import ProcessInfo
 from gristmill.base.units import parse_seconds
 from gristmill.config.parallel import ParallelConfig
 from gristmill.config.schema import RuntimeConfig
@@ -23,11 +23,13 @@ _DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 ABORT_SECONDS = 60.0
 """How long our monitor may take to name a host that is lost, before JAX ends the process."""
 
-_joined: list[Place] = []
+_joined: list[ProcessInfo] = []
 """How this process has joined the others, if it has."""
 
 
-def start_xla(runtime: RuntimeConfig, parallel: ParallelConfig, place: Place, *, tf32: bool) -> int:
+def start_xla(
+    runtime: RuntimeConfig, parallel: ParallelConfig, place: ProcessInfo, *, tf32: bool
+) -> int:
     """The number of devices of all processes."""
     if runtime.deterministic:
         # Read when the first device is asked for.
@@ -49,7 +51,7 @@ def start_xla(runtime: RuntimeConfig, parallel: ParallelConfig, place: Place, *,
         ) from error
 
 
-def _join(jax: Any, parallel: ParallelConfig, place: Place) -> None:
+def _join(jax: Any, parallel: ParallelConfig, place: ProcessInfo) -> None:
     """Meet the other processes, beside the port at which torch does."""
     if place.address is None:
         raise UserError(

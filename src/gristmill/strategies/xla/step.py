@@ -60,11 +60,11 @@ class Controls(NamedTuple):
 class Programs:
     """The functions of a run, before they are compiled."""
 
-    def __init__(self, config: RunConfig, outline: CausalLM, placing: Placing) -> None:
+    def __init__(self, config: RunConfig, meta_model: CausalLM, placing: Placing) -> None:
         """`outline`: the model on the meta device."""
-        self.config, self.outline, self.placing = config, outline, placing
-        self.buffers = {name: tuple(one.shape) for name, one in outline.named_buffers()}
-        self.shapes = {name: tuple(one.shape) for name, one in outline.named_parameters()}
+        self.config, self.meta_model, self.placing = config, meta_model, placing
+        self.buffers = {name: tuple(one.shape) for name, one in meta_model.named_buffers()}
+        self.shapes = {name: tuple(one.shape) for name, one in meta_model.named_parameters()}
         self.state_shapes = self._state_shapes()
         self._recompute = Recompute(config.train.recompute, config.train.recompute_every or 1)
 
@@ -72,7 +72,7 @@ class Programs:
 
     def _loss(self, batch: Mapping[str, jax.Array], *, training: bool) -> Lowered:
         """The summed loss of a micro-batch like this one."""
-        model = self.outline
+        model = self.meta_model
         model.train(training)
 
         def loss(
@@ -95,7 +95,7 @@ class Programs:
     def _optimizer(self, weights: Mapping[str, torch.Tensor]) -> ParameterOptimizer:
         parameters = {name: nn.Parameter(value) for name, value in weights.items()}
         optimizer = build_optimizer(
-            self.config.optim, self.outline, parameters=parameters, compiled=False
+            self.config.optim, self.meta_model, parameters=parameters, compiled=False
         )
         assert isinstance(optimizer, ParameterOptimizer)
         return optimizer

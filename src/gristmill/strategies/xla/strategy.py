@@ -28,7 +28,7 @@ from gristmill.config.schema import RunConfig
 from gristmill.data.loader import Batch
 from gristmill.distributed.control import ControlGroup
 from gristmill.distributed.world import World
-from gristmill.models.build import initialise, materialise, outline_model
+from gristmill.models.build import build_meta_model, initialise, materialise
 from gristmill.models.spec import CausalLM
 from gristmill.optim.build import build_optimizer
 from gristmill.optim.spec import ParameterOptimizer
@@ -55,7 +55,7 @@ class Xla:
         config: RunConfig,
         *,
         model: CausalLM,
-        outline: CausalLM,
+        meta_model: CausalLM,
         world: World,
         control: ControlGroup,
     ) -> None:
@@ -69,8 +69,8 @@ class Xla:
         assert isinstance(optimizer, ParameterOptimizer)
         self.optimizer = optimizer
         self.seed, self.drops = config.train.seed, config.model.drops
-        self.placing = Placing(world.layout, outline)
-        self.programs = Programs(config, outline, self.placing)
+        self.placing = Placing(world.layout, meta_model)
+        self.programs = Programs(config, meta_model, self.placing)
         self.compiled = CompiledStep()
         self._steps: dict[Form, Any] = {}
         self._evaluations: dict[Form, Any] = {}
@@ -229,13 +229,13 @@ class Xla:
         self._on_host["state"] = True
 
     @contextlib.contextmanager
-    def averaged(self) -> Iterator[None]:
+    def published_weights(self) -> Iterator[None]:
         """All devices have the same model; it is copied to the host."""
         self._fetch_weights()
         self._fetch_state()
         yield
 
-    def whole(self) -> CausalLM | None:
+    def gather_full_model(self) -> CausalLM | None:
         self._fetch_weights()
         return self.model if self.world.is_rank0 else None
 
@@ -263,16 +263,18 @@ def build_xla(config: RunConfig, *, vocab: int, world: World, control: ControlGr
             where="parallel",
             remedy="let tp divide the devices of one host only",
         )
-    models = [outline_model(config.model, vocab=vocab, pad_for=world.layout.tp) for _ in range(2)]
+    models = [
+        build_meta_model(config.model, vocab=vocab, pad_for=world.layout.tp) for _ in range(2)
+    ]
     for model in models:
         model.compute = DTYPES[config.precision.compute]
-    host, outline = models
+    host, meta_model = models
     names = [name for name, _ in host.named_parameters()]
     materialise(host, world.device.torch_device)
     host.tie()
     host.reset_buffers()
     initialise(host, config.train.seed, names)
-    return Xla(config, model=host, outline=outline, world=world, control=control)
+    return Xla(config, model=host, meta_model=meta_model, world=world, control=control)
 
 
 def _shared_out(model: CausalLM, world: World) -> dict[str, ShardedParameter]:

@@ -21,7 +21,7 @@ import pytest
 import torch.distributed as dist
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.process import Address, Place
+from gristmill.base.process import Address, ProcessInfo
 from gristmill.distributed.liveness.rendezvous import join_store
 from gristmill.strategies.decentralized.elastic import membership
 from gristmill.strategies.decentralized.elastic.coordinator import (
@@ -308,7 +308,7 @@ KEY = b"k" * 32
 Join = Callable[..., Membership]
 
 
-def signed(place: Place) -> SignedStore:
+def signed(place: ProcessInfo) -> SignedStore:
     return SignedStore(join_store(place, seconds=LIMIT), KEY)
 
 
@@ -320,7 +320,7 @@ def member(address: Address) -> Iterator[Join]:
     def join(
         rank: int, *, world: int = 3, silence: float = 20.0, start: float = LIMIT
     ) -> Membership:
-        place = Place(rank=rank, world=world, host=f"host-{rank}", address=address)
+        place = ProcessInfo(rank=rank, world=world, host=f"host-{rank}", address=address)
         store = SignedStore(join_store(place, seconds=LIMIT), KEY)
         one = Membership(place, store, silence=silence, start=start, beat=0.05)
         one._roll.namespace = ""
@@ -440,7 +440,9 @@ def test_who_comes_while_another_reads_is_not_taken_for_dead(
     """The first view may be written between what a worker reads of the others and of views."""
     first, reader, last = (
         Membership(place, signed(place), silence=20.0, start=LIMIT, beat=0.05)
-        for place in (Place(rank=rank, world=3, host="", address=address) for rank in range(3))
+        for place in (
+            ProcessInfo(rank=rank, world=3, host="", address=address) for rank in range(3)
+        )
     )
     for one in (first, reader, last):
         one._roll.namespace = ""
@@ -484,7 +486,7 @@ def test_the_store_outlives_the_process_that_starts_it(tmp_path: Any) -> None:
     address, log = Address("127.0.0.1", free_port()), tmp_path / "logs/coordinator.log"
     start = [sys.executable, "-c", START_IT, str(address.port), str(log)]
     subprocess.run(start, check=True, timeout=2 * LIMIT)
-    place = Place(rank=0, world=2, address=address)
+    place = ProcessInfo(rank=0, world=2, address=address)
     serving = [pid for pid in pids() if f"\0{address.port}\0".encode() in command_of(pid)]
     try:
         # A second start finds it, with what it holds.
@@ -519,7 +521,7 @@ serve(Address("127.0.0.1", {port}), idle=2.0)
 """
     served = subprocess.Popen([sys.executable, "-c", code])
     try:
-        place = Place(rank=0, world=1, host="here", address=Address("127.0.0.1", port))
+        place = ProcessInfo(rank=0, world=1, host="here", address=Address("127.0.0.1", port))
         one = Membership(place, signed(place), silence=2.0, start=1.0, beat=0.05)
         one.start()
         time.sleep(4)
@@ -539,7 +541,7 @@ from gristmill.strategies.decentralized.elastic.coordinator import serve
 serve(Address("127.0.0.1", {port}))
 """
     served = subprocess.Popen([sys.executable, "-c", code])
-    place = Place(rank=0, world=1, host="here", address=Address("127.0.0.1", port))
+    place = ProcessInfo(rank=0, world=1, host="here", address=Address("127.0.0.1", port))
     one = Membership(place, signed(place), silence=0.5, start=1.0, beat=0.05)
     one.start()
     view = joined(one)
@@ -561,7 +563,7 @@ def test_whoever_reaches_the_store_cannot_take_part_in_a_run(
 ) -> None:
     members = [member(rank) for rank in range(3)]
     view = joined(members[0])
-    stranger = join_store(Place(address=address), seconds=LIMIT)
+    stranger = join_store(ProcessInfo(address=address), seconds=LIMIT)
     beat = next(name for name in names_of(stranger) if name.endswith("/members/2"))
     # A heartbeat of another worker, which is signed, but under another name.
     other = stranger.get(beat.replace("/members/2", "/members/1"))
@@ -578,7 +580,7 @@ def test_a_view_that_a_stranger_proposes_is_adopted_by_nobody(
 ) -> None:
     members = [member(rank) for rank in range(3)]
     view = joined(members[0])
-    stranger = join_store(Place(address=address), seconds=LIMIT)
+    stranger = join_store(ProcessInfo(address=address), seconds=LIMIT)
     newest = next(name for name in names_of(stranger) if name.endswith(f"/views/{view.number}"))
     stranger.set(newest.replace(f"/{view.number}", f"/{view.number + 1}"), forged)
     wait_until(lambda: all(one._failure is not None for one in members))
@@ -595,7 +597,7 @@ def test_an_old_heartbeat_is_no_sign_of_life() -> None:
 
 
 def test_runs_with_different_keys_do_not_meet_in_one_store(address: Address) -> None:
-    store = join_store(Place(address=address), seconds=LIMIT)
+    store = join_store(ProcessInfo(address=address), seconds=LIMIT)
     first, second = SignedStore(store, KEY), SignedStore(store, b"l" * 32)
     first.set("views/0", "a")
     assert first.get("views/0") == b"a" == first.clone().get("views/0")
@@ -627,7 +629,7 @@ def test_a_damaged_key_is_named(text: str, tmp_path: Path) -> None:
 
 
 def test_a_worker_with_other_settings_is_refused(address: Address, member: Join) -> None:
-    place = Place(rank=1, world=2, host="there", address=address)
+    place = ProcessInfo(rank=1, world=2, host="there", address=address)
     store = join_store(place, seconds=LIMIT)
     settings = {"model.width": 16, "workers": 2}
     require_same_settings(store, settings, place=place)
@@ -643,7 +645,7 @@ def test_a_worker_with_other_settings_is_refused(address: Address, member: Join)
 
 
 def test_the_settings_of_a_run_that_has_ended_do_not_count(address: Address) -> None:
-    place = Place(rank=0, world=2, address=address)
+    place = ProcessInfo(rank=0, world=2, address=address)
     store = join_store(place, seconds=LIMIT)
     require_same_settings(store, {"model.width": 16}, place=place)
     require_same_settings(store, {"model.width": 32}, place=place, quiet=0.3)

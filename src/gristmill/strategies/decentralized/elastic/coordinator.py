@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import sha256_text, storage_errors
-from gristmill.base.process import Address, Place
+from gristmill.base.process import Address, ProcessInfo
 from gristmill.distributed.liveness.rendezvous import answers, join_store, serve_store
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def write_key(path: Path, key: bytes, *, replace: bool) -> None:
         draft.unlink()
 
 
-def reach_store(place: Place, *, seconds: float, log: Path, idle: float = IDLE) -> Store:
+def reach_store(place: ProcessInfo, *, seconds: float, log: Path, idle: float = IDLE) -> Store:
     """A connection to the store of the run, which worker 0 starts if there is none."""
     assert place.address is not None
     if place.rank == 0 and not place.agent and not answers(*place.address):
@@ -184,7 +184,7 @@ def reach_store(place: Place, *, seconds: float, log: Path, idle: float = IDLE) 
 
 def serve(address: Address, *, idle: float = IDLE) -> None:
     """Host the store until nobody uses it."""
-    store = serve_store(Place(address=address))
+    store = serve_store(ProcessInfo(address=address))
     store.set_timeout(timedelta(seconds=idle))
     seen, quiet = store.add(PULSE, 0), 0
     # Looks are counted, not seconds: all processes may have been suspended for a while.
@@ -195,7 +195,7 @@ def serve(address: Address, *, idle: float = IDLE) -> None:
 
 
 def require_same_settings(
-    store: Store, settings: Mapping[str, Any], *, place: Place, quiet: float = _QUIET
+    store: Store, settings: Mapping[str, Any], *, place: ProcessInfo, quiet: float = _QUIET
 ) -> None:
     """Refuse a worker whose settings are not those of the run; the first worker's count. If no
     worker is left, these are the settings of another run."""

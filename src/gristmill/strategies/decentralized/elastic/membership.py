@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.process import Place
+from gristmill.base.process import ProcessInfo
 from gristmill.base.units import format_seconds
 from gristmill.distributed.liveness.heartbeat import has_ended, pid_namespace
 from gristmill.strategies.decentralized.elastic.coordinator import PULSE
@@ -163,7 +163,7 @@ class Membership:
     """Keeps this worker in the run and finds out about the others."""
 
     def __init__(
-        self, place: Place, store: Store, *, silence: float, start: float, beat: float = BEAT
+        self, place: ProcessInfo, store: Store, *, silence: float, start: float, beat: float = BEAT
     ) -> None:
         self.place, self.store, self.beat = place, store, beat
         self.silence, self.start_limit = silence, start

@@ -44,7 +44,7 @@ def known_steps(checkpoints: CheckpointFolder) -> str | None:
     return f"there are checkpoints of steps {steps}" if steps else None
 
 
-def go_back(folder: RunFolder, step: int) -> Path:
+def roll_back(folder: RunFolder, step: int) -> Path:
     """Make a checkpoint the newest of a run: everything after it is set aside, with the metrics as
     they were. Returns the folder where it is."""
     target, number = folder.set_aside / f"after-step-{step:08d}", 0
