@@ -66,7 +66,7 @@ def make_requests(name: str, file: Path | None, *, items: int) -> list[Any]:
     """What the harness asks a model: a pair of texts for each option of each question."""
     from lm_eval.api.instance import Instance
 
-    from gristmill.evaluate.tasks.built_in import BUILT_IN
+    from gristmill.evaluate.tasks.questions import BUILT_IN
 
     options: list[Any] = BUILT_IN[name](file).first(items).options  # type: ignore[attr-defined]
     pairs = [(number, one) for number, item in enumerate(options)

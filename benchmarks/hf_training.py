@@ -161,7 +161,7 @@ def peak_memory(device: str) -> int:
 
 
 def train_ours(options: argparse.Namespace) -> dict[str, Any]:
-    from gristmill.base.memory import keep_freed_memory
+    from gristmill.base.limits import keep_freed_memory
 
     keep_freed_memory()
     from gristmill.config.load import load_text

@@ -119,7 +119,7 @@ def write_inputs(options: argparse.Namespace) -> None:
 
 
 def assembled(options: argparse.Namespace, *words: str) -> Any:
-    from gristmill.base.memory import keep_freed_memory
+    from gristmill.base.limits import keep_freed_memory
 
     keep_freed_memory()
     from gristmill.config.load import load_text

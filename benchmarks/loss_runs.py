@@ -56,7 +56,7 @@ from gristmill.config.schema import RunConfig
 from gristmill.data.sampling import spread_samples
 from gristmill.distributed.world import open_world
 from gristmill.plan.arithmetic import count_multiplied, count_parameters
-from gristmill.tokens.reader import TokenReader
+from gristmill.tokens.format import TokenReader
 from gristmill.track.folder import run_folder
 from gristmill.track.metrics import StepRecord, ValidationRecord, read_metrics
 from gristmill.train.environment import code_commit, version

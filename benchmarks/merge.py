@@ -24,8 +24,7 @@ import numpy as np
 
 from gristmill.base.process import usable_cores
 from gristmill.tokens.convert import convert_tokens
-from gristmill.tokens.format import NewSet
-from gristmill.tokens.reader import pieces
+from gristmill.tokens.format import NewSet, pieces
 from gristmill.tokens.store import create_tokens, open_tokens
 
 VOCABULARY, END, DOCUMENT = 50_257, 50_256, 1000

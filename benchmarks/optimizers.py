@@ -52,7 +52,7 @@ from optimizer_search import Candidate
 
 from gristmill.base.errors import UserError
 from gristmill.base.units import format_count
-from gristmill.tokens.reader import TokenReader
+from gristmill.tokens.format import TokenReader
 from gristmill.tokens.store import open_tokens
 
 SHAPE = ("layers", "heads", "width", "context")

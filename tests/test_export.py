@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from gristmill.base.downloads import model_folder
 from gristmill.base.errors import Exit, UserError
 from gristmill.checkpoint.model import StoredModel, open_model
 from gristmill.cli.inspect import config as show_config
@@ -19,6 +18,7 @@ from gristmill.config.load import load_text
 from gristmill.config.model import GPTConfig
 from gristmill.config.schema import RunConfig
 from gristmill.export.folder import export
+from gristmill.hub.downloads import model_folder
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
 from gristmill.models.weights import WeightsInMemory

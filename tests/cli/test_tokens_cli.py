@@ -18,7 +18,7 @@ from gristmill.cli.options import TokenFormat
 from gristmill.cli.tokens import IdType
 from gristmill.config.schema import DataConfig
 from gristmill.data.dataset import open_data
-from gristmill.tokens import reader
+from gristmill.tokens import format as token_format
 from gristmill.tokens.format import DTYPES
 from gristmill.tokens.store import FORMATS, VerifyProgress, open_tokens, verify_tokens
 
@@ -319,7 +319,7 @@ def test_verify_tells_how_far_it_is(
     corn: Path, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0)
-    monkeypatch.setattr(reader, "PIECE", 100)
+    monkeypatch.setattr(token_format, "PIECE", 100)
     made = corn.with_name("made")
     run("tokens", "convert", corn, "-o", made, "--format", format)
     seen: list[VerifyProgress] = []

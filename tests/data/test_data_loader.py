@@ -19,6 +19,7 @@ from gristmill.config.schema import DataConfig
 from gristmill.data.build import OrderSpec, build_stream
 from gristmill.data.dataset import DatasetSplit, Mixture
 from gristmill.data.documents import DocumentRules
+from gristmill.data.intact import TokenFileWatch
 from gristmill.data.loader import (
     READ_AHEAD,
     Batch,
@@ -29,7 +30,6 @@ from gristmill.data.loader import (
 )
 from gristmill.data.megatron_order import RowTable
 from gristmill.data.stream import OpenTokenSet
-from gristmill.data.watch import TokenFileWatch
 from gristmill.tokens.format import TokenSetInfo
 
 SEQUENCE = 8

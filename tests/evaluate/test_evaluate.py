@@ -16,8 +16,7 @@ from gristmill.base.errors import UserError
 from gristmill.checkpoint.model import LoadedModel, open_model
 from gristmill.config.model import GPTConfig
 from gristmill.config.schema import RunConfig
-from gristmill.evaluate.data import evaluation_ids
-from gristmill.evaluate.loss import evaluate_loss
+from gristmill.evaluate.loss import evaluate_loss, evaluation_ids
 from gristmill.models.build import build_model
 from gristmill.text.tokenizers.tokenizer import ByteTokenizer
 

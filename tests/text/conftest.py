@@ -15,9 +15,8 @@ import pytest
 
 from gristmill.text.prepare.prepare import prepare
 from gristmill.text.prepare.request import PrepareRequest
-from gristmill.text.sources.blocks import ReadError, TextBlock, Value
 from gristmill.text.sources.reading import cut_source, find_sources, read_block
-from gristmill.text.sources.source import ReadOptions
+from gristmill.text.sources.source import ReadError, ReadOptions, TextBlock, Value
 from gristmill.text.tokenizers.tokenizer import ByteTokenizer
 
 

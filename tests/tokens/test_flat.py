@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.tokens.format import NewSet, TokenSetInfo, dtype_for
-from gristmill.tokens.reader import TokenReader
+from gristmill.tokens.format import NewSet, TokenReader, TokenSetInfo, dtype_for
 from gristmill.tokens.store import create_tokens, open_tokens
 
 SPEC = {"type": "test", "fingerprint": "f" * 64}

@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gristmill.base.errors import UserError
-from gristmill.tokens import reader as reading
+from gristmill.tokens import format as reading
 from gristmill.tokens.foreign import Reading, document_starts
-from gristmill.tokens.format import NewSet, TokenSetInfo
-from gristmill.tokens.reader import TokenFiles, TokenReader, TokenShard
+from gristmill.tokens.format import NewSet, TokenFiles, TokenReader, TokenSetInfo, TokenShard
 from gristmill.tokens.store import create_tokens, inspect_tokens, open_tokens, verify_tokens
 
 

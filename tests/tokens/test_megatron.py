@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from gristmill.base.errors import Exit, UserError
 from gristmill.tokens import megatron
 from gristmill.tokens.convert import convert_tokens
-from gristmill.tokens.format import NewSet
-from gristmill.tokens.reader import TokenReader
+from gristmill.tokens.format import NewSet, TokenReader
 from gristmill.tokens.store import create_tokens, inspect_tokens, open_tokens, verify_tokens
 
 SPEC = {"type": "test", "fingerprint": "f" * 64}

@@ -16,10 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.tokens import reader as reading
+from gristmill.tokens import format as reading
 from gristmill.tokens.foreign import Reading
-from gristmill.tokens.format import NewSet, TokenSetInfo
-from gristmill.tokens.reader import TokenReader
+from gristmill.tokens.format import NewSet, TokenReader, TokenSetInfo
 from gristmill.tokens.store import create_tokens, open_tokens, verify_tokens
 
 SPEC = {"type": "test", "fingerprint": "f" * 64}

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import sha256_file, write_sealed_json
-from gristmill.tokens import reader, store
+from gristmill.tokens import format as token_format
+from gristmill.tokens import store
 from gristmill.tokens.format import NewSet, file_of, read_manifest
 from gristmill.tokens.store import (
     create_tokens,
@@ -103,7 +104,7 @@ def test_a_file_in_the_way_of_the_folder(prefix: Path) -> None:
 
 @pytest.mark.parametrize("piece", [1, 3, 1 << 20])
 def test_inspection(prefix: Path, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "PIECE", piece)
+    monkeypatch.setattr(token_format, "PIECE", piece)
     summary = inspect_tokens(prefix)
     assert (summary.info.tokens, summary.info.documents, summary.info.text_bytes) == (14, 4, 33)
     assert (summary.smallest_id, summary.largest_id) == (3, 250)
@@ -154,7 +155,7 @@ def test_cut_and_missing_files_are_named(prefix: Path) -> None:
 def test_ids_outside_the_vocabulary_are_found(
     prefix: Path, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "PIECE", piece)
+    monkeypatch.setattr(token_format, "PIECE", piece)
     ids = np.fromfile(prefix.with_suffix(".bin"), dtype="<u2")
     ids[10] = 257
     ids.tofile(prefix.with_suffix(".bin"))

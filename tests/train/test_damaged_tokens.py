@@ -14,7 +14,7 @@ import pytest
 
 from gristmill.base.errors import DataError, Exit, UserError
 from gristmill.config.schema import RunConfig
-from gristmill.data.content_check import ContentCheck
+from gristmill.data.intact import ContentCheck
 from gristmill.train.run import run_training
 
 MakeRun = Callable[..., RunConfig]

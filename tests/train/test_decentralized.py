@@ -20,8 +20,7 @@ from gristmill.checkpoint.model import open_model, open_stored
 from gristmill.checkpoint.state_file import read_state
 from gristmill.checkpoint.tensorfile import open_tensors
 from gristmill.config.schema import RunConfig
-from gristmill.evaluate.data import evaluation_ids
-from gristmill.evaluate.loss import evaluate_loss
+from gristmill.evaluate.loss import evaluate_loss, evaluation_ids
 from gristmill.export.folder import export
 from gristmill.generate import Sampling, TextGenerator
 from gristmill.strategies.decentralized.outer import Exchange

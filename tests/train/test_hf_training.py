@@ -16,8 +16,7 @@ from gristmill.checkpoint.model import open_model, open_stored
 from gristmill.config.hf import HFConfig
 from gristmill.config.load import dump_run, load_run, load_text
 from gristmill.config.schema import RunConfig
-from gristmill.evaluate.data import evaluation_ids
-from gristmill.evaluate.loss import evaluate_loss
+from gristmill.evaluate.loss import evaluate_loss, evaluation_ids
 from gristmill.export.folder import export
 from gristmill.generate import Engine, Sampling
 from gristmill.models.hf import HFModel

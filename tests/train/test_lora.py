@@ -22,8 +22,7 @@ from gristmill.cli.main import app
 from gristmill.config.load import load_run, load_text
 from gristmill.config.resolve import resolve
 from gristmill.config.schema import RunConfig
-from gristmill.evaluate.data import evaluation_ids
-from gristmill.evaluate.loss import evaluate_loss
+from gristmill.evaluate.loss import evaluate_loss, evaluation_ids
 from gristmill.export.folder import export
 from gristmill.generate import Engine, Sampling
 from gristmill.models.lora import MergedWeights

@@ -21,8 +21,7 @@ from gristmill.config.model import ModelConfig
 from gristmill.config.resolve import padded
 from gristmill.config.roles import Role
 from gristmill.config.schema import MODEL_KINDS, RunConfig, any_model
-from gristmill.evaluate.data import evaluation_ids
-from gristmill.evaluate.loss import evaluate_loss
+from gristmill.evaluate.loss import evaluate_loss, evaluation_ids
 from gristmill.export.folder import export
 from gristmill.generate import Engine, Sampling
 from gristmill.models import build

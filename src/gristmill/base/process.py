@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from gristmill.base.cgroups import core_limit
 from gristmill.base.errors import UserError
+from gristmill.base.limits import core_limit
 
 Values = Mapping[str, str]
 

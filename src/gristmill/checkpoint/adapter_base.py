@@ -24,11 +24,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from gristmill.base.downloads import model_folder
 from gristmill.base.errors import DataError, Exit, Problem, UserError
 from gristmill.base.files import sha256_file, sha256_text
 from gristmill.checkpoint.layout import MANIFEST, CheckpointFolder
 from gristmill.checkpoint.state_file import read_state
+from gristmill.hub.downloads import model_folder
 
 
 @dataclass(frozen=True)

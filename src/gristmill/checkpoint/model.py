@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from gristmill.base.downloads import model_folder
 from gristmill.base.errors import DataError, Exit, Problem, UserError
 from gristmill.base.files import read_json, refuse_devices
 from gristmill.checkpoint.adapter_base import AdapterBase, saved_base
@@ -38,6 +37,7 @@ from gristmill.config.lora import LoraConfig
 from gristmill.config.model import ModelConfig
 from gristmill.config.schema import parse_model
 from gristmill.distributed.control import ControlGroup
+from gristmill.hub.downloads import model_folder
 from gristmill.models.build import build_meta_model, build_model
 from gristmill.models.hf_weights import folder_weights
 from gristmill.models.lora import MergedWeights

@@ -47,10 +47,10 @@ def bench(
     """
     import dataclasses
 
-    from gristmill.base.downloads import settings_folder
     from gristmill.base.files import write_json
-    from gristmill.base.memory import keep_freed_memory
+    from gristmill.base.limits import keep_freed_memory
     from gristmill.config.load import load_run
+    from gristmill.hub.downloads import settings_folder
 
     config = load_run(run, settings or (), find_model=settings_folder)
     if json is not None:

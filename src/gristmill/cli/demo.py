@@ -10,7 +10,7 @@ import typer
 
 from gristmill.base.errors import Exit
 from gristmill.base.files import write_atomic
-from gristmill.base.memory import keep_freed_memory
+from gristmill.base.limits import keep_freed_memory
 from gristmill.base.units import format_bytes
 from gristmill.cli.prepare import report_prepared
 from gristmill.config.load import load_run

@@ -99,11 +99,11 @@ class TranslatedRun:
 def translate_run(name: str, words: list[str]) -> TranslatedRun:
     """The run of another program's words, with settings of ours before them. Errors speak of the
     words."""
-    from gristmill.base.downloads import settings_folder
     from gristmill.config.load import load_text
     from gristmill.dialects.table import load_dialect
     from gristmill.dialects.translate import split_overrides
     from gristmill.dialects.translate import translate as translate_words
+    from gristmill.hub.downloads import settings_folder
 
     dialect = load_dialect(name, "train")
     overrides, foreign = split_overrides(dialect, words)

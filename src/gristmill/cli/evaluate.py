@@ -26,7 +26,7 @@ from gristmill.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
     from gristmill.checkpoint.model import LoadedModel
-    from gristmill.evaluate.data import EvaluationText
+    from gristmill.evaluate.loss import EvaluationText
     from gristmill.evaluate.measures import Difference, Measure
     from gristmill.evaluate.results import EvaluationResult
     from gristmill.evaluate.tasks.run import OpenTask
@@ -271,7 +271,7 @@ def evaluate(
 def _texts(
     loaded: LoadedModel, data: Sequence[str], text: Sequence[str], *, default: bool
 ) -> list[EvaluationText]:
-    from gristmill.evaluate.data import evaluation_ids
+    from gristmill.evaluate.loss import evaluation_ids
 
     chosen = [evaluation_ids(loaded, data=one) for one in data]
     chosen += [evaluation_ids(loaded, text=[one]) for one in text]

@@ -38,9 +38,9 @@ def replay(
     All steps from the last checkpoint before it are computed twice, and compared with each other
     and with the run's records. Nothing in the run folder changes.
     """
-    from gristmill.base.downloads import settings_folder
     from gristmill.cli.progress import ProgressLine
     from gristmill.config.load import load_run
+    from gristmill.hub.downloads import settings_folder
     from gristmill.train.replay import replay_step
 
     config = load_run(run, settings or (), find_model=settings_folder)
@@ -116,10 +116,10 @@ def config(
     presets: Annotated[bool, typer.Option("--presets", help="List the presets.")] = False,
 ) -> None:
     """Print the complete settings of a run and the numbers that follow from them."""
-    from gristmill.base.downloads import settings_folder
     from gristmill.config.documentation import FileSchema
     from gristmill.config.load import dump_run, load_run
     from gristmill.config.schema import RunConfig
+    from gristmill.hub.downloads import settings_folder
 
     if schema:
         made = RunConfig.model_json_schema(by_alias=True, schema_generator=FileSchema)

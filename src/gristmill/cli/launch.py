@@ -124,8 +124,8 @@ def submit(
     The job is written into the run folder (RUN/job). `launch status`, `logs` and `cancel` find it
     there.
     """
-    from gristmill.base.downloads import settings_folder
     from gristmill.config.load import load_run
+    from gristmill.hub.downloads import settings_folder
     from gristmill.launch.jobs.batch import UncertainError, write_files
     from gristmill.launch.jobs.build import launcher_of
     from gristmill.launch.jobs.submit import (

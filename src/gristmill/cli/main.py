@@ -26,7 +26,6 @@ import typer
 from typer.core import TyperGroup
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.hub import downloads_shown
 from gristmill.base.process import ProcessInfo
 from gristmill.cli import (
     bench,
@@ -41,6 +40,7 @@ from gristmill.cli import (
     train,
 )
 from gristmill.cli.progress import DOWNLOADS
+from gristmill.hub.client import downloads_shown
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 """Errors that no program can be written to avoid."""

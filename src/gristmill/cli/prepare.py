@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.hub import downloads_shown
 from gristmill.base.units import format_bytes, format_count, format_seconds
 from gristmill.cli.dialects import DialectName
 from gristmill.cli.options import (
@@ -46,6 +45,7 @@ from gristmill.cli.prepare_parts import (
     show_parts,
 )
 from gristmill.cli.progress import ProgressLine
+from gristmill.hub.client import downloads_shown
 from gristmill.text.sources.source import DocumentSplit, OnDamage, ReadOptions
 
 if TYPE_CHECKING:
@@ -368,8 +368,8 @@ def _open_tokenizer(
 
 def _prepare(request: PrepareRequest, quiet: bool, expected: int | None = None) -> PrepareResult:
     """Prepare; `expected` bytes of text are the total if the sources do not tell."""
+    from gristmill.text.prepare.prepare import PrepareProgress
     from gristmill.text.prepare.prepare import prepare as prepare_tokens
-    from gristmill.text.prepare.work_plan import PrepareProgress
 
     first: PrepareProgress | None = None
     with ProgressLine("preparing", quiet=quiet) as line:

@@ -11,9 +11,9 @@ from typing import ClassVar
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-from gristmill.base.hub import DownloadDisplay, OnDownload
 from gristmill.base.printing import on_one_line, printable
 from gristmill.base.units import format_bytes, format_seconds
+from gristmill.hub.client import DownloadDisplay, OnDownload
 
 SECONDS_BETWEEN_LINES = 10.0
 

@@ -255,7 +255,8 @@ def merge_sets(
 
     Parts made by `prepare --parts` give the files of one preparation of everything.
     """
-    from gristmill.text.prepare.parts import find_sets, merge_ledgers
+    from gristmill.text.prepare.journal import merge_ledgers
+    from gristmill.text.prepare.parts import find_sets
 
     sources = find_sets(prefixes)
     options: dict[str, Any] = {"format": format, "shard_size": shard_size, "overwrite": overwrite}

@@ -147,7 +147,7 @@ def train(
         _validate(config, start_from)
         return
     from gristmill.base.collector import collector_paused
-    from gristmill.base.memory import keep_freed_memory
+    from gristmill.base.limits import keep_freed_memory
     from gristmill.base.process import ProcessInfo
     from gristmill.launch.gpus import start_cuda
     from gristmill.track.folder import run_folder
@@ -171,8 +171,8 @@ def train(
 
 def _load(words: list[str], dialect: str | None) -> tuple[RunConfig, TranslatedRun | None]:
     """The settings of a run file, or of another program's words."""
-    from gristmill.base.downloads import settings_folder
     from gristmill.config.load import load_run
+    from gristmill.hub.downloads import settings_folder
 
     if dialect is not None:
         translated = translate_run(dialect, words)

@@ -22,7 +22,6 @@ from pathlib import Path
 
 import numpy as np
 
-from gristmill.base.downloads import settings_folder
 from gristmill.base.errors import DataError, Exit, UserError
 from gristmill.base.units import split_shares
 from gristmill.config.schema import DataConfig, RunConfig
@@ -35,9 +34,10 @@ from gristmill.data.dataset import (
     path_weights,
 )
 from gristmill.data.index_cache import Arrays, cached
+from gristmill.data.intact import TokenFileWatch
 from gristmill.data.packing import PackingCounts, pack
 from gristmill.data.stream import OpenTokenSet
-from gristmill.data.watch import TokenFileWatch
+from gristmill.hub.downloads import settings_folder
 from gristmill.text.chat.conversations import (
     BadLine,
     Conversation,
@@ -54,8 +54,7 @@ from gristmill.text.chat.template import (
 )
 from gristmill.text.tokenizers import hub
 from gristmill.text.tokenizers.tokenizer import open_tokenizer
-from gristmill.tokens.format import TokenSetInfo
-from gristmill.tokens.reader import TokenFiles, TokenReader, TokenShard
+from gristmill.tokens.format import TokenFiles, TokenReader, TokenSetInfo, TokenShard
 
 WORTH_CACHING = 1 << 25
 """Sets with fewer characters are encoded at every start, which takes a few seconds."""

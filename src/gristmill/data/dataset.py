@@ -20,13 +20,13 @@ from gristmill.base.errors import Exit, Problem, UserError
 from gristmill.base.units import split_shares
 from gristmill.config.schema import DataConfig
 from gristmill.config.values import TokenPaths
+from gristmill.data.intact import TokenFileWatch
 from gristmill.data.megatron_order import row_table, split_rows
 from gristmill.data.packing import PackedInOrder, Packing
 from gristmill.data.sampling import SampleIndex, SequentialWindows
 from gristmill.data.stream import OpenTokenSet
-from gristmill.data.watch import TokenFileWatch
 from gristmill.text.tokenizers.tokenizer import Tokenizer
-from gristmill.tokens.reader import TokenReader, id_range
+from gristmill.tokens.format import TokenReader, id_range
 from gristmill.tokens.store import open_tokens
 
 DEFAULT_SPLIT = "99,1"

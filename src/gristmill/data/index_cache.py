@@ -48,9 +48,9 @@ def cached(folder: Path | None, key: Mapping[str, Any], build: Callable[[], Arra
         return build()
     full = {"version": VERSION, **key}
     entry = folder / sha256_text(json.dumps(full, sort_keys=True))[:32]
-    found = _load(entry)
-    if found is not None:
-        return found
+    arrays = _load(entry)
+    if arrays is not None:
+        return arrays
     with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".building").open("a") as file:
@@ -59,9 +59,9 @@ def cached(folder: Path | None, key: Mapping[str, Any], build: Callable[[], Arra
             fcntl.flock(file, fcntl.LOCK_EX)
         if _load(entry) is None:
             _store(entry, full, build())
-    found = _load(entry)
-    assert found is not None, f"{entry} was just written"
-    return found
+    arrays = _load(entry)
+    assert arrays is not None, f"{entry} was just written"
+    return arrays
 
 
 def _load(entry: Path) -> Arrays | None:

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gristmill.data.sampling import TokenSpans
-from gristmill.tokens.reader import TokenReader
+from gristmill.tokens.format import TokenReader
 
 SEPARATE_BELOW = {"megatron": 0.80, "megatron-deepspeed": 0.95}
 """The last epoch is shuffled separately if a smaller share of it is needed."""

@@ -20,10 +20,10 @@ from numpy.lib.stride_tricks import sliding_window_view
 from gristmill.base.errors import DataError
 from gristmill.data.blend import Blend, choose
 from gristmill.data.documents import marks_in_spans
+from gristmill.data.intact import TokenFileWatch
 from gristmill.data.megatron_order import RowTable
 from gristmill.data.sampling import SampleIndex, TokenSpans
-from gristmill.data.watch import TokenFileWatch
-from gristmill.tokens.reader import TokenReader
+from gristmill.tokens.format import TokenReader
 
 _SHORT = 128
 

@@ -69,8 +69,8 @@ def ratio(sums: Sequence[float], sizes: Sequence[float]) -> Measure:
     value, count = total / size, len(sums)
     # Deviations from the ratio, scaled so that their mean is the ratio itself.
     items = [
-        value + (one - value * weight) * count / size
-        for one, weight in zip(sums, sizes, strict=True)
+        value + (cluster - value * weight) * count / size
+        for cluster, weight in zip(sums, sizes, strict=True)
     ]
     return function_of_mean(items, value=value)
 
@@ -81,7 +81,7 @@ def _error(items: Sequence[float]) -> float | None:
     if count < LEAST:
         return None
     center = math.fsum(items) / count
-    variance = math.fsum((one - center) ** 2 for one in items) / (count - 1)
+    variance = math.fsum((item - center) ** 2 for item in items) / (count - 1)
     return math.sqrt(variance / count)
 
 
@@ -128,7 +128,11 @@ def compare(first: Measure, second: Measure, *, same_items: bool = True) -> Diff
 def _freedom(first: Measure, second: Measure) -> int:
     """Degrees of freedom of a difference by Welch and Satterthwaite, rounded down; a measure whose
     items are not known is one of many."""
-    known = [(one.stderr or 0.0, len(one.items) - 1) for one in (first, second) if one.items]
+    known = [
+        (measure.stderr or 0.0, len(measure.items) - 1)
+        for measure in (first, second)
+        if measure.items
+    ]
     below = math.fsum(error**4 / count for error, count in known)
     above = math.hypot(first.stderr or 0.0, second.stderr or 0.0) ** 4
     return _NORMAL if above >= below * _NORMAL else int(above / below)

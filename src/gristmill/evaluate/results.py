@@ -88,7 +88,7 @@ def write_result(
         "made_by": made_by,
         "parts": {name: _values(measures) for name, measures in result.parts.items()},
         "items": {
-            name: [_number(one) for one in measure.items]
+            name: [_number(item) for item in measure.items]
             for name, measure in result.measures.items()
             if measure.items
         },
@@ -101,10 +101,10 @@ def _values(measures: dict[str, Measure]) -> dict[str, dict[str, float | None]]:
     return {
         name: {
             # JSON has no infinity; a perplexity can be that.
-            "value": one.value if math.isfinite(one.value) else None,
-            "stderr": one.stderr,
+            "value": measure.value if math.isfinite(measure.value) else None,
+            "stderr": measure.stderr,
         }
-        for name, one in measures.items()
+        for name, measure in measures.items()
     }
 
 

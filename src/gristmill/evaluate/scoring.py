@@ -75,7 +75,7 @@ class _Row:
     @property
     def first(self) -> int:
         """The first position whose logits are needed."""
-        return min(one.start for _, one in self.scored) - 1
+        return min(span.start for _, span in self.scored) - 1
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def score(
 
     Sequences longer than the model's context lose their beginning.
     """
-    found: list[list[Score]] = [[] for _ in questions]
+    results: list[list[Score]] = [[] for _ in questions]
     prepared = [
         _rows(number, question, model, truncation or Truncation())
         for number, question in enumerate(questions)
@@ -120,11 +120,11 @@ def score(
     done = 0
     for batch in _batches(prepared, model):
         for number, scores in _score_batch(model, batch):
-            found[number] = scores
+            results[number] = scores
         done += len(batch)
         if progress is not None:
             progress(done, len(questions))
-    return found
+    return results
 
 
 # ------------------------------------------------------------------ from questions to batches
@@ -133,10 +133,10 @@ def score(
 def _rows(
     number: int, question: Sequence[Continuation], model: CausalLM, truncation: Truncation
 ) -> _Question:
-    cut = [_cut(one, model.config.context, truncation) for one in question]
+    cut = [_cut(continuation, model.config.context, truncation) for continuation in question]
     by_input: dict[tuple[int, ...], list[tuple[int, Continuation]]] = {}
-    for place, one in enumerate(cut):
-        by_input.setdefault(one.ids[:-1], []).append((place, one))
+    for place, continuation in enumerate(cut):
+        by_input.setdefault(continuation.ids[:-1], []).append((place, continuation))
     rows = tuple(_Row(ids, tuple(scored)) for ids, scored in by_input.items())
     prefix = 0
     if len(rows) > 1:
@@ -145,20 +145,22 @@ def _rows(
     return _Question(number, rows, prefix if prefix >= SHORTEST_PREFIX else 0)
 
 
-def _cut(one: Continuation, context: int, truncation: Truncation) -> Continuation:
-    assert 0 < one.start < len(one.ids), "there is something to score, and something before it"
-    dropped = len(one.ids) - (context + 1)
+def _cut(continuation: Continuation, context: int, truncation: Truncation) -> Continuation:
+    assert 0 < continuation.start < len(continuation.ids), (
+        "there is something to score, and something before it"
+    )
+    dropped = len(continuation.ids) - (context + 1)
     if dropped <= 0:
-        return one
-    if dropped >= one.start:
-        length = len(one.ids) - one.start
+        return continuation
+    if dropped >= continuation.start:
+        length = len(continuation.ids) - continuation.start
         raise UserError(
             f"a text to score has {length} tokens, more than the model's context of {context}",
             where="evaluate",
             remedy="use a model with a longer context, or leave this task out",
         )
     truncation.count += 1
-    return Continuation(one.ids[dropped:], one.start - dropped)
+    return Continuation(continuation.ids[dropped:], continuation.start - dropped)
 
 
 def common_length(rows: Sequence[tuple[int, ...]]) -> int:
@@ -178,11 +180,13 @@ def _batches(questions: list[_Question], model: CausalLM) -> Iterator[list[_Ques
         questions = [replace(question, prefix=0) for question in questions]
     batch: list[_Question] = []
     needed = computed = 0
-    longest = sorted(questions, key=lambda one: (one.prefix, len(one.rows[0].ids)), reverse=True)
+    longest = sorted(
+        questions, key=lambda question: (question.prefix, len(question.rows[0].ids)), reverse=True
+    )
     for question in longest:
         # It has the shortest prefix, which the others would have to make do with.
         before = batch[-1].prefix if batch else 0
-        rows = sum(len(one.rows) - 1 for one in batch) if before != question.prefix else 0
+        rows = sum(len(question.rows) - 1 for question in batch) if before != question.prefix else 0
         more = (before - question.prefix) * rows
         wasted = computed + more - needed
         full = computed + more + question.positions > limits.positions
@@ -205,17 +209,17 @@ def _groups(rows: list[_PlacedRow], prefix: int, model: CausalLM) -> Iterator[li
     most_scored = limits.logit_bytes // (4 * model.vocab)
     group: list[_PlacedRow] = []
     needed = scored = longest = 0
-    for one in sorted(rows, key=lambda one: len(one.row.ids), reverse=True):
-        length = len(one.row.ids) - prefix
+    for placed in sorted(rows, key=lambda placed: len(placed.row.ids), reverse=True):
+        length = len(placed.row.ids) - prefix
         longest = longest or length
         padded = (len(group) + 1) * longest
         waste = padded - needed - length
-        many = scored + len(one.row.ids) - one.row.first > most_scored
+        many = scored + len(placed.row.ids) - placed.row.first > most_scored
         if group and (many or (waste > MOST_WASTE * needed and needed >= limits.least)):
             yield group
             group, needed, scored, longest = [], 0, 0, length
-        group.append(one)
-        needed, scored = needed + length, scored + len(one.row.ids) - one.row.first
+        group.append(placed)
+        needed, scored = needed + length, scored + len(placed.row.ids) - placed.row.first
     if group:
         yield group
 
@@ -249,7 +253,7 @@ def _computed(model: CausalLM, batch: list[_Question]) -> list[tuple[int, list[S
     rows = [_PlacedRow(place, row) for place, question in enumerate(batch) for row in question.rows]
     cache = None
     if prefix:
-        cache = model.new_cache(max(len(one.row.ids) for one in rows))
+        cache = model.new_cache(max(len(placed.row.ids) for placed in rows))
         starts_BT = torch.tensor([question.rows[0].ids[:prefix] for question in batch])
         nothing = torch.empty(0, dtype=torch.int64, device=device)
         model(starts_BT.to(device), cache=cache, logits_at_N=nothing)
@@ -257,13 +261,13 @@ def _computed(model: CausalLM, batch: list[_Question]) -> list[tuple[int, list[S
     for group in _groups(rows, prefix, model):
         options = {}
         if cache is not None:
-            chosen = torch.tensor([one.question for one in group], device=device)
+            chosen = torch.tensor([placed.question for placed in group], device=device)
             options["cache"] = cache.branch(chosen)
-        for question, option, found in _score_rows(model, group, prefix, options):
-            scores[question][option] = found
+        for question, option, score in _score_rows(model, group, prefix, options):
+            scores[question][option] = score
     return [
-        (question.number, [found[option] for option in sorted(found)])
-        for question, found in zip(batch, scores, strict=True)
+        (question.number, [by_option[option] for option in sorted(by_option)])
+        for question, by_option in zip(batch, scores, strict=True)
     ]
 
 
@@ -271,23 +275,23 @@ def _score_rows(
     model: CausalLM, group: list[_PlacedRow], prefix: int, options: dict[str, Cache]
 ) -> Iterator[tuple[int, int, Score]]:
     """Question, option and score of every continuation of a group of rows."""
-    device, longest = model.device, max(len(one.row.ids) for one in group) - prefix
+    device, longest = model.device, max(len(placed.row.ids) for placed in group) - prefix
     tokens_BT = torch.zeros((len(group), longest), dtype=torch.int64)
     at, targets = list[int](), list[int]()
     for number, (_, row) in enumerate(group):
         tokens_BT[number, : len(row.ids) - prefix] = torch.tensor(row.ids[prefix:])
-        for _, one in row.scored:
+        for _, span in row.scored:
             first = number * longest - prefix
-            at += range(first + one.start - 1, first + len(one.ids) - 1)
-            targets += one.ids[one.start :]
+            at += range(first + span.start - 1, first + len(span.ids) - 1)
+            targets += span.ids[span.start :]
     at_N = torch.tensor(at, device=device)
     logits_NV = model(tokens_BT.to(device), logits_at_N=at_N, **options)
     assert isinstance(logits_NV, torch.Tensor)
     log_probs, right = _judge(logits_NV, torch.tensor(targets, device=device))
     place = 0
     for question, row in group:
-        for option, one in row.scored:
-            end = place + len(one.ids) - one.start
+        for option, span in row.scored:
+            end = place + len(span.ids) - span.start
             yield (
                 question,
                 option,
@@ -297,7 +301,7 @@ def _score_rows(
 
 
 def _judge(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> tuple[list[float], list[bool]]:
-    """Of every target its log-probability, and whether it is the most likely token."""
+    """The log-probability of every target, and whether it is the most likely token."""
     logits_NV = logits_NV.float()
     picked_N = logits_NV.gather(1, targets_N[:, None])[:, 0] - logits_NV.logsumexp(dim=-1)
     if not picked_N.isfinite().all():

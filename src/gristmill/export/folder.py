@@ -32,7 +32,7 @@ import torch
 
 from gristmill.base.errors import Exit, UserError, optional
 from gristmill.base.files import require_room, write_atomic, write_json
-from gristmill.base.memory import free_memory
+from gristmill.base.limits import free_memory
 from gristmill.base.units import format_bytes
 from gristmill.checkpoint.model import StoredModel, chat_template
 from gristmill.checkpoint.tensorfile import (

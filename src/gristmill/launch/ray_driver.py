@@ -238,8 +238,8 @@ def _no_nodes(launch: LaunchConfig, why: str) -> UserError:
 
 def main(words: Sequence[str]) -> int:
     """Train the run of a run file on the cluster; returns the exit status."""
-    from gristmill.base.downloads import settings_folder
     from gristmill.config.load import load_run
+    from gristmill.hub.downloads import settings_folder
 
     [file] = words
     starter = None

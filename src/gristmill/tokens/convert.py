@@ -23,13 +23,20 @@ import numpy.typing as npt
 from gristmill.base.errors import DataError, Exit, UserError
 from gristmill.base.process import usable_cores
 from gristmill.tokens.foreign import Reading
-from gristmill.tokens.format import NewSet, Starts, TokenSetInfo
-from gristmill.tokens.reader import IdRange, TokenReader, id_range, piece_bounds
+from gristmill.tokens.format import (
+    IdRange,
+    NewSet,
+    Starts,
+    TokenReader,
+    TokenSetInfo,
+    id_range,
+    piece_bounds,
+)
 from gristmill.tokens.store import create_tokens, find_manifest, is_empty_part, open_tokens
 from gristmill.tokens.writer import TokenWriter
 
 _MAX_THREADS = 8
-"""That read; more than one disk or one hash needs."""
+"""Threads that read; more than one disk or one hash needs."""
 
 
 @dataclass(frozen=True)

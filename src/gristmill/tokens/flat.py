@@ -17,8 +17,20 @@ from typing import Any
 import numpy.typing as npt
 
 from gristmill.base.errors import DataError
-from gristmill.tokens.format import FileFacts, Manifest, NewSet, Starts, dtype_for, file_of, stored
-from gristmill.tokens.reader import TokenFiles, TokenShard, file_size, map_array, read_starts
+from gristmill.tokens.format import (
+    FileFacts,
+    Manifest,
+    NewSet,
+    Starts,
+    TokenFiles,
+    TokenShard,
+    dtype_for,
+    file_of,
+    file_size,
+    map_array,
+    read_starts,
+    stored,
+)
 from gristmill.tokens.writer import TokenWriter, raw_bytes
 
 FORMAT = "flat"

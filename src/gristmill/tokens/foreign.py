@@ -26,8 +26,17 @@ import numpy as np
 
 from gristmill.base.errors import DataError, UserError
 from gristmill.tokens import flat, megatron, shards
-from gristmill.tokens.format import DTYPES, Starts, TokenSetInfo, file_of, is_manifest
-from gristmill.tokens.reader import TokenFiles, TokenReader, file_size, pieces
+from gristmill.tokens.format import (
+    DTYPES,
+    Starts,
+    TokenFiles,
+    TokenReader,
+    TokenSetInfo,
+    file_of,
+    file_size,
+    is_manifest,
+    pieces,
+)
 from gristmill.tokens.writer import SHARD_ENDINGS, shard_suffixes
 
 _SAMPLE = 1 << 16
@@ -59,32 +68,32 @@ def open_foreign(path: Path, reading: Reading) -> TokenReader | None:
         )
     one_document = np.zeros(1, dtype=np.int64)
     if format in megatron.FORMATS:
-        found = megatron.read_files(files[0].with_suffix(""))
+        token_files = megatron.read_files(files[0].with_suffix(""))
     elif format == flat.FORMAT:
         dtype = reading.dtype or "uint16"
         if dtype not in DTYPES:
             known = ", ".join(DTYPES)
             raise UserError(f"ids are stored as one of {known}, not {dtype}", where=str(path))
-        found = TokenFiles([flat.plain_shard(files[0], dtype=dtype)], one_document)
+        token_files = TokenFiles([flat.plain_shard(files[0], dtype=dtype)], one_document)
     else:
-        found = TokenFiles(shards.parse_shards(format, files), one_document)
-    if not found.tokens:
+        token_files = TokenFiles(shards.parse_shards(format, files), one_document)
+    if not token_files.tokens:
         raise DataError("this set holds no tokens", where=path)
     info = TokenSetInfo(
         format=format,
-        dtype=found.shards[0].dtype,
-        tokens=found.tokens,
-        documents=len(found.starts),
+        dtype=token_files.shards[0].dtype,
+        tokens=token_files.tokens,
+        documents=len(token_files.starts),
         vocab_size=None,
         end_of_text=reading.end_of_text,
         tokenizer=None,
         fingerprint=_fingerprint(files),
     )
-    reader = TokenReader(info, found)
+    reader = TokenReader(info, token_files)
     if reading.end_of_text is None or format in megatron.FORMATS:
         return reader
     starts = document_starts(reader, between=reading.end_of_text)
-    return TokenReader(replace(info, documents=len(starts)), replace(found, starts=starts))
+    return TokenReader(replace(info, documents=len(starts)), replace(token_files, starts=starts))
 
 
 def _find(path: Path, format: str | None) -> tuple[str | None, tuple[Path, ...]]:
@@ -125,10 +134,10 @@ def _is_llmc(path: Path) -> bool:
 def document_starts(reader: TokenReader, *, between: int) -> Starts:
     """Where documents begin if an id stands between them; reads every token once."""
     places = [start + np.flatnonzero(ids == between) for start, ids in pieces(reader)]
-    found = np.concatenate(places)
-    if len(found) and found[0] == 0:
-        return found
-    starts = np.concatenate([[0], found + 1])
+    borders = np.concatenate(places)
+    if len(borders) and borders[0] == 0:
+        return borders
+    starts = np.concatenate([[0], borders + 1])
     return starts[starts < len(reader)]
 
 

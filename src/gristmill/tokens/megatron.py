@@ -39,8 +39,18 @@ import numpy as np
 import numpy.typing as npt
 
 from gristmill.base.errors import DataError, UserError
-from gristmill.tokens.format import FileFacts, Manifest, NewSet, Starts, file_of, stored
-from gristmill.tokens.reader import TokenFiles, TokenShard, file_size, map_array
+from gristmill.tokens.format import (
+    FileFacts,
+    Manifest,
+    NewSet,
+    Starts,
+    TokenFiles,
+    TokenShard,
+    file_of,
+    file_size,
+    map_array,
+    stored,
+)
 from gristmill.tokens.writer import TokenWriter, raw_bytes
 
 FORMAT = "megatron"
@@ -205,11 +215,11 @@ def _check_sequences(prefix: Path, index: MegatronIndex, *, size: int) -> None:
             raise _damaged(path, what)
         ends = tokens + np.cumsum(lengths)
         wanted = np.concatenate([[tokens], ends[:-1]]) * (width // index.unit)
-        found = index.begins[begin : begin + _PIECE]
-        wrong = np.flatnonzero(found != wanted)
+        begins = index.begins[begin : begin + _PIECE]
+        wrong = np.flatnonzero(begins != wanted)
         if len(wrong):
             number = int(wrong[0])
-            start, end = (int(places[number]) * index.unit for places in (found, wanted))
+            start, end = (int(places[number]) * index.unit for places in (begins, wanted))
             other = f"the one before it ends at {end}"
             if not 0 <= start <= size:
                 other = f"the ids have {size} bytes"

@@ -35,17 +35,15 @@ from gristmill.tokens.format import (
     Manifest,
     NewSet,
     Starts,
-    dtype_for,
-    file_of,
-    stored,
-)
-from gristmill.tokens.reader import (
     TokenFiles,
     TokenShard,
+    dtype_for,
+    file_of,
     file_size,
     map_array,
     pieces,
     read_starts,
+    stored,
 )
 from gristmill.tokens.writer import SHARD_ENDINGS, TokenWriter, raw_bytes
 

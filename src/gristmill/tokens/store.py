@@ -23,14 +23,17 @@ from gristmill.tokens.format import (
     Manifest,
     NewSet,
     Starts,
+    TokenFiles,
+    TokenReader,
     TokenSetInfo,
     file_of,
+    id_range,
     is_manifest,
+    pieces,
     read_manifest,
     size_problems,
     stored,
 )
-from gristmill.tokens.reader import TokenFiles, TokenReader, id_range, pieces
 from gristmill.tokens.writer import TokenWriter
 
 _QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
@@ -210,8 +213,8 @@ def verify_tokens(
     except UserError as error:
         return [*problems, *(problem for problem in error.problems if problem not in problems)]
     read.total = read.total or len(reader) * stored(reader.info.dtype).itemsize
-    found = [Problem(what, str(path), COPY_AGAIN) for what in _content_problems(reader, read)]
-    return [*problems, *found]
+    damage = [Problem(what, str(path), COPY_AGAIN) for what in _content_problems(reader, read)]
+    return [*problems, *damage]
 
 
 def _ledger_problems(path: Path) -> list[Problem]:
@@ -272,8 +275,8 @@ def _histogram(lengths: Starts) -> dict[int, int]:
     # frexp gives the exponent e with 2^(e-1) <= length < 2^e, exactly for lengths below 2^53.
     exponents = np.frexp(lengths.astype(np.float64))[1]
     counts = np.bincount(exponents)
-    found = range(int(exponents.min()), len(counts))
-    return {2 ** (exponent - 1): int(counts[exponent]) for exponent in found}
+    used = range(int(exponents.min()), len(counts))
+    return {2 ** (exponent - 1): int(counts[exponent]) for exponent in used}
 
 
 def _content_problems(reader: TokenReader, read: _BytesRead) -> Iterator[str]:

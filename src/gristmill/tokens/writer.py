@@ -40,9 +40,12 @@ from gristmill.base.locks import OutputLock
 from gristmill.tokens.background import BackgroundHash, Hash
 from gristmill.tokens.format import (
     FileFacts,
+    IdRange,
     Manifest,
     NewSet,
     Starts,
+    TokenFiles,
+    TokenReader,
     TokenSetInfo,
     file_of,
     is_manifest,
@@ -50,7 +53,6 @@ from gristmill.tokens.format import (
     stored,
     write_manifest,
 )
-from gristmill.tokens.reader import IdRange, TokenFiles, TokenReader
 
 _BUFFER = 1 << 20
 _FIXED = (".json", ".idx", ".bin", ".starts")
@@ -73,7 +75,7 @@ class TokenWriter(abc.ABC):
         self._scratch: list[HashedFile] = []
         """Files that are only needed while the set is written."""
         self._content = self._new_hash()
-        """Of the ids."""
+        """The checksum of the ids."""
         self._lock = OutputLock(new.prefix, purpose="writing")
         self._lock.acquire()
         try:
@@ -284,8 +286,8 @@ def shard_suffixes(prefix: Path, ending: str) -> list[str]:
     pattern = re.compile(re.escape(prefix.name) + rf"(_(\d+){re.escape(ending)})")
     folder = prefix.parent
     names = os.listdir(folder) if folder.is_dir() else []
-    found = [match for name in names if (match := pattern.fullmatch(name))]
-    return [match[1] for match in sorted(found, key=lambda match: (int(match[2]), match[1]))]
+    matches = [match for name in names if (match := pattern.fullmatch(name))]
+    return [match[1] for match in sorted(matches, key=lambda match: (int(match[2]), match[1]))]
 
 
 SHARD_ENDINGS: Mapping[str, str] = {"llmc": ".bin", "npy": ".npy"}
@@ -329,9 +331,9 @@ def _remove_hidden(new: NewSet, *, ending: str) -> None:
         + r"\.(bin|npy|starts|(ledger\.)?json|idx(\.\w+)?)\."
         + ending
     )
-    for found in os.listdir(new.prefix.parent):
-        if re.fullmatch(name, found):
-            (new.prefix.parent / found).unlink(missing_ok=True)
+    for file in os.listdir(new.prefix.parent):
+        if re.fullmatch(name, file):
+            (new.prefix.parent / file).unlink(missing_ok=True)
 
 
 def refuse_existing(new: NewSet) -> None:
@@ -344,9 +346,9 @@ def refuse_existing(new: NewSet) -> None:
             remedy="give the token set another name (--output)",
             exit=Exit.REFUSED,
         )
-    found = [file_of(new.prefix, suffix).name for suffix in _existing(new)]
-    if found and not new.overwrite and not _is_unfinished(new):
-        some = ", ".join(found[:4]) + (", …" if len(found) > 4 else "")
+    existing = [file_of(new.prefix, suffix).name for suffix in _existing(new)]
+    if existing and not new.overwrite and not _is_unfinished(new):
+        some = ", ".join(existing[:4]) + (", …" if len(existing) > 4 else "")
         raise UserError(
             f"there is already a token set here ({some})",
             where=str(new.prefix),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gristmill.base.errors import DataError, Exit, UserError
-from gristmill.base.memory import memory_limit
+from gristmill.base.limits import memory_limit
 from gristmill.base.units import Progress, format_bytes, format_count
 from gristmill.checkpoint.model import Started, load_start_weights
 from gristmill.checkpoint.state import TrainState
@@ -25,10 +25,10 @@ from gristmill.config.preconditioner import PreconditionerConfig
 from gristmill.config.resolve import Resolved, resolve
 from gristmill.config.schema import DataConfig, RunConfig
 from gristmill.data.build import OrderSpec, build_rules, build_stream, order_identity
-from gristmill.data.content_check import ContentCheck
 from gristmill.data.conversations import ChatOptions, open_chat, open_conversations
 from gristmill.data.dataset import DatasetSplit, Mixture, RunData, open_data, prove_tokenizer
 from gristmill.data.documents import DocumentRules
+from gristmill.data.intact import ContentCheck
 from gristmill.data.loader import Batch, Loader, validation_batches
 from gristmill.distributed.control import ControlGroup
 from gristmill.distributed.device import memory_explained

@@ -30,7 +30,7 @@ from gristmill.checkpoint.state import TrainState, capture, state_bytes
 from gristmill.checkpoint.writer import CheckpointWriter
 from gristmill.config.resolve import Resolved
 from gristmill.config.schema import SampleConfig
-from gristmill.data.content_check import ContentCheck
+from gristmill.data.intact import ContentCheck
 from gristmill.data.loader import Batch
 from gristmill.distributed.control import ControlGroup
 from gristmill.generate import Sampling, TextGenerator

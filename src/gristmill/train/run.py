@@ -22,7 +22,7 @@ from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.writer import CheckpointWriter
 from gristmill.config.parallel import Mesh
 from gristmill.config.schema import RunConfig
-from gristmill.data.content_check import ContentCheck
+from gristmill.data.intact import ContentCheck
 from gristmill.distributed.control import ControlGroup
 from gristmill.distributed.device import memory_explained
 from gristmill.distributed.liveness.monitor import Monitor

@@ -22,9 +22,8 @@ from gristmill.cli.main import app
 from gristmill.text.prepare.all_parts import log_pattern
 from gristmill.text.prepare.part_status import PartState, part_statuses
 from gristmill.text.prepare.parts import PartNumber
-from gristmill.text.prepare.prepare import prepare
+from gristmill.text.prepare.prepare import PrepareProgress, prepare
 from gristmill.text.prepare.request import PrepareRequest
-from gristmill.text.prepare.work_plan import PrepareProgress
 from gristmill.text.sources import corpora
 from gristmill.text.sources.corpora import Corpus
 from gristmill.text.sources.source import ReadOptions
@@ -252,10 +251,10 @@ def test_killed_while_merging_or_removing(
 ) -> None:
     words = ("in", "-o", "many/set", "--split=9,1", "-t", "bytes", "--parts=3", "--engine=local")
     invoke("in", "-o", "one/set", "--split=9,1", "-t", "bytes")
-    for place in ("merge_parts._verify", "all_parts.remove_part"):
+    for place in ("_verify", "remove_part"):
         here()
         with monkeypatch.context() as patch:
-            patch.setattr(f"gristmill.text.prepare.{place}", fail)
+            patch.setattr(f"gristmill.text.prepare.all_parts.{place}", fail)
             result = CliRunner().invoke(app, ["prepare", *words])
             assert isinstance(result.exception, SystemError)
         # A set that stands there now was made by this command, and may be replaced.

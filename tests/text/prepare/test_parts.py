@@ -18,9 +18,8 @@ from gristmill.cli.main import app
 from gristmill.text.prepare.parts import WHOLE, PartNumber, parse_part, spans_of
 from gristmill.text.prepare.prepare import prepare
 from gristmill.text.prepare.request import PrepareRequest
-from gristmill.text.sources.blocks import lines_before
 from gristmill.text.sources.reading import find_sources
-from gristmill.text.sources.source import DocumentSplit, ReadOptions
+from gristmill.text.sources.source import DocumentSplit, ReadOptions, lines_before
 from gristmill.text.tokenizers.tokenizer import ByteTokenizer
 from gristmill.tokens.store import verify_tokens
 

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from gristmill.text.prepare.prepare import prepare
 from gristmill.text.prepare.request import PrepareRequest
-from gristmill.text.sources.blocks import Value
 from gristmill.text.sources.reading import find_sources
-from gristmill.text.sources.source import ReadOptions, Reason
+from gristmill.text.sources.source import ReadOptions, Reason, Value
 from gristmill.text.tokenizers.tokenizer import ByteTokenizer
 
 ReadBlocks = Callable[..., Any]

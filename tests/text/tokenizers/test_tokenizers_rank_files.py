@@ -15,11 +15,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gristmill.base.errors import UserError
-from gristmill.text.tokenizers import rank_files
+from gristmill.text.tokenizers import vocabularies
 from gristmill.text.tokenizers.library import BpeTokenizer
-from gristmill.text.tokenizers.rank_files import ENCODINGS, from_ranks, read_ranks
 from gristmill.text.tokenizers.tokenizer import END_OF_TEXT, open_tokenizer
 from gristmill.text.tokenizers.training import train_tokenizer
+from gristmill.text.tokenizers.vocabularies import ENCODINGS, from_ranks, read_ranks
 
 TEXT = (
     "the mill grinds grain, 12345 678 times; it's HE'LL don't\n\n  and the wheel\r\n turns  /// "
@@ -70,7 +70,7 @@ def tiktoken_tables() -> dict[str, dict[str, Any]]:
 def test_the_table_is_tiktoken_s(name: str, tiktoken_tables: dict[str, Any]) -> None:
     ours, theirs = ENCODINGS[name], tiktoken_tables[name]
     assert dict(ours.special) == theirs["special_tokens"]
-    url, sha256 = f"{rank_files.URL}{ours.ranks}.tiktoken", rank_files.SHA256[ours.ranks]
+    url, sha256 = f"{vocabularies.URL}{ours.ranks}.tiktoken", vocabularies.SHA256[ours.ranks]
     assert theirs["mergeable_ranks"] == {"url": url, "sha256": sha256}
 
 
@@ -151,15 +151,15 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]
     """An encoding `small`, and the places where its file may be: our cache and tiktoken's."""
     write(tmp_path / "small.tiktoken", RANKS)
     digest = hashlib.sha256((tmp_path / "small.tiktoken").read_bytes()).hexdigest()
-    table = {"small": rank_files.Encoding("small", None, {END_OF_TEXT: 425})}
-    monkeypatch.setitem(rank_files.SHA256, "small", digest)
-    monkeypatch.setattr(rank_files, "ENCODINGS", table)
+    table = {"small": vocabularies.Encoding("small", None, {END_OF_TEXT: 425})}
+    monkeypatch.setitem(vocabularies.SHA256, "small", digest)
+    monkeypatch.setattr(vocabularies, "ENCODINGS", table)
     monkeypatch.setattr("gristmill.text.tokenizers.tokenizer.ENCODINGS", table)
-    monkeypatch.setattr(rank_files, "package_folder", lambda *names: None)
+    monkeypatch.setattr(vocabularies, "package_folder", lambda *names: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "tiktoken"))
     own = tmp_path / "cache" / "gristmill" / "tiktoken" / "small.tiktoken"
-    sha1 = hashlib.sha1(f"{rank_files.URL}small.tiktoken".encode()).hexdigest()
+    sha1 = hashlib.sha1(f"{vocabularies.URL}small.tiktoken".encode()).hexdigest()
     return own, tmp_path / "tiktoken" / sha1
 
 

@@ -72,13 +72,13 @@ class CoreTask:
         ]
         flat = iter(tokenizer.encode_batch([text for options in texts for text in options]))
         first = tokenizer.prefix or (tokenizer.end_of_text,)
-        found = []
+        results = []
         for number, options in enumerate(texts):
             try:
-                found.append(cut([(*first, *next(flat)) for _ in options]))
+                results.append(cut([(*first, *next(flat)) for _ in options]))
             except ValueError as error:
                 raise DataError(str(error), where=f"{self.name}, item {number}") from error
-        return found
+        return results
 
     def _examples(self, number: int) -> list[Row]:
         others = [place for place in range(len(self.rows)) if place != number]
@@ -91,7 +91,7 @@ class CoreTask:
             if self.kind == "language_modeling":
                 right.append(float(options[0].greedy))
                 continue
-            losses = [-one.log_prob / one.tokens for one in options]
+            losses = [-option.log_prob / option.tokens for option in options]
             right.append(float(losses.index(min(losses)) == row["gold"]))
         accuracy = mean(right)
         scale = 1 / (1 - self.guessing)
@@ -106,19 +106,19 @@ class CoreTask:
 
 def combined(results: Sequence[EvaluationResult]) -> EvaluationResult:
     """CORE, from the results of all its tasks."""
-    centered = [one.measures["centered"] for one in results]
-    errors = [one.stderr for one in centered]
+    centered = [result.measures["centered"] for result in results]
+    errors = [measure.stderr for measure in centered]
     known = [error for error in errors if error is not None]
     stderr = math.hypot(*known) / len(errors) if len(known) == len(errors) else None
-    value = math.fsum(one.value for one in centered) / len(centered)
+    value = math.fsum(measure.value for measure in centered) / len(centered)
     return EvaluationResult(
         NAME,
         {"core": Measure(value, stderr)},
-        count=sum(one.count for one in results),
-        seconds=sum(one.seconds for one in results),
-        facts={"data_sha256": {one.name: one.facts["data_sha256"] for one in results}},
-        notes=tuple(note for one in results for note in one.notes),
-        parts={one.name: one.measures for one in results},
+        count=sum(result.count for result in results),
+        seconds=sum(result.seconds for result in results),
+        facts={"data_sha256": {result.name: result.facts["data_sha256"] for result in results}},
+        notes=tuple(note for result in results for note in result.notes),
+        parts={result.name: result.measures for result in results},
     )
 
 
@@ -134,7 +134,7 @@ def open_core(place: Path | None, *, where: str) -> list[CoreTask]:
         listed = yaml.safe_load(read("core.yaml"))["icl_tasks"]
         table = csv.DictReader(io.StringIO(read("eval_meta_data.csv")))
         guessing = {row["Eval Task"]: float(row["Random baseline"]) / 100 for row in table}
-        return [_task(one, guessing[one["label"]], read) for one in listed]
+        return [_task(entry, guessing[entry["label"]], read) for entry in listed]
     except (KeyError, TypeError, ValueError, yaml.YAMLError) as error:
         what = f"not a bundle as nanochat has it: {type(error).__name__}: {error}"
         raise DataError(what, where=place) from error
@@ -214,27 +214,32 @@ def _task(listed: Mapping[str, Any], guessing: float, read: Callable[[str], str]
 
 
 def _with_examples(solved: Sequence[str], question: str) -> str:
-    return "".join(f"{one}\n\n" for one in solved) + question
+    return "".join(f"{example}\n\n" for example in solved) + question
 
 
 def _choices(row: Row, examples: Sequence[Row], delimiter: str) -> list[str]:
-    solved = [one["query"] + delimiter + one["choices"][one["gold"]] for one in examples]
-    return [_with_examples(solved, row["query"] + delimiter + one) for one in row["choices"]]
+    solved = [
+        example["query"] + delimiter + example["choices"][example["gold"]] for example in examples
+    ]
+    return [_with_examples(solved, row["query"] + delimiter + choice) for choice in row["choices"]]
 
 
 def _contexts(row: Row, examples: Sequence[Row], delimiter: str) -> list[str]:
     solved = [
-        one["context_options"][one["gold"]] + delimiter + one["continuation"] for one in examples
+        example["context_options"][example["gold"]] + delimiter + example["continuation"]
+        for example in examples
     ]
     return [
-        _with_examples(solved, one + delimiter + row["continuation"])
-        for one in row["context_options"]
+        _with_examples(solved, context + delimiter + row["continuation"])
+        for context in row["context_options"]
     ]
 
 
 def _texts(row: Row, examples: Sequence[Row], delimiter: str) -> list[str]:
     """The prompt without and with what is to be predicted."""
-    solved = [one["context"].strip() + delimiter + one["continuation"] for one in examples]
+    solved = [
+        example["context"].strip() + delimiter + example["continuation"] for example in examples
+    ]
     question = _with_examples(solved, row["context"].strip() + delimiter)
     return [question.strip(), question + row["continuation"]]
 

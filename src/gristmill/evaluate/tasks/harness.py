@@ -1,7 +1,14 @@
 """Tasks of lm-evaluation-harness (the extra `eval`), with our model behind its `LM` interface.
 
 A task is given by the name that the harness knows it by, or by its YAML file. Such a file may hold
-Python code, which runs only if the command line allows it: see `task_files`.
+Python code, which runs only if the command line allows it: it can name Python functions
+(`!function`), classes and metrics whose code is fetched, and its templates can reach Python's
+internals. So of a file that nobody has vouched for, only keys that hold data are taken; it is read
+once, and the harness gets what was read instead of the file:
+
+    task, output_type, metric_list (the harness's own metrics)     what is measured
+    dataset_path (json, csv, parquet, text, or a name on the Hub)  where the questions are
+    doc_to_text, doc_to_target, doc_to_choice, …                   templates, run in a sandbox
 """
 
 from __future__ import annotations
@@ -15,7 +22,7 @@ import logging
 import random
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,14 +31,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from gristmill.base.errors import DataError, UserError, optional
+from gristmill.base.errors import DataError, Exit, UserError, optional
 from gristmill.checkpoint.model import LoadedModel
 from gristmill.evaluate.measures import Measure, function_of_mean
 from gristmill.evaluate.results import EvaluationResult
 from gristmill.evaluate.scoring import Continuation, Truncation, score
-from gristmill.evaluate.tasks.spec import Option, encode_options
-from gristmill.evaluate.tasks.task_files import read_task_file, sandboxed_templates
+from gristmill.evaluate.tasks.questions import Option, encode_options
 from gristmill.generate import Sampling, TextGenerator
+from gristmill.hub.client import parse_repository
 
 SUFFIXES = (".yaml", ".yml")
 PACKAGE = "lm_eval"
@@ -70,7 +77,7 @@ class HarnessTask:
             from lm_eval.evaluator import simple_evaluate
 
             try:
-                found: Any = simple_evaluate(
+                report: Any = simple_evaluate(
                     model=model,
                     tasks=[self.name if self.settings is None else deepcopy(self.settings)],
                     task_manager=self.manager,
@@ -88,7 +95,7 @@ class HarnessTask:
                     remedy="check the network, or give a task file with local data: FILE.yaml",
                 ) from error
         seconds = time.monotonic() - started
-        return [_result(one, found, model, seconds=seconds) for one in _reported(found)]
+        return [_result(name, report, model, seconds=seconds) for name in _reported(report)]
 
 
 def open_harness_task(task: str, *, where: str, trust: bool = False) -> HarnessTask:
@@ -134,14 +141,14 @@ def _no_task(file: Path) -> DataError:
 # ------------------------------------------------------------------ results
 
 
-def _reported(found: Any) -> list[str]:
+def _reported(report: Any) -> list[str]:
     """The tasks and groups that have numbers, groups first."""
-    groups = list(found.get("groups", {}))
-    return [*groups, *(name for name in found["results"] if name not in groups)]
+    groups = list(report.get("groups", {}))
+    return [*groups, *(name for name in report["results"] if name not in groups)]
 
 
-def _result(name: str, found: Any, model: Any, *, seconds: float) -> EvaluationResult:
-    values, samples = found["results"][name], found.get("samples", {}).get(name, [])
+def _result(name: str, report: Any, model: Any, *, seconds: float) -> EvaluationResult:
+    values, samples = report["results"][name], report.get("samples", {}).get(name, [])
     measures = {}
     for key, value in values.items():
         metric, _, filtered = key.partition(",")
@@ -151,14 +158,14 @@ def _result(name: str, found: Any, model: Any, *, seconds: float) -> EvaluationR
         measures[title] = _measure(
             float(value),
             values.get(f"{metric}_stderr,{filtered}"),
-            [one.get(metric) for one in samples if one.get("filter", "none") == filtered],
+            [sample.get(metric) for sample in samples if sample.get("filter", "none") == filtered],
         )
-    count = len({one.get("doc_id", number) for number, one in enumerate(samples)})
+    count = len({sample.get("doc_id", number) for number, sample in enumerate(samples)})
     count = count or int(values.get("sample_len", 0))
     facts = {
         "lm_eval": importlib.metadata.version(PACKAGE),
-        "version": found.get("versions", {}).get(name),
-        "shots": found.get("n-shot", {}).get(name),
+        "version": report.get("versions", {}).get(name),
+        "shots": report.get("n-shot", {}).get(name),
         "items_sha256": _hash(samples),
     }
     notes = tuple[str, ...]()
@@ -169,7 +176,7 @@ def _result(name: str, found: Any, model: Any, *, seconds: float) -> EvaluationR
 
 def _measure(value: float, stderr: Any, items: Sequence[Any]) -> Measure:
     known = stderr if isinstance(stderr, int | float) else None
-    numbers = [float(one) for one in items if isinstance(one, bool | int | float)]
+    numbers = [float(item) for item in items if isinstance(item, bool | int | float)]
     if numbers and len(numbers) == len(items):
         ours = function_of_mean(numbers, value=value)
         # If the number is not the mean of its items, only the harness knows its error.
@@ -182,7 +189,7 @@ def _hash(samples: Sequence[Any]) -> str | None:
     """One hash over those that the harness computes of all items."""
     from gristmill.base.files import sha256_text
 
-    hashes = [str(one.get("doc_hash")) for one in samples]
+    hashes = [str(sample.get("doc_hash")) for sample in samples]
     return sha256_text("\n".join(hashes)) if hashes else None
 
 
@@ -250,11 +257,11 @@ def language_model(loaded: LoadedModel, progress: Callable[[int, int], None] | N
                 ],
             )
             scores = score(loaded.model, questions, progress=progress, truncation=self.truncation)
-            found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+            answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
             for numbers, options in zip(by_context.values(), scores, strict=True):
-                for number, one in zip(numbers, options, strict=True):
-                    found[number] = one.log_prob, one.greedy
-            return found
+                for number, option in zip(numbers, options, strict=True):
+                    answers[number] = option.log_prob, option.greedy
+            return answers
 
         def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
             first = (tokenizer.prefix or (tokenizer.end_of_text,))[-1]
@@ -271,7 +278,7 @@ def language_model(loaded: LoadedModel, progress: Callable[[int, int], None] | N
                 for request in requests
             ]
             scores = score(loaded.model, windows, progress=progress)
-            return [sum(one.log_prob for one in options) for options in scores]
+            return [sum(window.log_prob for window in text) for text in scores]
 
         def generate_until(self, requests: list[Any]) -> list[str]:
             texts, done = [""] * len(requests), 0
@@ -284,8 +291,8 @@ def language_model(loaded: LoadedModel, progress: Callable[[int, int], None] | N
                 for begin in range(0, len(numbers), LARGEST_BATCH):
                     batch = numbers[begin : begin + LARGEST_BATCH]
                     wanted = self._wanted(requests[batch[0]])
-                    found = self.generator.complete([prompts[n] for n in batch], **wanted)
-                    for number, text in zip(batch, found, strict=True):
+                    completed = self.generator.complete([prompts[n] for n in batch], **wanted)
+                    for number, text in zip(batch, completed, strict=True):
                         texts[number] = text
                     done += len(batch)
                     if progress is not None:
@@ -307,7 +314,7 @@ def language_model(loaded: LoadedModel, progress: Callable[[int, int], None] | N
             temperature = 0.0 if greedy else float(options.get("temperature", 1.0))
             return {
                 "tokens": min(tokens, max(1, context // 2)),
-                "stop": [until] if isinstance(until, str) else [one for one in until if one],
+                "stop": [until] if isinstance(until, str) else [text for text in until if text],
                 "sampling": Sampling(temperature, 0, float(options.get("top_p", 1.0))),
             }
 
@@ -317,3 +324,121 @@ def language_model(loaded: LoadedModel, progress: Callable[[int, int], None] | N
 def _window(pair: tuple[list[int], list[int]]) -> Continuation:
     before, scored = pair
     return Continuation((*before, *scored), len(before))
+
+
+TRUST = "--trust-task-code"
+LARGEST = 2**20
+"""Bytes of a task file."""
+MOST_VALUES = 100_000
+"""Values of a task file, aliases followed: a few lines of them can stand for billions."""
+_FORMATS = ("json", "csv", "parquet", "text")
+_METRICS = frozenset(
+    "acc acc_norm acc_bytes acc_mutual_info perplexity word_perplexity byte_perplexity "
+    "bits_per_byte exact_match exact_match_mc f1 mcc bleu chrf ter brier_score likelihood".split()
+)
+"""Metrics that come with the harness; it looks for others in repositories with code."""
+_KEYS = frozenset(
+    "task task_alias tag dataset_path dataset_name dataset_kwargs training_split validation_split "
+    "test_split fewshot_split output_type doc_to_text doc_to_target doc_to_choice description "
+    "target_delimiter fewshot_delimiter num_fewshot metric_list generation_kwargs repeats metadata "
+    "filter_list should_decontaminate doc_to_decontamination_query gen_prefix".split()
+)
+_DATASET_KEYS = frozenset({"data_files", "data_dir", "revision", "streaming"})
+_METRIC_KEYS = frozenset(
+    "metric aggregation higher_is_better ignore_case ignore_punctuation ignore_numbers "
+    "regexes_to_ignore".split()
+)
+_TAG = re.compile(r"tag '([^']{1,100})'")
+
+
+def read_task_file(file: Path, *, including: Sequence[Path] = ()) -> dict[str, Any]:
+    """The settings of a task, those of the files that it includes among them; refuses a file that
+    could make the harness run code."""
+    yaml = optional("yaml", extra="eval", purpose="reading a task file")
+    try:
+        with file.open("rb") as opened:
+            content = opened.read(LARGEST + 1)
+        value = yaml.safe_load(content) if len(content) <= LARGEST else None
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror}", where=file) from error
+    except yaml.constructor.ConstructorError as error:
+        named = _TAG.search(str(error))
+        raise _code(f"it has the tag {named[1] if named else '!'!r}", file) from error
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"not a task file: {first}", where=file) from error
+    if not isinstance(value, dict) or not _bounded(value):
+        raise DataError("not a task file, or larger than any", where=file)
+    included = value.pop("include", [])
+    whole: dict[str, Any] = {}
+    for name in included if isinstance(included, list) else [included]:
+        other = file.parent / str(name)
+        if other in including or len(including) > 8:
+            raise DataError("task files include each other", where=file)
+        whole |= read_task_file(other, including=(*including, file))
+    whole |= value
+    _require_data(whole, file)
+    return whole
+
+
+@contextlib.contextmanager
+def sandboxed_templates() -> Iterator[None]:
+    """The harness renders templates in Jinja's sandbox."""
+    from jinja2 import BaseLoader, StrictUndefined
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from lm_eval import utils
+
+    theirs = utils.env
+    sandbox: Any = ImmutableSandboxedEnvironment(
+        loader=BaseLoader(), undefined=StrictUndefined, keep_trailing_newline=True
+    )
+    sandbox.filters["regex_replace"] = theirs.filters["regex_replace"]
+    utils.env = sandbox
+    try:
+        yield
+    finally:
+        utils.env = theirs
+
+
+def _require_data(settings: Mapping[str, Any], file: Path) -> None:
+    """Refuse what could be code, or lead to some."""
+    for key in settings:
+        if key not in _KEYS:
+            raise _code(f"it has the key {str(key)[:100]!r}", file)
+    place = settings.get("dataset_path")
+    if place is not None and place not in _FORMATS:
+        on_hub = isinstance(place, str) and "/" in place and parse_repository(place) is not None
+        if not on_hub or Path(place).exists():
+            formats = ", ".join(_FORMATS)
+            raise _code(f"its dataset_path is neither {formats} nor a name on the Hub", file)
+    for key, allowed in (("dataset_kwargs", _DATASET_KEYS), ("metric_list", _METRIC_KEYS)):
+        given = settings.get(key) or {}
+        for entry in given if isinstance(given, list) else [given]:
+            others = set(entry) - allowed if isinstance(entry, dict) else {entry}
+            if others:
+                raise _code(f"its {key} has {str(min(map(str, others)))[:100]!r}", file)
+            metric = entry.get("metric", "acc")
+            if metric not in _METRICS:
+                raise _code(f"the harness has no metric {str(metric)[:100]!r} of its own", file)
+
+
+def _code(what: str, file: Path) -> UserError:
+    return UserError(
+        f"this task file may run Python code, which nobody has allowed: {what}",
+        where=str(file),
+        remedy="if you trust it and what it names, measure it with `gristmill evaluate MODEL "
+        f"--tasks {file} {TRUST}`; a run file cannot allow it",
+        exit=Exit.REFUSED,
+    )
+
+
+def _bounded(value: Any) -> bool:
+    """Whether a walk through a value, with what it shares visited again, comes to an end soon."""
+    left, waiting = MOST_VALUES, [value]
+    while waiting and left:
+        item, left = waiting.pop(), left - 1
+        if isinstance(item, dict):
+            waiting += item.values()
+        elif isinstance(item, list):
+            waiting += item
+    return left > 0

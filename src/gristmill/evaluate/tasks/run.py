@@ -23,9 +23,8 @@ from gristmill.checkpoint.model import LoadedModel
 from gristmill.evaluate.results import EvaluationResult
 from gristmill.evaluate.scoring import Truncation, score
 from gristmill.evaluate.tasks import core
-from gristmill.evaluate.tasks.built_in import BUILT_IN, open_file
 from gristmill.evaluate.tasks.harness import HarnessTask, open_harness_task
-from gristmill.evaluate.tasks.spec import Task
+from gristmill.evaluate.tasks.questions import BUILT_IN, Task, open_file
 
 HARNESS = "harness:"
 _ROWS = (".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst")
@@ -61,10 +60,10 @@ def open_tasks(
 ) -> list[OpenTask]:
     """The tasks in a list whose entries may name several, separated by commas."""
     names = [name.strip() for entry in given for name in entry.split(",")]
-    found = list(dict.fromkeys(name for name in names if name))
-    if not found:
+    unique = list(dict.fromkeys(name for name in names if name))
+    if not unique:
         raise UserError("no task is named", where=where, remedy="for example lambada")
-    return [_open(name, options or TaskOptions(), where=where) for name in found]
+    return [_open(name, options or TaskOptions(), where=where) for name in unique]
 
 
 def _open(name: str, options: TaskOptions, *, where: str) -> OpenTask:

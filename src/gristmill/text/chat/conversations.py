@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from gristmill.base.errors import DataError
 from gristmill.text.sources.lines import text_or_reason
-from gristmill.text.sources.reading import cut_source, failed, find_sources, read_block
+from gristmill.text.sources.reading import find_sources, read_rows
 from gristmill.text.sources.source import DocumentSplit, ReadOptions, Reason
 
 ROLES: Mapping[str, str] = {
@@ -129,27 +129,20 @@ def read_conversations(name: str, ledger: LineLedger) -> Iterator[Conversation]:
         what = "conversations are read from JSON-lines files, folders and globs"
         raise DataError(what, where=f"data.paths {name}")
     options = ReadOptions(split=DocumentSplit.LINE)
-    found = find_sources([name], options)
-    ledger.skipped += [f"{one.origin} is left out: {one.what}" for one in found.skipped]
-    for source in found.sources:
+    sources, skipped = find_sources([name], options)
+    ledger.skipped += [f"{item.origin} is left out: {item.what}" for item in skipped]
+    for source in sources:
         # Whatever the name ends in: each line holds one value.
         source.extension = ".txt"
-        first = 1
-        for block in cut_source(source, options, 0):
-            rows = read_block(source, block, options)
-            for place, value in zip(rows.places, rows.columns[0], strict=True):
-                ledger.lines += 1
-                origin = f"{source.name}:{first + place}"
-                try:
-                    messages = _parse(value)
-                except _BadLineError as error:
-                    ledger.drop(error.reason, origin, error.detail)
-                else:
-                    ledger.kept += 1
-                    yield Conversation(messages, origin)
-            first += rows.lines
-            if rows.failure:
-                raise failed(rows.failure, source=source, line=first)
+        for row in read_rows(source, options):
+            ledger.lines += 1
+            try:
+                messages = _parse(row.value)
+            except _BadLineError as error:
+                ledger.drop(error.reason, row.origin, error.detail)
+            else:
+                ledger.kept += 1
+                yield Conversation(messages, row.origin)
 
 
 def require_conversations(name: str, ledger: LineLedger) -> None:
@@ -208,7 +201,7 @@ def _messages(value: Any) -> Iterator[Message]:
 def _listed(messages: Sequence[Any], forms: Sequence[MessageKeys]) -> Iterator[Message]:
     for message in messages:
         keys = next(
-            (one for one in forms if isinstance(message, dict) and {*one} <= set(message)), None
+            (form for form in forms if isinstance(message, dict) and {*form} <= set(message)), None
         )
         if keys is None:
             raise _BadLineError(BadLine.OTHER_SHAPE, "a message without role and content")

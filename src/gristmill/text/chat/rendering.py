@@ -31,7 +31,7 @@ from typing import Any
 
 SECONDS = 5.0
 EACH = 0.02
-"""Of computing for one request, and for each of its calls more; these take about 0.1 ms."""
+"""Seconds of computing for one request, and more for each of its calls, which take 0.1 ms."""
 MEMORY = 2**30
 """Bytes of address space, of which Python with Jinja takes a tenth."""
 MOST_ADDED = 2**24
@@ -84,13 +84,13 @@ def environment() -> Any:
         # The filter of Jinja escapes for HTML.
         return json.dumps(value, **{"ensure_ascii": False, **options})
 
-    made = ImmutableSandboxedEnvironment(
+    environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
-    made.filters["tojson"] = to_json
-    made.globals["raise_exception"] = raise_exception
-    made.globals["strftime_now"] = _TODAY.strftime
-    return made
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = _TODAY.strftime
+    return environment
 
 
 @functools.lru_cache(maxsize=8)
@@ -155,8 +155,8 @@ class _Renderer:
             if not answer.endswith(b"\n"):
                 self.close()
                 return {"limit": f"it takes longer than {SECONDS:g} seconds, or too much memory"}
-            found: dict[str, Any] = json.loads(answer)
-            return found
+            value: dict[str, Any] = json.loads(answer)
+            return value
 
     def _running(self) -> subprocess.Popen[bytes]:
         """The process, which a fork does not inherit."""
@@ -190,7 +190,7 @@ atexit.register(_RENDERER.close)
 
 def render(source: str, tokens: Mapping[str, str], calls: Sequence[Call]) -> list[str | Refused]:
     """The texts of some calls, by the other process."""
-    given = [sum(len(one["content"]) for one in call["messages"]) for call in calls]
+    given = [sum(len(message["content"]) for message in call["messages"]) for call in calls]
     answer = _RENDERER.ask(
         {
             "source": source,
@@ -204,7 +204,7 @@ def render(source: str, tokens: Mapping[str, str], calls: Sequence[Call]) -> lis
         raise TemplateSyntaxError(answer["syntax"])
     if "limit" in answer:
         raise TemplateLimitError(answer["limit"])
-    return [one if isinstance(one, str) else Refused(one["refused"]) for one in answer["texts"]]
+    return [text if isinstance(text, str) else Refused(text["refused"]) for text in answer["texts"]]
 
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     except (TemplateLimitError, MemoryError):
         return {"limit": "it writes too much"}
     return {
-        "texts": [{"refused": one[:1000]} if isinstance(one, Refused) else one for one in texts]
+        "texts": [{"refused": text[:1000]} if isinstance(text, Refused) else text for text in texts]
     }
 
 

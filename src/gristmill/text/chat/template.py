@@ -96,17 +96,17 @@ class ChatTemplate:
     ) -> list[TemplatePiece]:
         """The text of a conversation, divided into the words of messages and the template's own;
         with the beginning of an answer, if one is to be generated."""
-        (found,) = self.pieces_of([messages], add_generation_prompt=add_generation_prompt)
-        if isinstance(found, Exception):
-            raise found
-        return found
+        (pieces,) = self.pieces_of([messages], add_generation_prompt=add_generation_prompt)
+        if isinstance(pieces, Exception):
+            raise pieces
+        return pieces
 
     def pieces_of(
         self, conversations: Sequence[Sequence[Message]], *, add_generation_prompt: bool = False
     ) -> list[list[TemplatePiece] | UnusableError]:
         """The same of several conversations, which is faster, or why there is none."""
-        found: dict[int, list[TemplatePiece] | UnusableError] = {}
-        searches = {number: _search(one) for number, one in enumerate(conversations)}
+        results: dict[int, list[TemplatePiece] | UnusableError] = {}
+        searches = {number: _search(messages) for number, messages in enumerate(conversations)}
         texts: dict[int, list[str] | None] = dict.fromkeys(searches)
         while texts:
             asked: dict[int, list[Sequence[Message]]] = {}
@@ -115,24 +115,24 @@ class ChatTemplate:
                     search = searches[number]
                     asked[number] = next(search) if known is None else search.send(known)
                 except StopIteration as end:
-                    found[number] = end.value
+                    results[number] = end.value
                 except (TemplateRefusedError, TemplateRewritesError) as error:
-                    found[number] = error
+                    results[number] = error
             rendered = iter(
                 self._texts(
-                    [one for several in asked.values() for one in several],
+                    [messages for several in asked.values() for messages in several],
                     add_generation_prompt=add_generation_prompt,
                 )
             )
             texts = {}
             for number, several in asked.items():
                 now = [next(rendered) for _ in several]
-                refused = next((one for one in now if isinstance(one, Refused)), None)
+                refused = next((text for text in now if isinstance(text, Refused)), None)
                 if refused is None:
                     texts[number] = now
                 else:
-                    found[number] = TemplateRefusedError(str(refused))
-        return [found[number] for number in searches]
+                    results[number] = TemplateRefusedError(str(refused))
+        return [results[number] for number in searches]
 
     def _texts(
         self, conversations: Sequence[Sequence[Message]], *, add_generation_prompt: bool
@@ -140,7 +140,9 @@ class ChatTemplate:
         """What the template makes of some conversations."""
         calls = [
             {
-                "messages": [{"role": one.role, "content": one.content} for one in messages],
+                "messages": [
+                    {"role": message.role, "content": message.content} for message in messages
+                ],
                 "add_generation_prompt": add_generation_prompt,
             }
             for messages in conversations
@@ -171,7 +173,7 @@ def _search(
         if pieces is not None and "".join(piece.text for piece in pieces) == wanted:
             return pieces
     # Trimmed in some other way: the words between are the same.
-    stripped = [replace(one, content=one.content.strip()) for one in messages]
+    stripped = [replace(message, content=message.content.strip()) for message in messages]
     text, marked = yield [stripped, _marked(stripped)]
     pieces = _between_sentinels(marked, stripped)
     if pieces is not None and "".join(piece.text for piece in pieces) == text:
@@ -183,8 +185,8 @@ def _marked(messages: Sequence[Message]) -> list[Message]:
     """The messages between two characters each that no message holds."""
     first = _free_plane(messages)
     return [
-        replace(one, content=f"{chr(first + 2 * n)}{one.content}{chr(first + 2 * n + 1)}")
-        for n, one in enumerate(messages)
+        replace(message, content=f"{chr(first + 2 * n)}{message.content}{chr(first + 2 * n + 1)}")
+        for n, message in enumerate(messages)
     ]
 
 
@@ -193,8 +195,8 @@ def _between_sentinels(text: str, messages: Sequence[Message]) -> list[TemplateP
     first = _free_plane(messages)
     last = first + 2 * len(messages)
     pieces, inside, begin = list[TemplatePiece](), None, 0
-    for found in _PRIVATE.finditer(text):
-        place, code = found.start(), ord(found[0])
+    for match in _PRIVATE.finditer(text):
+        place, code = match.start(), ord(match[0])
         if not first <= code < last:
             continue
         number, closes = divmod(code - first, 2)
@@ -216,12 +218,16 @@ def _own_sources() -> frozenset[str]:
 def _trimmed(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
     """The messages as they are; then, if that changes any, with those of some roles trimmed."""
     yield messages
-    loose = sorted({one.role for one in messages if one.content != one.content.strip()})
+    loose = sorted(
+        {message.role for message in messages if message.content != message.content.strip()}
+    )
     for count in range(1, len(loose) + 1):
         for roles in itertools.combinations(loose, count):
             yield [
-                replace(one, content=one.content.strip()) if one.role in roles else one
-                for one in messages
+                replace(message, content=message.content.strip())
+                if message.role in roles
+                else message
+                for message in messages
             ]
 
 
@@ -229,8 +235,12 @@ def _free_plane(messages: Sequence[Message]) -> int:
     """Where characters for sentinels begin that no message holds."""
     if len(messages) > _MOST_MESSAGES:
         raise TemplateRefusedError(f"more than {_MOST_MESSAGES} messages")
-    held = {ord(one) >> 16 for message in messages for one in _PRIVATE.findall(message.content)}
-    free = next((first for first in _PLANES if first >> 16 not in held), None)
+    taken = {
+        ord(character) >> 16
+        for message in messages
+        for character in _PRIVATE.findall(message.content)
+    }
+    free = next((first for first in _PLANES if first >> 16 not in taken), None)
     if free is None:
         raise TemplateRefusedError("characters of both planes for private use")
     return free
@@ -245,13 +255,13 @@ def choose_template(
     """The template that a setting names; "auto" looks for one in folders with tokenizers first."""
     if setting == "auto":
         for folder in folders:
-            found = find_template(folder, tokenizer)
-            if found is not None:
-                return found
+            template = find_template(folder, tokenizer)
+            if template is not None:
+                return template
         has_chatml = all(token in tokenizer.control_tokens for token in _CHATML_TOKENS)
         setting = "chatml" if has_chatml else "plain"
     if setting in OWN:
-        lacking = [one for one in _CHATML_TOKENS if one not in tokenizer.control_tokens]
+        lacking = [token for token in _CHATML_TOKENS if token not in tokenizer.control_tokens]
         if setting == "chatml" and lacking:
             raise UserError(
                 f"the tokenizer has no control token {' or '.join(lacking)}",
@@ -292,11 +302,17 @@ def find_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
         return ChatTemplate(source, str(file), tokenizer.named_tokens)
     file = folder / CONFIG_FILE
     settings = read_json(file) if file.is_file() else None
-    found = settings.get("chat_template") if isinstance(settings, dict) else None
-    if isinstance(found, list):
+    template = settings.get("chat_template") if isinstance(settings, dict) else None
+    if isinstance(template, list):
         # Several, of which models name the usual one so.
-        named = [one for one in found if isinstance(one, dict) and one.get("name") == "default"]
-        found = named[0].get("template") if named else None
+        named = [
+            entry
+            for entry in template
+            if isinstance(entry, dict) and entry.get("name") == "default"
+        ]
+        template = named[0].get("template") if named else None
     return (
-        ChatTemplate(found, str(file), tokenizer.named_tokens) if isinstance(found, str) else None
+        ChatTemplate(template, str(file), tokenizer.named_tokens)
+        if isinstance(template, str)
+        else None
     )

@@ -4,7 +4,8 @@
     all others            an engine runs them: one command for each, `prepare … --parts 8 --part 3`
     one that dies         runs again and resumes, a few times at most
     one that fails        not again: bad data, a full disk or a wrong command stay what they are
-    all are done          merged, read again from the disk, and removed
+    all are done          merged into what one preparation would have made, read again from the
+                          disk, and removed
 
 An engine (`TaskEngine`) knows numbers and commands only. Whether a part is done is decided by its
 files, so nothing is lost and nothing done twice if this process is killed. `PartsState` remembers
@@ -13,6 +14,7 @@ what the engine submitted to others, and that merging has begun.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,28 +22,29 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from gristmill.base.errors import Exit, Problem, UserError
+from gristmill.base.errors import DataError, Exit, Problem, UserError
 from gristmill.base.exit_report import read_exit_report, read_remedy
+from gristmill.base.files import read_json, require_room, write_sealed_json
 from gristmill.base.locks import OutputLock
-from gristmill.text.prepare.ledger import HopelessError
-from gristmill.text.prepare.merge_parts import merge_parts, remove_part
-from gristmill.text.prepare.part_record import prepared_keys, read_record
+from gristmill.text.prepare.journal import Cursor, HopelessError, Ledger, SetCounts
+from gristmill.text.prepare.outputs import check_complete, save_tokenizer
 from gristmill.text.prepare.part_status import (
     PartsState,
     log_file,
+    prepared_keys,
+    read_record,
+    record_file,
     saved_counts,
 )
 from gristmill.text.prepare.parts import PartNumber, no_parts_of
-from gristmill.text.prepare.prepare import PrepareResult
-from gristmill.text.prepare.records import Cursor, SetCounts
+from gristmill.text.prepare.prepare import PrepareResult, WorkPlan
 from gristmill.text.prepare.request import PrepareRequest
-from gristmill.text.prepare.work_plan import WorkPlan
 from gristmill.text.sources.datasets import PREFIX as DATASET_PREFIX
 from gristmill.text.sources.reading import STDIN, find_sources
 from gristmill.text.tokenizers.tokenizer import Tokenizer
-from gristmill.tokens.convert import CopyProgress
-from gristmill.tokens.format import NewSet
-from gristmill.tokens.store import VerifyProgress
+from gristmill.tokens.convert import CopyProgress, convert_tokens
+from gristmill.tokens.format import LEDGER_FILE, Manifest, NewSet, file_of, read_manifest
+from gristmill.tokens.store import VerifyProgress, verify_tokens
 from gristmill.tokens.writer import refuse_existing
 
 _PERMANENT = (
@@ -49,7 +52,7 @@ _PERMANENT = (
 )  # fmt: skip
 """Failures that another attempt would meet again."""
 _OF_ONE_PART = (Exit.DATA, Exit.INTERNAL)
-"""Those of them that the other parts need not meet."""
+"""Permanent endings that the other parts need not meet."""
 _LINGERING = 150.0
 """Seconds for which the lock of a process that is gone may be seen, on a network file system."""
 _AGAIN = 5.0
@@ -173,7 +176,7 @@ def prepare_in_parts(
             state.save()
         _remove(requests, state)
     keys = prepared_keys(request)
-    text_bytes = sum(made.info.text_bytes or 0 for key in keys for made in key.sets)
+    text_bytes = sum(prepared.info.text_bytes or 0 for key in keys for prepared in key.sets)
     return PrepareResult(keys, text_bytes, new_text_bytes, time.perf_counter() - began, "")
 
 
@@ -233,7 +236,7 @@ class _PartsRun:
         self._began = time.perf_counter()
         self._done: dict[int, SetCounts] = {}
         self._begun: set[int] = set()
-        """Those that the engine has, waiting or running."""
+        """Parts that the engine has, waiting or running."""
         self._tries: Counter[int] = Counter()
         self._lost: dict[int, float] = {}
         """When a process was lost that may have held the lock of a part."""
@@ -400,3 +403,91 @@ def _ending(status: int | None) -> str:
     if status is None:
         return "with its machine"
     return f"by signal {-status}" if status < 0 else f"with exit status {status}"
+
+
+def merge_parts(
+    request: PrepareRequest,
+    parts: Sequence[PrepareRequest],
+    tokenizer: Tokenizer,
+    *,
+    copying: Callable[[CopyProgress], None],
+    verifying: Callable[[VerifyProgress], None],
+) -> None:
+    """Make the sets of the whole, each with its tokenizer, and the ledgers; then read all of it
+    again. What stands in their place is replaced."""
+    ledgers, needed = {}, 0
+    for key in request.options.keys:
+        ledger = Ledger()
+        for part in parts:
+            file = file_of(part.prefix(key, None), LEDGER_FILE)
+            ledger.add(Ledger.from_json(read_json(file)))
+        documents = {}
+        for split in request.splits:
+            manifests = [read_manifest(part.prefix(key, split)) for part in parts]
+            documents[request.prefix(key, split)] = sum(
+                manifest.info.documents for manifest in manifests
+            )
+            needed += sum(
+                facts.bytes for manifest in manifests for facts in manifest.files.values()
+            )
+        check_complete(ledger, documents)
+        ledgers[key] = ledger
+    require_room(
+        request.output,
+        needed=needed,
+        purpose="a merged copy of all parts",
+        remedy="give an output on a larger disk, and --overwrite",
+    )
+    for key, ledger in ledgers.items():
+        write_sealed_json(file_of(request.prefix(key, None), LEDGER_FILE), ledger.as_json())
+        for split in request.splits:
+            prefix = request.prefix(key, split)
+            sources = [part.prefix(key, split) for part in parts]
+            save_tokenizer(tokenizer, file_of(prefix, ".tokenizer"))
+            convert_tokens(
+                sources,
+                prefix,
+                format=request.format,
+                shard_size=request.shard_size,
+                overwrite=True,
+                progress=copying,
+            )
+            _verify(prefix, [read_manifest(source) for source in sources], verifying)
+
+
+def _verify(
+    prefix: Path, parts: Sequence[Manifest], progress: Callable[[VerifyProgress], None]
+) -> None:
+    """Read a merged set again from the disk, and compare it with its parts."""
+    if problems := verify_tokens(prefix, progress=progress):
+        raise DataError(problems)
+    info = read_manifest(prefix).info
+    documents, tokens = (
+        sum(getattr(part.info, name) for part in parts) for name in ("documents", "tokens")
+    )
+    if (documents, tokens) != (info.documents, info.tokens):
+        raise DataError(
+            f"the merged set has {info.documents} documents and {info.tokens} tokens, and its "
+            f"parts together have {documents} and {tokens}",
+            where=prefix,
+            remedy="start the same command again, which merges the parts again",
+        )
+
+
+def remove_part(part: PrepareRequest) -> None:
+    """Remove all files of a part, even if an earlier attempt has removed some of them."""
+    for key in part.options.keys:
+        for split in part.splits:
+            prefix = part.prefix(key, split)
+            manifest = file_of(prefix, ".json")
+            try:
+                files = read_manifest(prefix).files if manifest.is_file() else {}
+            except UserError:
+                files = {}
+            shutil.rmtree(file_of(prefix, ".tokenizer"), ignore_errors=True)
+            # The manifest goes last, since it names the others.
+            for suffix in (*files, ".json"):
+                file_of(prefix, suffix).unlink(missing_ok=True)
+        file_of(part.prefix(key, None), LEDGER_FILE).unlink(missing_ok=True)
+    log_file(part.name).unlink(missing_ok=True)
+    record_file(part.name).unlink(missing_ok=True)

@@ -1,14 +1,19 @@
-"""The journal of one preparation, which lets another process resume it.
+"""What became of every line (the ledger), and the journal of one preparation, which lets another
+process resume it.
 
     .NAME.prepare.json    the request, how far the work is, lengths and checksums of hidden files
     .NAME.spans.part      one line for each span that is done (`SpanRecord`)
 
 Every few seconds the hidden files of the unfinished sets are flushed, then the journal records
 their lengths and which line of which source comes next. The same command, given again, truncates
-the files to that and continues. If sources have changed since, a new generation of hidden files is
-begun, and the journal also describes the one before, from which the tokens of unchanged sources are
-copied. A different command is refused, since it would destroy hours of work. The journal is removed
-once the sets are in place.
+the files to that and continues. A different command is refused, since it would destroy hours of
+work. The journal is removed once the sets are in place.
+
+A span of a source is the unit of work that outlives a change of the sources. If sources were
+changed, added or removed before the work resumes, the tokens of unchanged spans are copied from the
+hidden files of the attempt before (a generation), and the others are encoded again. A span is the
+same if its source has the same name, size and time, and the part takes the same range of it; with
+documents held out it must also have the same number, since that decides about them.
 """
 
 from __future__ import annotations
@@ -16,15 +21,258 @@ from __future__ import annotations
 import glob
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gristmill.base.errors import Exit, UserError
-from gristmill.base.files import read_json, storage_errors, write_json
-from gristmill.text.prepare.ledger import Ledger
-from gristmill.text.prepare.records import Cursor, KeyRecord, SetCounts, SpanId, SpanRecord
+from gristmill.base.errors import DataError, Exit, UserError
+from gristmill.base.files import (
+    read_json,
+    sha256_text,
+    storage_errors,
+    write_json,
+    write_sealed_json,
+)
+from gristmill.text.prepare.parts import SourceSpan
+from gristmill.text.sources.source import Dropped, Reason, Skipped, SkipReason, Source
+from gristmill.tokens.format import LEDGER_FILE, TokenReader, file_of
 from gristmill.tokens.writer import HashedFile
+
+_MAX_PLACES = 100
+
+
+class HopelessError(DataError):
+    """An error that resuming the same work would only repeat."""
+
+
+@dataclass
+class Ledger:
+    """What became of every line: lines = kept + dropped, by reason."""
+
+    lines: int = 0
+    kept: int = 0
+    dropped: dict[Reason, int] = field(default_factory=dict)
+    places: list[Dropped] = field(default_factory=list)
+    """The first 100 dropped lines."""
+    skipped: dict[SkipReason, int] = field(default_factory=dict)
+    """Files and folders that were left out; their lines are not counted."""
+    skipped_places: list[Skipped] = field(default_factory=list)
+    """The first 100 of them."""
+
+    def skip(self, item: Skipped) -> None:
+        self.skipped[item.reason] = self.skipped.get(item.reason, 0) + 1
+        if len(self.skipped_places) < _MAX_PLACES:
+            self.skipped_places.append(item)
+
+    def drop(self, item: Dropped) -> None:
+        self.dropped[item.reason] = self.dropped.get(item.reason, 0) + 1
+        if len(self.places) < _MAX_PLACES:
+            self.places.append(item)
+
+    def add(self, other: Ledger) -> None:
+        """Append the ledger of the part that follows."""
+        self.lines += other.lines
+        self.kept += other.kept
+        for reason, count in other.dropped.items():
+            self.dropped[reason] = self.dropped.get(reason, 0) + count
+        self.places += other.places[: _MAX_PLACES - len(self.places)]
+        for skip, count in other.skipped.items():
+            self.skipped[skip] = self.skipped.get(skip, 0) + count
+        self.skipped_places += other.skipped_places[: _MAX_PLACES - len(self.skipped_places)]
+
+    def check(self, *, may_be_empty: bool) -> None:
+        """Lines read = documents kept + lines dropped, and there are documents."""
+        dropped = sum(self.dropped.values())
+        assert self.lines == self.kept + dropped, f"lines unaccounted for: {self}"
+        if self.kept or may_be_empty:
+            return
+        counts = [*self.dropped.items(), *self.skipped.items()]
+        reasons = ", ".join(f"{count} {reason.value}" for reason, count in counts)
+        origins = [item.origin for item in self.places]
+        origins += [item.origin for item in self.skipped_places]
+        raise HopelessError(
+            f"no document was found in {self.lines} lines" + (f" ({reasons})" if reasons else ""),
+            where=origins[0] if origins else None,
+            remedy="check the sources and, for JSON lines, the key of the text (--json-key)",
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "lines": self.lines,
+            "kept": self.kept,
+            "dropped": {reason.value: count for reason, count in self.dropped.items()},
+            "first_dropped": [
+                {"origin": item.origin, "reason": item.reason.value} for item in self.places
+            ],
+            "skipped": {reason.value: count for reason, count in self.skipped.items()},
+            "first_skipped": [
+                {"origin": item.origin, "reason": item.reason.value, "what": item.what}
+                for item in self.skipped_places
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Ledger:
+        return cls(
+            lines=value["lines"],
+            kept=value["kept"],
+            dropped={Reason(reason): count for reason, count in value["dropped"].items()},
+            places=[Dropped(Reason(p["reason"]), p["origin"]) for p in value["first_dropped"]],
+            skipped={SkipReason(why): count for why, count in value.get("skipped", {}).items()},
+            skipped_places=[
+                Skipped(SkipReason(p["reason"]), p["origin"], p["what"])
+                for p in value.get("first_skipped", ())
+            ],
+        )
+
+
+def merge_ledgers(prefixes: Sequence[Path], output: Path) -> None:
+    """Write the ledger of all sets beside the merged one, if each has one."""
+    files = [file_of(prefix, LEDGER_FILE) for prefix in prefixes]
+    if all(file.is_file() for file in files):
+        whole = Ledger()
+        for file in files:
+            whole.add(Ledger.from_json(read_json(file)))
+        write_sealed_json(file_of(output, LEDGER_FILE), whole.as_json())
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """What comes next."""
+
+    span: int = 0
+    """The number of the span, in the order of the work."""
+    position: int | None = None
+    """Where in its source; None for the beginning of the span."""
+    line: int = 0
+    """The number of the next line."""
+
+
+@dataclass(frozen=True)
+class SetCounts:
+    """How much of a token set."""
+
+    tokens: int = 0
+    documents: int = 0
+    text_bytes: int = 0
+
+    def __add__(self, other: SetCounts) -> SetCounts:
+        return SetCounts(
+            self.tokens + other.tokens,
+            self.documents + other.documents,
+            self.text_bytes + other.text_bytes,
+        )
+
+    def __sub__(self, other: SetCounts) -> SetCounts:
+        return SetCounts(
+            self.tokens - other.tokens,
+            self.documents - other.documents,
+            self.text_bytes - other.text_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class KeyRecord:
+    """What a span gave for one key."""
+
+    ledger: Ledger
+    sets: Sequence[SetCounts]
+
+
+@dataclass(frozen=True)
+class SpanId:
+    """Which span of which source."""
+
+    fingerprint: str
+    """Changes with the content of the source."""
+    name: str
+
+    @classmethod
+    def of(cls, span: SourceSpan, source: Source, *, numbered: bool) -> SpanId:
+        facts = source.identity, span.begin, span.end, span.source if numbered else None
+        return cls(sha256_text(repr(facts))[:32], source.name)
+
+
+@dataclass(frozen=True)
+class SpanRecord:
+    """What a span gave."""
+
+    id: SpanId
+    keys: Sequence[KeyRecord]
+
+    @property
+    def damaged(self) -> bool:
+        return any(SkipReason.DAMAGED_FILE in key.ledger.skipped for key in self.keys)
+
+    def as_json(self) -> dict[str, Any]:
+        # There may be millions of them, and `dataclasses.asdict` is slow.
+        keys = [
+            {
+                "ledger": key.ledger.as_json(),
+                "sets": [
+                    (counts.tokens, counts.documents, counts.text_bytes) for counts in key.sets
+                ],
+            }
+            for key in self.keys
+        ]
+        return {"fingerprint": self.id.fingerprint, "name": self.id.name, "keys": keys}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> SpanRecord:
+        keys = [
+            KeyRecord(
+                Ledger.from_json(key["ledger"]), [SetCounts(*counts) for counts in key["sets"]]
+            )
+            for key in value["keys"]
+        ]
+        return cls(SpanId(value["fingerprint"], value["name"]), keys)
+
+
+@dataclass(frozen=True)
+class KeptTokens:
+    """Where the tokens of a span are in a set of an earlier generation."""
+
+    reader: TokenReader
+    begin: SetCounts
+    counts: SetCounts
+
+
+@dataclass(frozen=True)
+class KeptSpan:
+    """What is taken over from an earlier generation."""
+
+    ledgers: Sequence[Ledger]
+    """For each key."""
+    tokens: Sequence[Sequence[KeptTokens]]
+    """For each key and set."""
+    cursor: Cursor | None
+    """Where the work stopped; None if the span is done."""
+
+
+def kept_spans(
+    records: Sequence[SpanRecord],
+    readers: Sequence[Sequence[TokenReader]],
+    *,
+    cursor: Cursor | None = None,
+) -> dict[SpanId, KeptSpan]:
+    """What a generation holds, from the records of all its spans; only the last may be unfinished,
+    and then the cursor is in it."""
+    kept = {}
+    begins = [[SetCounts() for _ in sets] for sets in readers]
+    for number, record in enumerate(records):
+        last = number == len(records) - 1
+        tokens = [
+            [KeptTokens(*facts) for facts in zip(sets, begin, key.sets, strict=True)]
+            for sets, begin, key in zip(readers, begins, record.keys, strict=True)
+        ]
+        ledgers = [key.ledger for key in record.keys]
+        kept[record.id] = KeptSpan(ledgers, tokens, cursor if last else None)
+        begins = [
+            [counts + more for counts, more in zip(begin, key.sets, strict=True)]
+            for begin, key in zip(begins, record.keys, strict=True)
+        ]
+    return kept
+
 
 _VERSION = 2
 
@@ -64,9 +312,9 @@ class Generation:
         keys = []
         for column in self.columns:
             sets = []
-            for one in column["sets"]:
-                begin, writer = one["begin"], one["writer"]
-                counts = SetCounts(writer["tokens"], writer["documents"], one["text_bytes"])
+            for saved_set in column["sets"]:
+                begin, writer = saved_set["begin"], saved_set["writer"]
+                counts = SetCounts(writer["tokens"], writer["documents"], saved_set["text_bytes"])
                 before = begin["writer"]["tokens"], begin["writer"]["documents"]
                 sets.append(counts - SetCounts(*before, begin["text_bytes"]))
             keys.append(KeyRecord(Ledger.from_json(column["current"]), sets))
@@ -96,10 +344,12 @@ class Journal:
             return None
         why = "its journal cannot be read"
         try:
-            found = read_json(self.path)
-            if found["version"] == _VERSION:
-                request = found["request"]
-                last, *earlier = (Generation.from_json(one) for one in found["generations"])
+            value = read_json(self.path)
+            if value["version"] == _VERSION:
+                request = value["request"]
+                last, *earlier = (
+                    Generation.from_json(generation) for generation in value["generations"]
+                )
                 differing = [key for key in self._request if request.get(key) != self._request[key]]
                 if not differing:
                     return last, earlier
@@ -156,7 +406,7 @@ class Journal:
         value = {
             "version": _VERSION,
             "request": self._request,
-            "generations": [one.as_json() for one in (now, *self._earlier)],
+            "generations": [generation.as_json() for generation in (now, *self._earlier)],
         }
         write_json(self.path, value)
 

@@ -14,15 +14,20 @@ from typing import Any
 import numpy as np
 
 from gristmill.base.files import make_folder, write_sealed_json
-from gristmill.text.prepare.ledger import HopelessError, Ledger
+from gristmill.text.prepare.journal import (
+    HopelessError,
+    KeptSpan,
+    KeptTokens,
+    KeyRecord,
+    Ledger,
+    SetCounts,
+)
 from gristmill.text.prepare.parts import WHOLE
-from gristmill.text.prepare.records import KeptSpan, KeptTokens, KeyRecord, SetCounts
 from gristmill.text.prepare.request import PrepareRequest
 from gristmill.text.prepare.workers import EncodedBlock, EncodedColumn
 from gristmill.text.sources.source import Dropped, Skipped
 from gristmill.text.tokenizers.tokenizer import TOKENIZER_FILES, Tokenizer
-from gristmill.tokens.format import LEDGER_FILE, NewSet, TokenSetInfo, file_of
-from gristmill.tokens.reader import PIECE, TokenReader
+from gristmill.tokens.format import LEDGER_FILE, PIECE, NewSet, TokenReader, TokenSetInfo, file_of
 from gristmill.tokens.store import create_tokens
 from gristmill.tokens.writer import TokenWriter
 
@@ -70,7 +75,7 @@ class _OpenSet:
 
     @property
     def counts(self) -> SetCounts:
-        """Of the span that is being written."""
+        """How much the span that is being written has so far."""
         begin = self.begin["writer"]
         return SetCounts(
             self.writer.tokens - begin["tokens"],
@@ -96,9 +101,9 @@ class _OpenKey:
 
     key: str
     ledger: Ledger
-    """Of the spans that are done."""
+    """The lines of the spans that are done."""
     current: Ledger
-    """Of the span that is being written."""
+    """The lines of the span that is being written."""
     sets: list[_OpenSet]
 
 
@@ -156,14 +161,14 @@ class Outputs:
                     generation=self._generation,
                 )
             )
-            one = _OpenSet(prefix, writer, saved["text_bytes"], saved.get("begin", {}))
-            if not one.begin:
-                one.mark()
-            self._keys[-1].sets.append(one)
+            open_set = _OpenSet(prefix, writer, saved["text_bytes"], saved.get("begin", {}))
+            if not open_set.begin:
+                open_set.mark()
+            self._keys[-1].sets.append(open_set)
 
     @property
     def _sets(self) -> Iterator[_OpenSet]:
-        return (one for key in self._keys for one in key.sets)
+        return (open_set for key in self._keys for open_set in key.sets)
 
     @property
     def kept(self) -> int:
@@ -171,11 +176,11 @@ class Outputs:
 
     @property
     def tokens(self) -> int:
-        return sum(one.writer.tokens for one in self._sets)
+        return sum(open_set.writer.tokens for open_set in self._sets)
 
     @property
     def text_bytes(self) -> int:
-        return sum(one.text_bytes for one in self._sets)
+        return sum(open_set.text_bytes for open_set in self._sets)
 
     def append(
         self, block: EncodedBlock, *, source: int, line: int, origin: Callable[[int], str]
@@ -204,25 +209,25 @@ class Outputs:
             sets[0].append(column)
             return
         chosen = holdout.sets_of(column.places + line, source=source)
-        for number, one in enumerate(sets):
+        for number, open_set in enumerate(sets):
             mine = chosen == number
             if mine.any():
-                one.append(column.only(mine))
+                open_set.append(column.only(mine))
 
     def copy(self, kept: KeptSpan) -> None:
         """Write what is kept of a span from an earlier generation."""
         for key, ledger, tokens in zip(self._keys, kept.ledgers, kept.tokens, strict=True):
             key.current.add(ledger)
-            for one, source in zip(key.sets, tokens, strict=True):
-                one.copy(source)
+            for open_set, source in zip(key.sets, tokens, strict=True):
+                open_set.copy(source)
                 self.copied += source.counts.text_bytes
 
     def rewind(self) -> None:
         """Forget everything since the last span was done."""
         for key in self._keys:
             key.current = Ledger()
-            for one in key.sets:
-                one.rewind()
+            for open_set in key.sets:
+                open_set.rewind()
 
     def skip(self, item: Skipped) -> None:
         """Note that a file is left out."""
@@ -231,14 +236,14 @@ class Outputs:
 
     def close_span(self) -> list[KeyRecord]:
         """End the span that is being written; what it gave."""
-        made = []
+        records = []
         for key in self._keys:
-            made.append(KeyRecord(key.current, [one.counts for one in key.sets]))
+            records.append(KeyRecord(key.current, [open_set.counts for open_set in key.sets]))
             key.ledger.add(key.current)
             key.current = Ledger()
-            for one in key.sets:
-                one.mark()
-        return made
+            for open_set in key.sets:
+                open_set.mark()
+        return records
 
     def save(self, *, rewound: bool = False) -> list[dict[str, Any]]:
         """Flush everything; the result lets another process continue, if so requested from the
@@ -247,14 +252,14 @@ class Outputs:
             {
                 "ledger": key.ledger.as_json(),
                 "current": (Ledger() if rewound else key.current).as_json(),
-                "sets": [one.save(rewound=rewound) for one in key.sets],
+                "sets": [open_set.save(rewound=rewound) for open_set in key.sets],
             }
             for key in self._keys
         ]
 
     def readers(self) -> list[list[TokenReader]]:
         """The sets as they were saved, by key."""
-        return [[one.writer.reader() for one in key.sets] for key in self._keys]
+        return [[open_set.writer.reader() for open_set in key.sets] for key in self._keys]
 
     def finish(self, skipped: Sequence[Skipped] = ()) -> tuple[PreparedKey, ...]:
         """Put all sets in place; the ledgers also name what was left out of folders."""
@@ -264,29 +269,31 @@ class Outputs:
             self.skip(item)
         self.close_span()
         for key in self._keys:
-            documents = {one.prefix: one.writer.documents for one in key.sets}
+            documents = {open_set.prefix: open_set.writer.documents for open_set in key.sets}
             check_complete(key.ledger, documents, may_be_empty=may_be_empty)
         prepared = []
         for key in self._keys:
             ledger_file = file_of(self._request.prefix(key.key, None), LEDGER_FILE)
             write_sealed_json(ledger_file, key.ledger.as_json())
-            made = []
-            for one in key.sets:
-                save_tokenizer(self._tokenizer, file_of(one.prefix, ".tokenizer"))
-                info = one.writer.finish(text_bytes=one.text_bytes, may_be_empty=may_be_empty)
-                made.append(PreparedSet(one.prefix, info))
-            prepared.append(PreparedKey(key.key, key.ledger, ledger_file, tuple(made)))
+            sets = []
+            for open_set in key.sets:
+                save_tokenizer(self._tokenizer, file_of(open_set.prefix, ".tokenizer"))
+                info = open_set.writer.finish(
+                    text_bytes=open_set.text_bytes, may_be_empty=may_be_empty
+                )
+                sets.append(PreparedSet(open_set.prefix, info))
+            prepared.append(PreparedKey(key.key, key.ledger, ledger_file, tuple(sets)))
         return tuple(prepared)
 
     def release(self) -> None:
         """Leave what was saved for another process."""
-        for one in self._sets:
-            one.writer.close()
+        for open_set in self._sets:
+            open_set.writer.close()
 
     def abandon(self) -> None:
         """Remove everything that is not in place yet."""
-        for one in self._sets:
-            one.writer.abandon()
+        for open_set in self._sets:
+            open_set.writer.abandon()
 
 
 def check_complete(

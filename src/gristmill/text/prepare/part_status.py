@@ -1,6 +1,6 @@
 """How far each part of a preparation is, from the files beside it alone.
 
-    .NAME.part-2-of-8.prepared.json   done
+    .NAME.part-2-of-8.prepared.json   done (`PartRecord`)
     .NAME.part-2-of-8.prepare.lock    who works on it
     .NAME.part-2-of-8.prepare.json    how far it was when it was saved last
     NAME.part-2-of-8.log              what it printed, if `--engine` runs the parts
@@ -8,6 +8,10 @@
 
 So it does not matter who runs the parts. The lock names a process and its host. If the host is this
 one, the process is looked up; elsewhere, a part runs if it was saved a moment ago.
+
+The record of a finished part says which command made it, from which text, and how much it is. It is
+written once the files of the part are in place. So the same command, given again, knows that the
+part is done, or that its sources have changed since.
 """
 
 from __future__ import annotations
@@ -18,20 +22,149 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gristmill.base.errors import DataError, UserError
-from gristmill.base.files import read_json, write_json
+from gristmill.base.errors import DataError, Exit, UserError
+from gristmill.base.files import read_json, sha256_text, write_json
 from gristmill.base.locks import OutputLock
-from gristmill.text.prepare.journal import Generation, journal_file
-from gristmill.text.prepare.part_record import read_record
+from gristmill.text.prepare.journal import (
+    Cursor,
+    Generation,
+    Ledger,
+    SetCounts,
+    SpanId,
+    journal_file,
+)
+from gristmill.text.prepare.outputs import PreparedKey, PreparedSet
 from gristmill.text.prepare.parts import PartNumber
-from gristmill.text.prepare.records import Cursor, SetCounts
-from gristmill.text.prepare.request import split_name
-from gristmill.tokens.format import is_manifest
+from gristmill.text.prepare.request import PrepareRequest, split_name
+from gristmill.text.sources.source import OnDamage, SkipReason
+from gristmill.tokens.format import LEDGER_FILE, file_of, is_manifest, read_manifest, size_problems
+from gristmill.tokens.store import find_manifest
+
+
+@dataclass(frozen=True)
+class PartRecord:
+    """What made a finished part, and how much it is."""
+
+    request: Mapping[str, Any]
+    """`PrepareRequest.as_json`."""
+    spans: str
+    """Changes with the text that the part was made from."""
+    counts: SetCounts
+    """The sum over all its sets."""
+    dropped: bool
+    """Whether any line was dropped."""
+    damaged: bool
+    """Whether a damaged file was left out."""
+    manifests: Sequence[str]
+    """The manifests of all its sets, as seen from the folder of the record."""
+
+    def files_there(self, name: Path) -> bool:
+        """Whether nobody has removed the part since."""
+        return all((name.parent / manifest).is_file() for manifest in self.manifests)
+
+    def same_request(self, request: PrepareRequest, asked: Mapping[str, Any]) -> bool:
+        """Whether this command made the part; if another did and it is there, that is an error."""
+        differing = [key for key in asked if self.request.get(key) != asked[key]]
+        if differing and _in_place(request):
+            raise UserError(
+                "a different command made this part of a token set: it differs in: "
+                + ", ".join(differing),
+                where=str(request.name),
+                remedy="give the same command, use another name, or start over with --overwrite",
+                exit=Exit.REFUSED,
+            )
+        return not differing
+
+    def holds(self, request: PrepareRequest, ids: Sequence[SpanId]) -> bool:
+        """Whether the part is what the same command would make now."""
+        allowed = not (self.dropped and request.strict) and not (
+            self.damaged and request.on_damage is OnDamage.STOP
+        )
+        return allowed and self.spans == _digest(ids) and _in_place(request)
+
+
+def record_file(name: Path) -> Path:
+    """Where the record of a part is."""
+    return name.with_name(f".{name.name}.prepared.json")
+
+
+def read_record(name: Path) -> PartRecord | None:
+    """The record of a part, if there is one that can be read."""
+    try:
+        value = read_json(record_file(name))
+        return PartRecord(
+            value["request"],
+            value["spans"],
+            SetCounts(**value["counts"]),
+            value["dropped"],
+            value["damaged"],
+            value["manifests"],
+        )
+    except (UserError, KeyError, TypeError):
+        return None
+
+
+def write_record(
+    name: Path, asked: Mapping[str, Any], ids: Sequence[SpanId], keys: Sequence[PreparedKey]
+) -> None:
+    """Record that a part is done."""
+    infos = [prepared.info for key in keys for prepared in key.sets]
+    counts = SetCounts(
+        sum(info.tokens for info in infos),
+        sum(info.documents for info in infos),
+        sum(info.text_bytes or 0 for info in infos),
+    )
+    value = {
+        "request": dict(asked),
+        "spans": _digest(ids),
+        "counts": asdict(counts),
+        "dropped": any(key.ledger.dropped for key in keys),
+        "damaged": any(SkipReason.DAMAGED_FILE in key.ledger.skipped for key in keys),
+        "manifests": [
+            os.path.relpath(file_of(prepared.prefix, ".json"), name.parent)
+            for key in keys
+            for prepared in key.sets
+        ],
+    }
+    write_json(record_file(name), value)
+
+
+def prepared_keys(request: PrepareRequest) -> tuple[PreparedKey, ...]:
+    """What an earlier process has made."""
+    prepared = []
+    for key in request.options.keys:
+        prefixes = [request.prefix(key, split) for split in request.splits]
+        sets = tuple(PreparedSet(prefix, read_manifest(prefix).info) for prefix in prefixes)
+        ledger_file = file_of(request.prefix(key, None), LEDGER_FILE)
+        ledger = Ledger.from_json(read_json(ledger_file))
+        prepared.append(PreparedKey(key, ledger, ledger_file, sets))
+    return tuple(prepared)
+
+
+def _digest(ids: Sequence[SpanId]) -> str:
+    return sha256_text("\n".join(id.fingerprint for id in ids))
+
+
+def _in_place(request: PrepareRequest) -> bool:
+    """Whether all sets of a part are there as a whole."""
+    for key in request.options.keys:
+        if not file_of(request.prefix(key, None), LEDGER_FILE).is_file():
+            return False
+        for split in request.splits:
+            prefix = request.prefix(key, split)
+            try:
+                manifest = find_manifest(prefix)
+            except UserError:
+                return False
+            if manifest is None or size_problems(prefix, manifest):
+                return False
+    return True
+
 
 _FRESH = 60.0
 """Seconds since a part was saved during which it is taken to run."""
@@ -99,11 +232,11 @@ def saved_counts(name: Path) -> tuple[SetCounts, Cursor] | None:
         return None
     if last is None:
         return None
-    sets = [one for column in last.columns for one in column["sets"]]
+    sets = [saved_set for column in last.columns for saved_set in column["sets"]]
     counts = SetCounts(
-        sum(one["writer"]["tokens"] for one in sets),
-        sum(one["writer"]["documents"] for one in sets),
-        sum(one["text_bytes"] for one in sets),
+        sum(saved_set["writer"]["tokens"] for saved_set in sets),
+        sum(saved_set["writer"]["documents"] for saved_set in sets),
+        sum(saved_set["text_bytes"] for saved_set in sets),
     )
     return counts, last.cursor
 
@@ -118,7 +251,7 @@ def part_statuses(output: Path, of: int | None = None) -> list[PartStatus]:
     name = whole_name(output)
     divisions = _divisions(name)
     if of is None and len(divisions) > 1:
-        counts = " and ".join(str(one) for one in sorted(divisions))
+        counts = " and ".join(str(count) for count in sorted(divisions))
         raise UserError(
             f"this was divided into parts more than once: into {counts}",
             where=str(output),
@@ -134,18 +267,18 @@ def part_statuses(output: Path, of: int | None = None) -> list[PartStatus]:
             )
         return []
     state = PartsState.open(name, of)
-    found = [_status(name, PartNumber(number, of), state) for number in range(1, of + 1)]
-    removed = all(status.state is PartState.MISSING for status in found)
-    return [] if removed and finished_sets(output) else found
+    statuses = [_status(name, PartNumber(number, of), state) for number in range(1, of + 1)]
+    removed = all(status.state is PartState.MISSING for status in statuses)
+    return [] if removed and finished_sets(output) else statuses
 
 
 def finished_sets(output: Path) -> list[Path]:
     """The sets of a preparation that are there as a whole."""
     pattern = glob.escape(str(output)).replace("{split}", "*")
-    found = [path for ending in (".json", "_*.json") for path in glob.glob(pattern + ending)]
+    manifests = [path for ending in (".json", "_*.json") for path in glob.glob(pattern + ending)]
     return [
         Path(path.removesuffix(".json"))
-        for path in sorted(found)
+        for path in sorted(manifests)
         if not re.search(r"\.part-\d+-of-\d+\.json$", path) and is_manifest(Path(path))
     ]
 
@@ -155,8 +288,8 @@ def _divisions(name: Path) -> set[int]:
     part = r"\.part-\d+-of-(\d+)\.(?:prepared\.json|prepare\.json|prepare\.lock|log)"
     pattern = re.compile(rf"\.?{re.escape(name.name)}(?:{part}|\.parts-of-(\d+)\.json)")
     names = os.listdir(name.parent) if name.parent.is_dir() else []
-    found = [match for one in names if (match := pattern.fullmatch(one))]
-    return {int(match[1] or match[2]) for match in found}
+    matches = [match for file in names if (match := pattern.fullmatch(file))]
+    return {int(match[1] or match[2]) for match in matches}
 
 
 def _status(whole: Path, part: PartNumber, state: PartsState) -> PartStatus:

@@ -19,11 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gristmill.base.errors import DataError, UserError
-from gristmill.base.files import read_json, write_sealed_json
-from gristmill.text.prepare.ledger import Ledger
 from gristmill.text.sources.reading import format_of
 from gristmill.text.sources.source import ReadOptions, Source
-from gristmill.tokens.format import LEDGER_FILE, file_of, is_manifest
+from gristmill.tokens.format import file_of, is_manifest
 
 
 @dataclass(frozen=True)
@@ -163,9 +161,9 @@ def no_parts_of(source: str) -> UserError:
 
 def find_sets(names: Sequence[Path]) -> list[Path]:
     """The prefixes of the token sets that names and globs stand for; no part may be missing."""
-    found = [prefix for name in names for prefix in _expand(name)]
+    prefixes = [prefix for name in names for prefix in _expand(name)]
     groups: dict[tuple[str, int], list[int]] = {}
-    for prefix in found:
+    for prefix in prefixes:
         if match := re.fullmatch(r"(.*)\.part-(\d+)-of-(\d+)", str(prefix)):
             groups.setdefault((match[1], int(match[3])), []).append(int(match[2]))
     for (whole, of), numbers in groups.items():
@@ -181,7 +179,7 @@ def find_sets(names: Sequence[Path]) -> list[Path]:
             where=whole,
             remedy=f'prepare what is missing, and give all parts: "{whole}.part-*-of-{of}"',
         )
-    return found
+    return prefixes
 
 
 def _expand(name: Path) -> list[Path]:
@@ -199,13 +197,3 @@ def _expand(name: Path) -> list[Path]:
         return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in pieces]
 
     return [Path(prefix) for prefix in sorted(prefixes, key=by_number)]
-
-
-def merge_ledgers(prefixes: Sequence[Path], output: Path) -> None:
-    """Write the ledger of all sets beside the merged one, if each has one."""
-    files = [file_of(prefix, LEDGER_FILE) for prefix in prefixes]
-    if all(file.is_file() for file in files):
-        whole = Ledger()
-        for file in files:
-            whole.add(Ledger.from_json(read_json(file)))
-        write_sealed_json(file_of(output, LEDGER_FILE), whole.as_json())

@@ -1,6 +1,7 @@
 """From raw text to token sets: cut, encode, write, and account for every line.
 
     sources -> spans -> blocks -> workers: rows -> ids -> in order: token writers and ledgers
+    `---------- WorkPlan ---------'
 
     PREFIX.bin PREFIX.starts PREFIX.json   the token set, here in the format `flat`
     PREFIX.tokenizer/                      the tokenizer that made it
@@ -19,41 +20,213 @@ import functools
 import itertools
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gristmill.base.errors import UserError
+from gristmill.base.errors import DataError, UserError
 from gristmill.base.locks import OutputLock
 from gristmill.base.process import usable_cores
-from gristmill.text.prepare.journal import Generation, Journal
-from gristmill.text.prepare.ledger import HopelessError
-from gristmill.text.prepare.outputs import Outputs, PreparedKey
-from gristmill.text.prepare.part_record import prepared_keys, read_record, write_record
-from gristmill.text.prepare.parts import WHOLE
-from gristmill.text.prepare.records import Cursor, KeptSpan, SpanId, kept_spans
-from gristmill.text.prepare.request import FIRST_SAVE, PrepareRequest
-from gristmill.text.prepare.work_plan import (
-    DamagedSourceError,
-    PrepareProgress,
-    WorkListener,
-    WorkPlan,
+from gristmill.text.prepare.journal import (
+    Cursor,
+    Generation,
+    HopelessError,
+    Journal,
+    KeptSpan,
+    SpanId,
+    SpanRecord,
+    kept_spans,
 )
+from gristmill.text.prepare.outputs import Outputs, PreparedKey
+from gristmill.text.prepare.part_status import prepared_keys, read_record, write_record
+from gristmill.text.prepare.parts import WHOLE, spans_of
+from gristmill.text.prepare.request import FIRST_SAVE, PrepareRequest
 from gristmill.text.prepare.workers import (
+    BlockBatch,
+    BlockInSource,
+    EncodedBlock,
     EncodeSettings,
     Workers,
     batched,
     encode_batch,
     encode_rows,
 )
-from gristmill.text.sources.blocks import TextRows
 from gristmill.text.sources.datasets import DatasetSource
-from gristmill.text.sources.reading import find_sources
-from gristmill.text.sources.source import Document, Item, OnDamage
+from gristmill.text.sources.reading import cut_source, find_sources
+from gristmill.text.sources.source import (
+    Document,
+    Item,
+    OnDamage,
+    ReadError,
+    Skipped,
+    SkipReason,
+    Source,
+    TextBlock,
+    TextRows,
+    lines_before,
+)
 from gristmill.text.tokenizers.encoders import choose_encoder, save_encoder
 from gristmill.text.tokenizers.tokenizer import Tokenizer
 from gristmill.tokens.format import dtype_for
+
+
+class DamagedSourceError(DataError):
+    """A source that cannot be read any further."""
+
+
+@dataclass(frozen=True)
+class WorkListener:
+    """Who keeps track of the work."""
+
+    done: Callable[[SpanRecord], None] = lambda record: None
+    """A span is done."""
+    rewinding: Callable[[], None] = lambda: None
+    """The outputs are about to be rewound to the beginning of a span: what was saved since will be
+    gone."""
+
+
+@dataclass(frozen=True)
+class PrepareProgress:
+    """How far a preparation is."""
+
+    documents: int
+    tokens: int
+    bytes_done: int
+    bytes_total: int | None
+    """Known if all sources are files; then both are bytes on disk, else bytes of text."""
+    text_bytes: int
+    """Bytes of text that were encoded."""
+    seconds: float
+
+
+class WorkPlan:
+    """The spans of all sources that belong to a preparation, in order."""
+
+    def __init__(self, sources: Sequence[Source], request: PrepareRequest) -> None:
+        self.began = time.perf_counter()
+        self.spans = spans_of(sources, request.options, request.part)
+        numbered = request.holdout is not None
+        self.ids = [SpanId.of(span, sources[span.source], numbered=numbered) for span in self.spans]
+        self.closed = 0
+        """How many spans are done."""
+        self._sources = sources
+        self._options = request.options
+        self._on_damage = request.on_damage
+        self._kept: Mapping[int, KeptSpan] = {}
+        self._span_of = {span.source: number for number, span in enumerate(self.spans)}
+        self._ends = list(itertools.accumulate(span.disk for span in self.spans))
+        sized = all(source.size is not None for source in sources)
+        self.bytes_total = self._ends[-1] if sized and self._ends else None
+
+    def keep(self, kept: Mapping[SpanId, KeptSpan]) -> None:
+        """Do not do again what an earlier generation has done."""
+        self._kept = {number: kept[id] for number, id in enumerate(self.ids) if id in kept}
+
+    def current(self, cursor: Cursor) -> SpanId | None:
+        """The span in which a cursor is."""
+        return self.ids[cursor.span] if cursor.span < len(self.ids) else None
+
+    def blocks(self, cursor: Cursor) -> Iterator[BlockInSource]:
+        """The blocks from a cursor on; an empty one stands for what is kept of a span."""
+        for number, span in enumerate(self.spans[cursor.span :], cursor.span):
+            source, begin = self._sources[span.source], cursor.position
+            cursor = Cursor()
+            if begin is None:
+                begin, kept = span.begin, self._kept.get(number)
+                if kept:
+                    disk = span.begin if kept.cursor else span.begin + span.disk
+                    nothing = TextRows([[] for _ in self._options.keys], (), 0)
+                    yield BlockInSource(span.source, source, TextBlock(begin, begin, disk, nothing))
+                    if kept.cursor is None:
+                        continue
+                    assert kept.cursor.position is not None
+                    begin = kept.cursor.position
+            for block in cut_source(source, self._options, begin):
+                if span.end is not None and block.begin >= span.end:
+                    break
+                if span.end is not None and block.end > span.end:
+                    block = replace(block, end=span.end, disk=span.end)
+                yield BlockInSource(span.source, source, block)
+
+    def write(
+        self,
+        encoded: Iterable[tuple[BlockBatch, list[EncodedBlock]]],
+        outputs: Outputs,
+        cursor: Cursor,
+        listener: WorkListener,
+    ) -> Iterator[tuple[PrepareProgress, Cursor]]:
+        """Write encoded blocks; after each batch, the progress and what comes next."""
+        self.closed = cursor.span
+        for batch, blocks in encoded:
+            for located, block in zip(batch, blocks, strict=True):
+                cursor = self._write_block(located, block, outputs, cursor, listener)
+            done, text = outputs.text_bytes, outputs.text_bytes - outputs.copied
+            if self.bytes_total is not None:
+                number = self._span_of[batch[-1].number]
+                last = self.spans[number]
+                done = self._ends[number] - last.disk + batch[-1].block.disk - last.begin
+            seconds = time.perf_counter() - self.began
+            counts = outputs.kept, outputs.tokens, done, self.bytes_total, text
+            yield PrepareProgress(*counts, seconds), cursor
+        self._close_until(len(self.spans), outputs, listener)
+
+    def _write_block(
+        self,
+        located: BlockInSource,
+        block: EncodedBlock,
+        outputs: Outputs,
+        cursor: Cursor,
+        listener: WorkListener,
+    ) -> Cursor:
+        """Write a block that is due at a cursor; what comes next."""
+        span, source = self._span_of[located.number], located.source
+        if span < cursor.span:
+            # It belongs to a damaged source that was left out.
+            return cursor
+        if span > cursor.span or cursor.position is None:
+            self._close_until(span, outputs, listener)
+            if kept := self._kept.get(span):
+                outputs.copy(kept)
+                if kept.cursor:
+                    return replace(kept.cursor, span=span)
+                self._close_until(span + 1, outputs, listener)
+                return Cursor(span + 1)
+            line = 1 + lines_before(source, self.spans[span].begin)
+            cursor = Cursor(span, self.spans[span].begin, line)
+        origin = functools.partial(_origin, source.name, cursor.line)
+        outputs.append(block, source=located.number, line=cursor.line, origin=origin)
+        line = cursor.line + block.lines
+        if block.failure is None:
+            return Cursor(span, located.block.end, line)
+        where = f"{source.name}:{line}"
+        if self._on_damage is OnDamage.STOP:
+            raise _damaged(block.failure, where=where)
+        listener.rewinding()
+        outputs.rewind()
+        outputs.skip(Skipped(SkipReason.DAMAGED_FILE, where, block.failure.what))
+        self._close_until(span + 1, outputs, listener)
+        return Cursor(span + 1)
+
+    def _close_until(self, span: int, outputs: Outputs, listener: WorkListener) -> None:
+        """End all spans before a span; those that gave no blocks are empty."""
+        while self.closed < span:
+            listener.done(SpanRecord(self.ids[self.closed], outputs.close_span()))
+            self.closed += 1
+
+
+def _origin(name: str, line: int, place: int) -> str:
+    return f"{name}:{line + place}"
+
+
+def _damaged(failure: ReadError, *, where: str) -> DamagedSourceError:
+    return DamagedSourceError(
+        failure.what,
+        where=where,
+        remedy=f"{failure.remedy}; then start the same command again, which keeps the work on all "
+        "other files, or leave such files out with --on-damage skip",
+    )
+
 
 _BYTES_PER_WORKER = 16 << 20
 _BATCH = 1024
@@ -133,7 +306,7 @@ def prepare(
             if journal:
                 # For a process that is killed while the files are renamed.
                 journal.save(Cursor(len(plan.spans)), None, outputs.save())
-            made = outputs.finish(skipped)
+            keys = outputs.finish(skipped)
         except BaseException as error:
             if journal and plan.closed and isinstance(error, DamagedSourceError):
                 # The work before the damaged source is kept, however soon this was.
@@ -147,11 +320,11 @@ def prepare(
             raise
         if journal:
             if request.part != WHOLE:
-                write_record(request.name, asked, plan.ids, made)
+                write_record(request.name, asked, plan.ids, keys)
             journal.remove()
         outputs.abandon()
     done, seconds = outputs.text_bytes, time.perf_counter() - plan.began
-    return PrepareResult(made, done, done - before - outputs.copied, seconds, outputs.encoder)
+    return PrepareResult(keys, done, done - before - outputs.copied, seconds, outputs.encoder)
 
 
 def prepare_documents(
@@ -171,12 +344,12 @@ def prepare_documents(
             origins = [item.origin for item in batch]
             block = encode_rows(rows, settings, encoder)
             outputs.append(block, source=0, line=0, origin=origins.__getitem__)
-        made = outputs.finish()
+        keys = outputs.finish()
     except BaseException:
         outputs.abandon()
         raise
     done, seconds = outputs.text_bytes, time.perf_counter() - began
-    return PrepareResult(made, done, done, seconds, outputs.encoder)
+    return PrepareResult(keys, done, done, seconds, outputs.encoder)
 
 
 def _save_rewound(journal: Journal, plan: WorkPlan, outputs: Outputs) -> None:
@@ -244,12 +417,12 @@ def _resume(
         if ids:
             note(f"resuming an interrupted preparation: {outputs.kept:,} documents were done")
         return outputs, last.cursor
-    names, known = {one.name for one in plan.ids}, {one.name for one in ids}
+    names, known = {id.name for id in plan.ids}, {id.name for id in ids}
     if not names & known:
         raise journal.refused("it differs in: sources")
     kept, used = _kept_of(request, tokenizer, journal, (last, *earlier), plan.ids)
     plan.keep(kept)
-    changed = (known & names) - {one.name for one in kept}
+    changed = (known & names) - {id.name for id in kept}
     words = f"{len(kept):,} files are as before"
     words += f", {len(changed):,} changed and will be done again" if changed else ""
     words += f", {len(known - names):,} are gone" if known - names else ""
@@ -275,14 +448,14 @@ def _kept_of(
         unfinished = generation.unfinished
         records += [unfinished] if unfinished else []
         usable = {record.id for record in records if skip or not record.damaged}
-        found = (usable & set(wanted)) - set(kept)
-        if not found:
+        new = (usable & set(wanted)) - set(kept)
+        if not new:
             continue
         # Opening compares the checksums.
         outputs = Outputs(request, tokenizer, generation.columns, generation=generation.number)
         readers = outputs.readers()
         outputs.release()
         spans = kept_spans(records, readers, cursor=generation.cursor if unfinished else None)
-        kept |= {one: spans[one] for one in found}
+        kept |= {id: spans[id] for id in new}
         used.append(generation)
     return kept, used

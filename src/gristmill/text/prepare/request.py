@@ -133,7 +133,7 @@ class PrepareRequest:
 
     def as_json(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """All that decides, for given sources, the content of the files."""
-        options, held = self.options, self.holdout
+        options, holdout = self.options, self.holdout
         return {
             "tokenizer": tokenizer.fingerprint,
             "keys": list(options.keys),
@@ -142,7 +142,7 @@ class PrepareRequest:
             "append_eod": self.append_end_of_text,
             "format": self.format,
             "shard_size": self.shard_size,
-            "split": [*held.shares, held.seed, held.rows] if held else None,
+            "split": [*holdout.shares, holdout.seed, holdout.rows] if holdout else None,
             "part": str(self.part),
             "version": program_version(),
         }

@@ -27,9 +27,16 @@ import numpy as np
 import numpy.typing as npt
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.text.sources.blocks import ReadError, TextBlock, TextRows, Value
 from gristmill.text.sources.reading import read_block
-from gristmill.text.sources.source import ReadOptions, Reason, Source
+from gristmill.text.sources.source import (
+    ReadError,
+    ReadOptions,
+    Reason,
+    Source,
+    TextBlock,
+    TextRows,
+    Value,
+)
 from gristmill.text.tokenizers.encoders import Encoder, open_encoder
 
 _BATCHES_PER_WORKER = 3
@@ -116,7 +123,7 @@ def _encode_column(
     if empty.any():
         # Some tokenizers give no ids for some texts.
         dropped += [(int(place), Reason.EMPTY_TEXT) for place in kept[empty]]
-        dropped.sort(key=lambda one: one[0])
+        dropped.sort(key=lambda row: row[0])
         kept, lengths, sizes = kept[~empty], lengths[~empty], sizes[~empty]
     ids = ids.astype(settings.dtype, copy=False)
     if settings.end_of_text is not None:
@@ -139,13 +146,13 @@ def batched(blocks: Iterable[BlockInSource], *, block_bytes: int) -> Iterator[Bl
     """Put blocks together until they are about as large as one."""
     batch: list[BlockInSource] = []
     size, last = 0, (-1, 0)
-    for one in blocks:
-        before = last[1] if one.number == last[0] else 0
-        last = (one.number, one.block.disk)
-        batch.append(one)
-        if not isinstance(one.block.content, TextRows) or one.block.content.places:
-            carried = one.block.content is not None
-            size += block_bytes if carried else one.block.disk - before
+    for block in blocks:
+        before = last[1] if block.number == last[0] else 0
+        last = (block.number, block.block.disk)
+        batch.append(block)
+        if not isinstance(block.block.content, TextRows) or block.block.content.places:
+            carried = block.block.content is not None
+            size += block_bytes if carried else block.block.disk - before
         if size >= block_bytes or len(batch) >= _MAX_BLOCKS:
             yield batch
             batch, size = [], 0

@@ -15,12 +15,13 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 from gristmill.base.caches import cache_folder
-from gristmill.base.downloads import LARGER_CACHE, download
 from gristmill.base.errors import DataError
 from gristmill.base.files import require_room
-from gristmill.base.hub import OnDownload, hub_endpoint
 from gristmill.base.units import format_bytes
+from gristmill.hub.client import OnDownload, hub_endpoint
+from gristmill.hub.downloads import download
 
+_LARGER_CACHE = "set XDG_CACHE_HOME to a folder on a larger disk"
 _BYTES_PER_TOKEN = 4
 """English gives 4 to 5 bytes of text per GPT-2 token, which takes 2 bytes on disk."""
 
@@ -141,7 +142,7 @@ def check_disk(corpus: Corpus, *, output: Path) -> None:
     if corpus.url and not corpus.file.is_file():
         purpose = f"the file of {corpus.name}"
         folder, needed = corpus.file.parent, corpus.file_bytes
-        require_room(folder, needed=needed, purpose=purpose, remedy=LARGER_CACHE)
+        require_room(folder, needed=needed, purpose=purpose, remedy=_LARGER_CACHE)
     purpose = f"a token set of {corpus.name}"
     remedy = "choose an output on a larger disk"
     require_room(output, needed=corpus.token_bytes, purpose=purpose, remedy=remedy)

@@ -25,11 +25,17 @@ from urllib.parse import unquote_plus
 
 from gristmill.base.errors import DataError, Problem, UserError, optional
 from gristmill.base.files import sha256_text
-from gristmill.base.hub import HubRepository, ask_hub, parse_repository, quiet_library
-from gristmill.text.sources.blocks import SourceFormat, TextBlock, TextRows, Value
+from gristmill.hub.client import HubRepository, ask_hub, parse_repository, quiet_library
 from gristmill.text.sources.corpora import config_files
 from gristmill.text.sources.lines import text_or_reason
-from gristmill.text.sources.source import ReadOptions, Source
+from gristmill.text.sources.source import (
+    ReadOptions,
+    Source,
+    SourceFormat,
+    TextBlock,
+    TextRows,
+    Value,
+)
 
 PREFIX = "hf:"
 _KEYS = ("config", "split", "column")
@@ -71,21 +77,21 @@ def parse_dataset(text: str) -> DatasetSpec:
     """Parse `hf:NAME@REVISION?config=…&split=…&column=…`."""
     name, _, query = text.removeprefix(PREFIX).partition("?")
     wrong = [] if name else ["the name is missing"]
-    found: dict[str, str] = {}
+    options: dict[str, str] = {}
     for part in query.split("&") if query else ():
         key, _, value = part.partition("=")
         if key not in _KEYS:
             wrong.append(f"{key!r} is not one of {', '.join(_KEYS)}")
         elif not value:
             wrong.append(f"{key!r} has no value")
-        elif key in found:
+        elif key in options:
             wrong.append(f"{key!r} is given twice")
         else:
-            found[key] = unquote_plus(value)
+            options[key] = unquote_plus(value)
     if wrong:
         remedy = "write hf:NAME@REVISION?config=…&split=…&column=…; only the name must be given"
         raise DataError([Problem(what, text, remedy) for what in wrong])
-    spec = DatasetSpec(name, **found)
+    spec = DatasetSpec(name, **options)
     if spec.is_path:
         return spec
     repository = parse_repository(name)
@@ -247,13 +253,13 @@ def _open_cached(
 
     chosen: Any = {"repo_type": repository.kind, "revision": repository.revision}
     try:
-        found = huggingface_hub.snapshot_download(
+        snapshot = huggingface_hub.snapshot_download(
             repository.name, allow_patterns=[_CARD], local_files_only=True, **chosen
         )
         listing = huggingface_hub.get_cached_repo_tree(repository.name, **chosen)
     except Exception:  # not there, or the library is too old to know what should be
         return None
-    folder = Path(found).resolve()
+    folder = Path(snapshot).resolve()
     try:
         wanted = _config_files(folder, spec.config or "default")
         builder = _builder(datasets, spec, str(folder), data_files=wanted)
@@ -291,7 +297,9 @@ def _config_files(folder: Path, config: str) -> Any:
         return None
     card: dict[str, Any] = DatasetCard.load(folder / _CARD).data.to_dict()
     entries = card.get("configs", [])
-    return next((one.get("data_files") for one in entries if one["config_name"] == config), None)
+    return next(
+        (entry.get("data_files") for entry in entries if entry["config_name"] == config), None
+    )
 
 
 def _open_folder(datasets: Any, spec: DatasetSpec, folder: Path) -> OpenedDataset:

@@ -29,8 +29,8 @@ _SEED = 1337
 def python_documents(*, source_code: bool = False) -> Iterator[Document]:
     """The documentation of this Python, then, if asked for, its sources."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = sorted(root.rglob("*.py"))
-    files = [path for path in found if _SKIPPED.isdisjoint(path.relative_to(root).parts)]
+    paths = sorted(root.rglob("*.py"))
+    files = [path for path in paths if _SKIPPED.isdisjoint(path.relative_to(root).parts)]
     seen: set[str] = set()
     documents = []
     for name in sorted(topics):

@@ -24,20 +24,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from gristmill.base.errors import DataError, UserError
-from gristmill.text.sources.blocks import (
-    ReadError,
-    SourceFormat,
-    TextBlock,
-    TextRows,
-    damaged,
-    failed_rows,
-)
-from gristmill.text.sources.columnar import ARROW, PARQUET
+from gristmill.base.errors import DataError
 from gristmill.text.sources.corpora import known_corpora
 from gristmill.text.sources.datasets import DATASET, PREFIX, DatasetSource
-from gristmill.text.sources.json_values import ARRAY, CONCATENATED, json_format
-from gristmill.text.sources.lines import JSON_LINES, SEPARATED_TEXT, TEXT_BY_SPLIT
+from gristmill.text.sources.lines import (
+    ARRAY,
+    CONCATENATED,
+    JSON_LINES,
+    SEPARATED_TEXT,
+    TEXT_BY_SPLIT,
+    json_format,
+)
 from gristmill.text.sources.source import (
     BLOCK_BYTES,
     DAMAGE,
@@ -47,14 +44,21 @@ from gristmill.text.sources.source import (
     Dropped,
     Item,
     Note,
+    ReadError,
     ReadOptions,
     Reason,
     Skipped,
     SkipReason,
     Source,
+    SourceFormat,
+    TextBlock,
+    TextRows,
+    Value,
+    damaged,
+    failed_rows,
     tell,
 )
-from gristmill.text.sources.tables import CSV, TSV
+from gristmill.text.sources.tables import ARROW, CSV, PARQUET, TSV
 
 STDIN = "-"
 _WHOLE_TEXT = TEXT_BY_SPLIT[DocumentSplit.FILE]
@@ -82,49 +86,44 @@ class FoundSources(NamedTuple):
 
 def find_sources(names: Sequence[str], options: ReadOptions, *, note: Note = tell) -> FoundSources:
     """Find all sources; one that is named and not there is an error."""
-    found = FoundSources([], [])
+    result = FoundSources([], [])
     for name in names:
-        _find(name, options, found, note)
-    return found
-
-
-def _find(name: str, options: ReadOptions, found: FoundSources, note: Note) -> None:
-    if not name.strip():
-        raise DataError(
-            "the name of a source is empty",
-            where="SOURCE",
-            remedy="check the variable it may come from; the current folder is: .",
-        )
-    if name == STDIN:
-        found.sources.append(Source(None, note=note))
-    elif name.startswith(PREFIX):
-        found.sources.append(DatasetSource(name, options))
-    elif Path(name).is_dir():
-        files, skipped = _files_below(Path(name))
-        if not files:
-            reason = f" that can be read: {_described(skipped[0])}" if skipped else ""
-            raise DataError(f"this folder holds no files{reason}", where=name)
-        found.sources.extend(map(_file, files))
-        found.skipped.extend(skipped)
-    elif Path(name).exists():
-        found.sources.append(_file(Path(name), note))
-    else:
-        files, skipped = _files_matching(name)
-        if not files:
-            missing = "no file matches" if glob.has_magic(name) else "no such file or folder"
-            reason = f" that can be read: {_described(skipped[0])}" if skipped else ""
-            near = difflib.get_close_matches(name, known_corpora(), n=2, cutoff=0.6)
+        if not name.strip():
             raise DataError(
-                missing + reason,
-                where=name,
-                remedy=f"did you mean the corpus {' or '.join(near)}?" if near else None,
+                "the name of a source is empty",
+                where="SOURCE",
+                remedy="check the variable it may come from; the current folder is: .",
             )
-        found.sources.extend(map(_file, files))
-        found.skipped.extend(skipped)
+        if name == STDIN:
+            result.sources.append(Source(None, note=note))
+        elif name.startswith(PREFIX):
+            result.sources.append(DatasetSource(name, options))
+        elif Path(name).exists() and not Path(name).is_dir():
+            result.sources.append(_file(Path(name), note))
+        else:
+            files, skipped = _files_of(name)
+            result.sources.extend(map(_file, files))
+            result.skipped.extend(skipped)
+    return result
 
 
-def _described(item: Skipped) -> str:
-    return f"{item.origin}: {item.what}"
+def _files_of(name: str) -> tuple[list[Path], list[Skipped]]:
+    """The files of a folder or a pattern, of which there must be some, and what is left out."""
+    is_folder, near = Path(name).is_dir(), list[str]()
+    files, skipped = _files_below(Path(name)) if is_folder else _files_matching(name)
+    if files:
+        return files, skipped
+    missing = "no file matches" if glob.has_magic(name) else "no such file or folder"
+    if is_folder:
+        missing = "this folder holds no files"
+    else:
+        near = difflib.get_close_matches(name, known_corpora(), n=2, cutoff=0.6)
+    reason = f" that can be read: {skipped[0].origin}: {skipped[0].what}" if skipped else ""
+    raise DataError(
+        missing + reason,
+        where=name,
+        remedy=f"did you mean the corpus {' or '.join(near)}?" if near else None,
+    )
 
 
 def _files_below(place: Path) -> tuple[list[Path], list[Skipped]]:
@@ -241,6 +240,29 @@ def _cause(failure: Exception, source: Source, position: int) -> ReadError:
     return failure
 
 
+class SourceRow(NamedTuple):
+    """One row of a source, under the first key."""
+
+    value: Value
+    origin: str
+    """The file and the line where it begins, as file:line; the first line is 1."""
+    disk: int
+    """Bytes on disk up to the end of its block, for progress."""
+
+
+def read_rows(source: Source, options: ReadOptions) -> Iterator[SourceRow]:
+    """The rows of a source from its beginning; one that cannot be read to its end is an error."""
+    first = 1
+    for block in cut_source(source, options, 0):
+        rows = read_block(source, block, options)
+        for place, value in zip(rows.places, rows.columns[0], strict=True):
+            yield SourceRow(value, f"{source.name}:{first + place}", block.disk)
+        first += rows.lines
+        if rows.failure:
+            what, remedy = rows.failure.what, rows.failure.remedy
+            raise DataError(what, where=f"{source.name}:{first}", remedy=remedy)
+
+
 class SourceReader:
     """Finds all files now, reads them when it is iterated over, and tells how far it is."""
 
@@ -257,22 +279,11 @@ class SourceReader:
     def __iter__(self) -> Iterator[Item]:
         finished = 0
         for source in self._sources:
-            first = 1
-            for block in cut_source(source, self._options, 0):
-                rows = read_block(source, block, self._options)
-                self.bytes_done = finished + block.disk
-                for place, value in zip(rows.places, rows.columns[0], strict=True):
-                    origin = f"{source.name}:{first + place}"
-                    if isinstance(value, Reason):
-                        yield Dropped(value, origin)
-                    else:
-                        yield Document(value, origin)
-                first += rows.lines
-                if rows.failure:
-                    raise failed(rows.failure, source=source, line=first)
+            for row in read_rows(source, self._options):
+                self.bytes_done = finished + row.disk
+                if isinstance(row.value, Reason):
+                    yield Dropped(row.value, row.origin)
+                else:
+                    yield Document(row.value, row.origin)
             finished += source.size or 0
-
-
-def failed(failure: ReadError, *, source: Source, line: int) -> UserError:
-    """The error for a source that cannot be read beyond a line."""
-    return DataError(failure.what, where=f"{source.name}:{line}", remedy=failure.remedy)
+            self.bytes_done = finished

@@ -189,10 +189,10 @@ def _probes() -> Iterator[str]:
     beyond = ("\u00e9", "\u4e2d", "\u65e5\u672c", "\u0627", "\u0967", "\u00b2", "\u00a0", "\u2009",
               "\u2014", "\U0001f642", "\U0001f469\u200d\U0001f52c", "\U00010348")  # fmt: skip
     pieces = ascii + beyond
-    for one in pieces:
+    for piece in pieces:
         for other in pieces:
-            yield one + other + one
-            yield f"word{one}{other} {one}1"
+            yield piece + other + piece
+            yield f"word{piece}{other} {piece}1"
     yield "I'll say: it's 3,14159; don't you'd've THEY'RE we'Ll\n\n\n  \tdef f(x):\n        x\n"
     yield "<|endoftext|> <|endoftext|>a"
 

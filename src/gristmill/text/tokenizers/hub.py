@@ -18,10 +18,10 @@ from typing import Any
 
 import tokenizers
 
-from gristmill.base.downloads import hub_folder
 from gristmill.base.errors import DataError, UserError, optional
 from gristmill.base.files import read_json
-from gristmill.base.hub import parse_repository, quiet_library
+from gristmill.hub.client import parse_repository, quiet_library
+from gristmill.hub.downloads import hub_folder
 from gristmill.text.tokenizers.library import BYTES_FILE, CONFIG_FILE, TOKENIZER_FILE
 
 SLOW_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt")

@@ -28,9 +28,14 @@ from gristmill.base.errors import DataError
 from gristmill.base.files import read_json, sha256_text, storage_errors, write_json
 from gristmill.text.tokenizers import hub, library
 from gristmill.text.tokenizers.byte_level import BYTE_OF, byte_level, works_on_bytes
-from gristmill.text.tokenizers.hostile import library_errors, read_definition
-from gristmill.text.tokenizers.rank_files import ENCODINGS, open_encoding
-from gristmill.text.tokenizers.vocabularies import Vocabulary, gpt2_vocabulary, read_vocabulary
+from gristmill.text.tokenizers.library import library_errors, read_definition
+from gristmill.text.tokenizers.vocabularies import (
+    ENCODINGS,
+    Vocabulary,
+    gpt2_vocabulary,
+    open_encoding,
+    read_vocabulary,
+)
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILES = (library.BYTES_FILE, library.TOKENIZER_FILE, library.CONFIG_FILE)
@@ -162,8 +167,8 @@ def open_tokenizer(
 
 def open_tokenizer_files(vocab: Path, merges: Path, *, end_of_text: str | None = None) -> Tokenizer:
     """Open GPT-2's two files, whatever their names."""
-    found = read_vocabulary(vocab, merges=merges)
-    return _from_vocabulary(found, where=str(vocab), end_of_text=end_of_text)
+    vocabulary = read_vocabulary(vocab, merges=merges)
+    return _from_vocabulary(vocabulary, where=str(vocab), end_of_text=end_of_text)
 
 
 def _no_tokenizer(name: str) -> DataError:
@@ -206,11 +211,11 @@ def _open_file(path: Path, *, end_of_text: str | None) -> Tokenizer:
     return _finished(inner, where=str(path), end_of_text=end_of_text, folder=path.parent)
 
 
-def _from_vocabulary(found: Vocabulary, *, where: str, end_of_text: str | None) -> Tokenizer:
-    if missing := len(BYTE_OF.keys() - found.ids.keys()):
+def _from_vocabulary(vocabulary: Vocabulary, *, where: str, end_of_text: str | None) -> Tokenizer:
+    if missing := len(BYTE_OF.keys() - vocabulary.ids.keys()):
         what = f"the vocabulary lacks {missing} of the 256 bytes, so it is not a byte-level BPE"
         raise DataError(what, where=where)
-    inner = byte_level(models.BPE(dict(found.ids), list(found.merges)))
+    inner = byte_level(models.BPE(dict(vocabulary.ids), list(vocabulary.merges)))
     return _finished(inner, where=where, end_of_text=end_of_text)
 
 

@@ -29,8 +29,8 @@ from gristmill.base.errors import DataError, UserError
 from gristmill.text.tokenizers.byte_level import BYTE_OF, LONGEST_WORD, SHORT_WORDS, byte_level
 from gristmill.text.tokenizers.kinds import TokenizerKind, WordPattern
 from gristmill.text.tokenizers.library import BpeTokenizer, SubwordTokenizer
-from gristmill.text.tokenizers.rank_files import CL100K_PATTERN, O200K_PATTERN
 from gristmill.text.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
+from gristmill.text.tokenizers.vocabularies import CL100K_PATTERN, O200K_PATTERN
 
 _UNKNOWN = "<|unknown|>"
 _MIN_COUNT = 2
@@ -93,10 +93,10 @@ def character_tokenizer(texts: Iterable[str]) -> Tokenizer:
 
     Behind their ids come one for characters that do not occur, and end-of-text.
     """
-    found = sorted(set[str]().union(*texts))
-    if not found:
+    characters = sorted(set[str]().union(*texts))
+    if not characters:
         raise DataError("the text has no characters to make a tokenizer of")
-    ids = {character: id for id, character in enumerate([*found, _UNKNOWN])}
+    ids = {character: id for id, character in enumerate([*characters, _UNKNOWN])}
     inner = tokenizers.Tokenizer(models.WordLevel(ids, unk_token=_UNKNOWN))
     inner.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), behavior="isolated")
     inner.decoder = decoders.Fuse()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gristmill.base import process
-from gristmill.base.cgroups import core_limit
+from gristmill.base.limits import core_limit
 
 NEW, OLD = "sys/fs/cgroup", "sys/fs/cgroup/cpu"
 

@@ -11,8 +11,8 @@ import pytest
 from gristmill.base.errors import DataError, Exit
 from gristmill.config.schema import DataConfig
 from gristmill.data.build import OrderSpec, build_stream
-from gristmill.data.content_check import ContentCheck
 from gristmill.data.dataset import open_data
+from gristmill.data.intact import ContentCheck
 from gristmill.data.loader import Loader, validation_batches
 from gristmill.tokens.format import NewSet
 from gristmill.tokens.store import create_tokens

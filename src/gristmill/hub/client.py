@@ -3,11 +3,13 @@
     NAME             openai-community/gpt2; some old ones have no owner: gpt2
     NAME@REVISION    the same at a branch, a tag or a commit
 
-`ask_hub` calls a library. What may pass (too many requests, a failing server, a cut connection) is
-tried again; anything else becomes one error that says what is wrong and what to do. The libraries
-print nothing: their bars and log lines would break ours, so waits are told and bytes are shown
-through the `DownloadDisplay` of the command line. A user who sets HF_HUB_VERBOSITY,
-DATASETS_VERBOSITY or TRANSFORMERS_VERBOSITY gets the log lines back.
+`ask_hub` calls a library. The libraries resume downloads and retry most requests themselves, but
+not the first one, which asks for the commit of a branch: what may pass (too many requests, a
+failing server, a cut connection) is tried again here, and anything else becomes one error that says
+what is wrong and what to do. The libraries print nothing: their bars and log lines would break
+ours, so waits are told and bytes are shown through the `DownloadDisplay` of the command line. A
+user who sets HF_HUB_VERBOSITY, DATASETS_VERBOSITY or TRANSFORMERS_VERBOSITY gets the log lines
+back.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
-from gristmill.base.errors import DataError, Exit, Problem, UserError
+from gristmill.base.errors import DataError, Exit, UserError
 from gristmill.base.files import storage_errors
 from gristmill.base.units import format_seconds
 
@@ -54,6 +56,8 @@ _WAIT = re.compile(r"(Rate limited\. Waiting|Retrying in) ([\d.]+) ?s")
 _SECONDS = re.compile(r";t=(\d+)")
 _LITTLE_ROOM = "Not enough free disk space"
 _MISSING = re.compile(r"missing \((.+?)\)\.")
+_LARGER_DISK = "make room, or set HF_HOME to a folder on a larger disk"
+_LOG_IN = "log in: `hf auth login`, or set HF_TOKEN"
 
 
 @dataclass(frozen=True)
@@ -78,20 +82,15 @@ class HubRepository:
         return f"{hub_endpoint()}/{'datasets/' if self.kind == 'dataset' else ''}{self.name}"
 
     @property
-    def download_command(self) -> str:
-        """The command that downloads what is wanted of it into the cache."""
+    def download_remedy(self) -> str:
+        """What to do where there is network, so that the cache has what is wanted of it."""
         revision = f" --revision {self.revision}" if self.revision else ""
         kind = " --repo-type dataset" if self.kind == "dataset" else ""
         wanted = "".join(f" --include {shlex.quote(pattern)}" for pattern in self.files)
-        return f"hf download {self.name}{revision}{kind}{wanted}"
-
-    @property
-    def download_remedy(self) -> str:
-        """What to do where there is network, so that the cache has what is wanted of it."""
         whole = ""
         if self.config and not self.files:
             whole = f" (this is all of it; --include takes only the files of {self.config!r})"
-        return f"run `{self.download_command}`{whole}"
+        return f"run `hf download {self.name}{revision}{kind}{wanted}`{whole}"
 
     @property
     def copy_remedy(self) -> str:
@@ -137,8 +136,8 @@ def hub_endpoint() -> str:
 
 def parse_repository(spec: str, *, kind: RepositoryKind = "model") -> HubRepository | None:
     """Parse NAME or NAME@REVISION; None if this cannot be the name of a repository."""
-    found = _SPEC.fullmatch(spec)
-    return HubRepository(found["name"], found["revision"], kind) if found else None
+    match = _SPEC.fullmatch(spec)
+    return HubRepository(match["name"], match["revision"], kind) if match else None
 
 
 def ask_hub(
@@ -157,15 +156,24 @@ def ask_hub(
         except UserError:
             raise
         except Exception as error:  # the libraries' errors and those of their HTTP client differ
-            causes = _causes(error)
-            wait = _wait(causes, attempt)
+            failure = _Failure(error)
+            wait = failure.wait(attempt)
             if wait is None or attempt == _ATTEMPTS:
-                _raise_storage_error(causes)
+                failure.raise_storage_error()
                 times = f"{attempt} time{'s' * (attempt > 1)}"
                 tried = f"tried {times} in {format_seconds(time.monotonic() - started)}"
-                what, how = _explain(causes, repository, tried=tried, remedy=remedy)
+                what, how = (
+                    _explain_repository(failure, repository, remedy=remedy)
+                    or _explain_server(failure, tried=tried)
+                    or _explain_network(failure, repository, tried=tried)
+                    or (
+                        f"the {repository.kind} {str(repository)!r} cannot be had from Hugging "
+                        f"Face: {_first_line(error)}",
+                        remedy,
+                    )
+                )
                 raise DataError(what, where=where, remedy=how) from error
-        _tell_wait(_symptom(causes), wait)
+        _tell_wait(failure.symptom, wait)
         time.sleep(wait)
     raise AssertionError("the last attempt returns or raises")
 
@@ -182,9 +190,9 @@ class _WaitNotes(logging.Handler):
     """Tells of the times for which a library waits."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if found := _WAIT.search(record.getMessage()):
-            why = "too many requests" if found[1].startswith("Rate") else "no answer"
-            _tell_wait(why, float(found[2]))
+        if match := _WAIT.search(record.getMessage()):
+            why = "too many requests" if match[1].startswith("Rate") else "no answer"
+            _tell_wait(why, float(match[2]))
 
 
 def _tell_wait(why: str, seconds: float) -> None:
@@ -196,185 +204,152 @@ def _tell_wait(why: str, seconds: float) -> None:
         display.note(f"Hugging Face: {why}; trying again in {format_seconds(seconds)}")
 
 
-def _causes(error: BaseException) -> list[BaseException]:
-    """The error, its cause, the cause of that, and so on."""
-    found: list[BaseException] = []
-    next_one: BaseException | None = error
-    while next_one is not None and next_one not in found:
-        found.append(next_one)
-        hidden = None if next_one.__suppress_context__ else next_one.__context__
-        next_one = next_one.__cause__ or hidden
-    return found
+class _Failure:
+    """The error of a library with all its causes, and what the Hub answered, if it did."""
 
+    def __init__(self, error: BaseException) -> None:
+        self.causes: list[BaseException] = []
+        cause: BaseException | None = error
+        while cause is not None and cause not in self.causes:
+            self.causes.append(cause)
+            cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+        answers = (getattr(cause, "response", None) for cause in self.causes)
+        self._answer: Any = next((answer for answer in answers if answer is not None), None)
+        self.status: int | None = self._answer.status_code if self._answer is not None else None
+        # The outermost one: what lies behind it belongs to several classes.
+        self.network = self.cause(*_UNREACHABLE, *_PASSING)
+        names = {kind.__name__ for kind in type(self.network).__mro__}
+        self.unreachable = bool(names & _UNREACHABLE)
 
-def _of_class(causes: list[BaseException], names: set[str]) -> BaseException | None:
-    """The first of the errors that belongs to one of these classes."""
-    return next((e for e in causes if names & {kind.__name__ for kind in type(e).__mro__}), None)
-
-
-def _network_error(causes: list[BaseException]) -> BaseException | None:
-    """The outermost error of the network; what lies behind it belongs to several classes."""
-    return _of_class(causes, _UNREACHABLE | _PASSING)
-
-
-def _is_unreachable(error: BaseException) -> bool:
-    return _of_class([error], _UNREACHABLE) is not None
-
-
-def _status(causes: list[BaseException]) -> int | None:
-    """The HTTP status in an answer of the Hub."""
-    answers = (getattr(error, "response", None) for error in causes)
-    return next((answer.status_code for answer in answers if answer is not None), None)
-
-
-def _wait(causes: list[BaseException], attempt: int) -> float | None:
-    """Seconds to wait before the next attempt; None if another would fail as well."""
-    broken = _network_error(causes)
-    if (status := _status(causes)) is None:
-        return float(attempt) if broken and not _is_unreachable(broken) else None
-    if status != _BUSY and status < 500:
+    def cause(self, *names: str) -> BaseException | None:
+        """The first of the errors that belongs to a class of one of these names."""
+        for error in self.causes:
+            if any(kind.__name__ in names for kind in type(error).__mro__):
+                return error
         return None
-    answers = (getattr(error, "response", None) for error in causes)
-    headers = next(answer.headers for answer in answers if answer is not None)
-    found = _SECONDS.search(f"{headers.get('RateLimit', '')};t={headers.get('Retry-After', '')}")
-    wait = float(found[1]) if found else 2.0**attempt
-    return wait if wait <= _LONGEST_WAIT else None
 
+    def wait(self, attempt: int) -> float | None:
+        """Seconds to wait before the next attempt; None if another would fail as well."""
+        if self.status is None:
+            return float(attempt) if self.network and not self.unreachable else None
+        if self.status != _BUSY and self.status < 500:
+            return None
+        headers = self._answer.headers
+        stated = f"{headers.get('RateLimit', '')};t={headers.get('Retry-After', '')}"
+        match = _SECONDS.search(stated)
+        wait = float(match[1]) if match else 2.0**attempt
+        return wait if wait <= _LONGEST_WAIT else None
 
-def _symptom(causes: list[BaseException]) -> str:
-    status = _status(causes)
-    if status == _BUSY:
-        return "too many requests"
-    return f"status {status}" if status else "the connection broke"
+    @property
+    def symptom(self) -> str:
+        if self.status == _BUSY:
+            return "too many requests"
+        return f"status {self.status}" if self.status else "the connection broke"
 
+    def raise_storage_error(self) -> None:
+        """Raise if the disk refused, which has nothing to do with the Hub."""
+        from huggingface_hub import constants
 
-def _raise_storage_error(causes: list[BaseException]) -> None:
-    """Raise if the disk refused, which has nothing to do with the Hub."""
-    from huggingface_hub import constants
-
-    cache = Path(constants.HF_HUB_CACHE)
-    remedy = "make room, or set HF_HOME to a folder on a larger disk"
-    for error in causes:
-        if isinstance(error, Warning):
-            what = f"the disk is too small: {' '.join(str(error).split())}"
-            raise UserError(what, where=cache, remedy=remedy, exit=Exit.STORAGE) from error
-        if isinstance(error, OSError) and error.errno is not None:
-            try:
-                with storage_errors(cache):
-                    raise error
-            except UserError as refused:
-                refused.problems[0] = Problem(refused.problems[0].what, str(cache), remedy)
-                raise
-            except OSError:
-                continue
-
-
-class _Answer(NamedTuple):
-    """What is wrong, and what to do."""
-
-    what: str
-    remedy: str
-
-
-def _explain(
-    causes: list[BaseException], repository: HubRepository, *, tried: str, remedy: str
-) -> _Answer:
-    return (
-        _explain_repository(causes, repository, remedy=remedy)
-        or _explain_server(causes, tried=tried)
-        or _explain_network(causes, repository, tried=tried)
-        or _Answer(
-            f"the {repository.kind} {str(repository)!r} cannot be had from Hugging Face: "
-            f"{_first_line(causes[0])}",
-            remedy,
-        )
-    )
+        cache = Path(constants.HF_HUB_CACHE)
+        for error in self.causes:
+            what = ""
+            if isinstance(error, Warning):
+                what = f"the disk is too small: {' '.join(str(error).split())}"
+            elif isinstance(error, OSError):
+                try:
+                    with suppress(OSError), storage_errors(cache):
+                        raise error
+                except UserError as refused:
+                    what = refused.problems[0].what
+            if what:
+                raise UserError(
+                    what, where=cache, remedy=_LARGER_DISK, exit=Exit.STORAGE
+                ) from error
 
 
 def _explain_repository(
-    causes: list[BaseException], repository: HubRepository, *, remedy: str
-) -> _Answer | None:
-    """The Hub has no such repository or revision, or not for this user."""
+    failure: _Failure, repository: HubRepository, *, remedy: str
+) -> tuple[str, str] | None:
+    """What is wrong and the remedy, if the Hub has no such repository or revision, or not for this
+    user."""
     name, it = repository.name, f"the {repository.kind} {repository.name!r}"
-    log_in = "log in: `hf auth login`, or set HF_TOKEN"
-    if _of_class(causes, {"GatedRepoError"}):
-        if _status(causes) == 403:
-            return _Answer(
+    if failure.cause("GatedRepoError"):
+        if failure.status == 403:
+            return (
                 f"{it} is gated, and your account has no access to it yet",
                 f"ask for access at {repository.page}; `hf auth whoami` tells who you are there",
             )
-        return _Answer(
+        return (
             f"{it} is gated: you must accept its licence first",
-            f"accept it at {repository.page}, then {log_in}",
+            f"accept it at {repository.page}, then {_LOG_IN}",
         )
-    if _of_class(causes, {"RepositoryNotFoundError"}):
-        return _Answer(
+    if failure.cause("RepositoryNotFoundError"):
+        return (
             f"there is no {repository.kind} {name!r} on Hugging Face, or it is private",
-            f"{remedy}; for a private one, {log_in}",
+            f"{remedy}; for a private one, {_LOG_IN}",
         )
-    if _of_class(causes, {"RevisionNotFoundError"}):
-        return _Answer(
+    if failure.cause("RevisionNotFoundError"):
+        return (
             f"{it} has no revision {repository.revision!r}{_revisions(repository)}",
             f"give a branch, a tag or a whole commit, such as {name}@main",
         )
     return None
 
 
-def _explain_server(causes: list[BaseException], *, tried: str) -> _Answer | None:
-    """The Hub does not serve this user now."""
-    status = _status(causes)
-    if status == 401:
-        return _Answer(
+def _explain_server(failure: _Failure, *, tried: str) -> tuple[str, str] | None:
+    """What is wrong and the remedy, if the Hub does not serve this user now."""
+    if failure.status == 401:
+        return (
             "Hugging Face does not accept your token",
             "log in again: `hf auth login`, or correct or unset HF_TOKEN",
         )
-    if status == _BUSY:
-        return _Answer(
+    if failure.status == _BUSY:
+        return (
             f"Hugging Face has had too many requests from here: {tried}",
             "wait five minutes, then run the same command again; who is logged in (`hf auth "
             "login`) may ask more often",
         )
-    if status is not None and status >= 500:
-        return _Answer(
-            f"Hugging Face answers with status {status}: {tried}",
+    if failure.status is not None and failure.status >= 500:
+        return (
+            f"Hugging Face answers with status {failure.status}: {tried}",
             "run the same command again later; https://status.huggingface.co tells of failures",
         )
     return None
 
 
 def _explain_network(
-    causes: list[BaseException], repository: HubRepository, *, tried: str
-) -> _Answer | None:
-    """The Hub was not reached, and the cache does not have it all."""
+    failure: _Failure, repository: HubRepository, *, tried: str
+) -> tuple[str, str] | None:
+    """What is wrong and the remedy, if the Hub was not reached and the cache does not have it
+    all."""
     from huggingface_hub import constants
 
+    elsewhere = repository.copy_remedy
+    if incomplete := failure.cause("IncompleteSnapshotError"):
+        match = _MISSING.search(str(incomplete))
+        missing = f" ({match[1]})" if match else ""
+        return (
+            f"the cache holds only a part of {str(repository)!r}: files are missing{missing}",
+            f"run the same command with network; without one, {elsewhere}",
+        )
     absent = f"the {repository.kind} {str(repository)!r} is not in the cache"
     if repository.kind == "model":
         # It may have been meant as a folder, such as runs/first.
         absent = f"there is no folder {str(repository)!r} here, {absent}"
-    elsewhere = repository.copy_remedy
-    if part := _of_class(causes, {"IncompleteSnapshotError"}):
-        found = _MISSING.search(str(part))
-        missing = f" ({found[1]})" if found else ""
-        return _Answer(
-            f"the cache holds only a part of {str(repository)!r}: files are missing{missing}",
-            f"run the same command with network; without one, {elsewhere}",
-        )
     if constants.HF_HUB_OFFLINE:
-        return _Answer(
+        return (
             f"{absent}, and HF_HUB_OFFLINE is set",
             f"unset HF_HUB_OFFLINE; without network, {elsewhere}",
         )
-    error = _network_error(causes)
-    if error is None:
+    if failure.network is None:
         return None
-    if _is_unreachable(error):
-        return _Answer(
-            f"{absent}, and {hub_endpoint()} cannot be reached: {_first_line(error)}",
+    if failure.unreachable:
+        return (
+            f"{absent}, and {hub_endpoint()} cannot be reached: {_first_line(failure.network)}",
             f"check the network; without one, {elsewhere}",
         )
-    return _Answer(
-        f"the connection to Hugging Face breaks: {_first_line(error)}; {tried}",
+    return (
+        f"the connection to Hugging Face breaks: {_first_line(failure.network)}; {tried}",
         "check the network, then run the same command again: whole files are kept",
     )
 

@@ -1,24 +1,23 @@
 """Files from the network: folders from the Hugging Face Hub, and single files by their URL.
 
 huggingface_hub keeps a cache, resumes downloads, and needs no network for what it already has. Only
-safetensors, settings and tokenizer files are downloaded, nothing that could run; `hub` says how its
-errors are told. Single files go to
-`gristmill` in $XDG_CACHE_HOME or ~/.cache; each gets its name after its size and SHA-256 were
-checked. An interrupted download is resumed unless the file has changed at its source.
+safetensors, settings and tokenizer files are downloaded, nothing that could run; `client` says how
+its errors are told. Single files go to `gristmill` in $XDG_CACHE_HOME or ~/.cache: the library
+receives FILE.VERSION.part, and the file gets its name after its size and SHA-256 were checked. An
+interrupted download is resumed unless the version, the server's ETag, is another now.
 """
 
 from __future__ import annotations
 
-import http.client
+import io
 import os
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
-from gristmill.base.errors import DataError
+from gristmill.base.errors import DataError, UserError
 from gristmill.base.files import (
     require_utf8,
     sha256_file,
@@ -26,28 +25,22 @@ from gristmill.base.files import (
     sync_file,
     sync_folder,
 )
-from gristmill.base.hub import (
-    OnDownload,
-    RepositoryKind,
-    ask_hub,
-    parse_repository,
-    shown_download,
-)
 from gristmill.base.locks import FolderLock
 from gristmill.base.units import format_bytes
+from gristmill.hub.client import (
+    OnDownload,
+    ask_hub,
+    downloads_shown,
+    parse_repository,
+    quiet_library,
+    shown_download,
+)
 
-LARGER_CACHE = "set XDG_CACHE_HOME to a folder on a larger disk"
-"""What to do if the cache's disk is too small."""
 _SETTINGS_FILES = ("*.json", "*.txt", "*.model", "chat_template.jinja")
 """The settings and the tokenizer of a model."""
 _WEIGHT_FILES = ("*.safetensors",)
 _IGNORED_FILES = ("*/*", "consolidated*")
 """Files in subfolders, and weights that some repositories hold twice, in their author's layout."""
-_CHUNK = 1 << 20
-_TIMEOUT_SECONDS = 30
-_ATTEMPTS = 5
-_NOTHING_LEFT = 416
-"""The HTTP status if all bytes had been received, or too many."""
 
 
 def model_folder(name: str, *, where: str = "model.start", weights: bool = True) -> Path:
@@ -96,17 +89,11 @@ def settings_folder(name: str, *, where: str) -> Path:
 
 
 def hub_folder(
-    name: str,
-    *,
-    files: Sequence[str],
-    where: str,
-    remedy: str,
-    offline: bool = False,
-    kind: RepositoryKind = "model",
+    name: str, *, files: Sequence[str], where: str, remedy: str, offline: bool = False
 ) -> Path:
-    """The folder of a repository's files, by NAME or NAME@REVISION; downloads missing ones unless
+    """The folder of a model's files, by NAME or NAME@REVISION; downloads missing ones unless
     `offline`."""
-    repository = parse_repository(name, kind=kind)
+    repository = parse_repository(name)
     if repository is None:
         what = f"there is no folder {name!r}, and this is no Hugging Face name"
         raise DataError(what, where=where, remedy=remedy)
@@ -117,7 +104,6 @@ def hub_folder(
         folder = ask_hub(
             lambda: snapshot_download(
                 repository.name,
-                repo_type=kind,
                 revision=repository.revision,
                 allow_patterns=list(files),
                 ignore_patterns=list(_IGNORED_FILES),
@@ -167,7 +153,9 @@ def download(
     """Download a file unless it is there; resume where an earlier attempt broke off."""
     if to.is_file():
         return to
-    if os.environ.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes", "on"}:
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
         raise DataError(
             "the network is switched off by HF_HUB_OFFLINE",
             where=url,
@@ -179,7 +167,7 @@ def download(
         if to.is_file():
             return to
         with nullcontext(progress) if progress else shown_download(to.name) as shown:
-            part, tag = _receive(url, to, shown)
+            part = _receive(url, to, shown)
         try:
             _check(part, url=url, sha256=sha256, size=size)
             sync_file(part)
@@ -187,68 +175,57 @@ def download(
             sync_folder(to.parent)
         finally:
             part.unlink(missing_ok=True)
-            tag.unlink(missing_ok=True)
     return to
 
 
-def open_url(url: str, *, headers: dict[str, str]) -> http.client.HTTPResponse:
-    """Ask a server for a file: the one function here that opens a connection itself."""
-    request = urllib.request.Request(url, headers={"User-Agent": "gristmill", **headers})
-    response: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS)
-    return response
+def _receive(url: str, to: Path, progress: OnDownload) -> Path:
+    """Download into FILE.VERSION.part, which the library resumes."""
+    from huggingface_hub import get_hf_file_metadata, utils
+    from huggingface_hub.file_download import http_get
 
+    library: Any = utils
 
-def _receive(url: str, to: Path, progress: OnDownload) -> tuple[Path, Path]:
-    """Download into FILE.part, and keep the file's version, its ETag, in FILE.part.tag."""
-    part, tag = to.with_name(f"{to.name}.part"), to.with_name(f"{to.name}.part.tag")
-    for attempt in range(1, _ATTEMPTS + 1):
-        try:
-            _append(url, part, tag, progress)
-            break
-        except (OSError, http.client.HTTPException) as error:
-            status = error.code if isinstance(error, urllib.error.HTTPError) else 500
-            if status == _NOTHING_LEFT:
-                tag.unlink(missing_ok=True)
-            elif status < 500 or attempt == _ATTEMPTS:
-                size = part.stat().st_size if tag.is_file() else 0
-                kept = f"; {format_bytes(size)} are kept" if size else ""
-                raise DataError(
-                    f"cannot download this file: {error}{kept}",
-                    where=url,
-                    remedy="check the network, then run the same command again: it resumes",
-                ) from error
-    return part, tag
+    class ShownFile(io.BufferedWriter):
+        def write(self, data: Any) -> int:
+            count = super().write(data)
+            progress(self.tell(), total)
+            return count
 
-
-def _append(url: str, part: Path, tag: Path, progress: OnDownload) -> None:
-    """Ask for the bytes that are missing, and append them."""
-    received = part.stat().st_size if part.is_file() and tag.is_file() else 0
-    resume = {"Range": f"bytes={received}-", "If-Range": tag.read_text()} if received else {}
-    with open_url(url, headers=resume) as response:
-        if response.status != 206:
-            # The whole file: the version changed, or the server cannot send the rest alone.
-            received = 0
-        length = response.headers.get("Content-Length")
-        total = received + int(length) if length else None
-        etag = response.headers.get("ETag")
-        with storage_errors(part), part.open("ab" if received else "wb") as file:
-            # Equal weak tags do not promise equal bytes.
-            if etag and not etag.startswith("W/"):
-                tag.write_text(etag)
-            else:
-                tag.unlink(missing_ok=True)
-            while chunk := response.read(_CHUNK):
-                file.write(chunk)
-                received += len(chunk)
-                progress(received, total)
-    if total is not None and received < total:
-        raise http.client.IncompleteRead(b"", total - received)
+    quiet_library("huggingface_hub")
+    library.disable_progress_bars("huggingface_hub.http_get")
+    part, received = to, 0
+    try:
+        # The server may be any, so it gets no token, and its waits are not told as the Hub's.
+        with downloads_shown(None):
+            version = get_hf_file_metadata(url, token=False)
+            total, tag = version.size, version.etag or ""
+            part = to.with_name(f"{to.name}.{crc32(tag.encode()):08x}.part")
+            for other in to.parent.glob(f"{to.name}.*part*"):
+                # Without a tag nothing says whether this is the beginning of the same file.
+                if other != part or not tag:
+                    other.unlink()
+            with storage_errors(part), ShownFile(io.FileIO(part, "ab")) as file:
+                received = file.tell()
+                # Compressed content could not be resumed.
+                headers = {"Accept-Encoding": "identity"}
+                http_get(url, file, resume_size=received, headers=headers, expected_size=total)
+    except UserError:
+        raise
+    except Exception as error:  # the library's errors and those of its HTTP client differ
+        received = part.stat().st_size if part.is_file() else 0
+        kept = f"; {format_bytes(received)} are kept" if received else ""
+        raise DataError(
+            f"cannot download this file: {error}{kept}",
+            where=url,
+            remedy="check the network, then run the same command again: it resumes",
+        ) from error
+    return part
 
 
 def _check(part: Path, *, url: str, sha256: str | None, size: int | None) -> None:
-    found, wrong = part.stat().st_size, None
-    if size is not None and found != size:
-        wrong = f"it has {found:,} bytes, not {size:,}"
+    actual, wrong = part.stat().st_size, None
+    if size is not None and actual != size:
+        wrong = f"it has {actual:,} bytes, not {size:,}"
     elif sha256 is not None and (digest := sha256_file(part)) != sha256:
         wrong = f"its SHA-256 is {digest}, not {sha256}"
     if wrong is not None:

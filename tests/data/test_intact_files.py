@@ -14,8 +14,8 @@ from gristmill.base.units import Progress
 from gristmill.config.schema import DataConfig
 from gristmill.data.build import OrderSpec, build_stream
 from gristmill.data.dataset import Mixture, open_data
+from gristmill.data.intact import FILES_PER_STEP, TokenFileWatch
 from gristmill.data.loader import Loader, validation_batches
-from gristmill.data.watch import FILES_PER_STEP, TokenFileWatch
 from gristmill.tokens.format import NewSet
 from gristmill.tokens.store import create_tokens
 

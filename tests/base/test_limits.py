@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gristmill.base.memory import free_memory, keep_freed_memory, memory_limit
+from gristmill.base.limits import free_memory, keep_freed_memory, memory_limit
 
 MACHINE = "MemTotal: 9000 kB\nMemFree: 100 kB\nMemAvailable: 8000 kB\n"
 
