@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 
-from gristmill.dialects.rules import RULES
 from gristmill.dialects.table import Dialect, ForeignOption, OptionFamily, load_table
+from gristmill.dialects.translate import RULES
 
 PAGES = {
     "megatron": ("megatron", "megatron-prepare", "megatron-merge"),

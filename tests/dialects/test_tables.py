@@ -12,7 +12,6 @@ import typer
 from gristmill.base.errors import UserError
 from gristmill.cli.main import app
 from gristmill.config.load import setting_paths
-from gristmill.dialects.rules import RULES
 from gristmill.dialects.table import (
     Dialect,
     ForeignOption,
@@ -21,6 +20,7 @@ from gristmill.dialects.table import (
     load_table,
     table_names,
 )
+from gristmill.dialects.translate import RULES
 
 SETTINGS = {".".join(path) for path in setting_paths()}
 

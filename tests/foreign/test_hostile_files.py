@@ -160,8 +160,9 @@ def test_dictionaries_without_an_end(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no end"):
         read_pickle(pickle.dumps({"x": _laughs(12)}, protocol=2), where="x")
     wide = read_pickle(pickle.dumps({"x": _laughs(6)}, protocol=2), where="x")
-    with pytest.raises(DataError, match="no end"):
-        tensors_below(wide, where=tmp_path)
+    for hostile in (wide, {"n" * 100: {"m" * 1000: {}}}):
+        with pytest.raises(DataError, match="no end"):
+            tensors_below(hostile, where=tmp_path)
 
 
 def _laughs(depth: int) -> dict[str, Any]:
@@ -181,7 +182,7 @@ def test_what_checkpoints_hold_is_read() -> None:
         "size": torch.Size([2, 3]),
         "bytes": b"\x00\xff",
     }
-    for protocol in (2, 4):
+    for protocol in (2, 4, 5):
         found = read_pickle(pickle.dumps(value, protocol=protocol), where="x")
         assert found["args"].name == "argparse.Namespace"
         assert found["args"].fields == vars(value["args"])  # type: ignore[arg-type]
@@ -357,6 +358,11 @@ ENDLESS = {
     "deep lists": b"(" * 100_000 + b"l" * 100_000 + b".",
     "deep tuples": b"N" + b"\x85" * 100_000 + b".",
     "deep objects' states": b"cargparse\nNamespace\n(t\x81" + b"(" * 500 + b"l" * 500 + b"b.",
+    "an object as a key": b"}cmegatron\nIndex\n)\x81}X\x01\x00\x00\x00a"
+    + shared(b"t", levels=40)
+    + b"sbNs.",
+    "a set of shared tuples": b"\x8f(" + shared(b"t", levels=40) + b"\x90.",
+    "a bytearray of any size": b"\x96" + struct.pack("<Q", 2**40) + b"x.",
     "a list in itself": b"]q\x00h\x00a.",
     "a number without end": b"\x8b" + struct.pack("<i", 10_000) + b"\x01" * 10_000 + b".",
     "numbers of one hash as keys": b"}\x8a\x09" + (2**61 - 1 << 3).to_bytes(9, "little") + b"Ns.",

@@ -16,10 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.report import digest
-from gristmill.report.digest import MOST_EVENTS, MOST_SAMPLES
+from gristmill.report import plots
 from gristmill.report.page import write_report
-from gristmill.report.plots import LIMIT
+from gristmill.report.plots import LIMIT, MOST_EVENTS, MOST_SAMPLES
 from gristmill.track.folder import RunFolder
 from gristmill.track.metrics import (
     EventRecord,
@@ -291,8 +290,8 @@ def test_a_long_run_is_summed_up_in_parts(tmp_path: Path, monkeypatch: pytest.Mo
             records.append(ValidationRecord(**moment(step), loss=abs(50.0 - step), **values))
     run = bare_run(tmp_path / "a", records)
     whole = contents(write_report([run], tmp_path / "whole.html"))["runs"]
-    monkeypatch.setattr(digest, "_BLOCK", 8)
-    monkeypatch.setattr(digest, "_MOST_VALUES", 10)
+    monkeypatch.setattr(plots, "_BLOCK", 8)
+    monkeypatch.setattr(plots, "_MOST_VALUES", 10)
     parts = contents(write_report([run], tmp_path / "parts.html"))["runs"]
     assert whole[0]["train"] == parts[0]["train"] and len(whole[0]["train"]["step"]) == 100
     assert whole[0]["validation"] == parts[0]["validation"]
@@ -316,7 +315,7 @@ def test_rows_without_every_field_are_read(tmp_path: Path) -> None:
 
 @given(st.integers(1, 500), st.integers(1, 20), st.integers(1, 37))
 def test_some_of_many_values_are_spread_evenly(count: int, limit: int, at_a_time: int) -> None:
-    spread = digest.EvenlySpread[int](limit)
+    spread = plots.EvenlySpread[int](limit)
     for begin in range(0, count, at_a_time):
         spread.add(range(begin, min(count, begin + at_a_time)))
     kept = spread.all()

@@ -105,7 +105,7 @@ class TimeRow:
     part: str
     milliseconds: float
     share: float
-    """Of the whole step."""
+    """Which part of the whole step that is, from 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,8 @@ def _require_tokens(config: RunConfig) -> None:
     if problems:
         way_out = "; --random-tokens measures without data"
         raise DataError(
-            replace(one, remedy=(one.remedy or "prepare them") + way_out) for one in problems
+            replace(problem, remedy=(problem.remedy or "prepare them") + way_out)
+            for problem in problems
         )
 
 
@@ -265,7 +266,9 @@ def _measure(parts: Assembly, *, warm_up: int, steps: int, random_tokens: bool) 
     try:
         run(warm_up)
         run(steps)
-        records = [one for one in read_metrics(folder.metrics) if isinstance(one, StepRecord)]
+        records = [
+            record for record in read_metrics(folder.metrics) if isinstance(record, StepRecord)
+        ]
         speed = _speed(records, meter, warm_up=warm_up, tokens=resolved.tokens_per_step)
         tables = _profile(run, folder, device, step=speed.milliseconds / 1000)
     finally:

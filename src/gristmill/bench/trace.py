@@ -82,9 +82,9 @@ _PATTERNS = {
 def op_class(name: str, *, phase: StepPhase) -> OpClass:
     """The class of a kernel or operator, by its name."""
     matches = (kind for kind, pattern in _PATTERNS.items() if re.search(pattern, name, re.I))
-    found = next(matches, OpClass.OTHER)
-    of_update = phase is StepPhase.UPDATE and found in (OpClass.FUSED, OpClass.EMBEDDING)
-    return OpClass.OPTIMIZER if of_update else found
+    kind = next(matches, OpClass.OTHER)
+    of_update = phase is StepPhase.UPDATE and kind in (OpClass.FUSED, OpClass.EMBEDDING)
+    return OpClass.OPTIMIZER if of_update else kind
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ class TranslationDraft:
         self.words, self.launcher = words, launcher
         """The command, behind the name of the script, and what starts the script."""
         # As in argparse, the last one counts.
-        self.options = {one.name: one for one in given}
+        self.options = {option.name: option for option in given}
         self.settings: list[TranslatedSetting] = []
         self.changed: list[Remark] = []
         self.ignored: list[Remark] = []
@@ -99,18 +100,18 @@ class TranslationDraft:
 
     def only_one(self, *names: str) -> str | None:
         """Which of several options that exclude one another is given; more than one is refused."""
-        found = [name for name in names if self.given(name)]
-        if len(found) > 1:
-            self.refuse(f"{' and '.join(found)} exclude one another", found[-1], "leave one out")
-            self.account(*found)
-        return found[0] if found else None
+        given = [name for name in names if self.given(name)]
+        if len(given) > 1:
+            self.refuse(f"{' and '.join(given)} exclude one another", given[-1], "leave one out")
+            self.account(*given)
+        return given[0] if given else None
 
     def set(self, path: str, value: Any, *names: str) -> None:
         """Set a setting because of some options."""
         written = [self.written(name) for name in names if self.given(name)]
         source = " ".join(written) or f"default of {' and '.join(names)}"
         self.account(*names)
-        self.settings = [one for one in self.settings if one.path != path]
+        self.settings = [setting for setting in self.settings if setting.path != path]
         self.settings.append(TranslatedSetting(path, value, source, asked=bool(written)))
 
     def fix(self, path: str, value: Any, because: str) -> None:
@@ -149,3 +150,8 @@ class TranslationDraft:
     def left_over(self) -> list[str]:
         """Options given that nothing has looked at."""
         return [name for name in self.options if name not in self._accounted]
+
+
+def run_name(text: str, otherwise: str) -> str:
+    """A text as the name of a run, without what such names cannot have."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:100] or otherwise

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote_plus
 
-from gristmill.dialects.draft import Preparation, Remark, TranslationDraft
-from gristmill.dialects.naming import run_name
+from gristmill.dialects.draft import Preparation, Remark, TranslationDraft, run_name
 from gristmill.dialects.nanogpt_rules import GRAD_SCALER
 
 _SCHEDULES: dict[str, dict[str, Any]] = {
@@ -229,17 +228,17 @@ def _hold_out(
 ) -> None:
     """Prepare one text, of which documents are held out for validation."""
     percent = draft.get("--validation_split_percentage")
-    held = "--validation_split_percentage"
+    percentage = "--validation_split_percentage"
     if not 0 < percent < 100:
-        draft.refuse("must be above 0 and below 100", held, "give 5, for example")
+        draft.refuse("must be above 0 and below 100", percentage, "give 5, for example")
         return
     split = f"--split={100 - percent},{percent}"
     words = ("prepare", source, f"--output={prefix}", split, *options)
     draft.first.append(Preparation(words, (f"{prefix}_train", f"{prefix}_val")))
     draft.set("data.paths", f"{prefix}_train", *names)
-    draft.set("data.validation", f"{prefix}_val", *names, held)
+    draft.set("data.validation", f"{prefix}_val", *names, percentage)
     text = "documents are drawn at random, also where a dataset has a validation set of its own"
-    draft.changed.append(Remark(draft.written(held), text))
+    draft.changed.append(Remark(draft.written(percentage), text))
 
 
 def _prefix(text: str, tokenizer: str) -> str:

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gristmill.dialects.draft import Remark, TranslationDraft
+from gristmill.dialects.draft import Remark, TranslationDraft, run_name
 from gristmill.dialects.megatron_rules import batch_levels
-from gristmill.dialects.naming import run_name
 
 _BY_NAME = (
     *("HuggingFaceTokenizer", "PretrainedFromHF", "Llama2Tokenizer"),
@@ -229,8 +228,8 @@ def prepared_tokenizer(draft: TranslationDraft) -> None:
     draft.set(ends, True, "--append-eod")
 
 
-def _same(one: str, other: str) -> bool:
-    return os.path.normpath(one) == os.path.normpath(other)
+def _same(path: str, other: str) -> bool:
+    return os.path.normpath(path) == os.path.normpath(other)
 
 
 RULES = (data, tokenizer, validation, folder, prepared_tokenizer)

@@ -452,11 +452,11 @@ def _context(draft: TranslationDraft) -> None:
     if not draft.given(name):
         return
     kinds = {"p2p": "ring", "a2a": "heads"}
-    found = {kinds.get(kind) for kind in draft.get(name)}
+    backends = {kinds.get(kind) for kind in draft.get(name)}
     if cp in (None, 1):
         draft.ignore(name, "only --context-parallel-size uses it")
-    elif len(found) == 1 and None not in found:
-        draft.set("parallel.attention", found.pop(), name)
+    elif len(backends) == 1 and None not in backends:
+        draft.set("parallel.attention", backends.pop(), name)
     else:
         draft.set("parallel.attention", "ring", name)
         draft.change(name, "all layers exchange keys and values in a ring; the result is the same")

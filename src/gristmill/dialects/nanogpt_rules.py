@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gristmill.dialects.draft import Remark, TranslationDraft
-from gristmill.dialects.naming import run_name
+from gristmill.dialects.draft import Remark, TranslationDraft, run_name
 from gristmill.dialects.words import names_script
 
 GRAD_SCALER = {"initial": 65536.0, "window": 2000, "hysteresis": 1}

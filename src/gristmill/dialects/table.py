@@ -57,7 +57,7 @@ class ForeignOption(Settings):
     choices: dict[str, Any] | None = None
     """Our value for each of theirs."""
     rule: str | None = None
-    """The function in `rules.py` that takes it together with other options."""
+    """The function of `RULES` in `translate.py` that takes it together with other options."""
     changed: str | None = None
     """What differs from the other program although the option is taken."""
     ignored: str | None = None
@@ -127,7 +127,7 @@ class Dialect(Settings):
     fixed: dict[str, FixedSetting] = Field(default={})
     """Settings of every run, by path."""
     rules: Texts = ()
-    """Functions in `rules.py` that are called even if none of their options is given."""
+    """Functions of `RULES` that are called even if none of their options is given."""
     about: str = ""
     """What a newcomer should know, for the page about this dialect."""
 
@@ -141,8 +141,8 @@ class Dialect(Settings):
         """The options that a written name may stand for; argparse takes any unique beginning."""
         if name in self.options:
             return [name]
-        if found := [known for known, option in self.options.items() if name in option.also]:
-            return found
+        if names := [known for known, option in self.options.items() if name in option.also]:
+            return names
         if not _NAME.fullmatch(name):
             return []
         if any(family.has(name) for family in self.families):
@@ -150,11 +150,11 @@ class Dialect(Settings):
         if self.syntax != "argparse" or not name.startswith("--") or len(name) < 3:
             return []
         known = (*self.options, *self._in_families)
-        return [one for one in known if one.startswith(name)]
+        return [whole for whole in known if whole.startswith(name)]
 
     def nearest(self, name: str) -> list[str]:
         """The options whose names are most like this one."""
-        others = [one for option in self.options.values() for one in option.also]
+        others = [other for option in self.options.values() for other in option.also]
         known = [*self.options, *others, *self._in_families]
         return difflib.get_close_matches(name, known, n=2, cutoff=0.6)
 

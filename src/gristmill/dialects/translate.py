@@ -21,8 +21,15 @@ from gristmill.base.errors import Exit, Problem, UserError
 from gristmill.base.printing import on_one_line
 from gristmill.config.load import load_text
 from gristmill.config.schema import RunConfig
+from gristmill.dialects import (
+    decentralized_rules,
+    llm_pytorch_rules,
+    megatron_data_rules,
+    megatron_rules,
+    nanogpt_rules,
+    xla_gpt2_rules,
+)
 from gristmill.dialects.draft import Preparation, Remark, TranslatedSetting, TranslationDraft
-from gristmill.dialects.rules import RULES
 from gristmill.dialects.table import Dialect, ForeignOption
 from gristmill.dialects.words import (
     GivenOption,
@@ -41,6 +48,18 @@ CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
     "negate": lambda yes: not yes,
 }
 """How values change on the way, by the names that tables use."""
+RULES: Mapping[str, Callable[[TranslationDraft], None]] = {
+    f"{system}.{rule.__name__}": rule
+    for system, rules in {
+        "megatron": (*megatron_rules.RULES, *megatron_data_rules.RULES),
+        "nanogpt": nanogpt_rules.RULES,
+        "llm-pytorch": llm_pytorch_rules.RULES,
+        "decentralized": decentralized_rules.RULES,
+        "xla-gpt2": xla_gpt2_rules.RULES,
+    }.items()
+    for rule in rules
+}
+"""The functions that tables name, for options that mean something only together."""
 _ALIKE = "this is what is done in any case"
 _OTHER_MODELS = ("model.start", "model.hf")
 """Settings that name a model, whose sizes a run takes over."""
@@ -76,22 +95,22 @@ class Translation:
         """Options and arguments of our command, besides the settings of a run."""
         options: list[str] = []
         arguments: list[str] = []
-        for one in self.settings:
-            if self.dialect.verb == "train" and not one.path.startswith("-"):
+        for setting in self.settings:
+            if self.dialect.verb == "train" and not setting.path.startswith("-"):
                 continue
-            values = one.value if isinstance(one.value, list) else [one.value]
-            if not one.path.startswith("-"):
+            values = setting.value if isinstance(setting.value, list) else [setting.value]
+            if not setting.path.startswith("-"):
                 arguments += map(str, values)
-            elif isinstance(one.value, bool):
-                options += [one.path] if one.value else []
+            elif isinstance(setting.value, bool):
+                options += [setting.path] if setting.value else []
             else:
-                options += [f"{one.path}={value}" for value in values]
+                options += [f"{setting.path}={value}" for value in values]
         return [*options, "--", *arguments] if arguments else options
 
     @property
     def defaults(self) -> frozenset[str]:
         """The settings that the user did not ask for."""
-        return frozenset(one.path for one in self.settings if not one.asked)
+        return frozenset(setting.path for setting in self.settings if not setting.asked)
 
     @property
     def text(self) -> str:
@@ -101,19 +120,31 @@ class Translation:
         typed = on_one_line(" ".join([*program, shlex.join(self.command)])).strip()
         lines = [
             f"# {self.dialect.title}: {typed}",
-            *(f"# first: {one.command}" for one in self.first),
+            *(f"# first: {preparation.command}" for preparation in self.first),
         ]
         if self.dialect.verb == "train":
-            own = [one for one in self.settings if one.path.startswith("-") and one.value]
-            lines += [f"# with: gristmill train {one.path} ({one.source})" for one in own]
-            lines += _run_file([one for one in self.settings if not one.path.startswith("-")])
+            own = [
+                setting
+                for setting in self.settings
+                if setting.path.startswith("-") and setting.value
+            ]
+            lines += [
+                f"# with: gristmill train {setting.path} ({setting.source})" for setting in own
+            ]
+            lines += _run_file(
+                [setting for setting in self.settings if not setting.path.startswith("-")]
+            )
         else:
             words = ("gristmill", *self.dialect.verb.split(), *self.words)
             lines += ["", " ".join(map(_quoted, words)), ""]
-            lines += [f"# {one.path}: {one.source}" for one in self.settings]
+            lines += [f"# {setting.path}: {setting.source}" for setting in self.settings]
         for title, remarks in (("changed", self.changed), ("ignored", self.ignored)):
             if remarks:
-                lines += ["", f"# {title}", *(f"#   {on_one_line(str(one))}" for one in remarks)]
+                lines += [
+                    "",
+                    f"# {title}",
+                    *(f"#   {on_one_line(str(remark))}" for remark in remarks),
+                ]
         return "\n".join(lines) + "\n"
 
     def check(self) -> None:
@@ -121,7 +152,11 @@ class Translation:
         model that the run starts from, only a folder on this machine is looked at."""
         if self.dialect.verb != "train":
             return
-        named = {one.path: str(one.value) for one in self.settings if one.path in _OTHER_MODELS}
+        named = {
+            setting.path: str(setting.value)
+            for setting in self.settings
+            if setting.path in _OTHER_MODELS
+        }
         absent = [path for path, name in named.items() if not Path(name).exists()]
         try:
             load_text(
@@ -132,23 +167,27 @@ class Translation:
             )
         except UserError as error:
             # The model that is not here would have given what is missing.
-            known = [one for one in error.problems if not absent or "model" not in str(one.where)]
+            known = [
+                problem
+                for problem in error.problems
+                if not absent or "model" not in str(problem.where)
+            ]
             if known:
                 raise self.explain(UserError(known, exit=error.exit)) from error
 
     def explain(self, error: UserError) -> UserError:
         """An error about settings, in terms of the options that they come from."""
-        sources = {one.path: one.source for one in self.settings}
+        sources = {setting.path: setting.source for setting in self.settings}
         problems = [self._explained(problem, sources) for problem in error.problems]
         return UserError(problems, exit=error.exit)
 
     def _explained(self, problem: Problem, sources: Mapping[str, str]) -> Problem:
-        found = _PLACE.fullmatch(problem.where or "")
-        parts = found[1].split(".") if found else []
+        match = _PLACE.fullmatch(problem.where or "")
+        parts = match[1].split(".") if match else []
         for end in range(len(parts), 0, -1):
             path = ".".join(parts[:end])
             inside = dict.fromkeys(
-                source for one, source in sources.items() if f"{one}.".startswith(f"{path}.")
+                source for known, source in sources.items() if f"{known}.".startswith(f"{path}.")
             )
             # All options of a large table would say nothing.
             if path in sources or 0 < len(inside) <= 3:
@@ -180,15 +219,15 @@ def translate(dialect: Dialect, words: Sequence[str]) -> Translation:
     variables = given_variables(dialect, launcher)
     given = [*variables, *read_options(dialect, options)]
     draft = TranslationDraft(dialect, given, words=options, launcher=launcher)
-    taken = {f"{one.name}={one.value}" for one in variables}
+    taken = {f"{option.name}={option.value}" for option in variables}
     if left := [word for word in launcher if word not in taken and not _WANDB.match(word)]:
         text = "this starts the other program"
         if dialect.verb == "train":
             text += "; --processes, or `gristmill launch`, starts several processes here"
         draft.ignored.append(Remark(shlex.join(left), text))
-    for one in draft.options.values():
-        if one.changed is not None:
-            draft.changed.append(Remark(one.written, one.changed))
+    for option in draft.options.values():
+        if option.changed is not None:
+            draft.changed.append(Remark(option.written, option.changed))
     for path, fixed in dialect.fixed.items():
         draft.fix(path, fixed.value, fixed.because)
     for name in dict.fromkeys((*dialect.options, *draft.options)):
@@ -247,14 +286,16 @@ def _take(draft: TranslationDraft, name: str, option: ForeignOption) -> None:
 
 def _take_wandb(draft: TranslationDraft, launcher: Sequence[str]) -> None:
     """Variables of Weights & Biases before a command, which hold for every program."""
-    logs = any(one.path == "track.wandb.project" for one in draft.settings)
+    logs = any(setting.path == "track.wandb.project" for setting in draft.settings)
     for word in filter(_WANDB.match, launcher):
         name, _, value = word.partition("=")
         mode = _WANDB_MODES.get(value) if name == "WANDB_MODE" else None
         if not logs:
             draft.ignored.append(Remark(word, "nothing is sent to W&B"))
         elif mode == "disabled":
-            draft.settings = [one for one in draft.settings if one.path != "track.wandb.project"]
+            draft.settings = [
+                setting for setting in draft.settings if setting.path != "track.wandb.project"
+            ]
             draft.changed.append(Remark(word, "the run has no [track.wandb]"))
         elif mode is not None:
             draft.settings.append(TranslatedSetting("track.wandb.mode", mode, word))
@@ -265,8 +306,8 @@ def _take_wandb(draft: TranslationDraft, launcher: Sequence[str]) -> None:
 
 def _note_repeated(draft: TranslationDraft, given: Sequence[GivenOption]) -> None:
     for name, last in draft.options.items():
-        earlier = [one for one in given if one.name == name and one is not last]
-        if any(one.value != last.value for one in earlier):
+        earlier = [option for option in given if option.name == name and option is not last]
+        if any(option.value != last.value for option in earlier):
             draft.change(name, f"given {len(earlier) + 1} times; the last one counts")
 
 
@@ -277,14 +318,14 @@ def _run_file(settings: Sequence[TranslatedSetting]) -> list[str]:
     """The lines of a run file, in the order of its tables."""
     order = [info.alias or name for name, info in RunConfig.model_fields.items()]
     tables: dict[str, list[TranslatedSetting]] = {}
-    for one in sorted(settings, key=lambda one: order.index(one.path.split(".")[0])):
-        tables.setdefault(one.path.rpartition(".")[0], []).append(one)
+    for setting in sorted(settings, key=lambda setting: order.index(setting.path.split(".")[0])):
+        tables.setdefault(setting.path.rpartition(".")[0], []).append(setting)
     lines: list[str] = []
     # A key of the top must stand before all tables.
     for table in sorted(tables, key=bool):
         lines += ["", *([f"[{table}]"] if table else [])]
-        pairs = [(f"{one.path.rpartition('.')[2]} = {_toml(one.value)}", one.source)
-                 for one in tables[table]]  # fmt: skip
+        pairs = [(f"{setting.path.rpartition('.')[2]} = {_toml(setting.value)}", setting.source)
+                 for setting in tables[table]]  # fmt: skip
         width = min(40, max(len(pair) for pair, _ in pairs))
         lines += [f"{pair:<{width}}  # {on_one_line(source)}" for pair, source in pairs]
     return lines
@@ -295,15 +336,17 @@ def _quoted(word: str) -> str:
     if word.isprintable():
         return shlex.quote(word)
     plain = word.replace("\\", "\\\\").replace("'", "\\'")
-    escaped = (one if one.isprintable() else f"\\U{ord(one):08x}" for one in plain)
+    escaped = (letter if letter.isprintable() else f"\\U{ord(letter):08x}" for letter in plain)
     return f"$'{''.join(escaped)}'"
 
 
 def _toml(value: Any) -> str:
     """A value on one line."""
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{_toml(key)} = {_toml(one)}" for key, one in value.items()) + " }"
+        return (
+            "{ " + ", ".join(f"{_toml(key)} = {_toml(item)}" for key, item in value.items()) + " }"
+        )
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_toml, value)) + "]"
     text = tomli_w.dumps({"x": value}).removeprefix("x = ").rstrip("\n")
-    return "".join(one if one.isprintable() else f"\\U{ord(one):08x}" for one in text)
+    return "".join(letter if letter.isprintable() else f"\\U{ord(letter):08x}" for letter in text)

@@ -11,6 +11,7 @@ by + are read.
 from __future__ import annotations
 
 import ast
+import contextlib
 import itertools
 import math
 import operator
@@ -32,6 +33,8 @@ _LARGEST_INT = 1 << 63
 """What TOML can hold."""
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*=")
 _LAUNCHER = re.compile(r"python[\d.]*|torchrun|deepspeed|srun|mpirun|mpiexec|accelerate")
+_BOOLEANS = {"true": True, "false": False, "1": True, "0": False}
+_KINDS = {"int": "a whole number below 2^63", "float": "a finite number", "bool": "true or false"}
 _NEGATIVE = re.compile(r"-(\d|\.\d)")
 
 
@@ -50,7 +53,7 @@ class GivenOption:
 def read_options(dialect: Dialect, words: Sequence[str]) -> list[GivenOption]:
     """The options of a command line, in order; raises one error with all that cannot be read."""
     readers = {"argparse": _argparse, "configurator": _configurator, "toml": _toml}
-    found: list[GivenOption] = []
+    options: list[GivenOption] = []
     problems = [
         Problem("this is not UTF-8 text", on_one_line(word)) for word in words if _odd(word)
     ]
@@ -60,15 +63,15 @@ def read_options(dialect: Dialect, words: Sequence[str]) -> list[GivenOption]:
         if isinstance(item, Problem):
             problems.append(item)
         else:
-            found.append(item)
+            options.append(item)
     if problems:
         raise UserError(problems, exit=Exit.USAGE)
-    return found
+    return options
 
 
 def _odd(text: str) -> bool:
     """Whether a text has bytes that no text has, or a NUL, which no path may have."""
-    return "\0" in text or any("\ud800" <= one <= "\udfff" for one in text)
+    return "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def split_launcher(dialect: Dialect, words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
@@ -78,14 +81,14 @@ def split_launcher(dialect: Dialect, words: Sequence[str]) -> tuple[Sequence[str
     if begin == len(words):
         return (), words
     starts = _LAUNCHER.fullmatch(words[begin].rpartition("/")[2])
-    scripts = [at for at, word in enumerate(words) if _is_script(dialect, word)]
+    scripts = [
+        at
+        for at, word in enumerate(words)
+        if any(names_script(word, script) for script in dialect.scripts)
+    ]
     if not scripts or (begin not in scripts and not starts):
         return (), words
     return words[: scripts[0] + 1], words[scripts[0] + 1 :]
-
-
-def _is_script(dialect: Dialect, word: str) -> bool:
-    return any(names_script(word, script) for script in dialect.scripts)
 
 
 def names_script(word: str, script: str) -> bool:
@@ -111,12 +114,12 @@ def other_script(dialect: Dialect, words: Sequence[str]) -> Problem | None:
 
 def given_variables(dialect: Dialect, launcher: Sequence[str]) -> list[GivenOption]:
     """The environment variables before a command that the table knows."""
-    found = []
+    variables = []
     for word in itertools.takewhile(_VARIABLE.match, launcher):
         name, _, value = word.partition("=")
         if name in dialect.options:
-            found.append(GivenOption(name, value, on_one_line(shlex.quote(word))))
-    return found
+            variables.append(GivenOption(name, value, on_one_line(shlex.quote(word))))
+    return variables
 
 
 # ------------------------------------------------------------------ argparse
@@ -173,41 +176,26 @@ def _given(
     if not values or (wanted != "any" and len(values) != wanted):
         many = "a value" if wanted == 1 else "values" if wanted == "any" else f"{wanted} values"
         return Problem(f"needs {many}", written)
-    parsed = [_value(option, text) for text in values]
-    for one in parsed:
-        if isinstance(one, ValueError):
-            return Problem(str(one), written)
+    try:
+        parsed = [_value(option, text) for text in values]
+    except ValueError as error:
+        return Problem(str(error), written)
     return GivenOption(name, parsed[0] if option.count is None else parsed, written)
 
 
 def _value(option: ForeignOption, text: str) -> Any:
-    """The value of a word, or why it is none."""
-    try:
-        if option.value == "int":
-            return _sensible(int(text))
-        if option.value == "float":
-            return _finite(float(text))
-    except ValueError:
-        kind = "whole number below 2^63" if option.value == "int" else "finite number"
-        return ValueError(f"{on_one_line(text)[:60]!r} is not a {kind}")
-    if option.value == "bool":
-        known = {"true": True, "false": False, "1": True, "0": False}
-        return known.get(
-            text.lower(), ValueError(f"{on_one_line(text)[:60]!r} is not true or false")
-        )
-    return text
-
-
-def _sensible(number: int) -> int:
-    if abs(number) >= _LARGEST_INT:
-        raise ValueError
-    return number
-
-
-def _finite(number: float) -> float:
-    if not math.isfinite(number):
-        raise ValueError
-    return number
+    """The value of a word; a `ValueError` says why it has none."""
+    with contextlib.suppress(ValueError):
+        match option.value:
+            case "text":
+                return text
+            case "int" if abs(int(text)) < _LARGEST_INT:
+                return int(text)
+            case "float" if math.isfinite(float(text)):
+                return float(text)
+            case "bool" if text.lower() in _BOOLEANS:
+                return _BOOLEANS[text.lower()]
+    raise ValueError(f"{on_one_line(text)[:60]!r} is not {_KINDS[option.value]}")
 
 
 def _unknown(dialect: Dialect, name: str, candidates: Sequence[str]) -> Problem:
@@ -265,7 +253,9 @@ def _python_file(dialect: Dialect, path: Path) -> Iterator[GivenOption | Problem
                 try:
                     known[name] = value = _literal(node, known)
                 except (ValueError, ArithmeticError, RecursionError) as error:
-                    yield _not_literal(where, name, error)
+                    what = f"the value of {name} is no literal: {error}"
+                    remedy = f"write the value itself, or pass it as --{name}=VALUE"
+                    yield Problem(what, where, remedy)
                     continue
                 item = _typed(dialect, name, value, f"{where}: {name} = {value!r}")
                 if isinstance(item, GivenOption) and any(map(_is_time, ast.walk(node))):
@@ -274,11 +264,6 @@ def _python_file(dialect: Dialect, path: Path) -> Iterator[GivenOption | Problem
             case _:
                 what = "only assignments of literals are read, and nothing is run"
                 yield Problem(what, where, "write NAME = VALUE, or pass it as --NAME=VALUE")
-
-
-def _not_literal(where: str, name: str, error: Exception) -> Problem:
-    what = f"the value of {name} is no literal: {error}"
-    return Problem(what, where, f"write the value itself, or pass it as --{name}=VALUE")
 
 
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -300,15 +285,18 @@ def _literal(node: ast.expr, known: dict[str, Any]) -> Any:
         case ast.Name(id=name) if name in known:
             return known[name]
         case ast.List(elts=items) | ast.Tuple(elts=items):
-            return [_literal(one, known) for one in items]
+            return [_literal(item, known) for item in items]
         case ast.Call(func=ast.Name(id="str"), args=[inner], keywords=[]) if _is_time(inner):
             return ""
         case ast.UnaryOp(op=ast.USub(), operand=inner):
             return -_number(_literal(inner, known))
         case ast.BinOp(left=left, op=kind, right=right) if type(kind) in _OPERATORS:
-            sides = [_literal(one, known) for one in (left, right)]
+            sides = [_literal(side, known) for side in (left, right)]
             if isinstance(kind, ast.Add) and all(isinstance(side, str) for side in sides):
-                return _short("".join(sides))
+                # A text that is joined with itself doubles with every line.
+                if sum(map(len, sides)) > _LONGEST_TEXT:
+                    raise ValueError("the text is too long")
+                return "".join(sides)
             return _number(_OPERATORS[type(kind)](*map(_number, sides)))
         case _:
             raise ValueError(f"{type(node).__name__} is not allowed")
@@ -322,13 +310,6 @@ def _is_time(node: ast.AST) -> bool:
         ):
             return True
     return False
-
-
-def _short(text: str) -> str:
-    """A text of sensible length, since one that is joined with itself doubles with every line."""
-    if len(text) > _LONGEST_TEXT:
-        raise ValueError("the text is too long")
-    return text
 
 
 def _number(value: Any) -> int | float:
@@ -382,12 +363,12 @@ def _typed(dialect: Dialect, name: str, value: Any, written: str) -> GivenOption
         not isinstance(value, list | tuple) or option.count not in ("any", len(value))
     ):
         return Problem(f"must be a list of {option.count} values", written)
-    for one in values:
-        wrong = _wrong_kind(option, one)
+    for item in values:
+        wrong = _wrong_kind(option, item)
         if wrong:
             return Problem(wrong, written)
     if option.value == "float":
-        values = [float(one) for one in values]
+        values = [float(item) for item in values]
     return GivenOption(names[0], values[0] if option.count is None else list(values), written)
 
 

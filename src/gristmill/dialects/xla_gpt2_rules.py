@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gristmill.dialects.draft import TranslationDraft
-from gristmill.dialects.naming import run_name
+from gristmill.dialects.draft import TranslationDraft, run_name
 from gristmill.dialects.nanogpt_rules import GRAD_SCALER
 
 _DEVICES = {"TPU": "xla", "CUDA": "cuda", "GPU": "cuda", "CPU": "cpu"}

@@ -77,17 +77,17 @@ def export_adapter(stored: StoredModel, folder: Path) -> ExportedAdapter:
         )
     family = _family(stored, base)
     linears = _linears(stored, weights, family)
-    modules = [one for one in linears if one.ours in weights.layers]
+    modules = [module for module in linears if module.ours in weights.layers]
     refuse_used_folder(folder)
     tensors = dict[str, torch.Tensor]()
-    for one in modules:
-        a, b = (weights.adapters.read(f"{one.ours}.{part}") for part in ("lora_a", "lora_b"))
-        tensors[_key(one, "A")] = a
-        tensors[_key(one, "B")] = b if one.rows is None else b[one.rows]
+    for module in modules:
+        a, b = (weights.adapters.read(f"{module.ours}.{part}") for part in ("lora_a", "lora_b"))
+        tensors[_key(module, "A")] = a
+        tensors[_key(module, "B")] = b if module.rows is None else b[module.rows]
     with staged_folder(folder) as staging:
         streamed = {
-            name: StreamedTensor(one.dtype, tuple(one.shape), partial(iter, (one,)))
-            for name, one in tensors.items()
+            name: StreamedTensor(tensor.dtype, tuple(tensor.shape), partial(iter, (tensor,)))
+            for name, tensor in tensors.items()
         }
         size = write_streamed(staging / WEIGHTS, streamed, metadata={"format": "pt"})
         _compare(load_file(staging / WEIGHTS), modules, weights, folder)
@@ -112,10 +112,10 @@ def _family(stored: StoredModel, base: AdapterBase) -> str | None:
             return choose_family(stored.config).type
         except UserError as error:
             raise _inexpressible(error.problems[0].what) from error
-    found = read_json(Path(base.folder) / "config.json").get("model_type")
-    if found not in TABLES:
-        raise _inexpressible(f"a model of type {found!r} is not one of transformers' own classes")
-    return str(found)
+    kind = read_json(Path(base.folder) / "config.json").get("model_type")
+    if kind not in TABLES:
+        raise _inexpressible(f"a model of type {kind!r} is not one of transformers' own classes")
+    return str(kind)
 
 
 def _inexpressible(why: str) -> UserError:
@@ -125,17 +125,17 @@ def _inexpressible(why: str) -> UserError:
 
 def _linears(stored: StoredModel, weights: MergedWeights, family: str | None) -> list[_Module]:
     """The matrices of the class of transformers, embeddings included."""
-    found = []
-    for one in foreign_tensors(stored.meta_model(), family or ""):
-        theirs, _, kind = one.name.rpartition(".")
-        if kind == "weight" and one.ours is not None and len(one.shape) > 1:
-            ours = one.ours.rpartition(".")[0]
+    linears = []
+    for tensor in foreign_tensors(stored.meta_model(), family or ""):
+        theirs, _, kind = tensor.name.rpartition(".")
+        if kind == "weight" and tensor.ours is not None and len(tensor.shape) > 1:
+            ours = tensor.ours.rpartition(".")[0]
             if family is None:
-                found.append(_Module(theirs, ours, one, weights.layers.get(ours, False), None))
+                linears.append(_Module(theirs, ours, tensor, weights.layers.get(ours, False), None))
             else:
-                rows = list(itertools.chain.from_iterable(part.ours for part in one.rows))
-                found.append(_Module(theirs, ours, one, one.transposed, rows))
-    return found
+                rows = list(itertools.chain.from_iterable(part.ours for part in tensor.rows))
+                linears.append(_Module(theirs, ours, tensor, tensor.transposed, rows))
+    return linears
 
 
 def _key(module: _Module, part: str) -> str:
@@ -155,7 +155,7 @@ def _settings(
         "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
         "lora_dropout": lora.dropout,
         "target_modules": _targets(modules, linears),
-        "fan_in_fan_out": any(one.transposed for one in modules),
+        "fan_in_fan_out": any(module.transposed for module in modules),
         "bias": "none",
         "use_rslora": False,
         "modules_to_save": None,
@@ -166,25 +166,25 @@ def _settings(
 def _targets(modules: list[_Module], linears: list[_Module]) -> list[str]:
     """The last parts of names, which PEFT looks for, if they stand for these modules and no others;
     whole names otherwise."""
-    last = {one.theirs.rpartition(".")[2] for one in modules}
-    meant = [one for one in linears if one.theirs.rpartition(".")[2] in last]
-    return sorted(last) if meant == modules else [one.theirs for one in modules]
+    last = {module.theirs.rpartition(".")[2] for module in modules}
+    meant = [module for module in linears if module.theirs.rpartition(".")[2] in last]
+    return sorted(last) if meant == modules else [module.theirs for module in modules]
 
 
 def _compare(
     written: dict[str, torch.Tensor], modules: list[_Module], weights: MergedWeights, folder: Path
 ) -> None:
     """Apply what was written to the base as PEFT does, and compare it with the merged weights."""
-    for one in modules:
-        a, b = (written[_key(one, part)].double() for part in "AB")
-        left, right = (a.T, b.T) if one.transposed else (b, a)
-        for region in row_regions(one.weight.shape):
-            (rows, _), wanted = region.slices, one.weight.read(weights, region)
-            found = one.weight.read(weights.base, region) + weights.scale * left[rows] @ right
-            if not torch.allclose(found, wanted.double(), rtol=_TOLERANCE, atol=_TOLERANCE / 10):
+    for module in modules:
+        a, b = (written[_key(module, part)].double() for part in "AB")
+        left, right = (a.T, b.T) if module.transposed else (b, a)
+        for region in row_regions(module.weight.shape):
+            (rows, _), wanted = region.slices, module.weight.read(weights, region)
+            computed = module.weight.read(weights.base, region) + weights.scale * left[rows] @ right
+            if not torch.allclose(computed, wanted.double(), rtol=_TOLERANCE, atol=_TOLERANCE / 10):
                 raise UserError(
-                    f"the adapters of {one.theirs} do not give the weights of the source; nothing "
-                    "was exported",
+                    f"the adapters of {module.theirs} do not give the weights of the source; "
+                    "nothing was exported",
                     where=str(folder),
                     exit=Exit.INTERNAL,
                 )

@@ -35,12 +35,7 @@ from gristmill.base.files import require_room, write_atomic, write_json
 from gristmill.base.limits import free_memory
 from gristmill.base.units import format_bytes
 from gristmill.checkpoint.model import StoredModel, chat_template
-from gristmill.checkpoint.tensorfile import (
-    HF_INDEX,
-    StreamedTensor,
-    open_hf_tensors,
-    write_streamed,
-)
+from gristmill.checkpoint.tensorfile import StreamedTensor, open_hf_tensors, write_streamed
 from gristmill.config.hf import (
     CODE_CLASS,
     CODE_MODULE,
@@ -52,11 +47,14 @@ from gristmill.config.hf import (
 from gristmill.config.model import GPTConfig
 from gristmill.export.rows import (
     DTYPE,
+    SHARD,
     Advance,
+    divide_files,
     read_rows,
     require_same,
     row_regions,
     tensor_bytes,
+    write_index,
 )
 from gristmill.export.staging import refuse_used_folder, staged_folder
 from gristmill.generate import Engine, Sampling
@@ -68,8 +66,6 @@ from gristmill.text.tokenizers.library import TOKENIZER_FILE
 from gristmill.text.tokenizers.tokenizer import Tokenizer
 
 TOLERANCE = 1e-5
-SHARD = 5 * 10**9
-"""Bytes of tensors in one file, if no single tensor is larger."""
 
 Check = Literal["auto", "transformers", "files"]
 """Whether to compare with transformers: if the model fits twice into half of the free memory,
@@ -136,7 +132,7 @@ def export(
     refuse_used_folder(folder)
     larger = "give a folder on a larger disk"
     require_room(folder, needed=size, purpose="the model", remedy=larger)
-    files = _divide(tensors, limit=shard)
+    files = divide_files({tensor.name: tensor_bytes(tensor) for tensor in tensors}, limit=shard)
 
     def advance(doing: str, count: int) -> None:
         nonlocal done
@@ -144,7 +140,16 @@ def export(
         progress(doing, done, 2 * size)
 
     with staged_folder(folder) as staging:
-        _write_weights(stored, staging, files, advance)
+        by_name = {tensor.name: tensor for tensor in tensors}
+        for file, names in files.items():
+            content = {
+                name: StreamedTensor(
+                    DTYPE, by_name[name].shape, partial(read_rows, stored, by_name[name], advance)
+                )
+                for name in names
+            }
+            write_streamed(staging / file, content, metadata={"format": "pt"})
+        write_index(staging, files, size=size)
         _compare(stored, staging, tensors, target.family, advance)
         stored.tokenizer.save(staging)
         ends, template = [end], chat_template(stored)
@@ -154,7 +159,8 @@ def export(
         stops = {"bos_token_id": end, "eos_token_id": ends if len(ends) > 1 else end}
         write_json(staging / "generation_config.json", stops)
         if code:
-            write_atomic(staging / f"{CODE_MODULE}.py", _own_code())
+            own_code = resources.files("gristmill.export") / f"{CODE_MODULE}.py"
+            write_atomic(staging / own_code.name, own_code.read_text(encoding="utf-8"))
         write_json(staging / "config.json", target.settings)
         if theirs is not None:
             advance("checking with transformers", 0)
@@ -184,11 +190,6 @@ def _choose_target(stored: StoredModel, *, code: bool) -> _Target:
     return _Target(family.type, family.architecture, to_hf(config, family, **named))
 
 
-def _own_code() -> str:
-    """The model's own code for transformers."""
-    return (resources.files("gristmill.export") / f"{CODE_MODULE}.py").read_text(encoding="utf-8")
-
-
 def _why_skipped(check: Check, size: int) -> str | None:
     """Why a model of this size is not compared with transformers; None if it is."""
     skipped = "not compared with transformers"
@@ -206,37 +207,6 @@ def _why_skipped(check: Check, size: int) -> str | None:
 # ------------------------------------------------------------------ weights, some rows at a time
 
 
-def _divide(tensors: Sequence[ForeignTensor], *, limit: int) -> dict[str, list[ForeignTensor]]:
-    """The tensors of each file: one after the other, until the file is full."""
-    groups: list[list[ForeignTensor]] = [[]]
-    for tensor in tensors:
-        if groups[-1] and sum(map(tensor_bytes, groups[-1])) + tensor_bytes(tensor) > limit:
-            groups.append([])
-        groups[-1].append(tensor)
-    if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
-    return {
-        f"model-{number:05d}-of-{len(groups):05d}.safetensors": group
-        for number, group in enumerate(groups, start=1)
-    }
-
-
-def _write_weights(
-    stored: StoredModel, folder: Path, files: dict[str, list[ForeignTensor]], advance: Advance
-) -> None:
-    for file, tensors in files.items():
-        content = {
-            one.name: StreamedTensor(DTYPE, one.shape, partial(read_rows, stored, one, advance))
-            for one in tensors
-        }
-        write_streamed(folder / file, content, metadata={"format": "pt"})
-    if len(files) > 1:
-        places = {one.name: file for file, tensors in files.items() for one in tensors}
-        size = sum(tensor_bytes(one) for tensors in files.values() for one in tensors)
-        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
-        write_json(folder / HF_INDEX, index)
-
-
 def _compare(
     stored: StoredModel,
     folder: Path,
@@ -246,18 +216,18 @@ def _compare(
 ) -> None:
     """Read the folder as a run that starts from it would, and compare every bit with the source."""
     written = open_hf_tensors(folder)
-    assert set(written.shapes) == {one.name for one in tensors}
+    assert set(written.shapes) == {tensor.name for tensor in tensors}
     converted = open_foreign(written, stored.meta_model(), family)
     for name, shape in converted.shapes.items():
         for rows in row_regions(shape):
-            found, wanted = converted.read(name, rows), stored.weights.read(name, rows)
-            require_same(name, found, wanted, stored)
-            advance("reading back", found.nbytes)
-    for one in tensors:
-        if one.ours is None:
-            found = written.read(one.name)
-            require_same(one.name, found, torch.full(one.shape, one.constant), stored)
-            advance("reading back", found.nbytes)
+            value, wanted = converted.read(name, rows), stored.weights.read(name, rows)
+            require_same(name, value, wanted, stored)
+            advance("reading back", value.nbytes)
+    for tensor in tensors:
+        if tensor.ours is None:
+            value = written.read(tensor.name)
+            require_same(tensor.name, value, torch.full(tensor.shape, tensor.constant), stored)
+            advance("reading back", value.nbytes)
 
 
 # ------------------------------------------------------------------ transformers
@@ -273,14 +243,14 @@ def _transformers_class(target: _Target) -> Any:
         from gristmill.export.modeling_gristmill import GristmillForCausalLM
 
         return GristmillForCausalLM
-    found = getattr(transformers, target.architecture, None)
-    if found is None:
+    model_class = getattr(transformers, target.architecture, None)
+    if model_class is None:
         raise UserError(
             f"transformers {transformers.__version__} has no {target.architecture}",
             where="export",
             remedy="pip install --upgrade transformers, or give --check files",
         )
-    return found
+    return model_class
 
 
 _TEXT = "In 1234, the mill's  wheel DIDN'T\n\n  turn... übung 你好\t→ x=7\r\n"
@@ -294,15 +264,15 @@ def _tokenizer_notes(tokenizer: Tokenizer, folder: Path) -> Iterator[str]:
         return
     transformers = optional("transformers", extra="hf", purpose="checking an export")
     try:
-        found = transformers.AutoTokenizer.from_pretrained(folder)
-        ids = found(_TEXT, add_special_tokens=False)["input_ids"]
+        loaded = transformers.AutoTokenizer.from_pretrained(folder)
+        ids = loaded(_TEXT, add_special_tokens=False)["input_ids"]
     except Exception as error:  # each class of tokenizers has its own errors
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         yield f"transformers' AutoTokenizer cannot load the tokenizer of this model: {line}"
         return
     if ids != tokenizer.encode(_TEXT):
         yield (
-            f"transformers' AutoTokenizer takes {type(found).__name__} for this type of model, "
+            f"transformers' AutoTokenizer takes {type(loaded).__name__} for this type of model, "
             "which splits text otherwise: load the tokenizer with PreTrainedTokenizerFast instead"
         )
 

@@ -98,12 +98,12 @@ def export_gguf(
 
 
 def _choose_architecture(config: GPTConfig) -> Family:
-    found = {family.type: _differences(config, family) for family in (GPT2, LLAMA, QWEN2, QWEN3)}
-    nearest = min(found, key=lambda kind: len(found[kind]))
-    if found[nearest]:
+    lacking = {family.type: _differences(config, family) for family in (GPT2, LLAMA, QWEN2, QWEN3)}
+    nearest = min(lacking, key=lambda kind: len(lacking[kind]))
+    if lacking[nearest]:
         raise UserError(
             f"llama.cpp cannot compute this model: the nearest, its {nearest}, has no "
-            f"{', '.join(found[nearest])}",
+            f"{', '.join(lacking[nearest])}",
             where="export",
             remedy="give a folder instead of a .gguf file, for transformers",
         )
@@ -197,14 +197,6 @@ def _neighbours(rows: Sequence[range], config: GPTConfig) -> Iterator[range]:
             yield range(feature + half, feature + half + 1)
 
 
-def _neighbour_queries(config: GPTConfig) -> Iterator[range]:
-    return _neighbours(queries(config), config)
-
-
-def _neighbour_keys(config: GPTConfig) -> Iterator[range]:
-    return _neighbours(keys(config), config)
-
-
 _GPT2 = TensorTable(
     prefix="",
     before=(
@@ -241,22 +233,25 @@ _QWEN2 = TensorTable(
     after=ForeignModule("output_norm", "norm"),
     head="output",
 )
-_ORDERS = {"attn_q": _neighbour_queries, "attn_k": _neighbour_keys}
+_ORDERS = {
+    "attn_q": lambda config: _neighbours(queries(config), config),
+    "attn_k": lambda config: _neighbours(keys(config), config),
+}
 _LLAMA = replace(
     _QWEN2,
     in_block=tuple(
         replace(
-            one,
-            rows=_ORDERS.get(one.theirs, one.rows),
-            bias=False if one.theirs.endswith("_norm") else None,
+            module,
+            rows=_ORDERS.get(module.theirs, module.rows),
+            bias=False if module.theirs.endswith("_norm") else None,
         )
-        for one in _QWEN2.in_block
+        for module in _QWEN2.in_block
     ),
 )
 _QWEN3 = replace(
     _QWEN2,
     in_block=(
-        *(replace(one, bias=False) for one in _QWEN2.in_block),
+        *(replace(module, bias=False) for module in _QWEN2.in_block),
         ForeignModule("attn_q_norm", "attention.query_norm"),
         ForeignModule("attn_k_norm", "attention.key_norm"),
     ),
@@ -271,18 +266,18 @@ def _write_tensors(
     advance: Callable[[str, int], None],
 ) -> None:
     """All tensors, some rows at a time: the package's own way has a whole tensor in memory."""
-    for one in tensors:
-        writer.add_tensor_info(one.name, one.shape, np.dtype("float32"), tensor_bytes(one))
+    for tensor in tensors:
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype("float32"), tensor_bytes(tensor))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     try:
         (file,) = writer.fout
         writer.write_padding(file, file.tell())
-        for one in tensors:
-            for rows in read_rows(stored, one, advance):
+        for tensor in tensors:
+            for rows in read_rows(stored, tensor, advance):
                 file.write(rows.numpy().data)
-            writer.write_padding(file, tensor_bytes(one))
+            writer.write_padding(file, tensor_bytes(tensor))
     finally:
         writer.close()
 
@@ -294,11 +289,11 @@ def _compare(
     advance: Callable[[str, int], None],
 ) -> None:
     """Compare every bit of the file with the source."""
-    written = {one.name: one.data for one in reader.tensors}
-    assert set(written) == {one.name for one in tensors}
-    for one in tensors:
-        data = written[one.name].reshape(one.shape)
-        for rows in row_regions(one.shape):
-            found = torch.from_numpy(data[rows.slices].copy())
-            require_same(one.name, found, one.read(stored.weights, rows), stored)
-            advance("reading back", found.nbytes)
+    written = {tensor.name: tensor.data for tensor in reader.tensors}
+    assert set(written) == {tensor.name for tensor in tensors}
+    for tensor in tensors:
+        data = written[tensor.name].reshape(tensor.shape)
+        for rows in row_regions(tensor.shape):
+            value = torch.from_numpy(data[rows.slices].copy())
+            require_same(tensor.name, value, tensor.read(stored.weights, rows), stored)
+            advance("reading back", value.nbytes)

@@ -36,7 +36,7 @@ def refuse_other_folder(folder: Path) -> None:
     if not folder.is_dir() or not any(folder.iterdir()):
         refuse_used_folder(folder)
         return
-    if not (folder / "config.json").is_file() or any(one.is_dir() for one in folder.iterdir()):
+    if not (folder / "config.json").is_file() or any(entry.is_dir() for entry in folder.iterdir()):
         raise UserError(
             "this folder holds something other than a model",
             where=str(folder),

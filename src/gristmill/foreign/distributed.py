@@ -92,18 +92,19 @@ def _tensors(
     for index, info in fields["storage_data"].items():
         known = _fields(index, "MetadataIndex")
         if isinstance(known["fqn"], str) and wanted(known["fqn"]):
+            # Sizes are checked before they are hashed: tuples within tuples may take for ever.
             offset = known.get("offset")
-            places[known["fqn"], None if offset is None else tuple(offset)] = info
-    found = {}
+            places[known["fqn"], None if offset is None else _sizes(offset)] = info
+    tensors = {}
     for name, described in fields["state_dict_metadata"].items():
         if not isinstance(name, str) or not wanted(name):
             continue
         if not described.name.endswith(".TensorStorageMetadata"):
             continue
-        found[name] = _tensor(folder, name, described.fields, places)
-    if not found:
+        tensors[name] = _tensor(folder, name, described.fields, places)
+    if not tensors:
         raise DataError("there is no GPT model in this checkpoint", where=folder / METADATA)
-    return found
+    return tensors
 
 
 def _tensor(
@@ -145,7 +146,7 @@ def _fields(value: Any, name: str) -> dict[Any, Any]:
 
 def _sizes(value: Any) -> tuple[int, ...]:
     sizes = tuple(value)
-    if len(sizes) > 8 or not all(type(one) is int and 0 <= one < 2**40 for one in sizes):
+    if len(sizes) > 8 or not all(type(size) is int and 0 <= size < 2**40 for size in sizes):
         raise ValueError("sizes that are none")
     return sizes
 

@@ -14,16 +14,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from gristmill.base.errors import DataError, Exit, Problem, UserError
 from gristmill.base.files import require_room, sha256_file, write_json
 from gristmill.checkpoint.state import FiniteCheck
-from gristmill.checkpoint.tensorfile import DTYPE_NAMES, HF_INDEX, StreamedTensor, write_streamed
+from gristmill.checkpoint.tensorfile import DTYPE_NAMES, StreamedTensor, write_streamed
 from gristmill.config.hf import CODE_TYPE, to_hf_with_code
+from gristmill.export.rows import SHARD, divide_files, write_index
 from gristmill.export.staging import refuse_used_folder, staged_folder
 from gristmill.foreign.megatron import is_megatron, read_megatron
 from gristmill.foreign.model import ImportedModel, LazyTensor
@@ -33,8 +35,6 @@ from gristmill.models.build import build_meta_model
 from gristmill.models.families import foreign_tensors
 from gristmill.text.tokenizers.tokenizer import Tokenizer
 
-SHARD = 5 * 10**9
-"""Bytes of tensors in one file, if no single tensor is larger."""
 _NANOGPT_FILE = "ckpt.pt"
 _MOST_NAMED = 5
 
@@ -100,20 +100,20 @@ def import_model(
         refuse_used_folder(folder)
     _check(model, vocab)
     tensors = dict(sorted(model.tensors.items()))
-    size = sum(one.bytes for one in tensors.values())
+    size = sum(tensor.bytes for tensor in tensors.values())
     require_room(folder, needed=size, purpose="the model", remedy="give a folder on a larger disk")
     done = 0
 
     def values(name: str, tensor: LazyTensor) -> Iterator[torch.Tensor]:
         nonlocal done
-        value, found = tensor.read(), FiniteCheck()
-        found.add(name, value)
-        found.require(str(model.origin))
+        value, finite = tensor.read(), FiniteCheck()
+        finite.add(name, value)
+        finite.require(str(model.origin))
         yield value.contiguous()
         done += tensor.bytes
         progress(done, size)
 
-    groups = _divide(tensors, shard)
+    files = divide_files({name: tensor.bytes for name, tensor in tensors.items()}, limit=shard)
     settings = to_hf_with_code(
         config, vocab=vocab, end_of_text=0 if tokenizer is None else tokenizer.end_of_text
     )
@@ -123,8 +123,13 @@ def import_model(
         del settings["bos_token_id"], settings["eos_token_id"]
     settings["imported_from"] = {"program": model.program, "path": str(model.origin.resolve())}
     with staged_folder(folder, replace=overwrite) as staging:
-        for file, names in groups.items():
-            content = {name: _streamed(name, tensors[name], values) for name in names}
+        for file, names in files.items():
+            content = {
+                name: StreamedTensor(
+                    tensors[name].dtype, tensors[name].shape, partial(values, name, tensors[name])
+                )
+                for name in names
+            }
             digest = hashlib.sha256()
             write_streamed(staging / file, content, metadata={"format": "pt"}, digest=digest)
             if sha256_file(staging / file) != digest.hexdigest():
@@ -134,19 +139,12 @@ def import_model(
                     remedy="the disk or the memory of this machine is failing: check both",
                     exit=Exit.STORAGE,
                 )
-        if len(groups) > 1:
-            places = {name: file for file, names in groups.items() for name in names}
-            index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
-            write_json(staging / HF_INDEX, index)
+        write_index(staging, files, size=size)
         if tokenizer is not None:
             tokenizer.save(staging)
         write_json(staging / "config.json", settings)
-    parameters = sum(torch.Size(one.shape).numel() for one in tensors.values())
-    return Imported(folder, model, parameters, len(groups), size)
-
-
-def _streamed(name: str, tensor: LazyTensor, values: Any) -> StreamedTensor:
-    return StreamedTensor(tensor.dtype, tensor.shape, lambda: values(name, tensor))
+    parameters = sum(torch.Size(tensor.shape).numel() for tensor in tensors.values())
+    return Imported(folder, model, parameters, len(files), size)
 
 
 def _check(model: ImportedModel, vocab: int) -> None:
@@ -159,7 +157,7 @@ def _check(model: ImportedModel, vocab: int) -> None:
         meta_model = build_meta_model(config, vocab=vocab)
     except (RuntimeError, OverflowError, TypeError) as error:
         raise DataError(f"no model has these sizes: {error}", where=where) from error
-    wanted = {one.name: one.shape for one in foreign_tensors(meta_model, CODE_TYPE)}
+    wanted = {tensor.name: tensor.shape for tensor in foreign_tensors(meta_model, CODE_TYPE)}
     problems = [f"the checkpoint lacks {name}" for name in wanted if name not in model.tensors]
     for name, tensor in model.tensors.items():
         if name not in wanted:
@@ -172,21 +170,3 @@ def _check(model: ImportedModel, vocab: int) -> None:
         problems[_MOST_NAMED:] = [f"and {len(problems) - _MOST_NAMED} more of this kind"]
     if problems:
         raise DataError([Problem(what, where) for what in problems])
-
-
-def _divide(tensors: dict[str, LazyTensor], limit: int) -> dict[str, list[str]]:
-    """The tensors of each file: one after the other, until the file is full."""
-    groups: list[list[str]] = [[]]
-    full = 0
-    for name, tensor in tensors.items():
-        if groups[-1] and full + tensor.bytes > limit:
-            groups.append([])
-            full = 0
-        groups[-1].append(name)
-        full += tensor.bytes
-    if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
-    return {
-        f"model-{number:05d}-of-{len(groups):05d}.safetensors": group
-        for number, group in enumerate(groups, start=1)
-    }

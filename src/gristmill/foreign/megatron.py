@@ -97,7 +97,7 @@ class _Shards:
     arguments: Mapping[str, Any]
     version: float
     ranks: int
-    """Of tensor parallelism, as far as the order of rows depends on them."""
+    """How many ranks of tensor parallelism the order of rows depends on."""
 
 
 def is_megatron(folder: Path) -> bool:
@@ -164,17 +164,19 @@ def _our_name(name: str, first_layer: int, *, where: Path) -> str | None:
     core = _core_name(name)
     if core in _AROUND:
         return _AROUND[core]
-    found = _IN_LAYER.fullmatch(core)
-    if found is None or found[2] not in _MODULES:
+    match = _IN_LAYER.fullmatch(core)
+    if match is None or match[2] not in _MODULES:
         raise DataError(f"our GPT has no {name[:100]}", where=where)
-    layer = f"{int(found[1]) + first_layer}" if found[1] is not None else "*"
-    return f"blocks.{layer}.{_MODULES[found[2]]}.{found[3]}"
+    layer = f"{int(match[1]) + first_layer}" if match[1] is not None else "*"
+    return f"blocks.{layer}.{_MODULES[match[2]]}.{match[3]}"
 
 
 def _layers_in(names: Iterator[str]) -> int:
     """How many layers a stage has."""
-    found = (_IN_LAYER.fullmatch(_core_name(name)) for name in names)
-    return 1 + max((int(one[1]) for one in found if one and one[1] is not None), default=-1)
+    matches = (_IN_LAYER.fullmatch(_core_name(name)) for name in names)
+    return 1 + max(
+        (int(match[1]) for match in matches if match and match[1] is not None), default=-1
+    )
 
 
 # ------------------------------------------------------------------ the layouts
@@ -184,8 +186,8 @@ def _read_ranks(folder: Path, names: list[str]) -> _Shards:
     """Files of one rank of tensor and pipeline parallelism each."""
     places = {}
     for name in names:
-        if found := _SHARD.fullmatch(name):
-            places[int(found[2] or 0), int(found[1])] = folder / name / _FILE
+        if match := _SHARD.fullmatch(name):
+            places[int(match[2] or 0), int(match[1])] = folder / name / _FILE
     stages, ranks = (1 + max(place[dim] for place in places) for dim in (0, 1))
     missing = [(p, t) for p in range(stages) for t in range(ranks) if (p, t) not in places]
     if missing:
@@ -199,7 +201,8 @@ def _read_ranks(folder: Path, names: list[str]) -> _Shards:
     first = content[0, 0]
     chunks = ["model"]
     if "model" not in first:
-        chunks = sorted((key for key in first if re.fullmatch(r"model\d+", str(key))), key=_number)
+        numbered = (key for key in first if re.fullmatch(r"model\d+", str(key)))
+        chunks = sorted(numbered, key=lambda key: int(key.removeprefix("model")))
     if not chunks:
         what = "there is no model in this file"
         raise DataError(what, where=places[0, 0], remedy="--no-save-optim keeps the model")
@@ -224,10 +227,6 @@ def _read_ranks(folder: Path, names: list[str]) -> _Shards:
             raise DataError(what, where=folder)
     arguments = read_arguments(first.get("args"), where=places[0, 0])
     return _Shards(tensors, arguments, _version(first, places[0, 0]), ranks)
-
-
-def _number(key: str) -> int:
-    return int(key.removeprefix("model"))
 
 
 def _version(content: Mapping[Any, Any], where: Path) -> float:
@@ -265,18 +264,18 @@ def _read_distributed(folder: Path) -> _Shards:
 
 def _read_layer_files(folder: Path, names: list[str]) -> _Shards:
     """Megatron-DeepSpeed's files of one layer each."""
-    found_files = (_LAYER_FILE.fullmatch(name) for name in names)
-    files = sorted((int(one[1]), int(one[2])) for one in found_files if one)
+    matches = (_LAYER_FILE.fullmatch(name) for name in names)
+    files = sorted((int(match[1]), int(match[2])) for match in matches if match)
     ranks = 1 + max(rank for _, rank in files)
     tensors: dict[str, list[LazyTensor]] = {}
     layer, last = -1, -1
     for number, rank in files:
         path = folder / f"layer_{number:02d}-model_{rank:02d}-model_states.pt"
-        found = tensors_below(read_torch_file(path), where=path)
-        block = any(name.startswith(("self_attention.", "attention.")) for name in found)
+        below = tensors_below(read_torch_file(path), where=path)
+        block = any(name.startswith(("self_attention.", "attention.")) for name in below)
         if block and number != last:
             layer, last = layer + 1, number
-        for name, tensor in found.items():
+        for name, tensor in below.items():
             if block:
                 core = f"decoder.layers.{layer}.{name}"
             elif name in ("weight", "bias"):
@@ -330,7 +329,7 @@ def _assemble(folder: Path, shards: _Shards, program: str) -> ImportedModel:
         else:
             merged[name] = tensor.reordered(order)
     if problems:
-        raise DataError([Problem(one.what, str(folder)) for one in problems])
+        raise DataError([Problem(problem.what, str(folder)) for problem in problems])
     return ImportedModel(program, folder, config, merged)
 
 

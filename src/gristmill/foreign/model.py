@@ -61,19 +61,19 @@ def joined(name: str, parts: Sequence[LazyTensor], dim: int, *, where: Path) -> 
     if len(parts) == 1:
         return parts[0]
     first = parts[0].shape
-    if any(len(one.shape) <= dim for one in parts) or any(
-        one.shape[:dim] + one.shape[dim + 1 :] != first[:dim] + first[dim + 1 :] for one in parts
+    if any(len(part.shape) <= dim for part in parts) or any(
+        part.shape[:dim] + part.shape[dim + 1 :] != first[:dim] + first[dim + 1 :] for part in parts
     ):
-        shapes = ", ".join(str(one.shape) for one in parts)
+        shapes = ", ".join(str(part.shape) for part in parts)
         raise DataError(f"the parts of {name} do not fit together: {shapes}", where=where)
-    dtype = reduce(torch.promote_types, (one.dtype for one in parts))
-    shape = (*first[:dim], sum(one.shape[dim] for one in parts), *first[dim + 1 :])
+    dtype = reduce(torch.promote_types, (part.dtype for part in parts))
+    shape = (*first[:dim], sum(part.shape[dim] for part in parts), *first[dim + 1 :])
 
     def read() -> torch.Tensor:
         whole, begin = torch.empty(shape, dtype=dtype), 0
-        for one in parts:
-            count = one.shape[dim]
-            whole.narrow(dim, begin, count).copy_(one.read())
+        for part in parts:
+            count = part.shape[dim]
+            whole.narrow(dim, begin, count).copy_(part.read())
             begin += count
         return whole
 
@@ -88,10 +88,12 @@ def model_config(
         config = GPTConfig.model_validate(dict(settings))
     except ValidationError as error:
         problems = []
-        for one in error.errors():
-            ours = ".".join(map(str, one["loc"]))
-            message = one["msg"][0].lower() + one["msg"][1:]
-            shown = repr(one["input"]) if isinstance(one["input"], int | float | str) else "it"
+        for problem in error.errors():
+            ours = ".".join(map(str, problem["loc"]))
+            message = problem["msg"][0].lower() + problem["msg"][1:]
+            shown = (
+                repr(problem["input"]) if isinstance(problem["input"], int | float | str) else "it"
+            )
             problems.append(Problem(f"{names.get(ours, ours)}: {shown}: {message}", str(where)))
         raise DataError(problems) from error
     uneven = (config.head_width is None and config.width % config.heads) or (

@@ -106,8 +106,8 @@ def _is_same(head: LazyTensor, embedding: LazyTensor | None) -> bool:
 
 
 def _our_name(name: str) -> str | None:
-    if found := _AROUND.fullmatch(name):
-        return f"{_OUTSIDE[found[1]]}.{found[2]}"
-    if (found := _IN_BLOCK.fullmatch(name)) and found[2] in _MODULES:
-        return f"blocks.{int(found[1])}.{_MODULES[found[2]]}.{found[3]}"
+    if match := _AROUND.fullmatch(name):
+        return f"{_OUTSIDE[match[1]]}.{match[2]}"
+    if (match := _IN_BLOCK.fullmatch(name)) and match[2] in _MODULES:
+        return f"blocks.{int(match[1])}.{_MODULES[match[2]]}.{match[3]}"
     return None

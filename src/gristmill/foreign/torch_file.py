@@ -20,7 +20,6 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -28,21 +27,8 @@ from typing import Any
 import torch
 
 from gristmill.base.errors import DataError
-from gristmill.foreign.pickled import LARGEST, PickledName, TensorBuilders, read_pickle
+from gristmill.foreign.pickled import LARGEST, PickledName, read_pickle
 
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "int64": torch.int64,
-    "int32": torch.int32,
-    "int16": torch.int16,
-    "int8": torch.int8,
-    "uint8": torch.uint8,
-    "bool": torch.bool,
-}
-"""By the name in the module torch."""
 _STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -112,41 +98,27 @@ class _UntypedStorage:
     dtype: torch.dtype
 
 
-class _FilePart(io.RawIOBase):
-    """A part of a file as a file."""
+class _FilePart(io.FileIO):
+    """A part of a file as a file, as far as zipfile needs it."""
 
     def __init__(self, path: Path, begin: int, length: int) -> None:
-        self._file = path.open("rb")
-        self._begin, self._length, self._at = begin, length, 0
+        super().__init__(path)
+        self._begin, self._length = begin, length
+        self.seek(0)
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self.tell(), os.SEEK_END: self._length}[whence]
         if base + offset < 0:
             # As of any file: zipfile looks for the end of an archive this way.
             raise OSError(errno.EINVAL, "a place before the beginning")
-        self._at = base + offset
-        return self._at
+        return super().seek(self._begin + base + offset) - self._begin
 
     def tell(self) -> int:
-        return self._at
+        return super().tell() - self._begin
 
-    def readinto(self, buffer: Any) -> int:
-        memory = memoryview(buffer).cast("B")
-        count = max(0, min(len(memory), self._length - self._at))
-        self._file.seek(self._begin + self._at)
-        got = self._file.readinto(memory[:count]) if count else 0
-        self._at += got
-        return got
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+    def read(self, size: int | None = -1, /) -> bytes:
+        left = max(0, self._length - self.tell())
+        return super().read(left if size is None or size < 0 else min(size, left))
 
 
 def read_torch_file(path: Path, *, begin: int = 0, length: int | None = None) -> Any:
@@ -161,7 +133,7 @@ def read_torch_file(path: Path, *, begin: int = 0, length: int | None = None) ->
         what = f"the file has {size} bytes, and a tensor is said to be at {begin} to "
         raise DataError(f"{what}{begin + length}", where=path, remedy=_COPY_AGAIN)
     with _FilePart(path, begin, length) as window:
-        start = window.read(16) or b""
+        start = window.read(16)
         if start[:2] == b"\x80\x02" and start[2:15] == _OLD_MAGIC[:13]:
             raise DataError(
                 "this file is in the format of torch before 1.6",
@@ -211,9 +183,7 @@ class _Archive:
         if self._entries[pickles[0]].file_size > LARGEST:
             raise ValueError("data.pkl is larger than that of any checkpoint")
         data = self._archive.read(self._entries[pickles[0]])
-        return read_pickle(
-            data, where=str(self._path), builders=TensorBuilders(self._storage, self._tensor)
-        )
+        return read_pickle(data, where=str(self._path), storage=self._storage, tensor=self._tensor)
 
     def _storage(self, known: tuple[Any, ...]) -> _UntypedStorage:
         """From ("storage", type, number, device, elements)."""
@@ -237,8 +207,7 @@ class _Archive:
     def _data_begin(self, entry: zipfile.ZipInfo) -> int:
         """Where the bytes of an entry begin in the file: after the header that precedes them."""
         self._window.seek(entry.header_offset)
-        header = self._window.read(30) or b""
-        magic, name, extra = struct.unpack("<4s22xHH", header)
+        magic, name, extra = struct.unpack("<4s22xHH", self._window.read(30))
         begin = entry.header_offset + 30 + name + extra
         if magic != b"PK\x03\x04" or begin + entry.file_size > self._length:
             raise ValueError(f"{entry.filename[:100]!r} is not where the archive says")
@@ -270,31 +239,25 @@ def _is_size(value: Any) -> bool:
 
 def dtype_named(value: Any) -> torch.dtype | None:
     """The type of numbers that a file names."""
-    name = value.name.removeprefix("torch.") if isinstance(value, PickledName) else ""
-    return DTYPES.get(name)
+    name = value.name if isinstance(value, PickledName) else ""
+    return next((dtype for dtype in _STORAGES.values() if str(dtype) == name), None)
 
 
 _MOST_VALUES = 250_000
-_DEEPEST = 16
+_LONGEST_NAME = 1000
 
 
 def tensors_below(value: Any, *, where: Path) -> dict[str, PickledTensor]:
     """All tensors in dictionaries within each other, their keys joined by dots."""
-    found: dict[str, PickledTensor] = {}
-    seen = 0
-
-    def visit(value: Any, prefix: str, depth: int) -> Iterator[tuple[str, PickledTensor]]:
-        nonlocal seen
-        seen += 1
-        if seen > _MOST_VALUES or depth > _DEEPEST:
+    tensors: dict[str, PickledTensor] = {}
+    waiting = [("", value)]
+    for name, inner in waiting:
+        # Few bytes can say that a dictionary holds another one many times.
+        if len(waiting) > _MOST_VALUES or len(name) > _LONGEST_NAME:
             raise DataError("the dictionaries of the model have no end", where=where)
-        if isinstance(value, PickledTensor):
-            yield prefix, value
-        elif isinstance(value, dict):
-            for key, inner in value.items():
-                if isinstance(key, str):
-                    yield from visit(inner, f"{prefix}.{key}" if prefix else key, depth + 1)
-
-    for name, tensor in visit(value, "", 0):
-        found[name] = tensor
-    return found
+        if isinstance(inner, PickledTensor):
+            tensors[name] = inner
+        elif isinstance(inner, dict):
+            prefix = f"{name}." if name else ""
+            waiting += [(f"{prefix}{key}", part) for key, part in inner.items() if type(key) is str]
+    return tensors

@@ -71,10 +71,16 @@ def pod_starter(environment: Mapping[str, str], *, nodes: int, each: int) -> Loc
     """The processes of this pod, by what Kubernetes tells it."""
     # An Indexed Job numbers its pods; a PyTorchJob takes a pod for a process.
     name = "JOB_COMPLETION_INDEX" if "JOB_COMPLETION_INDEX" in environment else "RANK"
-    values = {one: environment.get(one, "") for one in (name, "MASTER_ADDR", "MASTER_PORT")}
+    values = {
+        variable: environment.get(variable, "") for variable in (name, "MASTER_ADDR", "MASTER_PORT")
+    }
     if nodes == 1:
         return LocalStarter(each)
-    wrong = [one for one, text in values.items() if one != "MASTER_ADDR" and not text.isdigit()]
+    wrong = [
+        variable
+        for variable, text in values.items()
+        if variable != "MASTER_ADDR" and not text.isdigit()
+    ]
     if wrong or not values["MASTER_ADDR"]:
         raise UserError(
             f"{', '.join(wrong) or 'MASTER_ADDR'} is not set, so this is no pod of an Indexed Job "
@@ -91,7 +97,7 @@ def limit_fruitless(folder: RunFolder, status: int, *, before: int | None) -> in
     checkpoint."""
     file = folder.job / "fruitless"
     with storage_errors(file):
-        newest, before = (-1 if one is None else one for one in (folder.newest_step(), before))
+        newest, before = (-1 if step is None else step for step in (folder.newest_step(), before))
         if status != Exit.PEER or newest > before:
             file.unlink(missing_ok=True)
             return status

@@ -49,7 +49,7 @@ class Job:
     command: Sequence[str]
     """The command of every process."""
     processes: int
-    """Of the whole run."""
+    """How many the whole run has."""
     folder: RunFolder
     restarts: int = 0
     """How often all processes may be restarted after a failure."""
@@ -92,7 +92,7 @@ class Ending:
 
     @property
     def blame_order(self) -> int:
-        """Of several that end at the same time, the lowest is blamed: first those that were killed,
+        """The lowest of several that end at the same time is blamed: first those that were killed,
         last those that lost a peer."""
         return 0 if self.code < 0 else 2 if self.code == Exit.PEER else 1
 
@@ -106,7 +106,7 @@ class Ending:
         if self.code >= 0:
             meaning = f" ({Exit(self.code).meaning})" if self.code in set(Exit) else ""
             return f"with exit status {self.code}{meaning}"
-        names = {int(one): one.name for one in signal.Signals}
+        names = {int(number): number.name for number in signal.Signals}
         hint = ", as the system does when memory runs out" if self.code == -signal.SIGKILL else ""
         return f"by signal {names.get(-self.code, -self.code)}{hint}"
 
@@ -140,10 +140,7 @@ def supervise(job: Job, *, grace: float = GRACE) -> int:
                 count = f"{attempt + 1} of {job.restarts}"
                 _print(f"{message}; restarting all processes from {begin} ({count})")
                 continue
-            _note_failure(job, cause, message)
-            if not crew.printed(cause):
-                _print(f"error: {message}{no_restart}")
-            return cause.status(killed_as_signal=job.killed_as_signal)
+            return _fail(crew, cause, message, no_restart)
     raise AssertionError("no restart follows the last attempt")
 
 
@@ -151,15 +148,11 @@ def _supervise_elastic(job: Job, signals: list[signal.Signals], *, grace: float)
     """Run all processes to their end, each by itself."""
     crew = _ElasticCrew(job, signals, grace=grace)
     crew.run()
-    done = [one for one in crew.endings if one.code in (Exit.DONE, Exit.STOPPED)]
+    done = [ending for ending in crew.endings if ending.code in (Exit.DONE, Exit.STOPPED)]
     cause = None if done else crew.cause()
     if cause is None:
         return crew.status()
-    message = _blame(job, cause)
-    _note_failure(job, cause, message)
-    if not crew.printed(cause):
-        _print(f"error: {message}; no worker is left")
-    return cause.status(killed_as_signal=job.killed_as_signal)
+    return _fail(crew, cause, _blame(job, cause), "; no worker is left")
 
 
 def _blame(job: Job, cause: Ending) -> str:
@@ -173,21 +166,24 @@ def _blame(job: Job, cause: Ending) -> str:
         logs = {rank: job.folder.rank_log(rank) for rank in range(job.processes)}
         reports = {rank: read_exit_report(log, errors_only=True) for rank, log in logs.items()}
         known = [(rank, report) for rank, report in reports.items() if report is not None]
-        known.sort(key=lambda one: not one[1].startswith(f"rank {cause.rank} on "))
+        known.sort(key=lambda pair: not pair[1].startswith(f"rank {cause.rank} on "))
         message += next((f"; rank {rank} says: {report}" for rank, report in known), "")
     return f"{message}; {f'its log is {log}' if cause.rank else 'its output is above'}"
 
 
-def _note_failure(job: Job, cause: Ending, message: str) -> None:
-    """Write into the run folder that the run failed, if its processes could not; unless they were
-    refused the folder, or never began."""
-    if cause.permanent or not job.has_first:
-        return
-    with contextlib.suppress(UserError, OSError):
-        status = job.folder.read_status()
-        if status.pop("state", None) == "running":
-            step = max(status.get("step", 0), job.folder.last_step())
-            job.folder.write_status("failed", **{**status, "step": step, "error": message})
+def _fail(crew: _Crew, cause: Ending, message: str, end: str) -> int:
+    """Say that the run failed, and write it into the run folder if its processes could not, unless
+    they were refused the folder or never began; returns the exit status."""
+    job = crew.job
+    if job.has_first and not cause.permanent:
+        with contextlib.suppress(UserError, OSError):
+            status = job.folder.read_status()
+            if status.pop("state", None) == "running":
+                step = max(status.get("step", 0), job.folder.last_step())
+                job.folder.write_status("failed", **{**status, "step": step, "error": message})
+    if not crew.printed(cause):
+        _print(f"error: {message}{end}")
+    return cause.status(killed_as_signal=job.killed_as_signal)
 
 
 def _print(text: str) -> None:
@@ -218,7 +214,7 @@ class _Crew:
 
     job: Job
     signals: list[signal.Signals]
-    """Those that have arrived here."""
+    """The signals that have arrived here."""
     grace: float
     running: dict[int, Process] = field(default_factory=dict)
     endings: list[Ending] = field(default_factory=list)
@@ -237,7 +233,9 @@ class _Crew:
             while self.running:
                 self._reap()
                 self._forward()
-                first = next((one for one in self.endings if one.wanted or one.failed), None)
+                first = next(
+                    (ending for ending in self.endings if ending.wanted or ending.failed), None
+                )
                 now = time.monotonic()
                 if first is not None and kill_at == float("inf"):
                     term_at, kill_at = now + _TERM * self.grace, now + first.patience * self.grace
@@ -262,21 +260,23 @@ class _Crew:
 
     def cause(self) -> Ending | None:
         """The process that failed; None if none did, or if the user killed them."""
-        failed = [one for one in self.endings if one.failed]
+        failed = [ending for ending in self.endings if ending.failed]
         if self.interrupted_twice or not failed:
             return None
-        return next((one for one in failed if one.code != Exit.PEER), failed[0])
+        return next((ending for ending in failed if ending.code != Exit.PEER), failed[0])
 
     def printed(self, cause: Ending) -> bool:
         """Whether rank 0, which has the terminal, has printed this failure: a permanent one is the
         same on every rank."""
-        return cause.permanent and (0, cause.code) in [(one.rank, one.code) for one in self.endings]
+        return cause.permanent and (0, cause.code) in [
+            (ending.rank, ending.code) for ending in self.endings
+        ]
 
     def status(self) -> int:
         """The exit status if nothing failed."""
         if self.interrupted_twice:
             return INTERRUPTED
-        stopped = any(one.wanted or one.code == Exit.STOPPED for one in self.endings)
+        stopped = any(ending.wanted or ending.code == Exit.STOPPED for ending in self.endings)
         return Exit.STOPPED if stopped else Exit.DONE
 
     def _start(self) -> None:
@@ -317,9 +317,9 @@ class _Crew:
             for rank, code in codes.items()
             if code is not None
         ]
-        for one in ended:
-            del self.running[one.rank]
-        self.endings += sorted(ended, key=lambda one: one.blame_order)
+        for ending in ended:
+            del self.running[ending.rank]
+        self.endings += sorted(ended, key=lambda ending: ending.blame_order)
 
     def _send(self, number: signal.Signals) -> None:
         for process in self.running.values():
@@ -343,23 +343,25 @@ class _ElasticCrew(_Crew):
                 self._reap()
                 new, seen = self.endings[seen:], len(self.endings)
                 # When one is done, the run is complete.
-                over = bool(self.signals) or any(one.code == Exit.DONE for one in self.endings)
-                for one in new:
-                    if not one.failed:
+                over = bool(self.signals) or any(
+                    ending.code == Exit.DONE for ending in self.endings
+                )
+                for ending in new:
+                    if not ending.failed:
                         continue
-                    again = restarts < self.job.restarts and not one.permanent and not over
-                    what = f"rank {one.rank} of {self.job.processes} ended {one}"
-                    if again and self._restart(one.rank):
+                    again = restarts < self.job.restarts and not ending.permanent and not over
+                    what = f"rank {ending.rank} of {self.job.processes} ended {ending}"
+                    if again and self._restart(ending.rank):
                         restarts += 1
                         _print(f"{what}; restarting it ({restarts} of {self.job.restarts})")
-                    elif one.permanent:
+                    elif ending.permanent:
                         report = read_exit_report(
-                            self.job.folder.rank_log(one.rank), errors_only=True
+                            self.job.folder.rank_log(ending.rank), errors_only=True
                         )
                         what += "" if report is None else f": {report}"
-                        missing[one.rank] = (time.monotonic() + self.grace, what)
+                        missing[ending.rank] = (time.monotonic() + self.grace, what)
                     else:
-                        missing[one.rank] = (0.0, what)
+                        missing[ending.rank] = (0.0, what)
                 for rank in self._say_missing(missing):
                     del missing[rank]
                 self._forward()

@@ -180,11 +180,11 @@ class RayStarter:
                 print(f"waiting for {wants}; the cluster has {have}", flush=True)
 
     def _have(self) -> str:
-        alive = [one for one in self._ray.nodes() if one["Alive"]]
+        alive = [node for node in self._ray.nodes() if node["Alive"]]
         names = {*bundle_of(self._launch), "CPU"}
         nodes = [
-            _words({name: amount for name, amount in one["Resources"].items() if name in names})
-            for one in alive
+            _words({name: amount for name, amount in node["Resources"].items() if name in names})
+            for node in alive
         ]
         return f"{len(alive)} nodes ({'; '.join(nodes)})"
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from gristmill.base.process import Address, usable_cores
-from gristmill.launch.lifeline import SUPERVISOR
+from gristmill.launch.parent_death import SUPERVISOR
 
 
 class Process(Protocol):
@@ -55,7 +55,7 @@ class LocalStarter:
     """Starts processes on this machine."""
 
     processes: int
-    """Of the whole run."""
+    """How many the whole run has."""
     nodes: int = 1
     node: int = 0
     address: Address | None = None

@@ -6,7 +6,7 @@ The page needs nothing else: no network, no other file, so it can be mailed or k
 Its script draws the charts from the JSON, which stands in a `<script type="application/json">` with
 every "<" written as \\u003c, so that no text of a model or a settings file can end the element.
 
-Very long runs are thinned while they are read: see `digest`. The run folder keeps everything.
+Very long runs are thinned while they are read: see `plots`. The run folder keeps everything.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from typing import Any
 
 from gristmill.base.errors import DataError, Exit, Problem, UserError
 from gristmill.base.files import read_json, refuse_devices, write_atomic
-from gristmill.report.digest import RunDigest
-from gristmill.report.evaluations import newest_results
+from gristmill.report.plots import RunDigest
 from gristmill.track.folder import RunFolder
 
 
@@ -53,7 +52,7 @@ def write_report(
 
 def _read(folders: Sequence[RunFolder], warn: Callable[[str], None]) -> list[RunDigest]:
     """The records of every run; refuses with all problems together."""
-    found, problems = list[RunDigest](), []
+    digests, problems = list[RunDigest](), []
     for folder in folders:
         where, digest = str(folder.path), None
         refuse_devices(folder.path)
@@ -71,12 +70,12 @@ def _read(folders: Sequence[RunFolder], warn: Callable[[str], None]) -> list[Run
             remedy = "train at least one step first"
             problems.append(Problem("this run has no metrics yet", where, remedy))
         else:
-            found.append(digest)
+            digests.append(digest)
     if not folders:
         problems.append(Problem("no run was given", None, "name one or several run folders"))
     if problems:
         raise UserError(problems, exit=Exit.DATA)
-    return found
+    return digests
 
 
 class _DamagedLines:
@@ -145,8 +144,8 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _finite(one) for key, one in value.items()}
-    return [_finite(one) for one in value] if isinstance(value, list) else value
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list) else value
 
 
 def _flat(table: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
@@ -182,3 +181,62 @@ def _differences(folders: Sequence[RunFolder]) -> list[dict[str, Any]]:
         for name in names
     ]
     return [row for row in rows if len(set(row["values"])) > 1]
+
+
+# ------------------------------------------------------------------ evaluations
+
+
+def newest_results(folder: Path, *, warn: Callable[[str], None]) -> list[dict[str, Any]]:
+    """The results in a run's `evals/`, of every text and task the newest: one entry for each
+    measure, with what was measured on, its name, value, standard error and step.
+
+    evals/step-00012000-hellaswag.json   {"name", "precision", "step", "measures": {"acc": {…}}, …}
+    """
+    newest: dict[tuple[str, str], dict[str, Any]] = {}
+    for file in sorted(folder.glob("*.json")) if folder.is_dir() else ():
+        try:
+            result = _checked(read_json(file))
+        except (DataError, KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
+            warn(f"left out {file}, which is damaged: {error}")
+            continue
+        key = (result["name"], result["precision"])
+        if key not in newest or result["step"] >= newest[key]["step"]:
+            newest[key] = result
+    return [entry for result in newest.values() for entry in _entries(result)]
+
+
+def _checked(value: Any) -> dict[str, Any]:
+    """The parts of a result that are shown."""
+    measures = {
+        str(name): {"value": _number(measure["value"]), "stderr": _number(measure["stderr"])}
+        for name, measure in value["measures"].items()
+    }
+    return {
+        "name": str(value["name"]),
+        "precision": str(value["precision"]),
+        "step": int(value["step"] or 0),
+        "count": int(value["count"]),
+        "unit": str(value["unit"]),
+        "measures": measures,
+    }
+
+
+def _number(value: Any) -> float | None:
+    """JSON has no other numbers, but Python's reader takes NaN and 1e999."""
+    number = None if value is None else float(value)
+    return number if number is not None and math.isfinite(number) else None
+
+
+def _entries(result: dict[str, Any]) -> list[dict[str, Any]]:
+    precision = "" if result["precision"] == "fp32" else f" in {result['precision']}"
+    return [
+        {
+            "on": f"{result['name']}{precision}",
+            "measure": name,
+            **measure,
+            "step": result["step"],
+            "size": f"{result['count']:,} {result['unit']}",
+        }
+        for name, measure in result["measures"].items()
+        if measure["value"] is not None
+    ]

@@ -371,8 +371,8 @@ def _read_backwards(path: Path) -> Iterator[list[_Line]]:
                     continue
                 begin, data = begin + skipped, data[skipped:]
             yield [
-                _Line(begin + found.start(), found[0], _try_parse(found[0]))
-                for found in _LINES.finditer(data)
+                _Line(begin + match.start(), match[0], _try_parse(match[0]))
+                for match in _LINES.finditer(data)
             ]
             end, size = begin, _BLOCK
 
@@ -387,7 +387,7 @@ def _try_parse(line: bytes) -> dict[str, Any] | None:
 def validation_loss(path: Path, *, step: int) -> float | None:
     """The validation loss of a step at the end of a file; None if it was not measured."""
     records = records_at(path, step=step)
-    return next((one.loss for one in records if isinstance(one, ValidationRecord)), None)
+    return next((record.loss for record in records if isinstance(record, ValidationRecord)), None)
 
 
 def records_at(path: Path, *, step: int) -> Iterator[Record]:
@@ -407,12 +407,12 @@ def records_at(path: Path, *, step: int) -> Iterator[Record]:
 def last_step_record(path: Path, *, until: int) -> StepRecord | None:
     """The last record of steps up to the one given; None if there is none."""
     for lines in _read_backwards(path):
-        for one in reversed(lines):
-            if one.value is None or one.value["step"] > until:
+        for line in reversed(lines):
+            if line.value is None or line.value["step"] > until:
                 continue
-            if one.value.get("kind") == StepRecord.kind:
+            if line.value.get("kind") == StepRecord.kind:
                 with contextlib.suppress(ValueError):
-                    record = from_json(one.data.decode())
+                    record = from_json(line.data.decode())
                     assert isinstance(record, StepRecord)
                     return record
     return None

@@ -454,7 +454,11 @@ class WandbSink:
         if entity is not None:
             ours["entity"] = entity
         self._options = {
-            **{key: one for key, one in ours.items() if not os.environ.get(_WANDB_VARIABLES[key])},
+            **{
+                key: value
+                for key, value in ours.items()
+                if not os.environ.get(_WANDB_VARIABLES[key])
+            },
             "resume": "allow",
             "mode": mode,
             "config": dict(settings),

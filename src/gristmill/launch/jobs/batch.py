@@ -172,10 +172,10 @@ class UncertainError(UserError):
 def files_of_submission(job: BatchJob, files: Mapping[str, str]) -> Iterator[Path]:
     """The files of a job, in its folder; if the job is refused meanwhile, all is as before."""
     folders = [
-        one
+        missing
         for folder in (job.folder, job.logs)
-        for one in (folder, *folder.parents)
-        if not one.exists()
+        for missing in (folder, *folder.parents)
+        if not missing.exists()
     ]
     before = {name: _content(job.folder / name) for name in files}
     try:
@@ -188,7 +188,7 @@ def files_of_submission(job: BatchJob, files: Mapping[str, str]) -> Iterator[Pat
                 write_atomic(job.folder / name, content)
             else:
                 (job.folder / name).unlink(missing_ok=True)
-        for folder in sorted(folders, key=lambda one: len(one.parts), reverse=True):
+        for folder in sorted(folders, key=lambda folder: len(folder.parts), reverse=True):
             # Somebody may have put something there meanwhile.
             with contextlib.suppress(OSError):
                 folder.rmdir()
@@ -211,10 +211,10 @@ def read_record(folder: Path) -> JobRecord | None:
     if not file.is_file():
         return None
     try:
-        found = read_json(file)
-        if found.pop("version") == _VERSION:
-            tasks = [TaskRecord(**one) for one in found.pop("tasks", ())]
-            return JobRecord(**found, tasks=tasks)
+        content = read_json(file)
+        if content.pop("version") == _VERSION:
+            tasks = [TaskRecord(**task) for task in content.pop("tasks", ())]
+            return JobRecord(**content, tasks=tasks)
     except (KeyError, TypeError, AttributeError):
         pass
     raise DataError(
@@ -270,3 +270,15 @@ def try_scheduler(
             remedy="the scheduler may be down; try again later",
             exit=Exit.PEER,
         ) from None
+
+
+def container_words(job: BatchJob) -> list[str]:
+    """The words before a command that run it in the job's image; none without one, or where the
+    scheduler does it itself."""
+    launch = job.launch
+    if not launch.container or launch.container_runtime == "pyxis":
+        return []
+    inside = [str(path) for path in dict.fromkeys((job.work, job.folder.parent))]
+    binds = [word for path in (*inside, *launch.mounts) for word in ("--bind", path)]
+    devices = ["--nv"] if launch.gpus_per_node else []
+    return ["apptainer", "exec", *devices, *binds, "--pwd", str(job.work), launch.container]

@@ -134,12 +134,12 @@ class Kubernetes:
         return record
 
     def state(self, record: JobRecord) -> BatchState:
-        found = _get(record)
-        if found is None:
+        answer = _get(record)
+        if answer is None:
             return BatchState("unknown", "Kubernetes no longer knows it, so it has ended")
-        if "deletionTimestamp" in found["metadata"]:
+        if "deletionTimestamp" in answer["metadata"]:
             return BatchState("running", "its pods save and stop")
-        state = _state(found)
+        state = _state(answer)
         if state.phase != "ended" or state.exit is not None:
             return state
         return BatchState("ended", state.text, _exit_status(record))
@@ -189,8 +189,8 @@ def _parse(record: JobRecord, text: str) -> dict[str, Any] | None:
     if not text.strip():
         return None
     try:
-        found = json.loads(text)
-        found["metadata"]
+        answer = json.loads(text)
+        answer["metadata"]
     except (ValueError, KeyError, TypeError):
         raise UserError(
             f"kubectl did not answer with an object: {text.strip()[:200]!r}",
@@ -198,17 +198,17 @@ def _parse(record: JobRecord, text: str) -> dict[str, Any] | None:
             remedy="see what `kubectl get` says of it",
             exit=Exit.PEER,
         ) from None
-    return found if isinstance(found, dict) else None
+    return answer if isinstance(answer, dict) else None
 
 
 def _own(record: JobRecord, kinds: Sequence[str]) -> None:
     """Have the job's other objects deleted with it."""
-    made = _get(record) or {}
+    job = _get(record) or {}
     owner = {
-        "apiVersion": made.get("apiVersion"),
-        "kind": made.get("kind"),
+        "apiVersion": job.get("apiVersion"),
+        "kind": job.get("kind"),
         "name": record.id,
-        "uid": made.get("metadata", {}).get("uid"),
+        "uid": job.get("metadata", {}).get("uid"),
     }
     patch = json.dumps({"metadata": {"ownerReferences": [owner]}})
     for kind in kinds:
@@ -217,12 +217,12 @@ def _own(record: JobRecord, kinds: Sequence[str]) -> None:
 
 def _remove_ended(record: JobRecord, *, run: str) -> None:
     """Make room for a job of this name, unless it is another run's, or has not ended."""
-    found = _get(record)
-    if found is None:
+    answer = _get(record)
+    if answer is None:
         return
-    owner = found["metadata"].get("annotations", {}).get(RUN_ANNOTATION)
-    ending = "deletionTimestamp" in found["metadata"]
-    if owner != run or (not ending and _state(found).phase != "ended"):
+    owner = answer["metadata"].get("annotations", {}).get(RUN_ANNOTATION)
+    ending = "deletionTimestamp" in answer["metadata"]
+    if owner != run or (not ending and _state(answer).phase != "ended"):
         of = f" of the run {owner}" if owner else ", which gristmill has not made"
         raise UserError(
             f"there is a {_kind(record)} {record.id} already{'' if owner == run else of}",
@@ -241,7 +241,7 @@ def _remove_ended(record: JobRecord, *, run: str) -> None:
 def _working_folder(job: BatchJob, volumes: Mapping[str, str]) -> PurePosixPath:
     """Where the command runs: the same folder as here if a volume holds it, else the volume with
     the run."""
-    paths = sorted((PurePosixPath(path) for path in volumes.values()), key=lambda one: one.parts)
+    paths = sorted((PurePosixPath(path) for path in volumes.values()), key=lambda path: path.parts)
     run = job.run or job.folder.parent
     home = [path for path in paths if run.is_relative_to(path)]
     if not home:
@@ -327,31 +327,31 @@ def _rules(launch: LaunchConfig) -> Iterator[tuple[str, list[int]]]:
 # ------------------------------------------------------------------ what became of it
 
 
-def _state(found: dict[str, Any]) -> BatchState:
+def _state(answer: dict[str, Any]) -> BatchState:
     """The state of a Job or a PyTorchJob."""
-    status = found.get("status") or {}
+    status = answer.get("status") or {}
     conditions = {
-        one.get("type"): one
-        for one in status.get("conditions") or ()
-        if one.get("status") == "True"
+        condition.get("type"): condition
+        for condition in status.get("conditions") or ()
+        if condition.get("status") == "True"
     }
     if "Complete" in conditions or "Succeeded" in conditions:
         return BatchState("ended", "complete", 0)
     if failed := conditions.get("Failed"):
         why = failed.get("message") or failed.get("reason")
         return BatchState("ended", f"failed: {why}" if why else "failed")
-    spec = found.get("spec") or {}
+    spec = answer.get("spec") or {}
     if spec.get("suspend") or (spec.get("runPolicy") or {}).get("suspend"):
-        queue = found["metadata"].get("labels", {}).get("kueue.x-k8s.io/queue-name")
+        queue = answer["metadata"].get("labels", {}).get("kueue.x-k8s.io/queue-name")
         return BatchState("waiting", f"waiting in the queue {queue}" if queue else "suspended")
     replicas = spec.get("pytorchReplicaSpecs")
     if replicas is None:
         total, ready = spec.get("completions", 1), status.get("ready") or 0
         ready += status.get("succeeded") or 0
     else:
-        total = sum(one.get("replicas", 1) for one in replicas.values())
+        total = sum(replica.get("replicas", 1) for replica in replicas.values())
         states = (status.get("replicaStatuses") or {}).values()
-        ready = sum(one.get("active") or 0 for one in states) if "Running" in conditions else 0
+        ready = sum(state.get("active") or 0 for state in states) if "Running" in conditions else 0
     words = f"{ready} of {total} pods are running"
     if lost := status.get("failed"):
         words += f", {lost} have ended before"
@@ -364,11 +364,11 @@ def _exit_status(record: JobRecord) -> int | None:
     text = kubectl(record, "get", "pods", "-l", f"{label}={record.id}", "-o", "json")
     pods = (_parse(record, text) or {}).get("items", [])
     ended = [
-        (one.get("state") or {}).get("terminated") or {}
+        (container.get("state") or {}).get("terminated") or {}
         for pod in pods
-        for one in (pod.get("status") or {}).get("containerStatuses") or ()
+        for container in (pod.get("status") or {}).get("containerStatuses") or ()
     ]
     known = {Exit.STOPPED, Exit.PEER}
-    statuses = [one["exitCode"] for one in ended if one.get("exitCode")]
-    plain = [one - RESTART if one - RESTART in set(Exit) else one for one in statuses]
-    return min(plain, key=lambda one: (one in known, one == Exit.STOPPED), default=None)
+    statuses = [state["exitCode"] for state in ended if state.get("exitCode")]
+    plain = [status - RESTART if status - RESTART in set(Exit) else status for status in statuses]
+    return min(plain, key=lambda status: (status in known, status == Exit.STOPPED), default=None)

@@ -17,8 +17,14 @@ from pathlib import Path
 from gristmill.base.errors import Problem, UserError
 from gristmill.base.process import JOB_BEGAN
 from gristmill.config.launch import LaunchConfig
-from gristmill.launch.jobs.batch import BatchJob, BatchState, JobRecord, now, run_scheduler
-from gristmill.launch.jobs.containers import container_words
+from gristmill.launch.jobs.batch import (
+    BatchJob,
+    BatchState,
+    JobRecord,
+    container_words,
+    now,
+    run_scheduler,
+)
 from gristmill.launch.jobs.rendering import render
 
 FILE = "train.sh"
@@ -101,5 +107,5 @@ def _began(process: int) -> str | None:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         words = ["ps", "-o", "lstart=", "-p", str(process)]
-        found = subprocess.run(words, capture_output=True, text=True, check=False)
-        return found.stdout.strip() or None
+        result = subprocess.run(words, capture_output=True, text=True, check=False)
+        return result.stdout.strip() or None

@@ -114,16 +114,16 @@ class Pbs:
         for number, task in (job.array or {}).items():
             if task.run is not None:
                 own = job.folder / f"{IDS}-{number}"
-                one, log_file = id.replace("[]", f"[{number}]"), logs / f"job-*_{number}.log"
-                tasks.append(TaskRecord(str(task.run), one, [str(log_file)], {"ids": str(own)}))
+                task_id, log_file = id.replace("[]", f"[{number}]"), logs / f"job-*_{number}.log"
+                tasks.append(TaskRecord(str(task.run), task_id, [str(log_file)], {"ids": str(own)}))
         facts = {"ids": str(ids)}
         return JobRecord("pbs", id, [str(logs / "job-*.log")], now(), facts, tasks=tasks)
 
     def state(self, record: JobRecord) -> BatchState:
         if not record.tasks:
             id = newest_id(record)
-            if found := _ask(id).get(_number(id)):
-                state = _state(found)
+            if answer := _ask(id).get(_number(id)):
+                state = _state(answer)
                 return replace(state, text=f"as {id}, {state.text}") if id != record.id else state
             return BatchState("unknown", f"PBS no longer knows {id}, so it has ended")
         # Of several ids, qstat shows only the first as JSON.
@@ -207,7 +207,7 @@ def _options(job: BatchJob) -> Iterator[tuple[str, Any]]:
         yield "q", launch.reservation or launch.queue
     if launch.mail:
         yield "M", launch.mail
-        yield "m", "".join(sorted(_MAIL[one] for one in launch.mail_on))
+        yield "m", "".join(sorted(_MAIL[event] for event in launch.mail_on))
     yield "j", "oe"
     yield "o", f"{job.logs}/"
     yield "r", "y" if launch.requeue else "n"
@@ -216,13 +216,13 @@ def _options(job: BatchJob) -> Iterator[tuple[str, Any]]:
 
 def _together(states: Sequence[BatchState], total: int) -> BatchState:
     """The state of all runs of a sweep; those that PBS has forgotten have ended."""
-    phases = [one.phase for one in states]
-    overall: Phase = next((one for one in ("running", "waiting") if one in phases), "ended")
-    counts = Counter(one.text.split(" ")[0] for one in states)
+    phases = [state.phase for state in states]
+    overall: Phase = next((phase for phase in ("running", "waiting") if phase in phases), "ended")
+    counts = Counter(state.text.split(" ")[0] for state in states)
     if total > len(states):
         counts["forgotten"] = total - len(states)
     words = ", ".join(f"{count} {state}" for state, count in counts.items())
-    code = max((one.exit or 0 for one in states), default=0)
+    code = max((state.exit or 0 for state in states), default=0)
     return BatchState(overall, words, code if overall == "ended" else None)
 
 

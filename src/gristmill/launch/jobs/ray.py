@@ -86,15 +86,15 @@ class Ray:
     def state(self, record: JobRecord) -> BatchState:
         with _client(record.facts["address"]) as client:
             try:
-                found = client.get_job_info(record.id)
+                info = client.get_job_info(record.id)
             except RuntimeError as error:
                 if "does not exist" not in str(error):
                     raise
                 # Ray forgets its jobs when the cluster is started anew.
                 return BatchState("unknown", "Ray no longer knows it, so it has ended")
-        status = str(getattr(found.status, "value", found.status))
+        status = str(getattr(info.status, "value", info.status))
         phase = _PHASES.get(status, "unknown")
-        return BatchState(phase, status, found.driver_exit_code if phase == "ended" else None)
+        return BatchState(phase, status, info.driver_exit_code if phase == "ended" else None)
 
     def cancel(self, record: JobRecord) -> None:
         with _client(record.facts["address"]) as client:

@@ -40,7 +40,7 @@ def render(template: str, **values: Any) -> str:
 
 @functools.cache
 def _environment() -> jinja2.Environment:
-    made = jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.PackageLoader("gristmill.launch.jobs"),
         finalize=_refuse_unquoted,
         # With it, what a macro puts out counts as quoted; nothing else is left to escape.
@@ -50,16 +50,16 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    made.filters |= {
+    environment.filters |= {
         "sh": _sh,
         "words": _words,
         "directive": _directive,
         "yaml": _yaml,
         "lines": _lines,
-        "comment": _comment,
-        "program": _program,
+        "comment": lambda value: _Quoted(_CONTROL.sub(" ", str(value))),
+        "program": _Quoted,
     }
-    return made
+    return environment
 
 
 def _refuse_unquoted(value: Any) -> Any:
@@ -95,7 +95,7 @@ def _yaml(value: Any) -> _Quoted:
     """JSON writes rare letters as two halves, which YAML does not join; and YAML wants more of the
     unprintable ones escaped than JSON does."""
     text = json.dumps(value, ensure_ascii=False)
-    return _Quoted(_UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
+    return _Quoted(_UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text))
 
 
 def _lines(text: str, spaces: int) -> _Quoted:
@@ -106,14 +106,6 @@ def _lines(text: str, spaces: int) -> _Quoted:
         return _yaml(text)
     indented = (f"{' ' * spaces}{line}" if line else "" for line in text.split("\n"))
     return _Quoted("|\n" + "\n".join(indented).rstrip("\n"))
-
-
-def _comment(value: str | Path) -> _Quoted:
-    return _Quoted(_CONTROL.sub(" ", str(value)))
-
-
-def _program(line: str) -> _Quoted:
-    return _Quoted(line)
 
 
 def _unprintable(value: Any) -> UserError:

@@ -24,11 +24,11 @@ from gristmill.launch.jobs.batch import (
     Phase,
     TaskRecord,
     UncertainError,
+    container_words,
     now,
     run_scheduler,
     try_scheduler,
 )
-from gristmill.launch.jobs.containers import container_words
 from gristmill.launch.jobs.rendering import render
 
 NEEDS = "on a login node of the cluster"
@@ -79,14 +79,14 @@ class Slurm:
             words.append("--kill-on-invalid-dep=yes")
         answer = run_scheduler([*words, str(file)], needs=NEEDS)
         # With several clusters it is "id;cluster".
-        found = re.fullmatch(r"(\d+)(?:;.*)?", answer.strip().splitlines()[-1] if answer else "")
-        if found is None:
+        match = re.fullmatch(r"(\d+)(?:;.*)?", answer.strip().splitlines()[-1] if answer else "")
+        if match is None:
             raise UncertainError(
                 f"sbatch gave no id of a job: {answer.strip()!r}",
                 where=str(file),
                 remedy="see `squeue --me` for whether it was submitted",
             )
-        id, logs = found[1], Path(glob.escape(str(job.logs)))
+        id, logs = match[1], Path(glob.escape(str(job.logs)))
         log = "job-*.log" if job.array is None else f"job-{id}_*.log"
         tasks = [
             TaskRecord(str(task.run), f"{id}_{number}", [str(logs / f"job-{id}_{number}.log")])
@@ -144,7 +144,7 @@ def _options(job: BatchJob) -> Iterator[tuple[str, Any]]:
         if value:
             yield name, value
     if launch.mail:
-        yield "mail-type", ",".join(_MAIL[one] for one in launch.mail_on)
+        yield "mail-type", ",".join(_MAIL[event] for event in launch.mail_on)
     if launch.exclusive:
         yield "exclusive", True
     if launch.time:
@@ -188,7 +188,9 @@ def ranges(numbers: Sequence[int]) -> str:
             groups[-1].append(number)
         else:
             groups.append([number])
-    return ",".join(f"{one[0]}-{one[-1]}" if len(one) > 1 else str(one[0]) for one in groups)
+    return ",".join(
+        f"{group[0]}-{group[-1]}" if len(group) > 1 else str(group[0]) for group in groups
+    )
 
 
 def clock(seconds: float) -> str:
@@ -205,24 +207,24 @@ def phase_of(state: str) -> Phase:
 
 def exit_code(text: str) -> int | None:
     """The exit status of "75:0"; 128 and the signal for "0:15"."""
-    found = re.fullmatch(r"(\d+):(\d+)", text)
-    if found is None:
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    if match is None:
         return None
-    return int(found[1]) or (128 + int(found[2]) if int(found[2]) else 0)
+    return int(match[1]) or (128 + int(match[2]) if int(match[2]) else 0)
 
 
 def _from_scontrol(text: str) -> BatchState:
     """The state of a job, or of an array, of which there is one line for each task."""
     lines = [line for line in text.splitlines() if "JobState=" in line]
     tasks = [dict(re.findall(r"(\w+)=(\S*)", line)) for line in lines]
-    phases = [phase_of(one["JobState"]) for one in tasks]
-    overall: Phase = next((one for one in ("running", "waiting") if one in phases), "ended")
+    phases = [phase_of(task["JobState"]) for task in tasks]
+    overall: Phase = next((phase for phase in ("running", "waiting") if phase in phases), "ended")
     first = tasks[phases.index(overall)]
     words = first["JobState"]
     if len(tasks) > 1:
-        counts = {one["JobState"]: 0 for one in tasks}
-        for one in tasks:
-            counts[one["JobState"]] += 1
+        counts = {task["JobState"]: 0 for task in tasks}
+        for task in tasks:
+            counts[task["JobState"]] += 1
         words = ", ".join(f"{count} {state}" for state, count in counts.items())
     elif overall == "waiting" and first.get("Reason", "None") != "None":
         words += f" ({first['Reason']})"
@@ -230,5 +232,5 @@ def _from_scontrol(text: str) -> BatchState:
         words += f" for {first.get('RunTime', '?')} on {first.get('NodeList', '?')}"
     if len(tasks) == 1 and first.get("Restarts", "0") != "0":
         words += f", started {int(first['Restarts']) + 1} times"
-    code = max((exit_code(one.get("ExitCode", "")) or 0 for one in tasks), default=0)
+    code = max((exit_code(task.get("ExitCode", "")) or 0 for task in tasks), default=0)
     return BatchState(overall, words, code if overall == "ended" else None)

@@ -84,27 +84,26 @@ def plan_sweep(
 ) -> PlannedJob:
     """The array of jobs that trains several runs, each with the words that make it."""
     launch = checked(config, launcher, on)
-    for _, one in runs:
-        check_mesh(one, processes=one.runtime.devices_of(launch.processes))
+    for _, variant in runs:
+        check_mesh(variant, processes=variant.runtime.devices_of(launch.processes))
     folder = sweep_folder(RunFolder(run_folder(config).path.absolute()))
     tasks = {
-        number: ArrayTask(words, run_folder(one).path.absolute())
-        for number, (words, one) in enumerate(runs, 1)
+        number: ArrayTask(words, run_folder(variant).path.absolute())
+        for number, (words, variant) in enumerate(runs, 1)
     }
-    job = BatchJob(
+    planned = plan_training(config, launcher, on, after=after)
+    job = replace(
+        planned.job,
         name=f"{config.name}-sweep",
         command=train_command(launch, folder.job / SETTINGS),
-        launch=launch,
         folder=folder.job,
         logs=folder.logs,
-        work=Path.cwd(),
+        run=None,
+        settings=None,
         array=tasks,
         at_once=at_once,
-        after=after,
-        elastic=config.parallel.elastic,
     )
-    settings = dump_run(_with_time_limit(config, on))
-    return PlannedJob(job, {**launcher.files(job), SETTINGS: settings})
+    return PlannedJob(job, {**launcher.files(job), SETTINGS: planned.files[SETTINGS]})
 
 
 def plan_command(
@@ -244,8 +243,8 @@ def sweep_words(axes: Sequence[str], *, name: str) -> list[list[str]]:
     keys, values = [], []
     for axis in axes:
         key, equals, text = axis.partition("=")
-        found = [one.strip() for one in _split(text)]
-        if not equals or not all(found):
+        choices = [part.strip() for part in _split(text)]
+        if not equals or not all(choices):
             raise UserError(
                 f"{axis!r} is no setting with several values",
                 where="--sweep",
@@ -253,7 +252,7 @@ def sweep_words(axes: Sequence[str], *, name: str) -> list[list[str]]:
                 exit=Exit.USAGE,
             )
         keys.append(key)
-        values.append(found)
+        values.append(choices)
     if len(set(keys)) < len(keys):
         raise UserError("a setting is given twice", where="--sweep", exit=Exit.USAGE)
     runs, names = [], set[str]()

@@ -1,8 +1,8 @@
 """Numbered commands as processes of this machine, a few at a time.
 
-The processes do not outlive this one, however it ends (`gristmill.launch.lifeline`). Each is the
-leader of a process group, so that a Ctrl-C in the terminal does not reach it: `stop` interrupts it
-once, so that it can clean up, and kills the whole group if it does not end soon.
+The processes do not outlive this one, however it ends (`gristmill.launch.parent_death`). Each is
+the leader of a process group, so that a Ctrl-C in the terminal does not reach it: `stop` interrupts
+it once, so that it can clean up, and kills the whole group if it does not end soon.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from gristmill.base.exit_report import START
 from gristmill.base.files import storage_errors, utf8
-from gristmill.launch.lifeline import SUPERVISOR
+from gristmill.launch.parent_death import SUPERVISOR
 
 _GRACE = 10.0
 """Seconds from the interruption of a process to its end by force."""

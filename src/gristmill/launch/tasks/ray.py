@@ -3,7 +3,7 @@
 Each task starts its command as a process on the node that Ray chooses, in the folder from which
 this process was started; so all nodes need the same file system, and the program. A task ends with
 this process, since Ray ends the tasks of a job whose driver is gone, and the command ends with its
-task (`gristmill.launch.lifeline`). Ray itself does not retry: whoever uses the engine decides.
+task (`gristmill.launch.parent_death`). Ray itself does not retry: whoever uses the engine decides.
 """
 
 from __future__ import annotations

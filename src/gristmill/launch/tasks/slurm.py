@@ -126,13 +126,13 @@ def _states(id: str) -> dict[int, tuple[str, int | None]] | None:
         return None
     if shown.returncode:
         return {} if "Invalid job id" in shown.stdout + shown.stderr else None
-    found: dict[int, tuple[str, int | None]] = {}
+    states: dict[int, tuple[str, int | None]] = {}
     for line in shown.stdout.splitlines():
         values = dict(re.findall(r"(\w+)=(\S*)", line))
         state, code = values.get("JobState", ""), exit_code(values.get("ExitCode", ""))
         for number in numbers_of(values.get("ArrayTaskId", "")):
-            found[number] = state, code
-    return found
+            states[number] = state, code
+    return states
 
 
 def numbers_of(text: str) -> list[int]:

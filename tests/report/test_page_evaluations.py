@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gristmill.report.evaluations import newest_results
+from gristmill.report.page import newest_results
 
 
 def write(folder: Path, name: str, step: int | None, precision: str = "fp32", **more: Any) -> None:
