@@ -6,9 +6,9 @@
     python benchmarks/kernels.py --adamw      a step of AdamW with its division of gradients
     python benchmarks/kernels.py --gradients  gradients of weights: cast to fp32, and written in it
 
-For GPT-2's four sizes, and of the feed-forward part one more. `models/fused.py` has the widths up
-to which ours is used, and `models/kernels/activated.py` the tiles; this script is where they come
-from, and says what they should be on another GPU. So it is with `models/qkv.py`.
+For GPT-2's four sizes, and of the feed-forward part one more. `models/products.py` has the widths
+up to which ours is used, and `models/kernels/products.py` the tiles; this script is where they come
+from, and says what they should be on another GPU. So it is with queries, keys and values.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from torch.nn import functional
 
 from gristmill.config.model import GPTConfig
 from gristmill.models.build import build_meta_model
-from gristmill.models.casts import product
-from gristmill.models.fused import WIDEST, fused_mlp
-from gristmill.models.qkv import qkv_backward, worth_fusing_qkv
+from gristmill.models.products import MLP_WIDEST, fused_mlp, product, qkv_backward, worth_fusing_qkv
 from gristmill.optim.adamw import adam_step
 
 TILES = (
@@ -84,7 +82,7 @@ def main() -> None:
 def compare_parts() -> None:
     """The whole part, both passes, ours and the compiler's."""
     print(f"{'activation':<12}{'rows':>8}{'width':>8}{'ours':>9}{'plain':>9}{'ratio':>8}  used")
-    for activation, widest in WIDEST.items():
+    for activation, widest in MLP_WIDEST.items():
         for rows, width in SHAPES:
             torch.compiler.reset()  # past a number of shapes, nothing is compiled any more
             plain = torch.compile(plain_part(activation), dynamic=False)
@@ -99,14 +97,14 @@ def compare_parts() -> None:
 
 def compare_tiles() -> None:
     """Forward and backward kernel with each of the tiles, and the library's product alone."""
-    for activation in WIDEST:
+    for activation in MLP_WIDEST:
         for rows, width in (SHAPES[0], SHAPES[2], SHAPES[3]):
             try_tiles(activation, rows, width)
 
 
 def try_tiles(activation: str, rows: int, width: int) -> None:
-    from gristmill.models.kernels import activated
-    from gristmill.models.kernels.tiles import Tiles
+    from gristmill.models.kernels import products
+    from gristmill.models.kernels.products import Tiles
 
     x, up, down, kept = (
         torch.rand(shape, device="cuda").bfloat16()
@@ -115,10 +113,10 @@ def try_tiles(activation: str, rows: int, width: int) -> None:
     product = median(lambda: x @ up.T)
     print(f"{activation}, {rows} x {width}: the product alone {product:.3f}", flush=True)
     for numbers in TILES:
-        activated.FORWARD = activated.BACKWARD = Tiles(*numbers)
+        products.FORWARD = products.BACKWARD = Tiles(*numbers)
         try:
-            forward = median(lambda: activated.linear_activation(x, up, None, activation))
-            backward = median(lambda: activated.activation_backward(x, down, kept, activation))
+            forward = median(lambda: products.linear_activation(x, up, None, activation))
+            backward = median(lambda: products.activation_backward(x, down, kept, activation))
         except Exception as error:  # too much shared memory, say
             print(f"  {numbers!s:<30}{type(error).__name__}", flush=True)
         else:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from gristmill.base.errors import UserError
 from gristmill.base.units import Duration, Unit, parse_split, split_shares
 from gristmill.config.load import changed_settings, dump_run, load_preset, load_text, preset_names
 from gristmill.config.optim import (
@@ -404,3 +405,47 @@ def test_the_order_has_the_seed_of_the_run_unless_it_has_its_own() -> None:
     assert resolve(load_text(text, place="run.toml"), vocab=10).data_seed == 1337
     own = load_text(text, ("data.seed=1234",), place="run.toml")
     assert resolve(own, vocab=10).data_seed == 1234
+
+
+# ------------------------------------------------------------------ old names
+
+OLD_NAMES = """
+name = "old"
+model = { layers = 1, heads = 1, width = 8, context = 8 }
+data.paths = "none"
+[train]
+until = "10 steps"
+batch = 1
+"""
+NOTE = "train.second_token is now called train.mtp"
+
+
+def test_an_old_name_is_read_and_the_new_one_is_told(tmp_path: Path) -> None:
+    in_file = load_text(OLD_NAMES + "second_token = 0.5\n", place="run.toml")
+    typed = load_text(OLD_NAMES, ["train.second_token=0.5"], place="run.toml")
+    now = load_text(OLD_NAMES + "mtp = 0.5\n", place="run.toml")
+    assert in_file.train.mtp == typed.train.mtp == 0.5
+    assert in_file.old_names == typed.old_names == (NOTE,)
+    assert now.old_names == ()
+    assert "mtp = 0.5" in dump_run(in_file) and "second_token" not in dump_run(in_file)
+    (file := tmp_path / "run.toml").write_text(dump_run(now).replace("mtp =", "second_token ="))
+    assert changed_settings(file, now) == []
+
+
+def test_the_command_line_changes_what_a_file_gives_by_its_old_name() -> None:
+    words = (["train.mtp=0.25"], ["train.second_token=0.25"])
+    for word in words:
+        config = load_text(OLD_NAMES + "second_token = 0.5\n", word, place="run.toml")
+        assert config.train.mtp == 0.25
+
+
+def test_a_wrong_value_of_an_old_name_is_told_with_its_line() -> None:
+    with pytest.raises(UserError, match=r"run\.toml:8: train\.mtp"):
+        load_text(OLD_NAMES + "second_token = -1.0\n", place="run.toml")
+    with pytest.raises(UserError, match=r"command line 'train\.second_token=-1\.0': train\.mtp"):
+        load_text(OLD_NAMES, ["train.second_token=-1.0"], place="run.toml")
+
+
+def test_a_file_gives_a_setting_by_one_name() -> None:
+    with pytest.raises(UserError, match=r"run\.toml:8: .*is the old name of train\.mtp"):
+        load_text(OLD_NAMES + "second_token = 0.5\nmtp = 0.5\n", place="run.toml")

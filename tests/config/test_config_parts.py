@@ -187,13 +187,13 @@ def test_momentum_that_rises_longer_than_the_run_is_doubted() -> None:
 
 
 def test_a_second_target_that_a_layout_does_not_have_is_doubted() -> None:
-    second = "train.second_token=0.5"
+    second = "train.mtp=0.5"
     assert doubted(second) == doubted(second, "parallel.tp=2") == []
-    assert doubted("train.second_token=0", "parallel.cp=2") == []
+    assert doubted("train.mtp=0", "parallel.cp=2") == []
     (doubt,) = doubted(second, "parallel.cp=2")
-    assert doubt.startswith("train.second_token has no effect with context parallelism")
+    assert doubt.startswith("train.mtp has no effect with context parallelism")
     (doubt,) = doubted(second, 'runtime.device="xla"')
-    assert doubt.startswith("train.second_token has no effect on XLA devices")
+    assert doubt.startswith("train.mtp has no effect on XLA devices")
 
 
 def test_a_decay_may_be_the_whole_run() -> None:

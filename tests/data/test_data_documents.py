@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from gristmill.data.documents import (
     DocumentRules,
-    marks_after,
-    marks_in_spans,
+    doc_starts_after,
+    doc_starts_in_spans,
     restarted_positions,
 )
 from gristmill.data.loader import make_batch
@@ -18,9 +18,9 @@ from gristmill.data.sampling import TokenSpans
 
 def test_the_drawing_of_the_module() -> None:
     tokens = np.array([[1, 2, 3, 0, 4, 5, 0, 6]])
-    marks = marks_after(tokens, end_of_text=0)
-    assert marks.astype(int).tolist() == [[0, 0, 0, 0, 1, 0, 0, 1]]
-    assert restarted_positions(marks).tolist() == [[0, 1, 2, 3, 0, 1, 2, 0]]
+    doc_starts = doc_starts_after(tokens, end_of_text=0)
+    assert doc_starts.astype(int).tolist() == [[0, 0, 0, 0, 1, 0, 0, 1]]
+    assert restarted_positions(doc_starts).tolist() == [[0, 1, 2, 3, 0, 1, 2, 0]]
     rules = DocumentRules("ids", attention=True, end_of_text=0)
     batch = make_batch(np.append(tokens, [[7]], axis=1), rules=rules)
     assert batch.documents_BT is not None
@@ -29,9 +29,9 @@ def test_the_drawing_of_the_module() -> None:
 
 def test_each_row_stands_for_itself() -> None:
     tokens = np.array([[1, 2, 0], [3, 4, 5]])
-    marks = marks_after(tokens, end_of_text=0)
-    assert not marks.any()
-    assert restarted_positions(marks).tolist() == [[0, 1, 2]] * 2
+    doc_starts = doc_starts_after(tokens, end_of_text=0)
+    assert not doc_starts.any()
+    assert restarted_positions(doc_starts).tolist() == [[0, 1, 2]] * 2
 
 
 @given(
@@ -56,7 +56,7 @@ def test_marks_stand_where_the_document_changes(
             counts.append(count)
             left -= count
     pieces = TokenSpans(np.array(begins), np.array(counts))
-    marks = marks_in_spans(pieces, starts=starts, length=length)
+    doc_starts = doc_starts_in_spans(pieces, starts=starts, length=length)
     wanted = np.concatenate(
         [
             [True, *(np.diff(document[begin : begin + count]) > 0)]
@@ -64,4 +64,4 @@ def test_marks_stand_where_the_document_changes(
         ]
     ).reshape(samples, length)
     wanted[:, 0] = False
-    assert np.array_equal(marks, wanted)
+    assert np.array_equal(doc_starts, wanted)

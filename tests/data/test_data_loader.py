@@ -112,8 +112,8 @@ def test_targets_are_the_inputs_shifted_by_one() -> None:
     batch = make_batch(np.arange(18, dtype=np.uint16).reshape(2, 9))
     assert batch.tokens_BT.tolist() == [list(range(8)), list(range(9, 17))]
     assert batch.targets_BT.tolist() == [list(range(1, 9)), list(range(10, 18))]
-    assert batch.weights_BT is batch.positions_BT is batch.documents_BT is None
-    assert (batch.samples, batch.tokens, batch.counted) == (2, 16, 16.0)
+    assert batch.loss_weights_BT is batch.positions_BT is batch.documents_BT is None
+    assert (batch.samples, batch.tokens, batch.loss_tokens) == (2, 16, 16.0)
     assert batch.tokens_BT.dtype == batch.targets_BT.dtype == torch.int64
     assert batch.tokens_BT.is_contiguous() and batch.targets_BT.is_contiguous()
 
@@ -125,8 +125,8 @@ def test_a_batch_moves_whole() -> None:
     assert batch.positions_BT is not None and batch.positions_BT.device.type == "meta"
     assert batch.documents_BT is not None and batch.documents_BT.device.type == "meta"
     assert {batch.tokens_BT.device.type, batch.targets_BT.device.type} == {"meta"}
-    assert batch.weights_BT is not None and batch.weights_BT.device.type == "meta"
-    assert batch.counted == 2.0
+    assert batch.loss_weights_BT is not None and batch.loss_weights_BT.device.type == "meta"
+    assert batch.loss_tokens == 2.0
 
 
 def test_a_step_is_accumulate_micro_batches() -> None:
@@ -142,8 +142,8 @@ def test_rules_give_positions_documents_and_weights() -> None:
     batch = make_batch(ids, rules=rules)
     assert batch.positions_BT is not None and batch.positions_BT.tolist() == [[0, 1, 0, 1, 0]]
     assert batch.documents_BT is not None and batch.documents_BT.tolist() == [[0, 0, 1, 1, 2]]
-    assert batch.weights_BT is not None and batch.weights_BT.tolist() == [[1, 0, 1, 0, 0]]
-    assert batch.counted == 2.0
+    assert batch.loss_weights_BT is not None and batch.loss_weights_BT.tolist() == [[1, 0, 1, 0, 0]]
+    assert batch.loss_tokens == 2.0
 
 
 @pytest.mark.parametrize("order", ORDERS)

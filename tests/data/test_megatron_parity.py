@@ -267,7 +267,9 @@ def test_masks_positions_and_weights_are_the_same(
         other = reference[row]
         positions = np.arange(32) if batch.positions_BT is None else batch.positions_BT[row].numpy()
         assert positions.tolist() == other["position_ids"].tolist()
-        weights = np.ones(32) if batch.weights_BT is None else batch.weights_BT[row].numpy()
+        weights = (
+            np.ones(32) if batch.loss_weights_BT is None else batch.loss_weights_BT[row].numpy()
+        )
         assert weights.tolist() == other["loss_mask"].tolist()
         sees = np.tril(np.ones((32, 32), bool))
         if batch.documents_BT is not None:

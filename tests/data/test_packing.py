@@ -23,6 +23,7 @@ from gristmill.data.documents import DocumentRules
 from gristmill.data.loader import Batch, Loader, make_batch, validation_batches
 from gristmill.data.packing import PackedShuffled, pack
 from gristmill.models.build import build_model
+from gristmill.models.loss_terms import LossTerms
 from gristmill.models.spec import CausalLM, Loss
 from gristmill.text.chat.conversations import Message
 from gristmill.text.chat.encoding import ChatEncoder
@@ -33,7 +34,7 @@ BYTES = ByteTokenizer()
 CHAT = ChatEncoder(
     BYTES, choose_template("plain", BYTES, folders=(), where="data.template"), where="data.template"
 )
-RULES = DocumentRules(marks="files", attention=True, positions=True)
+RULES = DocumentRules(doc_starts="files", attention=True, positions=True)
 SEQUENCE = 96
 
 
@@ -48,13 +49,13 @@ def test_every_conversation_is_in_one_sample_of_each_epoch(
     lengths: list[int], length: int, together: bool, seed: int
 ) -> None:
     starts = np.concatenate(([0], np.cumsum(lengths)))
-    learnt = np.random.default_rng(seed).random(starts[-1]) < 0.3
+    loss_mask = np.random.default_rng(seed).random(starts[-1]) < 0.3
     padding = int(starts[-1])
-    packing, counts = pack(starts, learnt, length=length, padding=padding, together=together)
+    packing, counts = pack(starts, loss_mask, length=length, padding=padding, together=together)
     expected = {
         int(begin)
         for begin, end in pairwise(starts)
-        if learnt[begin : min(end, begin + length)].any()
+        if loss_mask[begin : min(end, begin + length)].any()
     }
     assert counts.dropped == len(lengths) - len(expected)
     if not expected:
@@ -70,8 +71,8 @@ def test_every_conversation_is_in_one_sample_of_each_epoch(
         # A span keeps all that is learnt of the conversation's first part, and ends with it.
         for begin, count in zip(spans.begins[real], spans.counts[real], strict=True):
             end = int(starts[np.searchsorted(starts, begin, side="right")])
-            assert learnt[begin + count - 1]
-            assert not learnt[begin + count : min(end, begin + length)].any()
+            assert loss_mask[begin + count - 1]
+            assert not loss_mask[begin + count : min(end, begin + length)].any()
     orders = [index.spans(np.arange(e * len(packing), (e + 1) * len(packing))) for e in (0, 0)]
     assert np.array_equal(orders[0].begins, orders[1].begins)
     if together:
@@ -121,7 +122,7 @@ def loss_of(model: CausalLM, batch: Batch) -> float:
         loss = model(
             batch.tokens_BT,
             targets_BT=batch.targets_BT,
-            weights_BT=batch.weights_BT,
+            terms=LossTerms(batch.loss_weights_BT),
             positions_BT=batch.positions_BT,
             documents_BT=batch.documents_BT,
         )
@@ -134,20 +135,20 @@ def test_packed_conversations_have_the_loss_of_each_alone(
     tmp_path: Path, model: CausalLM, together: bool
 ) -> None:
     file, talks = write(tmp_path)
-    alone, counted = 0.0, 0.0
+    alone, loss_tokens = 0.0, 0.0
     for talk in talks:
         encoded = CHAT.encode(talk)
         assert len(encoded.ids) <= SEQUENCE + 1
-        batch = make_batch(encoded.ids[None], learnt_BS=encoded.learnt[None])
+        batch = make_batch(encoded.ids[None], loss_mask_BS=encoded.loss_mask[None])
         alone += loss_of(model, batch)
-        counted += batch.counted
+        loss_tokens += batch.loss_tokens
     data = open_chat(file, together=together)
     rules = RULES if together else DocumentRules()
     batches = list(
         validation_batches(data.train, sequence=SEQUENCE, windows=999, batch=3, rules=rules)
     )
     assert (sum(batch.samples for batch in batches) < len(talks)) == together
-    assert sum(batch.counted for batch in batches) == counted
+    assert sum(batch.loss_tokens for batch in batches) == loss_tokens
     packed = sum(loss_of(model, batch) for batch in batches)
     assert packed == pytest.approx(alone, rel=1e-5)
     if together:
@@ -161,16 +162,18 @@ def test_the_loader_gives_every_answer_once_in_an_epoch_whatever_the_ranks(tmp_p
     spec = OrderSpec(sequence=SEQUENCE, seed=5, samples=0, cache=None)
     stream = build_stream(DataConfig(kind="chat", paths=str(file)), data.train, spec)
     samples = len(data.train.splits[0].packing or ())
-    expected = sorted(BYTES.decode(one.ids[one.learnt].tolist()) for one in map(CHAT.encode, talks))
+    expected = sorted(
+        BYTES.decode(one.ids[one.loss_mask].tolist()) for one in map(CHAT.encode, talks)
+    )
 
     def answers(first: int, count: int, ranks: int) -> list[str]:
         found = list[str]()
         for rank in range(ranks):
             loader = Loader(stream, 1, count // ranks, rules=RULES, rank=rank, ranks=ranks)
             for batch in loader.step_batches(first):
-                assert batch.weights_BT is not None and batch.documents_BT is not None
-                kept = batch.weights_BT[0] > 0
-                assert batch.counted == int(kept.sum())
+                assert batch.loss_weights_BT is not None and batch.documents_BT is not None
+                kept = batch.loss_weights_BT[0] > 0
+                assert batch.loss_tokens == int(kept.sum())
                 for document in batch.documents_BT[0].unique():
                     here = kept & (batch.documents_BT[0] == document)
                     if here.any():
@@ -219,7 +222,7 @@ def test_long_conversations_are_cut_and_counted(tmp_path: Path) -> None:
     )
     assert len(batches) == 2
     kept = [
-        int((batch.targets_BT == ord("a")).logical_and(batch.weights_BT > 0).sum())
+        int((batch.targets_BT == ord("a")).logical_and(batch.loss_weights_BT > 0).sum())
         for batch in batches
     ]
     assert sorted(kept) == [1, SEQUENCE + 1 - len("User:\nqqqqqqqqqq\n\nAssistant:\n")]
@@ -259,6 +262,6 @@ def test_large_sets_are_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     first = open_conversations(config, CHAT, options).train.splits[0].source
     monkeypatch.setattr(conversations, "_encode", None)
     again = open_conversations(config, CHAT, options).train.splits[0].source
-    assert again.ids is not None and again.learnt is not None
-    assert np.array_equal(first.ids, again.ids) and np.array_equal(first.learnt, again.learnt)
+    assert again.ids is not None and again.loss_mask is not None
+    assert np.array_equal(first.ids, again.ids) and np.array_equal(first.loss_mask, again.loss_mask)
     assert first.reader.info == again.reader.info

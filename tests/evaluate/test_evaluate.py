@@ -139,7 +139,7 @@ def test_a_model_that_keeps_documents_apart_is_evaluated_so(
     run_training(make_run('train.until="2 steps"', "data.documents=masked", f"data.order={order}"))
     opened = open_model(str(tmp_path / "run"), device=CPU)
     chosen = evaluation_ids(opened, data=None, text=None)
-    assert (chosen.rules.marks, chosen.rules.attention) == ("files", True)
+    assert (chosen.rules.doc_starts, chosen.rules.attention) == ("files", True)
     bounds = [*chosen.starts.tolist(), len(chosen.ids)]
     assert bounds[0] == 0
     assert all(chosen.ids[end - 1] == 256 for end in bounds[1:])
@@ -169,5 +169,5 @@ def test_text_of_several_files_is_several_documents(
         files.append(str(tmp_path / f"{name}.txt"))
     text = evaluation_ids(opened, data=None, text=files)
     assert text.starts.tolist() == [0, 5]
-    assert (text.rules.marks, text.rules.positions) == ("ids", False)
+    assert (text.rules.doc_starts, text.rules.positions) == ("ids", False)
     assert evaluate_loss(opened, text.ids, rules=text.rules).tokens == 10

@@ -33,7 +33,7 @@ def logits_of(source: Path, folder: Path, ids_BT: torch.Tensor) -> torch.Tensor:
     from gristmill.config.hf import model_settings
     from gristmill.config.schema import parse_model
     from gristmill.models.build import build_model
-    from gristmill.models.hf_weights import folder_weights
+    from gristmill.models.hf import folder_weights
 
     config = parse_model(model_settings(folder))
     model = build_model(config, vocab=config.vocab or 0, device=torch.device("cpu"))

@@ -27,7 +27,8 @@ from gristmill.generate import Engine, Sampling
 from gristmill.models import gpt
 from gristmill.models.build import build_model
 from gristmill.models.loss import linear_cross_entropy
-from gristmill.models.qkv import worth_fusing_qkv
+from gristmill.models.loss_terms import LossTerms
+from gristmill.models.products import worth_fusing_qkv
 from gristmill.optim.build import build_optimizer
 from gristmill.strategies.compiling import CompileAhead, CompileTask, parts_of
 from gristmill.train.build import build_strategy
@@ -106,7 +107,9 @@ def test_recorded_launches_compute_the_same(
     assert losses(graphs, micro_batches=1) == pytest.approx(plain, rel=1e-4)
 
 
-PACKED = DocumentRules(marks="ids", attention=True, positions=True, unweighted=True, end_of_text=3)
+PACKED = DocumentRules(
+    doc_starts="ids", attention=True, positions=True, unweighted=True, end_of_text=3
+)
 
 
 @pytest.mark.parametrize("compile_", ["true", '"blocks"'])
@@ -367,7 +370,7 @@ def test_the_loss_needs_far_less_memory_than_its_logits(kernel: bool, share: flo
     targets = torch.randint(0, vocab, (tokens,), device="cuda")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    loss = linear_cross_entropy(hidden, head, targets, None, vocab=vocab, kernel=kernel)
+    loss = linear_cross_entropy(hidden, head, targets, vocab=vocab, kernel=kernel)
     loss.scaled.backward()
     used = torch.cuda.max_memory_allocated() - before
     assert used < share * 4 * tokens * vocab
@@ -390,7 +393,7 @@ def test_the_loss_of_a_whole_batch_in_fp8(cap: float | None) -> None:
     for fp8 in (False, True):
         leaves = hidden.clone().requires_grad_(), head.clone().requires_grad_()
         loss = linear_cross_entropy(
-            *(*leaves, targets, None), vocab=vocab, scale=scale, cap=cap, kernel=True, fp8=fp8
+            *(*leaves, targets, LossTerms(scale=scale, cap=cap)), vocab=vocab, kernel=True, fp8=fp8
         )
         loss.scaled.backward()
         results.append((loss.total, *(leaf.grad for leaf in leaves)))

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from gristmill.config.hf import HFConfig
 from gristmill.models.build import build_model
+from gristmill.models.loss_terms import LossTerms
 from gristmill.models.spec import Kernels
 
 pytestmark = [
@@ -61,7 +62,7 @@ def test_the_compiled_loss_in_bf16_is_that_of_transformers_in_fp32(kind: str) ->
         torch.compile(model, dynamic=False, fullgraph=True),
         torch.ones((), device="cuda"),
     )
-    loss = compiled(tokens, targets_BT=targets, scale=scale)
+    loss = compiled(tokens, targets_BT=targets, terms=LossTerms(scale=scale))
     assert loss.total.item() == pytest.approx(expected.item(), rel=2e-3)
     loss.scaled.backward()
     for name, one in model.named_parameters():

@@ -18,6 +18,7 @@ from gristmill.export.folder import export
 from gristmill.models.build import build_model
 from gristmill.models.families import foreign_state, foreign_tensors, open_foreign
 from gristmill.models.gpt import GPT
+from gristmill.models.loss_terms import LossTerms
 from gristmill.models.weights import WeightsInMemory
 from gristmill.text.tokenizers.tokenizer import ByteTokenizer
 
@@ -133,7 +134,8 @@ def test_gradients_are_theirs(case: str) -> None:
     ours = build_model(config, vocab=VOCAB, device=CPU)
     load_weights(ours, open_foreign(WeightsInMemory(theirs.state_dict()), ours, family))
     theirs(ids, labels=ids).loss.backward()
-    loss = ours(ids[:, :-1], targets_BT=ids[:, 1:], scale=torch.tensor(1 / (3 * 23)))
+    terms = LossTerms(scale=torch.tensor(1 / (3 * 23)))
+    loss = ours(ids[:, :-1], targets_BT=ids[:, 1:], terms=terms)
     loss.scaled.backward()
     gradients = WeightsInMemory({n: p.grad for n, p in ours.named_parameters()})
     wanted = {n: p.grad for n, p in theirs.named_parameters()}

@@ -19,6 +19,7 @@ from gristmill.models.build import build_model
 from gristmill.models.families import foreign_state, foreign_tensors, open_foreign
 from gristmill.models.gpt import GPT
 from gristmill.models.layers import Attention, BlockContext, Rotary
+from gristmill.models.loss_terms import LossTerms
 from gristmill.models.recompute import Recompute
 from gristmill.models.spec import Kernels, KVCache, Loss
 from gristmill.models.weights import WeightsInMemory
@@ -121,7 +122,7 @@ def test_logits_and_gradients_equal_transformers(theirs: dict[str, Any]) -> None
     assert torch.allclose(model(ids), expected, atol=1e-5, rtol=0)
 
     functional.cross_entropy(expected.flatten(0, 1), targets.flatten()).backward()
-    loss = model(ids, targets_BT=targets, scale=torch.tensor(1 / 60))
+    loss = model(ids, targets_BT=targets, terms=LossTerms(scale=torch.tensor(1 / 60)))
     loss.scaled.backward()
     theirs_by_name = dict(reference.named_parameters())
     ours = dict(model.named_parameters())
@@ -177,7 +178,8 @@ def test_every_variant_learns(settings: dict[str, Any]) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for _ in range(30):
-        loss = model(ids[:, :-1], targets_BT=ids[:, 1:], scale=torch.tensor(1 / 80))
+        terms = LossTerms(scale=torch.tensor(1 / 80))
+        loss = model(ids[:, :-1], targets_BT=ids[:, 1:], terms=terms)
         loss.scaled.backward()
         assert all(p.grad is not None for p in model.parameters())
         optimizer.step()
@@ -257,7 +259,7 @@ def test_products_are_kept_by_selective_recomputation(
         return functional.relu(x @ up.T).square() @ down.T
 
     monkeypatch.setattr(layers, "fused_mlp", plain)
-    monkeypatch.setattr(layers, "worth_fusing", lambda x, **sizes: True)
+    monkeypatch.setattr(layers, "worth_fusing_mlp", lambda x, **sizes: True)
     config = GPTConfig(**SMALL, activation="relu2", bias=False)
     model = build_model(config, vocab=50, device=CPU)
     model.recompute_blocks(Recompute(kind, every))

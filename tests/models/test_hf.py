@@ -17,8 +17,8 @@ from gristmill.config.roles import Role
 from gristmill.evaluate.scoring import Continuation, score
 from gristmill.generate import Engine, Sampling
 from gristmill.models.build import build_meta_model, build_model
-from gristmill.models.hf import HFModel
-from gristmill.models.hf_weights import folder_weights
+from gristmill.models.hf import HFModel, folder_weights
+from gristmill.models.loss_terms import LossTerms
 from gristmill.models.spec import Loss
 from gristmill.text.tokenizers.tokenizer import open_tokenizer
 
@@ -119,7 +119,7 @@ def test_logits_loss_and_gradients_are_those_of_transformers(kind: str) -> None:
     torch.testing.assert_close(model(tokens, logits_at_N=some), logits.flatten(0, 1)[some])
     losses = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     expected = (losses * weights.flatten()).sum()
-    loss = model(tokens, targets_BT=targets, weights_BT=weights, scale=torch.tensor(0.25))
+    loss = model(tokens, targets_BT=targets, terms=LossTerms(weights, torch.tensor(0.25)))
     assert isinstance(loss, Loss)
     assert loss.total.item() == pytest.approx(expected.item(), rel=1e-6)
     loss.scaled.backward()
@@ -160,7 +160,7 @@ def test_a_class_that_does_something_else_to_its_logits_is_computed_as_it_is(
     losses = functional.cross_entropy(
         model(tokens).flatten(0, 1), targets.flatten(), reduction="none"
     )
-    loss = model(tokens, targets_BT=targets, weights_BT=weights)
+    loss = model(tokens, targets_BT=targets, terms=LossTerms(weights))
     assert loss.total.item() == pytest.approx((losses * weights.flatten()).sum().item(), rel=1e-6)
     loss.scaled.backward()
     assert all(one.grad is not None for one in model.parameters())

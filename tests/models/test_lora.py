@@ -17,10 +17,9 @@ from gristmill.config.model import GPTConfig, ModelConfig
 from gristmill.config.roles import Role
 from gristmill.models import lora as lora_module
 from gristmill.models.build import build_meta_model, build_model, initialise
-from gristmill.models.linears import linear_shapes
 from gristmill.models.lora import MergedWeights, keep_frozen_in
 from gristmill.models.recompute import Recompute
-from gristmill.models.spec import CausalLM, Kernels, Loss
+from gristmill.models.spec import CausalLM, Kernels, Loss, linear_shapes
 from gristmill.models.weights import WeightsInMemory
 from gristmill.plan.arithmetic import count_adapters, count_parameters, token_cost
 
@@ -291,7 +290,7 @@ def test_it_compiles(whole: bool) -> None:
 def test_a_fused_mlp_never_passes_adapters_by(monkeypatch: pytest.MonkeyPatch) -> None:
     model = adapted(with_lora(GPT2), base_of(GPT2))
     without = model(ids())
-    monkeypatch.setattr("gristmill.models.layers.worth_fusing", lambda *args, **more: True)
+    monkeypatch.setattr("gristmill.models.layers.worth_fusing_mlp", lambda *args, **more: True)
     monkeypatch.setattr("gristmill.models.layers.fused_mlp", lambda *args: functional.relu(args[0]))
     model.kernels = Kernels(products=True)
     assert torch.equal(model(ids()), without)

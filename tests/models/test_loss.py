@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from gristmill.models import loss as module
 from gristmill.models.loss import linear_cross_entropy
+from gristmill.models.loss_terms import LossTerms
 
 N, D, V, ROWS = 300, 12, 70, 96
 
@@ -51,7 +52,8 @@ def test_value_and_gradients(
     hidden, head = (tensors[k].clone().requires_grad_() for k in ("hidden", "head"))
     weights = tensors["weights"] if weighted else None
     loss = linear_cross_entropy(
-        hidden, head, tensors["targets"], weights, vocab=V, scale=torch.tensor(0.25), cap=cap
+        *(hidden, head, tensors["targets"], LossTerms(weights, torch.tensor(0.25), cap=cap)),
+        vocab=V,
     )
     assert loss.total.item() == pytest.approx(total.item(), rel=1e-5)
     assert loss.scaled.item() == pytest.approx(0.25 * total.item(), rel=1e-5)
@@ -71,8 +73,8 @@ def test_a_head_with_a_bias(tensors: dict[str, torch.Tensor], cap: float | None)
     total, d_hidden, d_head = plain(wide, weighted=True, cap=cap)
     inputs = tensors["hidden"], tensors["head"], bias
     hidden, head, bias = (one.clone().requires_grad_() for one in inputs)
-    targets, weights = tensors["targets"], tensors["weights"]
-    loss = linear_cross_entropy(hidden, head, targets, weights, vocab=V, bias_V=bias, cap=cap)
+    terms = LossTerms(tensors["weights"], cap=cap)
+    loss = linear_cross_entropy(hidden, head, tensors["targets"], terms, vocab=V, bias_V=bias)
     assert loss.total.item() == pytest.approx(total.item(), rel=1e-5)
     loss.scaled.backward()
     assert torch.allclose(hidden.grad.double(), d_hidden[:, :D], atol=1e-4, rtol=1e-4)
@@ -86,7 +88,7 @@ def test_all_logits_are_never_kept(tensors: dict[str, torch.Tensor]) -> None:
     with torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: kept.append(tensor.numel()) or tensor, lambda tensor: tensor
     ):
-        linear_cross_entropy(hidden, head, tensors["targets"], None, vocab=V)
+        linear_cross_entropy(hidden, head, tensors["targets"], vocab=V)
     assert kept
     assert max(kept) <= max(N * D, ROWS * D) < N * ROWS
 
@@ -96,7 +98,7 @@ def test_slices_do_not_change_the_result(
 ) -> None:
     def total() -> float:
         return linear_cross_entropy(
-            tensors["hidden"], tensors["head"], tensors["targets"], None, vocab=V
+            tensors["hidden"], tensors["head"], tensors["targets"], vocab=V
         ).total.item()
 
     sliced = total()
@@ -110,7 +112,7 @@ def test_half_precision(
 ) -> None:
     total, d_hidden, _ = plain(tensors, weighted=False)
     hidden, head = (tensors[k].clone().requires_grad_() for k in ("hidden", "head"))
-    loss = linear_cross_entropy(hidden.to(dtype), head, tensors["targets"], None, vocab=V)
+    loss = linear_cross_entropy(hidden.to(dtype), head, tensors["targets"], vocab=V)
     loss.scaled.backward()
     assert loss.total.item() == pytest.approx(total.item(), rel=tolerance)
     assert head.grad.dtype == torch.float32
@@ -122,10 +124,8 @@ def test_a_large_scale_saves_small_fp16_gradients(tensors: dict[str, torch.Tenso
 
     def gradient(scale: float) -> torch.Tensor:
         hidden, head = (tensors[k].clone().requires_grad_() for k in ("hidden", "head"))
-        factor = torch.tensor(scale)
-        loss = linear_cross_entropy(
-            hidden.half(), head, tensors["targets"], None, vocab=V, scale=factor
-        )
+        terms = LossTerms(scale=torch.tensor(scale))
+        loss = linear_cross_entropy(hidden.half(), head, tensors["targets"], terms, vocab=V)
         loss.scaled.backward()
         return head.grad / scale
 

@@ -28,6 +28,7 @@ from gristmill.data.loader import make_batch
 from gristmill.distributed.world import open_world
 from gristmill.models import loss as module
 from gristmill.models.loss import linear_cross_entropy
+from gristmill.models.loss_terms import LossTerms
 from gristmill.models.spec import Kernels
 from gristmill.train.build import build_strategy
 
@@ -85,12 +86,10 @@ def ours(
     hidden, head = (tensors[k].clone().requires_grad_() for k in ("hidden", "head"))
     factor = torch.tensor(scale, device=DEVICE)
     loss = linear_cross_entropy(
-        *(hidden, head, tensors["targets"], weights),
+        *(hidden, head, tensors["targets"]),
+        LossTerms(weights, factor, cap=cap, sampled=sampled),
         vocab=V,
-        scale=factor,
-        cap=cap,
         fp8=fp8,
-        sampled=sampled,
     )
     loss.scaled.backward()
     assert hidden.grad is not None
@@ -193,7 +192,7 @@ def test_a_loss_that_is_only_measured_is_in_bf16(tensors: dict[str, torch.Tensor
     with torch.no_grad():
         measured = partial(
             linear_cross_entropy,
-            *(tensors["hidden"], tensors["head"], tensors["targets"], None),
+            *(tensors["hidden"], tensors["head"], tensors["targets"]),
             vocab=V,
         )
         assert torch.equal(measured(fp8=True).total, measured(fp8=False).total)

@@ -18,6 +18,7 @@ from gristmill.config.resolve import resolve
 from gristmill.config.roles import Role
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
+from gristmill.models.loss_terms import LossTerms
 from gristmill.optim import chunks
 from gristmill.optim import compiled as compiled_steps
 from gristmill.optim.build import build_optimizer
@@ -252,7 +253,8 @@ def test_a_model_learns() -> None:
     tokens_BT = torch.randint(0, 20, (8, 17), generator=generator)
     built, losses = optimizer(network), []
     for _ in range(40):
-        loss = network(tokens_BT[:, :-1], targets_BT=tokens_BT[:, 1:], scale=torch.tensor(1 / 128))
+        terms = LossTerms(scale=torch.tensor(1 / 128))
+        loss = network(tokens_BT[:, :-1], targets_BT=tokens_BT[:, 1:], terms=terms)
         network.zero_grad()
         loss.scaled.backward()
         built.step(**PLAIN)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from gristmill.models.documents import document_mask
+from gristmill.models.spec import document_mask
 from gristmill.strategies.context import (
     heads_attention,
     ring_attention,

@@ -62,7 +62,9 @@ MODERN = (
     "model.parallel_residual=true",
     "optim.eps=1e-4",
 )
-PACKED = DocumentRules(marks="ids", attention=True, positions=True, unweighted=True, end_of_text=3)
+PACKED = DocumentRules(
+    doc_starts="ids", attention=True, positions=True, unweighted=True, end_of_text=3
+)
 VOCAB = 257
 
 
@@ -173,7 +175,7 @@ def compare(crowd: Crowd, layout: str, *, steps: int, muon: float, adamw: float)
     # Two stages on each of two processes need four layers.
     model = ("model.layers=4",) if "pp=" in settings else ()
     # The token after the next one is on another process if sequences are divided.
-    model += () if "cp=" in settings else ("train.second_token=0.5",)
+    model += () if "cp=" in settings else ("train.mtp=0.5",)
     answers = crowd(processes, both, (*model, *words), steps)
     for answer in answers[1:]:
         assert answer == answers[0], "all processes know the same"

@@ -60,7 +60,7 @@ def test_the_whole_or_its_blocks_are_compiled(
     results = {}
     for wanted in ("false", "true", '"blocks"'):
         asked.clear()
-        words = (f"runtime.compile={wanted}", "train.second_token=0.5")
+        words = (f"runtime.compile={wanted}", "train.mtp=0.5")
         strategy, model = make_strategy(make_run(*words))
         # What is beside the blocks: embedding, value embeddings, loss.
         whole, blocks = [model], [*model.blocks.values(), *3 * [model]]
@@ -91,8 +91,8 @@ def test_masked_tokens_are_weighted_over_the_whole_step(make_run: MakeRun) -> No
     mask = torch.ones(2, 24)
     mask[0, 4:] = 0
     batches = [
-        Batch(whole.tokens_BT[i : i + 1], whole.targets_BT[i : i + 1], mask[i : i + 1], counted)
-        for i, counted in ((0, 4.0), (1, 24.0))
+        Batch(whole.tokens_BT[i : i + 1], whole.targets_BT[i : i + 1], mask[i : i + 1], loss_tokens)
+        for i, loss_tokens in ((0, 4.0), (1, 24.0))
     ]
     logits = model(whole.tokens_BT).flatten(0, 1)
     losses = torch.nn.functional.cross_entropy(logits, whole.targets_BT.flatten(), reduction="none")
@@ -207,7 +207,7 @@ def test_a_second_target_counts_for_two_thirds_of_the_run(make_run: MakeRun) -> 
     norms = {}
     for weight in (0, 0.5):
         for steps in (0, 10, 20, 29):
-            strategy, _ = make_strategy(make_run(*words, f"train.second_token={weight}"))
+            strategy, _ = make_strategy(make_run(*words, f"train.mtp={weight}"))
             result = strategy.accumulate([make_batch(windows())], Progress(steps=steps))
             result = strategy.update(result)
             assert result.grad_norm is not None

@@ -213,8 +213,10 @@ def test_a_step_in_which_nothing_counts_changes_no_number(
 ) -> None:
     parts = assemble(make_chat(), RunFolder(tmp_path / "chat"))
     (batch,) = build_loader(parts).step_batches(0)
-    assert batch.weights_BT is not None
-    nothing = replace(batch, weights_BT=torch.zeros_like(batch.weights_BT), counted=0.0)
+    assert batch.loss_weights_BT is not None
+    nothing = replace(
+        batch, loss_weights_BT=torch.zeros_like(batch.loss_weights_BT), loss_tokens=0.0
+    )
     result = parts.strategy.accumulate([nothing], parts.state.progress)
     result = parts.strategy.update(result)
     assert (float(result.loss), float(result.grad_norm or 0.0)) == (0.0, 0.0)

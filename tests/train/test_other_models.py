@@ -27,7 +27,16 @@ from gristmill.generate import Engine, Sampling
 from gristmill.models import build
 from gristmill.models.build import build_meta_model, build_model, materialise
 from gristmill.models.loss import linear_cross_entropy
-from gristmill.models.spec import WHOLE, Cache, CausalLM, Loss, ModelShard
+from gristmill.models.loss_terms import PLAIN_LOSS, LossTerms
+from gristmill.models.spec import (
+    PLAIN_EXECUTION,
+    WHOLE,
+    Cache,
+    CausalLM,
+    Execution,
+    Loss,
+    ModelShard,
+)
 from gristmill.plan.arithmetic import TokenCost
 from gristmill.train.run import run_training
 
@@ -100,9 +109,15 @@ class Recurrent(CausalLM):
     config: RecurrentConfig
 
     def __init__(
-        self, config: RecurrentConfig, *, vocab: int, shard: ModelShard = WHOLE, pad_for: int = 1
+        self,
+        config: RecurrentConfig,
+        *,
+        vocab: int,
+        shard: ModelShard = WHOLE,
+        execution: Execution = PLAIN_EXECUTION,
+        pad_for: int = 1,
     ) -> None:
-        super().__init__(config, vocab=vocab, shard=shard)
+        super().__init__(config, vocab=vocab, shard=shard, execution=execution)
         rows = padded(vocab, config, ranks=pad_for)
         self.letters = nn.Embedding(rows, config.size)
         self.stack = nn.ModuleList(Cell(config.size) for _ in range(config.cells))
@@ -113,13 +128,11 @@ class Recurrent(CausalLM):
         tokens_BT: torch.Tensor,
         *,
         targets_BT: torch.Tensor | None = None,
-        weights_BT: torch.Tensor | None = None,
-        scale: torch.Tensor | None = None,
+        terms: LossTerms = PLAIN_LOSS,
         positions_BT: torch.Tensor | None = None,
         documents_BT: torch.Tensor | None = None,
         cache: Cache | None = None,
         logits_at_N: torch.Tensor | None = None,
-        by_sample: bool = False,
     ) -> torch.Tensor | Loss:
         assert cache is None or isinstance(cache, Memory)
         x_BTD = self.letters(tokens_BT).to(self.compute)
@@ -133,29 +146,12 @@ class Recurrent(CausalLM):
         if targets_BT is None:
             kept = x_BTD if logits_at_N is None else x_BTD.flatten(0, 1)[logits_at_N]
             return self.scores(kept)[..., : self.vocab]
-        counted = (x_BTD, targets_BT, weights_BT, scale)
-        return Loss.by_sample(self.loss, *counted) if by_sample else self.loss(*counted)
-
-    def loss(
-        self,
-        x_BTD: torch.Tensor,
-        targets_BT: torch.Tensor,
-        weights_BT: torch.Tensor | None,
-        scale: torch.Tensor | None,
-    ) -> Loss:
-        return linear_cross_entropy(
-            x_BTD.flatten(0, 1),
-            self.scores.weight,
-            targets_BT.flatten(),
-            None if weights_BT is None else weights_BT.flatten(),
-            vocab=self.vocab,
-            scale=scale,
-        )
+        return linear_cross_entropy(x_BTD, self.scores.weight, targets_BT, terms, vocab=self.vocab)
 
     def new_cache(self, capacity: int | None = None) -> Memory:
         return Memory()
 
-    def token_cost(self, sequence: int) -> TokenCost:
+    def token_cost(self, sequence: int, *, sampled: int | None = None) -> TokenCost:
         size = sum(p.numel() for p in self.parameters()) - self.letters.weight.numel()
         return TokenCost(6.0 * size, 6.0 * size)
 
@@ -310,7 +306,7 @@ def test_it_generates_and_is_evaluated(known: None, tokens: Path, tmp_path: Path
         (("parallel.pp=2",), "parallel.pp: needs pipeline stages"),
         (('data.documents="masked"',), "data.documents: needs attention masks for packed"),
         (("train.sampled_softmax=64",), "train.sampled_softmax: needs a sampled softmax"),
-        (("train.second_token=0.5",), "train.second_token: needs a loss of the token after"),
+        (("train.mtp=0.5",), "train.mtp: needs a loss of the token after"),
         (('precision.fp8=["head"]', 'precision.compute="bf16"'), "needs an output head in fp8"),
     ],
 )

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from gristmill.base.errors import UserError
 from gristmill.models.loss import linear_cross_entropy
+from gristmill.models.loss_terms import LossTerms
 
 jax = pytest.importorskip("jax", reason="needs JAX; `make test-xla` installs it and runs this")
 
@@ -45,12 +46,14 @@ def test_the_loss_and_its_gradients_are_those_of_torch(
     def loss(*inputs: torch.Tensor) -> torch.Tensor:
         hidden, head, targets, weights = inputs
         given = weights if weighted else None
-        return linear_cross_entropy(hidden, head, targets, given, vocab=17, cap=cap).total
+        return linear_cross_entropy(
+            hidden, head, targets, LossTerms(given, cap=cap), vocab=17
+        ).total
 
     inputs = (hidden, head, targets, weights)
     traced = lowered(loss, *inputs)
     given = weights if weighted else None
-    torch_loss = linear_cross_entropy(hidden, head, targets, given, vocab=17, cap=cap)
+    torch_loss = linear_cross_entropy(hidden, head, targets, LossTerms(given, cap=cap), vocab=17)
     torch_loss.scaled.backward()
     arrays = [in_jax(one) for one in inputs]
     for shards in (1, 2):

@@ -39,7 +39,7 @@ from gristmill.config.schema import parse_model
 from gristmill.distributed.control import ControlGroup
 from gristmill.hub.downloads import model_folder
 from gristmill.models.build import build_meta_model, build_model
-from gristmill.models.hf_weights import folder_weights
+from gristmill.models.hf import folder_weights
 from gristmill.models.lora import MergedWeights
 from gristmill.models.spec import CausalLM
 from gristmill.models.weights import Weights

@@ -218,7 +218,7 @@ def _size_and_cost(
         linears = {} if config.optim.preconditioning is None else config.model.linears()
         return gpt_size(config, rows=rows), cost, linears
     from gristmill.models.build import build_meta_model
-    from gristmill.models.linears import linear_shapes
+    from gristmill.models.spec import linear_shapes
 
     meta_model = build_meta_model(config.model, vocab=resolved.vocab)
     linears, frozen = linear_shapes(meta_model), meta_model.base_size()

@@ -40,6 +40,10 @@ _OPEN: tuple[Path_, ...] = (("model", "hf_config"),)
 """Tables with any keys, of which a higher layer may change some."""
 
 
+RENAMED: dict[Path_, Path_] = {("train", "second_token"): ("train", "mtp")}
+"""Settings by their old names, which are still read."""
+
+
 class FindModel(Protocol):
     """Finds the local folder of a model by its name."""
 
@@ -100,9 +104,18 @@ def load_text(
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"not valid TOML: {error}", where=place) from error
     written = _Places(place, text, dict.fromkeys(file))
+    old_names = [path for path in RENAMED if path in file]
+    for old in old_names:
+        if RENAMED[old] in file:
+            what = f"{'.'.join(old)} is the old name of {'.'.join(RENAMED[old])}"
+            raise UserError(what, where=written.where(old), remedy="give one of the two")
+        written.of[RENAMED[old]] = written.where(old).removesuffix(f": {'.'.join(old)}")
+    file = _with_new_names(file)
     words: Values = {}
     for word in overrides:
         values = _parse_override(word)
+        old_names += [path for path in RENAMED if path in values]
+        values = _with_new_names(values)
         words = _lay_over(words, values, within_layer=True)
         written.of.update(dict.fromkeys(values, f"command line {word!r}"))
     given = _lay_over(file, words)
@@ -136,7 +149,16 @@ def load_text(
         lower = _lay_over(lower, values)
         places.of.update(dict.fromkeys(values, f"{setting} {name}"))
     places.of.update(written.of)
-    return _validate(_lay_over(lower, given), places, asked, weights)
+    loaded = _validate(_lay_over(lower, given), places, asked, weights)
+    loaded._old_names = tuple(
+        f"{'.'.join(old)} is now called {'.'.join(RENAMED[old])}"
+        for old in dict.fromkeys(old_names)
+    )
+    return loaded
+
+
+def _with_new_names(values: Values) -> Values:
+    return {RENAMED.get(path, path): value for path, value in values.items()}
 
 
 def _read_architecture(folder: Path) -> dict[str, Any]:
@@ -182,7 +204,8 @@ def changed_settings(file: Path, config: RunConfig) -> list[str]:
     """What differs between a written run file and settings, one line each; a `ValueError` if the
     file is damaged."""
     texts = (file.read_text(encoding="utf-8"), dump_run(config))
-    before, now = (_flatten(tomllib.loads(text), whole=()) for text in texts)
+    flat = (_flatten(tomllib.loads(text), whole=()) for text in texts)
+    before, now = map(_with_new_names, flat)
     return [
         f"{'.'.join(path)} from {before.get(path)!r} to {now.get(path)!r}"
         for path in dict.fromkeys((*before, *now))

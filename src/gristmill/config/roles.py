@@ -33,4 +33,4 @@ class Ability(StrEnum):
     DOCUMENTS = "attention masks for packed documents"
     FP8_HEAD = "an output head in fp8"
     SAMPLED_SOFTMAX = "a sampled softmax"
-    SECOND_TOKEN = "a loss of the token after the next"
+    MTP = "a loss of the token after the next"

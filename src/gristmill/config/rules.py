@@ -84,15 +84,16 @@ def config_warnings(config: RunConfig, resolved: Resolved) -> list[str]:
         *seldom_updated(config, resolved),
         *clipped_curvature(config),
         *_one_target(config),
+        *config.old_names,
     ]
 
 
 def _one_target(config: RunConfig) -> Iterator[str]:
     """Presets ask for a second target, so it is no mistake where there is none."""
     xla = config.runtime.device == "xla"
-    if config.train.second_token and (xla or config.parallel.cp not in (1, "auto")):
+    if config.train.mtp and (xla or config.parallel.cp not in (1, "auto")):
         where = "on XLA devices" if xla else "with context parallelism"
-        yield f"train.second_token has no effect {where}: the run predicts the next token only"
+        yield f"train.mtp has no effect {where}: the run predicts the next token only"
 
 
 def _no_validation(config: RunConfig) -> Iterator[str]:
@@ -184,7 +185,7 @@ def _model_is_able(config: RunConfig) -> Iterator[Problem]:
     needed = {
         "precision.fp8": (Ability.FP8_HEAD, bool(config.precision.fp8)),
         "train.sampled_softmax": (Ability.SAMPLED_SOFTMAX, bool(config.train.sampled_softmax)),
-        "train.second_token": (Ability.SECOND_TOKEN, bool(config.train.second_token)),
+        "train.mtp": (Ability.MTP, bool(config.train.mtp)),
         "data.documents": (Ability.DOCUMENTS, data.documents == "masked"),
         "data.reset_attention": (Ability.DOCUMENTS, data.reset_attention),
         "data.reset_positions": (Ability.DOCUMENTS, data.reset_positions),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
-from pydantic import Discriminator, Field, Tag, TypeAdapter
+from pydantic import Discriminator, Field, PrivateAttr, Tag, TypeAdapter
 
 from gristmill.base.units import Duration
 from gristmill.config.hf import HFConfig
@@ -222,7 +222,7 @@ class TrainConfig(Settings):
     batch is taken in slices of as many tokens; each slice has its targets and others drawn at
     random, which stand for the rest. Saves most of the head's work if the vocabulary is much
     larger. Validation, tensor parallelism and XLA devices always use the whole vocabulary."""
-    second_token: Annotated[float, Field(ge=0)] = 0.0
+    mtp: Annotated[float, Field(ge=0)] = 0.0
     """Multi-token prediction: the weight of the loss of the token after the next one, which the
     same logits predict, at the start; it falls linearly to 0 at two thirds of the run. Losses in
     the log are those of the next token. Not with context parallelism or on XLA devices."""
@@ -365,6 +365,7 @@ else:
 class RunConfig(Settings):
     """One training run."""
 
+    _old_names: tuple[str, ...] = PrivateAttr(default=())
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """Name of the run: letters, digits, dot, dash and underscore."""
     preset: str | None = None
@@ -399,6 +400,11 @@ class RunConfig(Settings):
     """Metrics."""
     launch: LaunchConfig | None = None
     """The job on a cluster, for `gristmill launch`."""
+
+    @property
+    def old_names(self) -> tuple[str, ...]:
+        """What to say about settings that were given by an old name."""
+        return self._old_names
 
     @property
     def train_windows(self) -> int:

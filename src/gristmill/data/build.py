@@ -91,7 +91,7 @@ def build_rules(config: DataConfig, *, end_of_text: int) -> DocumentRules:
     if not (masked or by_ids or config.mask_end_of_text):
         return JOINED
     return DocumentRules(
-        marks="files" if masked else "ids" if by_ids else "none",
+        doc_starts="files" if masked else "ids" if by_ids else "none",
         attention=masked or config.reset_attention,
         positions=masked or config.reset_positions,
         unweighted=config.mask_end_of_text,

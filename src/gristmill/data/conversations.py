@@ -103,7 +103,7 @@ class _ChatSet:
     source: OpenTokenSet
     starts: np.ndarray
     """Where each begins, and where the last one ends."""
-    learnt: np.ndarray
+    loss_mask: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def _mixture(
         starts = one.starts[chosen.start : chosen.stop + 1]
         packing, found = pack(
             starts,
-            one.learnt,
+            one.loss_mask,
             length=options.sequence + 1,
             padding=int(one.starts[-1]),
             together=options.together,
@@ -216,8 +216,8 @@ def _described(
         filled = counts.tokens / (samples * (options.sequence + 1))
         yield (
             f"{name}: {counts.conversations} conversations in {samples} samples of "
-            f"{options.sequence} tokens, {filled:.1%} full; {counts.learnt / counts.tokens:.1%} of "
-            "their tokens are answers"
+            f"{options.sequence} tokens, {filled:.1%} full; "
+            f"{counts.loss_tokens / counts.tokens:.1%} of their tokens are answers"
         )
 
 
@@ -289,7 +289,7 @@ def _open_set(
         fingerprint=fingerprint,
     )
     reader = ConversationReader(path, info, ids, starts[:-1])
-    source = OpenTokenSet(path, reader, ids, TokenFileWatch(()), learnt=arrays["learnt"])
+    source = OpenTokenSet(path, reader, ids, TokenFileWatch(()), loss_mask=arrays["learnt"])
     return _ChatSet(source, starts, arrays["learnt"])
 
 
@@ -302,18 +302,19 @@ def _rendered(
 
 
 def _encode(runs: Sequence[list[ChatRun]], encoder: ChatEncoder, options: ChatOptions) -> Arrays:
-    ids, learnt, lengths = list[np.ndarray](), list[np.ndarray](), list[int]()
+    ids, loss_mask, lengths = list[np.ndarray](), list[np.ndarray](), list[int]()
     dtype = np.uint16 if encoder.tokenizer.size <= 1 << 16 else np.uint32
     for first in range(0, len(runs), _BATCH):
         options.progress(f"encoding conversations: {first} of {len(runs)}")
         for one in encoder.encode_runs(runs[first : first + _BATCH]):
             # Nothing comes before the first id of a conversation to predict it from.
-            one.learnt[:1] = False
+            one.loss_mask[:1] = False
             ids.append(one.ids.astype(dtype))
-            learnt.append(one.learnt)
+            loss_mask.append(one.loss_mask)
             lengths.append(len(one.ids))
     padding = options.sequence + 1
     ids.append(np.full(padding, encoder.tokenizer.end_of_text, dtype))
-    learnt.append(np.zeros(padding, bool))
+    loss_mask.append(np.zeros(padding, bool))
     starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
-    return {"ids": np.concatenate(ids), "learnt": np.concatenate(learnt), "starts": starts}
+    # Caches on disk have the mask under this name.
+    return {"ids": np.concatenate(ids), "learnt": np.concatenate(loss_mask), "starts": starts}

@@ -28,7 +28,7 @@ import torch
 from gristmill.base.units import Progress
 from gristmill.config.resolve import BatchRamp
 from gristmill.data.dataset import Mixture
-from gristmill.data.documents import JOINED, DocumentRules, marks_after, restarted_positions
+from gristmill.data.documents import JOINED, DocumentRules, doc_starts_after, restarted_positions
 from gristmill.data.sampling import spread_samples
 from gristmill.data.stream import SampleStream
 
@@ -41,9 +41,9 @@ class Batch:
 
     tokens_BT: torch.Tensor
     targets_BT: torch.Tensor
-    weights_BT: torch.Tensor | None
+    loss_weights_BT: torch.Tensor | None
     """How much each target counts; None if all count one."""
-    counted: float
+    loss_tokens: float
     """Sum of the weights, known without asking the device."""
     positions_BT: torch.Tensor | None = None
     """Position of each token; None if that is its position in the sample."""
@@ -71,34 +71,34 @@ class Batch:
 def make_batch(
     ids_BS: np.ndarray,
     *,
-    marks_BS: np.ndarray | None = None,
-    learnt_BS: np.ndarray | None = None,
+    doc_starts_BS: np.ndarray | None = None,
+    loss_mask_BS: np.ndarray | None = None,
     rules: DocumentRules = JOINED,
     pin: bool = False,
 ) -> Batch:
     """Inputs and targets from samples of T + 1 tokens, and whatever the rules require."""
     inputs_BT = ids_BS[:, :-1]
     weights = positions = documents = None
-    counted = float(inputs_BT.size)
+    loss_tokens = float(inputs_BT.size)
     if rules.unweighted:
         weights = _tensor(inputs_BT != rules.end_of_text, torch.float32, pin)
-    elif learnt_BS is not None:
-        weights = _tensor(learnt_BS[:, 1:], torch.float32, pin)
+    elif loss_mask_BS is not None:
+        weights = _tensor(loss_mask_BS[:, 1:], torch.float32, pin)
     if weights is not None:
-        counted = float(weights.sum())
-    marks_BT = None if marks_BS is None else marks_BS[:, :-1]
-    if rules.marks == "ids":
+        loss_tokens = float(weights.sum())
+    doc_starts_BT = None if doc_starts_BS is None else doc_starts_BS[:, :-1]
+    if rules.doc_starts == "ids":
         assert rules.end_of_text is not None
-        marks_BT = marks_after(inputs_BT, end_of_text=rules.end_of_text)
-    if marks_BT is not None and rules.positions:
-        positions = _tensor(restarted_positions(marks_BT), torch.int64, pin)
-    if marks_BT is not None and rules.attention:
-        documents = _tensor(np.cumsum(marks_BT, axis=1, dtype=np.int32), torch.int32, pin)
+        doc_starts_BT = doc_starts_after(inputs_BT, end_of_text=rules.end_of_text)
+    if doc_starts_BT is not None and rules.positions:
+        positions = _tensor(restarted_positions(doc_starts_BT), torch.int64, pin)
+    if doc_starts_BT is not None and rules.attention:
+        documents = _tensor(np.cumsum(doc_starts_BT, axis=1, dtype=np.int32), torch.int32, pin)
     return Batch(
         _tensor(inputs_BT, torch.int64, pin),
         _tensor(ids_BS[:, 1:], torch.int64, pin),
         weights,
-        counted,
+        loss_tokens,
         positions,
         documents,
     )
@@ -148,8 +148,8 @@ class Loader:
         end = first_sample + self.batch_at(first_sample)
         step = np.arange(first_sample, end, dtype=np.int64)
         mine = step.reshape(-1, self.ranks, self.micro_batch)[:, self.rank]
-        marks = self.rules.marks == "files"
-        samples = self.stream.read(mine.reshape(-1), marks=marks, vocab=self.vocab)
+        doc_starts = self.rules.doc_starts == "files"
+        samples = self.stream.read(mine.reshape(-1), doc_starts=doc_starts, vocab=self.vocab)
         shape = (-1, self.micro_batch, self.stream.sequence + 1)
 
         def part(values_BS: np.ndarray | None, number: int) -> np.ndarray | None:
@@ -158,8 +158,8 @@ class Loader:
         return [
             make_batch(
                 ids_BS,
-                marks_BS=part(samples.marks_BS, number),
-                learnt_BS=part(samples.learnt_BS, number),
+                doc_starts_BS=part(samples.doc_starts_BS, number),
+                loss_mask_BS=part(samples.loss_mask_BS, number),
                 rules=self.rules,
                 pin=self.pin,
             )
@@ -222,12 +222,12 @@ def validation_batches(
         chosen = spread_samples(index.epoch, most=count)
         for first in range(0, len(chosen), batch):
             spans = index.spans(chosen[first : first + batch])
-            marks = rules.marks == "files"
-            samples = split.source.read(spans, length=length, marks=marks, vocab=vocab)
+            doc_starts = rules.doc_starts == "files"
+            samples = split.source.read(spans, length=length, doc_starts=doc_starts, vocab=vocab)
             yield make_batch(
                 samples.ids_BS,
-                marks_BS=samples.marks_BS,
-                learnt_BS=samples.learnt_BS,
+                doc_starts_BS=samples.doc_starts_BS,
+                loss_mask_BS=samples.loss_mask_BS,
                 rules=rules,
                 pin=pin,
             )

@@ -50,20 +50,20 @@ class PackingCounts(NamedTuple):
     """Of these, such that have no answer before their end is cut off."""
     tokens: int
     """Ids in samples, without padding."""
-    learnt: int
+    loss_tokens: int
     """Those that count in the loss."""
 
 
 def pack(
-    starts: np.ndarray, learnt: np.ndarray, *, length: int, padding: int, together: bool
+    starts: np.ndarray, loss_mask: np.ndarray, *, length: int, padding: int, together: bool
 ) -> tuple[Packing, PackingCounts]:
     """Pack the conversations between `starts` into samples of `length` ids, or with `together` off
     give each a sample of its own. `padding` is the position of `length` ids to fill samples with.
     Ids after the last one to learn are not needed and take no room."""
     begins, ends = starts[:-1], starts[1:]
     limits = np.minimum(ends, begins + length)
-    before = np.concatenate(([0], np.cumsum(learnt, dtype=np.int64)))
-    places = np.flatnonzero(learnt)
+    before = np.concatenate(([0], np.cumsum(loss_mask, dtype=np.int64)))
+    places = np.flatnonzero(loss_mask)
     kept = before[limits] > before[begins]
     # The last id to learn before each limit; meaningless where there is none.
     last = places[before[limits][kept] - 1] if kept.any() else np.empty(0, np.int64)
@@ -89,7 +89,7 @@ def pack(
         cut=int((kept & (before[ends] > before[limits])).sum()),
         dropped=int((~kept).sum()),
         tokens=int(counts.sum()),
-        learnt=int((before[limits] - before[begins]).sum()),
+        loss_tokens=int((before[limits] - before[begins]).sum()),
     )
 
 

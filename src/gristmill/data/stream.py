@@ -19,7 +19,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from gristmill.base.errors import DataError
 from gristmill.data.blend import Blend, choose
-from gristmill.data.documents import marks_in_spans
+from gristmill.data.documents import doc_starts_in_spans
 from gristmill.data.intact import TokenFileWatch
 from gristmill.data.megatron_order import RowTable
 from gristmill.data.sampling import SampleIndex, TokenSpans
@@ -33,8 +33,8 @@ class Samples:
     """Ids of samples, and where documents begin in them if requested."""
 
     ids_BS: np.ndarray
-    marks_BS: np.ndarray | None
-    learnt_BS: np.ndarray | None = None
+    doc_starts_BS: np.ndarray | None
+    loss_mask_BS: np.ndarray | None = None
     """Which ids count in the loss when they are predicted; None if all do."""
 
 
@@ -50,26 +50,26 @@ class OpenTokenSet:
     """Watches no files if the ids are in memory."""
     rows: RowTable | None = None
     """The rows of the set, for Megatron's order."""
-    learnt: np.ndarray | None = None
+    loss_mask: np.ndarray | None = None
     """For each id, whether it counts in the loss; None if all do. Only of sets in memory."""
 
     def read(
-        self, spans: TokenSpans, *, length: int, marks: bool, vocab: int | None = None
+        self, spans: TokenSpans, *, length: int, doc_starts: bool, vocab: int | None = None
     ) -> Samples:
-        """The ids of spans as samples of `length`, with the set's own document marks. All ids must
+        """The ids of spans as samples of `length`, with the set's own document starts. All ids must
         be below `vocab` if it is given."""
         found = None
-        if marks:
-            found = marks_in_spans(spans, starts=self.reader.document_starts, length=length)
+        if doc_starts:
+            found = doc_starts_in_spans(spans, starts=self.reader.document_starts, length=length)
         ids_BS = self.gather(spans, length=length)
         if vocab is not None and (
             ids_BS.max() >= vocab or (ids_BS.dtype.kind == "i" and ids_BS.min() < 0)
         ):
             raise self._outside(ids_BS.reshape(-1), spans, vocab=vocab)
-        learnt_BS = None
-        if self.learnt is not None:
-            learnt_BS = _gather(self.learnt, spans, length=length)
-        return Samples(ids_BS, found, learnt_BS)
+        loss_mask_BS = None
+        if self.loss_mask is not None:
+            loss_mask_BS = _gather(self.loss_mask, spans, length=length)
+        return Samples(ids_BS, found, loss_mask_BS)
 
     def _outside(self, ids: np.ndarray, spans: TokenSpans, *, vocab: int) -> DataError:
         """Names the first id outside the vocabulary, and where it is."""
@@ -127,29 +127,29 @@ class SampleStream:
     sequence: int
 
     def read(
-        self, samples: np.ndarray, *, marks: bool = False, vocab: int | None = None
+        self, samples: np.ndarray, *, doc_starts: bool = False, vocab: int | None = None
     ) -> Samples:
         """The T + 1 ids of each sample, all below `vocab` if it is given."""
         length = self.sequence + 1
         if self.blend is None:
             spans = self.indices[0].spans(samples)
-            return self.sets[0].read(spans, length=length, marks=marks, vocab=vocab)
+            return self.sets[0].read(spans, length=length, doc_starts=doc_starts, vocab=vocab)
         choice = choose(self.blend, samples)
         dtype = np.result_type(*(tokens.reader.info.dtype for tokens in self.sets))
         ids_BS = np.empty((len(samples), length), dtype)
-        marks_BS = np.empty(ids_BS.shape, bool) if marks else None
-        some = any(tokens.learnt is not None for tokens in self.sets)
-        learnt_BS = np.ones(ids_BS.shape, bool) if some else None
+        doc_starts_BS = np.empty(ids_BS.shape, bool) if doc_starts else None
+        some = any(tokens.loss_mask is not None for tokens in self.sets)
+        loss_mask_BS = np.ones(ids_BS.shape, bool) if some else None
         for number in np.unique(choice.sets).tolist():
             rows = np.flatnonzero(choice.sets == number)
             spans = self.indices[number].spans(choice.samples[rows])
-            found = self.sets[number].read(spans, length=length, marks=marks, vocab=vocab)
+            found = self.sets[number].read(spans, length=length, doc_starts=doc_starts, vocab=vocab)
             ids_BS[rows] = found.ids_BS
-            if marks_BS is not None:
-                marks_BS[rows] = found.marks_BS
-            if learnt_BS is not None and found.learnt_BS is not None:
-                learnt_BS[rows] = found.learnt_BS
-        return Samples(ids_BS, marks_BS, learnt_BS)
+            if doc_starts_BS is not None:
+                doc_starts_BS[rows] = found.doc_starts_BS
+            if loss_mask_BS is not None and found.loss_mask_BS is not None:
+                loss_mask_BS[rows] = found.loss_mask_BS
+        return Samples(ids_BS, doc_starts_BS, loss_mask_BS)
 
     def check_files(self) -> None:
         """Refuse to continue if token files changed."""

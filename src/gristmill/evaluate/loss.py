@@ -28,11 +28,12 @@ from gristmill.config.load import load_run
 from gristmill.config.schema import RunConfig
 from gristmill.data.build import build_rules
 from gristmill.data.dataset import open_data, prove_tokenizer
-from gristmill.data.documents import JOINED, DocumentRules, marks_in_spans
+from gristmill.data.documents import JOINED, DocumentRules, doc_starts_in_spans
 from gristmill.data.loader import make_batch
 from gristmill.data.sampling import TokenSpans
 from gristmill.evaluate.measures import Measure, ratio
 from gristmill.evaluate.measures import perplexity as perplexity_of
+from gristmill.models.loss_terms import LossTerms
 from gristmill.models.spec import Loss
 from gristmill.text.sources.reading import SourceReader
 from gristmill.text.sources.source import Document
@@ -84,27 +85,26 @@ def evaluate_loss(
         if largest >= tokenizer.size:
             what = f"the id {largest} is outside the vocabulary of {tokenizer.size}"
             raise DataError(what, where="evaluate", remedy="check the data: tokens verify")
-        marks_BS = None
-        if rules.marks == "files":
+        doc_starts_BS = None
+        if rules.doc_starts == "files":
             assert starts is not None, "these rules need the starts of documents"
-            marks_BS = marks_in_spans(pieces, starts=starts, length=length)
+            doc_starts_BS = doc_starts_in_spans(pieces, starts=starts, length=length)
         predicted_BS = np.ones(windows_BS.shape, np.bool_)
         if predicted is not None:
             predicted_BS = np.stack([predicted[begin : begin + length] for begin in pieces.begins])
         part = make_batch(
             windows_BS,
-            marks_BS=marks_BS,
-            learnt_BS=None if predicted_BS.all() else predicted_BS,
+            doc_starts_BS=doc_starts_BS,
+            loss_mask_BS=None if predicted_BS.all() else predicted_BS,
             rules=rules,
         ).to(device)
         with torch.inference_mode():
             loss = loaded.model(
                 part.tokens_BT,
                 targets_BT=part.targets_BT,
-                weights_BT=part.weights_BT,
+                terms=LossTerms(part.loss_weights_BT, by_sample=True),
                 positions_BT=part.positions_BT,
                 documents_BT=part.documents_BT,
-                by_sample=True,
             )
         assert isinstance(loss, Loss)
         losses += loss.total.tolist()

@@ -15,18 +15,24 @@ from gristmill.config.model import GPTConfig, ModelConfig
 from gristmill.models.gpt import GPT
 from gristmill.models.hf import HFModel
 from gristmill.models.lora import add_adapters, draw_adapters
-from gristmill.models.spec import WHOLE, CausalLM, ModelShard
+from gristmill.models.spec import PLAIN_EXECUTION, WHOLE, CausalLM, Execution, ModelShard
 
 MODELS: dict[type[ModelConfig], Callable[..., CausalLM]] = {GPTConfig: GPT, HFConfig: HFModel}
 
 
 def build_meta_model(
-    config: ModelConfig, *, vocab: int, shard: ModelShard = WHOLE, pad_for: int = 1
+    config: ModelConfig,
+    *,
+    vocab: int,
+    shard: ModelShard = WHOLE,
+    execution: Execution = PLAIN_EXECUTION,
+    pad_for: int = 1,
 ) -> CausalLM:
     """A model, or a shard of one, on the meta device. `pad_for`: the tp size to pad the vocabulary
     of a whole model for."""
+    build = MODELS[type(config)]
     with torch.device("meta"):
-        model = MODELS[type(config)](config, vocab=vocab, shard=shard, pad_for=pad_for)
+        model = build(config, vocab=vocab, shard=shard, execution=execution, pad_for=pad_for)
         if config.adapters is not None:
             add_adapters(model, config.adapters)
     return model
@@ -61,10 +67,11 @@ def build_model(
     vocab: int,
     device: torch.device,
     shard: ModelShard = WHOLE,
+    execution: Execution = PLAIN_EXECUTION,
     dtype: torch.dtype | None = None,
 ) -> CausalLM:
     """A model on the device with uninitialised weights, in fp32 unless `dtype` is given."""
-    model = build_meta_model(config, vocab=vocab, shard=shard)
+    model = build_meta_model(config, vocab=vocab, shard=shard, execution=execution)
     if device.type != "meta":
         materialise(model, device, dtype=dtype)
         model.tie()

@@ -27,18 +27,30 @@ from gristmill.base.tensor_slices import split_slices
 from gristmill.config.model import GPTConfig
 from gristmill.config.resolve import padded
 from gristmill.config.roles import Role
-from gristmill.models.documents import BLOCK, document_blocks, document_mask
-from gristmill.models.layers import Block, BlockContext, Embedding, Linear, Rotary, build_norm
+from gristmill.models.layers import (
+    DOCUMENT_BLOCK,
+    Block,
+    BlockContext,
+    Embedding,
+    Linear,
+    Rotary,
+    build_norm,
+    document_blocks,
+)
 from gristmill.models.loss import capped, linear_cross_entropy
+from gristmill.models.loss_terms import PLAIN_LOSS, LossTerms
 from gristmill.models.recompute import Recompute
 from gristmill.models.spec import (
+    PLAIN_EXECUTION,
     WHOLE,
     Cache,
     CausalLM,
+    Execution,
     KVCache,
     Loss,
     ModelShard,
     Split,
+    document_mask,
     seeded_generator,
 )
 from gristmill.plan.arithmetic import TokenCost, token_cost
@@ -52,9 +64,15 @@ class GPT(CausalLM):
     config: GPTConfig
 
     def __init__(
-        self, config: GPTConfig, *, vocab: int, shard: ModelShard = WHOLE, pad_for: int = 1
+        self,
+        config: GPTConfig,
+        *,
+        vocab: int,
+        shard: ModelShard = WHOLE,
+        execution: Execution = PLAIN_EXECUTION,
+        pad_for: int = 1,
     ) -> None:
-        super().__init__(config, vocab=vocab, shard=shard)
+        super().__init__(config, vocab=vocab, shard=shard, execution=execution)
         tp_size = shard.tp_size
         self.layers = tuple(range(config.layers)) if shard.layers is None else shard.layers
         self.rows = rows = padded(vocab, config, ranks=max(tp_size, pad_for))
@@ -120,9 +138,8 @@ class GPT(CausalLM):
                 block.mlp.may_fuse = False
         super().recompute_blocks(recompute)
 
-    def token_cost(self, sequence: int) -> TokenCost:
-        rows = self.kernels.sampled_softmax or self.rows
-        return token_cost(self.config, rows=rows, sequence=sequence)
+    def token_cost(self, sequence: int, *, sampled: int | None = None) -> TokenCost:
+        return token_cost(self.config, rows=sampled or self.rows, sequence=sequence)
 
     def new_cache(self, capacity: int | None = None) -> KVCache:
         return KVCache(capacity or self.config.context)
@@ -209,13 +226,11 @@ class GPT(CausalLM):
         tokens_BT: torch.Tensor,
         *,
         targets_BT: torch.Tensor | None = None,
-        weights_BT: torch.Tensor | None = None,
-        scale: torch.Tensor | None = None,
+        terms: LossTerms = PLAIN_LOSS,
         positions_BT: torch.Tensor | None = None,
         documents_BT: torch.Tensor | None = None,
         cache: Cache | None = None,
         logits_at_N: torch.Tensor | None = None,
-        by_sample: bool = False,
     ) -> torch.Tensor | Loss:
         assert cache is None or (positions_BT is None and documents_BT is None), "one document"
         assert cache is None or isinstance(cache, KVCache)
@@ -225,8 +240,7 @@ class GPT(CausalLM):
         if cache is not None:
             cache.length += tokens_BT.shape[1]
         if targets_BT is not None:
-            counted = (x_BTD, targets_BT, weights_BT, scale)
-            return Loss.by_sample(self.loss, *counted) if by_sample else self.loss(*counted)
+            return self.loss(x_BTD, targets_BT, terms)
         assert self.comm.single, "only whole models compute logits"
         hidden = self.norm(x_BTD if logits_at_N is None else x_BTD.flatten(0, 1)[logits_at_N])
         return capped(self.head(hidden)[..., : self.vocab], self.config.logit_cap)
@@ -250,13 +264,13 @@ class GPT(CausalLM):
             dropped = self.training and self.config.attention_drop > 0
             windows = self.config.short_window is not None
             blocks = self.kernels.document_blocks and not dropped and not windows
-            blocks = blocks and documents_BT.shape[1] % BLOCK == 0
+            blocks = blocks and documents_BT.shape[1] % DOCUMENT_BLOCK == 0
             mask = document_blocks(documents_BT) if blocks else document_mask(documents_BT)
         return BlockContext(positions, mask, angles, cache, self.kernels, self.comm, documents_BT)
 
     def embed(self, tokens_BT: torch.Tensor, context: BlockContext) -> torch.Tensor:
         """The residual stream before the first block."""
-        x_BTD = self.comm.leave(self._rows(tokens_BT).to(self.compute))
+        x_BTD = self.comm.reduce_from(self._rows(tokens_BT).to(self.compute))
         if self.positions is not None:
             positions = self.comm.local_positions(context.positions, -1)
             x_BTD = x_BTD + self.positions(positions).to(self.compute)
@@ -297,27 +311,16 @@ class GPT(CausalLM):
         """Rows of a table of value embeddings."""
         return functional.embedding(tokens_BT, table_VW).to(self.compute)
 
-    def loss(
-        self,
-        x_BTD: torch.Tensor,
-        targets_BT: torch.Tensor,
-        weights_BT: torch.Tensor | None,
-        scale: torch.Tensor | None,
-    ) -> Loss:
+    def loss(self, x_BTD: torch.Tensor, targets_BT: torch.Tensor, terms: LossTerms) -> Loss:
         """The loss, from the residual stream after the last block."""
-        hidden_BTD = self.comm.enter(self.norm(x_BTD))
         return linear_cross_entropy(
-            hidden_BTD.flatten(0, 1),
+            self.comm.copy_to(self.norm(x_BTD)),
             self.head.weight,
-            targets_BT.flatten(),
-            None if weights_BT is None else weights_BT.flatten(),
+            targets_BT,
+            terms._replace(cap=self.config.logit_cap),
             vocab=self.vocab,
-            scale=scale,
-            cap=self.config.logit_cap,
             kernel=self.kernels.loss,
             fp8=self.kernels.head_fp8,
-            sampled=self.kernels.sampled_softmax,
-            sequence=targets_BT.shape[1],
             comm=self.comm,
             first=self.shard.tp_rank * self.head.weight.shape[0],
         )
@@ -344,15 +347,14 @@ class GPT(CausalLM):
         last: bool,
         tokens_BT: torch.Tensor,
         targets_BT: torch.Tensor,
-        weights_BT: torch.Tensor | None = None,
-        scale: torch.Tensor | None = None,
+        terms: LossTerms = PLAIN_LOSS,
         positions_BT: torch.Tensor | None = None,
         documents_BT: torch.Tensor | None = None,
     ) -> torch.Tensor | Loss:
         context = self.block_context(tokens_BT, positions_BT, documents_BT)
         x_BTD = self.embed(tokens_BT, context) if first else hidden_BTD
         x_BTD = self.run_blocks(x_BTD, layers, tokens_BT, context)
-        return self.loss(x_BTD, targets_BT, weights_BT, scale) if last else x_BTD
+        return self.loss(x_BTD, targets_BT, terms) if last else x_BTD
 
     def distinct_layers(self) -> Sequence[int]:
         def kind(layer: int) -> object:

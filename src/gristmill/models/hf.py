@@ -14,17 +14,20 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from gristmill.base.errors import UserError
-from gristmill.config.hf import HFConfig
+from gristmill.base.errors import DataError, Problem, UserError
+from gristmill.base.tensor_slices import TensorSlice
+from gristmill.config.hf import HFConfig, model_type
 from gristmill.config.roles import Role
+from gristmill.models.families import open_foreign
 from gristmill.models.hf_classes import (
     block_names_of,
     body_of,
@@ -34,7 +37,17 @@ from gristmill.models.hf_classes import (
     owner_of,
 )
 from gristmill.models.loss import linear_cross_entropy
-from gristmill.models.spec import WHOLE, Cache, CausalLM, Loss, ModelShard
+from gristmill.models.loss_terms import PLAIN_LOSS, LossTerms
+from gristmill.models.spec import (
+    PLAIN_EXECUTION,
+    WHOLE,
+    Cache,
+    CausalLM,
+    Execution,
+    Loss,
+    ModelShard,
+)
+from gristmill.models.weights import TensorParts, Weights, WeightsInMemory
 from gristmill.plan.arithmetic import TokenCost
 
 
@@ -44,10 +57,16 @@ class HFModel(CausalLM):
     config: HFConfig
 
     def __init__(
-        self, config: HFConfig, *, vocab: int, shard: ModelShard = WHOLE, pad_for: int = 1
+        self,
+        config: HFConfig,
+        *,
+        vocab: int,
+        shard: ModelShard = WHOLE,
+        execution: Execution = PLAIN_EXECUTION,
+        pad_for: int = 1,
     ) -> None:
         assert shard == WHOLE and pad_for == 1, "layouts that divide a model are refused"
-        super().__init__(config, vocab=vocab, shard=shard)
+        super().__init__(config, vocab=vocab, shard=shard, execution=execution)
         inner = meta_model(config)
         # Not a child: parameters would get another prefix than they have in transformers.
         self._held = (inner,)
@@ -89,19 +108,16 @@ class HFModel(CausalLM):
         tokens_BT: torch.Tensor,
         *,
         targets_BT: torch.Tensor | None = None,
-        weights_BT: torch.Tensor | None = None,
-        scale: torch.Tensor | None = None,
+        terms: LossTerms = PLAIN_LOSS,
         positions_BT: torch.Tensor | None = None,
         documents_BT: torch.Tensor | None = None,
         cache: Cache | None = None,
         logits_at_N: torch.Tensor | None = None,
-        by_sample: bool = False,
     ) -> torch.Tensor | Loss:
         assert positions_BT is None and documents_BT is None, "packed documents are refused"
         if targets_BT is not None and self._logits is not None:
             hidden_BTD = body_of(self.inner)(input_ids=tokens_BT, use_cache=False)[0]
-            counted = (hidden_BTD, targets_BT, weights_BT, scale)
-            return Loss.by_sample(self._loss, *counted) if by_sample else self._loss(*counted)
+            return self._loss(hidden_BTD, targets_BT, terms)
         options: dict[str, Any] = {"use_cache": cache is not None}
         if cache is not None:
             assert isinstance(cache, HFCache)
@@ -113,37 +129,28 @@ class HFModel(CausalLM):
             return self._logits(head(hidden_BTD.flatten(0, 1)[logits_at_N]))
         logits_BTV: torch.Tensor = self.inner(input_ids=tokens_BT, **options).logits
         if targets_BT is not None:
-            counted = (logits_BTV, targets_BT, weights_BT, scale)
-            return Loss.by_sample(_plain_loss, *counted) if by_sample else _plain_loss(*counted)
+            return _plain_loss(logits_BTV, targets_BT, terms)
         return logits_BTV if logits_at_N is None else logits_BTV.flatten(0, 1)[logits_at_N]
 
-    def _loss(
-        self,
-        hidden_BTD: torch.Tensor,
-        targets_BT: torch.Tensor,
-        weights_BT: torch.Tensor | None,
-        scale: torch.Tensor | None,
-    ) -> Loss:
+    def _loss(self, hidden_BTD: torch.Tensor, targets_BT: torch.Tensor, terms: LossTerms) -> Loss:
         logits, head = self._logits, self.inner.get_output_embeddings()
         assert logits is not None
         with torch.autocast(hidden_BTD.device.type, enabled=False):
-            hidden_ND = hidden_BTD.flatten(0, 1).to(self.compute)
+            hidden_BTD = hidden_BTD.to(self.compute)
             return linear_cross_entropy(
-                hidden_ND if logits.factor == 1 else hidden_ND * logits.factor,
+                hidden_BTD if logits.factor == 1 else hidden_BTD * logits.factor,
                 head.weight,
-                targets_BT.flatten(),
-                None if weights_BT is None else weights_BT.flatten(),
+                targets_BT,
+                terms._replace(cap=logits.cap),
                 vocab=self.vocab,
                 bias_V=head.bias,
-                scale=scale,
-                cap=logits.cap,
                 kernel=self.kernels.loss,
             )
 
     def new_cache(self, capacity: int | None = None) -> HFCache | None:
         return None if getattr(self.inner, "_is_stateful", False) else HFCache(self.inner.config)
 
-    def token_cost(self, sequence: int) -> TokenCost:
+    def token_cost(self, sequence: int, *, sampled: int | None = None) -> TokenCost:
         config, roles = self.inner.config, self.roles()
         matrices = [
             (one, self._share_used(name, one))
@@ -274,17 +281,17 @@ class HFCache:
         return other
 
 
-def _plain_loss(
-    logits_BTV: torch.Tensor,
-    targets_BT: torch.Tensor,
-    weights_BT: torch.Tensor | None,
-    scale: torch.Tensor | None,
-) -> Loss:
+def _plain_loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor, terms: LossTerms) -> Loss:
     losses_N = functional.cross_entropy(
         logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction="none"
     )
-    total = (losses_N if weights_BT is None else losses_N * weights_BT.flatten()).sum()
-    return Loss(total if scale is None else total * scale, total.detach())
+    if terms.loss_weights_BT is not None:
+        losses_N = losses_N * terms.loss_weights_BT.flatten()
+    if terms.by_sample:
+        total = torch.stack([losses_T.sum() for losses_T in losses_N.view_as(targets_BT)])
+    else:
+        total = losses_N.sum()
+    return Loss(total if terms.scale is None else total * terms.scale, total.detach())
 
 
 @contextmanager
@@ -294,3 +301,88 @@ def _seeded(text: str, device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng(devices):
         torch.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little"))
         yield
+
+
+# ------------------------------------------------------------------ weights of a folder
+#
+# Most folders have exactly the names that the class in transformers gives its weights, or lack the
+# prefix of the body, or hold a tied tensor under its other name. These are read a region at a time,
+# so no second copy of the weights is ever in memory. Where transformers converts tensors when it
+# loads them (such as experts that it stacks), it loads the model into host memory, and the regions
+# come from there.
+
+
+class RenamedWeights(Weights):
+    """Tensors under other names."""
+
+    def __init__(self, stored: Weights, names: Mapping[str, str]) -> None:
+        self.where, self._stored, self._names = stored.where, stored, names
+        self.shapes = {ours: stored.shapes[theirs] for ours, theirs in names.items()}
+
+    def parts(self, name: str, region: TensorSlice) -> TensorParts:
+        return self._stored.parts(self._names[name], region)
+
+
+def folder_weights(stored: Weights, model: CausalLM, config: Any, *, folder: Path) -> Weights:
+    """The parameters of a model, which needs no memory, from a Hugging Face folder whose tensors
+    are `stored` and whose config.json has the content `config`."""
+    if not isinstance(model, HFModel):
+        return open_foreign(stored, model, model_type(config, where=str(folder)))
+    names = {name: _find(name, stored, model) for name in model.roles()}
+    found = {ours: theirs for ours, theirs in names.items() if theirs is not None}
+    _refuse_trained_buffers(stored, model)
+    if len(found) == len(names):
+        return RenamedWeights(stored, found)
+    return _converted(model, folder, missing=[name for name, one in names.items() if one is None])
+
+
+def _find(name: str, stored: Weights, model: HFModel) -> str | None:
+    prefix = f"{model.inner.base_model_prefix}."
+    for one in model.names_of(name):
+        for candidate in (one, one.removeprefix(prefix), f"{prefix}{one}"):
+            if candidate in stored.shapes:
+                return candidate
+    return None
+
+
+def _refuse_trained_buffers(stored: Weights, model: HFModel) -> None:
+    """Checkpoints hold parameters only, and compute buffers anew."""
+    parameters = dict(model.inner.named_parameters(remove_duplicate=False))
+    for name, value in model.inner.state_dict().items():
+        if name in parameters or name not in stored.shapes:
+            continue
+        if stored.shapes[name] != tuple(value.shape) or not torch.equal(
+            stored.read(name), value.float().cpu()
+        ):
+            what = f"{name} is a buffer with values of its own, which a run here would not keep"
+            raise DataError(what, where=stored.where)
+
+
+def _converted(model: HFModel, folder: Path, *, missing: list[str]) -> Weights:
+    transformers = library()
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    problems: list[str] = []
+    try:
+        loaded, info = type(model.inner).from_pretrained(
+            folder,
+            config=model.inner.config,
+            dtype=torch.float32,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+        problems += _described(info)
+    except Exception as error:  # the library raises nothing more precise
+        problems += [f"the weights lack {name}" for name in missing[:3]]
+        problems += (str(error).strip().splitlines() or [type(error).__name__])[:1]
+    if problems:
+        raise DataError([Problem(what, str(folder)) for what in problems])
+    return WeightsInMemory({model.canonical_name(n): one for n, one in loaded.named_parameters()})
+
+
+def _described(info: Mapping[str, object]) -> Iterator[str]:
+    missing, mismatched = info.get("missing_keys"), info.get("mismatched_keys")
+    for names, what in ((missing, "the weights lack"), (mismatched, "of another shape:")):
+        if isinstance(names, list | set | tuple) and names:
+            yield f"{what} {', '.join(sorted(map(str, names))[:3])}"

@@ -24,9 +24,13 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from gristmill.config.model import GATE_FEATURES, GPTConfig
-from gristmill.models.casts import cast_linear
-from gristmill.models.fused import fused_mlp, worth_fusing
-from gristmill.models.qkv import project_qkv, worth_fusing_qkv
+from gristmill.models.products import (
+    cast_linear,
+    fused_mlp,
+    project_qkv,
+    worth_fusing_mlp,
+    worth_fusing_qkv,
+)
 from gristmill.models.spec import Kernels, KVCache, ShardComm
 
 _ARM = platform.machine() in ("aarch64", "arm64")
@@ -69,7 +73,7 @@ class RowParallelLinear(Linear):
 
     def reduce(self, products: torch.Tensor, comm: ShardComm) -> torch.Tensor:
         """The layer's output, from this process's partial products."""
-        y = comm.leave(products)
+        y = comm.reduce_from(products)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
@@ -187,7 +191,7 @@ class Attention(nn.Module):
     def forward(
         self, x_BTD: torch.Tensor, context: BlockContext, looked_up_BTV: torch.Tensor | None
     ) -> torch.Tensor:
-        x_BTD = context.comm.enter(x_BTD)
+        x_BTD = context.comm.copy_to(x_BTD)
         query, key, value = self._project(x_BTD, context)
         if self.value_gate is not None and looked_up_BTV is not None:
             value = value + self._gated(looked_up_BTV, x_BTD)
@@ -303,8 +307,8 @@ class MLP(nn.Module):
         self.down = RowParallelLinear(self.inner, config.width, bias=config.bias)
 
     def forward(self, x_BTD: torch.Tensor, context: BlockContext) -> torch.Tensor:
-        x_BTD = context.comm.enter(x_BTD)
-        worth = worth_fusing(x_BTD, inner=self.inner, activation=self.activation)
+        x_BTD = context.comm.copy_to(x_BTD)
+        worth = worth_fusing_mlp(x_BTD, inner=self.inner, activation=self.activation)
         may_fuse = self.may_fuse and _fusible(self.up, self.down)
         if context.kernels.products and may_fuse and worth:
             dtype = x_BTD.dtype
@@ -351,3 +355,49 @@ class Block(nn.Module):
         before_BTD, x_BTD = x_BTD, x_BTD + self.dropout(attended)
         read_BTD = before_BTD if self.parallel_residual else x_BTD
         return x_BTD + self.dropout(self.mlp(self.mlp_norm(read_BTD), context))
+
+
+# ------------------------------------------------------------------ packed documents
+#
+# Documents of a sample are numbered in the order in which they are packed, and do not attend to
+# one another. A dense mask (`document_mask`) works on any device. On a GPU its B x T x T entries
+# slow attention down, so there the mask is a block mask: for every query block i, the key blocks j
+# it attends to at all, and which of these it attends to fully. Document numbers never decrease, so
+# both follow from the first and last document of each block:
+#
+#     seen    j <= i  and  last[j] >= first[i]      full    j < i  and  first[j] == last[i]
+
+DOCUMENT_BLOCK = 128
+"""Positions per block."""
+
+
+def document_blocks(documents_BT: torch.Tensor) -> BlockMask:
+    """A causal mask within documents as a block mask; T must be a multiple of the block size."""
+    first_BN, last_BN = (
+        documents_BT[:, ::DOCUMENT_BLOCK],
+        documents_BT[:, DOCUMENT_BLOCK - 1 :: DOCUMENT_BLOCK],
+    )
+    number_N = torch.arange(first_BN.shape[1], device=documents_BT.device)
+    seen_BNN = last_BN[:, None, :] >= first_BN[:, :, None]
+    seen_BNN = seen_BNN & (number_N[None, :] <= number_N[:, None])
+    full_BNN = first_BN[:, None, :] == last_BN[:, :, None]
+    full_BNN = full_BNN & (number_N[None, :] < number_N[:, None])
+
+    def visible(
+        b: torch.Tensor, h: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
+        return (query >= key) & (documents_BT[b, query] == documents_BT[b, key])
+
+    return BlockMask.from_kv_blocks(
+        *_listed(seen_BNN & ~full_BNN),
+        *_listed(full_BNN),
+        BLOCK_SIZE=DOCUMENT_BLOCK,
+        mask_mod=visible,
+        seq_lengths=(documents_BT.shape[1], documents_BT.shape[1]),
+    )
+
+
+def _listed(chosen_BNN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """For every query block, the number of chosen key blocks, and the key blocks, chosen first."""
+    order_BNN = torch.argsort(chosen_BNN.int(), dim=-1, descending=True, stable=True)
+    return chosen_BNN.sum(-1, dtype=torch.int32)[:, None], order_BNN.int()[:, None]

@@ -26,8 +26,14 @@ from torch.nn import functional
 from gristmill.base.errors import UserError
 from gristmill.base.tensor_slices import TensorSlice
 from gristmill.config.lora import LoraConfig
-from gristmill.models.linears import block_linears, is_transposed, linear_shapes
-from gristmill.models.spec import ADAPTER_PARTS, CausalLM, seeded_generator
+from gristmill.models.spec import (
+    ADAPTER_PARTS,
+    CausalLM,
+    block_linears,
+    is_transposed,
+    linear_shapes,
+    seeded_generator,
+)
 from gristmill.models.weights import TensorParts, Weights
 
 A, B = ADAPTER_PARTS

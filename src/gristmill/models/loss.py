@@ -9,11 +9,18 @@ the logits: dW and dh are kept, and the work is the usual three matrix products;
 head is frozen, which has no dW. The price: the scale of the loss must be known in the forward pass.
 This also scales fp16 gradients before they are rounded.
 
+`LossTerms` (`loss_terms.py`) say what the loss is, and reach every layer here as they are:
+
+    linear_cross_entropy   what each token predicts: sampled rows, second targets
+    _LinearCrossEntropy    autograd: the gradients were computed in the forward pass
+    _sliced                to the compiler one opaque operator; a head for each slice
+    _over_slices           the sums of losses and gradients
+    head.losses            the arithmetic: plain operations, or the kernel in `kernels/`
+
 The Triton kernel keeps logits in the dtype of the hidden states and overwrites them with their
 gradient, computed in fp32; without it plain operations on fp32 logits do the same. In training the
 products may be in fp8 (`kernels/head_fp8.py`), slices may be compared with only some of the head's
-rows (`sampled.py`), and tokens may have a second target (`second_token.py`); in evaluation never.
-To the compiler the whole is one opaque operator.
+rows, and tokens may have a second target (`loss_terms.py`); in evaluation never.
 
 The head's rows may be sharded over processes. Each computes its part of the logits, and they
 exchange only three numbers per token: maximum, sum of exponentials, and the target's logit.
@@ -24,14 +31,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import repeat
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, get_type_hints
 
 import torch
 from torch.nn import functional
 
-from gristmill.models.casts import product
-from gristmill.models.sampled import sample_rows
-from gristmill.models.second_token import SecondToken, second_token
+from gristmill.models.loss_terms import (
+    PLAIN_LOSS,
+    LossTerms,
+    TokenTargets,
+    mtp_targets,
+    sample_rows,
+)
+from gristmill.models.products import product
 from gristmill.models.spec import Loss, ShardComm
 
 SLICE_BYTES = 2**31
@@ -42,51 +54,87 @@ SLICE_TOKENS, CPU_SLICE_TOKENS = 64, 256
 """Minimum tokens per slice, on a GPU and on the CPU: products with fewer rows are slow."""
 
 
+class HeadOptions(NamedTuple):
+    """How the loss is computed from hidden states."""
+
+    vocab: int
+    """Ids that can be predicted; rows of the head from here on are padding."""
+    kernel: bool
+    """Use Triton."""
+    fp8: bool
+    """Matrix products in fp8 (also Triton), in training."""
+    wants_gradient: bool
+    trains_head: bool
+
+
 def linear_cross_entropy(
-    hidden_ND: torch.Tensor,
+    hidden: torch.Tensor,
     head_VD: torch.Tensor,
-    targets_N: torch.Tensor,
-    weights_N: torch.Tensor | None,
+    targets: torch.Tensor,
+    terms: LossTerms = PLAIN_LOSS,
     *,
     vocab: int,
     bias_V: torch.Tensor | None = None,
-    scale: torch.Tensor | None = None,
-    cap: float | None = None,
     kernel: bool = False,
     fp8: bool = False,
-    sampled: int | None = None,
-    sequence: int | None = None,
     comm: ShardComm | None = None,
     first: int = 0,
 ) -> Loss:
-    """Loss summed over tokens; rows of the head from `vocab` on are padding and are never
-    predicted. `kernel`: use Triton. `fp8`: matrix products in fp8 (also Triton) in training.
-    `sampled`: in training, the rows of the head that a slice is compared with.
-    `scale`: of the loss; if there are two numbers, the second one scales that of the token after
-    the next, within sequences of length `sequence`.
+    """Loss summed over tokens, of hidden states (B, T, D) and targets (B, T), or of a sequence
+    alone. Rows of the head from `vocab` on are padding and are never predicted. `kernel`: use
+    Triton. `fp8`: matrix products in fp8 (also Triton) in training.
     `comm`, `first`: for a head with sharded rows, which plain operations compute; `first` is the
     index of the first row here."""
-    if scale is None:
-        scale = torch.ones((), device=hidden_ND.device)
-    others = None if comm is None or comm.single else comm
     wants_gradient = torch.is_grad_enabled()
-    rows_SR = log_weights_SR = None
-    borders = () if sequence is None else (sequence,)
-    if sampled is not None and sampled < vocab and wants_gradient and others is None:
-        sample = sample_rows(targets_N, vocab=vocab, rows=sampled)
-        rows_SR, log_weights_SR, targets_N = sample
-        borders = (*borders, sampled)  # targets are places among the rows of their own slice
-    second: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None)
-    if scale.ndim:
-        assert sequence is not None, "a second target is one of the same sequence"
-        scale, again = scale.unbind()
-        if wants_gradient:
-            second = second_token(targets_N, weights_N, again, every=borders)
+    options = HeadOptions(
+        vocab, kernel, fp8, wants_gradient, wants_gradient and head_VD.requires_grad
+    )
+    shard = None if comm is None or comm.single else _VocabularyShard(comm, first)
+    if not terms.by_sample:
+        return _batch_loss(hidden, head_VD, bias_V, targets, terms, options, shard)
+    samples = [slice(n, n + 1) for n in range(len(targets))]
+    losses = [
+        _batch_loss(hidden[n], head_VD, bias_V, targets[n], terms.of_samples(n), options, shard)
+        for n in samples
+    ]
+    return Loss(*map(torch.stack, zip(*losses, strict=True)))
+
+
+class _VocabularyShard(NamedTuple):
+    """Which rows of the head are here."""
+
+    comm: ShardComm = ShardComm()
+    first: int = 0
+
+
+_ALL_ROWS = _VocabularyShard()
+
+
+def _batch_loss(
+    hidden: torch.Tensor,
+    head_VD: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    targets: torch.Tensor,
+    terms: LossTerms,
+    options: HeadOptions,
+    shard: _VocabularyShard | None,
+) -> Loss:
+    """The loss of all tokens, and what each of them predicts."""
+    if terms.scale is None:
+        terms = terms._replace(scale=torch.ones((), device=hidden.device))
+    if terms.loss_weights_BT is not None:
+        terms = terms._replace(loss_weights_BT=terms.loss_weights_BT.flatten())
+    tokens = TokenTargets(targets.flatten())
+    borders = [targets.shape[-1]]
+    if options.wants_gradient:
+        if terms.sampled is not None and terms.sampled < options.vocab and shard is None:
+            tokens = sample_rows(tokens.targets_N, vocab=options.vocab, rows=terms.sampled)
+            borders.append(terms.sampled)  # targets are places among the rows of their own slice
+        if terms.mtp_scale is not None:
+            tokens = mtp_targets(tokens, terms, borders=borders)
     scaled, total = _LinearCrossEntropy.apply(
-        *(hidden_ND, head_VD, bias_V, targets_N, weights_N, scale),
-        *(vocab, cap, kernel, fp8, rows_SR, log_weights_SR, *second),
-        *(wants_gradient, wants_gradient and head_VD.requires_grad),
-        *(others, first),
+        *(hidden.flatten(0, -2), head_VD, bias_V, shard),
+        *(*tokens, *options, *terms),
     )
     return Loss(scaled, total)
 
@@ -96,12 +144,7 @@ def capped(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def slice_length(rows: int, *, width: int, device: torch.device) -> int:
-    """Tokens per slice, such that its logits of `width` bytes each fit into SLICE_BYTES."""
-    cpu = device.type == "cpu"
-    allowance = CPU_SLICE_BYTES if cpu else SLICE_BYTES
-    least = CPU_SLICE_TOKENS if cpu else SLICE_TOKENS
-    return max(least, allowance // (width * rows) // 64 * 64)
+# ------------------------------------------------------------------ sums over slices
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -111,51 +154,44 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden_ND: torch.Tensor,
         head_VD: torch.Tensor,
         bias_V: torch.Tensor | None,
-        targets_N: torch.Tensor,
-        weights_N: torch.Tensor | None,
-        scale: torch.Tensor,
-        vocab: int,
-        cap: float | None,
-        kernel: bool,
-        fp8: bool,
-        rows_SR: torch.Tensor | None,
-        log_weights_SR: torch.Tensor | None,
-        second_N: torch.Tensor | None,
-        second_factors_N: torch.Tensor | None,
-        wants_gradient: bool,
-        trains_head: bool,
-        comm: ShardComm | None,
-        first: int,
+        shard: _VocabularyShard | None,
+        *rest: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        tensors = (hidden_ND, head_VD, bias_V, targets_N, weights_N, scale)
-        second, wanted = (second_N, second_factors_N), (wants_gradient, trains_head)
-        if comm is None:
-            sample = (rows_SR, log_weights_SR)
+        tokens, options, terms = unpacked(rest)
+        assert terms.scale is not None
+        if shard is None:
             compute = _sliced_op if _is_traced(hidden_ND) else _sliced
-            total, *gradients = compute(
-                *tensors, vocab, cap, kernel, fp8, *sample, *second, *wanted
-            )
+            total, *gradients = compute(hidden_ND, head_VD, bias_V, *rest)
         else:
             half = head_VD.to(hidden_ND.dtype)
-            head = _PlainHead(half, None, vocab, cap, comm=comm, first=first)
+            head = _PlainHead(half, None, terms, options.vocab, shard=shard)
             step = slice_length(half.shape[0], width=4, device=half.device)
-            pieces = zip(_slices(0, targets_N.shape[0], step), repeat(head), strict=False)
-            total, *gradients = _over_slices(pieces, *tensors, *second, *wanted)
-        ctx.trains_head, ctx.trains_bias = trains_head, trains_head and bias_V is not None
+            pieces = zip(_slices(0, hidden_ND.shape[0], step), repeat(head), strict=False)
+            total, *gradients = _over_slices(
+                pieces, hidden_ND, head_VD, bias_V, tokens, options, terms
+            )
+        trains = options.trains_head
+        ctx.trains_head, ctx.trains_bias = trains, trains and bias_V is not None
         ctx.save_for_backward(*gradients)
         ctx.mark_non_differentiable(total)
-        return total * scale, total
+        return total * terms.scale, total
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        outer, rest = gradients[0], (None,) * 15
+        outer, arguments = gradients[0], len(ctx.needs_input_grad)
         d_hidden, d_head, d_bias = ctx.saved_tensors
-        return (
+        wanted = (
             d_hidden * outer.to(d_hidden.dtype),
             d_head * outer.to(d_head.dtype) if ctx.trains_head else None,
             d_bias * outer.to(d_bias.dtype) if ctx.trains_bias else None,
-            *rest,
         )
+        return (*wanted, *(None,) * (arguments - len(wanted)))
+
+
+def unpacked(rest: Any) -> tuple[TokenTargets, HeadOptions, LossTerms]:
+    """The records whose fields are the arguments of the operation after the bias."""
+    first, second = len(TokenTargets._fields), len(TokenTargets._fields + HeadOptions._fields)
+    return TokenTargets(*rest[:first]), HeadOptions(*rest[first:second]), LossTerms(*rest[second:])
 
 
 def _is_traced(x: torch.Tensor) -> bool:
@@ -165,52 +201,45 @@ def _is_traced(x: torch.Tensor) -> bool:
 
 
 def _sliced(
-    hidden_ND: torch.Tensor,
-    head_VD: torch.Tensor,
-    bias_V: torch.Tensor | None,
-    targets_N: torch.Tensor,
-    weights_N: torch.Tensor | None,
-    scale: torch.Tensor,
-    vocab: int,
-    cap: float | None,
-    kernel: bool,
-    fp8: bool,
-    rows_SR: torch.Tensor | None,
-    log_weights_SR: torch.Tensor | None,
-    second_N: torch.Tensor | None,
-    second_factors_N: torch.Tensor | None,
-    wants_gradient: bool,
-    trains_head: bool,
+    hidden_ND: torch.Tensor, head_VD: torch.Tensor, bias_V: torch.Tensor | None, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The summed loss and the scaled gradients of hidden states, head and bias; those that are not
-    wanted are empty. With sampled rows, targets are their places among these."""
-    dtype = hidden_ND.dtype
-    count, width = hidden_ND.shape[0], dtype.itemsize if kernel or fp8 else 4
+    wanted are empty."""
+    tokens, options, terms = unpacked(rest)
+    dtype, rows_SR, log_weights_SR = hidden_ND.dtype, tokens.rows_SR, tokens.log_weights_SR
+    count, width = hidden_ND.shape[0], dtype.itemsize if options.kernel or options.fp8 else 4
 
     def build(head_VD: torch.Tensor, bias_V: torch.Tensor | None, vocab: int) -> _Head:
-        if fp8 and wants_gradient:
+        if options.fp8 and options.wants_gradient:
             from gristmill.models.kernels.head_fp8 import Fp8Head
 
             assert dtype is torch.bfloat16 and bias_V is None, "checked with the settings"
-            return Fp8Head(head_VD, vocab=vocab, cap=cap)
-        return _PlainHead(*_aligned(head_VD, bias_V, dtype), vocab, cap, kernel)
+            return Fp8Head(head_VD, terms, vocab=vocab)
+        return _PlainHead(*_aligned(head_VD, bias_V, dtype), terms, vocab, kernel=options.kernel)
 
     def pieces() -> Iterator[tuple[slice, _Head]]:
         rows = head_VD.shape[0] if rows_SR is None else rows_SR.shape[1]
         step = slice_length(rows, width=width, device=hidden_ND.device)
         if rows_SR is None or log_weights_SR is None:
-            head = build(head_VD, bias_V, vocab)
+            head = build(head_VD, bias_V, options.vocab)
             yield from ((part, head) for part in _slices(0, count, step))
             return
+        # A slice of sampled rows has as many tokens as rows, and may be cut further for memory.
         for number, (rows_R, log_weights_R) in enumerate(zip(rows_SR, log_weights_SR, strict=True)):
             head = build(head_VD[rows_R], None if bias_V is None else bias_V[rows_R], rows)
             head = head.sampled(rows_R, log_weights_R)
             begin, end = number * rows, min(count, (number + 1) * rows)
             yield from ((part, head) for part in _slices(begin, end, step))
 
-    tensors = (hidden_ND, head_VD, bias_V, targets_N, weights_N, scale)
-    second = (second_N, second_factors_N)
-    return _over_slices(pieces(), *tensors, *second, wants_gradient, trains_head)
+    return _over_slices(pieces(), hidden_ND, head_VD, bias_V, tokens, options, terms)
+
+
+def slice_length(rows: int, *, width: int, device: torch.device) -> int:
+    """Tokens per slice, such that its logits of `width` bytes each fit into SLICE_BYTES."""
+    cpu = device.type == "cpu"
+    allowance = CPU_SLICE_BYTES if cpu else SLICE_BYTES
+    least = CPU_SLICE_TOKENS if cpu else SLICE_TOKENS
+    return max(least, allowance // (width * rows) // 64 * 64)
 
 
 def _slices(begin: int, end: int, step: int) -> Iterator[slice]:
@@ -240,16 +269,12 @@ def _over_slices(
     hidden_ND: torch.Tensor,
     head_VD: torch.Tensor,
     bias_V: torch.Tensor | None,
-    targets_N: torch.Tensor,
-    weights_N: torch.Tensor | None,
-    scale: torch.Tensor,
-    second_N: torch.Tensor | None,
-    second_factors_N: torch.Tensor | None,
-    wants_gradient: bool,
-    trains_head: bool,
+    tokens: TokenTargets,
+    options: HeadOptions,
+    terms: LossTerms,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The same, given the slices of tokens and a head for each."""
-    device = hidden_ND.device
+    device, wants_gradient, trains_head = hidden_ND.device, *options[-2:]
     total = torch.zeros((), dtype=torch.float32, device=device)
     d_hidden = torch.empty_like(hidden_ND) if wants_gradient else hidden_ND.new_empty(0)
     # Accumulated over slices in fp32, whatever the head's dtype; with room for rows of padding.
@@ -257,17 +282,14 @@ def _over_slices(
     shape = (rows + ROW_MULTIPLE, head_VD.shape[1]) if trains_head else (0,)
     d_head = torch.zeros(shape, dtype=torch.float32, device=device)
     d_bias = torch.zeros(0 if bias_V is None else shape[0], dtype=torch.float32, device=device)
-    scale = scale.float()
-    second = None
-    if second_N is not None and second_factors_N is not None:
-        second = SecondToken(second_N, second_factors_N)
+    assert terms.scale is not None
+    scale, weights_N = terms.scale.float(), terms.loss_weights_BT
     for part, head in pieces:
-        hidden, targets = hidden_ND[part], targets_N[part]
-        ones = torch.ones_like(targets, dtype=torch.float32)
+        hidden, targets = hidden_ND[part], tokens.part(part)
+        ones = torch.ones_like(targets.targets_N, dtype=torch.float32)
         weights = ones if weights_N is None else weights_N[part].float()
         if wants_gradient:
-            again = None if second is None else second.part(part)
-            losses, d_logits = head.losses(hidden, targets, scale * weights, d_hidden[part], again)
+            losses, d_logits = head.losses(hidden, targets, scale * weights, d_hidden[part])
             if trains_head:
                 _add_gradient(d_head, d_logits.T, hidden, head)
             if trains_head and bias_V is not None:
@@ -295,20 +317,44 @@ def _add_gradient(
         d_head_VD[places] += d_logits_RN @ hidden_ND
 
 
-_sliced_op = torch.library.custom_op("gristmill::linear_cross_entropy", _sliced, mutates_args=())
+_TYPES = {torch.Tensor: "Tensor", int: "int", float: "float", bool: "bool"}
+
+
+def _schema() -> str:
+    """The arguments of the operation: those of `_sliced`, with the fields of the records. So a
+    field that is added to a record is an argument of the operation."""
+    types = {kind | None: f"{name}?" for kind, name in _TYPES.items()} | _TYPES
+    fields = {
+        "hidden": torch.Tensor,
+        "head": torch.Tensor,
+        "bias": torch.Tensor | None,
+        **get_type_hints(TokenTargets),
+        **get_type_hints(HeadOptions),
+        **get_type_hints(LossTerms),
+    }
+    arguments = ", ".join(f"{types[kind]} {name}" for name, kind in fields.items())
+    return f"({arguments}) -> (Tensor, Tensor, Tensor, Tensor)"
+
+
+_sliced_op = torch.library.custom_op(
+    "gristmill::linear_cross_entropy", _sliced, mutates_args=(), schema=_schema()
+)
 
 
 @_sliced_op.register_fake
 def _(
-    hidden_ND: torch.Tensor, head_VD: torch.Tensor, bias_V: torch.Tensor | None, *others: Any
+    hidden_ND: torch.Tensor, head_VD: torch.Tensor, bias_V: torch.Tensor | None, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    wants_gradient, trains_head = others[-2:]
+    _, options, _ = unpacked(rest)
     total, none = hidden_ND.new_empty((), dtype=torch.float32), head_VD.new_empty(0)
-    d_hidden = torch.empty_like(hidden_ND) if wants_gradient else hidden_ND.new_empty(0)
-    if not trains_head:
+    d_hidden = torch.empty_like(hidden_ND) if options.wants_gradient else hidden_ND.new_empty(0)
+    if not options.trains_head:
         return total, d_hidden, none, head_VD.new_empty(0)
     d_bias = none if bias_V is None else torch.empty_like(bias_V, dtype=head_VD.dtype)
     return total, d_hidden, torch.empty_like(head_VD), d_bias
+
+
+# ------------------------------------------------------------------ the loss of a slice
 
 
 class _Head(Protocol):
@@ -326,10 +372,9 @@ class _Head(Protocol):
     def losses(
         self,
         hidden_ND: torch.Tensor,
-        targets_N: torch.Tensor,
+        tokens: TokenTargets,
         factors_N: torch.Tensor | None,
         d_hidden_ND: torch.Tensor | None,
-        second: SecondToken | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Losses of a slice and, if tokens have factors, the gradient of its logits, to which
         second targets add; the gradient of its hidden states is written to `d_hidden_ND` if
@@ -337,20 +382,16 @@ class _Head(Protocol):
         ...
 
 
-_SINGLE = ShardComm()
-
-
 @dataclass(frozen=True)
 class _PlainHead:
-    """The head, or its rows from `first` on, in the dtype of the hidden states."""
+    """The head, or a shard of its rows, in the dtype of the hidden states."""
 
     head_VD: torch.Tensor
     bias_V: torch.Tensor | None
+    terms: LossTerms
     vocab: int
-    cap: float | None
     kernel: bool = False
-    comm: ShardComm = _SINGLE
-    first: int = 0
+    shard: _VocabularyShard = _ALL_ROWS
     rows_R: torch.Tensor | None = None
     log_weights_R: torch.Tensor | None = None
 
@@ -364,12 +405,10 @@ class _PlainHead:
     def losses(
         self,
         hidden_ND: torch.Tensor,
-        targets_N: torch.Tensor,
+        tokens: TokenTargets,
         factors_N: torch.Tensor | None,
         d_hidden_ND: torch.Tensor | None,
-        second: SecondToken | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        vocab, cap = self.vocab, self.cap
         rows_DV = self.head_VD.T
         if self.bias_V is None:
             logits_NV = hidden_ND @ rows_DV
@@ -379,30 +418,22 @@ class _PlainHead:
             from gristmill.models.kernels.cross_entropy import cross_entropy_
 
             losses_N = cross_entropy_(
-                logits_NV,
-                targets_N,
-                factors_N,
-                vocab=vocab,
-                cap=cap,
+                *(logits_NV, tokens, factors_N, self.terms),
+                vocab=self.vocab,
                 log_weights_V=self.log_weights_R,
-                second=second,
             )
         else:
-            losses_N, logits_NV = self._plain_losses(logits_NV, targets_N, factors_N, second)
+            losses_N, logits_NV = self._plain_losses(logits_NV, tokens, factors_N)
         if d_hidden_ND is not None:
             torch.mm(logits_NV, self.head_VD, out=d_hidden_ND)
         return losses_N, logits_NV
 
     def _plain_losses(
-        self,
-        logits_NV: torch.Tensor,
-        targets_N: torch.Tensor,
-        factors_N: torch.Tensor | None,
-        second: SecondToken | None,
+        self, logits_NV: torch.Tensor, tokens: TokenTargets, factors_N: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Losses of one slice; where factors are given, the gradient overwrites the logits."""
-        comm, columns = self.comm, logits_NV.shape[1]
-        vocab, cap = self.vocab, self.cap
+        (comm, first), columns = self.shard, logits_NV.shape[1]
+        vocab, cap = self.vocab, self.terms.cap
         dtype, logits_NV = logits_NV.dtype, logits_NV.float()
         slope_NV = None
         if cap is not None:
@@ -410,29 +441,32 @@ class _PlainHead:
             logits_NV = logits_NV.mul_(2 / cap).sigmoid_().mul_(2).sub_(1)
             slope_NV = 1 - logits_NV.square() if factors_N is not None else None
             logits_NV.mul_(cap)
-        if vocab < self.first + columns:
-            logits_NV[:, max(0, vocab - self.first) :] = -torch.inf
+        if vocab < first + columns:
+            logits_NV[:, max(0, vocab - first) :] = -torch.inf
         if self.log_weights_R is not None:
             logits_NV += self.log_weights_R
-        target_N1, here_N1 = self._columns(targets_N, columns)
+        target_N1, here_N1 = self._columns(tokens.targets_N, columns)
+        # Each target is on one shard, and zero on the others; their sum is its logit everywhere.
         picked_N1 = comm.all_sum(torch.where(here_N1, logits_NV.gather(1, target_N1), 0.0))
         largest_N1 = comm.all_max(logits_NV.amax(dim=-1, keepdim=True))
         sums_N1 = comm.all_sum(logits_NV.sub_(largest_N1).exp_().sum(dim=-1, keepdim=True))
         losses_N = (sums_N1.log() + largest_N1 - picked_N1)[:, 0]
         if factors_N is not None:
-            factors_N1 = factors_N[:, None]
-            again_N1 = None if second is None else second.factors_N[:, None]
-            logits_NV.mul_((factors_N1 if again_N1 is None else factors_N1 + again_N1) / sums_N1)
+            # From here on the tensor holds exp(z - max) and becomes the gradient: probabilities
+            # times the factors of all targets, less each factor in the column of its target.
+            factors_N1, more_N = factors_N[:, None], tokens.mtp_factors_N
+            more_N1 = None if more_N is None else more_N[:, None]
+            logits_NV.mul_((factors_N1 if more_N1 is None else factors_N1 + more_N1) / sums_N1)
             logits_NV.scatter_add_(1, target_N1, torch.where(here_N1, -factors_N1, 0.0))
-            if second is not None and again_N1 is not None:
-                target_N1, here_N1 = self._columns(second.targets_N, columns)
-                logits_NV.scatter_add_(1, target_N1, torch.where(here_N1, -again_N1, 0.0))
+            if more_N1 is not None and tokens.mtp_targets_N is not None:
+                target_N1, here_N1 = self._columns(tokens.mtp_targets_N, columns)
+                logits_NV.scatter_add_(1, target_N1, torch.where(here_N1, -more_N1, 0.0))
             if slope_NV is not None:
                 logits_NV.mul_(slope_NV)
         return losses_N, logits_NV.to(dtype)
 
     def _columns(self, targets_N: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Columns of targets among the rows here, and which of them are here."""
-        target_N1 = targets_N[:, None] - self.first
+        target_N1 = targets_N[:, None] - self.shard.first
         here_N1 = (target_N1 >= 0) & (target_N1 < columns)
         return target_N1.clamp(0, columns - 1), here_N1

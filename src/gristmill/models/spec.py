@@ -4,8 +4,7 @@ Every call goes through `forward`, so that wrappers (compilation, FSDP) see it:
 
     model(tokens_BT)                               -> logits_BTV
     model(tokens_BT, logits_at_N=)                 -> logits_NV of some of the B x T positions
-    model(tokens_BT, targets=, weights=, scale=)   -> Loss, for training and validation
-    model(tokens_BT, targets=, by_sample=True)     -> Loss of each of the B samples
+    model(tokens_BT, targets=, terms=LossTerms())  -> Loss, for training and validation
     model(tokens_BT, cache=Cache)                  -> logits; the cache grows by T
     model(tokens_BT, positions=, documents=, ...)  -> the same for packed documents
 
@@ -19,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,10 +27,17 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from gristmill.config.lora import LinearShape
 from gristmill.config.model import ModelConfig
 from gristmill.config.roles import Role
+from gristmill.models.loss_terms import PLAIN_LOSS, LossTerms
 from gristmill.models.recompute import Recompute
 from gristmill.plan.arithmetic import TokenCost
+
+COPY_ENGINE = (9, 0)
+"""First compute capability with a tensor memory accelerator: Hopper."""
+FP8 = (8, 9)
+"""First compute capability with fp8 products: Ada."""
 
 
 class Kernels(NamedTuple):
@@ -42,36 +49,28 @@ class Kernels(NamedTuple):
     adamw: bool = False
     head_fp8: bool = False
     """Matrix products of the head in fp8, in training only."""
-    sampled_softmax: int | None = None
-    """Rows of the head that the loss of a slice of tokens is computed over, in training only."""
     document_blocks: bool = False
     """Block-sparse attention within packed documents; only where it is compiled."""
 
+    @classmethod
+    def on(cls, device: torch.device) -> Kernels:
+        """All kernels that run on a device; none where Triton is not installed. Asked once, outside
+        compiled code."""
+        if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+            return cls()
+        capability = torch.cuda.get_device_capability(device)
+        return cls(
+            loss=True, products=capability >= COPY_ENGINE, adamw=True, head_fp8=capability >= FP8
+        )
+
 
 class Loss(NamedTuple):
-    """A loss summed over the counted tokens of a batch."""
+    """A loss summed over the counted tokens of a batch, or of each of its samples."""
 
     scaled: torch.Tensor
     """The sum times the requested scale, for `backward`."""
     total: torch.Tensor
     """The plain sum in nats, detached, for reports."""
-
-    @classmethod
-    def by_sample(
-        cls,
-        loss: Callable[..., Loss],
-        states_BTD: torch.Tensor,
-        targets_BT: torch.Tensor,
-        weights_BT: torch.Tensor | None,
-        scale: torch.Tensor | None,
-    ) -> Loss:
-        """The losses of all samples, in shape (B), by a function for the loss of a batch."""
-        samples = [slice(n, n + 1) for n in range(len(targets_BT))]
-        losses = [
-            loss(states_BTD[n], targets_BT[n], None if weights_BT is None else weights_BT[n], scale)
-            for n in samples
-        ]
-        return cls(*map(torch.stack, zip(*losses, strict=True)))
 
 
 ADAPTER_PARTS = ("lora_a", "lora_b")
@@ -133,12 +132,12 @@ class ShardComm:
         """Whether there are no other shards."""
         return self.shards == 1
 
-    def enter(self, x_BTD: torch.Tensor) -> torch.Tensor:
+    def copy_to(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """The input of column-parallel linears, with all positions; backward sums its gradient over
         all shards."""
         return x_BTD
 
-    def leave(self, x_BTD: torch.Tensor) -> torch.Tensor:
+    def reduce_from(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """Row-parallel products summed over all shards, laid out as the residual stream."""
         return x_BTD
 
@@ -161,6 +160,18 @@ class ShardComm:
     def all_sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all shards, without a gradient."""
         return x
+
+
+class Execution(NamedTuple):
+    """How a model computes, which changes nothing about the model itself."""
+
+    compute: torch.dtype = torch.float32
+    """The dtype of activations."""
+    kernels: Kernels = Kernels()
+    comm: ShardComm = ShardComm()
+
+
+PLAIN_EXECUTION = Execution()
 
 
 # ------------------------------------------------------------------ caches
@@ -230,14 +241,18 @@ class CausalLM(nn.Module):
     """Whether layers cast their fp32 weights to the dtype of their input themselves; if not, the
     model is called under autocast."""
 
-    def __init__(self, config: ModelConfig, *, vocab: int, shard: ModelShard = WHOLE) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        vocab: int,
+        shard: ModelShard = WHOLE,
+        execution: Execution = PLAIN_EXECUTION,
+    ) -> None:
         """`vocab`: ids that can be predicted; further rows of the embedding are padding."""
         super().__init__()
         self.config, self.vocab, self.shard = config, vocab, shard
-        self.compute: torch.dtype = torch.float32
-        """The dtype of activations."""
-        self.kernels = Kernels()
-        self.comm = ShardComm()
+        self.compute, self.kernels, self.comm = execution
         self.adapters: dict[str, bool] = {}
         """Layers with adapters (`models/lora.py`) by module name, and whether their weight is
         transposed. If there are any, only adapters are trained and saved."""
@@ -256,17 +271,15 @@ class CausalLM(nn.Module):
         tokens_BT: torch.Tensor,
         *,
         targets_BT: torch.Tensor | None = None,
-        weights_BT: torch.Tensor | None = None,
-        scale: torch.Tensor | None = None,
+        terms: LossTerms = PLAIN_LOSS,
         positions_BT: torch.Tensor | None = None,
         documents_BT: torch.Tensor | None = None,
         cache: Cache | None = None,
         logits_at_N: torch.Tensor | None = None,
-        by_sample: bool = False,
     ) -> torch.Tensor | Loss:
-        """Logits, or the loss if there are targets, summed `by_sample` if that is wanted.
-        `logits_at_N` are positions in the flattened batch (sample x T + position): only their
-        logits are computed, in shape (N, V)."""
+        """Logits, or the loss if there are targets; `terms` say what it is. `logits_at_N`
+        are positions in the flattened batch (sample x T + position): only their logits are
+        computed, in shape (N, V)."""
 
     def new_cache(self, capacity: int | None = None) -> Cache | None:
         """A cache for `capacity` positions, the context if not given; None if the model uses
@@ -274,8 +287,9 @@ class CausalLM(nn.Module):
         return None
 
     @abstractmethod
-    def token_cost(self, sequence: int) -> TokenCost:
-        """Floating-point operations to train the whole model on one token."""
+    def token_cost(self, sequence: int, *, sampled: int | None = None) -> TokenCost:
+        """Floating-point operations to train the whole model on one token; `sampled` are the rows
+        of a sampled softmax."""
 
     @property
     def device(self) -> torch.device:
@@ -381,8 +395,7 @@ class StagedModel(Protocol):
         last: bool,
         tokens_BT: torch.Tensor,
         targets_BT: torch.Tensor,
-        weights_BT: torch.Tensor | None = None,
-        scale: torch.Tensor | None = None,
+        terms: LossTerms = PLAIN_LOSS,
         positions_BT: torch.Tensor | None = None,
         documents_BT: torch.Tensor | None = None,
     ) -> torch.Tensor | Loss:
@@ -397,3 +410,40 @@ class StagedModel(Protocol):
 
     def tied_across_stages(self) -> list[str]:
         """Parameters, by name in the whole model, that the first and last stage both hold."""
+
+
+# ------------------------------------------------------------------ parts of any model
+
+
+def block_linears(model: CausalLM) -> dict[str, nn.Module]:
+    """The linear layers of the blocks, without the small ones that are gates."""
+    roles, linears = model.roles(), dict[str, nn.Module]()
+    for block in model.block_names():
+        for inner, module in model.get_submodule(block).named_modules(prefix=block):
+            linear = isinstance(module, nn.Linear) or is_transposed(module)
+            weight = model.canonical_name(f"{inner}.weight")
+            if linear and roles.get(weight) is Role.MATRIX:
+                linears[inner] = module
+    return linears
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether this is a layer of transformers that has its weight as inputs x outputs."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def linear_shapes(model: CausalLM) -> dict[str, LinearShape]:
+    """The shapes that these layers have in the whole model."""
+    stacked, shapes = model.stacked_rows(), {}
+    for name, module in block_linears(model).items():
+        shape = model.whole_shape(f"{name}.weight")
+        outputs, inputs = reversed(shape) if is_transposed(module) else shape
+        parts = stacked.get(f"{name}.weight", (outputs,))
+        shapes[name] = LinearShape(inputs, parts, module.bias is not None)
+    return shapes
+
+
+def document_mask(documents_BT: torch.Tensor) -> torch.Tensor:
+    """A dense causal mask within documents, (B, 1, T, T)."""
+    same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
+    return same_BTT.tril()[:, None]

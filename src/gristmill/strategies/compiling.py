@@ -37,6 +37,7 @@ import torch
 
 from gristmill.base.errors import UserError
 from gristmill.base.process import usable_cores
+from gristmill.base.units import Progress
 from gristmill.config.load import dump_run, load_text
 from gristmill.config.model import GPTConfig
 from gristmill.config.optim import MuonConfig
@@ -44,6 +45,7 @@ from gristmill.config.resolve import Resolved
 from gristmill.config.schema import RunConfig
 from gristmill.distributed.world import World
 from gristmill.models.build import build_meta_model
+from gristmill.models.loss_terms import training_terms
 from gristmill.models.spec import CausalLM, StagedModel
 
 CORES = 8
@@ -126,7 +128,8 @@ def _key(task: CompileTask, device: str) -> str:
     config = task.config
     train, runtime = config.train, config.runtime
     tables = (config.model, config.precision, config.optim)
-    loss = (train.sampled_softmax, bool(train.second_token))
+    terms = training_terms(train, Progress(), torch.empty((), device="meta"))
+    loss = [type(term) if isinstance(term, torch.Tensor) else term for term in terms]
     settings = (train.recompute, *loss, runtime.kernels, runtime.deterministic)
     sizes = (task.vocab, task.samples, task.sequence)
     versions = (torch.__version__, _source_time(), device)

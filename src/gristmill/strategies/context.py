@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from gristmill.models.documents import document_mask
+from gristmill.models.spec import document_mask
 from gristmill.strategies.attention import (
     KeyBlock,
     PartialAttention,

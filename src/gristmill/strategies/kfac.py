@@ -26,8 +26,7 @@ from gristmill.base.units import Progress
 from gristmill.config.preconditioner import KfacConfig
 from gristmill.distributed.world import World
 from gristmill.models.layer_statistics import LayerStatistics, LayerSums
-from gristmill.models.linears import block_linears, is_transposed, linear_shapes
-from gristmill.models.spec import CausalLM
+from gristmill.models.spec import CausalLM, block_linears, is_transposed, linear_shapes
 from gristmill.optim.precondition.kfac import (
     FACTOR,
     KfacLayer,
@@ -144,7 +143,7 @@ class Kfac:
 
     def _means(self, sums: LayerSums, step: StepStatistics) -> list[torch.Tensor]:
         """This process's share of the mean second moments, computed in place."""
-        gradients = step.counted
+        gradients = step.loss_tokens
         if step.loss_scale is not None:
             gradients = gradients / step.loss_scale**2
         inputs = sums.inputs.mul_(1 / (step.positions * sums.input_copies))

@@ -22,6 +22,7 @@ from torch.profiler import record_function
 
 from gristmill.data.loader import Batch
 from gristmill.distributed.device import Device
+from gristmill.models.loss_terms import PLAIN_LOSS, LossTerms
 from gristmill.models.spec import CausalLM, Loss
 from gristmill.strategies.data_parallel import GradientSync
 
@@ -63,10 +64,11 @@ class MicroBatches(Protocol):
     """A way to run micro-batches, which are already on the device."""
 
     def forward_backward(
-        self, batches: Sequence[Batch], scale: torch.Tensor, done: Callable[[], None] | None = None
+        self, batches: Sequence[Batch], terms: LossTerms, done: Callable[[], None] | None = None
     ) -> torch.Tensor:
-        """Accumulate gradients of the scaled loss; returns the sum of this process's unscaled
-        losses. `done` is called when this process's own gradients are computed."""
+        """Accumulate gradients of the scaled loss that `terms` describe; returns the sum of this
+        process's unscaled losses. `done` is called when this process's own gradients are
+        computed."""
         ...
 
     def forward(self, batches: Iterable[Batch]) -> torch.Tensor:
@@ -84,14 +86,15 @@ class SequentialMicroBatches:
         self.train_forward = model if compiled is None else compiled
 
     def forward_backward(
-        self, batches: Sequence[Batch], scale: torch.Tensor, done: Callable[[], None] | None = None
+        self, batches: Sequence[Batch], terms: LossTerms, done: Callable[[], None] | None = None
     ) -> torch.Tensor:
-        total = torch.zeros((), device=scale.device)
+        assert terms.scale is not None
+        total = torch.zeros((), device=terms.scale.device)
         for number, batch in enumerate(batches, 1):
             last = number == len(batches)
             with self.sync.micro_batch(last=last):
                 with record_function("gristmill::forward"):
-                    loss = _loss(self.train_forward, batch, scale)
+                    loss = _loss(self.train_forward, batch, terms)
                 with record_function("gristmill::backward"):
                     if last and done is not None:
                         backward(loss.scaled, done)
@@ -101,7 +104,7 @@ class SequentialMicroBatches:
         return total
 
     def forward(self, batches: Iterable[Batch]) -> torch.Tensor:
-        return sum_at_end(_loss(self.model, batch, None).total for batch in batches)
+        return sum_at_end(_loss(self.model, batch, PLAIN_LOSS).total for batch in batches)
 
 
 def sum_at_end(totals: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -112,12 +115,11 @@ def sum_at_end(totals: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.tensor(sum(read), dtype=torch.float64)
 
 
-def _loss(model: Callable[..., Any], batch: Batch, scale: torch.Tensor | None) -> Loss:
+def _loss(model: Callable[..., Any], batch: Batch, terms: LossTerms) -> Loss:
     loss = model(
         batch.tokens_BT,
         targets_BT=batch.targets_BT,
-        weights_BT=batch.weights_BT,
-        scale=scale,
+        terms=terms._replace(loss_weights_BT=batch.loss_weights_BT),
         positions_BT=batch.positions_BT,
         documents_BT=batch.documents_BT,
     )

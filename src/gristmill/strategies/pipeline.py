@@ -31,6 +31,7 @@ from torch.profiler import record_function
 from gristmill.config.parallel import ParallelConfig
 from gristmill.data.loader import Batch
 from gristmill.distributed.world import World
+from gristmill.models.loss_terms import PLAIN_LOSS, LossTerms
 from gristmill.models.spec import CausalLM, Loss, StagedModel
 from gristmill.strategies.microbatches import sum_at_end
 from gristmill.strategies.stages import stage_layers
@@ -40,7 +41,7 @@ _SEVERAL: dict[str, Callable[..., Any]] = {
     "interleaved": ScheduleInterleaved1F1B,
     "zero-bubble": ScheduleInterleavedZeroBubble,
 }
-_FIELDS = ("tokens_BT", "targets_BT", "weights_BT", "positions_BT", "documents_BT")
+_FIELDS = ("tokens_BT", "targets_BT", "loss_weights_BT", "positions_BT", "documents_BT")
 
 
 class StageModule(nn.Module):
@@ -49,16 +50,22 @@ class StageModule(nn.Module):
     def __init__(self, model: StagedModel, layers: range, *, first: bool, last: bool) -> None:
         super().__init__()
         self._model, self.layers, self.first, self.last = [model], layers, first, last
-        self.scale: torch.Tensor | None = None
+        self.terms = PLAIN_LOSS
         self.totals: list[torch.Tensor] = []
         # Registered so that FSDP finds them.
         self.inner = nn.ModuleDict(model.stage_modules(layers, first=first, last=last))
 
-    def forward(self, hidden_BTD: torch.Tensor, **batch: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        hidden_BTD: torch.Tensor,
+        loss_weights_BT: torch.Tensor | None = None,
+        **batch: torch.Tensor,
+    ) -> torch.Tensor:
         """The residual stream after these layers, or the loss. `hidden_BTD` comes from the stage
         before; the first stage gets its tokens there."""
+        terms = self.terms._replace(loss_weights_BT=loss_weights_BT)
         result = self._model[0].forward_stage(
-            hidden_BTD, self.layers, first=self.first, last=self.last, scale=self.scale, **batch
+            hidden_BTD, self.layers, first=self.first, last=self.last, terms=terms, **batch
         )
         if isinstance(result, Loss):
             self.totals.append(result.total)
@@ -84,13 +91,14 @@ class PipelineMicroBatches:
         self._schedules: dict[Any, Any] = {}
 
     def forward_backward(
-        self, batches: Sequence[Batch], scale: torch.Tensor, done: Callable[[], None] | None = None
+        self, batches: Sequence[Batch], terms: LossTerms, done: Callable[[], None] | None = None
     ) -> torch.Tensor:
         with record_function("gristmill::pipeline"):
-            losses = self._run(batches, scale, "step")
+            losses = self._run(batches, terms, "step")
         if done is not None:
             done()
-        return sum(losses, torch.zeros((), device=scale.device))
+        assert terms.scale is not None
+        return sum(losses, torch.zeros((), device=terms.scale.device))
 
     def forward(self, batches: Iterable[Batch]) -> torch.Tensor:
         """Forward only, as many batches at a time as keep all stages busy."""
@@ -99,14 +107,12 @@ class PipelineMicroBatches:
             for several in _alike(batches, 4 * self.world.mesh.pp):
                 # Schedules need a multiple of pp: the batches added here are not counted.
                 added = -len(several) % self.world.mesh.pp
-                totals = self._run([*several, *several[:1] * added], None, "eval")
+                totals = self._run([*several, *several[:1] * added], PLAIN_LOSS, "eval")
                 yield from totals[: len(several)]
 
         return sum_at_end(losses())
 
-    def _run(
-        self, batches: Sequence[Batch], scale: torch.Tensor | None, verb: str
-    ) -> list[torch.Tensor]:
+    def _run(self, batches: Sequence[Batch], terms: LossTerms, verb: str) -> list[torch.Tensor]:
         """Run a schedule; returns the losses that this rank computed, one for each batch."""
         given = {
             name: torch.cat([getattr(batch, name) for batch in batches])
@@ -114,7 +120,7 @@ class PipelineMicroBatches:
             if getattr(batches[0], name) is not None
         }
         for stage in self.stages:
-            stage.scale, stage.totals = scale, []
+            stage.terms, stage.totals = terms, []
         args = (given["tokens_BT"],) if self.model.shard.first else ()
         target = given["targets_BT"] if self.model.shard.last else None
         schedule = self._schedule(batches, verb)

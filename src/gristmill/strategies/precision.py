@@ -19,7 +19,6 @@ import torch
 from gristmill.base.errors import UserError
 from gristmill.config.schema import LossScaleConfig, PrecisionConfig
 from gristmill.distributed.device import Device
-from gristmill.models.kernels.support import kernels_for
 from gristmill.models.spec import Kernels
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -105,7 +104,7 @@ class Precision:
     def kernels(self, *, wanted: bool) -> Kernels:
         """The kernels of a run on its device. fp8 has no fallback, so without its kernel the run is
         refused."""
-        usable = kernels_for(self.device.torch_device) if wanted else Kernels()
+        usable = Kernels.on(self.device.torch_device) if wanted else Kernels()
         if self.config.fp8 and not usable.head_fp8:
             raise UserError(
                 f"fp8 is not available: {self._fp8_obstacle(wanted)}",
@@ -120,7 +119,7 @@ class Precision:
             return f"the run is on {self.device.kind}"
         if not wanted:
             return "runtime.kernels is false"
-        if not kernels_for(self.device.torch_device).loss:
+        if not Kernels.on(self.device.torch_device).loss:
             return "Triton is not installed"
         major, minor = torch.cuda.get_device_capability(self.device.torch_device)
         return f"the GPU has compute capability {major}.{minor}, and fp8 needs 8.9"

@@ -44,7 +44,7 @@ from gristmill.config.parallel import ROW_AXES, Mesh
 from gristmill.distributed.control import ControlGroup
 from gristmill.distributed.world import World
 from gristmill.models.build import build_meta_model, build_model
-from gristmill.models.spec import CausalLM, Kernels, Split
+from gristmill.models.spec import CausalLM, Execution, Kernels, Split
 from gristmill.optim.spec import Optimizer
 
 ROOM = 1.25
@@ -93,10 +93,10 @@ def _empty_whole(shard: CausalLM, world: World) -> CausalLM:
     free = world.device.free_memory()
     fits = free is None or ROOM * size < free
     device = world.device.torch_device if fits else torch.device("cpu")
-    whole = build_model(shard.config, vocab=shard.vocab, device=device, dtype=shard.compute)
-    whole.compute = shard.compute
-    whole.kernels = shard.kernels if fits else Kernels()
-    return whole
+    execution = Execution(shard.compute, shard.kernels if fits else Kernels())
+    return build_model(
+        shard.config, vocab=shard.vocab, device=device, execution=execution, dtype=shard.compute
+    )
 
 
 def _local_slices(parameter: ShardedParameter) -> list[torch.Tensor]:

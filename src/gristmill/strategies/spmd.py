@@ -29,6 +29,7 @@ from gristmill.config.schema import RunConfig
 from gristmill.data.loader import Batch
 from gristmill.distributed.control import ControlGroup
 from gristmill.distributed.world import World
+from gristmill.models.loss_terms import training_terms
 from gristmill.models.spec import CausalLM, StagedModel
 from gristmill.optim.spec import Optimizer
 from gristmill.strategies.compiling import CompileAhead
@@ -42,7 +43,6 @@ from gristmill.strategies.step import (
     count_tokens,
     decide,
     divide_batches,
-    second_token_weight,
     shard_sequences,
     step_seed,
 )
@@ -83,10 +83,9 @@ class Spmd:
         self._ahead, self._cuda_graphs = ahead, cuda_graphs
         self.train, self.worker = config.train, worker
         # The second target of a shard's last token would be on another process.
-        self._two_targets = bool(config.train.second_token) and world.mesh.cp == 1
         self._everyone = world.groups.along(*world.mesh.sizes)
         self._timer: SyncTimer | None = None
-        self._counted: torch.Tensor | None = None
+        self._loss_tokens: torch.Tensor | None = None
         # All tp ranks compute the same loss: one of them reports it.
         self._reports_loss = model.shard.last and world.at["tp"] == 0
         self._partial = self._partial_gradients()
@@ -127,24 +126,23 @@ class Spmd:
             place.append(at["tp"] * self.model.comm.sequence_parallel)
             torch.manual_seed(step_seed(self.train.seed, progress.steps, place))
         data_ranks = self.world.mesh.data
-        counted = count_tokens(
+        loss_tokens = count_tokens(
             batches,
             ranks=data_ranks,
             group=self.world.groups.along("dp_replicate", "dp_shard"),
             device=self.world.device.torch_device,
         )
-        self._counted = counted
-        scale = 1.0 / counted
+        self._loss_tokens = loss_tokens
+        scale = 1.0 / loss_tokens
         if self.loss_scale is not None:
             scale = scale * self.loss_scale.scale
-        if self._two_targets:
-            scale = torch.stack([scale, scale * second_token_weight(self.train, progress)])
+        terms = training_terms(self.train, progress, scale, mtp=self.world.mesh.cp == 1)
         local = [self._on_device(batch) for batch in batches]
-        total = self.micro_batches.forward_backward(local, scale, done)
+        total = self.micro_batches.forward_backward(local, terms, done)
         return StepResult(
             samples=data_ranks * sum(batch.samples for batch in batches),
             tokens=data_ranks * sum(batch.tokens for batch in batches),
-            loss=total / counted,
+            loss=total / loss_tokens,
             loss_scale=None if self.loss_scale is None else self.loss_scale.scale,
         )
 
@@ -189,9 +187,9 @@ class Spmd:
         if scale is not None:
             local = [one.local.grad for one in parameters.values()]
             torch._foreach_div_([gradient for gradient in local if gradient is not None], scale)
-        assert self._counted is not None
+        assert self._loss_tokens is not None
         lr = self.optimizer.param_groups[0]["lr"]
-        step = StepStatistics(decision.skip, result.tokens, self._counted, scale, lr)
+        step = StepStatistics(decision.skip, result.tokens, self._loss_tokens, scale, lr)
         preconditioner.apply(parameters, step)
         squares = owned_squares(parameters)
         if self._everyone is not None:
@@ -202,18 +200,18 @@ class Spmd:
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean loss over the counted tokens of all batches."""
         self.model.eval()
-        counted = 0.0
+        loss_tokens = 0.0
 
         def local() -> Iterator[Batch]:
-            nonlocal counted
+            nonlocal loss_tokens
             ranks, rank = self.world.mesh.data, self.world.data_rank
             for batch in divide_batches(batches, rank=rank, ranks=ranks):
-                counted += batch.counted
+                loss_tokens += batch.loss_tokens
                 yield self._on_device(batch)
 
         total = self.micro_batches.forward(local()).item()
         # cp ranks have different losses, but all of them count the tokens of a sequence.
-        sums = [total, counted / self.world.mesh.cp] if self._reports_loss else [0.0, 0.0]
+        sums = [total, loss_tokens / self.world.mesh.cp] if self._reports_loss else [0.0, 0.0]
         totals, counts = zip(*self.control.all_gather(sums), strict=True)
         return float(sum(totals) / sum(counts))
 

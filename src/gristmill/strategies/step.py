@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from gristmill.base.units import Progress
-from gristmill.config.schema import TrainConfig
 from gristmill.data.loader import Batch
 from gristmill.strategies.context import shard_positions, shard_sequence
 from gristmill.strategies.strategy import StepLimits
@@ -71,24 +69,14 @@ def count_tokens(
     batches: Sequence[Batch], *, ranks: int, group: dist.ProcessGroup | None, device: torch.device
 ) -> torch.Tensor:
     """The tokens that count in a step, over all data-parallel ranks."""
-    counted = sum(batch.counted for batch in batches)
-    if all(batch.weights_BT is None for batch in batches):
-        counted, group = counted * ranks, None
-    tensor = torch.full((), counted, device=device)
+    loss_tokens = sum(batch.loss_tokens for batch in batches)
+    if all(batch.loss_weights_BT is None for batch in batches):
+        loss_tokens, group = loss_tokens * ranks, None
+    tensor = torch.full((), loss_tokens, device=device)
     if group is not None:
         dist.all_reduce(tensor, group=group)
     # A step in which nothing counts has loss and gradient 0, not 0 / 0.
     return tensor.clamp_(min=1.0)
-
-
-SECOND_TOKEN_PART = 2 / 3
-"""The part of a run in which the token after the next one counts."""
-
-
-def second_token_weight(config: TrainConfig, progress: Progress) -> float:
-    """The weight of its loss in the next step."""
-    done = progress.measured_in(config.until.unit) / config.until.amount
-    return config.second_token * max(0.0, 1 - done / SECOND_TOKEN_PART)
 
 
 def step_seed(seed: int, step: int, place: Sequence[int]) -> int:
@@ -116,14 +104,14 @@ def pad_batch(batch: Batch, count: int, size: int) -> Batch:
     def rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else tensor[which]
 
-    weights = batch.weights_BT
+    weights = batch.loss_weights_BT
     weights = (torch.ones(batch.tokens_BT.shape) if weights is None else weights)[which].clone()
     weights[count:] = 0.0
     return Batch(
         batch.tokens_BT[which],
         batch.targets_BT[which],
         weights,
-        batch.counted if count else 0.0,
+        batch.loss_tokens if count else 0.0,
         rows(batch.positions_BT),
         rows(batch.documents_BT),
     )
@@ -136,7 +124,7 @@ def shard_sequences(batch: Batch, *, rank: int, ranks: int) -> Batch:
     length, positions = batch.tokens_BT.shape[1], batch.positions_BT
     shards: dict[str, Any] = {
         field: shard_sequence(getattr(batch, field), 1, rank=rank, ranks=ranks)
-        for field in ("tokens_BT", "targets_BT", "weights_BT", "documents_BT")
+        for field in ("tokens_BT", "targets_BT", "loss_weights_BT", "documents_BT")
         if getattr(batch, field) is not None
     }
     shards["positions_BT"] = (

@@ -95,7 +95,7 @@ class StepStatistics(NamedTuple):
     """1 if the step will not change the weights."""
     positions: int
     """Positions in the micro-batches of all processes."""
-    counted: torch.Tensor
+    loss_tokens: torch.Tensor
     """Tokens that count in the loss, which is divided by their number."""
     loss_scale: torch.Tensor | None
     """What the loss was multiplied by; gradients are already divided by it."""

@@ -1,11 +1,11 @@
 """Tensor parallelism: the collectives where layers that are sharded over ranks begin and end.
 
                     forward                    backward
-    enter           as it is                   all-reduce
-    leave           all-reduce                 as it is
+    copy_to         as it is                   all-reduce
+    reduce_from     all-reduce                 as it is
     with the residual stream sharded along the sequence between blocks (sequence parallel):
-    enter           all-gather                 reduce-scatter
-    leave           reduce-scatter             all-gather
+    copy_to         all-gather                 reduce-scatter
+    reduce_from     reduce-scatter             all-gather
 
 The second form moves as many bytes as the first, and a rank keeps only a shard of the stream.
 """
@@ -45,11 +45,11 @@ class TensorParallelComm(ShardComm):
         # With sequence parallelism all random numbers differ already.
         self.forks_rng = dropout and not sequence_parallel
 
-    def enter(self, x_BTD: torch.Tensor) -> torch.Tensor:
+    def copy_to(self, x_BTD: torch.Tensor) -> torch.Tensor:
         pair = ("gather", "scatter") if self.sequence_parallel else ("copy", "sum")
         return _Collective.apply(x_BTD, self.group, *pair)
 
-    def leave(self, x_BTD: torch.Tensor) -> torch.Tensor:
+    def reduce_from(self, x_BTD: torch.Tensor) -> torch.Tensor:
         pair = ("scatter", "gather") if self.sequence_parallel else ("sum", "copy")
         return _Collective.apply(x_BTD, self.group, *pair)
 

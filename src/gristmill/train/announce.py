@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gristmill.config.resolve import Resolved
 from gristmill.config.rules import config_warnings
-from gristmill.models.linears import linear_shapes
+from gristmill.models.spec import linear_shapes
 from gristmill.plan.preconditioner import describe_preconditioner
 from gristmill.train.assemble import Assembly
 from gristmill.train.resume import Resumed

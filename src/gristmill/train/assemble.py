@@ -35,8 +35,7 @@ from gristmill.distributed.device import memory_explained
 from gristmill.distributed.world import World
 from gristmill.evaluate.tasks.run import OpenTask, TaskOptions, open_tasks
 from gristmill.models.build import build_meta_model
-from gristmill.models.linears import linear_shapes
-from gristmill.models.spec import CausalLM, Kernels
+from gristmill.models.spec import CausalLM, linear_shapes
 from gristmill.optim.schedule import build_schedule
 from gristmill.plan.arithmetic import ModelSize, gpt_size, model_size
 from gristmill.strategies.decentralized.workers import WorkerSet
@@ -135,7 +134,6 @@ def assemble(
         started = load_start_weights(strategy.model, start, held, run=folder.path, control=control)
         strategy.weights_changed()
     meta_model = build_meta_model(config.model, vocab=resolved.vocab, pad_for=world.layout.tp)
-    meta_model.kernels = Kernels(sampled_softmax=resolved.sampled_softmax)
     apart = config.parallel.decentralized
     copied = ("pp", "dp_replicate") if apart else ("pp",)
     all_members = tuple(range(world.mesh.dp_replicate))
@@ -314,7 +312,7 @@ def _each(data: RunData, fact: Callable[[DatasetSplit], Any]) -> Any:
 def document_rules(parts: Assembly) -> DocumentRules:
     """How document boundaries are treated."""
     if parts.config.packs_conversations:
-        return DocumentRules(marks="files", attention=True, positions=True)
+        return DocumentRules(doc_starts="files", attention=True, positions=True)
     return build_rules(parts.config.data, end_of_text=parts.tokenizer.end_of_text)
 
 
@@ -490,7 +488,7 @@ def build_meter(
         tracker,
         counters=parts.state.counters,
         every=config.track.every,
-        cost=parts.meta_model.token_cost(resolved.sequence),
+        cost=parts.meta_model.token_cost(resolved.sequence, sampled=resolved.sampled_softmax),
         world=parts.world,
         peak_flops=parts.world.device.peak_flops(
             config.precision.compute, tf32=config.precision.tf32

@@ -35,7 +35,7 @@ from gristmill.distributed.world import World, close_world, open_world
 from gristmill.models.build import build_meta_model, initialise, materialise
 from gristmill.models.lora import keep_frozen_in
 from gristmill.models.recompute import Recompute
-from gristmill.models.spec import CausalLM, ShardComm
+from gristmill.models.spec import CausalLM, Execution, ShardComm
 from gristmill.optim.build import build_optimizer
 from gristmill.optim.precondition.joined import PreconditionedOptimizer
 from gristmill.optim.spec import Optimizer
@@ -265,16 +265,12 @@ def place_model(
     device, seed = world.device.torch_device, config.train.seed
     layers = len(build_meta_model(config.model, vocab=vocab).block_names())
     shard = model_shard(config.parallel, world, layers=layers)
-    model = build_meta_model(config.model, vocab=vocab, shard=shard)
-    model.compute = precision.dtype
+    kernels = precision.kernels(wanted=config.runtime.kernels)
+    kernels = kernels._replace(document_blocks=graphs is not None and device.type == "cuda")
+    execution = Execution(precision.dtype, kernels, build_comm(config, world))
+    model = build_meta_model(config.model, vocab=vocab, shard=shard, execution=execution)
     if model.adapters and model.casts_weights:
         keep_frozen_in(model, precision.dtype)
-    kernels = precision.kernels(wanted=config.runtime.kernels)
-    model.kernels = kernels._replace(
-        document_blocks=graphs is not None and device.type == "cuda",
-        sampled_softmax=config.train.sampled_softmax,
-    )
-    model.comm = build_comm(config, world)
     fsdp = _sharding(config, world, precision)
     blocks = [model.get_submodule(name) for name in model.block_names()]
     if graphs == "blocks":

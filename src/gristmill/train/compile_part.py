@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from gristmill.base.process import ProcessInfo
+from gristmill.base.units import Progress
 from gristmill.config.optim import AdamWConfig, OptimizerConfig
 from gristmill.distributed.world import World, open_world
+from gristmill.models.loss_terms import training_terms
 from gristmill.models.spec import CausalLM, Loss, StagedModel
 from gristmill.optim.build import build_optimizer
 from gristmill.strategies.compiling import (
@@ -80,7 +82,7 @@ def _run(task: CompileTask, model: CausalLM) -> None:
         last=ends,
         tokens_BT=tokens_BT,
         targets_BT=tokens_BT,
-        scale=torch.ones((2,) if task.config.train.second_token else (), device=device),
+        terms=training_terms(task.config.train, Progress(), torch.ones((), device=device)),
     )
     if isinstance(found, torch.Tensor):
         found.backward(torch.zeros_like(found))

@@ -284,14 +284,14 @@ class Validate:
         started, windows = time.monotonic(), 0
         tokens = text_bytes = 0.0
 
-        def counted() -> Iterable[Batch]:
+        def noted_batches() -> Iterable[Batch]:
             nonlocal windows, tokens, text_bytes
             for batch in self.batches():
-                windows, tokens = windows + batch.samples, tokens + batch.counted
+                windows, tokens = windows + batch.samples, tokens + batch.loss_tokens
                 text_bytes += self._bytes(batch)
                 yield batch
 
-        loss, distance = self.strategy.evaluate(counted()), self.strategy.distance
+        loss, distance = self.strategy.evaluate(noted_batches()), self.strategy.distance
         seconds = time.monotonic() - started
         known = None
         if self.train_batches is not None:
@@ -315,8 +315,8 @@ class Validate:
     def _bytes(self, batch: Batch) -> float:
         """The bytes of the counted targets."""
         bytes_BT = self._bytes_of[batch.targets_BT]
-        weights_BT = batch.weights_BT
-        return float((bytes_BT if weights_BT is None else bytes_BT * weights_BT).sum())
+        loss_weights_BT = batch.loss_weights_BT
+        return float((bytes_BT if loss_weights_BT is None else bytes_BT * loss_weights_BT).sum())
 
 
 class Sample:

@@ -297,9 +297,9 @@ def _single(batches: list[Batch]) -> Iterator[Batch]:
                 for name, value in vars(batch).items()
                 if name.endswith("_BT") and value is not None
             }
-            weights = parts.get("weights_BT")
-            counted = float(batch.tokens_BT.shape[1] if weights is None else weights.sum())
-            yield replace(batch, **parts, counted=counted)
+            weights = parts.get("loss_weights_BT")
+            loss_tokens = float(batch.tokens_BT.shape[1] if weights is None else weights.sum())
+            yield replace(batch, **parts, loss_tokens=loss_tokens)
 
 
 def _text(parts: Assembly, sample: Batch) -> str:

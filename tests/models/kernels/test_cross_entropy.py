@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from gristmill.models.kernels import cross_entropy as module
 from gristmill.models.kernels.cross_entropy import cross_entropy_
 from gristmill.models.kernels.fp8 import E5M2, Fp8
-from gristmill.models.second_token import SecondToken
+from gristmill.models.loss_terms import LossTerms, TokenTargets
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -55,8 +55,10 @@ def test_losses_and_gradients(
     (expected * factors).sum().backward()
     assert exact.grad is not None
 
-    only_losses = cross_entropy_(logits, targets, None, vocab=vocab, cap=cap)
-    losses = cross_entropy_(logits, targets, factors, vocab=vocab, cap=cap)
+    only_losses = cross_entropy_(
+        logits, TokenTargets(targets), None, LossTerms(cap=cap), vocab=vocab
+    )
+    losses = cross_entropy_(logits, TokenTargets(targets), factors, LossTerms(cap=cap), vocab=vocab)
 
     # The compiler may order their sums otherwise. A loss is the difference of numbers as large as
     # the logits, which in fp32 are this far apart.
@@ -89,7 +91,14 @@ def test_weights_of_sampled_columns(monkeypatch: pytest.MonkeyPatch, cap: float 
     (expected * factors).sum().backward()
     assert exact.grad is not None
 
-    losses = cross_entropy_(logits, targets, factors, vocab=192, cap=cap, log_weights_V=log_weights)
+    losses = cross_entropy_(
+        logits,
+        TokenTargets(targets),
+        factors,
+        LossTerms(cap=cap),
+        vocab=192,
+        log_weights_V=log_weights,
+    )
 
     torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits.double(), exact.grad, rtol=1e-4, atol=1e-6)
@@ -112,8 +121,8 @@ def test_a_second_target(monkeypatch: pytest.MonkeyPatch, cap: float | None) -> 
     (expected * factors + second * more).sum().backward()
     assert exact.grad is not None
 
-    given = SecondToken(others, more)
-    losses = cross_entropy_(logits, targets, factors, vocab=190, cap=cap, second=given)
+    given = TokenTargets(targets, others, more)
+    losses = cross_entropy_(logits, given, factors, LossTerms(cap=cap), vocab=190)
 
     torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits[:, :190].double(), exact.grad, rtol=1e-4, atol=1e-6)
@@ -144,9 +153,13 @@ def test_a_copy_in_fp8(
     alone, scale = logits.clone(), factors.max() / 2**13
     copy = Fp8(torch.empty_like(logits, dtype=E5M2), scale)
 
-    losses = cross_entropy_(logits, targets, factors, vocab=vocab, cap=cap, copy=copy)
+    losses = cross_entropy_(
+        logits, TokenTargets(targets), factors, LossTerms(cap=cap), vocab=vocab, copy=copy
+    )
 
-    expected = cross_entropy_(alone, targets, factors, vocab=vocab, cap=cap)
+    expected = cross_entropy_(
+        alone, TokenTargets(targets), factors, LossTerms(cap=cap), vocab=vocab
+    )
     torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
     assert torch.equal(logits, alone)
     gradient, got = logits.double(), copy.values.double() * scale
@@ -162,7 +175,7 @@ def test_a_copy_beyond_the_format_becomes_its_largest() -> None:
     targets = torch.arange(16, device=DEVICE)
     copy = Fp8(torch.empty_like(logits, dtype=E5M2), torch.ones((), device=DEVICE))
     factors = torch.full((16,), 1e9, device=DEVICE)
-    cross_entropy_(logits, targets, factors, vocab=32, cap=None, copy=copy)
+    cross_entropy_(logits, TokenTargets(targets), factors, LossTerms(), vocab=32, copy=copy)
     on_target = torch.eye(16, 32, device=DEVICE, dtype=torch.bool)
     assert torch.equal(copy.values.float(), torch.where(on_target, -57344.0, 57344.0))
 
@@ -173,6 +186,7 @@ def test_rows_may_have_a_stride() -> None:
     kept = wide[:, 48:].clone()
     targets = torch.arange(5, device=DEVICE)
     expected = functional.cross_entropy(rows, targets, reduction="none")
-    losses = cross_entropy_(rows, targets, torch.ones(5, device=DEVICE), vocab=48, cap=None)
+    ones = torch.ones(5, device=DEVICE)
+    losses = cross_entropy_(rows, TokenTargets(targets), ones, LossTerms(), vocab=48)
     torch.testing.assert_close(losses, expected)
     assert torch.equal(wide[:, 48:], kept)

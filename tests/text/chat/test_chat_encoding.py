@@ -51,9 +51,9 @@ def written(tokenizer: Tokenizer, source: str) -> ChatEncoder:
     return ChatEncoder(tokenizer, template, where="data.template")
 
 
-def learnt(chat: ChatEncoder, messages: list[Message]) -> list[str]:
+def loss_mask(chat: ChatEncoder, messages: list[Message]) -> list[str]:
     """The texts that count, run by run."""
-    return [run.text for run in chat.runs(messages) if run.learnt]
+    return [run.text for run in chat.runs(messages) if run.loss_mask]
 
 
 def test_plain_needs_no_control_token_but_the_end() -> None:
@@ -64,7 +64,7 @@ def test_plain_needs_no_control_token_but_the_end() -> None:
         "System:\nBe kind.\n\nUser:\nHi\n\nAssistant:\nYo" + end
         + "\n\nUser:\nMore\n\nAssistant:\nNo" + end + "\n\n"
     )  # fmt: skip
-    assert BYTES.decode(encoded.ids[encoded.learnt].tolist()) == f"Yo{end}No{end}"
+    assert BYTES.decode(encoded.ids[encoded.loss_mask].tolist()) == f"Yo{end}No{end}"
     assert chat.ends == {256}
 
 
@@ -79,7 +79,7 @@ def test_the_begin_of_text_that_files_state_is_kept(chatml: Tokenizer, tmp_path:
 def test_chatml_ends_turns_with_its_own_token(chatml: Tokenizer) -> None:
     chat = encoder(chatml)
     assert chat.template.name == "chatml"
-    assert learnt(chat, TALK) == ["Yo", "<|im_end|>", "No", "<|im_end|>"]
+    assert loss_mask(chat, TALK) == ["Yo", "<|im_end|>", "No", "<|im_end|>"]
     assert chat.ends == {chatml.control_tokens["<|im_end|>"], chatml.end_of_text}
 
 
@@ -91,15 +91,15 @@ def test_a_prompt_is_where_the_answer_begins(chatml: Tokenizer) -> None:
         assert ids[: len(prompt)] == prompt
         # What is left is exactly the last answer, up to what follows its end.
         rest = chat.encode(messages)
-        assert rest.learnt[len(prompt) :].tolist()[:2] == [True, True]
-        assert not rest.learnt[len(prompt) - 1]
+        assert rest.loss_mask[len(prompt) :].tolist()[:2] == [True, True]
+        assert not rest.loss_mask[len(prompt) - 1]
 
 
 def test_a_template_may_put_blanks_around_answers(chatml: Tokenizer) -> None:
     chat = written(chatml, LLAMA_2)
     # The prompt ends before the space, so a model has to write it.
-    assert learnt(chat, TALK[1:]) == [" Yo ", "<|endoftext|>", " No ", "<|endoftext|>"]
-    assert learnt(chat, [Message("user", " a "), Message("assistant", "\n b ")])[0] == " b "
+    assert loss_mask(chat, TALK[1:]) == [" Yo ", "<|endoftext|>", " No ", "<|endoftext|>"]
+    assert loss_mask(chat, [Message("user", " a "), Message("assistant", "\n b ")])[0] == " b "
     with pytest.raises(TemplateRefusedError, match="no system role"):
         chat.runs(TALK)
 
@@ -111,7 +111,7 @@ def test_what_comes_between_prompt_and_words_is_written_by_the_model(chatml: Tok
         "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
     )
     chat = written(chatml, source)
-    assert learnt(chat, TALK) == ["<s>", "Yo", "<|im_end|>", "<s>", "No", "<|im_end|>"]
+    assert loss_mask(chat, TALK) == ["<s>", "Yo", "<|im_end|>", "<s>", "No", "<|im_end|>"]
     assert chat.ends == {chatml.control_tokens["<|im_end|>"], chatml.end_of_text}
     assert chat.runs(TALK)[0].text == "26 July 2024"
 
@@ -121,7 +121,7 @@ def test_a_prompt_that_training_does_not_see_is_noticed(chatml: Tokenizer) -> No
     forced = THINKING.replace("<|im_start|>assistant\\n", "<|im_start|>assistant\\n<think>")
     chat = written(chatml, forced)
     assert not chat.prompts_alike
-    assert learnt(chat, TALK)[0] == "Yo"
+    assert loss_mask(chat, TALK)[0] == "Yo"
 
 
 WORDS = st.sampled_from(
@@ -174,7 +174,7 @@ def test_pieces_are_the_rendered_text(chatml: Tokenizer, texts: list[str]) -> No
 
 def test_a_template_that_rewrites_messages_is_refused(chatml: Tokenizer) -> None:
     chat = written(chatml, THINKING)
-    assert learnt(chat, TALK)[0] == "Yo"
+    assert loss_mask(chat, TALK)[0] == "Yo"
     with pytest.raises(TemplateRewritesError):
         chat.runs([Message("user", "Hi"), Message("assistant", "<think>hm</think>Yo")])
     cut = THINKING.replace("m['content'].split('</think>')[-1]", "m['content'][:3]")

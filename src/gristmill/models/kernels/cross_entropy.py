@@ -6,16 +6,20 @@ A program handles one row of logits z with target t and computes, with c the sof
     loss = log sum exp(y) - y_t
     dz = ((f + g) exp(y - log sum exp(y)) - f [v = t] - g [v = u]) (1 - (y / c)^2)
 
-where f is the row's factor, and g that of a second target u, if there is one (`second_token.py`).
+where f is the row's factor, and g that of a second target u, if there is one
+(multi-token prediction).
 
 It takes two passes over the row, in base 2: the first keeps a maximum and a sum per lane, reduced
 at the end, the second writes. A row of 50 thousand bf16 logits fits the cache, so it is read from
 memory once and written once. All arithmetic is in fp32. Columns from `vocab` on are padding: never
-predicted, gradient zero. In a sampled softmax (`models/sampled.py`) columns have weights w, and log
-w is added to y in the sum.
+predicted, gradient zero. In a sampled softmax (`models/loss_terms.py`) columns have
+weights w, and log w is added to y in the sum.
 
 The kernel can also write the gradient in fp8. A probability of one in 50 thousand is 2^-16, the
 smallest number of e5m2; scaled so that a gradient of 1 is 2^13, gradients from 2^-29 to 1 survive.
+
+On an H200 the rows of GPT-2 124M take 4.0 ms of a step under the profiler
+(`benchmarks/results/2026-11-18.md`). What plain operations take in its place is not recorded.
 
 For half-precision logits tanh is the GPU's instruction, accurate to 11 bits, three more than a bf16
 logit has.
@@ -29,7 +33,7 @@ import triton.language as tl
 
 from gristmill.models.kernels.fp8 import Fp8, fitted
 from gristmill.models.kernels.instructions import exp2, tanh
-from gristmill.models.second_token import SecondToken
+from gristmill.models.loss_terms import LossTerms, TokenTargets
 
 BLOCK, WARPS = 2048, 8
 WIDE, WIDE_BLOCK, WIDE_WARPS = 32768, 4096, 16
@@ -41,18 +45,19 @@ LOW_CAP = 40.0
 
 def cross_entropy_(
     logits_NV: torch.Tensor,
-    targets_N: torch.Tensor,
+    tokens: TokenTargets,
     factors_N: torch.Tensor | None,
+    terms: LossTerms,
     *,
     vocab: int,
-    cap: float | None,
     copy: Fp8 | None = None,
     log_weights_V: torch.Tensor | None = None,
-    second: SecondToken | None = None,
 ) -> torch.Tensor:
     """fp32 losses of all rows. With `factors_N`, factor x gradient overwrites the logits, and
-    `copy`, if given, receives the same in fp8. `log_weights_V`: of sampled columns. `second`: adds
-    to the gradient, not to the losses."""
+    `copy`, if given, receives the same in fp8. `log_weights_V`: of sampled columns. Second targets
+    add to the gradient, not to the losses."""
+    cap, targets_N = terms.cap, tokens.targets_N
+    more_targets_N, more_factors_N = tokens.mtp_targets_N, tokens.mtp_factors_N
     rows, columns = logits_NV.shape
     block, warps = (WIDE_BLOCK, WIDE_WARPS) if columns > WIDE else (BLOCK, WARPS)
     assert logits_NV.stride(1) == 1, "rows must be contiguous"
@@ -61,8 +66,8 @@ def cross_entropy_(
         logits_NV,
         targets_N,
         factors_N if factors_N is not None else losses_N,
-        second.targets_N if second is not None else targets_N,
-        second.factors_N if second is not None else losses_N,
+        more_targets_N if more_targets_N is not None else targets_N,
+        more_factors_N if more_factors_N is not None else losses_N,
         losses_N,
         copy.values if copy is not None else logits_NV,
         copy.scale if copy is not None else losses_N,
@@ -76,7 +81,7 @@ def cross_entropy_(
         GRADIENT=factors_N is not None,
         COPY=copy is not None,
         SAMPLED=log_weights_V is not None,
-        SECOND=second is not None,
+        SECOND=more_targets_N is not None,
         QUICK=logits_NV.is_cuda and logits_NV.element_size() == 2,
         NATIVE=logits_NV.is_cuda,
         BLOCK=min(block, triton.next_power_of_2(columns)),

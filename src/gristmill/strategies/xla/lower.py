@@ -21,8 +21,8 @@ import torch
 from torch.fx import Node
 from torch.utils._pytree import tree_map_only
 
-import gristmill.models.loss  # noqa: F401  (defines the operator of the loss)
 from gristmill.base.errors import UserError
+from gristmill.models.loss import unpacked
 from gristmill.strategies.xla.graph import Traced, attention, block_edge
 from gristmill.strategies.xla.loss import attend, linear_cross_entropy
 
@@ -160,11 +160,12 @@ def _evaluate(node: Node, number: int, values: Mapping[Node, Any], context: Cont
     if node.target is _EDGE:
         return args[0]
     if node.target is _LOSS:
-        hidden, head, bias, targets, weights, _, vocab, cap = args[:8]
+        hidden, head, bias, *rest = args
+        tokens, options, terms = unpacked(rest)
         total = linear_cross_entropy(
-            *(hidden, head, bias, targets, weights),
-            vocab=vocab,
-            cap=cap,
+            *(hidden, head, bias, tokens.targets_N, terms.loss_weights_BT),
+            vocab=options.vocab,
+            cap=terms.cap,
             shards=context.shards,
             whole_head=context.tp == 1,
         )

@@ -21,7 +21,9 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from gristmill.base.units import Progress
 from gristmill.config.schema import RunConfig
+from gristmill.models.loss_terms import PLAIN_LOSS, LossTerms, training_terms
 from gristmill.models.recompute import Recompute
 from gristmill.models.spec import CausalLM
 from gristmill.optim.build import build_optimizer
@@ -47,7 +49,7 @@ class Controls(NamedTuple):
 
     settings: list[dict[str, jax.Array]]
     """Of each parameter group, those that change."""
-    counted: jax.Array
+    loss_tokens: jax.Array
     """Tokens that count in the loss, at least 1."""
     limits: jax.Array
     """Loss and norm above which the step is skipped."""
@@ -66,6 +68,9 @@ class Programs:
         self.buffers = {name: tuple(one.shape) for name, one in meta_model.named_buffers()}
         self.shapes = {name: tuple(one.shape) for name, one in meta_model.named_parameters()}
         self.state_shapes = self._state_shapes()
+        terms = training_terms(config.train, Progress(), meta(), mtp=False)
+        known = terms._replace(scale=None, sampled=None)
+        assert known == PLAIN_LOSS, "the loss in JAX (`loss.py`) knows no other terms"
         self._recompute = Recompute(config.train.recompute, config.train.recompute_every or 1)
 
     # -------------------------------------------------------------- traced
@@ -79,10 +84,13 @@ class Programs:
             weights: dict[str, Any], buffers: dict[str, Any], batch: dict[str, Any]
         ) -> torch.Tensor:
             tokens = batch["tokens_BT"]
-            others = {name: value for name, value in batch.items() if name != "tokens_BT"}
+            others = {
+                name: value for name, value in batch.items() if name not in ("tokens_BT", *floats)
+            }
+            others["terms"] = LossTerms(loss_weights_BT=batch.get("loss_weights_BT"))
             return functional_call(model, {**weights, **buffers}, (tokens,), others).total
 
-        floats = ("weights_BT",)
+        floats = ("loss_weights_BT",)
         inputs = {
             name: meta(one.shape, torch.float32 if name in floats else torch.int64)
             for name, one in batch.items()
@@ -177,7 +185,7 @@ class Programs:
         def run(
             weights: Weights, state: State, buffers: Weights, batches: Batches, controls: Controls
         ) -> Any:
-            scale = 1.0 / controls.counted
+            scale = 1.0 / controls.loss_tokens
 
             def add(carry: Any, piece: Any) -> Any:
                 gradients, total = carry
@@ -192,7 +200,7 @@ class Programs:
                 (gradients, total), _ = add(start, jax.tree.map(lambda one: one[0], pieces))
             else:
                 (gradients, total), _ = jax.lax.scan(add, start, pieces)
-            mean = total / controls.counted
+            mean = total / controls.loss_tokens
             squares = sum(jnp.sum(jnp.square(one)) for one in gradients.values())
             weights, state, norm, skip = update(
                 weights, gradients, state, controls.settings, mean, squares, controls.limits

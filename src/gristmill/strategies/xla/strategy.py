@@ -29,7 +29,7 @@ from gristmill.data.loader import Batch
 from gristmill.distributed.control import ControlGroup
 from gristmill.distributed.world import World
 from gristmill.models.build import build_meta_model, initialise, materialise
-from gristmill.models.spec import CausalLM
+from gristmill.models.spec import CausalLM, Execution
 from gristmill.optim.build import build_optimizer
 from gristmill.optim.spec import ParameterOptimizer
 from gristmill.strategies.precision import DTYPES
@@ -39,7 +39,7 @@ from gristmill.strategies.strategy import CompiledStep, StepLimits, StepResult
 from gristmill.strategies.xla.device import Placing, XlaDevice
 from gristmill.strategies.xla.step import CHANGING, Batches, Controls, Programs, State, Weights
 
-_INPUTS = ("tokens_BT", "targets_BT", "weights_BT", "positions_BT", "documents_BT")
+_INPUTS = ("tokens_BT", "targets_BT", "loss_weights_BT", "positions_BT", "documents_BT")
 Form = tuple[tuple[str, tuple[int, ...]], ...]
 """Names and shapes of the arrays of a step's batches."""
 
@@ -87,17 +87,17 @@ class Xla:
     def accumulate(self, batches: Sequence[Batch], progress: Progress) -> StepResult:
         """Put the batches on the devices. The loss is known after the update."""
         ranks = self.world.mesh.data
-        counted = sum(batch.counted for batch in batches)
-        if any(batch.weights_BT is not None for batch in batches):
-            counted = sum(self.control.all_gather(counted))
+        loss_tokens = sum(batch.loss_tokens for batch in batches)
+        if any(batch.loss_weights_BT is not None for batch in batches):
+            loss_tokens = sum(self.control.all_gather(loss_tokens))
         else:
-            counted *= ranks
+            loss_tokens *= ranks
         stacked = _stacked(batches)
         arrays = {
             name: self.placing.put_local(value, self.placing.micro_batches)
             for name, value in stacked.items()
         }
-        self._batches = (arrays, max(counted, 1.0), progress)
+        self._batches = (arrays, max(loss_tokens, 1.0), progress)
         return StepResult(
             samples=ranks * sum(batch.samples for batch in batches),
             tokens=ranks * sum(batch.tokens for batch in batches),
@@ -109,9 +109,9 @@ class Xla:
     ) -> StepResult:
         """Dispatch the step."""
         assert self._batches is not None, "called after accumulate"
-        (batches, counted, progress), self._batches = self._batches, None
+        (batches, loss_tokens, progress), self._batches = self._batches, None
         weights, state = self._placed()
-        controls = self._controls(counted, progress, stop=stop, limits=limits)
+        controls = self._controls(loss_tokens, progress, stop=stop, limits=limits)
         step, notes = self._compiled_step(weights, state, batches, controls)
         self._weights, self._state, scalars = step(weights, state, self._buffers, batches, controls)
         self._on_host = {"weights": False, "state": False}
@@ -121,7 +121,7 @@ class Xla:
         )
 
     def _controls(
-        self, counted: float, progress: Progress, *, stop: bool, limits: StepLimits | None
+        self, loss_tokens: float, progress: Progress, *, stop: bool, limits: StepLimits | None
     ) -> Controls:
         def scalar(value: float) -> Any:
             return np.float32(value)
@@ -135,7 +135,7 @@ class Xla:
                 {name: scalar(group[name]) for name in CHANGING if name in group}
                 for group in self.optimizer.param_groups
             ],
-            counted=scalar(counted),
+            loss_tokens=scalar(loss_tokens),
             limits=ceilings,
             key=jax.random.wrap_key_data(words),
             stops=self.placing.put_local(local, self.placing.per_device),
@@ -169,9 +169,9 @@ class Xla:
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean loss over the counted tokens of all batches."""
         weights, _ = self._placed(state=False)
-        total, counted, largest = 0.0, 0.0, 0
+        total, loss_tokens, largest = 0.0, 0.0, 0
         for batch in divide_batches(batches, rank=self.world.rank, ranks=self.world.mesh.data):
-            counted += batch.counted
+            loss_tokens += batch.loss_tokens
             # A smaller last batch would be another form, which would be compiled for itself; and
             # all devices have as many samples.
             shards = self.world.data_shards_here
@@ -186,7 +186,7 @@ class Xla:
                 program = self.programs.evaluation(arrays)
                 self._evaluations[form] = program.lower(weights, self._buffers, arrays).compile()
             total += float(self._evaluations[form](weights, self._buffers, arrays))
-        return total / sum(self.control.all_gather(counted))
+        return total / sum(self.control.all_gather(loss_tokens))
 
     # -------------------------------------------------------------- between host and devices
 
@@ -263,12 +263,11 @@ def build_xla(config: RunConfig, *, vocab: int, world: World, control: ControlGr
             where="parallel",
             remedy="let tp divide the devices of one host only",
         )
-    models = [
-        build_meta_model(config.model, vocab=vocab, pad_for=world.layout.tp) for _ in range(2)
-    ]
-    for model in models:
-        model.compute = DTYPES[config.precision.compute]
-    host, meta_model = models
+    execution = Execution(DTYPES[config.precision.compute])
+    host, meta_model = (
+        build_meta_model(config.model, vocab=vocab, execution=execution, pad_for=world.layout.tp)
+        for _ in range(2)
+    )
     names = [name for name, _ in host.named_parameters()]
     materialise(host, world.device.torch_device)
     host.tie()

@@ -42,7 +42,7 @@ class ChatRun(NamedTuple):
 
     text: str
     control: int | None
-    learnt: bool
+    loss_mask: bool
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class EncodedChat:
     """The ids of a conversation."""
 
     ids: npt.NDArray[np.int64]
-    learnt: npt.NDArray[np.bool_]
+    loss_mask: npt.NDArray[np.bool_]
     """Which of them count in the loss."""
 
 
@@ -97,11 +97,11 @@ class ChatEncoder:
         found = []
         for runs in conversations:
             ids = [next(encoded) if run.control is None else [run.control] for run in runs]
-            learnt = np.array([run.learnt for run in runs], np.bool_)
+            loss_mask = np.array([run.loss_mask for run in runs], np.bool_)
             found.append(
                 EncodedChat(
                     np.fromiter(itertools.chain.from_iterable(ids), np.int64),
-                    learnt.repeat([len(one) for one in ids]),
+                    loss_mask.repeat([len(one) for one in ids]),
                 )
             )
         return found
@@ -124,41 +124,41 @@ class ChatEncoder:
         return [int(id) for id in self.encode_runs([runs])[0].ids]
 
     def _runs(self, pieces: Sequence[TemplatePiece], messages: Sequence[Message]) -> list[ChatRun]:
-        runs, text, learnt = list[ChatRun](), "", False
+        runs, text, loss_mask = list[ChatRun](), "", False
 
         def flush() -> None:
             nonlocal text
             if text:
-                runs.append(ChatRun(text, None, learnt))
+                runs.append(ChatRun(text, None, loss_mask))
             text = ""
 
         for number, piece in enumerate(pieces):
             if piece.message is not None:
                 answers = messages[piece.message].role == "assistant"
-                if answers != learnt:
+                if answers != loss_mask:
                     flush()
-                text, learnt = text + piece.text, answers
+                text, loss_mask = text + piece.text, answers
                 continue
             own, lead = self._without_lead(pieces[number : number + 2], messages)
             parts = self._controls.split(own)
             for place, part in enumerate(parts):
                 if place % 2:
                     flush()
-                    runs.append(ChatRun(part, self.tokenizer.control_tokens[part], learnt))
-                    learnt = False
-                elif learnt and (part.strip() or place == len(parts) - 1):
+                    runs.append(ChatRun(part, self.tokenizer.control_tokens[part], loss_mask))
+                    loss_mask = False
+                elif loss_mask and (part.strip() or place == len(parts) - 1):
                     # No control token ends this answer.
                     flush()
-                    text, learnt = part, False
+                    text, loss_mask = part, False
                 else:
                     text += part
             if lead:
                 flush()
-                learnt = True
+                loss_mask = True
             for place, part in enumerate(self._controls.split(lead)):
                 if place % 2:
                     flush()
-                    runs.append(ChatRun(part, self.tokenizer.control_tokens[part], learnt))
+                    runs.append(ChatRun(part, self.tokenizer.control_tokens[part], loss_mask))
                 else:
                     text += part
         flush()
@@ -192,8 +192,8 @@ class ChatEncoder:
         except (TemplateRewritesError, StopIteration) as error:
             what = f"the template {name} rewrites messages, so their words cannot be told apart"
             raise UserError(what, where=where, remedy="use another template") from error
-        last = (one for one, after in pairwise([*runs, None]) if not (after and after.learnt))
-        ends = [one.control for one in last if one and one.learnt and one.control is not None]
+        last = (one for one, after in pairwise([*runs, None]) if not (after and after.loss_mask))
+        ends = [one.control for one in last if one and one.loss_mask and one.control is not None]
         if len(ends) < 2:
             raise UserError(
                 f"the template {name} ends answers with no control token of this tokenizer, so a "

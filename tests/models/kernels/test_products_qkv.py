@@ -8,9 +8,16 @@ import torch
 
 pytest.importorskip("triton")
 
-from gristmill.models.kernels import qkv as module
-from gristmill.models.kernels.qkv import sum_of_products
-from gristmill.models.qkv import DEPTH, ROWS, WIDEST, WIDTH, project_qkv, worth_fusing_qkv
+from gristmill.models.kernels import products as module
+from gristmill.models.kernels.products import sum_of_products
+from gristmill.models.products import (
+    QKV_DEPTH,
+    QKV_ROWS,
+    QKV_WIDEST,
+    QKV_WIDTH,
+    project_qkv,
+    worth_fusing_qkv,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 M, N, K = (384, 512, 192) if DEVICE == "cuda" else (48, 64, 32)
@@ -20,7 +27,7 @@ HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
-        monkeypatch.setattr(module, "TILE", module.TILE._replace(M=16, N=32, K=16))
+        monkeypatch.setattr(module, "QKV_TILES", module.QKV_TILES._replace(M=16, N=32, K=16))
 
 
 def random(*shape: int, seed: int, spread: float = 1.0) -> torch.Tensor:
@@ -74,10 +81,10 @@ def test_what_is_worth_fusing_qkv() -> None:
     def worth(rows: int, width: int, outputs: int, dtype: torch.dtype = torch.bfloat16) -> bool:
         return worth_fusing_qkv(torch.empty(2, rows // 2, width, dtype=dtype), outputs=outputs)
 
-    assert worth(ROWS, WIDTH, 3 * DEPTH)
-    assert not worth(ROWS + 2, WIDTH, 3 * DEPTH)
-    assert not worth(ROWS, WIDTH + 1, 3 * DEPTH)
-    assert not worth(ROWS, WIDTH, 3 * DEPTH + 3)
-    assert not worth(ROWS, WIDTH, 3 * DEPTH, torch.float32)
-    assert worth(ROWS, WIDEST, 3 * WIDEST)
-    assert not worth(ROWS, WIDEST + WIDTH, 3 * WIDEST)
+    assert worth(QKV_ROWS, QKV_WIDTH, 3 * QKV_DEPTH)
+    assert not worth(QKV_ROWS + 2, QKV_WIDTH, 3 * QKV_DEPTH)
+    assert not worth(QKV_ROWS, QKV_WIDTH + 1, 3 * QKV_DEPTH)
+    assert not worth(QKV_ROWS, QKV_WIDTH, 3 * QKV_DEPTH + 3)
+    assert not worth(QKV_ROWS, QKV_WIDTH, 3 * QKV_DEPTH, torch.float32)
+    assert worth(QKV_ROWS, QKV_WIDEST, 3 * QKV_WIDEST)
+    assert not worth(QKV_ROWS, QKV_WIDEST + QKV_WIDTH, 3 * QKV_WIDEST)

@@ -8,7 +8,7 @@ import torch
 
 from gristmill.models import loss as module
 from gristmill.models.loss import linear_cross_entropy
-from gristmill.models.sampled import sample_rows
+from gristmill.models.loss_terms import LossTerms, sample_rows
 from gristmill.models.spec import ShardComm
 
 N, D, V, ROWS, SAMPLED = 300, 12, 700, 768, 192
@@ -88,7 +88,9 @@ def by_definition(
     bias = bias.double().requires_grad_()
     total = torch.zeros((), dtype=torch.double)
     sample = sample_rows(tensors["targets"], vocab=V, rows=SAMPLED)
-    for number, (rows, log_weights) in enumerate(zip(*sample[:2], strict=True)):
+    for number, (rows, log_weights) in enumerate(
+        zip(sample.rows_SR, sample.log_weights_SR, strict=True)
+    ):
         part = slice(number * SAMPLED, (number + 1) * SAMPLED)
         logits = hidden[part] @ head[rows].T + bias[rows]
         logits = logits if cap is None else cap * torch.tanh(logits / cap)
@@ -108,11 +110,10 @@ def test_value_and_gradients(
     leaves = [tensors["hidden"].clone(), tensors["head"].clone(), *([bias] if biased else [])]
     hidden, head, *given = (leaf.requires_grad_() for leaf in leaves)
     loss = linear_cross_entropy(
-        *(hidden, head, tensors["targets"], tensors["weights"]),
+        *(hidden, head, tensors["targets"]),
+        LossTerms(tensors["weights"], cap=cap, sampled=SAMPLED),
         vocab=V,
         bias_V=given[0] if biased else None,
-        cap=cap,
-        sampled=SAMPLED,
     )
     assert loss.total.item() == pytest.approx(total.item(), rel=1e-5)
     found = torch.autograd.grad(loss.scaled, (hidden, head, *given))
@@ -129,8 +130,8 @@ def test_the_mean_of_many_draws_is_the_full_loss(tensors: dict[str, torch.Tensor
 
     def loss(sampled: int | None) -> float:
         head = tensors["head"].clone().requires_grad_()
-        rows = (hidden / 16, head, targets, weights)
-        return linear_cross_entropy(*rows, vocab=V, sampled=sampled).total.item() / 40
+        rows = (hidden / 16, head, targets, LossTerms(weights, sampled=sampled))
+        return linear_cross_entropy(*rows, vocab=V).total.item() / 40
 
     full, drawn = loss(None), []
     for other in range(300):
@@ -142,15 +143,15 @@ def test_the_mean_of_many_draws_is_the_full_loss(tensors: dict[str, torch.Tensor
 
 
 def test_validation_uses_all_rows(tensors: dict[str, torch.Tensor]) -> None:
-    inputs = (tensors["hidden"], tensors["head"], tensors["targets"], None)
+    inputs = (tensors["hidden"], tensors["head"], tensors["targets"])
     with torch.no_grad():
-        sampled = linear_cross_entropy(*inputs, vocab=V, sampled=SAMPLED).total
+        sampled = linear_cross_entropy(*inputs, LossTerms(sampled=SAMPLED), vocab=V).total
         assert torch.equal(sampled, linear_cross_entropy(*inputs, vocab=V).total)
 
 
 def test_more_rows_than_the_vocabulary_has_are_all(tensors: dict[str, torch.Tensor]) -> None:
-    inputs = (tensors["hidden"], tensors["head"].requires_grad_(), tensors["targets"], None)
-    sampled = linear_cross_entropy(*inputs, vocab=V, sampled=V).total
+    inputs = (tensors["hidden"], tensors["head"].requires_grad_(), tensors["targets"])
+    sampled = linear_cross_entropy(*inputs, LossTerms(sampled=V), vocab=V).total
     assert torch.equal(sampled, linear_cross_entropy(*inputs, vocab=V).total)
 
 
@@ -164,7 +165,8 @@ def test_a_head_with_sharded_rows_uses_all_rows(tensors: dict[str, torch.Tensor]
     targets, options = tensors["targets"], {"vocab": V, "comm": Shards()}
     found = []
     for sampled in (None, SAMPLED):
-        loss = linear_cross_entropy(hidden, head, targets, None, sampled=sampled, **options)
+        terms = LossTerms(sampled=sampled)
+        loss = linear_cross_entropy(hidden, head, targets, terms, **options)
         found.append((loss.total, *torch.autograd.grad(loss.scaled, (hidden, head))))
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from gristmill.models.casts import cast_linear
+from gristmill.models.products import cast_linear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -10,10 +10,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gristmill.config.model import GPTConfig
 from gristmill.models.build import build_model
-from gristmill.models.documents import BLOCK, document_blocks, document_mask
 from gristmill.models.gpt import GPT
+from gristmill.models.layers import DOCUMENT_BLOCK, document_blocks
 from gristmill.models.recompute import Recompute
-from gristmill.models.spec import Kernels, Loss
+from gristmill.models.spec import Kernels, Loss, document_mask
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"layers": 2, "heads": 4, "width": 32, "context": 24}
@@ -153,7 +153,7 @@ def test_blocks_say_what_the_dense_mask_says() -> None:
     )
     blocks = document_blocks(documents)
     dense = document_mask(documents)[:, 0]
-    tiles = dense.unflatten(2, (3, BLOCK)).unflatten(1, (3, BLOCK))
+    tiles = dense.unflatten(2, (3, DOCUMENT_BLOCK)).unflatten(1, (3, DOCUMENT_BLOCK))
     some, every = tiles.any(4).any(2), tiles.all(4).all(2)
     for sample in range(len(PACKED)):
         for query in range(3):

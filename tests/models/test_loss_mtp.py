@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional
 
 from gristmill.models import loss as module
 from gristmill.models.loss import linear_cross_entropy
-from gristmill.models.sampled import sample_rows
+from gristmill.models.loss_terms import LossTerms, sample_rows
 
 SEQUENCE, D, V = 25, 12, 200
 N = 8 * SEQUENCE
 FIRST, SECOND = 0.5, 0.2
+terms = LossTerms(scale=torch.tensor(FIRST), mtp_scale=torch.tensor(SECOND))
 
 
 @pytest.fixture
@@ -29,6 +32,10 @@ def tensors(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
         "targets": targets,
         "weights": torch.rand(N, generator=generator).round(),
     }
+
+
+def in_sequences(hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor) -> Any:
+    return hidden.unflatten(0, (-1, SEQUENCE)), head, targets.view(-1, SEQUENCE)
 
 
 def by_definition(
@@ -58,11 +65,9 @@ def test_value_and_gradients(
     total, *wanted = by_definition(tensors, weights.double(), cap)
     hidden, head = (tensors[k].clone().requires_grad_() for k in ("hidden", "head"))
     loss = linear_cross_entropy(
-        *(hidden, head, tensors["targets"], weights if weighted else None),
+        *in_sequences(hidden, head, tensors["targets"]),
+        terms._replace(loss_weights_BT=weights if weighted else None, cap=cap),
         vocab=V,
-        scale=torch.tensor([FIRST, SECOND]),
-        cap=cap,
-        sequence=SEQUENCE,
     )
     assert loss.total.item() == pytest.approx(total.item(), rel=1e-5)
     for got, exact in zip(torch.autograd.grad(loss.scaled, (hidden, head)), wanted, strict=True):
@@ -73,11 +78,7 @@ def test_among_the_rows_of_a_sample(tensors: dict[str, torch.Tensor]) -> None:
     hidden, head = (tensors[k].clone().requires_grad_() for k in ("hidden", "head"))
     targets = tensors["targets"]
     loss = linear_cross_entropy(
-        *(hidden, head, targets, None),
-        vocab=V,
-        scale=torch.tensor([FIRST, SECOND]),
-        sampled=64,
-        sequence=SEQUENCE,
+        *in_sequences(hidden, head, targets), terms._replace(sampled=64), vocab=V
     )
     found = torch.autograd.grad(loss.scaled, (hidden, head))
 
@@ -98,8 +99,8 @@ def test_among_the_rows_of_a_sample(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def test_validation_has_one_target(tensors: dict[str, torch.Tensor]) -> None:
-    rows = (tensors["hidden"], tensors["head"], tensors["targets"], None)
+    rows = in_sequences(tensors["hidden"], tensors["head"], tensors["targets"])
     with torch.no_grad():
         one = linear_cross_entropy(*rows, vocab=V)
-        two = linear_cross_entropy(*rows, vocab=V, scale=torch.ones(2), sequence=SEQUENCE)
+        two = linear_cross_entropy(*rows, LossTerms(mtp_scale=torch.ones(())), vocab=V)
     assert torch.equal(one.total, two.total)

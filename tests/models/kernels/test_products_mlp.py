@@ -9,9 +9,16 @@ from torch.nn import functional
 
 pytest.importorskip("triton")
 
-from gristmill.models.fused import INNER, ROWS, WIDEST, WIDTH, fused_mlp, worth_fusing
-from gristmill.models.kernels import activated as module
-from gristmill.models.kernels.activated import activation_backward, linear_activation
+from gristmill.models.kernels import products as module
+from gristmill.models.kernels.products import activation_backward, linear_activation
+from gristmill.models.products import (
+    MLP_INNER,
+    MLP_ROWS,
+    MLP_WIDEST,
+    MLP_WIDTH,
+    fused_mlp,
+    worth_fusing_mlp,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 M, N, K = (256, 512, 128) if DEVICE == "cuda" else (48, 64, 32)
@@ -38,7 +45,7 @@ def error(got: torch.Tensor, exact: torch.Tensor) -> float:
     return float((got.double() - exact).norm() / exact.norm())
 
 
-@pytest.mark.parametrize("activation", WIDEST)
+@pytest.mark.parametrize("activation", MLP_WIDEST)
 @pytest.mark.parametrize("biased", [False, True])
 def test_forward_and_backward(activation: str, biased: bool) -> None:
     x, weight = random(M, K, seed=0), random(N, K, seed=1, spread=K**-0.5)
@@ -61,21 +68,21 @@ def test_forward_and_backward(activation: str, biased: bool) -> None:
 def test_what_is_worth_fusing() -> None:
     def worth(rows: int, width: int, inner: int, activation: str, dtype: torch.dtype) -> bool:
         x = torch.empty(2, rows // 2, width, dtype=dtype)
-        return worth_fusing(x, inner=inner, activation=activation)
+        return worth_fusing_mlp(x, inner=inner, activation=activation)
 
     half = torch.bfloat16
-    assert worth(ROWS, WIDTH, INNER, "relu2", half)
-    assert not worth(ROWS + 2, WIDTH, INNER, "relu2", half)
-    assert not worth(ROWS, WIDTH + 1, INNER, "relu2", half)
-    assert not worth(ROWS, WIDTH, INNER + 1, "relu2", half)
-    assert not worth(ROWS, WIDTH, INNER, "swiglu", half)
-    assert not worth(ROWS, WIDTH, INNER, "relu2", torch.float32)
-    for activation, widest in WIDEST.items():
-        assert worth(ROWS, widest, INNER, activation, half)
-        assert not worth(ROWS, widest + WIDTH, INNER, activation, half)
+    assert worth(MLP_ROWS, MLP_WIDTH, MLP_INNER, "relu2", half)
+    assert not worth(MLP_ROWS + 2, MLP_WIDTH, MLP_INNER, "relu2", half)
+    assert not worth(MLP_ROWS, MLP_WIDTH + 1, MLP_INNER, "relu2", half)
+    assert not worth(MLP_ROWS, MLP_WIDTH, MLP_INNER + 1, "relu2", half)
+    assert not worth(MLP_ROWS, MLP_WIDTH, MLP_INNER, "swiglu", half)
+    assert not worth(MLP_ROWS, MLP_WIDTH, MLP_INNER, "relu2", torch.float32)
+    for activation, widest in MLP_WIDEST.items():
+        assert worth(MLP_ROWS, widest, MLP_INNER, activation, half)
+        assert not worth(MLP_ROWS, widest + MLP_WIDTH, MLP_INNER, activation, half)
 
 
-@pytest.mark.parametrize("activation", WIDEST)
+@pytest.mark.parametrize("activation", MLP_WIDEST)
 @pytest.mark.parametrize("biased", [False, True])
 def test_the_fused_part_has_the_gradients_of_the_plain_one(activation: str, biased: bool) -> None:
     def inputs() -> list[torch.Tensor]:
