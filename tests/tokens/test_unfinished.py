@@ -71,3 +71,20 @@ def test_a_set_without_its_companions_is_replaced_by_the_same_request_alone(
     assert not list(tmp_path.glob(".*"))
     with pytest.raises(UserError, match="already a token set here"):
         convert_tokens([tokens], tmp_path / "set", companions=note)
+
+
+@pytest.mark.parametrize("format", ["flat", "megatron", "npy"])
+def test_a_set_that_is_complete_has_no_scratch_files_beside_it(
+    format: str, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(self: writer.TokenWriter) -> None:
+        raise Killed
+
+    # Killed after the last file is in place, and before anything is cleaned up.
+    monkeypatch.setattr(writer.TokenWriter, "abandon", killed)
+    with pytest.raises(Killed):
+        convert_tokens([tokens], tmp_path / "set", format=format)
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="already a token set here"):
+        convert_tokens([tokens], tmp_path / "set", format=format)
+    assert not list(tmp_path.glob(".*.tmp"))

@@ -220,6 +220,10 @@ class TokenWriter(abc.ABC):
         new = self._new
         with storage_errors(new.prefix):
             files = self._close() if self.documents else {}
+            if new.state is None:
+                # Before anything is in place: nobody would look for them beside a complete set.
+                for file in self._scratch:
+                    file.discard()
             self._mark_unfinished()
             # An old index must not be read with the new ids, even if a new one follows. An old
             # `.starts` marks shards without a manifest as unfinished, so it is removed last.
