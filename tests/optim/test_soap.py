@@ -21,12 +21,11 @@ from gristmill.config.rules import config_warnings
 from gristmill.config.schema import RunConfig
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
-from gristmill.optim import chunks
-from gristmill.optim import compiled as compiled_steps
+from gristmill.optim import muon
 from gristmill.optim.adamw import AdamW
 from gristmill.optim.build import build_optimizer
 from gristmill.optim.matrix import MatrixOptimizer
-from gristmill.optim.orthogonal import POLAR_EXPRESS
+from gristmill.optim.muon import POLAR_EXPRESS
 from gristmill.optim.precondition import soap
 from gristmill.optim.precondition.factors import decompose, refresh_basis
 from gristmill.optim.precondition.soap import part_name
@@ -425,7 +424,7 @@ def test_a_group_in_pieces_moves_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> 
     whole, parted = model(layers=3), model(layers=3)
     for network in (whole, parted):
         if network is parted:
-            monkeypatch.setattr(chunks, "PIECE", 2 * 48 * 16)
+            monkeypatch.setattr(muon, "PIECE", 2 * 48 * 16)
         built = optimizer(network, "adamw", eps=1e-4)
         for step in range(3):
             give_gradients(network, step)
@@ -438,7 +437,7 @@ def test_a_group_in_pieces_moves_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_compiled_step_does_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """With torch's tracing but not its code generation, which takes a minute on a CPU."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    compiled_steps._compiled.cache_clear()
+    muon._compiled.cache_clear()
     plain, traced = model(layers=1), model(layers=1)
     for network, compiled in ((plain, False), (traced, True)):
         built = optimizer(network, "muon", compiled=compiled, own={"normalise": "neurons"})
@@ -449,7 +448,7 @@ def test_a_compiled_step_does_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
                     group["factor_decay"] = 0.9 + step / 100
             give_gradients(network, step)
             built.step(divisor=torch.tensor(1.0 + step), skip=torch.tensor(step % 2.0))
-    compiled_steps._compiled.cache_clear()
+    muon._compiled.cache_clear()
     for one, two in zip(plain.parameters(), traced.parameters(), strict=True):
         torch.testing.assert_close(one, two, rtol=0, atol=1e-5)
 

@@ -20,7 +20,7 @@ from gristmill.data.loader import Batch, make_batch
 from gristmill.distributed.world import open_world
 from gristmill.models.gpt import GPT
 from gristmill.models.spec import CausalLM, block_linears, is_transposed
-from gristmill.plan.kaisa import assign_layers, rows_of_grid
+from gristmill.plan.preconditioner import assign_layers, rows_of_grid
 from gristmill.strategies.kfac import Kfac
 from gristmill.strategies.sharding import ShardedParameters
 from gristmill.strategies.spmd import Spmd

@@ -4,7 +4,7 @@ with AdamW, and SOAP with Muon.
     role                             rule                      state in fp32, per parameter
     matrix                           momentum, and these two   momentum (R, C)
                                        precondition/soap.py    see there
-                                       orthogonal.py           second_moment (L)
+                                       muon.py                 second_moment (L)
     embedding, table, head, vector   fused AdamW               exp_avg, exp_avg_sq, step
 
 A parameter group is updated in one call: all matrices of equal shape and parts, or all parameters
@@ -38,9 +38,8 @@ from gristmill.config.optim import AdamWConfig, MuonConfig
 from gristmill.config.preconditioner import SoapConfig
 from gristmill.config.roles import Role
 from gristmill.optim.adamw import ADAM_PLACEMENTS, adam_step, decay_groups
-from gristmill.optim.chunks import Chunk, packed, pieces
-from gristmill.optim.compiled import is_compiled, maybe_compiled
-from gristmill.optim.orthogonal import (
+from gristmill.optim.muon import (
+    Chunk,
     MatrixRule,
     Stack,
     StepScalars,
@@ -48,7 +47,11 @@ from gristmill.optim.orthogonal import (
     advance_stacks,
     build_iteration,
     find_directions,
+    is_compiled,
+    maybe_compiled,
     move_weights,
+    packed,
+    pieces,
     shape_scale,
     update_matrices,
 )
@@ -201,6 +204,7 @@ class MatrixOptimizer(ParameterOptimizer):
         self, number: int, group: Group, divisor: torch.Tensor, skip: torch.Tensor
     ) -> StepScalars:
         """A group's step-dependent scalars on the device, set without a sync."""
+        # The same tensors in every step: numbers that change would be compiled in anew.
         if number not in self._scalars:
             lr, decay, momentum, factors = torch.zeros(4, device=divisor.device).unbind()
             self._scalars[number] = StepScalars(lr, decay, momentum, factors, divisor, skip)
@@ -231,6 +235,9 @@ class MatrixOptimizer(ParameterOptimizer):
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
             momenta = [state["momentum"] for state in states]
             moments = [] if rule.beta2 is None else [state["second_moment"] for state in states]
+            # Momenta are linear in the gradients, so shards of them advance where they are; only
+            # directions need whole matrices. All processes have the same chunks in the same order,
+            # so the collectives of gather and scatter meet.
             assigned = self._gather(names, advance(gradients, momenta, scalars, rule))
             if self.soap is not None:
                 whole = self._gather(names, [gradient.float() for gradient in gradients])

@@ -1,4 +1,4 @@
-"""K-FAC over the processes of a run: which of them holds and computes what is in `kaisa.py`.
+"""K-FAC over the processes of a run; `plan/preconditioner.py` says which of them computes what.
 
 In a step, after the gradients of all micro-batches are summed and the step is found to be finite,
 
@@ -27,6 +27,7 @@ from gristmill.config.preconditioner import KfacConfig
 from gristmill.distributed.world import World
 from gristmill.models.layer_statistics import LayerStatistics, LayerSums
 from gristmill.models.spec import CausalLM, block_linears, is_transposed, linear_shapes
+from gristmill.optim.precondition.factors import side_by_side
 from gristmill.optim.precondition.kfac import (
     FACTOR,
     KfacLayer,
@@ -34,10 +35,8 @@ from gristmill.optim.precondition.kfac import (
     StepSettings,
     inverse_kinds,
 )
-from gristmill.optim.precondition.side_by_side import side_by_side
 from gristmill.optim.spec import Placement, StateEntry
-from gristmill.plan.kaisa import assign_layers
-from gristmill.plan.preconditioner import kfac_inversion
+from gristmill.plan.preconditioner import assign_layers, kfac_inversion
 from gristmill.strategies.data_parallel import BUCKET, buckets
 from gristmill.strategies.matrix_exchange import ShardedMatrixExchange, stage_ranks
 from gristmill.strategies.sharding import ShardedParameters, ShardLayout

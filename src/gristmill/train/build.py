@@ -37,7 +37,7 @@ from gristmill.models.lora import keep_frozen_in
 from gristmill.models.recompute import Recompute
 from gristmill.models.spec import CausalLM, Execution, ShardComm
 from gristmill.optim.build import build_optimizer
-from gristmill.optim.precondition.joined import PreconditionedOptimizer
+from gristmill.optim.precondition.kfac import PreconditionedOptimizer
 from gristmill.optim.spec import Optimizer
 from gristmill.strategies.compiling import (
     choose_graphs,

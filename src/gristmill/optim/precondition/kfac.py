@@ -18,9 +18,9 @@ several matrices are stacked in a weight, each has a G of its own, and they shar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,6 +35,7 @@ from gristmill.optim.precondition.factors import (
     decompose,
     mean_eigenvalue,
 )
+from gristmill.optim.spec import CheckpointState, Optimizer, Placement, StateEntry
 from gristmill.plan.preconditioner import kfac_sizes
 
 
@@ -132,6 +133,8 @@ class LayerCurvature:
             return [(damping if alone else damping**0.5) * mean for mean in means]
         if alone:
             return [torch.full_like(means[0], damping)]
+        # Martens and Grosse's balance: (A + sqrt(l) p) (x) (G + sqrt(l) / p) has l on the diagonal
+        # whatever p is, and this p keeps the mean of the mixed terms smallest.
         balance = (means[0] / torch.stack(means[1:]).mean()).sqrt()
         return [damping**0.5 * balance, *[damping**0.5 / balance for _ in means[1:]]]
 
@@ -141,15 +144,20 @@ class LayerCurvature:
         parts = torch.split(matrix, list(self.layer.shape.parts)) if others else ()
         if self.config.method == "inverse":
             if others:
-                matrix = torch.cat([one[0] @ p for one, p in zip(others, parts, strict=True)])
+                pairs = zip(others, parts, strict=True)
+                matrix = torch.cat([inverse[0] @ part for inverse, part in pairs])
             return matrix @ first[0]
         inputs = Eigen(*first)
         if not others:
             divided = (matrix @ inputs.basis) / self._damped(inputs.values, settings)
             return divided @ inputs.basis.T
-        outputs = [Eigen(*one) for one in others]
-        pairs = zip(parts, outputs, strict=True)
-        return torch.cat([self._divided(part, inputs, one, settings) for part, one in pairs])
+        # Stacked matrices share their inputs, so they share A; each has a G of its own.
+        return torch.cat(
+            [
+                self._divided(part, inputs, Eigen(*inverse), settings)
+                for part, inverse in zip(parts, others, strict=True)
+            ]
+        )
 
     def _divided(
         self, part: torch.Tensor, inputs: Eigen, outputs: Eigen, settings: StepSettings
@@ -176,8 +184,8 @@ class LayerCurvature:
 
     def load(self, kind: str, key: str, value: torch.Tensor) -> None:
         """Load one of them."""
-        held = {(kind, key): tensor for kind, key, tensor in self.tensors()}
-        target = held[kind, key]
+        targets = {(kind, key): tensor for kind, key, tensor in self.tensors()}
+        target = targets[kind, key]
         if target.shape != value.shape:
             shapes = f"{tuple(value.shape)}, not {tuple(target.shape)}"
             raise DataError(f"{kind}/{key} has shape {shapes}")
@@ -195,3 +203,40 @@ def inverse_kinds(config: KfacConfig) -> tuple[str, ...]:
 def inverse_shapes(config: KfacConfig, size: int) -> tuple[tuple[int, ...], ...]:
     """Their shapes, for a factor of a size."""
     return ((size,), (size, size)) if config.method == "eigen" else ((size, size),)
+
+
+class PreconditionedOptimizer:
+    """An optimizer with the state of the preconditioner before it, saved and restored as one. Kinds
+    of state have different names in both."""
+
+    def __init__(self, optimizer: Optimizer, preconditioner: CheckpointState) -> None:
+        self.optimizer, self.preconditioner = optimizer, preconditioner
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    def step(self, *, divisor: torch.Tensor, skip: torch.Tensor) -> None:
+        self.optimizer.step(divisor=divisor, skip=skip)
+
+    def stepped_kinds(self) -> Mapping[str, Collection[str]]:
+        return self.optimizer.stepped_kinds()
+
+    @property
+    def placements(self) -> Mapping[str, Placement]:
+        return {**self.optimizer.placements, **self.preconditioner.placements}
+
+    def entries(self) -> Iterator[StateEntry]:
+        yield from self.optimizer.entries()
+        yield from self.preconditioner.entries()
+
+    def expects(self, kind: str, key: str) -> bool:
+        return self.optimizer.expects(kind, key) or self.preconditioner.expects(kind, key)
+
+    def load_entry(self, entry: StateEntry) -> None:
+        ours = self.optimizer.expects(entry.kind, entry.key)
+        (self.optimizer if ours else self.preconditioner).load_entry(entry)

@@ -35,10 +35,8 @@ from functools import partial
 
 import torch
 
-from gristmill.optim.compiled import maybe_compiled
-from gristmill.optim.orthogonal import StepScalars, in_order
-from gristmill.optim.precondition.factors import advance, decompose, refresh_basis
-from gristmill.optim.precondition.side_by_side import side_by_side
+from gristmill.optim.muon import StepScalars, in_order, maybe_compiled
+from gristmill.optim.precondition.factors import advance, decompose, refresh_basis, side_by_side
 from gristmill.optim.spec import Placement, StateEntry
 
 FIRST_EPS = 0.01
@@ -138,6 +136,8 @@ class Soap:
         )
         for index, one in zip(chosen, whitened.unbind(), strict=True):
             result[index] = one
+        # After the update: v belongs to the basis it was accumulated in, and moves with it. Parts
+        # that have just started have the eigenvectors of their factors already.
         if refresh:
             refresh_parts([self._states[name] for name in names if name in known], scalars.skip)
         return result

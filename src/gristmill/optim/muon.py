@@ -19,11 +19,14 @@ Shapes: N matrices, R rows, C columns; S the shorter and L the longer of the two
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from functools import cache
+from types import FunctionType
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import nn
 
 Row = tuple[float, float, float]
 
@@ -72,6 +75,8 @@ def orthogonalise(x_NRC: torch.Tensor, iteration: Iteration) -> torch.Tensor:
     if x_NRC.shape[1] > x_NRC.shape[2]:
         transposed: torch.Tensor = orthogonalise(in_order(x_NRC.mT), iteration).mT
         return transposed
+    # The Frobenius norm is an upper bound of the largest singular value: all of them are in [0, 1]
+    # from here on, where the polynomials converge. Zero matrices stay zero, thanks to TINY.
     norm_N11 = torch.linalg.vector_norm(x_NRC, dim=(1, 2), keepdim=True)
     x_NSL: torch.Tensor = (x_NRC / (norm_N11 * iteration.margin + TINY)).to(iteration.dtype)
     for a, b, c in iteration.rows:
@@ -102,6 +107,7 @@ def equalise(
     moment_NL = torch.lerp(x_NRC.square().mean(dim=short), moment_NL, beta)
     # A line that never had a gradient stays zero.
     equal_NRC = x_NRC * moment_NL.clamp(min=1e-10).rsqrt().unsqueeze(short)
+    # The norm stays that of the orthogonal matrix, so rates mean the same with and without this.
     norms = [torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True) for x in (x_NRC, equal_NRC)]
     return equal_NRC * (norms[0] / (norms[1] + TINY)), moment_NL
 
@@ -232,6 +238,7 @@ def move_weights(
         decay = before * scalars.decay
         if rule.cautious:
             decay = torch.where(direction * before > 0, decay, 0.0)
+        # A skipped step may have computed NaN; `where` keeps it out, a product with 0 would not.
         weight.copy_(torch.where(skipped, before, before - scalars.lr * direction - decay))
 
 
@@ -281,3 +288,82 @@ def _joined(parts: Sequence[_Part]) -> tuple[torch.Tensor, torch.Tensor | None]:
     directions = [(one.x_NSL.mT if one.tall else one.x_NSL) * one.scale for one in parts]
     moments = [one.moments_NL for one in parts if one.moments_NL is not None]
     return torch.cat(directions, dim=1), torch.cat(moments, dim=1) if moments else None
+
+
+# ------------------------------------------------------------------ how many at once
+#
+# An update needs several times the memory of its matrices, so a group of equal matrices is divided
+# into chunks of limited size; small chunks of several groups go together.
+
+PIECE = 2**27
+"""Elements that are computed with at once, unless a single matrix has more."""
+
+
+class Chunk(NamedTuple):
+    """Equal matrices of a group that are updated at once."""
+
+    group: dict[str, Any]
+    scalars: StepScalars
+    parameters: Sequence[nn.Parameter]
+
+    @property
+    def rule(self) -> MatrixRule:
+        """That of the group."""
+        rule: MatrixRule = self.group["rule"]
+        return rule
+
+    def weights(self) -> list[torch.Tensor]:
+        """The matrices, without a gradient."""
+        return [parameter.detach() for parameter in self.parameters]
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Those of the matrices."""
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+
+def packed(chunks: Iterable[Chunk]) -> list[list[Chunk]]:
+    """Chunks in their order, as many together as PIECE allows."""
+    together: list[list[Chunk]] = []
+    room = 0
+    for chunk in chunks:
+        size = sum(parameter.numel() for parameter in chunk.parameters)
+        if size > room or not together:
+            together.append([])
+            room = PIECE
+        together[-1].append(chunk)
+        room -= size
+    return together
+
+
+def pieces(matrices: Sequence[Any], *, size: int) -> Iterable[Sequence[Any]]:
+    """Equal matrices of a size, in as few even chunks as PIECE allows."""
+    at_once = max(1, PIECE // size)
+    length = math.ceil(len(matrices) / math.ceil(len(matrices) / at_once))
+    return (matrices[begin : begin + length] for begin in range(0, len(matrices), length))
+
+
+# ------------------------------------------------------------------ compiled steps
+
+
+def maybe_compiled(
+    function: Callable[..., Any],
+    constants: Hashable,
+    *,
+    compiled: bool | None,
+    device: torch.device,
+) -> Callable[..., Any]:
+    """A function that is called with the same constants, such as the rule of a group, each time."""
+    return _compiled(function, constants) if is_compiled(compiled, device) else function
+
+
+def is_compiled(compiled: bool | None, device: torch.device) -> bool:
+    """Whether steps are compiled on a device; None asks for it on CUDA only."""
+    return device.type == "cuda" if compiled is None else compiled
+
+
+@cache
+def _compiled(function: Any, constants: Hashable) -> Callable[..., Any]:
+    # torch limits recompilations per code object, so each call with other constants gets its own.
+    code = function.__code__.replace()
+    copy = FunctionType(code, function.__globals__, function.__name__)
+    return torch.compile(copy, dynamic=False)
