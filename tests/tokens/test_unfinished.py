@@ -78,6 +78,7 @@ def test_a_set_that_is_complete_has_no_scratch_files_beside_it(
     format: str, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(self: writer.TokenWriter) -> None:
+        self._lock.release()
         raise Killed
 
     # Killed after the last file is in place, and before anything is cleaned up.
