@@ -118,3 +118,14 @@ def test_the_pages_build_without_a_warning(tmp_path: Path) -> None:
     loaded = re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(https?://[^"]+)"', guide)
     assert loaded == []
     assert not list(tmp_path.rglob("*.py"))
+
+
+def test_what_the_page_on_the_architecture_names_is_there() -> None:
+    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w/]+\.py)` `(\w+)` \|", text, re.MULTILINE)
+    assert len(rows) == 25, "five names for each of five flows"
+    for path, name in rows:
+        code = (ROOT / "src/gristmill" / path).read_text(encoding="utf-8")
+        assert re.search(rf"^(class|def) {name}\b", code, re.MULTILINE), (path, name)
+    for path in re.findall(r"`([\w/]+\.py)`", text):
+        assert (ROOT / "src/gristmill" / path).is_file(), path
