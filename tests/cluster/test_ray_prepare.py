@@ -15,6 +15,7 @@ import pytest
 
 from gristmill.launch.tasks import ray as tasks_ray
 
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 SOURCE = str(Path(tasks_ray.__file__).parents[3])
 HELD = """
 import os, sys, time
