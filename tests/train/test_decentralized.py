@@ -53,7 +53,7 @@ def train_all(runs: list[tuple[RunConfig, int | None]]) -> list[tuple[int, int]]
     """One run after the other in the same processes, and how each ended; in some of them one
     process is asked to stop."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("gristmill.train.run.close_world", lambda: None)
+        patched.setattr("gristmill.train.run.close_run_world", lambda world: None)
         outcomes = [train_one(config, asked) for config, asked in runs]
     return [(int(outcome.exit), outcome.step) for outcome in outcomes]
 
@@ -210,7 +210,7 @@ def count_averages(configs: list[RunConfig]) -> list[int]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Exchange, "average", average)
-        patched.setattr("gristmill.train.run.close_world", lambda: None)
+        patched.setattr("gristmill.train.run.close_run_world", lambda world: None)
         for config in configs:
             counts.append(0)
             run_training(config)

@@ -180,7 +180,9 @@ class Killed:
 SAVING = r"in phase (save|step|validation) at step \d"
 """A save goes on in the background, while training does."""
 CASES = {
-    "when all have met": Killed(1, 'after(run, "open_world")', "in phase start at step 0", None),
+    "when all have met": Killed(
+        1, 'after(run, "open_run_world")', "in phase start at step 0", None
+    ),
     "in the first forward pass": Killed(
         0,
         'on(Spmd, "accumulate", 1, lambda: before(GPT, "forward"))',

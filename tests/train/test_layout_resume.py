@@ -153,7 +153,7 @@ MATRIX = {
 def all_go_on(configs: list[RunConfig], stop_at: int | None, asked: int | None = None) -> list[int]:
     """One run after the other, in the same processes."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("gristmill.train.run.close_world", lambda: None)
+        patched.setattr("gristmill.train.run.close_run_world", lambda world: None)
         return [go_on(config, stop_at, asked) for config in configs]
 
 

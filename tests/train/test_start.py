@@ -119,7 +119,7 @@ def nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("this would have taken minutes")
 
     monkeypatch.setattr(assemble_module, "build_strategy", fail)
-    monkeypatch.setattr(assemble_module, "outline_model", fail)
+    monkeypatch.setattr(assemble_module, "build_meta_model", fail)
 
 
 @pytest.mark.usefixtures("nothing_is_built")

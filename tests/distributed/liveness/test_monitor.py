@@ -35,7 +35,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from gristmill.base.errors import UserError
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.process import Address, Place
+from gristmill.base.process import Address, ProcessInfo
 from gristmill.distributed.liveness import monitor as module
 from gristmill.distributed.liveness.monitor import Monitor
 from gristmill.distributed.liveness.verdict import Limits
@@ -45,7 +45,7 @@ here = str(eval(namespace))
 module.pid_namespace = lambda: here
 os.dup2(os.open(folder / f"{rank}.txt", os.O_WRONLY | os.O_CREAT), 2)
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-place = Place(rank, rank, world, f"host{rank}", address=Address("127.0.0.1", port))
+place = ProcessInfo(rank, rank, world, f"host{rank}", address=Address("127.0.0.1", port))
 limits = Limits(start=start_limit, phase=phase_limit, silence=silence, leaving=1.5, beat=0.25,
     read=0.5, large_world=large_world)
 

@@ -472,10 +472,10 @@ def test_who_is_asked_to_stop_does_not_wait(member: Join) -> None:
 START_IT = """
 import sys
 from pathlib import Path
-from gristmill.base.process import Address, Place
+from gristmill.base.process import Address, ProcessInfo
 from gristmill.strategies.decentralized.elastic import membership
 from gristmill.strategies.decentralized.elastic.coordinator import reach_store
-place = Place(address=Address("127.0.0.1", int(sys.argv[1])), world=2)
+place = ProcessInfo(address=Address("127.0.0.1", int(sys.argv[1])), world=2)
 store = reach_store(place, seconds=60, log=Path(sys.argv[2]), idle=600)
 store.set("from", "the first")
 """
