@@ -22,7 +22,7 @@ from gristmill.text.prepare.prepare import prepare_documents
 from gristmill.text.sources.python_docs import python_documents
 from gristmill.text.sources.source import Document
 from gristmill.text.tokenizers.tokenizer import open_tokenizer
-from gristmill.train.run import run_training
+from gristmill.train.run import Run
 
 RUN = """
 name = "{name}"
@@ -79,7 +79,7 @@ def main() -> None:
 def train(folder: Path, name: str, tokens: str, guard: str | None, steps: int) -> tuple[float, int]:
     text = RUN.format(folder=folder, name=name, tokens=tokens, steps=steps)
     words = [] if guard is None else [f"train.guard.action={guard}"]
-    outcome = run_training(load_text(text, words, place="benchmark"))
+    outcome = Run(load_text(text, words, place="benchmark")).train()
     assert outcome.best_loss is not None
     newest = max((folder / name / "checkpoints").glob("step-*"))
     ranges = json.loads((newest / "state.json").read_text())["health"]["passed_over"]

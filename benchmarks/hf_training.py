@@ -166,7 +166,7 @@ def train_ours(options: argparse.Namespace) -> dict[str, Any]:
     keep_freed_memory()
     from gristmill.config.load import load_text
     from gristmill.track.metrics import StepRecord, read_metrics
-    from gristmill.train.run import run_training
+    from gristmill.train.run import Run
 
     text = RUN.format(
         folder=options.folder,
@@ -179,7 +179,7 @@ def train_ours(options: argparse.Namespace) -> dict[str, Any]:
     words = [f"data.sequence={options.sequence}", *options.settings]
     if options.device == "cuda":  # as a run does that is long enough to speak of its speed
         words.insert(0, "runtime.compile=true")
-    run_training(load_text(text, words, place="benchmark"))
+    Run(load_text(text, words, place="benchmark")).train()
     records = read_metrics(options.folder / "ours" / "metrics.jsonl")
     steps = [one for one in records if isinstance(one, StepRecord)]
     timed = steps[options.warm_up :]

@@ -4,7 +4,7 @@ facts that go with it.
     Job      a name, a row, a seed and a horizon
     Bench    what all runs share: the options, both texts, a folder, and the results so far
 
-Ours is `run_training` itself, read back from its records. The loop of nanoGPT and nanochat is
+Ours is `Run.train` itself, read back from its records. The loop of nanoGPT and nanochat is
 written out here, with the same clock and validation; nanochat gets whole windows in random order,
 as ours does, since places at random are worse.
 """
@@ -60,7 +60,7 @@ from gristmill.tokens.format import TokenReader
 from gristmill.track.folder import run_folder
 from gristmill.track.metrics import StepRecord, ValidationRecord, read_metrics
 from gristmill.train.environment import code_commit, version
-from gristmill.train.run import run_training
+from gristmill.train.run import Run
 
 GRAPHS = 1024
 """Compiled versions of a function that are kept: the runs of one process are more than usual."""
@@ -252,7 +252,7 @@ def run_ours(bench: Bench, config: RunConfig, job: Job) -> dict[str, Any]:
     shutil.rmtree(folder.path, ignore_errors=True)
     # The progress of the run goes where it does not disturb the tables.
     with contextlib.redirect_stdout(sys.stderr):
-        outcome = run_training(config)
+        outcome = Run(config).train()
     if outcome.exit is not Exit.DONE:
         raise SystemExit("stopped; the runs before this one are kept")
     records = read_metrics(folder.metrics)

@@ -15,7 +15,7 @@ The protocol, the same for all:
     time         of training steps alone, by the device's own clock; compiling and validation do not
                  count, and the first steps of a run, which compile, cost what the median one does
     validation   all windows of the validation text that do not overlap, in order
-    ours         `run_training` itself: loader, loop, records; nothing is saved before the end
+    ours         `Run.train` itself: loader, loop, records; nothing is saved before the end
     the loss     the lowest that a row of the baseline ends with, or --target; a run has reached it
                  if its last validation is at or below it, since a rate that has not yet come down
                  says nothing: hence one whole run for each of --tokens

@@ -222,7 +222,7 @@ def test_training_starts_from_a_hugging_face_folder(
     make_run: Callable[..., RunConfig], tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     from gristmill.text.tokenizers.tokenizer import ByteTokenizer
-    from gristmill.train.run import run_training
+    from gristmill.train.run import Run
 
     source = small(ByteTokenizer(), **settings)
     export(kept(source, ByteTokenizer()), tmp_path / "hf", check="files")
@@ -243,7 +243,7 @@ lr = 1e-12
     started = load_text(text, place="run.toml")
     assert started.model.width == 16
     assert started.model.vocab == 257
-    run_training(started)
+    Run(started).train()
     after = open_model(str(tmp_path / "run"), device=CPU)
     ids = torch.randint(0, 257, (1, 20))
     assert torch.allclose(after.model(ids), source(ids), atol=1e-5)

@@ -16,7 +16,7 @@ from gristmill.checkpoint.model import open_stored
 from gristmill.cli.main import app
 from gristmill.config.schema import RunConfig
 from gristmill.track.metrics import EventRecord, read_metrics
-from gristmill.train.run import run_training
+from gristmill.train.run import Run
 
 if TYPE_CHECKING:
     from conftest import Content
@@ -39,7 +39,7 @@ def keeper(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(keeper: Path, make_run: MakeRun, tmp_path: Path) -> Path:
     """A run with checkpoints at steps 3 and 6; trained once for all tests here."""
     if not (keeper / "run").exists():
-        run_training(make_run('train.until="6 steps"', 'validate.every="6 steps"'))
+        Run(make_run('train.until="6 steps"', 'validate.every="6 steps"')).train()
         shutil.move(tmp_path / "run", keeper / "run")
     shutil.copytree(keeper / "run", tmp_path / "run")
     return tmp_path / "run"
@@ -112,7 +112,7 @@ def test_a_run_that_starts_from_another_says_that_its_newest_is_damaged(
 ) -> None:
     file = run / "checkpoints/step-00000006/model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
-    run_training(make_run(f"model.start={run}", 'train.until="1 steps"', folder="second"))
+    Run(make_run(f"model.start={run}", 'train.until="1 steps"', folder="second")).train()
     records = read_metrics(tmp_path / "second/metrics.jsonl")
     events = [one for one in records if isinstance(one, EventRecord)]
     (warning,) = [one.text for one in events if one.level == "warning"]
@@ -124,4 +124,4 @@ def test_a_run_does_not_start_from_weights_with_nan(
 ) -> None:
     rewrite(run / "checkpoints/step-00000006", not_finite)
     with pytest.raises(UserError, match="NaN or infinite numbers in norm"):
-        run_training(make_run(f"model.start={run}", 'train.until="1 steps"', folder="second"))
+        Run(make_run(f"model.start={run}", 'train.until="1 steps"', folder="second")).train()

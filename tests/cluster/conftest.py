@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from gristmill.config.load import load_text
-from gristmill.train.run import run_training
+from gristmill.train.run import Run
 
 
 def _load(name: str) -> ModuleType:
@@ -82,7 +82,7 @@ class ClusterRun:
     def assert_as_alone(self) -> None:
         """All losses are those of one process, within rounding."""
         text = self.text.replace(str(self.folder), f"{self.folder}-alone")
-        run_training(load_text(text, place="alone.toml"))
+        Run(load_text(text, place="alone.toml")).train()
         alone = ClusterRun.__new__(ClusterRun)
         alone.folder = Path(f"{self.folder}-alone")
         expected = alone.losses()

@@ -85,9 +85,9 @@ def test_an_id_outside_the_vocabulary_is_refused(loaded: LoadedModel) -> None:
 def test_a_run_is_evaluated_on_its_own_validation_text(
     make_run: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
-    from gristmill.train.run import run_training
+    from gristmill.train.run import Run
 
-    run_training(make_run('train.until="2 steps"'))
+    Run(make_run('train.until="2 steps"')).train()
     opened = open_model(str(tmp_path / "run"), device=CPU)
     chosen = evaluation_ids(opened, data=None, text=None)
     assert chosen.name.endswith("tiny (held out)")
@@ -134,9 +134,9 @@ def test_text_must_be_named_for_a_model_without_a_run(loaded: LoadedModel) -> No
 def test_a_model_that_keeps_documents_apart_is_evaluated_so(
     make_run: Callable[..., RunConfig], tmp_path: Path, order: str
 ) -> None:
-    from gristmill.train.run import run_training
+    from gristmill.train.run import Run
 
-    run_training(make_run('train.until="2 steps"', "data.documents=masked", f"data.order={order}"))
+    Run(make_run('train.until="2 steps"', "data.documents=masked", f"data.order={order}")).train()
     opened = open_model(str(tmp_path / "run"), device=CPU)
     chosen = evaluation_ids(opened, data=None, text=None)
     assert (chosen.rules.doc_starts, chosen.rules.attention) == ("files", True)
@@ -159,9 +159,9 @@ def test_a_model_that_keeps_documents_apart_is_evaluated_so(
 def test_text_of_several_files_is_several_documents(
     make_run: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
-    from gristmill.train.run import run_training
+    from gristmill.train.run import Run
 
-    run_training(make_run('train.until="2 steps"', "data.reset_attention=true"))
+    Run(make_run('train.until="2 steps"', "data.reset_attention=true")).train()
     opened = open_model(str(tmp_path / "run"), device=CPU)
     files = []
     for name in ("corn", "flour"):

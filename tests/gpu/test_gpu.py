@@ -33,7 +33,7 @@ from gristmill.optim.build import build_optimizer
 from gristmill.strategies.compiling import CompileAhead, CompileTask, parts_of
 from gristmill.train.build import build_strategy
 from gristmill.train.replay import replay_step
-from gristmill.train.run import run_training
+from gristmill.train.run import Run
 from gristmill.train.stop import StopRequest
 
 MakeRun = Callable[..., RunConfig]
@@ -274,7 +274,7 @@ def test_resume_is_exact_with_deterministic_kernels(
 ) -> None:
     settings = (*ON_GPU, "runtime.deterministic=true", 'precision.compute="bf16"')
     settings = (*settings, "model.dropout=0.1", "runtime.compile=true")
-    run_training(make_run(*settings, folder="whole"))
+    Run(make_run(*settings, folder="whole")).train()
     counter = itertools.count(1)
 
     def stop_at_five(self: StopRequest, *, reserve: float) -> None:
@@ -282,8 +282,8 @@ def test_resume_is_exact_with_deterministic_kernels(
             self.reason = "a test"
 
     monkeypatch.setattr(StopRequest, "check_time", stop_at_five)
-    assert run_training(make_run(*settings, folder="parted")).step == 5
-    run_training(make_run(*settings, folder="parted"))
+    assert Run(make_run(*settings, folder="parted")).train().step == 5
+    Run(make_run(*settings, folder="parted")).train()
     torch.use_deterministic_algorithms(False)
 
     def numbers(folder: str) -> list[tuple[int, float]]:
@@ -314,7 +314,7 @@ def test_the_guard_decides_alike_although_results_are_read_late(
         f'train.guard.action="{action}"',
         "train.guard.window=20",
     )
-    assert run_training(make_run(*settings, folder="whole")).step == 90
+    assert Run(make_run(*settings, folder="whole")).train().step == 90
     counter = itertools.count(1)
 
     def stop_often(self: StopRequest, *, reserve: float) -> None:
@@ -323,7 +323,7 @@ def test_the_guard_decides_alike_although_results_are_read_late(
 
     monkeypatch.setattr(StopRequest, "check_time", stop_often)
     parted = make_run(*settings, folder="parted")
-    while run_training(parted).step < 90:
+    while Run(parted).train().step < 90:
         pass
     found = replay_step(parted, 85, progress=lambda *done: None)
     torch.use_deterministic_algorithms(False)
@@ -341,7 +341,7 @@ def test_the_guard_decides_alike_although_results_are_read_late(
 
 
 def test_records_come_in_order_and_complete(make_run: MakeRun, tmp_path: Path) -> None:
-    run_training(make_run(*ON_GPU, 'train.until="60 steps"', 'validate.every="25 steps"'))
+    Run(make_run(*ON_GPU, 'train.until="60 steps"', 'validate.every="25 steps"')).train()
     records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
     steps = [record for record in records if record["kind"] == "step"]
     assert [record["step"] for record in steps] == list(range(1, 61))
@@ -467,7 +467,7 @@ def test_every_layout_computes_what_a_plain_process_does(
 def test_state_in_host_memory(make_run: MakeRun, tmp_path: Path) -> None:
     """The same arithmetic, by another processor."""
     for folder, extra in (("plain", ()), ("offload", ('runtime.offload="optimizer"',))):
-        run_training(make_run(*ON_GPU, 'precision.compute="bf16"', *extra, folder=folder))
+        Run(make_run(*ON_GPU, 'precision.compute="bf16"', *extra, folder=folder)).train()
     plain, ours = (
         [
             record["loss"]

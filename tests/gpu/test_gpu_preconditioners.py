@@ -18,7 +18,7 @@ from gristmill.distributed.world import open_world
 from gristmill.models.build import build_model
 from gristmill.track.metrics import StepRecord, read_metrics
 from gristmill.train.build import build_strategy
-from gristmill.train.run import run_training
+from gristmill.train.run import Run
 from gristmill.train.stop import StopRequest
 
 MakeRun = Callable[..., RunConfig]
@@ -93,7 +93,7 @@ def test_stopped_and_resumed_equals_uninterrupted(
         'precision.compute="fp16"',
         "precision.loss_scale.initial=65536.0",
     )
-    run_training(make_run(*words, folder="whole"))
+    Run(make_run(*words, folder="whole")).train()
     real, seen = StopRequest.check_time, 0
 
     def check(self: StopRequest, *, reserve: float) -> None:
@@ -104,8 +104,8 @@ def test_stopped_and_resumed_equals_uninterrupted(
         real(self, reserve=reserve)
 
     monkeypatch.setattr(StopRequest, "check_time", check)
-    assert run_training(make_run(*words, folder="parted")).step < 12
-    assert run_training(make_run(*words, folder="parted")).step == 12
+    assert Run(make_run(*words, folder="parted")).train().step < 12
+    assert Run(make_run(*words, folder="parted")).train().step == 12
     found = []
     for name in ("whole", "parted"):
         steps = [

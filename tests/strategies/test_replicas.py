@@ -14,7 +14,7 @@ from gristmill.config.schema import RunConfig
 from gristmill.strategies.replicas import ReplicaDifference, checksum, find_differences
 from gristmill.strategies.spmd import Spmd
 from gristmill.track.metrics import read_metrics
-from gristmill.train.run import run_training
+from gristmill.train.run import Run
 
 Crowd = Callable[..., list[Any]]
 MakeRun = Callable[..., RunConfig]
@@ -70,7 +70,7 @@ def train_with_a_flip(config: RunConfig, flips: bool, rank: int) -> list[Any]:
 
     Spmd.update = update  # type: ignore[method-assign]
     try:
-        return [int(run_training(config).exit)]
+        return [int(Run(config).train().exit)]
     except UserError as error:
         return [int(error.exit), str(error)]
     finally:
@@ -125,4 +125,4 @@ def test_no_layout_gives_a_false_alarm(
 
 def test_nothing_to_compare_is_refused(make_run: MakeRun) -> None:
     with pytest.raises(UserError, match=r"parallel\.compare: has no effect"):
-        run_training(make_run('parallel.compare="3 steps"'))
+        Run(make_run('parallel.compare="3 steps"')).train()

@@ -29,7 +29,7 @@ from gristmill.text.tokenizers.training import train_tokenizer
 from gristmill.track.folder import RunFolder
 from gristmill.track.metrics import EventRecord, StepRecord, ValidationRecord, read_metrics
 from gristmill.train.assemble import assemble, build_loader
-from gristmill.train.run import run_training
+from gristmill.train.run import Run
 
 if TYPE_CHECKING:
     from conftest import Runs
@@ -61,7 +61,7 @@ def talks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_chat(make_run: MakeRun, talks: Path, tmp_path: Path) -> MakeRun:
     """Settings of a run on conversations, from a tiny model that was trained on text."""
     base = make_run(*SMALL, 'train.until="2 steps"', folder="base")
-    assert run_training(base).exit is Exit.DONE
+    assert Run(base).train().exit is Exit.DONE
 
     def make(*settings: str, folder: str = "chat") -> RunConfig:
         text = f"""
@@ -98,7 +98,7 @@ def test_a_model_learns_to_answer(
 ) -> None:
     often = ('validate.every="100 steps"', 'checkpoint.every="100 steps"')
     run, settings = tmp_path / "chat", ('train.until="200 steps"', "train.batch=8", *often)
-    assert run_training(make_chat(*settings)).exit is Exit.DONE
+    assert Run(make_chat(*settings)).train().exit is Exit.DONE
     losses = [one.loss for one in read_metrics(run / "metrics.jsonl")
               if isinstance(one, ValidationRecord)]  # fmt: skip
     assert losses[0] > 3 and losses[-1] < 0.1
@@ -133,7 +133,7 @@ def test_a_model_learns_to_answer(
 
 
 def test_a_long_conversation_forgets_its_oldest_turns(make_chat: MakeRun, tmp_path: Path) -> None:
-    assert run_training(make_chat('train.until="1 steps"')).exit is Exit.DONE
+    assert Run(make_chat('train.until="1 steps"')).train().exit is Exit.DONE
     loaded = open_model(str(tmp_path / "chat"), device=torch.device("cpu"))
     template = choose_template("plain", loaded.tokenizer, folders=(), where="--template")
     encoder = ChatEncoder(loaded.tokenizer, template, where="--template")
@@ -181,16 +181,16 @@ def test_stopped_and_resumed_equals_uninterrupted(
     settings: tuple[str, ...],
 ) -> None:
     whole, parted = make_chat(*settings, folder="whole"), make_chat(*settings, folder="parted")
-    assert run_training(whole).exit is Exit.DONE
+    assert Run(whole).train().exit is Exit.DONE
     stop_after(5)
-    assert run_training(parted).step == 5
+    assert Run(parted).train().step == 5
     stop_after(1000)
-    assert run_training(parted).exit is Exit.DONE
+    assert Run(parted).train().exit is Exit.DONE
     runs.assert_same(tmp_path / "whole", tmp_path / "parted")
 
 
 def train_here(config: RunConfig) -> int:
-    return int(run_training(config).exit)
+    return int(Run(config).train().exit)
 
 
 @pytest.mark.slow
@@ -198,8 +198,8 @@ def test_two_processes_and_micro_batches_train_as_one(
     crowd: Crowd, make_chat: MakeRun, tmp_path: Path, runs: Runs
 ) -> None:
     """Each has other numbers of answer tokens; every answer token still counts the same."""
-    assert run_training(make_chat(folder="one")).exit is Exit.DONE
-    assert run_training(make_chat("train.accumulate=4", folder="parts")).exit is Exit.DONE
+    assert Run(make_chat(folder="one")).train().exit is Exit.DONE
+    assert Run(make_chat("train.accumulate=4", folder="parts")).train().exit is Exit.DONE
     assert crowd(2, train_here, make_chat(folder="two")) == [0, 0]
     one, *others = (runs.history(tmp_path / name) for name in ("one", "parts", "two"))
     for other in others:
@@ -225,7 +225,7 @@ def test_a_step_in_which_nothing_counts_changes_no_number(
 
 def test_samples_are_answers(make_chat: MakeRun, tmp_path: Path) -> None:
     sample = ('sample.every="2 steps"', 'sample.prompts=["red?"]', "sample.tokens=4")
-    assert run_training(make_chat('train.until="2 steps"', *sample)).exit is Exit.DONE
+    assert Run(make_chat('train.until="2 steps"', *sample)).train().exit is Exit.DONE
     page = (tmp_path / "chat" / "samples" / "step-00000002.txt").read_text()
     assert page.startswith("red?\n")
 
@@ -236,20 +236,20 @@ def test_other_data_or_another_template_is_refused(
     file = tmp_path / "talks.jsonl"
     file.write_text(talks.read_text())
     config = make_chat(f"data.paths={file}", 'train.until="2 steps"')
-    assert run_training(config).exit is Exit.DONE
+    assert Run(config).train().exit is Exit.DONE
     template = tmp_path / "chat" / "tokenizer" / "chat_template.jinja"
     other = tmp_path / "other.jinja"
     other.write_text(template.read_text().replace("User", "Human"))
     longer = ('train.until="4 steps"', f"data.paths={file}")
     with pytest.raises(UserError, match=r"data.template \(content\): was"):
-        run_training(make_chat(*longer, f"data.template={other}"))
+        Run(make_chat(*longer, f"data.template={other}")).train()
     file.write_text(talks.read_text().replace("Rose", "Rust", 1))
     with pytest.raises(UserError, match=r"data.paths \(content\): was"):
-        run_training(make_chat(*longer))
+        Run(make_chat(*longer)).train()
     # The same messages, written otherwise.
     again = (json.loads(line) for line in talks.read_text().splitlines()[:-1])
     file.write_text("".join(json.dumps(line["messages"], indent=None) + "\n" for line in again))
-    assert run_training(make_chat(*longer)).exit is Exit.DONE
+    assert Run(make_chat(*longer)).train().exit is Exit.DONE
 
 
 def test_files_are_mixed_by_weight(make_chat: MakeRun, tmp_path: Path, talks: Path) -> None:
@@ -257,7 +257,7 @@ def test_files_are_mixed_by_weight(make_chat: MakeRun, tmp_path: Path, talks: Pa
     few.write_text("".join(line + "\n" for line in talks.read_text().splitlines()[:20]))
     config = make_chat(f'data.paths={{"{talks}"=3,"{few}"=1}}', "data.split=unset",
                        f"data.validation={few}")  # fmt: skip
-    assert run_training(config).exit is Exit.DONE
+    assert Run(config).train().exit is Exit.DONE
     parts = assemble(config, RunFolder(tmp_path / "chat"))
     choice = build_loader(parts).stream.blend
     assert choice is not None and len(parts.data.train.splits) == 2
@@ -281,7 +281,7 @@ def test_models_without_document_masks_get_one_conversation_a_sample(
         words,
         place="hf.toml",
     )
-    assert run_training(config).exit is Exit.DONE
+    assert Run(config).train().exit is Exit.DONE
     assert "each has a sample of its own" in events(tmp_path / "hf")
     assert "training: 198 conversations in 198 samples" in events(tmp_path / "hf")
     steps = [one for one in read_metrics(tmp_path / "hf" / "metrics.jsonl")
@@ -304,7 +304,7 @@ def test_an_export_holds_the_template_and_a_run_starts_from_it(
         train = {{ until = "2 steps", batch = 4 }}
         runtime = {{ device = "cpu", threads = 1 }}
     """
-    assert run_training(load_text(text, place="chat.toml")).exit is Exit.DONE
+    assert Run(load_text(text, place="chat.toml")).train().exit is Exit.DONE
     stored = open_stored(str(tmp_path / "run"))
     export(stored, tmp_path / "hf")
     template = find_template(tmp_path / "hf", stored.tokenizer)
@@ -327,7 +327,7 @@ def test_an_export_holds_the_template_and_a_run_starts_from_it(
     # A run that starts from the folder takes over tokenizer and template.
     again = text.replace(shape, f'model.start = "{tmp_path / "hf"}"').replace("/run", "/again")
     again = again.replace(f', tokenizer = "{tmp_path / "bpe"}"', "")
-    assert run_training(load_text(again, place="chat.toml")).exit is Exit.DONE
+    assert Run(load_text(again, place="chat.toml")).train().exit is Exit.DONE
     kept = find_template(tmp_path / "again" / "tokenizer", stored.tokenizer)
     assert kept is not None and kept.source == template.source
 
@@ -338,7 +338,7 @@ def test_adapters_learn_other_answers_and_the_merged_export_gives_them(
 ) -> None:
     pytest.importorskip("transformers")
     often = ('validate.every="100 steps"', 'checkpoint.every="100 steps"', "train.batch=8")
-    assert run_training(make_chat('train.until="100 steps"', *often)).exit is Exit.DONE
+    assert Run(make_chat('train.until="100 steps"', *often)).train().exit is Exit.DONE
     swapped = talks.read_text().replace("Rose", "Sea?").replace('Sea"', 'Rose"')
     (tmp_path / "swapped.jsonl").write_text(swapped.replace("Sea?", "Sea"))
     settings = (
@@ -349,7 +349,7 @@ def test_adapters_learn_other_answers_and_the_merged_export_gives_them(
         *often,
     )
     run, exported = tmp_path / "other", tmp_path / "exported"
-    assert run_training(make_chat(*settings, folder="other")).exit is Exit.DONE
+    assert Run(make_chat(*settings, folder="other")).train().exit is Exit.DONE
     losses = [one.loss for one in read_metrics(run / "metrics.jsonl")
               if isinstance(one, ValidationRecord)]  # fmt: skip
     assert losses[-1] < 0.3 * losses[0]

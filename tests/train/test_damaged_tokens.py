@@ -15,7 +15,7 @@ import pytest
 from gristmill.base.errors import DataError, Exit, UserError
 from gristmill.config.schema import RunConfig
 from gristmill.data.intact import ContentCheck
-from gristmill.train.run import run_training
+from gristmill.train.run import Run
 
 MakeRun = Callable[..., RunConfig]
 
@@ -39,7 +39,7 @@ def test_damage_is_found_before_the_first_step(
     update = {setting: str(reversed_ids), "split": "9,1" if setting == "paths" else None}
     config = config.model_copy(update={"data": config.data.model_copy(update=update)})
     with pytest.raises(UserError, match=r"reversed.bin: the content is not what was") as caught:
-        run_training(config)
+        Run(config).train()
     assert caught.value.exit is Exit.DATA
     assert not (tmp_path / "run").exists()
 
@@ -59,7 +59,7 @@ def test_damage_in_a_large_set_ends_the_run(
     config = make_run(f"data.paths={reversed_ids}", 'train.until="100k steps"')
     threading.Timer(0.2, arrived.set).start()
     with pytest.raises(DataError, match=r"steps 0 to [0-9]+ may have trained on it") as caught:
-        run_training(config)
+        Run(config).train()
     assert caught.value.exit is Exit.DATA
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert status["state"] == "failed" and "reversed.bin" in status["error"]
@@ -67,7 +67,7 @@ def test_damage_in_a_large_set_ends_the_run(
 
 def test_the_check_can_be_turned_off(make_run: MakeRun, reversed_ids: Path) -> None:
     config = make_run(f"data.paths={reversed_ids}", "data.verify=false")
-    assert run_training(config).exit is Exit.DONE
+    assert Run(config).train().exit is Exit.DONE
 
 
 def test_an_id_outside_the_vocabulary_ends_the_run(make_run: MakeRun, reversed_ids: Path) -> None:
@@ -76,4 +76,4 @@ def test_an_id_outside_the_vocabulary_ends_the_run(make_run: MakeRun, reversed_i
     ids.tofile(reversed_ids.with_suffix(".bin"))
     config = make_run(f"data.paths={reversed_ids}", "data.verify=false")
     with pytest.raises(DataError, match=r"reversed.bin: token \d+ is the id 300, outside the voc"):
-        run_training(config)
+        Run(config).train()

@@ -12,7 +12,7 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.config.schema import RunConfig
 from gristmill.tokens.format import NewSet
 from gristmill.tokens.store import create_tokens, find_manifest, open_tokens
-from gristmill.train.run import run_training
+from gristmill.train.run import Run
 
 if TYPE_CHECKING:
     from conftest import Runs
@@ -71,26 +71,26 @@ def test_stopped_and_resumed_equals_uninterrupted(
 ) -> None:
     words = [word.format(tokens=tokens, second=second) for word in settings]
     whole, parted = make_run(*words, folder="whole"), make_run(*words, folder="parted")
-    assert run_training(whole).exit is Exit.DONE
+    assert Run(whole).train().exit is Exit.DONE
     stop_after(5)
-    first = run_training(parted)
+    first = Run(parted).train()
     assert (first.exit, first.step) == (Exit.STOPPED, 5)
     stop_after(1000)
-    last = run_training(parted)
+    last = Run(parted).train()
     assert last.exit is Exit.DONE
     assert whole.folder is not None and parted.folder is not None
     runs.assert_same(Path(whole.folder), Path(parted.folder))
 
 
 def test_keeping_documents_apart_changes_the_loss(make_run: MakeRun, runs: Runs) -> None:
-    joined = run_training(make_run(folder="joined"))
-    masked = run_training(make_run("data.documents=masked", folder="masked"))
+    joined = Run(make_run(folder="joined")).train()
+    masked = Run(make_run("data.documents=masked", folder="masked")).train()
     assert runs.history(joined.folder)[0] != runs.history(masked.folder)[0]
 
 
 def test_a_sampled_softmax_estimates_the_loss(make_run: MakeRun, runs: Runs) -> None:
-    full = run_training(make_run(folder="full"))
-    sampled = run_training(make_run("train.sampled_softmax=192", folder="sampled"))
+    full = Run(make_run(folder="full")).train()
+    sampled = Run(make_run("train.sampled_softmax=192", folder="sampled")).train()
     exact, estimate = (runs.history(one.folder) for one in (full, sampled))
     assert exact[0] == estimate[0], "validation before the first step uses the whole vocabulary"
     assert exact[1]["kind"] == "step"
@@ -99,13 +99,13 @@ def test_a_sampled_softmax_estimates_the_loss(make_run: MakeRun, runs: Runs) -> 
 
 
 def test_megatrons_order_is_prolonged_where_that_does_not_change_it(make_run: MakeRun) -> None:
-    run_training(make_run("data.order=megatron", 'train.until="4 steps"'))
-    assert run_training(make_run("data.order=megatron", 'train.until="6 steps"')).step == 6
+    Run(make_run("data.order=megatron", 'train.until="4 steps"')).train()
+    assert Run(make_run("data.order=megatron", 'train.until="6 steps"')).train().step == 6
     longer = ["data.order=megatron", 'train.until="300 steps"', "train.time_limit=1s"]
     with pytest.raises(UserError) as caught:
-        run_training(make_run(*longer))
+        Run(make_run(*longer)).train()
     assert "data.samples (epochs): was ['1'] and is now ['3" in str(caught.value)
-    assert run_training(make_run(*longer, "data.samples=24")).step > 6
+    assert Run(make_run(*longer, "data.samples=24")).train().step > 6
 
 
 @pytest.mark.parametrize("change", ['data.paths={{"{tokens}"=2,"{second}"=1}}', "data.seed=7"])
@@ -113,10 +113,10 @@ def test_another_mixture_or_seed_is_another_run(
     make_run: MakeRun, tokens: Path, second: Path, change: str
 ) -> None:
     blend = f'data.paths={{"{tokens}"=3,"{second}"=1}}'
-    run_training(make_run(blend, 'train.until="2 steps"'))
+    Run(make_run(blend, 'train.until="2 steps"')).train()
     word = change.format(tokens=tokens, second=second)
     with pytest.raises(UserError, match="cannot be resumed with these settings"):
-        run_training(make_run(blend, word, 'train.until="3 steps"'))
+        Run(make_run(blend, word, 'train.until="3 steps"')).train()
 
 
 def test_a_large_index_is_kept_in_the_run_or_where_the_user_says(
@@ -124,11 +124,11 @@ def test_a_large_index_is_kept_in_the_run_or_where_the_user_says(
 ) -> None:
     monkeypatch.setattr("gristmill.data.build.WORTH_CACHING", 10)
     few = 'train.until="2 steps"'
-    run_training(make_run("data.order=megatron", few))
+    Run(make_run("data.order=megatron", few)).train()
     assert len(list((tmp_path / "run" / "index").glob("*/shuffle.npy"))) == 1
     shared = tmp_path / "shared"
     for folder in ("one", "two"):
         words = ("data.order=megatron", f"data.cache={shared}", few)
-        run_training(make_run(*words, folder=folder))
+        Run(make_run(*words, folder=folder)).train()
         assert not (tmp_path / folder / "index").exists()
     assert len(list(shared.glob("*/shuffle.npy"))) == 1

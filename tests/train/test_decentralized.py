@@ -26,8 +26,9 @@ from gristmill.generate import Sampling, TextGenerator
 from gristmill.strategies.decentralized.outer import Exchange
 from gristmill.strategies.decentralized.workers import StopAgreement
 from gristmill.track.metrics import EventRecord, StepRecord, ValidationRecord, read_metrics
-from gristmill.train.run import Outcome, run_training
+from gristmill.train.run import Run
 from gristmill.train.stop import StopRequest
+from gristmill.train.training import Outcome
 
 if TYPE_CHECKING:
     from conftest import Runs
@@ -81,7 +82,7 @@ def train_one(config: RunConfig, asked: int | None) -> Outcome:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(StopAgreement, "start", start)
         patched.setattr(StopRequest, "check_time", check)
-        return run_training(config)
+        return Run(config).train()
 
 
 CASES = {
@@ -153,7 +154,7 @@ def train_until_killed(config: RunConfig, victim: int, step: int) -> str:
             os.kill(os.getpid(), signal.SIGKILL)
 
     StopRequest.check_time = check  # type: ignore[method-assign]
-    run_training(config)
+    Run(config).train()
     return "done"
 
 
@@ -213,7 +214,7 @@ def count_averages(configs: list[RunConfig]) -> list[int]:
         patched.setattr("gristmill.train.run.close_run_world", lambda world: None)
         for config in configs:
             counts.append(0)
-            run_training(config)
+            Run(config).train()
     return counts
 
 
@@ -280,7 +281,7 @@ def test_the_model_of_a_run_is_the_average_of_its_workers(
     two = make_run(*settings, *gossip, 'train.until="8 steps"', folder="two")
     assert crowd(2, train_all, [(two, None)]) == [[(Exit.DONE, 8)]] * 2
     plain = make_run(*settings, *gossip[1:], 'train.until="8 steps"', folder="alone")
-    assert run_training(plain).exit is Exit.DONE
+    assert Run(plain).train().exit is Exit.DONE
     for other in ("two", "alone"):
         told = warnings_of(tmp_path / other)
         assert any(one.startswith("skipped damaged checkpoint step-00000006") for one in told)

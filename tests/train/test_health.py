@@ -19,7 +19,7 @@ from gristmill.strategies.strategy import StepLimits
 from gristmill.track.metrics import EventRecord, StepRecord, read_metrics
 from gristmill.train.health import CALM, FEWEST, RobustSpread, RunHealth, StepOutcome
 from gristmill.train.replay import replay_step
-from gristmill.train.run import run_training
+from gristmill.train.run import Run
 
 if TYPE_CHECKING:
     from conftest import Runs
@@ -174,10 +174,10 @@ def test_a_diverging_run_keeps_its_good_checkpoints_and_fails(
     make_run: MakeRun, tmp_path: Path, until: int
 ) -> None:
     plain = ('data.split="100,0"', 'checkpoint.every="2 steps"')
-    assert run_training(make_run(*plain)).exit is Exit.DONE
+    assert Run(make_run(*plain)).train().exit is Exit.DONE
     assert steps_of(tmp_path / "run") == [8, 10, 12]
     with pytest.raises(UserError, match="diverged since step 14") as caught:
-        run_training(make_run(*plain, *DIVERGES, f'train.until="{until} steps"'))
+        Run(make_run(*plain, *DIVERGES, f'train.until="{until} steps"')).train()
     assert caught.value.exit is Exit.DATA and "--from STEP" in str(caught.value)
     assert steps_of(tmp_path / "run") == [8, 10, 12]
 
@@ -198,7 +198,7 @@ def test_a_save_that_was_put_off_follows_the_first_good_step(
         return result
 
     monkeypatch.setattr(Spmd, "accumulate", accumulate)
-    run_training(make_run('checkpoint.every="3 steps"', "checkpoint.keep=9"))
+    Run(make_run('checkpoint.every="3 steps"', "checkpoint.keep=9")).train()
     assert steps_of(tmp_path / "run") == [5, 6, 8, 9, 12]
     assert "step 3: loss or gradient is not finite" in warnings_of(tmp_path / "run")[0]
 
@@ -206,11 +206,11 @@ def test_a_save_that_was_put_off_follows_the_first_good_step(
 def test_a_run_that_ends_worse_than_guessing_is_not_done(make_run: MakeRun, tmp_path: Path) -> None:
     """Finite all the time: SGD-like steps of a huge, clipped gradient."""
     plain = ('data.split="100,0"', 'checkpoint.every="10 steps"')
-    run_training(make_run(*plain, 'train.until="40 steps"'))
+    Run(make_run(*plain, 'train.until="40 steps"')).train()
     wild = ("optim.lr=4.0", 'schedule.type="constant"', 'train.until="57 steps"')
     for _ in range(2):  # a run that is complete stays a failure
         with pytest.raises(UserError, match="guessing has"):
-            run_training(make_run(*plain, *wild))
+            Run(make_run(*plain, *wild)).train()
     assert steps_of(tmp_path / "run") == [20, 30, 40, 50, 57]
 
 
@@ -218,14 +218,14 @@ def test_a_polite_stop_in_a_bad_stretch_saves_and_counts_on(
     make_run: MakeRun, tmp_path: Path, stop_after: Callable[[int], None]
 ) -> None:
     plain = ('data.split="100,0"', 'checkpoint.every="2 steps"', "train.bad_steps=20")
-    run_training(make_run(*plain))
+    Run(make_run(*plain)).train()
     wild = make_run(*plain, *DIVERGES, 'train.until="90 steps"')
     stop_after(10)
-    assert run_training(wild).exit is Exit.STOPPED
+    assert Run(wild).train().exit is Exit.STOPPED
     assert steps_of(tmp_path / "run") == [8, 10, 12, 22]
     stop_after(10**9)
     with pytest.raises(UserError, match="20 steps in a row, up to step 33, were not finite"):
-        run_training(wild)
+        Run(wild).train()
 
 
 # ------------------------------------------------------------------ going back
@@ -234,11 +234,11 @@ def test_a_polite_stop_in_a_bad_stretch_saves_and_counts_on(
 def test_going_back_sets_aside_what_came_after(
     make_run: MakeRun, tmp_path: Path, runs: Runs
 ) -> None:
-    run_training(make_run(folder="whole"))
-    run_training(make_run("checkpoint.keep=9"))
+    Run(make_run(folder="whole")).train()
+    Run(make_run("checkpoint.keep=9")).train()
     folder, before = tmp_path / "run", (tmp_path / "run" / "metrics.jsonl").read_text()
     for step in ("6", "step-00000003"):
-        assert run_training(make_run("checkpoint.keep=9"), start_from=step).exit is Exit.DONE
+        assert Run(make_run("checkpoint.keep=9")).train(start_from=step).exit is Exit.DONE
         runs.assert_same(tmp_path / "whole", folder)
     aside = folder / "set-aside" / "after-step-00000006"
     assert (aside / "metrics.jsonl").read_text() == before
@@ -247,25 +247,25 @@ def test_going_back_sets_aside_what_came_after(
 
 
 def test_going_back_to_the_best(make_run: MakeRun, tmp_path: Path) -> None:
-    run_training(make_run("checkpoint.keep=9"))
+    Run(make_run("checkpoint.keep=9")).train()
     best = CheckpointFolder(tmp_path / "run" / "checkpoints").best()
     assert best is not None
-    run_training(make_run("checkpoint.keep=9", 'train.until="14 steps"'), start_from="best")
+    Run(make_run("checkpoint.keep=9", 'train.until="14 steps"')).train(start_from="best")
     assert f"resuming from step-{best.step:08d}" in (tmp_path / "run" / "train.log").read_text()
 
 
 def test_a_checkpoint_that_is_not_there_changes_nothing(make_run: MakeRun, tmp_path: Path) -> None:
-    run_training(make_run())
+    Run(make_run()).train()
     for wrong in ("7", "worst", "-3", ""):
         with pytest.raises(UserError, match="there are checkpoints of steps 8, 9, 12"):
-            run_training(make_run(), start_from=wrong)
+            Run(make_run()).train(start_from=wrong)
     (tmp_path / "run" / "checkpoints" / "step-00000009" / "state.json").write_text("{}")
     with pytest.raises(UserError, match=r"state\.json: has 2 bytes"):
-        run_training(make_run(), start_from="9")
+        Run(make_run()).train(start_from="9")
     assert steps_of(tmp_path / "run") == [8, 9, 12]
     assert not (tmp_path / "run" / "set-aside").exists()
     with pytest.raises(UserError, match="there are no checkpoints"):
-        run_training(make_run(folder="new"), start_from="9")
+        Run(make_run(folder="new")).train(start_from="9")
     assert not (tmp_path / "new").exists()
 
 
@@ -302,7 +302,7 @@ def stop_and_go_on(config: RunConfig, stop_after: Callable[[int], None], every: 
     """Stop a run after every so many steps until it is done."""
     for _ in range(60):
         stop_after(every)
-        if run_training(config).exit is Exit.DONE:
+        if Run(config).train().exit is Exit.DONE:
             return
     raise AssertionError("the run does not end")
 
@@ -315,7 +315,7 @@ def test_the_guard_skips_poisoned_batches(
     stop_after: Callable[[int], None],
 ) -> None:
     config = guarded(make_run, poisoned, "skip", folder="whole")
-    assert run_training(config).exit is Exit.DONE
+    assert Run(config).train().exit is Exit.DONE
     said = [line for line in warnings_of(tmp_path / "whole") if line.startswith("skipped step")]
     assert [line.split(":")[0] for line in said] == [
         f"skipped step {step}" for step in (41, 61, 62, 63, 64)
@@ -339,7 +339,7 @@ def test_the_guard_goes_back_and_passes_over_poisoned_batches(
     stop_after: Callable[[int], None],
 ) -> None:
     config = guarded(make_run, poisoned, "rollback", folder="whole")
-    assert run_training(config).exit is Exit.DONE
+    assert Run(config).train().exit is Exit.DONE
     folder = tmp_path / "whole"
     # Three in a row, steps 61 to 63, count from two steps later on, with the step before them.
     (said,) = [line for line in warnings_of(folder) if "went back" in line]
@@ -359,7 +359,7 @@ def test_a_replay_passes_over_what_the_run_passed_over(
 ) -> None:
     """Which the checkpoint that the run went back to does not know."""
     config = guarded(make_run, poisoned, "rollback", "checkpoint.keep=9", folder="run")
-    assert run_training(config).exit is Exit.DONE
+    assert Run(config).train().exit is Exit.DONE
     again = replay_step(config, 68, progress=lambda number, done, start: None)
     assert again.start == 50 and list(again.first) == [*range(51, 60), 66, 67, 68]
     assert again.repeats and again.departs_at is None and 68 in again.recorded
@@ -372,7 +372,7 @@ def test_a_spike_before_the_first_checkpoint_and_too_many_rollbacks(
     make_run: MakeRun, poisoned: Path, tmp_path: Path
 ) -> None:
     late = guarded(make_run, poisoned, "rollback", 'checkpoint.every="80 steps"', folder="late")
-    assert run_training(late).exit is Exit.DONE
+    assert Run(late).train().exit is Exit.DONE
     assert any("no checkpoint from before step 60" in one for one in warnings_of(tmp_path / "late"))
     often = guarded(
         make_run,
@@ -383,11 +383,11 @@ def test_a_spike_before_the_first_checkpoint_and_too_many_rollbacks(
         folder="often",
     )
     with pytest.raises(UserError, match="went back 1 times in a row, which did not help"):
-        run_training(often)
+        Run(often).train()
 
 
 def train_here(config: RunConfig) -> int:
-    return int(run_training(config).exit)
+    return int(Run(config).train().exit)
 
 
 @pytest.mark.slow

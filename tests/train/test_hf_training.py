@@ -20,7 +20,7 @@ from gristmill.evaluate.loss import evaluate_loss, evaluation_ids
 from gristmill.export.folder import export
 from gristmill.generate import Engine, Sampling
 from gristmill.models.hf import HFModel
-from gristmill.train.run import run_training
+from gristmill.train.run import Run
 
 if TYPE_CHECKING:
     from conftest import Runs
@@ -96,16 +96,16 @@ def test_it_trains_and_resumes_exactly(
     words: tuple[str, ...],
 ) -> None:
     whole, parted = tmp_path / "whole", tmp_path / "parted"
-    assert run_training(hf_run(tokens, whole, llama, *words)).exit is Exit.DONE
+    assert Run(hf_run(tokens, whole, llama, *words)).train().exit is Exit.DONE
     stop_after(4)
-    assert run_training(hf_run(tokens, parted, llama, *words)).exit is Exit.STOPPED
-    assert run_training(hf_run(tokens, parted, llama, *words)).exit is Exit.DONE
+    assert Run(hf_run(tokens, parted, llama, *words)).train().exit is Exit.STOPPED
+    assert Run(hf_run(tokens, parted, llama, *words)).train().exit is Exit.DONE
     runs.assert_same(whole, parted)
     assert losses(runs, whole)[-1] < losses(runs, whole)[0] - 0.3
 
 
 def train_hf(tokens: str, folder: str, model: str, *words: str) -> int:
-    return int(run_training(hf_run(Path(tokens), Path(folder), Path(model), *words)).exit)
+    return int(Run(hf_run(Path(tokens), Path(folder), Path(model), *words)).train().exit)
 
 
 @pytest.mark.slow
@@ -116,7 +116,7 @@ def train_hf(tokens: str, folder: str, model: str, *words: str) -> int:
 def test_two_processes_train_as_one(
     crowd: Crowd, tokens: Path, tmp_path: Path, llama: Path, runs: Runs, layout: str
 ) -> None:
-    run_training(hf_run(tokens, tmp_path / "one", llama))
+    Run(hf_run(tokens, tmp_path / "one", llama)).train()
     args = (str(tokens), str(tmp_path / "two"), str(llama), layout, "train.accumulate=1")
     assert crowd(2, train_hf, *args) == [0, 0]
     assert losses(runs, tmp_path / "two") == pytest.approx(losses(runs, tmp_path / "one"), rel=1e-5)
@@ -130,13 +130,13 @@ def test_the_run_needs_the_folder_no_more(
 ) -> None:
     """All of the architecture is in the run file that the run keeps."""
     folder = tmp_path / "run"
-    run_training(hf_run(tokens, folder, llama, 'train.until="4 steps"'))
+    Run(hf_run(tokens, folder, llama, 'train.until="4 steps"')).train()
     (llama / "config.json").unlink()
     kept = load_run(folder)
     assert isinstance(kept.model, HFConfig)
     assert kept.model.hf_config["rope_scaling"] == "null"
     assert kept.model.architecture()["rope_scaling"] is None
-    assert run_training(kept).exit is Exit.DONE
+    assert Run(kept).train().exit is Exit.DONE
     loaded = open_model(str(folder), device=CPU)
     assert isinstance(loaded.model, HFModel)
     greedy = Sampling(temperature=0.0)
@@ -153,16 +153,16 @@ def test_weights_are_random_unless_they_are_asked_for(
     tokens: Path, tmp_path: Path, llama: Path, runs: Runs
 ) -> None:
     first = tmp_path / "first"
-    run_training(hf_run(tokens, first, llama))
+    Run(hf_run(tokens, first, llama)).train()
     trained = open_model(str(first), device=CPU).model
     assert isinstance(trained, HFModel)
     trained.inner.save_pretrained(tmp_path / "trained")
     for init, good in (("random", False), ("pretrained", True)):
         folder = tmp_path / init
-        run_training(hf_run(tokens, folder, tmp_path / "trained", f"model.init={init}"))
+        Run(hf_run(tokens, folder, tmp_path / "trained", f"model.init={init}")).train()
         begins = next(one["loss"] for one in runs.history(folder) if one["kind"] == "validation")
         assert (begins < 5.0) == good
-    run_training(hf_run(tokens, tmp_path / "on", llama, "model.hf=unset", f"model.start={first}"))
+    Run(hf_run(tokens, tmp_path / "on", llama, "model.hf=unset", f"model.start={first}")).train()
     again = [line["loss"] for line in runs.history(tmp_path / "on") if line["kind"] == "validation"]
     ends = [line["loss"] for line in runs.history(first) if line["kind"] == "validation"]
     assert again[0] == pytest.approx(ends[-1], rel=1e-6)
@@ -175,7 +175,7 @@ def test_what_was_trained_is_exported_as_it_is(
     tokens: Path, tmp_path: Path, llama: Path, kind: str
 ) -> None:
     words = (f"model.hf_config.model_type={kind}", 'train.until="3 steps"')
-    run_training(hf_run(tokens, tmp_path / "run", llama, *words))
+    Run(hf_run(tokens, tmp_path / "run", llama, *words)).train()
     stored = open_stored(str(tmp_path / "run"))
     done = export(stored, tmp_path / "out", check="transformers", shard=20_000)
     assert done.agreement is not None and done.agreement.largest_difference == 0
@@ -267,13 +267,13 @@ def test_what_cannot_be_is_refused_before_the_first_step(
     tokens: Path, tmp_path: Path, llama: Path, words: tuple[str, ...], problem: str
 ) -> None:
     with pytest.raises(UserError, match=problem):
-        run_training(hf_run(tokens, tmp_path / "run", llama, *words))
+        Run(hf_run(tokens, tmp_path / "run", llama, *words)).train()
 
 
 def test_muon_refuses_stacked_experts(tokens: Path, tmp_path: Path, llama: Path) -> None:
     words = ("model.hf_config.model_type=mixtral", "optim.type=muon")
     with pytest.raises(UserError, match=r"experts.*has 3 dimensions"):
-        run_training(hf_run(tokens, tmp_path / "run", llama, *words))
+        Run(hf_run(tokens, tmp_path / "run", llama, *words)).train()
 
 
 @pytest.mark.slow
@@ -281,7 +281,7 @@ def test_soap_leaves_stacked_experts_to_adam(
     tokens: Path, tmp_path: Path, llama: Path, runs: Runs
 ) -> None:
     words = ("model.hf_config.model_type=mixtral", 'optim.preconditioner.type="soap"')
-    run_training(hf_run(tokens, tmp_path / "run", llama, *words, 'train.until="2 steps"'))
+    Run(hf_run(tokens, tmp_path / "run", llama, *words, 'train.until="2 steps"')).train()
     stored = {name.partition(":")[2] for name in runs.tensors(tmp_path / "run")}
     kinds = {"experts": set[str](), "q_proj": set[str]()}
     for kind, _, key in (name.partition("/") for name in stored):
@@ -292,8 +292,6 @@ def test_soap_leaves_stacked_experts_to_adam(
 
 
 def test_another_architecture_does_not_resume(tokens: Path, tmp_path: Path, llama: Path) -> None:
-    run_training(hf_run(tokens, tmp_path / "run", llama, 'train.until="3 steps"'))
+    Run(hf_run(tokens, tmp_path / "run", llama, 'train.until="3 steps"')).train()
     with pytest.raises(UserError, match=r"model\.hf_config"):
-        run_training(
-            hf_run(tokens, tmp_path / "run", llama, "model.hf_config.intermediate_size=64")
-        )
+        Run(hf_run(tokens, tmp_path / "run", llama, "model.hf_config.intermediate_size=64")).train()

@@ -44,8 +44,8 @@ if deadly is not None:
 
     setattr(os, operation, instead)
 
-from gristmill.train.run import run_training
-run_training(config)
+from gristmill.train.run import Run
+Run(config).train()
 """
 
 

@@ -18,7 +18,7 @@ from gristmill.config.schema import RunConfig
 from gristmill.strategies.spmd import Spmd
 from gristmill.strategies.strategy import StepResult
 from gristmill.track.metrics import EventRecord, read_metrics
-from gristmill.train.run import run_training
+from gristmill.train.run import Run
 from gristmill.train.stop import StopRequest
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def go_on(config: RunConfig, stop_at: int | None, asked: int | None = None) -> i
 
     StopRequest.check_time = check  # type: ignore[method-assign]
     try:
-        return int(run_training(config).exit)
+        return int(Run(config).train().exit)
     finally:
         StopRequest.check_time = real  # type: ignore[method-assign]
 
@@ -113,7 +113,7 @@ def test_a_run_moves_from_layout_to_layout(
 ) -> None:
     """Each layout makes one step more; Muon's moments are whole where its matrices are divided."""
     settings = settings_with(optimizer, steps=10)
-    run_training(make_run(*settings, folder="whole"))
+    Run(make_run(*settings, folder="whole")).train()
     known = {"adamw": LAYOUTS, "muon": LAYOUTS[1:6], "accum": LAYOUTS[1:4]}
     chosen = known.get(optimizer, LAYOUTS[:6])
     for processes, layout in chosen:
@@ -273,7 +273,7 @@ def stored_steps(folder: Path) -> list[int]:
 
 def refused(config: RunConfig) -> str:
     try:
-        run_training(config)
+        Run(config).train()
     except UserError as error:
         return str(error)
     return "nothing"
@@ -296,7 +296,7 @@ def test_what_one_process_cannot_have_is_refused_by_all(
 
 def test_a_mesh_that_does_not_fit_is_refused(make_run: MakeRun) -> None:
     with pytest.raises(UserError, match="tp 2 asks for a multiple of 2 processes, and there is 1"):
-        run_training(make_run("parallel.tp=2"))
+        Run(make_run("parallel.tp=2")).train()
 
 
 def test_another_layout_of_as_many_processes_is_said_to_round_otherwise(
@@ -327,7 +327,7 @@ def stop_without_a_collective(config: RunConfig) -> list[int]:
 
     Spmd.update = update  # type: ignore[method-assign]
     try:
-        outcome = run_training(config)
+        outcome = Run(config).train()
         return [int(outcome.exit), outcome.step]
     finally:
         Spmd.update = real  # type: ignore[method-assign]

@@ -29,7 +29,7 @@ from gristmill.models.lora import MergedWeights
 from gristmill.plan.arithmetic import gpt_size
 from gristmill.track.folder import RunFolder
 from gristmill.train.assemble import assemble
-from gristmill.train.run import run_training
+from gristmill.train.run import Run
 
 if TYPE_CHECKING:
     from conftest import Runs
@@ -74,7 +74,7 @@ runtime = {{ device = "cpu", threads = 1 }}
 def trained(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run to start from."""
     folder = tmp_path_factory.mktemp("base") / "run"
-    run_training(load_text(BASE.format(folder=folder, tokens=tokens), place="base.toml"))
+    Run(load_text(BASE.format(folder=folder, tokens=tokens), place="base.toml")).train()
     return folder
 
 
@@ -116,7 +116,7 @@ def test_a_checkpoint_holds_the_adapters_only(
 ) -> None:
     folder, before = tmp_path / "tuned", runs.tensors(base)
     config = lora_run(tokens, folder, base)
-    run_training(config)
+    Run(config).train()
     held_out = [line["loss"] for line in runs.history(folder) if line["kind"] == "validation"]
     assert held_out[-1] < held_out[0]
     held = runs.tensors(folder)
@@ -144,7 +144,7 @@ def test_a_checkpoint_holds_the_adapters_only(
 def test_the_base_in_memory_never_changes(tokens: Path, tmp_path: Path, base: Path) -> None:
     """Also not by weight decay, which is far above zero."""
     config = lora_run(tokens, tmp_path / "tuned", base, "optim.weight_decay=0.5")
-    run_training(config)
+    Run(config).train()
     parts = assemble(config, RunFolder(tmp_path / "tuned"))
     stored = open_stored(str(base)).weights
     for name in parts.meta_model.base_parameters():
@@ -171,16 +171,16 @@ def test_it_resumes_to_the_bit(
     words: tuple[str, ...],
 ) -> None:
     whole, parted = (lora_run(tokens, tmp_path / name, base, *words) for name in ("one", "two"))
-    assert run_training(whole).exit is Exit.DONE
+    assert Run(whole).train().exit is Exit.DONE
     stop_after(4)
-    assert run_training(parted).exit is Exit.STOPPED
+    assert Run(parted).train().exit is Exit.STOPPED
     stop_after(10**9)
-    assert run_training(parted).exit is Exit.DONE
+    assert Run(parted).train().exit is Exit.DONE
     runs.assert_same(tmp_path / "one", tmp_path / "two")
 
 
 def train_lora(tokens: str, folder: str, start: str, *words: str) -> int:
-    return int(run_training(lora_run(Path(tokens), Path(folder), Path(start), *words)).exit)
+    return int(Run(lora_run(Path(tokens), Path(folder), Path(start), *words)).train().exit)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_two_processes_train_as_one(
 ) -> None:
     sample = ('sample.every="9 steps"', "sample.temperature=0.0", "sample.tokens=12")
     words = ("train.micro_batch=2", *sample)
-    run_training(lora_run(tokens, tmp_path / "one", base, *words))
+    Run(lora_run(tokens, tmp_path / "one", base, *words)).train()
     args = (str(tokens), str(tmp_path / "two"), str(base), layout, *words)
     assert crowd(2, train_lora, *args) == [0, 0]
     assert losses(runs, tmp_path / "two") == pytest.approx(losses(runs, tmp_path / "one"), rel=1e-5)
@@ -216,7 +216,7 @@ def test_two_processes_compute_in_bf16_with_sharded_frozen_weights(
     crowd: Crowd, tokens: Path, tmp_path: Path, base: Path, runs: Runs
 ) -> None:
     words = ("train.micro_batch=2", 'precision.compute="bf16"')
-    run_training(lora_run(tokens, tmp_path / "one", base, *words))
+    Run(lora_run(tokens, tmp_path / "one", base, *words)).train()
     args = (str(tokens), str(tmp_path / "two"), str(base), "parallel.dp_shard=2", *words)
     assert crowd(2, train_lora, *args) == [0, 0]
     assert losses(runs, tmp_path / "two") == pytest.approx(losses(runs, tmp_path / "one"), rel=1e-2)
@@ -229,7 +229,7 @@ def test_it_opens_as_the_merged_model(tokens: Path, tmp_path: Path, base: Path) 
     pytest.importorskip("transformers")
     folder = tmp_path / "tuned"
     config = lora_run(tokens, folder, base)
-    run_training(config)
+    Run(config).train()
     parts = assemble(config, RunFolder(folder))
     from gristmill.train.resume import resume
 
@@ -258,7 +258,7 @@ def test_it_opens_as_the_merged_model(tokens: Path, tmp_path: Path, base: Path) 
 
 def test_the_command_line_exports_adapters(tokens: Path, tmp_path: Path, base: Path) -> None:
     folder = tmp_path / "tuned"
-    run_training(lora_run(tokens, folder, base, 'train.until="3 steps"'))
+    Run(lora_run(tokens, folder, base, 'train.until="3 steps"')).train()
     place = str(tmp_path / "adapter")
     refused = CliRunner().invoke(app, ["export", str(folder), place, "--adapter", "--code"])
     assert isinstance(refused.exception, UserError) and "--adapter" in str(refused.exception)
@@ -278,11 +278,11 @@ def test_a_further_run_starts_from_the_merged_model(
     tokens: Path, tmp_path: Path, base: Path, runs: Runs
 ) -> None:
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
-    run_training(lora_run(tokens, first, base))
+    Run(lora_run(tokens, first, base)).train()
     # All weights of the merged model are trained, or adapters of it.
-    run_training(lora_run(tokens, second, first, "model.lora=unset", 'train.until="3 steps"'))
+    Run(lora_run(tokens, second, first, "model.lora=unset", 'train.until="3 steps"')).train()
     assert "model:head.weight" in runs.tensors(second)
-    run_training(lora_run(tokens, third, first, 'train.until="3 steps"'))
+    Run(lora_run(tokens, third, first, 'train.until="3 steps"')).train()
     merged = open_model(str(first), device=CPU)
     starts = [runs.history(folder)[0] for folder in (second, third)]
     assert [line["kind"] for line in starts] == ["validation"] * 2
@@ -302,9 +302,9 @@ def test_its_base_may_train_on(
 ) -> None:
     """The run goes on with the checkpoint that it began with, not with the newest one."""
     whole, folder = tmp_path / "whole", tmp_path / "tuned"
-    run_training(lora_run(tokens, whole, base))
+    Run(lora_run(tokens, whole, base)).train()
     stop_after(4)
-    run_training(lora_run(tokens, folder, base))
+    Run(lora_run(tokens, folder, base)).train()
     stop_after(10**9)
     known = newest(base).name
     extra = CheckpointFolder(base / "checkpoints").begin(99)
@@ -318,7 +318,7 @@ def test_its_base_may_train_on(
     (extra / "state.json").write_text(json.dumps(state))
     CheckpointFolder(base / "checkpoints").commit(extra)
     assert newest(base).name == "step-00000099"
-    run_training(lora_run(tokens, folder, base))
+    Run(lora_run(tokens, folder, base)).train()
     saved = json.loads((newest(folder) / "state.json").read_text())["base"]
     assert saved["checkpoint"] == known
     runs.assert_same(whole, folder)
@@ -326,7 +326,7 @@ def test_its_base_may_train_on(
     assert all(torch.equal(one.read(name), two.read(name)) for name in two.shapes)
     shutil.rmtree(base / "checkpoints" / known)
     with pytest.raises(UserError, match=f"base: has no {known} .any more.; the adapters") as caught:
-        run_training(lora_run(tokens, folder, base))
+        Run(lora_run(tokens, folder, base)).train()
     assert caught.value.exit is Exit.DATA
     with pytest.raises(UserError, match=f"their model was not found: {known} of "):
         open_stored(str(folder))
@@ -340,7 +340,7 @@ def test_a_moved_base_is_found_or_asked_for(
     home.mkdir()
     shutil.move(base, home / "base")
     folder = home / "tuned"
-    run_training(lora_run(tokens, folder, home / "base"))
+    Run(lora_run(tokens, folder, home / "base")).train()
     # Both moved together.
     home = Path(shutil.move(home, tmp_path / "away"))
     folder = home / "tuned"
@@ -355,7 +355,7 @@ def test_a_moved_base_is_found_or_asked_for(
     assert caught.value.exit is Exit.DATA
     # What the message says helps.
     again = load_run(folder, [f"model.start={tmp_path}/elsewhere", f"folder={folder}"])
-    assert run_training(again).exit is Exit.DONE
+    assert Run(again).train().exit is Exit.DONE
     found = open_stored(str(folder))
     assert torch.equal(found.weights.read("blocks.0.mlp.up.weight"), wanted)
 
@@ -365,7 +365,7 @@ def test_a_changed_base_is_refused(tokens: Path, tmp_path: Path, base: Path) -> 
     hf, folder = tmp_path / "hf", tmp_path / "tuned"
     export(open_stored(str(base)), hf)
     config = lora_run(tokens, folder, hf, f"data.tokenizer={base / 'tokenizer'}")
-    run_training(config)
+    Run(config).train()
     open_stored(str(folder))
     tensors = load_file(hf / "model.safetensors")
     tensors["model.norm.weight"][0] += 1e-3
@@ -373,14 +373,14 @@ def test_a_changed_base_is_refused(tokens: Path, tmp_path: Path, base: Path) -> 
     with pytest.raises(UserError, match="hf: holds other weights now"):
         open_stored(str(folder))
     with pytest.raises(UserError, match="hf: holds other weights now; the adapters of this run"):
-        run_training(config)
+        Run(config).train()
 
 
 def test_damaged_adapters_are_not_used(
     tokens: Path, tmp_path: Path, base: Path, runs: Runs
 ) -> None:
     folder = tmp_path / "tuned"
-    run_training(lora_run(tokens, folder, base))
+    Run(lora_run(tokens, folder, base)).train()
     whole = runs.tensors(folder)
     file = newest(folder) / "model.safetensors"
     content = bytearray(file.read_bytes())
@@ -388,7 +388,7 @@ def test_damaged_adapters_are_not_used(
     file.write_bytes(content)
     stored = open_stored(str(folder))
     assert stored.step == 6 and "step-00000009 is damaged" in stored.notes[0]
-    run_training(lora_run(tokens, folder, base))
+    Run(lora_run(tokens, folder, base)).train()
     assert "skipped damaged checkpoint step-00000009" in (folder / "train.log").read_text()
     again = runs.tensors(folder)
     assert all(torch.equal(one, again[name]) for name, one in whole.items())
@@ -396,21 +396,21 @@ def test_damaged_adapters_are_not_used(
 
 def test_a_damaged_base_is_not_used(tokens: Path, tmp_path: Path, base: Path) -> None:
     folder = tmp_path / "tuned"
-    run_training(lora_run(tokens, folder, base))
+    Run(lora_run(tokens, folder, base)).train()
     file = newest(base) / "model.safetensors"
     os.truncate(file, file.stat().st_size - 8)
-    for use in (lambda: open_stored(str(folder)), lambda: run_training(load_run(folder))):
+    for use in (lambda: open_stored(str(folder)), lambda: Run(load_run(folder)).train()):
         with pytest.raises(UserError, match=r"model.safetensors: has \d+ bytes, not"):
             use()
 
 
 def test_other_adapters_are_another_run(tokens: Path, tmp_path: Path, base: Path) -> None:
-    run_training(lora_run(tokens, tmp_path / "tuned", base))
+    Run(lora_run(tokens, tmp_path / "tuned", base)).train()
     with pytest.raises(UserError, match=r"model.lora: was .*'rank': 4.* is now .*'rank': 2"):
-        run_training(lora_run(tokens, tmp_path / "tuned", base, "model.lora.rank=2"))
+        Run(lora_run(tokens, tmp_path / "tuned", base, "model.lora.rank=2")).train()
     # Dropout is not part of what they are.
     changed = lora_run(tokens, tmp_path / "tuned", base, "model.lora.dropout=0.1")
-    assert run_training(changed).exit is Exit.DONE
+    assert Run(changed).train().exit is Exit.DONE
 
 
 # ------------------------------------------------------------------ models of transformers
@@ -431,11 +431,11 @@ def test_models_of_transformers_have_adapters_too(
     hf = (f"model.hf={tmp_path / 'gpt2'}", "model.init=pretrained", "model.start=unset")
     words = (*hf, "model.dropout=0.0", "model.lora.rank=4")
     whole, parted = (lora_run(tokens, tmp_path / one, Path("-"), *words) for one in ("one", "two"))
-    run_training(whole)
+    Run(whole).train()
     stop_after(4)
-    run_training(parted)
+    Run(parted).train()
     stop_after(10**9)
-    run_training(parted)
+    Run(parted).train()
     runs.assert_same(tmp_path / "one", tmp_path / "two")
     assert losses(runs, tmp_path / "one")[-1] < losses(runs, tmp_path / "one")[0] - 0.05
     names = open_tensors(newest(tmp_path / "one")).shapes
@@ -453,4 +453,4 @@ def test_models_of_transformers_have_adapters_too(
         own = parts.strategy.gather_full_model().eval()(some_ids())  # type: ignore[union-attr]
         torch.testing.assert_close(theirs(some_ids()).logits, own, atol=3e-6, rtol=1e-5)
     further = lora_run(tokens, tmp_path / "further", tmp_path / "one", 'train.until="2 steps"')
-    assert run_training(further).exit is Exit.DONE
+    assert Run(further).train().exit is Exit.DONE

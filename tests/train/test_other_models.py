@@ -38,7 +38,7 @@ from gristmill.models.spec import (
     ModelShard,
 )
 from gristmill.plan.arithmetic import TokenCost
-from gristmill.train.run import run_training
+from gristmill.train.run import Run
 
 if TYPE_CHECKING:
     from conftest import Runs
@@ -243,10 +243,10 @@ def test_it_trains_and_resumes_exactly(
     words: tuple[str, ...],
 ) -> None:
     whole, parted = tmp_path / "whole", tmp_path / "parted"
-    assert run_training(other(tokens, whole, *words)).exit is Exit.DONE
+    assert Run(other(tokens, whole, *words)).train().exit is Exit.DONE
     stop_after(5)
-    assert run_training(other(tokens, parted, *words)).exit is Exit.STOPPED
-    assert run_training(other(tokens, parted, *words)).exit is Exit.DONE
+    assert Run(other(tokens, parted, *words)).train().exit is Exit.STOPPED
+    assert Run(other(tokens, parted, *words)).train().exit is Exit.DONE
     runs.assert_same(whole, parted)
     losses = [line["loss"] for line in runs.history(whole) if line["kind"] == "step"]
     assert losses[-1] < losses[0] - 0.5
@@ -254,7 +254,7 @@ def test_it_trains_and_resumes_exactly(
 
 def train_recurrent(tokens: str, folder: str, *words: str) -> int:
     with recurrent_models():
-        return int(run_training(other(Path(tokens), Path(folder), *words)).exit)
+        return int(Run(other(Path(tokens), Path(folder), *words)).train().exit)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def train_recurrent(tokens: str, folder: str, *words: str) -> int:
 def test_it_is_sharded(
     known: None, crowd: Crowd, tokens: Path, tmp_path: Path, runs: Runs, layout: str
 ) -> None:
-    run_training(other(tokens, tmp_path / "one", "optim.eps=1e-4"))
+    Run(other(tokens, tmp_path / "one", "optim.eps=1e-4")).train()
     args = (str(tokens), str(tmp_path / "two"), "optim.eps=1e-4", layout, "train.accumulate=1")
     assert crowd(2, train_recurrent, *args) == [0, 0]
     one, two = (
@@ -278,7 +278,7 @@ def test_it_is_sharded(
 
 def test_it_generates_and_is_evaluated(known: None, tokens: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    run_training(other(tokens, folder))
+    Run(other(tokens, folder)).train()
     loaded = open_model(str(folder), device=CPU)
     assert isinstance(loaded.model, Recurrent)
     # Buffers are not in checkpoints, and are there all the same.
@@ -320,9 +320,9 @@ def test_what_it_cannot_do_is_refused_when_the_file_is_read(
 
 
 def test_its_settings_are_part_of_its_identity(known: None, tokens: Path, tmp_path: Path) -> None:
-    run_training(other(tokens, tmp_path / "run", 'train.until="3 steps"'))
+    Run(other(tokens, tmp_path / "run", 'train.until="3 steps"')).train()
     with pytest.raises(UserError, match=r"model\.size: was 16 and is now 24"):
-        run_training(other(tokens, tmp_path / "run", "model.size=24"))
+        Run(other(tokens, tmp_path / "run", "model.size=24")).train()
 
 
 def test_an_outline_has_no_memory(known: None) -> None:

@@ -13,7 +13,7 @@ import pytest
 from gristmill.base.errors import Exit, UserError
 from gristmill.config.schema import RunConfig
 from gristmill.track.metrics import EventRecord, StepRecord, read_metrics
-from gristmill.train.run import run_training
+from gristmill.train.run import Run
 
 if TYPE_CHECKING:
     from conftest import Runs
@@ -45,17 +45,17 @@ def test_a_run_goes_on_from_another(
     make_run: MakeRun, tmp_path: Path, stop_after: Callable[[int], None], runs: Runs
 ) -> None:
     whole, first = tmp_path / "whole", tmp_path / "first"
-    run_training(make_run(SHORT, "model.dropout=0.1", folder="whole"))
+    Run(make_run(SHORT, "model.dropout=0.1", folder="whole")).train()
     stop_after(5)
-    run_training(make_run(SHORT, "model.dropout=0.1", folder="first"))
+    Run(make_run(SHORT, "model.dropout=0.1", folder="first")).train()
     before = content(first)
     stop_after(2)
     second = make_run(SHORT, "model.dropout=0.1", loading(first), folder="second")
-    assert run_training(second).step == 7
+    assert Run(second).train().step == 7
     assert f"resuming from {first / 'checkpoints' / 'step-00000005'}" in said(tmp_path / "second")
     # From now on its own checkpoint counts, wherever the other run is.
     stop_after(10**9)
-    assert run_training(second).exit is Exit.DONE
+    assert Run(second).train().exit is Exit.DONE
     assert "resuming from step-00000007" in said(tmp_path / "second")
     assert content(first) == before
     later = [one for one in runs.history(whole) if one["step"] > 5]
@@ -68,22 +68,22 @@ def test_another_run_with_other_data_or_another_model(
     make_run: MakeRun, tmp_path: Path, stop_after: Callable[[int], None]
 ) -> None:
     stop_after(3)
-    run_training(make_run(SHORT, folder="first"))
+    Run(make_run(SHORT, folder="first")).train()
     stop_after(10**9)
     load = loading(tmp_path / "first")
-    run_training(make_run(SHORT, load, "train.seed=4", folder="reseeded"))
+    Run(make_run(SHORT, load, "train.seed=4", folder="reseeded")).train()
     assert "train.seed was 1337 and is now 4: the run goes on with other data" in said(
         tmp_path / "reseeded"
     )
     assert steps(tmp_path / "reseeded")[0].step == 4
     with pytest.raises(UserError) as caught:
-        run_training(make_run(SHORT, load, "model.heads=1", folder="other"))
+        Run(make_run(SHORT, load, "model.heads=1", folder="other")).train()
     assert "is of another model or optimizer" in str(caught.value)
     assert "model.heads: was 2 and is now 1" in str(caught.value)
 
 
 def test_a_folder_without_a_checkpoint(make_run: MakeRun, tmp_path: Path) -> None:
-    run_training(make_run('train.until="2 steps"', loading(tmp_path / "none"), folder="new"))
+    Run(make_run('train.until="2 steps"', loading(tmp_path / "none"), folder="new")).train()
     assert f"checkpoint.load {tmp_path / 'none'} holds no checkpoint; starting at step 0" in said(
         tmp_path / "new"
     )
@@ -92,18 +92,18 @@ def test_a_folder_without_a_checkpoint(make_run: MakeRun, tmp_path: Path) -> Non
     megatron.mkdir()
     (megatron / "latest_checkpointed_iteration.txt").write_text("100")
     with pytest.raises(UserError, match="a checkpoint of Megatron, of which only the weights"):
-        run_training(make_run(loading(megatron), folder="refused"))
+        Run(make_run(loading(megatron), folder="refused")).train()
 
 
 def test_a_damaged_checkpoint_of_another_run_is_passed_over(
     make_run: MakeRun, tmp_path: Path
 ) -> None:
     first = tmp_path / "first"
-    run_training(make_run('train.until="4 steps"', 'checkpoint.every="2 steps"', folder="first"))
+    Run(make_run('train.until="4 steps"', 'checkpoint.every="2 steps"', folder="first")).train()
     newest = first / "checkpoints" / "step-00000004" / "model.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1])
     before = content(first)
-    run_training(make_run('train.until="5 steps"', loading(first), folder="second"))
+    Run(make_run('train.until="5 steps"', loading(first), folder="second")).train()
     assert "passed over the damaged checkpoint" in said(tmp_path / "second")
     assert [one.step for one in steps(tmp_path / "second")] == [3, 4, 5]
     assert content(first) == before
@@ -115,9 +115,9 @@ def test_its_own_folder_is_no_other_run(make_run: MakeRun, tmp_path: Path) -> No
 
 
 def test_a_run_stops_at_every_multiple(make_run: MakeRun, tmp_path: Path, runs: Runs) -> None:
-    run_training(make_run(SHORT, folder="whole"))
+    Run(make_run(SHORT, folder="whole")).train()
     parted = make_run(SHORT, 'train.exit_every="4 steps"', folder="parted")
-    outcomes = [run_training(parted) for _ in range(3)]
+    outcomes = [Run(parted).train() for _ in range(3)]
     assert [(one.exit, one.step) for one in outcomes] == [
         (Exit.STOPPED, 4),
         (Exit.STOPPED, 8),
@@ -148,7 +148,7 @@ def test_skipped_steps_hold_the_rate_and_the_log_is_megatrons(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = make_run(*FP16, folder="whole")
-    run_training(config)
+    Run(config).train()
     found, peak = steps(tmp_path / "whole"), config.optim.lr
     skips = [one.skipped for one in found]
     updates = [one.step - one.skipped for one in found]
@@ -165,7 +165,7 @@ def test_skipped_steps_hold_the_rate_and_the_log_is_megatrons(
     # How far the schedule has come is saved.
     stop_after(skips[-1] + 2)
     parted = make_run(*FP16, folder="parted")
-    assert run_training(parted).exit is Exit.STOPPED
+    assert Run(parted).train().exit is Exit.STOPPED
     stop_after(10**9)
-    run_training(parted)
+    Run(parted).train()
     runs.assert_same(tmp_path / "whole", tmp_path / "parted")

@@ -13,7 +13,7 @@ from gristmill.base.errors import Exit
 from gristmill.checkpoint.layout import CheckpointFolder, step_of
 from gristmill.config.schema import RunConfig
 from gristmill.track.metrics import EventRecord, StepRecord, read_metrics
-from gristmill.train.run import run_training
+from gristmill.train.run import Run
 from gristmill.train.stop import StopRequest
 from gristmill.train.tracker import Tracker, build_tracker
 
@@ -71,18 +71,18 @@ def test_stopped_and_resumed_around_the_edge_of_a_stage(
 ) -> None:
     words = [*RAMP, *settings]
     whole, parted = make_run(*words, folder="whole"), make_run(*words, folder="parted")
-    assert run_training(whole).exit is Exit.DONE
+    assert Run(whole).train().exit is Exit.DONE
     for steps in (3, 1, 1, 2):
         stop_after(steps)
-        assert run_training(parted).exit is Exit.STOPPED
+        assert Run(parted).train().exit is Exit.STOPPED
     stop_after(10**9)
-    assert run_training(parted).exit is Exit.DONE
+    assert Run(parted).train().exit is Exit.DONE
     runs.assert_same(tmp_path / "whole", tmp_path / "parted")
     assert len({record.samples for record in steps_of(tmp_path / "whole")}) > 7
 
 
 def test_the_records_count_growing_steps(make_run: MakeRun, tmp_path: Path) -> None:
-    run_training(make_run(*RAMP))
+    Run(make_run(*RAMP)).train()
     steps = steps_of(tmp_path / "run")
     ends = [sum(BATCHES[: number + 1]) for number in range(12)]
     assert [record.samples for record in steps] == ends
@@ -93,20 +93,20 @@ def test_the_records_count_growing_steps(make_run: MakeRun, tmp_path: Path) -> N
 
 
 def test_a_batch_that_does_not_grow_is_told_as_before(make_run: MakeRun, tmp_path: Path) -> None:
-    run_training(make_run("train.until=1 steps"))
+    Run(make_run("train.until=1 steps")).train()
     assert "batch 4 x 24 tokens, fp32" in words_of(tmp_path / "run")
-    run_training(make_run("train.until=1 steps", "train.accumulate=2", folder="two"))
+    Run(make_run("train.until=1 steps", "train.accumulate=2", folder="two")).train()
     assert "batch 4 x 24 tokens in 2 micro-batches, fp32" in words_of(tmp_path / "two")
 
 
 def test_another_micro_batch_goes_on_with_the_same_samples(
     make_run: MakeRun, tmp_path: Path, stop_after: Callable[[int], None]
 ) -> None:
-    run_training(make_run(*RAMP, folder="whole"))
+    Run(make_run(*RAMP, folder="whole")).train()
     stop_after(5)
-    run_training(make_run(*RAMP, folder="parted"))
+    Run(make_run(*RAMP, folder="parted")).train()
     stop_after(10**9)
-    run_training(make_run(*RAMP, "train.micro_batch=1", folder="parted"))
+    Run(make_run(*RAMP, "train.micro_batch=1", folder="parted")).train()
     whole, parted = steps_of(tmp_path / "whole"), steps_of(tmp_path / "parted")
     assert [(r.step, r.samples, r.lr) for r in parted] == [(r.step, r.samples, r.lr) for r in whole]
     assert [r.loss for r in parted[:5]] == [r.loss for r in whole[:5]]
@@ -114,7 +114,7 @@ def test_another_micro_batch_goes_on_with_the_same_samples(
 
 
 def trained(config: RunConfig) -> None:
-    run_training(config)
+    Run(config).train()
 
 
 @pytest.mark.slow
@@ -122,7 +122,7 @@ def test_two_processes_ramp_as_one_does(
     crowd: Callable[..., list[Any]], make_run: MakeRun, tmp_path: Path
 ) -> None:
     settings = (*RAMP, "train.micro_batch=1", "optim.eps=1e-4")
-    run_training(make_run(*settings, folder="one"))
+    Run(make_run(*settings, folder="one")).train()
     crowd(2, trained, make_run(*settings, "parallel.dp_shard=2", folder="two"))
     one, two = steps_of(tmp_path / "one"), steps_of(tmp_path / "two")
     assert [(r.step, r.samples, r.lr) for r in two] == [(r.step, r.samples, r.lr) for r in one]
@@ -137,13 +137,13 @@ def test_two_processes_ramp_as_one_does(
 def test_a_run_ends_at_its_horizon(
     make_run: MakeRun, tmp_path: Path, until: str, steps: int
 ) -> None:
-    outcome = run_training(make_run(*RAMP, f"train.until={until}"))
+    outcome = Run(make_run(*RAMP, f"train.until={until}")).train()
     assert outcome.step == steps
     assert f"step {steps}/{steps} |" in (tmp_path / "run" / "train.log").read_text()
 
 
 def test_checkpoints_at_multiples_of_samples_are_kept(make_run: MakeRun, tmp_path: Path) -> None:
-    run_training(
+    Run(
         make_run(
             *RAMP,
             "checkpoint.every=1 steps",
@@ -151,7 +151,7 @@ def test_checkpoints_at_multiples_of_samples_are_kept(make_run: MakeRun, tmp_pat
             "checkpoint.keep_every=10 samples",
             "checkpoint.keep_best=false",
         )
-    )
+    ).train()
     ends = [sum(BATCHES[:number]) for number in range(13)]
     expected = [step for step in range(1, 13) if ends[step] // 10 > ends[step - 1] // 10]
     kept = [step_of(path) for path in CheckpointFolder(tmp_path / "run/checkpoints").committed()]
@@ -162,7 +162,7 @@ def test_time_is_left_for_the_larger_step_that_comes_next(
     make_run: MakeRun, tmp_path: Path, reserves: list[float]
 ) -> None:
     words = ("train.batch=40", "train.ramp.start=2", "train.ramp.by=38", "train.ramp.over=3 steps")
-    run_training(make_run(*words, "train.until=5 steps", "checkpoint.every=1k steps"))
+    Run(make_run(*words, "train.until=5 steps", "checkpoint.every=1k steps")).train()
     steps = steps_of(tmp_path / "run")
     assert reserves[1] == pytest.approx(2 * steps[1].step_seconds)
     assert reserves[2] == pytest.approx(2 * 20 * steps[2].step_seconds)
@@ -179,10 +179,10 @@ def test_the_time_left_is_counted_to_the_last_sample(
         ends.append(samples)
         return build_tracker(*args, samples=samples, **settings)
 
-    monkeypatch.setattr("gristmill.train.run.build_tracker", noted)
+    monkeypatch.setattr("gristmill.train.training.build_tracker", noted)
     stop_after(5)
-    run_training(make_run(*RAMP))
+    Run(make_run(*RAMP)).train()
     stop_after(2)
-    run_training(make_run(*RAMP))
-    run_training(make_run("train.batch=3"))
+    Run(make_run(*RAMP)).train()
+    Run(make_run("train.batch=3")).train()
     assert ends == [sum(BATCHES), sum(BATCHES), sum(BATCHES[:7]) + 5 * 3]

@@ -16,7 +16,7 @@ from gristmill.cli.main import app
 from gristmill.config.schema import RunConfig
 from gristmill.strategies.spmd import Spmd
 from gristmill.train.replay import Replay, replay_step
-from gristmill.train.run import run_training
+from gristmill.train.run import Run
 
 MakeRun = Callable[..., RunConfig]
 
@@ -29,7 +29,7 @@ def test_a_healthy_machine_repeats_the_records_to_the_bit(
     make_run: MakeRun, tmp_path: Path
 ) -> None:
     config = make_run("model.dropout=0.1", 'precision.compute="fp16"')
-    run_training(config)
+    Run(config).train()
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
     found = replayed(config, 8)
     assert (found.start, found.step, list(found.first)) == (6, 8, [7, 8])
@@ -41,7 +41,7 @@ def test_a_healthy_machine_repeats_the_records_to_the_bit(
 
 
 def test_a_record_that_cannot_be_repeated_is_found(make_run: MakeRun, tmp_path: Path) -> None:
-    run_training(make_run())
+    Run(make_run()).train()
     metrics = tmp_path / "run" / "metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     for line in lines:
@@ -59,7 +59,7 @@ def test_a_record_that_cannot_be_repeated_is_found(make_run: MakeRun, tmp_path: 
 def test_a_device_that_miscomputes_is_found(
     make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_training(make_run())
+    Run(make_run()).train()
     real, calls = Spmd.accumulate, 0
 
     def accumulate(self: Spmd, *args: Any) -> Any:
@@ -79,7 +79,7 @@ def test_a_device_that_miscomputes_is_found(
 
 
 def test_the_command(make_run: MakeRun, tmp_path: Path) -> None:
-    run_training(make_run())
+    Run(make_run()).train()
     done = CliRunner().invoke(app, ["replay", str(tmp_path / "run"), "12"])
     assert done.exit_code == 0
     assert "steps 10 to 12, computed twice from step 9" in done.output
@@ -90,7 +90,7 @@ def test_the_command(make_run: MakeRun, tmp_path: Path) -> None:
 
 
 def test_a_step_without_a_record_agrees_with_nothing(make_run: MakeRun, tmp_path: Path) -> None:
-    run_training(make_run("track.every=5 steps"))
+    Run(make_run("track.every=5 steps")).train()
     done = CliRunner().invoke(app, ["replay", str(tmp_path / "run"), "11"])
     assert "The run has no record of step 11 to compare with; the 1 steps before it" in done.output
     assert "agree with them to the bit" not in done.output

@@ -25,7 +25,7 @@ from gristmill.text.sources.source import Document
 from gristmill.text.tokenizers.training import train_tokenizer
 from gristmill.track.metrics import EventRecord, StepRecord, ValidationRecord, read_metrics
 from gristmill.train.hooks import Validate
-from gristmill.train.run import run_training
+from gristmill.train.run import Run
 from gristmill.train.stop import StopRequest
 
 if TYPE_CHECKING:
@@ -93,20 +93,20 @@ def test_stopped_and_resumed_equals_uninterrupted(
     runs: Runs,
 ) -> None:
     whole, parted = make_run(*settings, folder="whole"), make_run(*settings, folder="parted")
-    assert run_training(whole).exit is Exit.DONE
+    assert Run(whole).train().exit is Exit.DONE
     stop_after(5)
-    first = run_training(parted)
+    first = Run(parted).train()
     assert first.exit is Exit.STOPPED
     assert first.step == 5  # nothing is lost by a polite stop
     stop_after(2)
-    assert run_training(parted).step == 7
+    assert Run(parted).train().step == 7
     stop_after(10**9)
-    assert run_training(parted).exit is Exit.DONE
+    assert Run(parted).train().exit is Exit.DONE
     runs.assert_same(tmp_path / "whole", tmp_path / "parted")
 
 
 def test_the_records_of_a_run(make_run: MakeRun, tmp_path: Path) -> None:
-    outcome = run_training(make_run())
+    outcome = Run(make_run()).train()
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")
     steps = [r for r in records if isinstance(r, StepRecord)]
     validations = [r for r in records if isinstance(r, ValidationRecord)]
@@ -127,7 +127,7 @@ def test_the_best_checkpoint_is_the_one_with_the_best_loss(
     make_run: MakeRun, tmp_path: Path
 ) -> None:
     """Also when the end of the run was saved before it was validated."""
-    run_training(make_run('validate.every="5 steps"', 'checkpoint.every="4 steps"'))
+    Run(make_run('validate.every="5 steps"', 'checkpoint.every="4 steps"')).train()
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")
     losses = {r.loss: r.step for r in records if isinstance(r, ValidationRecord)}
     best = CheckpointFolder(tmp_path / "run" / "checkpoints").best()
@@ -154,15 +154,15 @@ def test_the_best_loss_is_known_though_the_run_was_killed_before_it_was_marked(
 
     monkeypatch.setattr(Spmd, "evaluate", lambda self, batches: next(losses))
     setting = f"checkpoint.keep_best={keep}"
-    run_training(make_run(setting, folder="whole"))
+    Run(make_run(setting, folder="whole")).train()
     with monkeypatch.context() as patched:
         patched.setattr(CheckpointFolder, "mark_best", mark_early)
         stop_after(8)
         losses = iter([9.0, 5.0, 3.0])
-        run_training(make_run(setting, folder="killed"))
+        Run(make_run(setting, folder="killed")).train()
     stop_after(10**9)
     losses = iter([4.0])
-    run_training(make_run(setting, folder="killed"))
+    Run(make_run(setting, folder="killed")).train()
     runs.assert_same(tmp_path / "whole", tmp_path / "killed")
     whole, killed = (
         CheckpointFolder(tmp_path / one / "checkpoints") for one in ("whole", "killed")
@@ -175,10 +175,10 @@ def test_a_stop_in_the_last_step_loses_no_validation(
 ) -> None:
     """Whoever asks to stop while the last step runs gets a run that is complete."""
     plain = make_run('train.until="10 steps"', folder="plain")
-    run_training(plain)
+    Run(plain).train()
     stop_after(10)
     stopped = make_run('train.until="10 steps"')
-    assert run_training(stopped).exit is Exit.DONE
+    assert Run(stopped).train().exit is Exit.DONE
     runs.assert_same(tmp_path / "plain", tmp_path / "run")
     assert [line["step"] for line in runs.history(tmp_path / "run")][-1] == 10
     assert runs.history(tmp_path / "run")[-1]["kind"] == "validation"
@@ -189,7 +189,7 @@ def test_a_kill_before_the_last_validation_is_made_good(
 ) -> None:
     """The last step was saved, the last validation is still to be made."""
     words = ('train.until="10 steps"', 'checkpoint.every="5 steps"')
-    run_training(make_run(*words, folder="plain"))
+    Run(make_run(*words, folder="plain")).train()
     real = Validate.at_end
 
     def killed(self: Validate, *, finished: bool) -> None:
@@ -197,22 +197,22 @@ def test_a_kill_before_the_last_validation_is_made_good(
 
     monkeypatch.setattr(Validate, "at_end", killed)
     with pytest.raises(KeyboardInterrupt):
-        run_training(make_run(*words))
+        Run(make_run(*words)).train()
     monkeypatch.setattr(Validate, "at_end", real)
-    assert run_training(make_run(*words)).exit is Exit.DONE
+    assert Run(make_run(*words)).train().exit is Exit.DONE
     assert "nothing to do" not in events(tmp_path / "run")
     runs.assert_same(tmp_path / "plain", tmp_path / "run")
 
 
 def test_a_complete_run_has_nothing_to_do(make_run: MakeRun, tmp_path: Path, runs: Runs) -> None:
     config = make_run()
-    run_training(config)
+    Run(config).train()
     before = runs.history(tmp_path / "run")
-    assert run_training(config).exit is Exit.DONE
+    assert Run(config).train().exit is Exit.DONE
     assert "nothing to do" in events(tmp_path / "run")
     assert runs.history(tmp_path / "run") == before
     longer = make_run('train.until="14 steps"')
-    assert run_training(longer).step == 14
+    assert Run(longer).train().step == 14
     assert "changed: train.until from '12 steps' to '14 steps'" in events(tmp_path / "run")
 
 
@@ -222,9 +222,9 @@ def test_a_written_run_file_runs_again_as_it_is(
     from gristmill.config.load import load_run
 
     config = make_run()
-    run_training(config)
+    Run(config).train()
     again = load_run(tmp_path / "run" / "run.toml", [f"folder={tmp_path / 'again'}"])
-    run_training(again)
+    Run(again).train()
     runs.assert_same(tmp_path / "run", tmp_path / "again")
 
 
@@ -237,15 +237,15 @@ def test_a_damaged_checkpoint_is_skipped_and_said_so(
     runs: Runs,
 ) -> None:
     whole, config = make_run(folder="whole"), make_run()
-    run_training(whole)
+    Run(whole).train()
     stop_after(8)
-    run_training(config)
+    Run(config).train()
     file = tmp_path / "run" / "checkpoints" / "step-00000008" / name
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 4
     file.write_bytes(content)
     stop_after(10**9)
-    run_training(config)
+    Run(config).train()
     text = events(tmp_path / "run")
     assert "resuming from step-00000006" in text
     assert "skipped damaged checkpoint step-00000008" in text
@@ -258,13 +258,13 @@ def test_all_checkpoints_damaged_is_an_error_that_changes_nothing(
     make_run: MakeRun, tmp_path: Path
 ) -> None:
     config = make_run()
-    run_training(config)
+    Run(config).train()
     root = tmp_path / "run" / "checkpoints"
     for path in root.glob("step-*"):
         (path / "MANIFEST").write_text("")
     names = sorted(path.name for path in root.iterdir())
     with pytest.raises(UserError) as error:
-        run_training(config)
+        Run(config).train()
     assert error.value.exit is Exit.STORAGE
     assert "every checkpoint of this run is damaged" in str(error.value)
     assert "--fresh" in str(error.value)
@@ -286,10 +286,10 @@ def test_all_checkpoints_damaged_is_an_error_that_changes_nothing(
 def test_a_different_run_is_refused_with_the_fields(
     make_run: MakeRun, tmp_path: Path, setting: str, message: str
 ) -> None:
-    run_training(make_run('train.until="3 steps"'))
+    Run(make_run('train.until="3 steps"')).train()
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
     with pytest.raises(UserError) as error:
-        run_training(make_run('train.until="3 steps"', setting))
+        Run(make_run('train.until="3 steps"', setting)).train()
     assert message in str(error.value)
     assert "--fresh" in str(error.value)
     after = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
@@ -316,16 +316,16 @@ def rewrite_state(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None
 
 
 def test_a_run_from_before_a_setting_existed_goes_on(make_run: MakeRun, tmp_path: Path) -> None:
-    run_training(make_run('train.until="6 steps"'))
+    Run(make_run('train.until="6 steps"')).train()
     forget_setting(tmp_path / "run", "model.embedding_norm")
-    assert run_training(make_run()).step == 12
+    assert Run(make_run()).train().step == 12
 
 
 def test_a_run_from_before_a_setting_was_taken_out_goes_on(
     make_run: MakeRun, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    run_training(make_run('train.until="6 steps"'))
+    Run(make_run('train.until="6 steps"')).train()
 
     def remember(state: dict[str, Any]) -> None:
         for name, value in (("shortcut", False), ("shifted_keys", 0)):
@@ -336,21 +336,21 @@ def test_a_run_from_before_a_setting_was_taken_out_goes_on(
     gone = "[model]\nshortcut = false\nshifted_keys = 0"
     file.write_text(file.read_text().replace("[model]", gone))
     assert open_stored(str(folder)).step == 6
-    assert run_training(load_run(file, ['train.until="12 steps"'])).step == 12
+    assert Run(load_run(file, ['train.until="12 steps"'])).train().step == 12
 
 
 def test_a_run_that_used_a_setting_that_was_taken_out_is_refused(
     make_run: MakeRun, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    run_training(make_run('train.until="6 steps"'))
+    Run(make_run('train.until="6 steps"')).train()
 
     def remember(state: dict[str, Any]) -> None:
         state["identity"]["model.shifted_keys"] = state["settings"]["model"]["shifted_keys"] = 4
 
     rewrite_state(folder, remember)
     with pytest.raises(UserError, match=r"model\.shifted_keys: was 4 and is now None"):
-        run_training(make_run())
+        Run(make_run()).train()
     with pytest.raises(UserError, match=r"settings\.model\.shifted_keys: Extra inputs"):
         open_stored(str(folder), checkpoint="6")
     file = folder / "run.toml"
@@ -363,10 +363,10 @@ def test_a_run_that_used_a_setting_that_was_taken_out_is_refused(
 
 
 def test_other_micro_batches_are_said_to_round_otherwise(make_run: MakeRun, tmp_path: Path) -> None:
-    run_training(make_run('train.until="3 steps"'))
-    run_training(make_run('train.until="6 steps"', "train.accumulate=1"))
+    Run(make_run('train.until="3 steps"')).train()
+    Run(make_run('train.until="6 steps"', "train.accumulate=1")).train()
     assert "within rounding" not in events(tmp_path / "run")
-    run_training(make_run("train.accumulate=2"))
+    Run(make_run("train.accumulate=2")).train()
     said = "micro_batch was 4 and is now 2: losses agree only within rounding"
     assert said in events(tmp_path / "run")
 
@@ -376,7 +376,7 @@ def test_a_checkpoint_that_does_not_say_its_layout_goes_on(
     make_run: MakeRun, tmp_path: Path, processes: int | None, said: bool
 ) -> None:
     """It has the number of processes, if that was not 1."""
-    run_training(make_run('train.until="3 steps"'))
+    Run(make_run('train.until="3 steps"')).train()
 
     def forget(state: dict[str, Any]) -> None:
         del state["layout"], state["micro_batch"]
@@ -384,27 +384,27 @@ def test_a_checkpoint_that_does_not_say_its_layout_goes_on(
             state["processes"] = processes
 
     rewrite_state(tmp_path / "run", forget)
-    assert run_training(make_run('train.until="6 steps"', "train.accumulate=2")).step == 6
+    assert Run(make_run('train.until="6 steps"', "train.accumulate=2")).train().step == 6
     words = "processes was 8 and is now 1: losses agree only within rounding"
     assert (words in events(tmp_path / "run")) == said
     assert ("within rounding" in events(tmp_path / "run")) == said
 
 
 def test_a_setting_that_did_not_exist_cannot_be_changed(make_run: MakeRun, tmp_path: Path) -> None:
-    run_training(make_run('train.until="6 steps"'))
+    Run(make_run('train.until="6 steps"')).train()
     forget_setting(tmp_path / "run", "model.embedding_norm")
     with pytest.raises(UserError, match=r"model\.embedding_norm: was False and is now True"):
-        run_training(make_run("model.embedding_norm=true"))
+        Run(make_run("model.embedding_norm=true")).train()
 
 
 def test_another_tokenizer_is_refused(make_run: MakeRun, tmp_path: Path) -> None:
-    run_training(make_run('train.until="3 steps"'))
+    Run(make_run('train.until="3 steps"')).train()
     texts = ["the mill turns and grinds the corn into flour. " * 20] * 30
     learned = train_tokenizer(iter(texts), vocab_size=262)
     documents = [Document(text, "test") for text in texts]
     prepare_documents(documents, tokenizer=learned, output=tmp_path / "other")
     with pytest.raises(UserError) as error:
-        run_training(make_run('train.until="3 steps"', f"data.paths={tmp_path / 'other'}"))
+        Run(make_run('train.until="3 steps"', f"data.paths={tmp_path / 'other'}")).train()
     for line in (
         "model.vocab: was 257 and is now 262",
         "tokenizer: was",
@@ -415,8 +415,8 @@ def test_another_tokenizer_is_refused(make_run: MakeRun, tmp_path: Path) -> None
 
 def test_fresh_moves_the_old_run_aside(make_run: MakeRun, tmp_path: Path, runs: Runs) -> None:
     config = make_run('train.until="3 steps"')
-    run_training(config)
-    run_training(make_run('train.until="3 steps"', "train.seed=2"), fresh=True)
+    Run(config).train()
+    Run(make_run('train.until="3 steps"', "train.seed=2")).train(fresh=True)
     (old,) = tmp_path.glob("run.old-*")
     assert (old / "checkpoints/step-00000003/MANIFEST").is_file()
     assert runs.history(old) != runs.history(tmp_path / "run")
@@ -427,10 +427,10 @@ def test_a_folder_in_use_is_refused(make_run: MakeRun, tmp_path: Path) -> None:
     lock = FolderLock(tmp_path / "run")
     lock.acquire()
     with pytest.raises(UserError, match=f"in use by process {os.getpid()}") as error:
-        run_training(make_run())
+        Run(make_run()).train()
     assert error.value.exit is Exit.REFUSED
     lock.release()
-    assert run_training(make_run()).exit is Exit.DONE
+    assert Run(make_run()).train().exit is Exit.DONE
 
 
 @pytest.mark.parametrize("what", ["moved", "moved, and another run in its place", "deleted"])
@@ -450,12 +450,12 @@ def test_a_run_whose_folder_is_taken_away_stops_and_makes_no_other(
             else:
                 run.rename(elsewhere)
             if "another" in what:
-                run_training(make_run('train.until="1 steps"'))
+                Run(make_run('train.until="1 steps"')).train()
         real(self, reserve=reserve)
 
     monkeypatch.setattr(StopRequest, "check_time", check)
     with pytest.raises(UserError, match="moved or deleted") as caught:
-        run_training(config)
+        Run(config).train()
     assert caught.value.exit is Exit.STORAGE
     assert ("elsewhere" in str(caught.value)) == (what != "deleted")
     if "another" in what:
@@ -466,7 +466,7 @@ def test_a_run_whose_folder_is_taken_away_stops_and_makes_no_other(
     if what != "deleted":
         monkeypatch.setattr(StopRequest, "check_time", real)
         again = make_run('train.until="8 steps"', folder="elsewhere")
-        assert run_training(again).step == 8
+        assert Run(again).train().step == 8
 
 
 @pytest.mark.parametrize("done", [0, 5])
@@ -478,11 +478,11 @@ def test_a_signal_while_starting_saves_or_loses_nothing(
     runs: Runs,
     done: int,
 ) -> None:
-    run_training(make_run(folder="whole"))
+    Run(make_run(folder="whole")).train()
     config = make_run()
     if done:
         stop_after(done)
-        run_training(config)
+        Run(config).train()
     enter = StopRequest.__enter__
 
     def interrupted(self: StopRequest) -> StopRequest:
@@ -492,17 +492,17 @@ def test_a_signal_while_starting_saves_or_loses_nothing(
 
     with monkeypatch.context() as patched:
         patched.setattr(StopRequest, "__enter__", interrupted)
-        outcome = run_training(config)
+        outcome = Run(config).train()
     assert outcome.exit is Exit.STOPPED
     assert outcome.step == done
     stop_after(10**9)
-    assert run_training(config).exit is Exit.DONE
+    assert Run(config).train().exit is Exit.DONE
     runs.assert_same(tmp_path / "whole", tmp_path / "run")
 
 
 def test_the_time_limit_stops_with_a_save(make_run: MakeRun, tmp_path: Path) -> None:
     config = make_run('train.until="100k steps"', 'train.time_limit="2s"')
-    outcome = run_training(config)
+    outcome = Run(config).train()
     assert outcome.exit is Exit.STOPPED
     assert 0 < outcome.step < 100_000
     assert "stopping after the time limit" in events(tmp_path / "run")
@@ -512,12 +512,12 @@ def test_the_time_limit_stops_with_a_save(make_run: MakeRun, tmp_path: Path) -> 
 
 
 def test_start_from_another_run(make_run: MakeRun, tmp_path: Path, runs: Runs) -> None:
-    run_training(make_run(folder="first"))
+    Run(make_run(folder="first")).train()
     second = make_run(
         f"model.start={tmp_path / 'first'}", 'train.until="4 steps"', "optim.lr=1e-9",
         folder="second",
     )  # fmt: skip
-    run_training(second)
+    Run(second).train()
     first_end = runs.history(tmp_path / "first")[-1]
     second_start = runs.history(tmp_path / "second")[0]
     assert second_start["kind"] == "validation"
@@ -541,7 +541,7 @@ def test_training_that_breaks_down_stops(
     monkeypatch.setattr(GPT, "run_blocks", broken)
     message = "3 steps in a row, up to step 8, were not finite"
     with pytest.raises(UserError, match=message) as error:
-        run_training(config)
+        Run(config).train()
     assert "lower optim.lr" in str(error.value)
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
     steps = [r for r in read_metrics(tmp_path / "run/metrics.jsonl") if isinstance(r, StepRecord)]

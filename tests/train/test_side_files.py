@@ -17,7 +17,7 @@ from gristmill.config.schema import RunConfig
 from gristmill.track.metrics import EventRecord, ValidationRecord, read_metrics
 from gristmill.train.hooks import Checkpoint
 from gristmill.train.meter import StepEvent
-from gristmill.train.run import run_training
+from gristmill.train.run import Run
 
 MakeRun = Callable[..., RunConfig]
 SETTINGS = ('train.until="6 steps"', 'checkpoint.every="3 steps"', 'validate.every="3 steps"')
@@ -32,7 +32,7 @@ def keeper(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(keeper: Path, make_run: MakeRun, tmp_path: Path) -> Path:
     """A run of 6 steps; trained once for all tests here."""
     if not (keeper / "run").exists():
-        run_training(make_run(*SETTINGS))
+        Run(make_run(*SETTINGS)).train()
         shutil.move(tmp_path / "run", keeper / "run")
     shutil.copytree(keeper / "run", tmp_path / "run")
     return tmp_path / "run"
@@ -63,7 +63,7 @@ def test_damaged_records_do_not_block_a_resume(run: Path, make_run: MakeRun, dam
     names = ["status.json", "origin.txt", "environment.json", "run.toml", "checkpoints/best.json"]
     for name in names:
         (run / name).write_bytes(DAMAGE[damage])
-    outcome = run_training(make_run(*SETTINGS, 'train.until="7 steps"'))
+    outcome = Run(make_run(*SETTINGS, 'train.until="7 steps"')).train()
     assert outcome.exit is Exit.DONE
     assert outcome.best_loss == best_of_records(run)
     told = warnings(run)
@@ -90,7 +90,7 @@ def test_the_best_loss_is_rebuilt(
     folder.best_file.write_text(json.dumps({"step": 6, "loss": 1.0, "seal": "0" * 64}))
     with pytest.raises(UserError, match=r"best\.json: has changed bytes"):
         open_stored(str(run), checkpoint="best")
-    assert run_training(make_run(*SETTINGS)).best_loss == before.loss
+    assert Run(make_run(*SETTINGS)).train().best_loss == before.loss
     assert folder.best() == before
     assert open_stored(str(run), checkpoint="best").step == 6
 
@@ -100,7 +100,7 @@ def test_damaged_lines_of_the_metrics_are_moved(run: Path, make_run: MakeRun) ->
     lines = file.read_bytes().splitlines(keepends=True)
     bad = [b"\xff" + lines[2], b'{"kind": "step"}\n']
     file.write_bytes(b"".join([*lines[:2], bad[0], *lines[3:-1], bad[1], lines[-1]]))
-    run_training(make_run(*SETTINGS, 'train.until="7 steps"'))
+    Run(make_run(*SETTINGS, 'train.until="7 steps"')).train()
     assert "moved 2 damaged lines of metrics.jsonl to damaged-metrics.jsonl" in warnings(run)
     assert (run / "damaged-metrics.jsonl").read_bytes() == b"".join(bad)
     kept = file.read_bytes().splitlines(keepends=True)
@@ -136,11 +136,11 @@ def test_a_run_without_its_checkpoints_does_not_start_over(
         (run / "metrics.jsonl").write_text("")
     before = contents(run)
     with pytest.raises(UserError, match="none of its checkpoints is here") as error:
-        run_training(make_run(*SETTINGS))
+        Run(make_run(*SETTINGS)).train()
     assert error.value.exit is Exit.STORAGE
     assert "--fresh" in str(error.value) and "came to step 6" in str(error.value)
     assert contents(run) == before
-    assert run_training(make_run(*SETTINGS), fresh=True).step == 6
+    assert Run(make_run(*SETTINGS)).train(fresh=True).step == 6
     (old,) = run.parent.glob("run.old-*")
     assert {path.relative_to(old) for path in contents(old)} >= {
         path.relative_to(run) for path in before
@@ -159,8 +159,8 @@ def test_a_run_that_never_saved_starts_over_and_says_so(
     with monkeypatch.context() as patched:
         patched.setattr(Checkpoint, "due", killed)
         with pytest.raises(KeyboardInterrupt):
-            run_training(config)
-    assert run_training(make_run(*SETTINGS)).step == 6
+            Run(config).train()
+    assert Run(make_run(*SETTINGS)).train().step == 6
     assert "the run came to step 2, but no checkpoint was saved; starting over at step 0" in (
         warnings(tmp_path / "run")
     )
@@ -169,7 +169,7 @@ def test_a_run_that_never_saved_starts_over_and_says_so(
 def test_fresh_moves_a_run_aside_that_has_no_settings_left(run: Path, make_run: MakeRun) -> None:
     (run / "run.toml").unlink()
     for number in (1, 2):
-        run_training(make_run('train.until="1 steps"'), fresh=True)
+        Run(make_run('train.until="1 steps"')).train(fresh=True)
         assert len(list(run.parent.glob("run.old-*"))) == number
     first, *_ = sorted(run.parent.glob("run.old-*"))
     assert (first / "checkpoints/step-00000006").is_dir()
@@ -185,5 +185,5 @@ def test_a_checkpoint_that_could_not_be_saved_is_a_warning(
             raise UserError("no room", exit=Exit.STORAGE)
 
     monkeypatch.setattr(writer, "require_checkpoint_room", check)
-    assert run_training(make_run(*SETTINGS)).exit is Exit.DONE
+    assert Run(make_run(*SETTINGS)).train().exit is Exit.DONE
     assert warnings(tmp_path / "run") == ["checkpoint at step 3 was not saved: no room"]

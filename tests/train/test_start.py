@@ -22,14 +22,14 @@ from gristmill.distributed.world import World
 from gristmill.plan.arithmetic import ModelSize, gpt_size
 from gristmill.train import assemble as assemble_module
 from gristmill.train.assemble import require_memory
-from gristmill.train.run import run_training
+from gristmill.train.run import Run
 
 MakeRun = Callable[..., RunConfig]
 
 
 def refuse(config: RunConfig, *, fresh: bool = False) -> None:
     with pytest.raises(UserError, match="nowhere"):
-        run_training(config, fresh=fresh)
+        Run(config).train(fresh=fresh)
 
 
 def test_a_refused_run_leaves_no_folder(make_run: MakeRun, tmp_path: Path) -> None:
@@ -43,14 +43,14 @@ def test_what_was_there_before_a_refused_run_stays(make_run: MakeRun, tmp_path: 
     refuse(make_run("data.paths=nowhere"))
     assert folder.is_dir()
     shutil.rmtree(folder)
-    run_training(make_run('train.until="3 steps"'))
+    Run(make_run('train.until="3 steps"')).train()
     before = sorted(folder.rglob("*"))
     refuse(make_run("data.paths=nowhere"))
     assert sorted(folder.rglob("*")) == before
 
 
 def test_a_refused_fresh_start_keeps_only_the_old_run(make_run: MakeRun, tmp_path: Path) -> None:
-    run_training(make_run('train.until="3 steps"'))
+    Run(make_run('train.until="3 steps"')).train()
     refuse(make_run("data.paths=nowhere"), fresh=True)
     (old,) = tmp_path.glob("run.old-*")
     assert (old / "run.toml").is_file() and not (tmp_path / "run").exists()
@@ -60,7 +60,7 @@ def test_garbage_is_collected_again_after_the_first_step(make_run: MakeRun) -> N
     with collector_paused():
         refuse(make_run("data.paths=nowhere"))
         assert not gc.isenabled()
-        run_training(make_run('train.until="1 steps"'))
+        Run(make_run('train.until="1 steps"')).train()
         assert gc.isenabled()
 
 
@@ -69,7 +69,7 @@ def test_a_checkpoint_is_as_large_as_announced(
     make_run: MakeRun, tmp_path: Path, optimizer: str
 ) -> None:
     config = make_run('train.until="3 steps"', f"optim.type={optimizer}", "model.width=64")
-    run_training(config)
+    Run(config).train()
     taken = sum(
         (tmp_path / f"run/checkpoints/step-00000003/{name}.safetensors").stat().st_size
         for name in ("model", "optimizer")
@@ -89,7 +89,7 @@ def test_a_checkpoint_of_workers_is_as_large_as_announced(
     make_run: MakeRun, tmp_path: Path, words: list[str]
 ) -> None:
     config = make_run('train.until="3 steps"', "model.width=64", *words)
-    run_training(config)
+    Run(config).train()
     taken = sum(
         file.stat().st_size
         for file in (tmp_path / "run/checkpoints/step-00000003").glob("*.safetensors")
@@ -102,11 +102,11 @@ def test_a_checkpoint_of_workers_is_as_large_as_announced(
 
 
 def test_momentum_that_rises_longer_than_the_run_is_said(make_run: MakeRun, tmp_path: Path) -> None:
-    run_training(make_run('train.until="3 steps"', "optim.type=muon"))
+    Run(make_run('train.until="3 steps"', "optim.type=muon")).train()
     lines = (tmp_path / "run/train.log").read_text().splitlines()
     warnings = [line for line in lines if "optim.momentum_warmup, 300 steps, is longer" in line]
     assert len(warnings) == 1 and "warning" in warnings[0]
-    run_training(make_run('train.until="3 steps"', folder="other"))
+    Run(make_run('train.until="3 steps"', folder="other")).train()
     assert "momentum" not in (tmp_path / "other/train.log").read_text()
 
 
@@ -132,7 +132,7 @@ def test_a_model_that_memory_cannot_hold_is_refused_first(
 ) -> None:
     monkeypatch.setattr(assemble_module, "memory_limit", lambda processes: 2**36)
     with pytest.raises(UserError, match="parameters do not fit: weights, gradients and") as caught:
-        run_training(make_run(size))
+        Run(make_run(size)).train()
     assert caught.value.exit is Exit.CONFIG
     assert "this process can have at most 64 GiB" in str(caught.value)
     assert not (tmp_path / "run").exists()
@@ -144,7 +144,7 @@ def test_a_checkpoint_that_the_disk_cannot_hold_is_refused_first(
 ) -> None:
     monkeypatch.setattr(assemble_module, "memory_limit", lambda processes: None)
     with pytest.raises(UserError, match=r"a checkpoint needs .* TiB, and the disk has") as caught:
-        run_training(make_run("model.layers=100000000"))
+        Run(make_run("model.layers=100000000")).train()
     assert caught.value.exit is Exit.STORAGE
     assert not (tmp_path / "run").exists()
 
@@ -155,10 +155,10 @@ def test_a_model_that_just_fits_is_not_refused(
     config = make_run('train.until="1 steps"')
     needed = gpt_size(config, rows=resolve(config, vocab=257).padded_vocab).training
     monkeypatch.setattr(assemble_module, "memory_limit", lambda processes: needed)
-    assert run_training(config).exit is Exit.DONE
+    assert Run(config).train().exit is Exit.DONE
     monkeypatch.setattr(assemble_module, "memory_limit", lambda processes: needed - 1)
     with pytest.raises(UserError, match="do not fit"):
-        run_training(config)
+        Run(config).train()
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from gristmill.track.metrics import (
     read_metrics,
 )
 from gristmill.train.hooks import Sample
-from gristmill.train.run import run_training
+from gristmill.train.run import Run
 
 TEXTS = [{"text": f"the mill {word} corn"} for word in ("grinds", "turns", "wants")]
 
@@ -38,7 +38,7 @@ def test_scores_are_recorded_and_kept(
     names = json.dumps([str(file) for file in tasks])
     settings = ("evaluate.every=2 steps", f"evaluate.tasks={names}", "evaluate.items=2")
     config = make_run('train.until="5 steps"', *settings)
-    run_training(config)
+    Run(config).train()
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")
     found = [one for one in records if isinstance(one, EvaluationRecord)]
     assert [(one.step, one.metric) for one in found] == [
@@ -80,7 +80,7 @@ def test_a_kill_before_the_last_evaluation_is_made_good(
     with monkeypatch.context() as patched:
         patched.setattr(Sample, "at_end", die)
         with pytest.raises(KilledError):
-            run_training(config)
+            Run(config).train()
     assert (tmp_path / "run" / "checkpoints" / "step-00000004").is_dir()
 
     def evaluated() -> list[tuple[int, str]]:
@@ -91,7 +91,7 @@ def test_a_kill_before_the_last_evaluation_is_made_good(
     before = evaluated()
     assert before == [(3, "acc"), (3, "perplexity")]
     for _ in range(2):
-        assert run_training(config).exit is Exit.DONE
+        assert Run(config).train().exit is Exit.DONE
         assert evaluated() == [*before, (4, "acc"), (4, "perplexity")]
         assert (tmp_path / "run" / "samples" / "step-00000004.txt").is_file()
     validations = [
@@ -120,7 +120,7 @@ def test_training_is_not_changed_by_tasks(
     for extra in ((), ("evaluate.every=1 steps", f"evaluate.tasks={json.dumps(names)}")):
         folder = tmp_path / f"run-{len(extra)}"
         words = ('train.until="4 steps"', f'folder="{folder}"', "model.dropout=0.2", *extra)
-        run_training(make_run(*words))
+        Run(make_run(*words)).train()
         records = read_metrics(folder / "metrics.jsonl")
         losses.append([one.loss for one in records if isinstance(one, StepRecord)])
     assert losses[0] == losses[1]
@@ -132,5 +132,5 @@ def test_missing_data_is_told_before_the_first_step(
 ) -> None:
     config = make_run("evaluate.every=1 steps", 'evaluate.tasks=["lambada=nowhere.jsonl"]')
     with pytest.raises(UserError, match=r"nowhere.jsonl: there is no such file"):
-        run_training(config)
+        Run(config).train()
     assert not list((tmp_path / "run" / "checkpoints").iterdir())

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from gristmill.base.errors import Exit, UserError
 from gristmill.config.schema import RunConfig
 from gristmill.track.metrics import EventRecord, read_metrics
-from gristmill.train.run import run_training
+from gristmill.train.run import Run
 
 if TYPE_CHECKING:
     from conftest import Content
@@ -118,7 +118,7 @@ def copy_of(trained: dict[str, Path], make_run: MakeRun, tmp_path: Path) -> Call
     def copy(*settings: str) -> Path:
         key = " ".join(settings)
         if key not in trained:
-            run_training(make_run(*SETTINGS, *settings))
+            Run(make_run(*SETTINGS, *settings)).train()
             trained[key] = trained["root"] / str(len(trained))
             shutil.move(tmp_path / "run", trained[key])
         shutil.copytree(trained[key], tmp_path / "run")
@@ -140,7 +140,7 @@ def test_the_one_before_an_unusable_checkpoint_is_resumed(
     newest = copy_of()
     apply, said = CHANGES[change]
     rewrite(newest, apply)
-    assert run_training(make_run(*SETTINGS)).step == 6
+    assert Run(make_run(*SETTINGS)).train().step == 6
     text = warnings(tmp_path / "run")
     assert "skipped damaged checkpoint step-00000006" in text and said in text
     assert (newest.parent / "damaged-step-00000006").is_dir()
@@ -162,7 +162,7 @@ def test_every_role_of_muon_has_its_kinds(
     muon = 'optim.type="muon"'
     newest = copy_of(muon)
     rewrite(newest, lambda content: content.optimizer.pop(f"{kind}/{name}"))
-    run_training(make_run(*SETTINGS, muon))
+    Run(make_run(*SETTINGS, muon)).train()
     assert f"there is no {kind}/{name}" in warnings(tmp_path / "run")
 
 
@@ -172,7 +172,7 @@ def test_an_unusable_loss_scale_is_found(
 ) -> None:
     newest = copy_of('precision.compute="fp16"')
     rewrite(newest, lambda content: content.state["strategy"].update(loss_scale=scale))
-    run_training(make_run(*SETTINGS, 'precision.compute="fp16"'))
+    Run(make_run(*SETTINGS, 'precision.compute="fp16"')).train()
     assert "loss scale" in warnings(tmp_path / "run")
 
 
@@ -183,7 +183,7 @@ def test_nothing_changes_if_all_are_unusable(
         rewrite(path, fill("model", "norm.weight", torch.nan))
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
     with pytest.raises(UserError, match="every checkpoint of this run is damaged") as error:
-        run_training(make_run(*SETTINGS))
+        Run(make_run(*SETTINGS)).train()
     assert error.value.exit is Exit.STORAGE
     assert str(error.value).count("NaN or infinite numbers in norm.weight") == 2
     assert before == {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
@@ -196,12 +196,12 @@ def test_a_checkpoint_of_another_version_is_refused_and_stays(
     newest = copy_of()
     rewrite(newest, put("state", "version", 3))
     with pytest.raises(UserError, match="this program reads"):
-        run_training(make_run(*SETTINGS))
+        Run(make_run(*SETTINGS)).train()
     assert newest.is_dir()
 
 
 def step_after_resuming(config: RunConfig) -> int:
-    return run_training(config).step
+    return Run(config).train().step
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from gristmill.base.errors import UserError
 from gristmill.config.schema import RunConfig
 from gristmill.track.metrics import ValidationRecord, read_metrics
 from gristmill.track.sinks import line, scalars
-from gristmill.train.run import run_training
+from gristmill.train.run import Run
 from gristmill.train.validate import validate_run
 
 
@@ -30,7 +30,7 @@ def test_it_computes_what_the_run_computed(
     config = make_run(
         'train.until="6 steps"', 'validate.every="2 steps"', 'checkpoint.every="2 steps"'
     )
-    run_training(config)
+    Run(config).train()
     before = content(folder)
     losses = {
         one.step: one.loss
@@ -50,7 +50,7 @@ def test_without_a_checkpoint_the_starting_weights_are_measured(
     config = make_run('train.until="2 steps"')
     with pytest.raises(UserError, match="starts from random weights"):
         validate_run(config)
-    trained = run_training(config)
+    trained = Run(config).train()
     other = make_run(f'model.start="{trained.folder}"', f'folder="{tmp_path / "other"}"')
     assert validate_run(other).record.loss == validate_run(config).record.loss
     assert validate_run(other).recorded is None
@@ -62,7 +62,7 @@ def test_the_loss_of_the_training_text(make_run: Callable[..., RunConfig], tmp_p
     usual = ('train.until="2 steps"', 'validate.every="1 steps"', "data.split=unset")
     text = f'data.validation="{make_run(*usual).data.paths}"'
     config = make_run(*usual, text, "validate.windows=7", "validate.train_windows=7")
-    run_training(config)
+    Run(config).train()
     records = [
         one
         for one in read_metrics(tmp_path / "run" / "metrics.jsonl")
@@ -77,6 +77,6 @@ def test_the_loss_of_the_training_text(make_run: Callable[..., RunConfig], tmp_p
 
 
 def test_a_run_without_validation_text(make_run: Callable[..., RunConfig]) -> None:
-    run_training(make_run('train.until="1 steps"', 'data.split="100,0"'))
+    Run(make_run('train.until="1 steps"', 'data.split="100,0"')).train()
     with pytest.raises(UserError, match="no validation text"):
         validate_run(make_run('train.until="1 steps"', 'data.split="100,0"'))

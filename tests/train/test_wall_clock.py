@@ -10,7 +10,7 @@ from gristmill.checkpoint.layout import CheckpointFolder, step_of
 from gristmill.config.schema import RunConfig
 from gristmill.distributed.control import ControlGroup
 from gristmill.train import wall_clock
-from gristmill.train.run import run_training
+from gristmill.train.run import Run
 from gristmill.train.wall_clock import WallClock
 
 
@@ -88,6 +88,6 @@ def test_a_run_is_saved_by_the_wall_clock(
         "checkpoint.keep=9",
         "checkpoint.keep_best=false",
     )
-    outcome = run_training(config)
+    outcome = Run(config).train()
     saved = CheckpointFolder(outcome.folder / "checkpoints").committed()
     assert [step_of(path) for path in saved] == steps

@@ -41,7 +41,7 @@ from gristmill.tokens.store import open_tokens
 from gristmill.track.folder import RunFolder
 from gristmill.track.metrics import StepRecord, read_metrics
 from gristmill.track.sinks import JsonlSink
-from gristmill.train.assemble import Assembly, assemble, build_health, build_loader, build_meter
+from gristmill.train.assemble import BuiltRun, assemble, build_health, build_loader, build_meter
 from gristmill.train.build import device_mesh, open_run_world
 from gristmill.train.hooks import Hooks
 from gristmill.train.loop import train
@@ -226,7 +226,7 @@ class _ProfiledHooks(Hooks):
             super().after_step(event)
 
 
-def _measure(parts: Assembly, *, warm_up: int, steps: int, random_tokens: bool) -> BenchResult:
+def _measure(parts: BuiltRun, *, warm_up: int, steps: int, random_tokens: bool) -> BenchResult:
     resolved, folder, device = parts.resolved, parts.folder, parts.world.device
     folder.path.mkdir()
     tracker = Tracker([JsonlSink(folder.metrics)], clock=lambda: parts.state.progress)

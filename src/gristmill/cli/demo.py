@@ -13,7 +13,6 @@ from gristmill.base.files import write_atomic
 from gristmill.base.limits import keep_freed_memory
 from gristmill.base.units import format_bytes
 from gristmill.cli.prepare import report_prepared
-from gristmill.config.load import load_run
 from gristmill.report.page import write_report
 from gristmill.text.prepare.prepare import prepare_documents
 from gristmill.text.sources.python_docs import python_documents
@@ -76,7 +75,7 @@ def run_demo(folder: Path, *, steps: int | None) -> None:
     intervals = {"validate": max(1, steps // 10), "sample": max(1, steps // 3)}
     text = RUN.format(file=file, folder=folder, tokens=tokens, steps=steps, **intervals)
     write_atomic(file, text)
-    _train(file, folder=folder)
+    _train(file)
 
     _title("5. What it learned")
     _compare(folder, unigram=_unigram_entropy(tokens))
@@ -93,14 +92,13 @@ def run_demo(folder: Path, *, steps: int | None) -> None:
                          gristmill train {file} {mine}""")
 
 
-def _train(file: Path, *, folder: Path) -> None:
+def _train(file: Path) -> None:
     """Resume an interrupted demo; move a finished one aside and start over."""
-    config = load_run(file)
     keep_freed_memory()
-    from gristmill.train.run import run_training
+    from gristmill.train.run import Run
 
-    fresh = RunFolder(folder).read_status().get("state") == "done"
-    outcome = run_training(config, fresh=fresh)
+    run = Run.open(file)
+    outcome = run.train(fresh=run.status.get("state") == "done")
     if outcome.exit is not Exit.DONE:
         raise typer.Exit(outcome.exit)
 

@@ -20,24 +20,25 @@ import typer
 
 from gristmill.base.errors import UserError
 from gristmill.base.printing import on_one_line
-from gristmill.base.units import format_count, format_seconds
-from gristmill.cli.models import Device, Which, open_loaded
+from gristmill.base.units import format_seconds
+from gristmill.cli.models import Device, Which, open_model
 from gristmill.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
-    from gristmill.checkpoint.model import LoadedModel
-    from gristmill.evaluate.loss import EvaluationText
     from gristmill.evaluate.measures import Difference, Measure
     from gristmill.evaluate.results import EvaluationResult
-    from gristmill.evaluate.tasks.run import OpenTask
 
 
 class Evaluated(NamedTuple):
     """A result, and what it is a result of."""
 
     model: str
-    precision: str
     result: EvaluationResult
+
+    @property
+    def precision(self) -> str:
+        """The number format in which the model computed."""
+        return self.result.precision
 
 
 def print_table(found: Sequence[Evaluated]) -> None:
@@ -245,110 +246,29 @@ def evaluate(
         what = f"--items, --shots and {TRUST} are for tasks"
         raise UserError(what, where="evaluate", remedy="add --tasks")
     options = TaskOptions(items, shots, trust_task_code)
+    # Before any model is loaded, which takes longer.
     opened = open_tasks(tasks, options) if tasks else []
-    found, written = list[Evaluated](), list[Path]()
-    for model in models:
-        loaded = open_loaded(model, checkpoint=checkpoint, device=device)
-        texts = _texts(loaded, data or (), text or (), default=not opened)
-        for one in precision or [EvaluationPrecision.FP32]:
-            _compute_in(loaded, one.value)
-            results = _text_results(loaded, texts, limit=limit, batch=batch)
-            for result in (*results, *_task_results(loaded, opened)):
-                found.append(Evaluated(model, one.value, result))
-                settings = {"batch": batch, "limit": limit}
-                if result.kind == "task":
-                    settings = {"items": items, "shots": shots}
-                written += _keep(loaded, found[-1], output, settings)
-        del loaded
-    print_table(found)
-    for file in written:
-        typer.echo(f"written to {on_one_line(str(file))}")
-
-
-# ------------------------------------------------------------------ measuring
-
-
-def _texts(
-    loaded: LoadedModel, data: Sequence[str], text: Sequence[str], *, default: bool
-) -> list[EvaluationText]:
-    from gristmill.evaluate.loss import evaluation_ids
-
-    chosen = [evaluation_ids(loaded, data=one) for one in data]
-    chosen += [evaluation_ids(loaded, text=[one]) for one in text]
-    return chosen or ([evaluation_ids(loaded)] if default else [])
-
-
-def _compute_in(loaded: LoadedModel, precision: str) -> None:
-    from gristmill.strategies.precision import DTYPES
-
-    loaded.model.compute = DTYPES[precision]
-
-
-def _text_results(
-    loaded: LoadedModel, texts: Sequence[EvaluationText], *, limit: int | None, batch: int
-) -> Iterator[EvaluationResult]:
-    from gristmill.base.files import sha256_text
-    from gristmill.evaluate.loss import evaluate_loss
-    from gristmill.evaluate.results import EvaluationResult
-
-    for chosen in texts:
+    evaluated = list[Evaluated]()
+    for name in models:
+        model = open_model(name, checkpoint=checkpoint, device=device)
         with ProgressLine("evaluating") as line:
-
-            def show(done: int, total: int, *, line: ProgressLine = line) -> None:
-                line.update(done, total, f"{format_count(done)} tokens")
-
-            measured = evaluate_loss(
-                loaded,
-                chosen.ids,
-                batch=batch,
+            results = model.evaluate(
+                data=data or (),
+                text=text or (),
+                tasks=opened,
+                items=items,
+                shots=shots,
                 limit=limit,
-                rules=chosen.rules,
-                starts=chosen.starts,
-                predicted=chosen.predicted,
-                progress=show,
+                batch=batch,
+                precision=[one.value for one in precision or [EvaluationPrecision.FP32]],
+                output=output,
+                progress=line.show_count,
             )
-        content = ",".join(map(str, chosen.ids[: None if limit is None else limit + 1].tolist()))
-        context = loaded.model.config.context
-        facts = {"data": chosen.name, "ids_sha256": sha256_text(content), "context": context}
-        yield EvaluationResult(
-            chosen.name, measured.measures, measured.tokens, measured.seconds, facts, kind="text"
-        )
-
-
-def _task_results(loaded: LoadedModel, opened: Sequence[OpenTask]) -> Iterator[EvaluationResult]:
-    for one in opened:
-        with ProgressLine("evaluating") as line:
-
-            def show(task: str, done: int, total: int, *, line: ProgressLine = line) -> None:
-                line.update(done, total, f"{task}, {done:,} of {total:,}")
-
-            results = one.run(loaded, show)
         for result in results:
             for note in result.notes:
                 typer.echo(f"warning: {on_one_line(note)}", err=True)
-            yield result
-
-
-def _keep(
-    loaded: LoadedModel,
-    evaluated: Evaluated,
-    output: Path | None,
-    settings: dict[str, int | None],
-) -> list[Path]:
-    """Write a result into the run folder, if the model came from one, and where the user says."""
-    from gristmill.evaluate.results import result_name, write_result
-    from gristmill.track.folder import RunFolder
-
-    folders = [] if loaded.run is None else [RunFolder(loaded.run).evals]
-    if output is not None:
-        # Results of several models must not overwrite each other.
-        name = loaded.run.name if loaded.run is not None else loaded.origin.name
-        folders.append(output / name)
-    precision = evaluated.precision
-    files = [
-        folder / result_name(evaluated.result, step=loaded.step, precision=precision)
-        for folder in folders
-    ]
-    for file in files:
-        write_result(file, evaluated.result, loaded, precision=precision, settings=settings)
-    return files
+        evaluated += [Evaluated(name, result) for result in results]
+        del model
+    print_table(evaluated)
+    for file in (file for one in evaluated for file in one.result.files):
+        typer.echo(f"written to {on_one_line(str(file))}")

@@ -39,14 +39,10 @@ def replay(
     and with the run's records. Nothing in the run folder changes.
     """
     from gristmill.cli.progress import ProgressLine
-    from gristmill.config.load import load_run
-    from gristmill.hub.downloads import settings_folder
-    from gristmill.train.replay import replay_step
+    from gristmill.train.run import Run
 
-    config = load_run(run, settings or (), find_model=settings_folder)
     with ProgressLine("replaying") as line:
-        found = replay_step(
-            config,
+        found = Run.open(run, *(settings or ())).replay(
             step,
             progress=lambda number, done, start: line.update(
                 (number - 1) * (step - start) + done - start,

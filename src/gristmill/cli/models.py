@@ -23,9 +23,11 @@ from gristmill.cli.dialects import DialectName
 from gristmill.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
-    from gristmill.checkpoint.model import LoadedModel, StoredModel
+    from gristmill.export.adapter import ExportedAdapter
+    from gristmill.export.folder import Exported
+    from gristmill.export.gguf import ExportedFile
     from gristmill.generate import ChatGenerator
-    from gristmill.text.chat.encoding import ChatEncoder
+    from gristmill.model import Model
 
 
 class Gelu(enum.StrEnum):
@@ -99,21 +101,10 @@ def import_checkpoint(
 
 
 def converse(
-    loaded: LoadedModel,
-    prompt: str | None,
-    system: str | None,
-    template: str | None,
-    *,
-    cached: bool,
-    as_json: bool,
-    options: dict[str, Any],
+    chat: ChatGenerator, prompt: str | None, *, as_json: bool, options: dict[str, Any]
 ) -> None:
     """Answer a prompt, that on standard input, or those that are typed one after the other.
     `options` are those of `ChatGenerator.ask`."""
-    from gristmill.generate import ChatGenerator
-
-    encoder = _open_encoder(loaded, template)
-    chat = ChatGenerator(loaded.model, encoder, system=system, cached=cached)
     if prompt is None and _is_terminal():
         typer.echo("Type a message; an empty line or Ctrl-D ends.")
         told = False
@@ -130,25 +121,6 @@ def converse(
     if not prompt:
         raise UserError("there is no message to answer", where="PROMPT")
     _answer(chat, prompt, as_json=as_json, options=options)
-
-
-def _open_encoder(loaded: LoadedModel, template: str | None) -> ChatEncoder:
-    """The template that is asked for, or the model's own."""
-    from gristmill.checkpoint.model import chat_template
-    from gristmill.text.chat.encoding import ChatEncoder
-    from gristmill.text.chat.template import OWN, choose_template
-
-    if template is not None:
-        found = choose_template(template, loaded.tokenizer, folders=(), where="--template")
-        return ChatEncoder(loaded.tokenizer, found, where="--template")
-    own = chat_template(loaded)
-    if own is None:
-        raise UserError(
-            "this model has no chat template: it was not trained on conversations",
-            where=str(loaded.run or loaded.origin),
-            remedy=f"choose one with --template {'|'.join(OWN)}|FILE, or leave --chat out",
-        )
-    return ChatEncoder(loaded.tokenizer, own, where=own.name)
 
 
 def _is_terminal() -> bool:
@@ -170,7 +142,7 @@ def _answer(chat: ChatGenerator, question: str, *, as_json: bool, options: dict[
             typer.echo(f"--- {number} of {len(texts)}\n{text}")
 
 
-Model = Annotated[
+ModelName = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
@@ -187,26 +159,23 @@ Which = Annotated[
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
 
 
-def open_loaded(model: str, *, checkpoint: str, device: str) -> LoadedModel:
-    """The model that a user names, on a device."""
-    from gristmill.checkpoint.model import open_stored
-    from gristmill.distributed.device import select_device
+def open_model(name: str, *, checkpoint: str, device: str = "auto") -> Model:
+    """The model that a user names; what the user did not ask for, such as an older checkpoint, is
+    said on stderr."""
+    from gristmill.model import Model
 
     if device not in ("auto", "cpu", "cuda", "mps"):
         raise UserError(f"{device!r} is not auto, cpu, cuda or mps", where="--device")
-    stored = open_stored(model, checkpoint=checkpoint)
-    _warn(stored)
-    return stored.load(select_device(device))
-
-
-def _warn(stored: StoredModel) -> None:
-    """Say on stderr what the user did not ask for, such as an older checkpoint."""
-    for note in stored.notes:
+    with ProgressLine("opening") as line:
+        line.update(0, None, name)
+        model = Model.open(name, checkpoint=checkpoint, device=device)
+    for note in model.notes:
         typer.echo(f"warning: {printable(note)}", err=True)
+    return model
 
 
 def generate(
-    model: Model,
+    model: ModelName,
     prompt: Annotated[
         str | None,
         typer.Argument(help="Text to continue; - reads stdin; without one, asks for prompts."),
@@ -243,20 +212,21 @@ def generate(
     device: Device = "auto",
 ) -> None:
     """Continue a text with a model, or converse with it."""
-    from gristmill.generate import Sampling, TextGenerator
+    from gristmill.generate import Sampling
 
     for name, given in (("--system", system), ("--template", template)):
         if given is not None and not chat:
             raise UserError("this is for conversations", where=name, remedy="give --chat too")
     sampling = Sampling(temperature, top_k, top_p, seed)
-    loaded = open_loaded(model, checkpoint=checkpoint, device=device)
+    opened = open_model(model, checkpoint=checkpoint, device=device)
     stops = [text for text in stop or () if text]
     options: dict[str, Any] = {"tokens": tokens, "sampling": sampling, "stop": stops}
     if chat:
         options |= {"samples": samples}
-        converse(loaded, prompt, system, template, cached=cache, as_json=as_json, options=options)
+        conversation = opened.chat(system=system, template=template, cache=cache)
+        converse(conversation, prompt, as_json=as_json, options=options)
         return
-    generator = TextGenerator(loaded.model, loaded.tokenizer, cached=cache)
+    generator = opened.text_generator(cache=cache)
     if prompt is None and sys.stdin.isatty():
         typer.echo("Type the beginning of a text; an empty line or Ctrl-D ends.")
         while line := ask():
@@ -303,7 +273,7 @@ class ExportCheck(enum.StrEnum):
 
 
 def export(
-    model: Model,
+    model: ModelName,
     place: Annotated[
         Path, typer.Argument(metavar="DIR", help="A new folder, or a new file that ends in .gguf.")
     ],
@@ -336,65 +306,47 @@ def export(
 
     Checks what it wrote. The model need not fit into memory.
     """
-    from gristmill.checkpoint.model import open_stored
-    from gristmill.export.folder import export as export_folder
-    from gristmill.export.gguf import SUFFIX, export_gguf
-
-    as_gguf = place.suffix == SUFFIX
-    if as_gguf and code:
-        raise UserError("a GGUF file holds no code", where="--code", remedy="give a folder")
-    if as_gguf and check is ExportCheck.TRANSFORMERS:
-        what = "a GGUF file is not compared with transformers"
-        raise UserError(what, where="--check", remedy="leave it out")
-    if adapter and (as_gguf or code or check is not ExportCheck.AUTO):
-        what = "adapters are written as a folder, without code, and always checked with their base"
-        raise UserError(what, where="--adapter", remedy="give a folder, and no --code or --check")
-    with ProgressLine("opening") as line:
-        line.update(0, None, model)
-        stored = open_stored(model, checkpoint=checkpoint)
-    _warn(stored)
-    if adapter:
-        _export_adapter(stored, place)
-        return
+    opened = open_model(model, checkpoint=checkpoint)
     with ProgressLine("exporting") as line:
 
         def show(doing: str, count: int, total: int) -> None:
             line.update(count, total, f"{doing}, {format_bytes(count)} of {format_bytes(total)}")
 
-        if as_gguf:
-            written = export_gguf(stored, place, progress=show)
-        else:
-            done = export_folder(stored, place, code=code, check=check.value, progress=show)
-    for note in () if as_gguf else done.notes:
-        typer.echo(f"warning: {note}", err=True)
+        written = opened.export(place, code=code, adapter=adapter, check=check.value, progress=show)
+    _tell_exported(opened, place, written)
+    if code:
+        typer.echo(f"{place / 'modeling_gristmill.py'}: load it with trust_remote_code=True")
+
+
+def _tell_exported(
+    model: Model, place: Path, written: Exported | ExportedFile | ExportedAdapter
+) -> None:
+    """Say what was written, and how it was checked."""
+    from gristmill.export.adapter import ExportedAdapter
+    from gristmill.export.gguf import ExportedFile
+
+    origin, size = model.stored.origin, format_bytes(written.bytes)
+    if isinstance(written, ExportedAdapter):
+        modules = f"{written.modules} modules, {size}"
+        typer.echo(f"{place}: exported the adapters of {origin}, {modules}")
+        typer.echo("checked: added to their base, they give the weights of the merged model")
+        for note in written.notes:
+            typer.echo(f"note: {note}", err=True)
+        return
     read_back = "checked: all weights read back as they are in the source"
-    if as_gguf:
-        size = format_bytes(written.bytes)
-        typer.echo(f"{place}: exported {stored.origin} as {written.architecture}, {size}")
+    if isinstance(written, ExportedFile):
+        typer.echo(f"{place}: exported {origin} as {written.architecture}, {size}")
         typer.echo(read_back)
         return
-    size = f"{format_bytes(done.bytes)} in {done.files} file{'s' if done.files > 1 else ''}"
-    typer.echo(f"{place}: exported {stored.origin} as {done.architecture}, {size}")
-    compared = done.skipped
-    if done.agreement is not None:
+    for note in written.notes:
+        typer.echo(f"warning: {note}", err=True)
+    size += f" in {written.files} file{'s' if written.files > 1 else ''}"
+    typer.echo(f"{place}: exported {origin} as {written.architecture}, {size}")
+    compared = written.skipped
+    if written.agreement is not None:
         compared = (
             "transformers' logits differ by at most "
-            f"{done.agreement.largest_difference:.1e}, {done.agreement.greedy_tokens} greedy "
+            f"{written.agreement.largest_difference:.1e}, {written.agreement.greedy_tokens} greedy "
             "tokens are the same"
         )
     typer.echo(f"{read_back}; {compared}")
-    if code:
-        typer.echo(f"{done.folder / 'modeling_gristmill.py'}: load it with trust_remote_code=True")
-
-
-def _export_adapter(stored: StoredModel, place: Path) -> None:
-    from gristmill.export.adapter import export_adapter
-
-    written = export_adapter(stored, place)
-    size = format_bytes(written.bytes)
-    typer.echo(
-        f"{place}: exported the adapters of {stored.origin}, {written.modules} modules, {size}"
-    )
-    typer.echo("checked: added to their base, they give the weights of the merged model")
-    for note in written.notes:
-        typer.echo(f"note: {note}", err=True)

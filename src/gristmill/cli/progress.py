@@ -69,7 +69,9 @@ class ProgressLine:
     def update(self, done: float, total: float | None, message: str) -> None:
         """Show `done` of `total`, with a message beside the bar."""
         now, message = time.monotonic(), on_one_line(message)
-        if self._first is None:
+        if self._first is None or done < self._first[1]:
+            # The beginning, or that of the next piece of work.
+            self._bar.reset(self._task)
             self._first = (now, done)
         if self._on_terminal:
             self._bar.update(self._task, completed=done, total=total, message=message)
@@ -82,6 +84,10 @@ class ProgressLine:
                 # By the rate since the first update.
                 left = f", {format_seconds((total - done) * (now - since) / (done - before))} left"
             self.say(f"{self.title}: {share}{message}{left}")
+
+    def show_count(self, name: str, done: int, total: int) -> None:
+        """Show how many items of something are done."""
+        self.update(done, total, f"{name}, {done:,} of {total:,}")
 
 
 @contextmanager

@@ -127,7 +127,7 @@ def train(
             move_aside(folder)
         if start_from is not None and not validate_only:
             from gristmill.base.locks import FolderLock
-            from gristmill.train.rollback import choose_step, roll_back
+            from gristmill.train.claim import choose_step, roll_back
 
             # Once, here: a restart continues from what was reached since.
             step = choose_step(folder, start_from)
@@ -160,12 +160,10 @@ def train(
         typer.echo(f"info: {config.name}: starting in {run_folder(config).path}")
     # The next import takes seconds, and a signal may arrive meanwhile.
     with StopRequest() as stop, collector_paused():
-        from gristmill.train.run import run_training
+        from gristmill.train.run import Run
 
-        text = "" if translated is None else translated.translation.text
-        outcome = run_training(
-            config, fresh=fresh, start_from=start_from, stop=stop, translation=text
-        )
+        opened = Run(config, translation="" if translated is None else translated.translation.text)
+        outcome = opened.train(fresh=fresh, start_from=start_from, stop=stop)
     raise typer.Exit(outcome.exit)
 
 
@@ -193,9 +191,9 @@ def _begin(translated: TranslatedRun) -> None:
 def _validate(config: RunConfig, step: str | None) -> None:
     """Print the validation of a run, beside what it recorded."""
     from gristmill.track.sinks import line
-    from gristmill.train.validate import validate_run
+    from gristmill.train.run import Run
 
-    found = validate_run(config, checkpoint=step)
+    found = Run(config).validate(checkpoint=step)
     if not found.leads:
         return
     typer.echo(line(replace(found.record, best=False)))

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from gristmill.base.errors import DataError, Exit, UserError
+from gristmill.base.files import sha256_text
 from gristmill.checkpoint.model import LoadedModel
 from gristmill.config.load import load_run
 from gristmill.config.schema import RunConfig
@@ -33,6 +34,7 @@ from gristmill.data.loader import make_batch
 from gristmill.data.sampling import TokenSpans
 from gristmill.evaluate.measures import Measure, ratio
 from gristmill.evaluate.measures import perplexity as perplexity_of
+from gristmill.evaluate.results import EvaluationResult
 from gristmill.models.loss_terms import LossTerms
 from gristmill.models.spec import Loss
 from gristmill.text.sources.reading import SourceReader
@@ -128,6 +130,37 @@ def evaluate_loss(
         tokens=sum(tokens),
         seconds=time.monotonic() - started,
         measures={"bits_per_byte": bits, "loss": mean, "perplexity": perplexity},
+    )
+
+
+def evaluate_text(
+    loaded: LoadedModel,
+    text: EvaluationText,
+    *,
+    batch: int = 8,
+    limit: int | None = None,
+    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+) -> EvaluationResult:
+    """Evaluate on a text, on its first `limit` tokens if given. `progress` gets its name, the
+    tokens done and their number."""
+    measured = evaluate_loss(
+        loaded,
+        text.ids,
+        batch=batch,
+        limit=limit,
+        progress=lambda done, total: progress(text.name, done, total),
+        rules=text.rules,
+        starts=text.starts,
+        predicted=text.predicted,
+    )
+    content = ",".join(map(str, text.ids[: None if limit is None else limit + 1].tolist()))
+    facts = {
+        "data": text.name,
+        "ids_sha256": sha256_text(content),
+        "context": loaded.model.config.context,
+    }
+    return EvaluationResult(
+        text.name, measured.measures, measured.tokens, measured.seconds, facts, kind="text"
     )
 
 

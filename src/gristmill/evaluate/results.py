@@ -43,28 +43,24 @@ class EvaluationResult:
     """What the user should know."""
     parts: dict[str, dict[str, Measure]] = field(default_factory=dict)
     """The measures of the tasks that this one sums up."""
+    precision: str = "fp32"
+    """The number format in which the model computed."""
+    settings: dict[str, int | None] = field(default_factory=dict)
+    """How much was computed, and how."""
+    files: tuple[Path, ...] = ()
+    """Where this was written."""
 
     @property
     def unit(self) -> str:
         return "tokens" if self.kind == "text" else "items"
 
 
-def result_name(result: EvaluationResult, *, step: int | None, precision: str) -> str:
-    """The name of the file that keeps a result."""
+def write_result(folder: Path, result: EvaluationResult, loaded: LoadedModel) -> Path:
+    """Write a result with all that it depends on; returns the file."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(result.name).name).strip("-")
-    begin = "" if step is None else f"step-{step:08d}-"
-    return f"{begin}{name}{'' if precision == 'fp32' else f'-{precision}'}.json"
-
-
-def write_result(
-    file: Path,
-    result: EvaluationResult,
-    loaded: LoadedModel,
-    *,
-    precision: str,
-    settings: dict[str, Any],
-) -> None:
-    """Write a result with all that it depends on."""
+    begin = "" if loaded.step is None else f"step-{loaded.step:08d}-"
+    end = "" if result.precision == "fp32" else f"-{result.precision}"
+    file = folder / f"{begin}{name}{end}.json"
     manifest = loaded.origin / MANIFEST
     made_by = {
         "program": program_version(),
@@ -78,13 +74,13 @@ def write_result(
         "name": result.name,
         "model": loaded.origin.name,
         "step": loaded.step,
-        "precision": precision,
+        "precision": result.precision,
         "measures": _values(result.measures),
         "count": result.count,
         "unit": result.unit,
         "seconds": result.seconds,
         "facts": result.facts,
-        "settings": settings,
+        "settings": result.settings,
         "made_by": made_by,
         "parts": {name: _values(measures) for name, measures in result.parts.items()},
         "items": {
@@ -95,6 +91,7 @@ def write_result(
     }
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, value)
+    return file
 
 
 def _values(measures: dict[str, Measure]) -> dict[str, dict[str, float | None]]:

@@ -54,7 +54,7 @@ from gristmill.train.tracker import Tracker
 
 
 @dataclass(frozen=True)
-class Assembly:
+class BuiltRun:
     """Everything that was built for one run."""
 
     config: RunConfig
@@ -72,6 +72,12 @@ class Assembly:
     """What the user should know about the weights that the run starts from."""
     chat: ChatEncoder | None = None
     """How conversations become ids; None for a run on token files."""
+
+    @property
+    def best_loss(self) -> float | None:
+        """The best validation loss so far; None without validation data."""
+        best = self.state.best if self.data.validation is not None else None
+        return None if best is None else best.loss
 
     @property
     def parameters(self) -> int:
@@ -103,7 +109,7 @@ def assemble(
     *,
     saves: bool = False,
     workers: WorkerSet | None = None,
-) -> Assembly:
+) -> BuiltRun:
     """Open and build everything, with initial weights loaded. Without `world`, one process.
     `saves`: whether checkpoints are saved, so that the disk must have room for one. `workers`:
     those that take part in a decentralized run, if not all of them."""
@@ -159,7 +165,7 @@ def assemble(
         ranks=world.mesh.processes,
         writes_unowned=not any(place for axis, place in world.at.items() if axis not in copied),
     )
-    return Assembly(
+    return BuiltRun(
         *(config, resolved, folder, data, tokenizer, world, state, strategy, control, meta_model),
         notes=started.notes,
         chat=chat,
@@ -309,11 +315,11 @@ def _each(data: RunData, fact: Callable[[DatasetSplit], Any]) -> Any:
     return facts[0] if len(facts) == 1 else facts
 
 
-def document_rules(parts: Assembly) -> DocumentRules:
+def document_rules(run: BuiltRun) -> DocumentRules:
     """How document boundaries are treated."""
-    if parts.config.packs_conversations:
+    if run.config.packs_conversations:
         return DocumentRules(doc_starts="files", attention=True, positions=True)
-    return build_rules(parts.config.data, end_of_text=parts.tokenizer.end_of_text)
+    return build_rules(run.config.data, end_of_text=run.tokenizer.end_of_text)
 
 
 def _order_spec(data: DataConfig, resolved: Resolved, folder: RunFolder | None = None) -> OrderSpec:
@@ -326,62 +332,62 @@ def _order_spec(data: DataConfig, resolved: Resolved, folder: RunFolder | None =
     )
 
 
-def build_loader(parts: Assembly) -> Loader:
+def build_loader(run: BuiltRun) -> Loader:
     """The loader of training batches."""
-    resolved, data = parts.resolved, parts.config.data
+    resolved, data = run.resolved, run.config.data
     return Loader(
-        build_stream(data, parts.data.train, _order_spec(data, resolved, parts.folder)),
-        micro_batch=resolved.micro_batch * parts.world.data_shards_here,
+        build_stream(data, run.data.train, _order_spec(data, resolved, run.folder)),
+        micro_batch=resolved.micro_batch * run.world.data_shards_here,
         accumulate=resolved.accumulate,
-        rules=document_rules(parts),
-        rank=parts.world.data_rank,
-        ranks=parts.world.mesh.data,
-        pin=parts.world.device.pins_memory,
+        rules=document_rules(run),
+        rank=run.world.data_rank,
+        ranks=run.world.mesh.data,
+        pin=run.world.device.pins_memory,
         vocab=resolved.vocab,
         ramp=resolved.ramp,
     )
 
 
-def build_content_check(parts: Assembly) -> ContentCheck:
+def build_content_check(run: BuiltRun) -> ContentCheck:
     """The comparison of the token files with their checksums, by one process of each node."""
-    has_manifests = parts.config.data.kind == "tokens" and parts.config.data.verify
-    wanted = has_manifests and parts.world.place.local_rank == 0
-    mixtures = (parts.data.train, parts.data.validation) if wanted else ()
+    has_manifests = run.config.data.kind == "tokens" and run.config.data.verify
+    wanted = has_manifests and run.world.place.local_rank == 0
+    mixtures = (run.data.train, run.data.validation) if wanted else ()
     return ContentCheck(split.path for held in mixtures if held for split in held.splits)
 
 
-def build_validate(parts: Assembly, tracker: Tracker) -> Validate | None:
+def build_validate(run: BuiltRun, tracker: Tracker) -> Validate | None:
     """The validation hook, if there is validation data."""
-    held_out = parts.data.validation
+    held_out = run.data.validation
     if held_out is None:
         return None
 
     def batches(text: Mixture, windows: int) -> Iterator[Batch]:
         return validation_batches(
             text,
-            sequence=parts.resolved.sequence,
+            sequence=run.resolved.sequence,
             windows=windows,
-            batch=parts.resolved.micro_batch * parts.world.data_shards_here,
-            rules=document_rules(parts),
-            vocab=parts.resolved.vocab,
-            pin=parts.world.device.pins_memory,
+            batch=run.resolved.micro_batch * run.world.data_shards_here,
+            rules=document_rules(run),
+            vocab=run.resolved.vocab,
+            pin=run.world.device.pins_memory,
         )
 
-    train_windows = parts.config.train_windows
+    train_windows = run.config.train_windows
     return Validate(
-        parts.resolved.validate_every,
-        strategy=parts.strategy,
-        batches=lambda: batches(held_out, parts.config.validation.windows),
-        train_batches=(lambda: batches(parts.data.train, train_windows)) if train_windows else None,
-        tokenizer=parts.tokenizer,
+        run.resolved.validate_every,
+        strategy=run.strategy,
+        batches=lambda: batches(held_out, run.config.validation.windows),
+        train_batches=(lambda: batches(run.data.train, train_windows)) if train_windows else None,
+        tokenizer=run.tokenizer,
         tracker=tracker,
-        state=parts.state,
+        state=run.state,
     )
 
 
-def build_evaluation(parts: Assembly, tracker: Tracker) -> EvaluateTasks | None:
+def build_evaluation(run: BuiltRun, tracker: Tracker) -> EvaluateTasks | None:
     """The hook for downstream tasks, if the run file names some. Their data is read now."""
-    config = parts.config.evaluate
+    config = run.config.evaluate
     if config is None:
         return None
     options, opened = TaskOptions(items=config.items), list[OpenTask]()
@@ -389,38 +395,38 @@ def build_evaluation(parts: Assembly, tracker: Tracker) -> EvaluateTasks | None:
     def open_here() -> None:
         opened.extend(open_tasks(config.tasks, options, where="evaluate.tasks"))
 
-    parts.control.on_rank0(open_here)
+    run.control.on_rank0(open_here)
     return EvaluateTasks(
         config.every,
         tasks=opened,
         items=config.items,
-        precision=parts.config.precision.compute,
-        strategy=parts.strategy,
-        tokenizer=parts.tokenizer,
+        precision=run.config.precision.compute,
+        strategy=run.strategy,
+        tokenizer=run.tokenizer,
         tracker=tracker,
-        state=parts.state,
-        folder=parts.folder,
+        state=run.state,
+        folder=run.folder,
     )
 
 
-def build_health(parts: Assembly, tracker: Tracker) -> RunHealth:
+def build_health(run: BuiltRun, tracker: Tracker) -> RunHealth:
     """What judges the steps, as it was when the state was saved."""
 
     def warn(text: str) -> None:
         tracker.say(text, level="warning")
 
-    health = RunHealth(parts.config.train.guard, lag=AHEAD, warn=warn)
+    health = RunHealth(run.config.train.guard, lag=AHEAD, warn=warn)
     try:
-        health.load(parts.state.health)
+        health.load(run.state.health)
     except (KeyError, TypeError, ValueError) as error:
         what = f"`health` cannot be read: {type(error).__name__}: {error}"
-        where = f"{STATE} of step {parts.state.progress.steps}"
+        where = f"{STATE} of step {run.state.progress.steps}"
         raise DataError(what, where=where, remedy="go back with --from STEP") from error
     return health
 
 
 def build_hooks(
-    parts: Assembly,
+    run: BuiltRun,
     tracker: Tracker,
     writer: CheckpointWriter,
     validate: Validate | None,
@@ -428,34 +434,34 @@ def build_hooks(
     check: ContentCheck,
 ) -> list[Hook]:
     """All hooks, in the order in which they run."""
-    config, hooks = parts.config, list[Hook]()
+    config, hooks = run.config, list[Hook]()
     if check.in_background:
-        hooks.append(StopOnDamage(check, tracker=tracker, state=parts.state))
+        hooks.append(StopOnDamage(check, tracker=tracker, state=run.state))
     if validate is not None:
         hooks.append(validate)
     if config.sample is not None:
         hooks.append(
             Sample(
                 config.sample,
-                strategy=parts.strategy,
-                tokenizer=parts.tokenizer,
+                strategy=run.strategy,
+                tokenizer=run.tokenizer,
                 tracker=tracker,
-                state=parts.state,
+                state=run.state,
                 seed=config.train.seed,
-                folder=parts.folder,
-                chat=parts.chat,
+                folder=run.folder,
+                chat=run.chat,
             )
         )
-    evaluation = build_evaluation(parts, tracker)
+    evaluation = build_evaluation(run, tracker)
     if evaluation is not None:
         hooks.append(evaluation)
     compare = None
     if config.parallel.compare is not None:
         compare = CompareReplicas(
             config.parallel.compare,
-            strategy=parts.strategy,
-            control=parts.control,
-            state=parts.state,
+            strategy=run.strategy,
+            control=run.control,
+            state=run.state,
             writer=writer,
         )
         hooks.append(compare)
@@ -463,13 +469,13 @@ def build_hooks(
         Checkpoint(
             config.checkpoint.every,
             writer=writer,
-            state=parts.state,
-            strategy=parts.strategy,
+            state=run.state,
+            strategy=run.strategy,
             validate=validate,
             keep_best=config.checkpoint.keep_best,
             health=health,
-            control=parts.control,
-            folder=parts.folder,
+            control=run.control,
+            folder=run.folder,
             agreed_at=None if compare is None else lambda: compare.agreed_at,
         )
     )
@@ -477,20 +483,20 @@ def build_hooks(
 
 
 def build_meter(
-    parts: Assembly,
+    run: BuiltRun,
     tracker: Tracker,
     health: RunHealth,
     compile_seconds: Callable[[], float] = float,
 ) -> Meter:
     """The meter that turns step results into records."""
-    config, resolved = parts.config, parts.resolved
+    config, resolved = run.config, run.resolved
     return Meter(
         tracker,
-        counters=parts.state.counters,
+        counters=run.state.counters,
         every=config.track.every,
-        cost=parts.meta_model.token_cost(resolved.sequence, sampled=resolved.sampled_softmax),
-        world=parts.world,
-        peak_flops=parts.world.device.peak_flops(
+        cost=run.meta_model.token_cost(resolved.sequence, sampled=resolved.sampled_softmax),
+        world=run.world,
+        peak_flops=run.world.device.peak_flops(
             config.precision.compute, tf32=config.precision.tf32
         ),
         health=health,

@@ -61,7 +61,8 @@ from gristmill.strategies.decentralized.elastic.view_world import (
 from gristmill.strategies.decentralized.strategy import Decentralized
 from gristmill.strategies.decentralized.workers import StopAgreement, WorkerSet, workers_per_node
 from gristmill.track.folder import RunFolder
-from gristmill.train.assemble import Assembly, assemble
+from gristmill.train.assemble import BuiltRun, assemble, build_content_check
+from gristmill.train.claim import FolderClaim
 from gristmill.train.elastic_records import (
     CurrentOnly,
     RecentSteps,
@@ -69,17 +70,75 @@ from gristmill.train.elastic_records import (
     cut_records,
 )
 from gristmill.train.resume import Resumed, resume
+from gristmill.train.stop import StopRequest
 from gristmill.train.tracker import Tracker
+from gristmill.train.training import Outcome, Training, located_errors
 
 MAX_SILENCE = 20.0
 """Seconds without a heartbeat after which a worker is dead, or less if `parallel.timeout` is short.
 To be wrong costs little: it joins again."""
 
 
+def train_elastic(
+    config: RunConfig, claim: FolderClaim, place: ProcessInfo, mesh: Mesh, *, stop: StopRequest
+) -> Outcome:
+    """Train with workers that may die and come back: a round for each view of who is there."""
+    worker, folder = ElasticRun(config, claim.folder, place, mesh), claim.folder
+    check = build_content_check(worker.built)
+    check.start()
+    with contextlib.ExitStack() as cleanup:
+        for entered in (located_errors(folder, worker.monitor), worker, claim):
+            cleanup.enter_context(entered)
+        # Before the lock is released.
+        cleanup.callback(check.stop)
+        while True:
+            try:
+                if (end := worker.ended()) is None:
+                    control = worker.next_view(asked_to_stop=lambda: stop.reason is not None)
+                    end = worker.ended()
+                if end is not None:
+                    return _left_behind(folder, place, end)
+                if control is None:
+                    return Outcome(folder.path, Exit.STOPPED, folder.newest_step() or 0, None)
+                if not control.is_rank0:
+                    claim.give_up()
+                control.barrier()
+                # In later views the run goes on, and another worker may lead it now.
+                control.on_rank0(claim.take_over if worker.view.number else claim.take)
+                worker.keep_key()
+                built = worker.connect()
+                with memory_explained("free some, or use a machine with more"):
+                    training = Training(built, stop=stop, monitor=worker.monitor, check=check)
+                    outcome = training.to_the_end(worker.begin, track=worker.tracked)
+                worker.done(complete=outcome.exit is Exit.DONE)
+                return outcome
+            except ViewChangedError:
+                continue
+            except Exception as error:
+                cause = worker.monitor.explain(error)
+                if cause is None:
+                    raise
+                if not isinstance(cause, ViewChangedError):
+                    raise cause from error
+
+
+def _left_behind(folder: RunFolder, place: ProcessInfo, end: Exit) -> Outcome:
+    """The outcome of a worker that wakes when the others have ended the run."""
+    how = "complete" if end is Exit.DONE else "stopped and saved"
+    step = folder.read_status().get("step", 0)
+    print(
+        f"info: the run is {how} at step {step} by the other workers; worker {place.rank} on "
+        f"{place.host} leaves, and nothing was changed",
+        flush=True,
+    )
+    return Outcome(folder.path, end, step, None)
+
+
 class ElasticMonitor:
     """Tells errors of this worker from those that others caused by going."""
 
     active = False
+    others_continue = True
 
     def __init__(
         self,
@@ -156,7 +215,7 @@ class ElasticRun:
         self._workers = view_workers(self._world, per_node=self.per_node)
         self._control = ControlGroup()
         with memory_explained("free some, or use a machine with more"):
-            self._parts = assemble(
+            self._built = assemble(
                 config, folder, self._world, self._control, saves=True, workers=self._workers
             )
         start = parse_seconds(config.parallel.start_timeout)
@@ -188,9 +247,9 @@ class ElasticRun:
         keep_unfinished()
 
     @property
-    def parts(self) -> Assembly:
+    def built(self) -> BuiltRun:
         """What was built for this worker."""
-        return self._parts
+        return self._built
 
     def keep_key(self) -> None:
         """Put the key of this run where it was, if the folder has been moved aside since: those
@@ -248,26 +307,26 @@ class ElasticRun:
         self._control = self._world.control_group("run")
         return self._control
 
-    def connect(self) -> Assembly:
+    def connect(self) -> BuiltRun:
         """Everything for a round, connected with the workers of the view."""
         world, workers, control = self._world, self._workers, self._control
-        strategy, state = self._parts.strategy, self._parts.state
+        strategy, state = self._built.strategy, self._built.state
         assert isinstance(strategy, Decentralized)
         strategy.enter(workers, control, StopAgreement(world.control_group("stop")))
         state.workers, state.worker = workers.members, workers.mine
         state.rank, state.ranks = control.rank, control.size
-        self._parts = dataclasses.replace(self._parts, world=world, control=control)
-        return self._parts
+        self._built = dataclasses.replace(self._built, world=world, control=control)
+        return self._built
 
     def tracked(self, tracker: Tracker) -> Tracker:
         """A tracker that writes while this view lasts, and keeps what others may have to write."""
         sinks = [CurrentOnly(sink, self._check) for sink in tracker.sinks]
         return Tracker([*sinks, self.recent], clock=tracker.clock)
 
-    def begin(self, parts: Assembly) -> Resumed:
+    def begin(self, run: BuiltRun) -> Resumed:
         """Bring all workers of the view to the same step."""
-        control, state = parts.control, parts.state
-        assert isinstance(parts.strategy, Decentralized)
+        control, state = run.control, run.state
+        assert isinstance(run.strategy, Decentralized)
         mine = {
             "worker": state.worker,
             "steps": state.progress.steps if self.has_state else None,
@@ -284,8 +343,8 @@ class ElasticRun:
                 stateful = known
         self._require_same_identity(mine, (stateful or reports)[0], reports)
         if not stateful:
-            resumed = resume(parts)
-            self._has_begun(parts)
+            resumed = resume(run)
+            self._has_begun(run)
             resumed.notes.extend(self._missing())
             return resumed
         counting = [one["worker"] for one in stateful]
@@ -295,10 +354,10 @@ class ElasticRun:
         recorded = control.on_rank0(lambda: cut_records(self.folder, newest))
         resolved = None
         if state.worker == source:
-            resolved = {**_numbers(parts), "records": self.recent.between(recorded, newest)}
+            resolved = {**_numbers(run), "records": self.recent.between(recorded, newest)}
         values = next(one for one in control.all_gather(resolved) if one is not None)
         counts = state.worker in counting
-        parts.strategy.catch_up(counts=counts, rounds=values["strategy"]["rounds"])
+        run.strategy.catch_up(counts=counts, rounds=values["strategy"]["rounds"])
         if joining:
             _hand_over(state.optimizer, control, self._workers, source=source, joining=joining)
         CheckpointFolder(self.folder.checkpoints).clean(control)
@@ -308,13 +367,13 @@ class ElasticRun:
             state.counters = Counters(**values["counters"])
         # All workers have seen the same validations; one may have missed the last.
         state.best = Best(**values["best"]) if values["best"] else None
-        self._has_begun(parts)
+        self._has_begun(run)
         return Resumed(None, [self._changes(newest, joining)], continues=True)
 
-    def _has_begun(self, parts: Assembly) -> None:
-        step, steps = parts.state.progress.steps, parts.resolved.steps
+    def _has_begun(self, run: BuiltRun) -> None:
+        step, steps = run.state.progress.steps, run.resolved.steps
         # Before any worker may take the status of an earlier call for the end of this one.
-        parts.control.on_rank0(lambda: self.folder.write_status("running", step=step, steps=steps))
+        run.control.on_rank0(lambda: self.folder.write_status("running", step=step, steps=steps))
         self.has_state, self.behind = True, False
 
     def _require_same_identity(
@@ -354,8 +413,8 @@ class ElasticRun:
 
     def _present(self) -> str:
         members = self.view.workers
-        assert isinstance(self._parts.strategy, Decentralized)
-        exchange = self._parts.strategy.exchange
+        assert isinstance(self._built.strategy, Decentralized)
+        exchange = self._built.strategy.exchange
         text = f"{len(members)} of {self.place.world} workers: {_listed(members)}"
         if exchange.topology != exchange.wanted:
             text += f" (in random pairs: {exchange.wanted} does not fit {len(members)})"
@@ -383,14 +442,14 @@ def _connected(place: ProcessInfo, connect: Any, *, seconds: float) -> Any:
         ) from error
 
 
-def _numbers(parts: Assembly) -> dict[str, Any]:
+def _numbers(run: BuiltRun) -> dict[str, Any]:
     """What a worker that comes needs, beside tensors."""
-    state = parts.state
+    state = run.state
     return {
         "progress": dataclasses.asdict(state.progress),
         "counters": dataclasses.asdict(state.counters),
         "best": None if state.best is None else dataclasses.asdict(state.best),
-        "strategy": parts.strategy.state(),
+        "strategy": run.strategy.state(),
     }
 
 

@@ -24,7 +24,7 @@ from gristmill.track.metrics import (
     validation_loss,
 )
 from gristmill.track.sinks import Sink
-from gristmill.train.assemble import Assembly
+from gristmill.train.assemble import BuiltRun
 from gristmill.train.hooks import Checkpoint, Hook, Validate
 
 KEPT_STEPS = 1000
@@ -87,11 +87,11 @@ def add_records(folder: RunFolder, lines: Sequence[str]) -> None:
             file.writelines(f"{line}\n" for line in lines)
 
 
-def make_up(parts: Assembly, hooks: Sequence[Hook], *, validated: bool) -> None:
+def make_up(run: BuiltRun, hooks: Sequence[Hook], *, validated: bool) -> None:
     """Validate and save what a change of workers has interrupted."""
-    now, resolved = parts.state.progress, parts.resolved
+    now, resolved = run.state.progress, run.resolved
     step = now.steps
-    newest = parts.control.on_rank0(parts.folder.newest_step) or 0
+    newest = run.control.on_rank0(run.folder.newest_step) or 0
     for hook in hooks:
         if isinstance(hook, Validate) and validated:
             hook.skip_end()
@@ -101,17 +101,17 @@ def make_up(parts: Assembly, hooks: Sequence[Hook], *, validated: bool) -> None:
             hook.put_off()
 
 
-def is_saved(parts: Assembly) -> bool:
+def is_saved(run: BuiltRun) -> bool:
     """Whether the present step is saved: another worker may have been lost just before."""
-    path = CheckpointFolder(parts.folder.checkpoints).path(parts.state.progress.steps)
-    return bool(parts.control.on_rank0(path.is_dir))
+    path = CheckpointFolder(run.folder.checkpoints).path(run.state.progress.steps)
+    return bool(run.control.on_rank0(path.is_dir))
 
 
-def is_validated(parts: Assembly) -> bool:
+def is_validated(run: BuiltRun) -> bool:
     """Whether a finished run has its final validation; it may have been stopped just before."""
 
     def recorded() -> bool:
-        step = parts.state.progress.steps
-        return validation_loss(parts.folder.metrics, step=step) is not None
+        step = run.state.progress.steps
+        return validation_loss(run.folder.metrics, step=step) is not None
 
-    return parts.data.validation is None or bool(parts.control.on_rank0(recorded))
+    return run.data.validation is None or bool(run.control.on_rank0(recorded))

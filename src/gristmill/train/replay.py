@@ -32,13 +32,13 @@ from gristmill.optim.schedule import build_schedule
 from gristmill.strategies.replicas import held_checksums
 from gristmill.track.folder import run_folder
 from gristmill.track.metrics import Record, StepRecord, read_metrics
-from gristmill.train.assemble import Assembly, assemble, build_health, build_loader, build_meter
+from gristmill.train.assemble import BuiltRun, assemble, build_health, build_loader, build_meter
 from gristmill.train.build import open_run_world
+from gristmill.train.claim import known_steps
 from gristmill.train.hooks import Hooks
 from gristmill.train.loop import train
 from gristmill.train.meter import StepEvent
 from gristmill.train.resume import resume_differences
-from gristmill.train.rollback import known_steps
 from gristmill.train.stop import StopRequest
 from gristmill.train.tracker import Tracker
 
@@ -162,26 +162,26 @@ def replay_step(
     config = _for_replay(config)
     mesh = check_mesh(config, processes=1)
     world = open_run_world(config, mesh)
-    parts = assemble(config, folder, world)
+    run = assemble(config, folder, world)
     skipped_batches = _skipped_later(config, checkpoints, start)
     rounds, sums, worst, differences = [], [], list[WorstSample](), list[str]()
     for number in (1, 2):
-        saved = restore(parts.state, path)
-        parts.strategy.load(parts.state.strategy)
-        differences = resume_differences(saved, parts)
-        if parts.world.device.is_async and not was_deterministic:
+        saved = restore(run.state, path)
+        run.strategy.load(run.state.strategy)
+        differences = resume_differences(saved, run)
+        if run.world.device.is_async and not was_deterministic:
             differences.append("the run did not use deterministic kernels")
 
         def tell(done: int, number: int = number) -> None:
             progress(number, done, start)
 
         collect = _Collect(tell)
-        _train_to(parts, step - 1, collect, skipped_batches)
+        _train_to(run, step - 1, collect, skipped_batches)
         if number == 2:
-            worst = _worst_samples(parts)
-        _train_to(parts, step, collect, skipped_batches)
+            worst = _worst_samples(run)
+        _train_to(run, step, collect, skipped_batches)
         rounds.append(collect.steps)
-        sums.append(held_checksums(parts.strategy.parameters, parts.strategy.optimizer))
+        sums.append(held_checksums(run.strategy.parameters, run.strategy.optimizer))
     recorded = {
         one.step: StepNumbers(one.loss, one.grad_norm)
         for one in (read_metrics(folder.metrics) if folder.metrics.is_file() else ())
@@ -239,49 +239,49 @@ def _skipped_later(
 
 
 def _train_to(
-    parts: Assembly, step: int, collect: _Collect, skipped_batches: list[tuple[int, int]]
+    run: BuiltRun, step: int, collect: _Collect, skipped_batches: list[tuple[int, int]]
 ) -> None:
     """Continue the loop up to a step, without hooks."""
-    tracker = Tracker([collect], clock=lambda: parts.state.progress)
-    health = build_health(parts, tracker)
+    tracker = Tracker([collect], clock=lambda: run.state.progress)
+    health = build_health(run, tracker)
     health.skip_batches(skipped_batches)
-    config, resolved = parts.config, parts.resolved
+    config, resolved = run.config, run.resolved
     hooks = _ReplayHooks(
         [],
-        meter=build_meter(parts, tracker, health),
+        meter=build_meter(run, tracker, health),
         tracker=tracker,
         stop=StopRequest(),
         writer=CheckpointWriter(
-            CheckpointFolder(parts.folder.checkpoints),
+            CheckpointFolder(run.folder.checkpoints),
             config.checkpoint,
             progress_at=resolved.progress_at,
             say=tracker.say,
             warn=tracker.say,
         ),
         resolved=resolved,
-        control=parts.control,
+        control=run.control,
     )
-    batches = build_loader(parts).starting_at(parts.state.progress)
+    batches = build_loader(run).starting_at(run.state.progress)
     try:
         train(
-            parts.state,
+            run.state,
             batches=batches,
-            strategy=parts.strategy,
+            strategy=run.strategy,
             schedule=build_schedule(config, resolved),
             hooks=hooks,
             until=Duration(step, Unit.STEPS),
         )
     finally:
         batches.close()
-    parts.state.health = health.state()
+    run.state.health = health.state()
 
 
-def _worst_samples(parts: Assembly, count: int = 3) -> list[WorstSample]:
+def _worst_samples(run: BuiltRun, count: int = 3) -> list[WorstSample]:
     """The samples of the next step with the highest loss."""
-    first = parts.state.progress.samples
+    first = run.state.progress.samples
     found = [
-        WorstSample(first + number, parts.strategy.evaluate([sample]), _text(parts, sample))
-        for number, sample in enumerate(_single(build_loader(parts).step_batches(first)))
+        WorstSample(first + number, run.strategy.evaluate([sample]), _text(run, sample))
+        for number, sample in enumerate(_single(build_loader(run).step_batches(first)))
     ]
     # A loss that is not finite is the worst of all.
     found.sort(key=lambda one: one.loss if math.isfinite(one.loss) else math.inf, reverse=True)
@@ -302,6 +302,6 @@ def _single(batches: list[Batch]) -> Iterator[Batch]:
             yield replace(batch, **parts, loss_tokens=loss_tokens)
 
 
-def _text(parts: Assembly, sample: Batch) -> str:
+def _text(run: BuiltRun, sample: Batch) -> str:
     ids: list[int] = sample.tokens_BT[0, :24].tolist()
-    return parts.tokenizer.decode(ids)
+    return run.tokenizer.decode(ids)

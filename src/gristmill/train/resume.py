@@ -36,7 +36,7 @@ from gristmill.config.load import changed_settings, dump_run
 from gristmill.config.parallel import Mesh
 from gristmill.track.folder import RunFolder
 from gristmill.track.metrics import cut_metrics, validation_loss
-from gristmill.train.assemble import Assembly
+from gristmill.train.assemble import BuiltRun
 from gristmill.train.environment import describe_environment
 
 
@@ -50,11 +50,11 @@ class Resumed:
     """Whether training continues from memory, after a change of workers."""
 
 
-def resume(parts: Assembly) -> Resumed:
+def resume(run: BuiltRun) -> Resumed:
     """Load the newest checkpoint that can be used, if there is one, and bring the folder in line
     with it."""
-    folder, notes, saved = parts.folder, list[str](), dict[str, Any]()
-    checkpoints, control = CheckpointFolder(folder.checkpoints), parts.control
+    folder, notes, saved = run.folder, list[str](), dict[str, Any]()
+    checkpoints, control = CheckpointFolder(folder.checkpoints), run.control
     checkpoints.clean(control)
 
     def load(path: Path, *, other_run: bool = False) -> list[Problem]:
@@ -64,7 +64,7 @@ def resume(parts: Assembly) -> Resumed:
         def attempt() -> None:
             try:
                 saved.clear()
-                saved.update(_load(parts, path, other_run=other_run))
+                saved.update(_load(run, path, other_run=other_run))
             except DataError as error:
                 found.extend(error.problems)
 
@@ -77,28 +77,28 @@ def resume(parts: Assembly) -> Resumed:
         if damaged:
             raise _all_damaged(found, folder)
         notes += control.on_rank0(lambda: _check_lost(folder))
-        if parts.config.checkpoint.load is not None:
-            found = _find_in_other_run(parts, partial(load, other_run=True))
-            notes += _notes_on_other_run(parts, found, saved)
-    best, told = control.on_rank0(lambda: _find_best(parts, checkpoints))
-    parts.state.best = None if best is None else Best(*best)
+        if run.config.checkpoint.load is not None:
+            found = _find_in_other_run(run, partial(load, other_run=True))
+            notes += _notes_on_other_run(run, found, saved)
+    best, told = control.on_rank0(lambda: _find_best(run, checkpoints))
+    run.state.best = None if best is None else Best(*best)
     notes += told
     if found.path is not None:
-        notes += resume_differences(saved, parts)
+        notes += resume_differences(saved, run)
     for path, problems in damaged:
         aside = checkpoints.set_aside(path, control)
         what = describe_problems(problems)
         notes.append(f"skipped damaged checkpoint {path.name} ({what}); it is now {aside.name}")
-    notes += control.on_rank0(lambda: _fit_folder(parts))
+    notes += control.on_rank0(lambda: _fit_folder(run))
     return Resumed(found.path, notes)
 
 
-def _find_in_other_run(parts: Assembly, load: Callable[[Path], list[Problem]]) -> CheckpointSearch:
+def _find_in_other_run(run: BuiltRun, load: Callable[[Path], list[Problem]]) -> CheckpointSearch:
     """Load the newest checkpoint of the run in checkpoint.load that can be used. Nothing there is
     changed."""
-    source = Path(str(parts.config.checkpoint.load))
-    parts.control.on_rank0(partial(_require_own_kind, source))
-    found = CheckpointFolder(RunFolder(source).checkpoints).newest_intact(parts.control, check=load)
+    source = Path(str(run.config.checkpoint.load))
+    run.control.on_rank0(partial(_require_own_kind, source))
+    found = CheckpointFolder(RunFolder(source).checkpoints).newest_intact(run.control, check=load)
     if found.path is None and found.damaged:
         problems = [Problem(describe_problems(one), str(path)) for path, one in found.damaged]
         what, remedy = (
@@ -121,11 +121,9 @@ def _require_own_kind(source: Path) -> None:
         )
 
 
-def _notes_on_other_run(
-    parts: Assembly, found: CheckpointSearch, saved: dict[str, Any]
-) -> list[str]:
+def _notes_on_other_run(run: BuiltRun, found: CheckpointSearch, saved: dict[str, Any]) -> list[str]:
     """What the user should know about a start from another run."""
-    source = parts.config.checkpoint.load
+    source = run.config.checkpoint.load
     if found.path is None:
         return [f"checkpoint.load {source} holds no checkpoint; starting at step 0"]
     notes = [
@@ -134,31 +132,31 @@ def _notes_on_other_run(
     ]
     notes += [
         f"{one.where} {one.what}: the run goes on with other data"
-        for one in identity_changes(saved["identity"], parts.state)
+        for one in identity_changes(saved["identity"], run.state)
     ]
     return notes
 
 
-def _load(parts: Assembly, path: Path, *, other_run: bool = False) -> dict[str, Any]:
+def _load(run: BuiltRun, path: Path, *, other_run: bool = False) -> dict[str, Any]:
     """Put a checkpoint into the state and the strategy; returns the content of its state.json."""
-    saved = restore(parts.state, path, other_run=other_run)
+    saved = restore(run.state, path, other_run=other_run)
     try:
-        parts.strategy.load(parts.state.strategy)
+        run.strategy.load(run.state.strategy)
     except ValueError as error:
         raise DataError(f"strategy: {error}", where=path / STATE) from error
     return saved
 
 
-def _fit_folder(parts: Assembly) -> list[str]:
+def _fit_folder(run: BuiltRun) -> list[str]:
     """Bring the rest of the folder in line with the state; returns what the user should know. These
     files are records of the run: a damaged one is set aside and never keeps the run from
     resuming."""
-    folder, best, notes = parts.folder, parts.state.best, list[str]()
-    if best is not None and parts.config.checkpoint.keep_best:
+    folder, best, notes = run.folder, run.state.best, list[str]()
+    if best is not None and run.config.checkpoint.keep_best:
         # The run may have been killed between a save and its best.json.
         CheckpointFolder(folder.checkpoints).mark_best(best)
     # At step 0 the initial validation runs again.
-    damaged = cut_metrics(folder.metrics, after=parts.state.progress.steps or -1)
+    damaged = cut_metrics(folder.metrics, after=run.state.progress.steps or -1)
     if damaged:
         aside = folder.metrics.with_name(f"damaged-{folder.metrics.name}")
         with storage_errors(aside), aside.open("ab") as file:
@@ -167,20 +165,20 @@ def _fit_folder(parts: Assembly) -> list[str]:
         notes.append(f"moved {lines} of {folder.metrics.name} to {aside.name}")
     if folder.holds_run():
         try:
-            changed = changed_settings(folder.settings, parts.config)
+            changed = changed_settings(folder.settings, run.config)
             notes += [f"changed: {line}" for line in changed]
         except (ValueError, RecursionError) as error:
             notes.append(_set_aside(folder.settings, str(error)))
-    write_atomic(folder.settings, dump_run(parts.config))
+    write_atomic(folder.settings, dump_run(run.config))
     when = datetime.now().astimezone().isoformat(timespec="seconds")
     earlier = folder.origin.read_bytes() if folder.origin.is_file() else b""
     typed = f"{when}  {shlex.join(sys.argv)}\n{folder.translation}"
     write_atomic(folder.origin, earlier + utf8(typed))
-    environment = describe_environment(parts.world, parameters=parts.parameters)
+    environment = describe_environment(run.world, parameters=run.parameters)
     write_json(folder.environment, environment)
-    parts.tokenizer.save(folder.tokenizer)
-    if parts.chat is not None:
-        parts.chat.template.save(folder.tokenizer)
+    run.tokenizer.save(folder.tokenizer)
+    if run.chat is not None:
+        run.chat.template.save(folder.tokenizer)
     return notes
 
 
@@ -190,17 +188,17 @@ def _set_aside(file: Path, why: str) -> str:
 
 
 def _find_best(
-    parts: Assembly, checkpoints: CheckpointFolder
+    run: BuiltRun, checkpoints: CheckpointFolder
 ) -> tuple[tuple[int, float] | None, list[str]]:
     """The best loss up to this step, and what the user should know about it."""
-    state, keep, notes = parts.state, parts.config.checkpoint.keep_best, list[str]()
+    state, keep, notes = run.state, run.config.checkpoint.keep_best, list[str]()
     known, steps = [state.best], state.progress.steps
     try:
         # best.json may come from a validation after the last save.
         known.append(checkpoints.best())
     except DataError as error:
         notes.append(_set_aside(checkpoints.best_file, error.problems[0].what))
-        loss = validation_loss(parts.folder.metrics, step=steps)
+        loss = validation_loss(run.folder.metrics, step=steps)
         known.append(None if loss is None or not math.isfinite(loss) else Best(steps, loss))
     possible = [
         best
@@ -246,17 +244,17 @@ def _check_lost(folder: RunFolder) -> list[str]:
     )
 
 
-def resume_differences(saved: dict[str, Any], parts: Assembly) -> list[str]:
+def resume_differences(saved: dict[str, Any], run: BuiltRun) -> list[str]:
     """Reasons why the rest of the run may not be bit-identical to an uninterrupted one."""
-    mesh, before = parts.world.layout, {"processes": 1, **saved}
+    mesh, before = run.world.layout, {"processes": 1, **saved}
     now = {"torch": torch.__version__, "threads": torch.get_num_threads()}
-    workers, saved_workers = parts.state.workers, saved.get("workers") or []
+    workers, saved_workers = run.state.workers, saved.get("workers") or []
     if list(workers) != saved_workers:
         # More than the rounding changes.
         return [_from_average(saved_workers, workers)]
     if saved.get("layout"):
         before["layout"] = Mesh(**saved["layout"])
-        now |= {"layout": mesh, "micro_batch": parts.state.micro_batch}
+        now |= {"layout": mesh, "micro_batch": run.state.micro_batch}
     else:
         # Old checkpoints do not record the layout.
         now["processes"] = mesh.processes

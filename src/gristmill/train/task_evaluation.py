@@ -7,6 +7,7 @@ others wait for it, no longer than `parallel.timeout`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from gristmill.base.errors import UserError
 from gristmill.base.printing import on_one_line
@@ -14,7 +15,7 @@ from gristmill.base.units import Duration
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.model import LoadedModel
 from gristmill.checkpoint.state import TrainState
-from gristmill.evaluate.results import EvaluationResult, result_name, write_result
+from gristmill.evaluate.results import EvaluationResult, write_result
 from gristmill.evaluate.tasks.run import OpenTask
 from gristmill.models.spec import CausalLM
 from gristmill.strategies.strategy import Strategy
@@ -96,9 +97,9 @@ class EvaluateTasks:
                 self._warn(on_one_line(note))
             self._record(result)
             self.folder.require_here()
-            file = self.folder.evals / result_name(result, step=step, precision=self.precision)
-            settings = {"items": self.items, "shots": None}
-            write_result(file, result, loaded, precision=self.precision, settings=settings)
+            settings: dict[str, int | None] = {"items": self.items, "shots": None}
+            result = replace(result, precision=self.precision, settings=settings)
+            write_result(self.folder.evals, result, loaded)
 
     def _record(self, result: EvaluationResult) -> None:
         facts = {"items": result.count, "seconds": result.seconds}

@@ -20,9 +20,9 @@ from gristmill.distributed.liveness.monitor import Monitor
 from gristmill.distributed.liveness.verdict import Limits
 from gristmill.track.folder import RunFolder, run_folder
 from gristmill.track.metrics import Record, ValidationRecord, read_metrics
-from gristmill.train.assemble import Assembly, assemble, build_validate
+from gristmill.train.assemble import BuiltRun, assemble, build_validate
 from gristmill.train.build import close_run_world, device_mesh, open_run_world
-from gristmill.train.rollback import choose_step
+from gristmill.train.claim import choose_step
 from gristmill.train.tracker import Tracker
 
 
@@ -67,13 +67,13 @@ def validate_run(config: RunConfig, *, checkpoint: str | None = None) -> Validat
     with Monitor(place, limits=limits, log=folder.rank_log(place.rank)) as monitor:
         world = open_run_world(config, mesh, place)
         control = world.control_group("run")
-        parts = assemble(config, folder, world, control)
+        run = assemble(config, folder, world, control)
         step = control.on_rank0(partial(_choose, folder, config, checkpoint))
         if step is not None:
-            _load(parts, step)
+            _load(run, step)
         monitor.phase("validation", step or 0)
         collect = _ValidationSink()
-        validate = build_validate(parts, Tracker([collect], clock=lambda: parts.state.progress))
+        validate = build_validate(run, Tracker([collect], clock=lambda: run.state.progress))
         if validate is None:
             raise UserError(
                 "this run has no validation text",
@@ -104,12 +104,12 @@ def _choose(folder: RunFolder, config: RunConfig, which: str | None) -> int | No
     return None
 
 
-def _load(parts: Assembly, step: int) -> None:
+def _load(run: BuiltRun, step: int) -> None:
     def load() -> None:
-        restore(parts.state, CheckpointFolder(parts.folder.checkpoints).path(step))
-        parts.strategy.load(parts.state.strategy)
+        restore(run.state, CheckpointFolder(run.folder.checkpoints).path(step))
+        run.strategy.load(run.state.strategy)
 
-    parts.control.on_all_ranks(load)
+    run.control.on_all_ranks(load)
 
 
 def _recorded(folder: RunFolder, step: int) -> ValidationRecord | None:

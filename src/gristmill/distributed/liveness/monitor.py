@@ -140,6 +140,9 @@ class Monitor:
     is called with the reason, in a thread of its own, and has a few seconds.
     """
 
+    others_continue = False
+    """When one process fails, all end."""
+
     def __init__(
         self,
         place: ProcessInfo,

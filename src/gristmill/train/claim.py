@@ -1,18 +1,68 @@
-"""Going back to a checkpoint: what came after it is set aside, and resuming does the rest."""
+"""The run folder in the hands of the process that trains, and going back to one of its checkpoints.
+
+What came after that checkpoint is set aside, and resuming does the rest.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import storage_errors
+from gristmill.base.locks import FolderLock
 from gristmill.checkpoint.layout import CheckpointFolder, step_of, verify
-from gristmill.track.folder import RunFolder
+from gristmill.track.folder import RunFolder, move_aside
 
 _STEP_NAME = re.compile(r"(?:step-)?(\d{1,18})")
+
+
+class FolderClaim:
+    """Locks a run folder for this process until the context ends. A folder that was made for a run
+    which then could not start, because of a user error, is removed again."""
+
+    def __init__(self, folder: RunFolder, *, fresh: bool, start_from: str | None) -> None:
+        self.folder, self.fresh, self.start_from = folder, fresh, start_from
+        self._lock, self._new = FolderLock(folder.path), False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, UserError) and self._new:
+            self.folder.remove_unused()
+        self._lock.release()
+
+    def take(self) -> None:
+        """Make the folder, or lock the one that is there; go back in it, if that is asked for."""
+        if self.fresh:
+            move_aside(self.folder)
+        step = None if self.start_from is None else choose_step(self.folder, self.start_from)
+        self._new = self.folder.create()
+        self._lock.acquire()
+        self.folder.held = self._lock
+        if step is not None:
+            roll_back(self.folder, step)
+
+    def take_over(self) -> None:
+        """Lead a run that another worker has led."""
+        self._new = False
+        if not self._lock.held:
+            self.folder.create()
+            # A worker that is frozen, or behind a broken network, holds its lock for ever.
+            with contextlib.suppress(UserError):
+                self._lock.acquire()
+                self.folder.held = self._lock
+
+    def give_up(self) -> None:
+        """Let another worker lead the run."""
+        self._new = False
+        self._lock.release()
+        self.folder.held = None
 
 
 def choose_step(folder: RunFolder, which: str) -> int:

@@ -1,0 +1,298 @@
+"""Training of a run that is built: resume, loop, and once more each time that the run goes back.
+
+    resume -> tracker, health -> hooks around the loop -> Outcome
+                 ^                                  |
+                 '------- RollbackError ------------'
+
+Whoever calls this has opened the world and locked the folder: `Run.train`, or `train_elastic` for
+each view of the workers that are there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from gristmill.base.errors import Exit, UserError
+from gristmill.base.process import ProcessInfo
+from gristmill.base.units import format_seconds, parse_seconds
+from gristmill.checkpoint.layout import CheckpointFolder
+from gristmill.checkpoint.writer import CheckpointWriter
+from gristmill.data.intact import ContentCheck
+from gristmill.distributed.device import memory_explained
+from gristmill.optim.schedule import build_schedule
+from gristmill.strategies.compiling import CompileClock
+from gristmill.strategies.decentralized.elastic.membership import ViewChangedError
+from gristmill.track.folder import RunFolder
+from gristmill.train.announce import announce
+from gristmill.train.assemble import (
+    BuiltRun,
+    build_health,
+    build_hooks,
+    build_loader,
+    build_meter,
+    build_validate,
+)
+from gristmill.train.claim import roll_back
+from gristmill.train.elastic_records import is_saved, is_validated, make_up
+from gristmill.train.health import Rollback, RunHealth
+from gristmill.train.hooks import Hooks, RollbackError
+from gristmill.train.loop import train
+from gristmill.train.resume import Resumed, resume
+from gristmill.train.stop import StopRequest
+from gristmill.train.tracker import Tracker, build_tracker
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How training ended."""
+
+    folder: Path
+    exit: Exit
+    step: int
+    best_loss: float | None
+
+
+class PeerMonitor(Protocol):
+    """What training asks of whoever monitors the other processes of the run: `Monitor`, or
+    `ElasticMonitor` where workers may come and go."""
+
+    @property
+    def place(self) -> ProcessInfo: ...
+
+    @property
+    def active(self) -> bool: ...
+
+    @property
+    def where(self) -> str:
+        """This process and what it is doing."""
+        ...
+
+    @property
+    def others_continue(self) -> bool:
+        """Whether the others go on with the run if this process fails."""
+        ...
+
+    on_exit: Callable[[str], None] | None
+    """Called with the reason, when this process is about to be ended."""
+
+    def phase(self, name: str, step: int = 0) -> None:
+        """Say what this process begins to do."""
+        ...
+
+    def explain(self, error: BaseException) -> BaseException | None:
+        """The error of another process that caused this one, if one did."""
+        ...
+
+
+@contextlib.contextmanager
+def located_errors(folder: RunFolder, monitor: PeerMonitor) -> Iterator[None]:
+    """Note on unexpected errors where they happened and which log has more."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        rank = monitor.place.rank
+        log = folder.rank_log(rank) if rank else folder.log
+        notes = [monitor.where] if monitor.active else []
+        notes += [f"the log is {log}"] if log.is_file() else []
+        if notes:
+            error.add_note("; ".join(notes))
+        raise
+
+
+class Training:
+    """Trains a built run: from the state that `resume` finds to its end, a stop or an error."""
+
+    def __init__(
+        self, run: BuiltRun, *, stop: StopRequest, monitor: PeerMonitor, check: ContentCheck
+    ) -> None:
+        self.run, self.stop, self.monitor, self.check = run, stop, monitor, check
+        if run.config.train.time_limit is not None:
+            stop.time_limit = parse_seconds(run.config.train.time_limit)
+        self._done_before = run.control.on_rank0(partial(_done_step, run.folder))
+        """The step at which an earlier call completed the run, by its own account. One that was
+        lost before it may have left its last evaluation or samples out."""
+
+    def to_the_end(
+        self,
+        resume: Callable[[BuiltRun], Resumed] = resume,
+        *,
+        track: Callable[[Tracker], Tracker] = lambda tracker: tracker,
+    ) -> Outcome:
+        """Resume and train; again each time that the run goes back to an older checkpoint.
+        `resume` brings the state to where training goes on; `track` may change where records
+        go."""
+        run, notes = self.run, list[str]()
+        rolled_back: tuple[Rollback, RunHealth] | None = None
+        while True:
+            resumed = resume(run)
+            resumed.notes.extend(notes)
+            self.monitor.phase("start", run.state.progress.steps)
+            tracker = track(
+                build_tracker(
+                    run.config,
+                    run.folder,
+                    steps=run.resolved.steps,
+                    samples=run.resolved.samples_at_end(run.state.progress),
+                    clock=lambda: run.state.progress,
+                    rank=run.world.rank,
+                    leads=run.control.is_rank0,
+                )
+            )
+            self.monitor.on_exit = lambda why, tracker=tracker: self._failed(tracker, why)
+            health = build_health(run, tracker)
+            if rolled_back is not None:
+                health.rolled_back(*rolled_back)
+            try:
+                announce(run, tracker, resumed)
+                return self._train(tracker, health, continues=resumed.continues)
+            except RollbackError as error:
+                aside = run.control.on_rank0(partial(_move_later, run.folder, error.checkpoint))
+                rolled_back = (error.back, health)
+                # For the next time around, whose records begin at that step.
+                where = f"went back to step {error.checkpoint}; what came after it is in {aside}"
+                notes = [f"{error.back}; {where}"]
+            except BaseException as error:
+                # When another process is lost, this error is only a consequence.
+                cause = self.monitor.explain(error) or error
+                if isinstance(cause, ViewChangedError):
+                    run.state.health = health.state()
+                else:
+                    self._failed(tracker, str(cause) or type(cause).__name__)
+                if cause is not error:
+                    raise cause from error
+                raise
+            finally:
+                tracker.close()
+
+    def _train(self, tracker: Tracker, health: RunHealth, *, continues: bool) -> Outcome:
+        """The loop, with everything around it. `continues`: from memory, after a change of
+        workers, which may have interrupted a validation or a save."""
+        run, config, state = self.run, self.run.config, self.run.state
+        reached = state.progress.reached(config.train.until)
+        validated = (reached or continues) and is_validated(run)
+        if reached and validated and self._done_before == state.progress.steps and is_saved(run):
+            health.check_end(uniform=math.log(run.resolved.vocab))
+            if not continues:
+                tracker.say(
+                    f"nothing to do: the run is complete at step {state.progress.steps}; "
+                    "raise train.until to train further"
+                )
+            return self._ended(finished=True)
+        with contextlib.ExitStack() as cleanup:
+            writer = CheckpointWriter(
+                CheckpointFolder(run.folder.checkpoints),
+                config.checkpoint,
+                progress_at=run.resolved.progress_at,
+                say=tracker.say,
+                warn=partial(tracker.say, level="warning"),
+                control=run.world.control_group(
+                    "checkpoints", timeout=parse_seconds(config.checkpoint.timeout)
+                ),
+                device=run.world.device.torch_device,
+            )
+            cleanup.callback(writer.close)
+            validate = build_validate(run, tracker)
+            if validate is not None and reached and validated:
+                validate.skip_end()
+            periodic = build_hooks(run, tracker, writer, validate, health, self.check)
+            hooks = Hooks(
+                periodic,
+                meter=build_meter(run, tracker, health, _compile_clock(run, tracker, cleanup)),
+                tracker=tracker,
+                stop=self.stop,
+                writer=writer,
+                resolved=run.resolved,
+                control=run.control,
+                monitor=self.monitor,
+                exit_every=config.train.exit_every,
+            )
+            batches = build_loader(run).starting_at(state.progress)
+            cleanup.callback(batches.close)
+            advice = 'set train.micro_batch lower (and train.batch), or train.recompute = "full"'
+            try:
+                with memory_explained(advice):
+                    if continues and state.progress.steps > 0:
+                        make_up(run, periodic, validated=validated)
+                    finished = train(
+                        state,
+                        batches=batches,
+                        strategy=run.strategy,
+                        schedule=build_schedule(config, run.resolved),
+                        hooks=hooks,
+                        until=config.train.until,
+                    )
+                run.strategy.close()
+            except BaseException:
+                if self.monitor.others_continue:
+                    # They may have to go on from here: record what has been computed.
+                    with contextlib.suppress(Exception):
+                        hooks.meter.drain()
+                raise
+        tracker.say(_described(run, finished=finished))
+        return self._ended(finished=finished)
+
+    def _ended(self, *, finished: bool) -> Outcome:
+        """The outcome, which the run folder tells from now on."""
+        run, best = self.run, self.run.best_loss
+        step, exit = run.state.progress.steps, Exit.DONE if finished else Exit.STOPPED
+        if run.control.is_rank0:
+            facts = {"step": step, "steps": run.resolved.steps, "best_loss": best}
+            run.folder.write_status("done" if finished else "stopped", **facts)
+        return Outcome(run.folder.path, exit, step, best)
+
+    def _failed(self, tracker: Tracker, why: str) -> None:
+        step = self.run.state.progress.steps
+        tracker.say(f"failed at step {step}: {why}", level="error")
+        if self.run.control.is_rank0:
+            self.run.folder.write_status("failed", step=step, error=why, time=time.time())
+
+
+def _done_step(folder: RunFolder) -> int | None:
+    """The step at which a run is complete by its own account."""
+    status = folder.read_status()
+    return status.get("step") if status.get("state") == "done" else None
+
+
+def _move_later(folder: RunFolder, step: int) -> str:
+    """Go back to a checkpoint; returns where in the folder everything after it is."""
+    return str(roll_back(folder, step).relative_to(folder.path))
+
+
+def _compile_clock(
+    run: BuiltRun, tracker: Tracker, cleanup: contextlib.ExitStack
+) -> Callable[[], float]:
+    """Tells how many seconds compiling took so far."""
+    if (compiled := run.strategy.compiled) is not None:
+        return lambda: compiled.seconds
+    if not run.config.runtime.compiles(run.world.device.kind):
+        return float
+    told = list[str]()
+
+    def say_once() -> None:
+        if not told:
+            told.append("compiling; a minute or so at first, less when the cache has it")
+            tracker.say(told[0])
+
+    clock = cleanup.enter_context(CompileClock(begins=say_once))
+    return lambda: clock.seconds
+
+
+def _described(run: BuiltRun, *, finished: bool) -> str:
+    """The last line of the log."""
+    state = run.state
+    text = "done" if finished else "stopped and saved"
+    text += f" at step {state.progress.steps} after {format_seconds(state.counters.seconds)}"
+    if run.best_loss is not None and state.best is not None:
+        text += f", best validation loss {run.best_loss:.4f} at step {state.best.step}"
+    if state.counters.skipped:
+        text += f", {state.counters.skipped} steps skipped"
+    return text if finished else f"{text}; run the same command again to resume"
