@@ -74,7 +74,7 @@ def _mesh_table(run: BuiltRun) -> str:
     if devices is not None:
         sizes = [f"    {axis:<13}{size:>4}  {_AXES[axis]}" for axis, size in devices.sizes.items()]
         head = f"{devices.processes} devices, driven by {mesh.processes} processes"
-        return "\n".join([head, *(one for one in sizes if " 1  " not in one)])
+        return "\n".join([head, *(size for size in sizes if " 1  " not in size)])
     apart = {"dp_replicate": "workers with weights of their own"}
     words = _AXES | (apart if run.state.workers else {})
     rows = [

@@ -136,8 +136,9 @@ def assemble(
         )
     started, start = Started(), config.model.initial_weights
     if start is not None:
-        held = strategy.parameters
-        started = load_start_weights(strategy.model, start, held, run=folder.path, control=control)
+        started = load_start_weights(
+            strategy.model, start, strategy.parameters, run=folder.path, control=control
+        )
         strategy.weights_changed()
     meta_model = build_meta_model(config.model, vocab=resolved.vocab, pad_for=world.layout.tp)
     apart = config.parallel.decentralized
@@ -147,7 +148,9 @@ def assemble(
     state = TrainState(
         model=strategy.model,
         optimizer=strategy.optimizer,
-        parameters={n: one for n, one in strategy.parameters.items() if n not in unsaved},
+        parameters={
+            n: parameter for n, parameter in strategy.parameters.items() if n not in unsaved
+        },
         padded=meta_model.vocabulary_parameters(),
         names=frozenset(meta_model.roles()) - unsaved,
         base=None if started.base is None else asdict(started.base),
@@ -203,20 +206,20 @@ def require_memory(config: RunConfig, size: ModelSize, world: World) -> None:
     """Refuse a model whose weights, gradients and optimizer state alone, without any activations,
     are larger than the memory of this process could ever be. Workers also keep what they
     exchange."""
-    on_device, held = world.device.total_memory(), "weights, gradients and optimizer state"
+    on_device, contents = world.device.total_memory(), "weights, gradients and optimizer state"
     if size.copies:
-        held = "weights, gradients, optimizer state and what workers exchange"
+        contents = "weights, gradients, optimizer state and what workers exchange"
     if world.device.kind == "meta":
         return
     limits: list[tuple[str, int, int | None]] = []
     host = memory_limit(processes=world.place.local_world or 1)
     if on_device is None:
-        limits.append((held, size.training, host))
+        limits.append((contents, size.training, host))
     elif config.runtime.offload is None:
-        limits.append((held, size.training, on_device))
+        limits.append((contents, size.training, on_device))
     else:
         limits.append(("weights and gradients", size.on_device, on_device))
-        limits.append((held, size.training, host))
+        limits.append((contents, size.training, host))
     for what, whole, most in limits:
         needed = whole // world.layout.shards
         if most is not None and needed > most:
@@ -353,7 +356,7 @@ def build_content_check(run: BuiltRun) -> ContentCheck:
     has_manifests = run.config.data.kind == "tokens" and run.config.data.verify
     wanted = has_manifests and run.world.place.local_rank == 0
     mixtures = (run.data.train, run.data.validation) if wanted else ()
-    return ContentCheck(split.path for held in mixtures if held for split in held.splits)
+    return ContentCheck(split.path for data in mixtures if data for split in data.splits)
 
 
 def build_validate(run: BuiltRun, tracker: Tracker) -> Validate | None:

@@ -204,7 +204,7 @@ def _build_spmd(
     optimizer: Optimizer = build_optimizer(
         config.optim,
         model,
-        parameters={name: one.local for name, one in optimized.items()},
+        parameters={name: shard.local for name, shard in optimized.items()},
         compiled=config.runtime.compiles(world.device.kind),
         exchange=_matrix_exchange(model, world),
         kernel=model.kernels.adamw,
@@ -321,7 +321,7 @@ def _initialise(model: CausalLM, module: nn.Module, device: torch.device, *, see
         return
     inside = set(module.parameters())
     named = model.named_parameters(remove_duplicate=False)
-    names = [name for name, one in named if one.is_meta and one in inside]
+    names = [name for name, parameter in named if parameter.is_meta and parameter in inside]
     materialise(module, device)
     initialise(model, seed, names)
 

@@ -77,7 +77,7 @@ class CompareReplicas:
 
 
 def _corruption(
-    found: Sequence[ReplicaDifference],
+    differences: Sequence[ReplicaDifference],
     hosts: Sequence[str],
     doubtful: Sequence[str],
     *,
@@ -85,13 +85,13 @@ def _corruption(
     step: int,
 ) -> UserError:
     problems = [Problem(f"silent corruption between step {since} and step {step}", "training")]
-    for one in found:
-        who = " and ".join(f"rank {rank} on {hosts[rank]}" for rank in one.ranks)
-        more = f" and {len(one.names) - 3} more" if len(one.names) > 3 else ""
-        which = ", ".join(one.names[:3]) + more
+    for difference in differences:
+        who = " and ".join(f"rank {rank} on {hosts[rank]}" for rank in difference.ranks)
+        more = f" and {len(difference.names) - 3} more" if len(difference.names) > 3 else ""
+        which = ", ".join(difference.names[:3]) + more
         what = f"{who} differ in {which}"
-        if one.agreed:
-            what = f"{who} differs from ranks {', '.join(map(str, one.agreed))} in {which}"
+        if difference.agreed:
+            what = f"{who} differs from ranks {', '.join(map(str, difference.agreed))} in {which}"
         problems.append(Problem(what))
     if doubtful:
         names = ", ".join(doubtful)

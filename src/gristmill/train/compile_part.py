@@ -75,7 +75,7 @@ def _run(task: CompileTask, model: CausalLM) -> None:
     tokens_BT = torch.zeros(task.samples, task.sequence, dtype=torch.int64, device=device)
     # A result of an operation, as between blocks.
     hidden = torch.zeros_like(hidden, device=device, requires_grad=True).clone()
-    found = staged.forward_stage(
+    output = staged.forward_stage(
         hidden,
         [int(task.part)] if layers is None else layers,
         first=ends,
@@ -84,10 +84,10 @@ def _run(task: CompileTask, model: CausalLM) -> None:
         targets_BT=tokens_BT,
         terms=training_terms(task.config.train, Progress(), torch.ones((), device=device)),
     )
-    if isinstance(found, torch.Tensor):
-        found.backward(torch.zeros_like(found))
+    if isinstance(output, torch.Tensor):
+        output.backward(torch.zeros_like(output))
     else:
-        Loss(*found).scaled.backward()
+        Loss(*output).scaled.backward()
 
 
 def _step(config: OptimizerConfig, model: CausalLM, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -96,8 +96,8 @@ def _step(config: OptimizerConfig, model: CausalLM, parameters: Mapping[str, nn.
     optimizer = build_optimizer(config, model, parameters=parameters, compiled=True, kernel=kernel)
     for parameter in parameters.values():
         parameter.grad = torch.zeros_like(parameter)
-    one = torch.ones((), device=next(iter(parameters.values())).device)
-    optimizer.step(divisor=one, skip=torch.zeros_like(one))
+    divisor = torch.ones((), device=next(iter(parameters.values())).device)
+    optimizer.step(divisor=divisor, skip=torch.zeros_like(divisor))
 
 
 if __name__ == "__main__":

@@ -334,12 +334,12 @@ class ElasticRun:
             "identity": state.identity,
         }
         reports = control.all_gather(mine)
-        known = [one for one in reports if one["steps"] is not None]
-        stateful = [one for one in known if not one["behind"]]
+        known = [report for report in reports if report["steps"] is not None]
+        stateful = [report for report in known if not report["behind"]]
         if known and not stateful:
             # All that were ahead of these are gone, but what they have saved is not.
             saved = control.on_rank0(self.folder.newest_step)
-            if saved is None or saved < max(one["steps"] for one in known):
+            if saved is None or saved < max(report["steps"] for report in known):
                 stateful = known
         self._require_same_identity(mine, (stateful or reports)[0], reports)
         if not stateful:
@@ -347,15 +347,15 @@ class ElasticRun:
             self._has_begun(run)
             resumed.notes.extend(self._missing())
             return resumed
-        counting = [one["worker"] for one in stateful]
-        newest = max(one["steps"] for one in stateful)
-        source = next(one["worker"] for one in stateful if one["steps"] == newest)
-        joining = [one["worker"] for one in reports if one["worker"] not in counting]
+        counting = [report["worker"] for report in stateful]
+        newest = max(report["steps"] for report in stateful)
+        source = next(report["worker"] for report in stateful if report["steps"] == newest)
+        joining = [report["worker"] for report in reports if report["worker"] not in counting]
         recorded = control.on_rank0(lambda: cut_records(self.folder, newest))
         resolved = None
         if state.worker == source:
             resolved = {**_numbers(run), "records": self.recent.between(recorded, newest)}
-        values = next(one for one in control.all_gather(resolved) if one is not None)
+        values = next(values for values in control.all_gather(resolved) if values is not None)
         counts = state.worker in counting
         run.strategy.catch_up(counts=counts, rounds=values["strategy"]["rounds"])
         if joining:
@@ -391,7 +391,7 @@ class ElasticRun:
                 remedy="give all workers the same token files and tokenizer",
                 exit=Exit.REFUSED,
             )
-        if any(one["identity"] != expected for one in reports):
+        if any(report["identity"] != expected for report in reports):
             raise ViewChangedError("a worker does not fit the run, and leaves")
 
     def _changes(self, step: int, joining: Sequence[int]) -> str:
@@ -475,13 +475,14 @@ def _hand_over(
     joining: Sequence[int],
 ) -> None:
     """Give the optimizer state of one worker to those that have just come."""
-    entries = {(one.kind, one.key): one.value for one in optimizer.entries()}
+    entries = {(entry.kind, entry.key): entry.value for entry in optimizer.entries()}
     described = [
         [kind, key, list(value.shape), str(value.dtype).removeprefix("torch.")]
         for (kind, key), value in entries.items()
     ]
     mine = workers.mine == source
-    listed = next(one for one in control.all_gather(described if mine else None) if one is not None)
+    gathered = control.all_gather(described if mine else None)
+    listed = next(entries for entries in gathered if entries is not None)
     members = sorted([source, *joining])
     if workers.mine not in members:
         return

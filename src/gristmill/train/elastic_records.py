@@ -49,8 +49,8 @@ class RecentSteps:
 
     def between(self, after: int, last: int) -> list[str]:
         """The records of steps after one, up to another, as lines."""
-        found = {one.step: one for one in self._records if after < one.step <= last}
-        return [to_json(found[step]) for step in sorted(found)]
+        records = {record.step: record for record in self._records if after < record.step <= last}
+        return [to_json(records[step]) for step in sorted(records)]
 
 
 class CurrentOnly:

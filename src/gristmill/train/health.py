@@ -185,7 +185,7 @@ class RunHealth:
         # Limits that no coming step needs are dropped.
         applies = outcome.step + 1 + self.lag
         needed = max((start for start in self._limits if start <= outcome.step + 1), default=0)
-        self._limits = {start: one for start, one in self._limits.items() if start >= needed}
+        self._limits = {start: limits for start, limits in self._limits.items() if start >= needed}
         self._limits[applies] = StepLimits(self._losses.limit, self._norms.limit)
         self._previous = outcome.begin
 
@@ -267,11 +267,11 @@ class RunHealth:
     def skip_batches(self, more: Iterable[tuple[int, int]]) -> None:
         """Train on none of the samples in these ranges either."""
         ranges = list[tuple[int, int]]()
-        for one in sorted([*self.skipped_batches, *more]):
-            if ranges and one[0] <= ranges[-1][1]:
-                ranges[-1] = (ranges[-1][0], max(ranges[-1][1], one[1]))
+        for batches in sorted([*self.skipped_batches, *more]):
+            if ranges and batches[0] <= ranges[-1][1]:
+                ranges[-1] = (ranges[-1][0], max(ranges[-1][1], batches[1]))
             else:
-                ranges.append(one)
+                ranges.append(batches)
         self.skipped_batches = ranges
 
     def failure(self, what: str) -> UserError:
@@ -308,7 +308,7 @@ class RunHealth:
         return {
             "losses": self._losses.values,
             "norms": self._norms.values,
-            "limits": [[start, *plain(one)] for start, one in self._limits.items()],
+            "limits": [[start, *plain(limits)] for start, limits in self._limits.items()],
             "streak": self._streak,
             "calm": self._calm,
             "previous": self._previous,

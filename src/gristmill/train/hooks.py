@@ -486,9 +486,9 @@ class Checkpoint:
         health, good_before = self.health.state(), self.health.good_before
         if self.state.workers:
             # Rank 0, which writes the file and deletes old checkpoints, acts for all workers.
-            found = self.control.gather([self.state.worker, health, good_before])
-            health = {str(worker): one for worker, one, _ in found}
-            spikes = [step for *_, step in found if step is not None]
+            reports = self.control.gather([self.state.worker, health, good_before])
+            health = {str(worker): own for worker, own, _ in reports}
+            spikes = [step for *_, step in reports if step is not None]
             good_before = min(spikes, default=None)
         if self.agreed_at is not None:
             first = self.agreed_at() + 1

@@ -183,9 +183,9 @@ def replay_step(
         rounds.append(collect.steps)
         sums.append(held_checksums(run.strategy.parameters, run.strategy.optimizer))
     recorded = {
-        one.step: StepNumbers(one.loss, one.grad_norm)
-        for one in (read_metrics(folder.metrics) if folder.metrics.is_file() else ())
-        if isinstance(one, StepRecord) and start < one.step <= step
+        record.step: StepNumbers(record.loss, record.grad_norm)
+        for record in (read_metrics(folder.metrics) if folder.metrics.is_file() else ())
+        if isinstance(record, StepRecord) and start < record.step <= step
     }
     return Replay(
         start=start,
@@ -279,13 +279,15 @@ def _train_to(
 def _worst_samples(run: BuiltRun, count: int = 3) -> list[WorstSample]:
     """The samples of the next step with the highest loss."""
     first = run.state.progress.samples
-    found = [
+    samples = [
         WorstSample(first + number, run.strategy.evaluate([sample]), _text(run, sample))
         for number, sample in enumerate(_single(build_loader(run).step_batches(first)))
     ]
     # A loss that is not finite is the worst of all.
-    found.sort(key=lambda one: one.loss if math.isfinite(one.loss) else math.inf, reverse=True)
-    return found[:count]
+    samples.sort(
+        key=lambda sample: sample.loss if math.isfinite(sample.loss) else math.inf, reverse=True
+    )
+    return samples[:count]
 
 
 def _single(batches: list[Batch]) -> Iterator[Batch]:

@@ -59,38 +59,38 @@ def resume(run: BuiltRun) -> Resumed:
 
     def load(path: Path, *, other_run: bool = False) -> list[Problem]:
         """Load a checkpoint; returns why it cannot be used."""
-        found: list[Problem] = []
+        problems: list[Problem] = []
 
         def attempt() -> None:
             try:
                 saved.clear()
                 saved.update(_load(run, path, other_run=other_run))
             except DataError as error:
-                found.extend(error.problems)
+                problems.extend(error.problems)
 
         control.on_all_ranks(attempt)
-        return merge_problems(found, control)
+        return merge_problems(problems, control)
 
-    found = checkpoints.newest_intact(control, check=load)
-    damaged = found.damaged
-    if found.path is None:
+    search = checkpoints.newest_intact(control, check=load)
+    damaged = search.damaged
+    if search.path is None:
         if damaged:
-            raise _all_damaged(found, folder)
+            raise _all_damaged(search, folder)
         notes += control.on_rank0(lambda: _check_lost(folder))
         if run.config.checkpoint.load is not None:
-            found = _find_in_other_run(run, partial(load, other_run=True))
-            notes += _notes_on_other_run(run, found, saved)
+            search = _find_in_other_run(run, partial(load, other_run=True))
+            notes += _notes_on_other_run(run, search, saved)
     best, told = control.on_rank0(lambda: _find_best(run, checkpoints))
     run.state.best = None if best is None else Best(*best)
     notes += told
-    if found.path is not None:
+    if search.path is not None:
         notes += resume_differences(saved, run)
     for path, problems in damaged:
         aside = checkpoints.set_aside(path, control)
         what = describe_problems(problems)
         notes.append(f"skipped damaged checkpoint {path.name} ({what}); it is now {aside.name}")
     notes += control.on_rank0(lambda: _fit_folder(run))
-    return Resumed(found.path, notes)
+    return Resumed(search.path, notes)
 
 
 def _find_in_other_run(run: BuiltRun, load: Callable[[Path], list[Problem]]) -> CheckpointSearch:
@@ -98,15 +98,17 @@ def _find_in_other_run(run: BuiltRun, load: Callable[[Path], list[Problem]]) -> 
     changed."""
     source = Path(str(run.config.checkpoint.load))
     run.control.on_rank0(partial(_require_own_kind, source))
-    found = CheckpointFolder(RunFolder(source).checkpoints).newest_intact(run.control, check=load)
-    if found.path is None and found.damaged:
-        problems = [Problem(describe_problems(one), str(path)) for path, one in found.damaged]
+    search = CheckpointFolder(RunFolder(source).checkpoints).newest_intact(run.control, check=load)
+    if search.path is None and search.damaged:
+        problems = [
+            Problem(describe_problems(problems), str(path)) for path, problems in search.damaged
+        ]
         what, remedy = (
             "every checkpoint there is damaged",
             "leave checkpoint.load out, or repair it",
         )
         raise UserError([Problem(what, f"checkpoint.load {source}", remedy), *problems])
-    return found
+    return search
 
 
 def _require_own_kind(source: Path) -> None:
@@ -121,18 +123,20 @@ def _require_own_kind(source: Path) -> None:
         )
 
 
-def _notes_on_other_run(run: BuiltRun, found: CheckpointSearch, saved: dict[str, Any]) -> list[str]:
+def _notes_on_other_run(
+    run: BuiltRun, search: CheckpointSearch, saved: dict[str, Any]
+) -> list[str]:
     """What the user should know about a start from another run."""
     source = run.config.checkpoint.load
-    if found.path is None:
+    if search.path is None:
         return [f"checkpoint.load {source} holds no checkpoint; starting at step 0"]
     notes = [
         f"passed over the damaged checkpoint {path} ({describe_problems(problems)})"
-        for path, problems in found.damaged
+        for path, problems in search.damaged
     ]
     notes += [
-        f"{one.where} {one.what}: the run goes on with other data"
-        for one in identity_changes(saved["identity"], run.state)
+        f"{change.where} {change.what}: the run goes on with other data"
+        for change in identity_changes(saved["identity"], run.state)
     ]
     return notes
 
@@ -212,11 +216,11 @@ def _find_best(
     return None if best is None else astuple(best), notes
 
 
-def _all_damaged(found: CheckpointSearch, folder: RunFolder) -> UserError:
+def _all_damaged(search: CheckpointSearch, folder: RunFolder) -> UserError:
     return UserError(
         [
             Problem("every checkpoint of this run is damaged", str(folder.checkpoints)),
-            *(Problem(describe_problems(problems)) for _, problems in found.damaged),
+            *(Problem(describe_problems(problems)) for _, problems in search.damaged),
             Problem(
                 "nothing was changed",
                 str(folder.path),

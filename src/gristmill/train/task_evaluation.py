@@ -72,7 +72,7 @@ class EvaluateTasks:
         was_training = model.training
         # The process may have been lost in the midst of this step's evaluation.
         records = records_at(self.folder.metrics, step=step)
-        known = {one.name for one in records if isinstance(one, EvaluationRecord)}
+        known = {record.name for record in records if isinstance(record, EvaluationRecord)}
         for task in self.tasks:
             if task.name in known:
                 continue
@@ -103,7 +103,7 @@ class EvaluateTasks:
 
     def _record(self, result: EvaluationResult) -> None:
         facts = {"items": result.count, "seconds": result.seconds}
-        for metric, one in result.measures.items():
+        for metric, measure in result.measures.items():
             self.tracker.evaluation(
-                result.name, metric=metric, value=one.value, stderr=one.stderr, **facts
+                result.name, metric=metric, value=measure.value, stderr=measure.stderr, **facts
             )

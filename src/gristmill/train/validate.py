@@ -91,9 +91,9 @@ def _choose(folder: RunFolder, config: RunConfig, which: str | None) -> int | No
     checkpoints = CheckpointFolder(folder.checkpoints)
     if which is not None:
         return choose_step(folder, which)
-    found = checkpoints.newest_intact()
-    if found.path is not None:
-        return step_of(found.path)
+    search = checkpoints.newest_intact()
+    if search.path is not None:
+        return step_of(search.path)
     if config.model.initial_weights is None:
         raise UserError(
             "there is no checkpoint, and the run starts from random weights",
@@ -116,5 +116,7 @@ def _recorded(folder: RunFolder, step: int) -> ValidationRecord | None:
     if not folder.metrics.is_file():
         return None
     records = read_metrics(folder.metrics, damaged=lambda number, why: None)
-    found = (one for one in records if isinstance(one, ValidationRecord) and one.step == step)
-    return next(found, None)
+    matching = (
+        record for record in records if isinstance(record, ValidationRecord) and record.step == step
+    )
+    return next(matching, None)
