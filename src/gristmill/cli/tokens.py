@@ -30,9 +30,8 @@ from gristmill.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
     from gristmill.tokens.convert import CopyProgress
-    from gristmill.tokens.foreign import Reading
     from gristmill.tokens.format import TokenSetInfo
-    from gristmill.tokens.store import TokenSetSummary
+    from gristmill.tokens.store import Reading, TokenSetSummary
 
 tokens = typer.Typer(help="Inspect, verify, convert and merge token files.", no_args_is_help=True)
 
@@ -101,8 +100,7 @@ def inspect_set(
     quiet: Quiet = False,
 ) -> None:
     """Show counts, document lengths and the range of ids."""
-    from gristmill.tokens.foreign import Reading
-    from gristmill.tokens.store import inspect_tokens
+    from gristmill.tokens.store import Reading, inspect_tokens
 
     reading = Reading(source, dtype, end_of_text)
     summary = inspect_tokens(prefix, reading)
@@ -161,8 +159,7 @@ def verify_set(
     quiet: Quiet = False,
 ) -> None:
     """Check sizes, checksums and ids; report everything that is broken."""
-    from gristmill.tokens.foreign import Reading
-    from gristmill.tokens.store import VerifyProgress, find_manifest, verify_tokens
+    from gristmill.tokens.store import Reading, VerifyProgress, find_manifest, verify_tokens
 
     began = time.perf_counter()
 
@@ -220,7 +217,7 @@ def convert_set(
     overwrite: Overwrite = False,
 ) -> None:
     """Convert token files to another format."""
-    from gristmill.tokens.foreign import Reading
+    from gristmill.tokens.store import Reading
 
     reading = Reading(source, dtype, end_of_text)
     options: dict[str, Any] = {"format": format, "shard_size": shard_size, "overwrite": overwrite}

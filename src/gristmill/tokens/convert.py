@@ -3,7 +3,7 @@
 Ids are copied a few MiB at a time. Several threads read and check them, another computes checksums,
 and this one writes; only the document starts of a source are held as a whole, 8
 bytes each. The type of the ids is chosen for the new format and the vocabulary. The user may state
-what a source does not (see `gristmill.tokens.foreign`), and every id is checked against it;
+what a source does not (see `gristmill.tokens.store`), and every id is checked against it;
 otherwise the vocabulary ends after the largest id, and the tokenizer stays unknown.
 """
 
@@ -22,7 +22,6 @@ import numpy.typing as npt
 
 from gristmill.base.errors import DataError, Exit, UserError
 from gristmill.base.process import usable_cores
-from gristmill.tokens.foreign import Reading
 from gristmill.tokens.format import (
     IdRange,
     NewSet,
@@ -32,7 +31,7 @@ from gristmill.tokens.format import (
     id_range,
     piece_bounds,
 )
-from gristmill.tokens.store import create_tokens, find_manifest, is_empty_part, open_tokens
+from gristmill.tokens.store import Reading, create_tokens, find_manifest, is_empty_part, open_tokens
 from gristmill.tokens.writer import TokenWriter
 
 _MAX_THREADS = 8

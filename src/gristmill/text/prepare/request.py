@@ -28,9 +28,9 @@ from gristmill.base.units import parse_split
 from gristmill.text.prepare.parts import WHOLE, PartNumber
 from gristmill.text.sources.source import OnDamage, ReadOptions
 from gristmill.text.tokenizers.tokenizer import Tokenizer
-from gristmill.tokens.flat import FORMAT as FLAT
 from gristmill.tokens.format import program_version
 from gristmill.tokens.megatron import FORMATS as MEGATRON
+from gristmill.tokens.shards import FLAT
 
 SAVE_EVERY = 5.0
 FIRST_SAVE = 1.0
