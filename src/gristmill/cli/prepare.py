@@ -256,8 +256,7 @@ def prepare(
     After a kill or an interruption, the same command resumes.
     """
     from gristmill.launch.parent_death import follow_supervisor
-    from gristmill.text.prepare.parts import WHOLE, no_parts_of, parse_part
-    from gristmill.text.prepare.request import PrepareRequest
+    from gristmill.text.prepare.request import WHOLE, PrepareRequest, no_parts_of, parse_part
 
     follow_supervisor()
     if status:

@@ -117,7 +117,7 @@ def check_hold_out_end(
 
 def characters_of(request: PrepareRequest, in_parts: bool) -> Tokenizer:
     """The tokenizer of the characters in the text that is to be prepared."""
-    from gristmill.text.prepare.parts import WHOLE
+    from gristmill.text.prepare.request import WHOLE
     from gristmill.text.sources.reading import SourceReader
     from gristmill.text.sources.source import Document
     from gristmill.text.tokenizers.training import character_tokenizer

@@ -253,7 +253,7 @@ def merge_sets(
     Parts made by `prepare --parts` give the files of one preparation of everything.
     """
     from gristmill.text.prepare.journal import merge_ledgers
-    from gristmill.text.prepare.parts import find_sets
+    from gristmill.text.prepare.request import find_sets
 
     sources = find_sets(prefixes)
     options: dict[str, Any] = {"format": format, "shard_size": shard_size, "overwrite": overwrite}

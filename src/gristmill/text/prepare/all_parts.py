@@ -36,9 +36,8 @@ from gristmill.text.prepare.part_status import (
     record_file,
     saved_counts,
 )
-from gristmill.text.prepare.parts import PartNumber, no_parts_of
 from gristmill.text.prepare.prepare import PrepareResult, WorkPlan
-from gristmill.text.prepare.request import PrepareRequest
+from gristmill.text.prepare.request import PartNumber, PrepareRequest, no_parts_of
 from gristmill.text.sources.datasets import PREFIX as DATASET_PREFIX
 from gristmill.text.sources.reading import STDIN, find_sources
 from gristmill.text.tokenizers.tokenizer import Tokenizer

@@ -33,7 +33,7 @@ from gristmill.base.files import (
     write_json,
     write_sealed_json,
 )
-from gristmill.text.prepare.parts import SourceSpan
+from gristmill.text.prepare.request import SourceSpan
 from gristmill.text.sources.source import Dropped, Reason, Skipped, SkipReason, Source
 from gristmill.tokens.format import LEDGER_FILE, TokenReader, file_of
 from gristmill.tokens.writer import HashedFile

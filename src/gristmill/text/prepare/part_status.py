@@ -39,8 +39,7 @@ from gristmill.text.prepare.journal import (
     journal_file,
 )
 from gristmill.text.prepare.outputs import PreparedKey, PreparedSet
-from gristmill.text.prepare.parts import PartNumber
-from gristmill.text.prepare.request import PrepareRequest, split_name
+from gristmill.text.prepare.request import PartNumber, PrepareRequest, split_name
 from gristmill.text.sources.source import OnDamage, SkipReason
 from gristmill.tokens.format import LEDGER_FILE, file_of, is_manifest, read_manifest, size_problems
 from gristmill.tokens.store import find_manifest

@@ -40,8 +40,7 @@ from gristmill.text.prepare.journal import (
 )
 from gristmill.text.prepare.outputs import Outputs, PreparedKey
 from gristmill.text.prepare.part_status import prepared_keys, read_record, write_record
-from gristmill.text.prepare.parts import WHOLE, spans_of
-from gristmill.text.prepare.request import FIRST_SAVE, PrepareRequest
+from gristmill.text.prepare.request import FIRST_SAVE, WHOLE, PrepareRequest, spans_of
 from gristmill.text.prepare.workers import (
     BlockBatch,
     BlockInSource,
