@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 from gristmill.dialects.draft import TranslationDraft, run_name
-from gristmill.dialects.nanogpt_rules import GRAD_SCALER
 
 
 def optimizer(draft: TranslationDraft) -> None:
@@ -18,7 +17,7 @@ def optimizer(draft: TranslationDraft) -> None:
     for number, beta in enumerate(betas, 1):
         draft.set(f"optim.beta{number}", beta, "train.optim.betas")
     if accumulates:
-        draft.set("optim.accum", draft.get("train.optim.accum_steps"), "train.optim.accum_steps")
+        draft.take("optim.accum", "train.optim.accum_steps")
     elif draft.given("train.optim.accum_steps"):
         draft.refuse("only accumadamw has it", "train.optim.accum_steps", "leave it out")
 
@@ -62,15 +61,14 @@ def folder(draft: TranslationDraft) -> None:
         names = ("log.wandb_project", "log.wandb_log")
         draft.set("track.wandb.project", draft.get("log.wandb_project"), *names)
     else:
-        for name in filter(draft.given, ("log.wandb_log", "log.wandb_project")):
-            draft.ignore(name, "without wandb_log nothing is sent")
+        draft.ignore_given(
+            "without wandb_log nothing is sent", "log.wandb_log", "log.wandb_project"
+        )
 
 
 def precision(draft: TranslationDraft) -> None:
     """Mixed precision is fp16, with torch's GradScaler."""
-    draft.set("precision.compute", "fp16" if draft.get("train.amp") else "fp32", "train.amp")
-    for key, value in GRAD_SCALER.items() if draft.get("train.amp") else ():
-        draft.set(f"precision.loss_scale.{key}", value, "train.amp")
+    draft.set_compute("fp16" if draft.get("train.amp") else "fp32", "train.amp")
 
 
 RULES = (optimizer, exchange, folder, precision)

@@ -104,8 +104,7 @@ def tokenizer(draft: TranslationDraft) -> None:
     where = [str(path.parent) for path in paths]
     if model is not None:
         draft.set("data.tokenizer", draft.get(model), model, "--tokenizer-type")
-        for name in filter(draft.given, files):
-            draft.ignore(name, f"{model} names the tokenizer")
+        draft.ignore_given(f"{model} names the tokenizer", *files)
     elif tuple(path.name for path in paths) in _FILES and where[0] == where[1]:
         draft.set("data.tokenizer", where[0], *files, "--tokenizer-type")
     elif len(paths) == 2:
@@ -129,13 +128,11 @@ def validation(draft: TranslationDraft) -> None:
     others = ("--eval-interval", "--eval-global-batch-size")
     if batches == 0:
         draft.account("--eval-iters")
-        for name in filter(draft.given, others):
-            draft.ignore(name, "--eval-iters 0 validates nothing")
+        draft.ignore_given("--eval-iters 0 validates nothing", *others)
         return
     held_out = _NUMBER.findall(str(draft.get("--split")))[1:2]
     if not draft.given("--train-data-path") and not "".join(held_out).strip(" 0."):
-        for name in filter(draft.given, ("--eval-iters", *others)):
-            draft.ignore(name, "--split holds nothing out for validation")
+        draft.ignore_given("--split holds nothing out for validation", "--eval-iters", *others)
         return
     sizes = ("--eval-global-batch-size", "--global-batch-size", "--micro-batch-size")
     size = next((draft.get(name) for name in sizes if draft.given(name)), 1)

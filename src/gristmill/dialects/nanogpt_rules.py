@@ -7,8 +7,6 @@ from pathlib import Path
 from gristmill.dialects.draft import Remark, TranslationDraft, run_name
 from gristmill.dialects.words import names_script
 
-GRAD_SCALER = {"initial": 65536.0, "window": 2000, "hysteresis": 1}
-"""The loss scale of torch's GradScaler."""
 _OPENWEBTEXT = "data/openwebtext/prepare.py"
 _FORMATS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -19,9 +17,8 @@ def model(draft: TranslationDraft) -> None:
     sizes = {"n_layer": "layers", "n_head": "heads", "n_embd": "width", "bias": "bias"}
     if isinstance(start, str) and start.startswith("gpt2"):
         draft.set("model.start", start, "init_from")
-        draft.set("data.sequence", draft.get("block_size"), "block_size")
-        for name in filter(draft.given, sizes):
-            draft.ignore(name, f"init_from = {start!r} brings its own")
+        draft.take("data.sequence", "block_size")
+        draft.ignore_given(f"init_from = {start!r} brings its own", *sizes)
         return
     if start == "resume":
         draft.ignore("init_from", "a run that the folder holds is resumed in any case")
@@ -31,8 +28,8 @@ def model(draft: TranslationDraft) -> None:
     elif draft.given("init_from"):
         draft.ignore("init_from", "weights are random in any case")
     for name, setting in sizes.items():
-        draft.set(f"model.{setting}", draft.get(name), name)
-    draft.set("model.context", draft.get("block_size"), "block_size")
+        draft.take(f"model.{setting}", name)
+    draft.take("model.context", "block_size")
     # nanoGPT's GELU is the exact one, which pretrained GPT-2 weights were not made with.
     draft.fix("model.activation", "gelu", "nanoGPT's GELU is the exact one")
 
@@ -54,13 +51,17 @@ def schedule(draft: TranslationDraft) -> None:
     if not draft.get("decay_lr"):
         draft.set("schedule.type", "constant", "decay_lr")
         draft.set("schedule.warmup", "0 steps", "decay_lr")
-        for name in filter(draft.given, ("warmup_iters", "lr_decay_iters", "min_lr")):
-            draft.ignore(name, "decay_lr = False keeps the rate constant from the first step on")
+        draft.ignore_given(
+            "decay_lr = False keeps the rate constant from the first step on",
+            "warmup_iters",
+            "lr_decay_iters",
+            "min_lr",
+        )
         return
     draft.set("schedule.type", "cosine", "decay_lr")
     draft.set("schedule.warmup", f"{draft.get('warmup_iters')} steps", "warmup_iters")
     draft.set("schedule.decay", f"{draft.get('lr_decay_iters')} steps", "lr_decay_iters")
-    draft.set("schedule.min_lr", draft.get("min_lr"), "min_lr")
+    draft.take("schedule.min_lr", "min_lr")
 
 
 def precision(draft: TranslationDraft) -> None:
@@ -73,14 +74,11 @@ def precision(draft: TranslationDraft) -> None:
     draft.set("runtime.device", kind, "device")
     if kind == "cpu":
         draft.set("precision.compute", "fp32", "device")
-        if draft.given("dtype"):
-            draft.ignore("dtype", "on the CPU nanoGPT computes in float32 in any case")
+        draft.ignore_given("on the CPU nanoGPT computes in float32 in any case", "dtype")
     elif written not in _FORMATS:
         draft.refuse("is no number format", "dtype", f"one of {', '.join(_FORMATS)}")
     else:
-        draft.set("precision.compute", _FORMATS[written], "dtype")
-        for key, value in GRAD_SCALER.items() if written == "float16" else ():
-            draft.set(f"precision.loss_scale.{key}", value, "dtype")
+        draft.set_compute(_FORMATS[written], "dtype")
 
 
 def folder(draft: TranslationDraft) -> None:
@@ -97,8 +95,9 @@ def folder(draft: TranslationDraft) -> None:
         draft.set("track.wandb.project", draft.get("wandb_project"), "wandb_project", "wandb_log")
     else:
         draft.set("name", run_name(own, "nanogpt"), "out_dir")
-        for name in filter(draft.given, ("wandb_log", "wandb_project", "wandb_run_name")):
-            draft.ignore(name, "without wandb_log nothing is sent")
+        draft.ignore_given(
+            "without wandb_log nothing is sent", "wandb_log", "wandb_project", "wandb_run_name"
+        )
     if draft.get("init_from") == "scratch" and draft.given("out_dir"):
         draft.change("out_dir", "a run that this folder holds is resumed, not begun anew")
     for setting, part in (("paths", "train"), ("validation", "val")):

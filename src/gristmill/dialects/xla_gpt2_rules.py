@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from gristmill.dialects.draft import TranslationDraft, run_name
-from gristmill.dialects.nanogpt_rules import GRAD_SCALER
 
 _DEVICES = {"TPU": "xla", "CUDA": "cuda", "GPU": "cuda", "CPU": "cpu"}
 """Our device for that of PJRT_DEVICE."""
@@ -27,8 +26,9 @@ def model(draft: TranslationDraft) -> None:
     if start in _PRETRAINED:
         draft.set("model.start", start, "--from-checkpoint")
         draft.set("data.sequence", length, "--seq-length")
-        for name in filter(draft.given, (*sizes, "--tie-weights", "--activation")):
-            draft.ignore(name, f"--from-checkpoint {start} brings its own")
+        draft.ignore_given(
+            f"--from-checkpoint {start} brings its own", *sizes, "--tie-weights", "--activation"
+        )
         if draft.given("--from-checkpoint"):
             text = "is evaluated as published, with LayerNorm's eps 1e-5 instead of 1e-7"
             draft.change("--from-checkpoint", text)
@@ -37,7 +37,7 @@ def model(draft: TranslationDraft) -> None:
         what = "checkpoints of other programs are not resumed from"
         draft.refuse(what, "--from-checkpoint", "leave it out: the same command resumes")
     for name, setting in sizes.items():
-        draft.set(f"model.{setting}", draft.get(name), name)
+        draft.take(f"model.{setting}", name)
     draft.set("model.context", length, "--seq-length")
     draft.set("model.tie_head", tied, "--tie-weights")
     if draft.get("--activation") not in _ACTIVATIONS:
@@ -78,10 +78,9 @@ def schedule(draft: TranslationDraft) -> None:
         draft.set("optim.lr", rate, "--learning-rate")
         draft.set("schedule.type", "cosine", "--decay-method")
         draft.set("schedule.decay", f"{draft.get('--decay-steps')} steps", "--decay-steps")
-        draft.set("schedule.min_lr", draft.get("--min-lr"), "--min-lr")
+        draft.take("schedule.min_lr", "--min-lr")
         return
-    for name in filter(draft.given, ("--decay-steps", "--min-lr")):
-        draft.ignore(name, "only --decay-method cosine uses it")
+    draft.ignore_given("only --decay-method cosine uses it", "--decay-steps", "--min-lr")
     if kind != "noam" or warmup < 1 or draft.get("--d-model") < 1:
         what = "is neither cosine nor noam with a warm-up"
         draft.refuse(what, "--decay-method", "give cosine, or noam with --warmup-steps")
@@ -104,20 +103,16 @@ def precision(draft: TranslationDraft) -> None:
         return
     if kind not in ("fp16", "bf16"):
         draft.refuse("is no number format", "--mixed-precision", "give fp16 or bf16")
-    draft.set("precision.compute", kind, "--mixed-precision")
-    for key, value in GRAD_SCALER.items() if kind == "fp16" else ():
-        draft.set(f"precision.loss_scale.{key}", value, "--mixed-precision")
-    if draft.given("--matmul-precision"):
-        text = f"products are in {kind}; those that are not do not depend on it"
-        draft.ignore("--matmul-precision", text)
+    draft.set_compute(kind, "--mixed-precision")
+    text = f"products are in {kind}; those that are not do not depend on it"
+    draft.ignore_given(text, "--matmul-precision")
 
 
 def device(draft: TranslationDraft) -> None:
     """`run_pretrain_xla.py` trains with XLA, on the device that PJRT_DEVICE names."""
     xla, kind = draft.runs("run_pretrain_xla.py"), draft.get("PJRT_DEVICE")
     if not xla:
-        for name in filter(draft.given, ("PJRT_DEVICE", "GPU_NUM_DEVICES")):
-            draft.ignore(name, "only run_pretrain_xla.py reads it")
+        draft.ignore_given("only run_pretrain_xla.py reads it", "PJRT_DEVICE", "GPU_NUM_DEVICES")
     elif kind not in _DEVICES:
         what = "is no device that is known here"
         draft.refuse(what, "PJRT_DEVICE", f"one of {', '.join(_DEVICES)}")
@@ -133,7 +128,7 @@ def device(draft: TranslationDraft) -> None:
             text = f"as many processes are started with --processes {draft.get('GPU_NUM_DEVICES')}"
             draft.change("GPU_NUM_DEVICES", text)
     if not xla or _DEVICES.get(kind) != "xla":
-        draft.set("runtime.compile", draft.get("--compile"), "--compile")
+        draft.take("runtime.compile", "--compile")
     elif draft.given("--compile"):
         draft.ignore("--compile", "XLA compiles the whole step in any case")
 
@@ -149,8 +144,9 @@ def folder(draft: TranslationDraft) -> None:
     else:
         own = Path(path).name
         draft.set("name", run_name(own, "xla-gpt2"), "--checkpoints-dir")
-        for name in filter(draft.given, ("--wandb-project", "--wandb-name")):
-            draft.ignore(name, "without --wandb-logging nothing is sent")
+        draft.ignore_given(
+            "without --wandb-logging nothing is sent", "--wandb-project", "--wandb-name"
+        )
     limit = draft.get("--saved-checkpoint-limit")
     draft.set("checkpoint.keep", max(2, limit), "--saved-checkpoint-limit")
     if limit < 2:
