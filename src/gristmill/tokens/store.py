@@ -202,19 +202,6 @@ class VerifyProgress:
     """Every byte is read for its checksum, and every id once more."""
 
 
-class _BytesRead:
-    """Counts the bytes that a verification reads."""
-
-    def __init__(self, show: Callable[[VerifyProgress], None]) -> None:
-        self.total = 0
-        self._done = 0
-        self._show = show
-
-    def add(self, count: int) -> None:
-        self._done += count
-        self._show(VerifyProgress(self._done, self.total))
-
-
 def verify_tokens(
     prefix: Path | str,
     reading: Reading | None = None,
@@ -225,18 +212,25 @@ def verify_tokens(
 
     Of a set without a manifest only its own structure and the sign of its ids can be checked.
     """
-    path, problems, read = Path(prefix), list[Problem](), _BytesRead(progress)
+    path, problems = Path(prefix), list[Problem]()
+    done = total = 0
+
+    def read(count: int) -> None:
+        nonlocal done
+        done += count
+        progress(VerifyProgress(done, total))
+
     try:
         manifest = find_manifest(path)
         if manifest is not None:
             ids = manifest.info.tokens * stored(manifest.info.dtype).itemsize
-            read.total = sum(facts.bytes for facts in manifest.files.values()) + ids
+            total = sum(facts.bytes for facts in manifest.files.values()) + ids
         if manifest is not None and not (problems := size_problems(path, manifest)):
             changed = "the content changed since it was written: its checksum differs"
             problems = [
                 Problem(changed, str(file_of(path, suffix)), COPY_AGAIN)
                 for suffix, facts in manifest.files.items()
-                if sha256_file(file_of(path, suffix), read=read.add) != facts.sha256
+                if sha256_file(file_of(path, suffix), read=read) != facts.sha256
             ]
         problems += _ledger_problems(file_of(path, LEDGER_FILE))
         if is_empty_part(path):
@@ -244,7 +238,7 @@ def verify_tokens(
         reader = open_tokens(path, reading)
     except UserError as error:
         return [*problems, *(problem for problem in error.problems if problem not in problems)]
-    read.total = read.total or len(reader) * stored(reader.info.dtype).itemsize
+    total = total or len(reader) * stored(reader.info.dtype).itemsize
     damage = [Problem(what, str(path), COPY_AGAIN) for what in _content_problems(reader, read)]
     return [*problems, *damage]
 
@@ -311,8 +305,9 @@ def _histogram(lengths: Starts) -> dict[int, int]:
     return {2 ** (exponent - 1): int(counts[exponent]) for exponent in used}
 
 
-def _content_problems(reader: TokenReader, read: _BytesRead) -> Iterator[str]:
-    """What is wrong with the ids and with the document starts, the first of each."""
+def _content_problems(reader: TokenReader, read: Callable[[int], None]) -> Iterator[str]:
+    """What is wrong with the ids and with the document starts, the first of each; `read` is called
+    with the bytes of ids that were looked at."""
     vocab_size = reader.info.vocab_size
     for start, ids in pieces(reader):
         outside = np.flatnonzero(ids < 0 if vocab_size is None else (ids < 0) | (ids >= vocab_size))
@@ -321,7 +316,7 @@ def _content_problems(reader: TokenReader, read: _BytesRead) -> Iterator[str]:
             of = "any vocabulary" if vocab_size is None else f"the vocabulary of {vocab_size}"
             yield f"the id {int(ids[first])} at position {start + first} is outside {of}"
             break
-        read.add(ids.nbytes)
+        read(ids.nbytes)
     starts = reader.document_starts
     gaps = np.diff(starts, append=len(reader))
     if int(starts[0]) != 0:

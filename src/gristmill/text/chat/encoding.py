@@ -132,6 +132,10 @@ class ChatEncoder:
                 runs.append(ChatRun(text, None, loss_mask))
             text = ""
 
+        def add_control(token: str) -> None:
+            flush()
+            runs.append(ChatRun(token, self.tokenizer.control_tokens[token], loss_mask))
+
         for number, piece in enumerate(pieces):
             if piece.message is not None:
                 answers = messages[piece.message].role == "assistant"
@@ -143,8 +147,7 @@ class ChatEncoder:
             parts = self._controls.split(own)
             for place, part in enumerate(parts):
                 if place % 2:
-                    flush()
-                    runs.append(ChatRun(part, self.tokenizer.control_tokens[part], loss_mask))
+                    add_control(part)
                     loss_mask = False
                 elif loss_mask and (part.strip() or place == len(parts) - 1):
                     # No control token ends this answer.
@@ -157,8 +160,7 @@ class ChatEncoder:
                 loss_mask = True
             for place, part in enumerate(self._controls.split(lead)):
                 if place % 2:
-                    flush()
-                    runs.append(ChatRun(part, self.tokenizer.control_tokens[part], loss_mask))
+                    add_control(part)
                 else:
                     text += part
         flush()

@@ -160,13 +160,7 @@ def prepare_in_parts(
             state.merging = True
             state.save()
             try:
-                merge_parts(
-                    request,
-                    requests,
-                    tokenizer,
-                    copying=listener.copying,
-                    verifying=listener.verifying,
-                )
+                _merge_parts(request, requests, tokenizer, listener)
             except HopelessError:
                 # The same command would end here again.
                 _remove(requests, state)
@@ -404,13 +398,11 @@ def _ending(status: int | None) -> str:
     return f"by signal {-status}" if status < 0 else f"with exit status {status}"
 
 
-def merge_parts(
+def _merge_parts(
     request: PrepareRequest,
     parts: Sequence[PrepareRequest],
     tokenizer: Tokenizer,
-    *,
-    copying: Callable[[CopyProgress], None],
-    verifying: Callable[[VerifyProgress], None],
+    listener: PartsListener,
 ) -> None:
     """Make the sets of the whole, each with its tokenizer, and the ledgers; then read all of it
     again. What stands in their place is replaced."""
@@ -449,9 +441,9 @@ def merge_parts(
                 format=request.format,
                 shard_size=request.shard_size,
                 overwrite=True,
-                progress=copying,
+                progress=listener.copying,
             )
-            _verify(prefix, [read_manifest(source) for source in sources], verifying)
+            _verify(prefix, [read_manifest(source) for source in sources], listener.verifying)
 
 
 def _verify(

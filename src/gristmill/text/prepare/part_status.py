@@ -96,14 +96,7 @@ def read_record(name: Path) -> PartRecord | None:
     """The record of a part, if there is one that can be read."""
     try:
         value = read_json(record_file(name))
-        return PartRecord(
-            value["request"],
-            value["spans"],
-            SetCounts(**value["counts"]),
-            value["dropped"],
-            value["damaged"],
-            value["manifests"],
-        )
+        return PartRecord(**{**value, "counts": SetCounts(**value["counts"])})
     except (UserError, KeyError, TypeError):
         return None
 
@@ -118,19 +111,19 @@ def write_record(
         sum(info.documents for info in infos),
         sum(info.text_bytes or 0 for info in infos),
     )
-    value = {
-        "request": dict(asked),
-        "spans": _digest(ids),
-        "counts": asdict(counts),
-        "dropped": any(key.ledger.dropped for key in keys),
-        "damaged": any(SkipReason.DAMAGED_FILE in key.ledger.skipped for key in keys),
-        "manifests": [
+    record = PartRecord(
+        request=asked,
+        spans=_digest(ids),
+        counts=counts,
+        dropped=any(key.ledger.dropped for key in keys),
+        damaged=any(SkipReason.DAMAGED_FILE in key.ledger.skipped for key in keys),
+        manifests=[
             os.path.relpath(file_of(prepared.prefix, ".json"), name.parent)
             for key in keys
             for prepared in key.sets
         ],
-    }
-    write_json(record_file(name), value)
+    )
+    write_json(record_file(name), asdict(record))
 
 
 def prepared_keys(request: PrepareRequest) -> tuple[PreparedKey, ...]:

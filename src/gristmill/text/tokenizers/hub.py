@@ -20,7 +20,7 @@ import tokenizers
 
 from gristmill.base.errors import DataError, UserError, optional
 from gristmill.base.files import read_json
-from gristmill.hub.client import parse_repository, quiet_library
+from gristmill.hub.client import first_line, parse_repository, quiet_library
 from gristmill.hub.downloads import hub_folder
 from gristmill.text.tokenizers.library import BYTES_FILE, CONFIG_FILE, TOKENIZER_FILE
 
@@ -119,9 +119,8 @@ def convert(folder: Path) -> tokenizers.Tokenizer:
         )
         inner: tokenizers.Tokenizer = opened.backend_tokenizer
     except Exception as error:  # the library raises nothing more precise
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DataError(
-            f"transformers cannot convert this tokenizer: {first}",
+            f"transformers cannot convert this tokenizer: {first_line(error)}",
             where=folder,
             remedy="it may need the packages sentencepiece and protobuf; or use a model "
             f"that comes with {TOKENIZER_FILE}",
