@@ -316,7 +316,7 @@ def prepare(
             request = replace(request, sources=[fetch_corpus(corpus, request, quiet)])
         if tokenizer == CHARACTERS and not Path(CHARACTERS).exists():
             request = replace(request, tokenizer=characters_of(request, in_parts is not None))
-        results = [run(*one) for one in sets_of(request, corpus, hold_out_end)]
+        results = [run(*job) for job in sets_of(request, corpus, hold_out_end)]
     if as_json:
         typer.echo(json.dumps(prepared_as_json(results), indent=2, ensure_ascii=False))
     elif not quiet:
@@ -401,9 +401,9 @@ def prepared_as_json(results: Sequence[PrepareResult]) -> dict[str, Any]:
     keys = [key for result in results for key in result.keys]
     return {
         "sets": [
-            {"name": str(made.prefix), "key": key.key, **asdict(made.info)}
+            {"name": str(new_set.prefix), "key": key.key, **asdict(new_set.info)}
             for key in keys
-            for made in key.sets
+            for new_set in key.sets
         ],
         "ledgers": [{"file": str(key.ledger_file), **key.ledger.as_json()} for key in keys],
         "text_bytes": sum(result.text_bytes for result in results),
@@ -416,10 +416,10 @@ def prepared_as_json(results: Sequence[PrepareResult]) -> dict[str, Any]:
 def report_prepared(result: PrepareResult) -> None:
     """Print what was made and what was dropped."""
     for key in result.keys:
-        for made in key.sets:
-            info = made.info
+        for new_set in key.sets:
+            info = new_set.info
             typer.echo(
-                f"{made.prefix}: {info.tokens:,} tokens in {info.documents:,} documents from "
+                f"{new_set.prefix}: {info.tokens:,} tokens in {info.documents:,} documents from "
                 f"{format_bytes(info.text_bytes or 0)} of text, {info.format}, {info.dtype}"
             )
         ledger = key.ledger

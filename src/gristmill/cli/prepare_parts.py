@@ -292,7 +292,7 @@ def part_arguments(context: typer.Context, options: PartsOptions) -> list[str]:
         else:
             option = max(parameter.opts, key=len)
             values = value if isinstance(value, list | tuple) else [value]
-            texts = (one.value if isinstance(one, enum.Enum) else one for one in values)
+            texts = (part.value if isinstance(part, enum.Enum) else part for part in values)
             words += [f"{option}={text}" for text in texts]
     tail = ["--workers", str(options.workers), "--parts", str(options.parts), "--part"]
     # A name must not be taken for an option; standard input, which is "-", has no parts.
@@ -334,14 +334,14 @@ def prepare_parts(
 
         listener = PartsListener(show, show_copy, show_check, line.say)
         try:
-            made = prepare_in_parts(
+            result = prepare_in_parts(
                 request, options.parts, engine, attempts=options.attempts, listener=listener
             )
         except KeyboardInterrupt:
             line.say("interrupted: run the same command again to resume")
             raise
     shutil.rmtree(_job_folder(request.name), ignore_errors=True)
-    return made
+    return result
 
 
 def _build_engine(
@@ -456,9 +456,9 @@ def _print_statuses(output: Path, statuses: Sequence[PartStatus], counts: Counte
         return
     tokens = sum(status.counts.tokens for status in statuses)
     documents = sum(status.counts.documents for status in statuses)
-    found = ", ".join(f"{counts[state]:,} {state}" for state in PartState if counts[state])
+    states = ", ".join(f"{counts[state]:,} {state}" for state in PartState if counts[state])
     typer.echo(
-        f"{output}: {len(statuses):,} parts: {found}; "
+        f"{output}: {len(statuses):,} parts: {states}; "
         f"{format_count(documents)} documents, {format_count(tokens)} tokens"
     )
     rest = [status for status in statuses if status.state is not PartState.DONE]

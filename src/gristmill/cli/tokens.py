@@ -148,11 +148,11 @@ def _first_documents(prefix: Path, reading: Reading) -> list[str]:
         return []
     tokenizer, reader = open_tokenizer(folder), open_tokens(prefix, reading)
     bounds = [*reader.document_starts[: _DOCUMENTS_SHOWN + 1].tolist(), len(reader)]
-    found = []
+    texts = []
     for begin, end in pairwise(bounds[: _DOCUMENTS_SHOWN + 1]):
         text = tokenizer.decode(reader.read(begin, min(end - begin, _TOKENS_SHOWN)).tolist())
-        found.append(repr(text) + (" …" if end - begin > _TOKENS_SHOWN else ""))
-    return found
+        texts.append(repr(text) + (" …" if end - begin > _TOKENS_SHOWN else ""))
+    return texts
 
 
 @tokens.command("verify", epilog="Example: gristmill tokens verify tokens/mine")

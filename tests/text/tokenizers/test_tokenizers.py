@@ -259,7 +259,7 @@ def test_a_folder_without_a_tokenizer_does_not_hide_a_name(
         asked.append(name)
         return tmp_path / "fetched"
 
-    monkeypatch.setattr("gristmill.text.tokenizers.hub.tokenizer_folder", folder_of)
+    monkeypatch.setattr("gristmill.text.tokenizers.vocabularies.tokenizer_folder", folder_of)
     TRAINED.save(tmp_path / "fetched")
     (tmp_path / "runs").mkdir()
     assert open_tokenizer("someone/runs").spec == TRAINED.spec
