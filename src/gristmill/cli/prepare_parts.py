@@ -7,6 +7,7 @@ sets that become of one command.
 from __future__ import annotations
 
 import enum
+import functools
 import json
 import os
 import shutil
@@ -139,8 +140,7 @@ _NOT_OF_A_PART = frozenset(
 )
 """Options that concern all parts together, or that each part is given anew."""
 _MAX_SHOWN = 20
-_PARTS = "All parts"
-"""A panel of the help."""
+_parts_option = functools.partial(typer.Option, rich_help_panel="All parts")
 
 
 class PartsEngine(enum.StrEnum):
@@ -153,54 +153,48 @@ class PartsEngine(enum.StrEnum):
 
 EngineName = Annotated[
     PartsEngine | None,
-    typer.Option(
+    _parts_option(
         metavar="ENGINE",
-        rich_help_panel=_PARTS,
         help="Do all --parts, and merge them: local on this machine, slurm as an array of jobs, "
         "ray on a Ray cluster.",
     ),
 ]
 AtOnce = Annotated[
     int | None,
-    typer.Option(
+    _parts_option(
         min=1,
         metavar="N",
-        rich_help_panel=_PARTS,
         help="How many parts run at the same time; as many as there are cores for if not given.",
     ),
 ]
 Attempts = Annotated[
     int | None,
-    typer.Option(
+    _parts_option(
         min=1,
         metavar="N",
-        rich_help_panel=_PARTS,
         help=f"How often a part that dies may be started; {ATTEMPTS} if not given.",
     ),
 ]
 RayAddress = Annotated[
     str | None,
-    typer.Option(
+    _parts_option(
         metavar="ADDRESS",
-        rich_help_panel=_PARTS,
         help="The cluster of --engine ray; RAY_ADDRESS or the one of this machine if not given.",
     ),
 ]
 JobSettings = Annotated[
     list[str] | None,
-    typer.Option(
+    _parts_option(
         "--launch",
         metavar="KEY=VALUE",
-        rich_help_panel=_PARTS,
         help="What to ask Slurm for, by the settings of a run file's launch table: account=abc, "
         "queue=cpu, time=2h, memory=8G. May be repeated.",
     ),
 ]
 Status = Annotated[
     bool,
-    typer.Option(
+    _parts_option(
         "--status",
-        rich_help_panel=_PARTS,
         help="Show how far the parts of NAME are, whoever runs them, and exit: with 0 if all are "
         "done, with 75 if not.",
     ),

@@ -18,7 +18,6 @@ import typer
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.units import format_bytes, format_count
 from gristmill.cli.options import (
-    OUTPUT,
     AsJson,
     Documents,
     JsonKey,
@@ -28,6 +27,7 @@ from gristmill.cli.options import (
     ShardSize,
     Sources,
     TokenFormat,
+    output_option,
 )
 from gristmill.cli.progress import ProgressLine
 from gristmill.text.sources.source import DocumentSplit
@@ -53,44 +53,38 @@ class IdType(enum.StrEnum):
     INT32 = "int32"
 
 
-_FOREIGN = "Files of other programs"
-"""A panel of the help."""
+_foreign_option = functools.partial(typer.Option, rich_help_panel="Files of other programs")
 Prefix = Annotated[
     Path, typer.Argument(metavar="NAME", help="Name of the token files, without an ending.")
 ]
 From = Annotated[
     TokenFormat | None,
-    typer.Option(
+    _foreign_option(
         "--from",
         metavar="FORMAT",
-        rich_help_panel=_FOREIGN,
         help="Their format, if it is not recognised: flat, megatron (all of its kinds), llmc or "
         "npy.",
     ),
 ]
 Dtype = Annotated[
     IdType | None,
-    typer.Option(
+    _foreign_option(
         metavar="TYPE",
-        rich_help_panel=_FOREIGN,
         help="How ids are stored, with --from flat: uint16 (if not given), uint32 or int32.",
     ),
 ]
 EndOfText = Annotated[
     int | None,
-    typer.Option(
-        metavar="ID",
-        rich_help_panel=_FOREIGN,
-        help="The id between documents, if the files do not state where these begin.",
+    _foreign_option(
+        metavar="ID", help="The id between documents, if the files do not state where these begin."
     ),
 ]
 MadeBy = Annotated[
     str | None,
-    typer.Option(
+    _foreign_option(
         "--tokenizer",
         "-t",
         metavar="NAME",
-        rich_help_panel=_FOREIGN,
         help="Their tokenizer, if they do not state it: a folder or file.",
     ),
 ]
@@ -208,9 +202,8 @@ def convert_set(
     output: Output,
     format: Annotated[
         TokenFormat,
-        typer.Option(
+        output_option(
             metavar="FORMAT",
-            rich_help_panel=OUTPUT,
             help="Format of the new token files: flat, megatron, megatron-cached, megatron-lazy, "
             "llmc or npy.",
         ),
@@ -243,9 +236,8 @@ def merge_sets(
     output: Output,
     format: Annotated[
         TokenFormat | None,
-        typer.Option(
+        output_option(
             metavar="FORMAT",
-            rich_help_panel=OUTPUT,
             help="Format of the new token files: flat, megatron, megatron-cached, megatron-lazy, "
             "llmc or npy; that of the first if not given.",
         ),
