@@ -20,7 +20,7 @@ _SCHEDULES: dict[str, dict[str, Any]] = {
 _TEXT_FILES = ("csv", "json", "txt")
 
 
-def model(draft: TranslationDraft) -> None:
+def llm_pytorch_model(draft: TranslationDraft) -> None:
     """An architecture of Hugging Face, with its weights if they are named."""
     names = ("--model_name_or_path", "--config_name", "--model_type")
     named, shape, kind = (draft.get(name) for name in names)
@@ -42,7 +42,7 @@ def model(draft: TranslationDraft) -> None:
     draft.take("data.sequence", "--block_size")
 
 
-def batch(draft: TranslationDraft) -> None:
+def llm_pytorch_batch(draft: TranslationDraft) -> None:
     """The micro-batch of each process, its accumulation, and the length of the run."""
     draft.take("train.micro_batch", "--per_device_train_batch_size")
     draft.take("train.accumulate", "--gradient_accumulation_steps")
@@ -56,7 +56,7 @@ def batch(draft: TranslationDraft) -> None:
     draft.ignore_given("--max_train_steps counts", "--num_train_epochs")
 
 
-def schedule(draft: TranslationDraft) -> None:
+def llm_pytorch_schedule(draft: TranslationDraft) -> None:
     """One of transformers' schedules, over the run."""
     kind = draft.get("--lr_scheduler_type")
     if kind not in _SCHEDULES:
@@ -72,7 +72,7 @@ def schedule(draft: TranslationDraft) -> None:
     draft.set("schedule.warmup", f"{warmup} steps", "--num_warmup_steps")
 
 
-def precision(draft: TranslationDraft) -> None:
+def llm_pytorch_precision(draft: TranslationDraft) -> None:
     """Number format, with torch's GradScaler for fp16."""
     kind = draft.get("--mixed_precision")
     if kind == "fp8":
@@ -87,7 +87,7 @@ def precision(draft: TranslationDraft) -> None:
         draft.set_compute(kind, "--mixed_precision")
 
 
-def kfac(draft: TranslationDraft) -> None:
+def llm_pytorch_kfac(draft: TranslationDraft) -> None:
     """The preconditioner, with the method of kfac-pytorch."""
     settings = {
         "--kfac-factor-update-steps": "factor_every",
@@ -111,7 +111,7 @@ def kfac(draft: TranslationDraft) -> None:
     draft.change("--kfac", text)
 
 
-def folder(draft: TranslationDraft) -> None:
+def llm_pytorch_folder(draft: TranslationDraft) -> None:
     """Where the run lies and how often it saves."""
     output = draft.get("--output_dir")
     if output is None:
@@ -132,7 +132,7 @@ def folder(draft: TranslationDraft) -> None:
         draft.set(f"checkpoint.{setting}", f"{int(every)} steps", "--checkpointing_steps")
 
 
-def data(draft: TranslationDraft) -> None:
+def llm_pytorch_data(draft: TranslationDraft) -> None:
     """Token files, made from a dataset or from files by a command that has to be run before."""
     tokenizer = next(
         (draft.get(name) for name in _TOKENIZERS if draft.get(name) is not None), "gpt2"
@@ -233,4 +233,12 @@ def _prefix(text: str, tokenizer: str) -> str:
     return f"tokens/{run_name(text, 'text')}-{run_name(Path(tokenizer).name, 'tokenizer')}"
 
 
-RULES = (model, batch, schedule, precision, kfac, folder, data)
+RULES = (
+    llm_pytorch_model,
+    llm_pytorch_batch,
+    llm_pytorch_schedule,
+    llm_pytorch_precision,
+    llm_pytorch_kfac,
+    llm_pytorch_folder,
+    llm_pytorch_data,
+)

@@ -11,7 +11,7 @@ _NEVER = 2**31 - 1
 """A window that no run is as long as."""
 
 
-def horizon(draft: TranslationDraft) -> None:
+def megatron_horizon(draft: TranslationDraft) -> None:
     """The length of the run, in one of three units."""
     name = draft.only_one("--train-iters", "--train-samples", "--train-tokens")
     if name is None:
@@ -28,7 +28,7 @@ def horizon(draft: TranslationDraft) -> None:
     draft.set("train.until", f"{amount} {_unit(name)}", name)
 
 
-def batch(draft: TranslationDraft) -> None:
+def megatron_batch(draft: TranslationDraft) -> None:
     """Global batch, micro-batch, and the batch ramp."""
     whole, ramp = draft.get("--global-batch-size"), draft.get("--rampup-batch-size")
     levels = batch_levels(draft)
@@ -112,7 +112,7 @@ def _stepwise(draft: TranslationDraft, levels: Sequence[tuple[int, int]]) -> Non
         draft.set_table("train.ramp", values, name, "--seq-length")
 
 
-def learning_rate(draft: TranslationDraft) -> None:
+def megatron_learning_rate(draft: TranslationDraft) -> None:
     """Warm-up and decay, each in iterations, samples or a fraction of the decay."""
     kind = draft.choice("--lr-decay-style")
     counted = ("--lr-warmup-iters", "--lr-warmup-samples")
@@ -211,7 +211,7 @@ def _stable_decay(draft: TranslationDraft, kind: str | None) -> None:
         draft.set("schedule.shape", shape, "--lr-wsd-decay-style")
 
 
-def precision(draft: TranslationDraft) -> None:
+def megatron_precision(draft: TranslationDraft) -> None:
     """Number format, and the loss scale of fp16."""
     name = draft.only_one("--fp16", "--bf16")
     if name is None:
@@ -243,7 +243,7 @@ def precision(draft: TranslationDraft) -> None:
         draft.set_table("precision.loss_scale", values, "--loss-scale")
 
 
-def recompute(draft: TranslationDraft) -> None:
+def megatron_recompute(draft: TranslationDraft) -> None:
     """Which activations are computed again."""
     full = (
         "--checkpoint-activations",
@@ -260,7 +260,7 @@ def recompute(draft: TranslationDraft) -> None:
         draft.set("train.recompute", "selective", *names)
 
 
-def shape(draft: TranslationDraft) -> None:
+def megatron_shape(draft: TranslationDraft) -> None:
     """Inner width, activation, heads, dropout and biases."""
     given, gated, width = draft.given, draft.given("--swiglu"), draft.get("--hidden-size")
     kinds = {
@@ -303,7 +303,7 @@ def shape(draft: TranslationDraft) -> None:
             draft.change("--qk-layernorm", "queries and keys have an RMSNorm here")
 
 
-def positions(draft: TranslationDraft) -> None:
+def megatron_positions(draft: TranslationDraft) -> None:
     """Position embeddings, sample length and context."""
     length, most = draft.get("--seq-length"), draft.get("--max-position-embeddings")
     if most is not None:
@@ -332,7 +332,7 @@ def positions(draft: TranslationDraft) -> None:
             draft.ignore(name, "only rotary positions use it")
 
 
-def optimizer(draft: TranslationDraft) -> None:
+def megatron_optimizer(draft: TranslationDraft) -> None:
     """The optimizer, and the options that only one of the two has."""
     kind = draft.choice("--optimizer")
     draft.set("optim.type", kind, "--optimizer")
@@ -370,7 +370,7 @@ def _decoupled_rates(draft: TranslationDraft, kind: str | None) -> None:
         draft.change(peak, "learned positions have this rate too")
 
 
-def layout(draft: TranslationDraft) -> None:
+def megatron_layout(draft: TranslationDraft) -> None:
     """What depends on the sizes of the layout."""
     tp, pp = draft.get("--tensor-model-parallel-size"), draft.get("--pipeline-model-parallel-size")
     if tp > 1:
@@ -462,13 +462,13 @@ def _unit(name: str) -> str | None:
 
 
 RULES = (
-    horizon,
-    batch,
-    learning_rate,
-    precision,
-    recompute,
-    shape,
-    positions,
-    optimizer,
-    layout,
+    megatron_horizon,
+    megatron_batch,
+    megatron_learning_rate,
+    megatron_precision,
+    megatron_recompute,
+    megatron_shape,
+    megatron_positions,
+    megatron_optimizer,
+    megatron_layout,
 )
