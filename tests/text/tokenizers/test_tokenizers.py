@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
 from gristmill.base.errors import UserError
-from gristmill.text.tokenizers.byte_level import BYTE_OF
+from gristmill.text.tokenizers.library import BYTE_OF
 from gristmill.text.tokenizers.tokenizer import (
     END_OF_TEXT,
     ByteTokenizer,

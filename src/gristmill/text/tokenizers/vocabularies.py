@@ -58,8 +58,13 @@ from gristmill.base.errors import DataError, UserError
 from gristmill.base.files import read_json, sha256_file
 from gristmill.hub.client import parse_repository
 from gristmill.hub.downloads import download, hub_folder
-from gristmill.text.tokenizers.byte_level import CHARACTER_OF, byte_level
-from gristmill.text.tokenizers.library import BYTES_FILE, CONFIG_FILE, TOKENIZER_FILE
+from gristmill.text.tokenizers.library import (
+    BYTES_FILE,
+    CHARACTER_OF,
+    CONFIG_FILE,
+    TOKENIZER_FILE,
+    byte_level,
+)
 
 GPT2_VARIABLE = "GRISTMILL_GPT2"
 _GPT2_DIGEST = "d87e6c52eb5ed462a6b806fdea23a777afd8e5ccef882a07bf7d4cb2dff5c1cf"
