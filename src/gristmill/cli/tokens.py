@@ -218,15 +218,9 @@ def convert_set(
     """Convert token files to another format."""
     from gristmill.tokens.store import Reading
 
-    _copy(
-        [prefix],
-        output,
-        tokenizer,
-        reading=Reading(source, dtype, end_of_text),
-        format=format,
-        shard_size=shard_size,
-        overwrite=overwrite,
-    )
+    reading = Reading(source, dtype, end_of_text)
+    options: dict[str, Any] = {"format": format, "shard_size": shard_size, "overwrite": overwrite}
+    _copy([prefix], output, tokenizer, reading=reading, **options)
 
 
 @tokens.command(
@@ -260,15 +254,9 @@ def merge_sets(
     from gristmill.text.prepare.request import find_sets
 
     sources = find_sets(prefixes)
-    _copy(
-        sources,
-        output,
-        tokenizer,
-        ledger=functools.partial(merge_ledgers, sources, output),
-        format=format,
-        shard_size=shard_size,
-        overwrite=overwrite,
-    )
+    options: dict[str, Any] = {"format": format, "shard_size": shard_size, "overwrite": overwrite}
+    ledger = functools.partial(merge_ledgers, sources, output)
+    _copy(sources, output, tokenizer, ledger=ledger, **options)
 
 
 def _copy(
