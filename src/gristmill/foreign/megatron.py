@@ -43,7 +43,7 @@ from gristmill.foreign.pickled import PickledObject
 from gristmill.foreign.torch_file import (
     METADATA,
     LazyTensor,
-    joined,
+    concatenated,
     read_distributed,
     read_torch_file,
     tensors_below,
@@ -315,7 +315,7 @@ def _assemble(folder: Path, shards: _Shards, program: str) -> ImportedModel:
     merged = {}
     for name, parts in shards.tensors.items():
         dim = _PARALLEL.get(re.sub(r"blocks\.\d+\.", "", name))
-        merged[name] = parts[0] if dim is None else joined(name, parts, dim, where=folder)
+        merged[name] = parts[0] if dim is None else concatenated(name, parts, dim, where=folder)
     rows = merged["embedding.weight"].shape[0]
     config = _config(shards.arguments, vocab=rows, where=folder)
     if config.tie_head:

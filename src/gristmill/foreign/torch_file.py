@@ -80,7 +80,7 @@ class LazyTensor:
         return replace(self, read=lambda: self.read()[rows])
 
 
-def joined(name: str, parts: Sequence[LazyTensor], dim: int, *, where: Path) -> LazyTensor:
+def concatenated(name: str, parts: Sequence[LazyTensor], dim: int, *, where: Path) -> LazyTensor:
     """Parts of a tensor, one after the other along a dimension."""
     if len(parts) == 1:
         return parts[0]
@@ -105,53 +105,49 @@ def joined(name: str, parts: Sequence[LazyTensor], dim: int, *, where: Path) -> 
 
 
 @dataclass(frozen=True)
-class StorageRecord:
-    """The bytes of a storage in a file."""
+class _Storage:
+    """A storage in a file."""
 
     path: Path
     begin: int
     bytes: int
     crc: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class PickledTensor:
     """A tensor in a file, which is read when it is asked for."""
 
-    storage: StorageRecord
-    dtype: torch.dtype
+    storage: _Storage
     offset: int
     """In elements of the storage."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.storage.dtype
+
     def read(self) -> torch.Tensor:
         """Its numbers, in memory of their own."""
-        record = self.storage
-        value = torch.empty(record.bytes, dtype=torch.uint8)
+        storage = self.storage
+        value = torch.empty(storage.bytes, dtype=torch.uint8)
         memory, crc, done = value.numpy().data, 0, 0
-        with record.path.open("rb") as file:
-            file.seek(record.begin)
-            while done < record.bytes:
+        with storage.path.open("rb") as file:
+            file.seek(storage.begin)
+            while done < storage.bytes:
                 part = memory[done : done + _CHUNK]
                 count = file.readinto(part)
                 if not count:
-                    raise DataError("the file is cut short", where=record.path, remedy=_COPY_AGAIN)
+                    raise DataError("the file is cut short", where=storage.path, remedy=_COPY_AGAIN)
                 crc = zlib.crc32(part[:count], crc)
                 done += count
-        if crc != record.crc:
+        if crc != storage.crc:
             what = "a tensor is not what was saved: its checksum differs"
-            raise DataError(what, where=record.path, remedy=_COPY_AGAIN)
+            raise DataError(what, where=storage.path, remedy=_COPY_AGAIN)
         view = value.view(self.dtype)
         return torch.as_strided(view, self.shape, self.stride, self.offset).contiguous()
-
-
-@dataclass(frozen=True)
-class _UntypedStorage:
-    """A storage by its number, with the type that the file gives it."""
-
-    record: StorageRecord
-    dtype: torch.dtype
 
 
 class _FilePart(io.FileIO):
@@ -241,7 +237,7 @@ class _Archive:
         data = self._archive.read(self._entries[pickles[0]])
         return read_pickle(data, where=str(self._path), storage=self._storage, tensor=self._tensor)
 
-    def _storage(self, known: tuple[Any, ...]) -> _UntypedStorage:
+    def _storage(self, known: tuple[Any, ...]) -> _Storage:
         """From ("storage", type, number, device, elements)."""
         word, kind, key, _, count = known
         if word != "storage" or not isinstance(kind, PickledName) or not isinstance(key, str):
@@ -257,8 +253,8 @@ class _Archive:
             raise ValueError(
                 f"storage {key[:20]!r} has {entry.file_size} bytes, not {count} numbers"
             )
-        record = StorageRecord(self._path, self._data_begin(entry), entry.file_size, entry.CRC)
-        return _UntypedStorage(record, dtype)
+        begin = self._data_begin(entry)
+        return _Storage(self._path, begin, entry.file_size, entry.CRC, dtype)
 
     def _data_begin(self, entry: zipfile.ZipInfo) -> int:
         """Where the bytes of an entry begin in the file: after the header that precedes them."""
@@ -272,21 +268,21 @@ class _Archive:
     def _tensor(self, arguments: tuple[Any, ...]) -> PickledTensor:
         """From (storage, offset, sizes, strides, …)."""
         storage, offset, shape, stride = arguments[:4]
-        if not isinstance(storage, _UntypedStorage):
+        if not isinstance(storage, _Storage):
             raise ValueError("a tensor has no storage")
         numbers = [offset, *shape, *stride]
         if len(shape) != len(stride) or len(shape) > _MOST_DIMS:
             raise ValueError("the sizes and strides of a tensor do not agree")
         if not all(map(_is_size, numbers)):
             raise ValueError("the sizes of a tensor are no sizes")
-        elements = storage.record.bytes // storage.dtype.itemsize
+        elements = storage.bytes // storage.dtype.itemsize
         last = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
         # A stride of 0 would let a few bytes be a tensor of any size.
         if math.prod(shape) > elements or (math.prod(shape) and last >= elements):
             raise ValueError(
                 f"a tensor of shape {tuple(shape)} reaches beyond its storage of {elements} numbers"
             )
-        return PickledTensor(storage.record, storage.dtype, offset, tuple(shape), tuple(stride))
+        return PickledTensor(storage, offset, tuple(shape), tuple(stride))
 
 
 def _is_size(value: Any) -> bool:

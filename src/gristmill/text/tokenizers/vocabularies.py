@@ -3,7 +3,7 @@ r"""Where tokenizers are looked for, and the proof that well-known ones are the 
 A name on Hugging Face is looked for in the local cache, then in the network: tokenizer files only,
 never weights or code.
 
-GPT-2's is in one of these places. Each place may hold the two files of a BPE or a tokenizer.json.
+GPT-2's vocabulary is in one of these places. Each place may hold the two files of a BPE or a tokenizer.json.
 In this order:
 
     the folder in $GRISTMILL_GPT2
