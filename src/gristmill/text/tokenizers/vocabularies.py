@@ -3,8 +3,8 @@ r"""Where tokenizers are looked for, and the proof that well-known ones are the 
 A name on Hugging Face is looked for in the local cache, then in the network: tokenizer files only,
 never weights or code.
 
-GPT-2's vocabulary is in one of these places. Each place may hold the two files of a BPE or a tokenizer.json.
-In this order:
+GPT-2's vocabulary is in one of these places, in this order. Each place may hold the two files of a
+BPE or a tokenizer.json.
 
     the folder in $GRISTMILL_GPT2
     our cache, ~/.cache/gristmill/gpt2
