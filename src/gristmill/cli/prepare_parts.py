@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from gristmill.text.sources.corpora import Corpus
     from gristmill.text.tokenizers.tokenizer import Tokenizer
     from gristmill.tokens.convert import CopyProgress
-    from gristmill.tokens.store import VerifyProgress
 
 CHARACTERS = "characters"
 """The tokenizer that is made of the text itself."""
@@ -322,9 +321,8 @@ def prepare_parts(
                 state.tokens, state.tokens_total, f"merging, {format_count(state.tokens)} tokens"
             )
 
-        def show_check(state: VerifyProgress) -> None:
-            words = f"verifying, {format_bytes(state.bytes_done)}"
-            line.update(state.bytes_done, state.bytes_total, words)
+        def show_check(done: int, total: int) -> None:
+            line.update(done, total, f"verifying, {format_bytes(done)}")
 
         listener = PartsListener(show, show_copy, show_check, line.say)
         try:

@@ -159,14 +159,13 @@ def verify_set(
     quiet: Quiet = False,
 ) -> None:
     """Check sizes, checksums and ids; report everything that is broken."""
-    from gristmill.tokens.store import Reading, VerifyProgress, find_manifest, verify_tokens
+    from gristmill.tokens.store import Reading, find_manifest, verify_tokens
 
     began = time.perf_counter()
 
-    def show(state: VerifyProgress) -> None:
-        rate = format_bytes(state.bytes_done / max(time.perf_counter() - began, 1e-9))
-        words = f"{format_bytes(state.bytes_done)} of {format_bytes(state.bytes_total)}, {rate}/s"
-        line.update(state.bytes_done, state.bytes_total, words)
+    def show(done: int, total: int) -> None:
+        rate = format_bytes(done / max(time.perf_counter() - began, 1e-9))
+        line.update(done, total, f"{format_bytes(done)} of {format_bytes(total)}, {rate}/s")
 
     reading = Reading(source, dtype, end_of_text)
     with ProgressLine("verifying", quiet=quiet) as line:

@@ -193,24 +193,17 @@ def inspect_tokens(prefix: Path | str, reading: Reading | None = None) -> TokenS
     )
 
 
-@dataclass(frozen=True)
-class VerifyProgress:
-    """How far a verification has come."""
-
-    bytes_done: int
-    bytes_total: int
-    """Every byte is read for its checksum, and every id once more."""
-
-
 def verify_tokens(
     prefix: Path | str,
     reading: Reading | None = None,
     *,
-    progress: Callable[[VerifyProgress], None] = lambda state: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Problem]:
     """Everything that is wrong with a token set; an empty list means that it is intact.
 
     Of a set without a manifest only its own structure and the sign of its ids can be checked.
+    `progress` is called with the bytes that were read, and with all of them: every byte is read for
+    its checksum, and every id once more.
     """
     path, problems = Path(prefix), list[Problem]()
     done = total = 0
@@ -218,7 +211,7 @@ def verify_tokens(
     def read(count: int) -> None:
         nonlocal done
         done += count
-        progress(VerifyProgress(done, total))
+        progress(done, total)
 
     try:
         manifest = find_manifest(path)

@@ -43,7 +43,7 @@ from gristmill.text.sources.reading import STDIN, find_sources
 from gristmill.text.tokenizers.tokenizer import Tokenizer
 from gristmill.tokens.convert import CopyProgress, convert_tokens
 from gristmill.tokens.format import LEDGER_FILE, Manifest, NewSet, file_of, read_manifest
-from gristmill.tokens.store import VerifyProgress, verify_tokens
+from gristmill.tokens.store import verify_tokens
 from gristmill.tokens.writer import refuse_existing
 
 _PERMANENT = (
@@ -122,7 +122,7 @@ class PartsListener:
 
     progress: Callable[[PartsProgress], None] = lambda state: None
     copying: Callable[[CopyProgress], None] = lambda state: None
-    verifying: Callable[[VerifyProgress], None] = lambda state: None
+    verifying: Callable[[int, int], None] = lambda done, total: None
     note: Callable[[str], None] = lambda message: None
 
 
@@ -446,9 +446,7 @@ def _merge_parts(
             _verify(prefix, [read_manifest(source) for source in sources], listener.verifying)
 
 
-def _verify(
-    prefix: Path, parts: Sequence[Manifest], progress: Callable[[VerifyProgress], None]
-) -> None:
+def _verify(prefix: Path, parts: Sequence[Manifest], progress: Callable[[int, int], None]) -> None:
     """Read a merged set again from the disk, and compare it with its parts."""
     if problems := verify_tokens(prefix, progress=progress):
         raise DataError(problems)
