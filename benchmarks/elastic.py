@@ -274,7 +274,7 @@ def write_text(folder: Path, text: Path | None) -> None:
     if text is not None:
         documents = [Document(text.read_text(encoding="utf-8"), text.name)]
     else:
-        documents = list(python_documents())
+        documents = python_documents()
     prepare_documents(documents, tokenizer=open_tokenizer("bytes"), output=folder / "text")
 
 

@@ -20,7 +20,7 @@ from gristmill.config.schema import DataConfig
 from gristmill.data.dataset import open_data
 from gristmill.tokens import format as token_format
 from gristmill.tokens.format import DTYPES
-from gristmill.tokens.store import FORMATS, VerifyProgress, open_tokens, verify_tokens
+from gristmill.tokens.store import FORMATS, open_tokens, verify_tokens
 
 TEXT = "The mill turns, the corn is ground, the flour is white.\n" * 40
 RUN = """
@@ -322,11 +322,11 @@ def test_verify_tells_how_far_it_is(
     monkeypatch.setattr(token_format, "PIECE", 100)
     made = corn.with_name("made")
     run("tokens", "convert", corn, "-o", made, "--format", format)
-    seen: list[VerifyProgress] = []
-    assert verify_tokens(made, progress=seen.append) == []
-    done = [state.bytes_done for state in seen]
+    seen: list[tuple[int, int]] = []
+    assert verify_tokens(made, progress=lambda *state: seen.append(state)) == []
+    done = [state[0] for state in seen]
     assert done == sorted(done) and len(done) > 20
-    assert seen[-1].bytes_done == seen[-1].bytes_total
+    assert seen[-1][0] == seen[-1][1]
     shown = [line for line in run("tokens", "verify", made).splitlines() if "verifying: " in line]
     assert "100%" in shown[-1] and "/s" in shown[-1]
     assert "verifying" not in run("tokens", "verify", made, "--quiet")

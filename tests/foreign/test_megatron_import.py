@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from gristmill.base.errors import DataError
 from gristmill.checkpoint.model import open_model
-from gristmill.foreign.distributed import read_distributed
 from gristmill.foreign.folder import import_model, open_checkpoint
+from gristmill.foreign.torch_file import read_distributed
 from gristmill.text.tokenizers.tokenizer import open_tokenizer
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -13,9 +13,15 @@ from hypothesis import strategies as st
 
 from gristmill.base.errors import UserError
 from gristmill.tokens import format as reading
-from gristmill.tokens.foreign import Reading, document_starts
 from gristmill.tokens.format import NewSet, TokenFiles, TokenReader, TokenSetInfo, TokenShard
-from gristmill.tokens.store import create_tokens, inspect_tokens, open_tokens, verify_tokens
+from gristmill.tokens.store import (
+    Reading,
+    create_tokens,
+    document_starts,
+    inspect_tokens,
+    open_tokens,
+    verify_tokens,
+)
 
 
 def documents_of(reader: TokenReader) -> list[list[int]]:

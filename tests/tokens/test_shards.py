@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.tokens import format as reading
-from gristmill.tokens.foreign import Reading
 from gristmill.tokens.format import NewSet, TokenReader, TokenSetInfo
-from gristmill.tokens.store import create_tokens, open_tokens, verify_tokens
+from gristmill.tokens.store import Reading, create_tokens, open_tokens, verify_tokens
 
 SPEC = {"type": "test", "fingerprint": "f" * 64}
 DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12]]

@@ -54,7 +54,7 @@ def run_demo(folder: Path, *, steps: int | None) -> None:
     """Text, tokenizer, tokens, training, validation, samples, report."""
     data = folder.with_name(f"{folder.name}-data")
     _title("1. Text: the documentation that comes with Python")
-    documents = list(python_documents())
+    documents = python_documents()
     size = sum(len(document.text.encode()) for document in documents)
     typer.echo(f"{len(documents):,} documents, {format_bytes(size)}")
 

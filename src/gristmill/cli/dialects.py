@@ -84,14 +84,18 @@ class TranslatedRun:
 
     def prepare(self, *, alone: bool) -> None:
         """Make the token files that are not there yet, if no other process does the same."""
-        for one in self.translation.first:
-            if all(Path(f"{prefix}.json").is_file() for prefix in one.makes):
+        for preparation in self.translation.first:
+            if all(Path(f"{prefix}.json").is_file() for prefix in preparation.makes):
                 continue
             if not alone:
-                what = f"the token files {' and '.join(one.makes)} are not there"
-                raise UserError(what, where="data.paths", remedy=f"once, before: {one.command}")
-            typer.echo(f"first: {one.command}", err=True)
-            done = subprocess.run([sys.executable, "-m", "gristmill", *one.words], check=False)
+                what = f"the token files {' and '.join(preparation.makes)} are not there"
+                raise UserError(
+                    what, where="data.paths", remedy=f"once, before: {preparation.command}"
+                )
+            typer.echo(f"first: {preparation.command}", err=True)
+            done = subprocess.run(
+                [sys.executable, "-m", "gristmill", *preparation.words], check=False
+            )
             if done.returncode:
                 raise typer.Exit(done.returncode)
 

@@ -35,7 +35,6 @@ from gristmill.cli import (
     launch,
     models,
     prepare,
-    tokenizer,
     tokens,
     train,
 )
@@ -77,7 +76,7 @@ app = typer.Typer(
 app.command("demo")(train.demo)
 app.command("prepare", epilog=prepare.EXAMPLES, cls=dialects.DialectCommand)(prepare.prepare)
 app.add_typer(tokens.tokens, name="tokens")
-app.add_typer(tokenizer.tokenizer, name="tokenizer")
+app.add_typer(tokens.tokenizer, name="tokenizer")
 app.command("train", cls=dialects.DialectTraining)(train.train)
 app.command("translate", context_settings={"ignore_unknown_options": True})(dialects.translate)
 app.add_typer(launch.launch, name="launch")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from pathlib import Path
 from typing import Annotated
 
@@ -33,33 +34,31 @@ Sources = Annotated[
         "- for stdin, hf:NAME for a dataset.",
     ),
 ]
-SOURCE, OUTPUT = "Source", "Output"
-"""Panels of the help."""
+source_option = functools.partial(typer.Option, rich_help_panel="Source")
+output_option = functools.partial(typer.Option, rich_help_panel="Output")
+"""Options in a panel of the help."""
 Documents = Annotated[
     DocumentSplit,
-    typer.Option(
+    source_option(
         "--documents",
         metavar="HOW",
-        rich_help_panel=SOURCE,
         help="In plain text, a document is a file, a line, or (blank) a paragraph between blank "
         "lines.",
     ),
 ]
 JsonKey = Annotated[
     str,
-    typer.Option(
+    source_option(
         metavar="KEY",
-        rich_help_panel=SOURCE,
         help="The key or column that holds the text; meta.text is a key inside another in JSON.",
     ),
 ]
 JsonKeys = Annotated[
     list[str] | None,
-    typer.Option(
+    source_option(
         "--json-key",
         "--json-keys",
         metavar="KEY",
-        rich_help_panel=SOURCE,
         help="The key or column that holds the text; meta.text is a key inside another in JSON. "
         "Repeat it for several sets.",
         show_default="text",
@@ -93,25 +92,16 @@ def _parse_output(text: str) -> Path:
 
 Output = Annotated[
     Path,
-    typer.Option(
+    output_option(
         "--output",
         "-o",
         parser=_parse_output,
         metavar="NAME",
-        rich_help_panel=OUTPUT,
         help="Folder and name of the token files, without an ending: tokens/books.",
     ),
 ]
-Overwrite = Annotated[
-    bool,
-    typer.Option("--overwrite", rich_help_panel=OUTPUT, help="Replace existing token files."),
-]
+Overwrite = Annotated[bool, output_option("--overwrite", help="Replace existing token files.")]
 ShardSize = Annotated[
     int | None,
-    typer.Option(
-        min=1,
-        metavar="N",
-        rich_help_panel=OUTPUT,
-        help="Tokens per file, for llmc and npy; 100M if not given.",
-    ),
+    output_option(min=1, metavar="N", help="Tokens per file, for llmc and npy; 100M if not given."),
 ]

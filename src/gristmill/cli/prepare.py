@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -15,8 +16,6 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.base.units import format_bytes, format_count, format_seconds
 from gristmill.cli.dialects import DialectName
 from gristmill.cli.options import (
-    OUTPUT,
-    SOURCE,
     AsJson,
     Documents,
     JsonKeys,
@@ -25,6 +24,8 @@ from gristmill.cli.options import (
     Quiet,
     ShardSize,
     TokenFormat,
+    output_option,
+    source_option,
 )
 from gristmill.cli.prepare_parts import (
     CHARACTERS,
@@ -55,8 +56,8 @@ if TYPE_CHECKING:
     from gristmill.text.tokenizers.tokenizer import Tokenizer
 
 _SEED = 1234
-_TOKENIZER, _WORK = "Tokenizer", "Work"
-"""Panels of the help."""
+_tokenizer_option = functools.partial(typer.Option, rich_help_panel="Tokenizer")
+_work_option = functools.partial(typer.Option, rich_help_panel="Work")
 
 
 def _list_corpora(wanted: bool) -> None:
@@ -99,43 +100,32 @@ def prepare(
     output: Output,
     tokenizer: Annotated[
         str,
-        typer.Option(
+        _tokenizer_option(
             "--tokenizer",
             "-t",
             metavar="NAME",
-            rich_help_panel=_TOKENIZER,
             help="gpt2, bytes, characters (those of the text), a tiktoken encoding, a folder or "
             "file, NAME[@REVISION] on the Hub.",
         ),
     ] = "gpt2",
     vocab_file: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            rich_help_panel=_TOKENIZER,
-            help="Vocabulary of a BPE, with --merge-file.",
-        ),
+        _tokenizer_option(metavar="FILE", help="Vocabulary of a BPE, with --merge-file."),
     ] = None,
     merge_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", rich_help_panel=_TOKENIZER, help="Merges of a BPE, with --vocab-file."
-        ),
+        Path | None, _tokenizer_option(metavar="FILE", help="Merges of a BPE, with --vocab-file.")
     ] = None,
     end_of_text: Annotated[
         str | None,
-        typer.Option(
-            metavar="TOKEN",
-            rich_help_panel=_TOKENIZER,
-            help="The token that ends a document, if it cannot be detected.",
+        _tokenizer_option(
+            metavar="TOKEN", help="The token that ends a document, if it cannot be detected."
         ),
     ] = None,
     append_eod: Annotated[
         bool,
-        typer.Option(
+        _tokenizer_option(
             "--append-eod/--no-append-eod",
             metavar=" ",
-            rich_help_panel=_TOKENIZER,
             help="End every document with the end-of-text token.",
         ),
     ] = True,
@@ -143,44 +133,34 @@ def prepare(
     documents: Documents = DocumentSplit.FILE,
     separator: Annotated[
         str | None,
-        typer.Option(
-            metavar="TEXT",
-            rich_help_panel=SOURCE,
-            help="The text between documents in plain text, such as <|endoftext|>.",
+        source_option(
+            metavar="TEXT", help="The text between documents in plain text, such as <|endoftext|>."
         ),
     ] = None,
     strict: Annotated[
-        bool,
-        typer.Option(
-            "--strict",
-            rich_help_panel=SOURCE,
-            help="Stop at the first line that would be dropped.",
-        ),
+        bool, source_option("--strict", help="Stop at the first line that would be dropped.")
     ] = False,
     on_damage: Annotated[
         OnDamage,
-        typer.Option(
+        source_option(
             metavar="stop|skip",
-            rich_help_panel=SOURCE,
             help="If a file cannot be read to its end, stop, or leave it out and name it in the "
             "ledger.",
         ),
     ] = OnDamage.STOP,
     corpora: Annotated[
         bool,
-        typer.Option(
+        source_option(
             "--corpora",
             callback=_list_corpora,
             is_eager=True,
-            rich_help_panel=SOURCE,
             help="List the corpora known by name and exit.",
         ),
     ] = False,
     format: Annotated[
         TokenFormat,
-        typer.Option(
+        output_option(
             metavar="FORMAT",
-            rich_help_panel=OUTPUT,
             help="Format of the token files: flat, megatron, megatron-cached, megatron-lazy, llmc "
             "or npy.",
         ),
@@ -188,56 +168,49 @@ def prepare(
     shard_size: ShardSize = None,
     split: Annotated[
         str | None,
-        typer.Option(
+        output_option(
             metavar="SHARES",
-            rich_help_panel=OUTPUT,
             help="Hold documents out: shares of train, val and test, such as 999,1. The sets are "
             "named NAME_train and NAME_val, or by replacing {split} in NAME.",
         ),
     ] = None,
     hold_out_end: Annotated[
         float | None,
-        typer.Option(
+        output_option(
             metavar="SHARE",
-            rich_help_panel=OUTPUT,
             help="Hold the end of each plain text file out: 0.1 makes its last tenth, in "
             "characters, the set val.",
         ),
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            rich_help_panel=OUTPUT,
-            help=f"Seed that chooses the documents held out; {_SEED} if not given.",
+        output_option(
+            metavar="N", help=f"Seed that chooses the documents held out; {_SEED} if not given."
         ),
     ] = None,
     overwrite: Overwrite = False,
     workers: Annotated[
         int | None,
-        typer.Option(
+        _work_option(
             min=1,
             metavar="N",
-            rich_help_panel=_WORK,
             help="Processes; one for each core if not given. With --engine, those of one part, "
             "and 1 if not given.",
         ),
     ] = None,
     part: Annotated[
         str | None,
-        typer.Option(
+        _work_option(
             metavar="PART",
-            rich_help_panel=_WORK,
             help="Do one part of the work: 2/8; 2 with --parts 8; slurm or pbs for the number of "
             "the task.",
         ),
     ] = None,
     parts: Annotated[
         int | None,
-        typer.Option(
+        _work_option(
             min=1,
             metavar="N",
-            rich_help_panel=_WORK,
             help="How many parts there are. With --engine all are done, and merged; with --part "
             "one; with neither, the one of this task of a job array.",
         ),
@@ -256,8 +229,7 @@ def prepare(
     After a kill or an interruption, the same command resumes.
     """
     from gristmill.launch.parent_death import follow_supervisor
-    from gristmill.text.prepare.parts import WHOLE, no_parts_of, parse_part
-    from gristmill.text.prepare.request import PrepareRequest
+    from gristmill.text.prepare.request import WHOLE, PrepareRequest, no_parts_of, parse_part
 
     follow_supervisor()
     if status:
@@ -317,7 +289,7 @@ def prepare(
             request = replace(request, sources=[fetch_corpus(corpus, request, quiet)])
         if tokenizer == CHARACTERS and not Path(CHARACTERS).exists():
             request = replace(request, tokenizer=characters_of(request, in_parts is not None))
-        results = [run(*one) for one in sets_of(request, corpus, hold_out_end)]
+        results = [run(*job) for job in sets_of(request, corpus, hold_out_end)]
     if as_json:
         typer.echo(json.dumps(prepared_as_json(results), indent=2, ensure_ascii=False))
     elif not quiet:
@@ -402,9 +374,9 @@ def prepared_as_json(results: Sequence[PrepareResult]) -> dict[str, Any]:
     keys = [key for result in results for key in result.keys]
     return {
         "sets": [
-            {"name": str(made.prefix), "key": key.key, **asdict(made.info)}
+            {"name": str(new_set.prefix), "key": key.key, **asdict(new_set.info)}
             for key in keys
-            for made in key.sets
+            for new_set in key.sets
         ],
         "ledgers": [{"file": str(key.ledger_file), **key.ledger.as_json()} for key in keys],
         "text_bytes": sum(result.text_bytes for result in results),
@@ -417,10 +389,10 @@ def prepared_as_json(results: Sequence[PrepareResult]) -> dict[str, Any]:
 def report_prepared(result: PrepareResult) -> None:
     """Print what was made and what was dropped."""
     for key in result.keys:
-        for made in key.sets:
-            info = made.info
+        for new_set in key.sets:
+            info = new_set.info
             typer.echo(
-                f"{made.prefix}: {info.tokens:,} tokens in {info.documents:,} documents from "
+                f"{new_set.prefix}: {info.tokens:,} tokens in {info.documents:,} documents from "
                 f"{format_bytes(info.text_bytes or 0)} of text, {info.format}, {info.dtype}"
             )
         ledger = key.ledger

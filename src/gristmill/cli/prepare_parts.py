@@ -7,6 +7,7 @@ sets that become of one command.
 from __future__ import annotations
 
 import enum
+import functools
 import json
 import os
 import shutil
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from gristmill.text.sources.corpora import Corpus
     from gristmill.text.tokenizers.tokenizer import Tokenizer
     from gristmill.tokens.convert import CopyProgress
-    from gristmill.tokens.store import VerifyProgress
 
 CHARACTERS = "characters"
 """The tokenizer that is made of the text itself."""
@@ -117,7 +117,7 @@ def check_hold_out_end(
 
 def characters_of(request: PrepareRequest, in_parts: bool) -> Tokenizer:
     """The tokenizer of the characters in the text that is to be prepared."""
-    from gristmill.text.prepare.parts import WHOLE
+    from gristmill.text.prepare.request import WHOLE
     from gristmill.text.sources.reading import SourceReader
     from gristmill.text.sources.source import Document
     from gristmill.text.tokenizers.training import character_tokenizer
@@ -139,8 +139,7 @@ _NOT_OF_A_PART = frozenset(
 )
 """Options that concern all parts together, or that each part is given anew."""
 _MAX_SHOWN = 20
-_PARTS = "All parts"
-"""A panel of the help."""
+_parts_option = functools.partial(typer.Option, rich_help_panel="All parts")
 
 
 class PartsEngine(enum.StrEnum):
@@ -153,54 +152,48 @@ class PartsEngine(enum.StrEnum):
 
 EngineName = Annotated[
     PartsEngine | None,
-    typer.Option(
+    _parts_option(
         metavar="ENGINE",
-        rich_help_panel=_PARTS,
         help="Do all --parts, and merge them: local on this machine, slurm as an array of jobs, "
         "ray on a Ray cluster.",
     ),
 ]
 AtOnce = Annotated[
     int | None,
-    typer.Option(
+    _parts_option(
         min=1,
         metavar="N",
-        rich_help_panel=_PARTS,
         help="How many parts run at the same time; as many as there are cores for if not given.",
     ),
 ]
 Attempts = Annotated[
     int | None,
-    typer.Option(
+    _parts_option(
         min=1,
         metavar="N",
-        rich_help_panel=_PARTS,
         help=f"How often a part that dies may be started; {ATTEMPTS} if not given.",
     ),
 ]
 RayAddress = Annotated[
     str | None,
-    typer.Option(
+    _parts_option(
         metavar="ADDRESS",
-        rich_help_panel=_PARTS,
         help="The cluster of --engine ray; RAY_ADDRESS or the one of this machine if not given.",
     ),
 ]
 JobSettings = Annotated[
     list[str] | None,
-    typer.Option(
+    _parts_option(
         "--launch",
         metavar="KEY=VALUE",
-        rich_help_panel=_PARTS,
         help="What to ask Slurm for, by the settings of a run file's launch table: account=abc, "
         "queue=cpu, time=2h, memory=8G. May be repeated.",
     ),
 ]
 Status = Annotated[
     bool,
-    typer.Option(
+    _parts_option(
         "--status",
-        rich_help_panel=_PARTS,
         help="Show how far the parts of NAME are, whoever runs them, and exit: with 0 if all are "
         "done, with 75 if not.",
     ),
@@ -292,7 +285,7 @@ def part_arguments(context: typer.Context, options: PartsOptions) -> list[str]:
         else:
             option = max(parameter.opts, key=len)
             values = value if isinstance(value, list | tuple) else [value]
-            texts = (one.value if isinstance(one, enum.Enum) else one for one in values)
+            texts = (part.value if isinstance(part, enum.Enum) else part for part in values)
             words += [f"{option}={text}" for text in texts]
     tail = ["--workers", str(options.workers), "--parts", str(options.parts), "--part"]
     # A name must not be taken for an option; standard input, which is "-", has no parts.
@@ -328,20 +321,19 @@ def prepare_parts(
                 state.tokens, state.tokens_total, f"merging, {format_count(state.tokens)} tokens"
             )
 
-        def show_check(state: VerifyProgress) -> None:
-            words = f"verifying, {format_bytes(state.bytes_done)}"
-            line.update(state.bytes_done, state.bytes_total, words)
+        def show_check(done: int, total: int) -> None:
+            line.update(done, total, f"verifying, {format_bytes(done)}")
 
         listener = PartsListener(show, show_copy, show_check, line.say)
         try:
-            made = prepare_in_parts(
+            result = prepare_in_parts(
                 request, options.parts, engine, attempts=options.attempts, listener=listener
             )
         except KeyboardInterrupt:
             line.say("interrupted: run the same command again to resume")
             raise
     shutil.rmtree(_job_folder(request.name), ignore_errors=True)
-    return made
+    return result
 
 
 def _build_engine(
@@ -456,9 +448,9 @@ def _print_statuses(output: Path, statuses: Sequence[PartStatus], counts: Counte
         return
     tokens = sum(status.counts.tokens for status in statuses)
     documents = sum(status.counts.documents for status in statuses)
-    found = ", ".join(f"{counts[state]:,} {state}" for state in PartState if counts[state])
+    states = ", ".join(f"{counts[state]:,} {state}" for state in PartState if counts[state])
     typer.echo(
-        f"{output}: {len(statuses):,} parts: {found}; "
+        f"{output}: {len(statuses):,} parts: {states}; "
         f"{format_count(documents)} documents, {format_count(tokens)} tokens"
     )
     rest = [status for status in statuses if status.state is not PartState.DONE]

@@ -1,4 +1,4 @@
-"""`tokens`: inspect, verify, convert and merge token files."""
+"""`tokens`: inspect, verify, convert and merge token files. `tokenizer`: train tokenizers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import json
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -18,23 +18,28 @@ import typer
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.units import format_bytes, format_count
 from gristmill.cli.options import (
-    OUTPUT,
     AsJson,
+    Documents,
+    JsonKey,
     Output,
     Overwrite,
     Quiet,
     ShardSize,
+    Sources,
     TokenFormat,
+    output_option,
 )
 from gristmill.cli.progress import ProgressLine
+from gristmill.text.sources.source import DocumentSplit
+from gristmill.text.tokenizers.kinds import TokenizerKind, WordPattern
 
 if TYPE_CHECKING:
     from gristmill.tokens.convert import CopyProgress
-    from gristmill.tokens.foreign import Reading
     from gristmill.tokens.format import TokenSetInfo
-    from gristmill.tokens.store import TokenSetSummary
+    from gristmill.tokens.store import Reading, TokenSetSummary
 
 tokens = typer.Typer(help="Inspect, verify, convert and merge token files.", no_args_is_help=True)
+tokenizer = typer.Typer(help="Train and try tokenizers.", no_args_is_help=True)
 
 _DOCUMENTS_SHOWN = 3
 _TOKENS_SHOWN = 60
@@ -48,44 +53,38 @@ class IdType(enum.StrEnum):
     INT32 = "int32"
 
 
-_FOREIGN = "Files of other programs"
-"""A panel of the help."""
+_foreign_option = functools.partial(typer.Option, rich_help_panel="Files of other programs")
 Prefix = Annotated[
     Path, typer.Argument(metavar="NAME", help="Name of the token files, without an ending.")
 ]
 From = Annotated[
     TokenFormat | None,
-    typer.Option(
+    _foreign_option(
         "--from",
         metavar="FORMAT",
-        rich_help_panel=_FOREIGN,
         help="Their format, if it is not recognised: flat, megatron (all of its kinds), llmc or "
         "npy.",
     ),
 ]
 Dtype = Annotated[
     IdType | None,
-    typer.Option(
+    _foreign_option(
         metavar="TYPE",
-        rich_help_panel=_FOREIGN,
         help="How ids are stored, with --from flat: uint16 (if not given), uint32 or int32.",
     ),
 ]
 EndOfText = Annotated[
     int | None,
-    typer.Option(
-        metavar="ID",
-        rich_help_panel=_FOREIGN,
-        help="The id between documents, if the files do not state where these begin.",
+    _foreign_option(
+        metavar="ID", help="The id between documents, if the files do not state where these begin."
     ),
 ]
 MadeBy = Annotated[
     str | None,
-    typer.Option(
+    _foreign_option(
         "--tokenizer",
         "-t",
         metavar="NAME",
-        rich_help_panel=_FOREIGN,
         help="Their tokenizer, if they do not state it: a folder or file.",
     ),
 ]
@@ -101,8 +100,7 @@ def inspect_set(
     quiet: Quiet = False,
 ) -> None:
     """Show counts, document lengths and the range of ids."""
-    from gristmill.tokens.foreign import Reading
-    from gristmill.tokens.store import inspect_tokens
+    from gristmill.tokens.store import Reading, inspect_tokens
 
     reading = Reading(source, dtype, end_of_text)
     summary = inspect_tokens(prefix, reading)
@@ -144,11 +142,11 @@ def _first_documents(prefix: Path, reading: Reading) -> list[str]:
         return []
     tokenizer, reader = open_tokenizer(folder), open_tokens(prefix, reading)
     bounds = [*reader.document_starts[: _DOCUMENTS_SHOWN + 1].tolist(), len(reader)]
-    found = []
+    texts = []
     for begin, end in pairwise(bounds[: _DOCUMENTS_SHOWN + 1]):
         text = tokenizer.decode(reader.read(begin, min(end - begin, _TOKENS_SHOWN)).tolist())
-        found.append(repr(text) + (" …" if end - begin > _TOKENS_SHOWN else ""))
-    return found
+        texts.append(repr(text) + (" …" if end - begin > _TOKENS_SHOWN else ""))
+    return texts
 
 
 @tokens.command("verify", epilog="Example: gristmill tokens verify tokens/mine")
@@ -161,15 +159,13 @@ def verify_set(
     quiet: Quiet = False,
 ) -> None:
     """Check sizes, checksums and ids; report everything that is broken."""
-    from gristmill.tokens.foreign import Reading
-    from gristmill.tokens.store import VerifyProgress, find_manifest, verify_tokens
+    from gristmill.tokens.store import Reading, find_manifest, verify_tokens
 
     began = time.perf_counter()
 
-    def show(state: VerifyProgress) -> None:
-        rate = format_bytes(state.bytes_done / max(time.perf_counter() - began, 1e-9))
-        words = f"{format_bytes(state.bytes_done)} of {format_bytes(state.bytes_total)}, {rate}/s"
-        line.update(state.bytes_done, state.bytes_total, words)
+    def show(done: int, total: int) -> None:
+        rate = format_bytes(done / max(time.perf_counter() - began, 1e-9))
+        line.update(done, total, f"{format_bytes(done)} of {format_bytes(total)}, {rate}/s")
 
     reading = Reading(source, dtype, end_of_text)
     with ProgressLine("verifying", quiet=quiet) as line:
@@ -205,9 +201,8 @@ def convert_set(
     output: Output,
     format: Annotated[
         TokenFormat,
-        typer.Option(
+        output_option(
             metavar="FORMAT",
-            rich_help_panel=OUTPUT,
             help="Format of the new token files: flat, megatron, megatron-cached, megatron-lazy, "
             "llmc or npy.",
         ),
@@ -220,7 +215,7 @@ def convert_set(
     overwrite: Overwrite = False,
 ) -> None:
     """Convert token files to another format."""
-    from gristmill.tokens.foreign import Reading
+    from gristmill.tokens.store import Reading
 
     reading = Reading(source, dtype, end_of_text)
     options: dict[str, Any] = {"format": format, "shard_size": shard_size, "overwrite": overwrite}
@@ -240,9 +235,8 @@ def merge_sets(
     output: Output,
     format: Annotated[
         TokenFormat | None,
-        typer.Option(
+        output_option(
             metavar="FORMAT",
-            rich_help_panel=OUTPUT,
             help="Format of the new token files: flat, megatron, megatron-cached, megatron-lazy, "
             "llmc or npy; that of the first if not given.",
         ),
@@ -256,7 +250,7 @@ def merge_sets(
     Parts made by `prepare --parts` give the files of one preparation of everything.
     """
     from gristmill.text.prepare.journal import merge_ledgers
-    from gristmill.text.prepare.parts import find_sets
+    from gristmill.text.prepare.request import find_sets
 
     sources = find_sets(prefixes)
     options: dict[str, Any] = {"format": format, "shard_size": shard_size, "overwrite": overwrite}
@@ -306,3 +300,92 @@ def _copy(
     )
     if info.tokenizer is None:
         typer.echo("  the tokenizer is unknown: name it in data.tokenizer to train")
+
+
+# ------------------------------------------------------------------ tokenizers
+
+
+@tokenizer.command("train")
+def train_tokenizer(
+    sources: Sources,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the tokenizer.")],
+    vocab_size: Annotated[int, typer.Option("--vocab-size", "-n", help="Number of ids.")] = 32768,
+    kind: Annotated[
+        TokenizerKind, typer.Option("--type", help="Kind of tokenizer; all work on bytes.")
+    ] = TokenizerKind.BPE,
+    pattern: Annotated[
+        WordPattern, typer.Option(help="Pattern that splits text into words.")
+    ] = WordPattern.GPT2,
+    min_count: Annotated[
+        int | None,
+        typer.Option(min=1, help="How often bpe and wordpiece must see a pair to merge it.  [2]"),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Bytes of text to train on; all if not given.")
+    ] = None,
+    json_key: JsonKey = "text",
+    documents: Documents = DocumentSplit.FILE,
+) -> None:
+    """Train a tokenizer on text. It works on bytes, so it is lossless."""
+    from gristmill.text.sources.reading import SourceReader
+    from gristmill.text.sources.source import Document, ReadOptions
+    from gristmill.text.tokenizers.training import train_tokenizer as learn
+
+    if output.exists() and any(output.iterdir()):
+        raise UserError("this folder is not empty", where=output, exit=Exit.REFUSED)
+    reader = SourceReader(sources, ReadOptions((json_key,), documents))
+
+    def texts() -> Iterator[str]:
+        yield from (item.text for item in reader if isinstance(item, Document))
+        line.update(reader.bytes_done, None, "all text read, learning tokens")
+
+    for skipped in reader.skipped:
+        typer.echo(f"skipped: {skipped.origin}: {skipped.what}", err=True)
+    with ProgressLine("learning") as line:
+        learned = learn(
+            texts(),
+            vocab_size=vocab_size,
+            kind=kind,
+            pattern=pattern,
+            min_count=min_count,
+            limit=limit,
+            progress=lambda done: line.update(
+                reader.bytes_done, reader.bytes_total, f"{format_bytes(done)} of text read"
+            ),
+        )
+    learned.save(output)
+    typer.echo(f"{output}: {learned.size:,} ids, fingerprint {learned.fingerprint[:16]}")
+
+
+@tokenizer.command("show")
+def show_tokenizer(
+    spec: Annotated[
+        str,
+        typer.Argument(
+            help="A folder or file, bytes, gpt2, an encoding of tiktoken such as cl100k_base, "
+            "or a Hugging Face name."
+        ),
+    ],
+    text: Annotated[str | None, typer.Argument(help="Text to split into tokens.")] = None,
+    end_of_text: Annotated[
+        str | None,
+        typer.Option(help="The token that ends a document, if the files do not state it."),
+    ] = None,
+) -> None:
+    """Show the facts about a tokenizer, and how it splits a text."""
+    from gristmill.text.tokenizers.tokenizer import open_tokenizer
+
+    opened = open_tokenizer(spec, end_of_text=end_of_text)
+    typer.echo(f"type         {opened.spec['type']}")
+    typer.echo(f"ids          {opened.size:,}")
+    typer.echo(f"end of text  {opened.end_of_text}  {opened.decode([opened.end_of_text])}")
+    lossless = "yes" if opened.lossless else "no: decoding may not give the same text"
+    typer.echo(f"lossless     {lossless}")
+    typer.echo(f"fingerprint  {opened.fingerprint}")
+    if text is None:
+        return
+    ids = opened.encode(text)
+    for id in ids:
+        typer.echo(f"{id:>8}  {opened.token_bytes(id)!r}")
+    if (decoded := opened.decode(ids)) != text:
+        typer.echo(f"decodes to {decoded!r}")

@@ -52,7 +52,7 @@ from gristmill.text.chat.template import (
     UnusableError,
     choose_template,
 )
-from gristmill.text.tokenizers import hub
+from gristmill.text.tokenizers import vocabularies
 from gristmill.text.tokenizers.tokenizer import open_tokenizer
 from gristmill.tokens.format import TokenFiles, TokenReader, TokenSetInfo, TokenShard
 
@@ -73,8 +73,8 @@ def open_chat(config: RunConfig) -> ChatEncoder:
     if data.tokenizer is not None:
         tokenizer = open_tokenizer(data.tokenizer, merges=data.merges)
         given = Path(data.tokenizer)
-        if not given.exists() and hub.is_hub_name(data.tokenizer):
-            given = hub.cached_tokenizer(data.tokenizer) or given
+        if not given.exists() and vocabularies.is_hub_name(data.tokenizer):
+            given = vocabularies.cached_tokenizer(data.tokenizer) or given
         folders.append(given.parent if given.is_file() else given)
     else:
         tokenizer = open_tokenizer(folders[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,8 @@ from gristmill.base.errors import Problem
 from gristmill.base.printing import on_one_line
 from gristmill.dialects.table import Dialect
 from gristmill.dialects.words import GivenOption, names_script
+
+_GRAD_SCALER = {"initial": 65536.0, "window": 2000, "hysteresis": 1}
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,21 @@ class TranslationDraft:
         self.settings = [setting for setting in self.settings if setting.path != path]
         self.settings.append(TranslatedSetting(path, value, source, asked=bool(written)))
 
+    def take(self, path: str, name: str) -> None:
+        """Set a setting to the value of an option, or to its default."""
+        self.set(path, self.get(name), name)
+
+    def set_table(self, table: str, values: Mapping[str, Any], *names: str) -> None:
+        """Set several settings of a table because of the same options."""
+        for key, value in values.items():
+            self.set(f"{table}.{key}", value, *names)
+
+    def set_compute(self, kind: str, name: str) -> None:
+        """Set the number format; fp16 with the loss scale of torch's GradScaler."""
+        self.set("precision.compute", kind, name)
+        if kind == "fp16":
+            self.set_table("precision.loss_scale", _GRAD_SCALER, name)
+
     def fix(self, path: str, value: Any, because: str) -> None:
         """Set a setting that no option decides."""
         self.settings.append(TranslatedSetting(path, value, because, asked=False))
@@ -132,6 +149,11 @@ class TranslationDraft:
         """Note that an option has no effect on the result."""
         self.ignored.append(Remark(self.written(name), why))
         self.account(name)
+
+    def ignore_given(self, why: str, *names: str) -> None:
+        """The same of those of some options that are given."""
+        for name in filter(self.given, names):
+            self.ignore(name, why)
 
     def refuse(self, what: str, name: str, instead: str) -> None:
         """Note that an option cannot be taken."""

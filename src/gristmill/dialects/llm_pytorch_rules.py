@@ -7,7 +7,6 @@ from typing import Any
 from urllib.parse import quote_plus
 
 from gristmill.dialects.draft import Preparation, Remark, TranslationDraft, run_name
-from gristmill.dialects.nanogpt_rules import GRAD_SCALER
 
 _SCHEDULES: dict[str, dict[str, Any]] = {
     "linear": {"type": "linear"},
@@ -21,7 +20,7 @@ _SCHEDULES: dict[str, dict[str, Any]] = {
 _TEXT_FILES = ("csv", "json", "txt")
 
 
-def model(draft: TranslationDraft) -> None:
+def llm_pytorch_model(draft: TranslationDraft) -> None:
     """An architecture of Hugging Face, with its weights if they are named."""
     names = ("--model_name_or_path", "--config_name", "--model_type")
     named, shape, kind = (draft.get(name) for name in names)
@@ -40,16 +39,13 @@ def model(draft: TranslationDraft) -> None:
             draft.change(names[0], text)
     if kind is not None and (named or shape):
         draft.ignore(names[2], "the name of the model says it")
-    length = draft.get("--block_size")
-    draft.set("data.sequence", length, "--block_size")
+    draft.take("data.sequence", "--block_size")
 
 
-def batch(draft: TranslationDraft) -> None:
+def llm_pytorch_batch(draft: TranslationDraft) -> None:
     """The micro-batch of each process, its accumulation, and the length of the run."""
-    draft.set("train.micro_batch", draft.get("--per_device_train_batch_size"),
-              "--per_device_train_batch_size")  # fmt: skip
-    draft.set("train.accumulate", draft.get("--gradient_accumulation_steps"),
-              "--gradient_accumulation_steps")  # fmt: skip
+    draft.take("train.micro_batch", "--per_device_train_batch_size")
+    draft.take("train.accumulate", "--gradient_accumulation_steps")
     steps = draft.get("--max_train_steps")
     if steps is None:
         what = "a run is counted in steps, not in epochs, whose length only the tokens tell"
@@ -57,11 +53,10 @@ def batch(draft: TranslationDraft) -> None:
         draft.refuse(what, name, "give --max_train_steps")
         return
     draft.set("train.until", f"{steps} steps", "--max_train_steps")
-    if draft.given("--num_train_epochs"):
-        draft.ignore("--num_train_epochs", "--max_train_steps counts")
+    draft.ignore_given("--max_train_steps counts", "--num_train_epochs")
 
 
-def schedule(draft: TranslationDraft) -> None:
+def llm_pytorch_schedule(draft: TranslationDraft) -> None:
     """One of transformers' schedules, over the run."""
     kind = draft.get("--lr_scheduler_type")
     if kind not in _SCHEDULES:
@@ -69,8 +64,7 @@ def schedule(draft: TranslationDraft) -> None:
         draft.refuse("is no schedule of the trainer", "--lr_scheduler_type", f"one of {known}")
         draft.account("--num_warmup_steps")
         return
-    for key, value in _SCHEDULES[kind].items():
-        draft.set(f"schedule.{key}", value, "--lr_scheduler_type")
+    draft.set_table("schedule", _SCHEDULES[kind], "--lr_scheduler_type")
     warmup = draft.get("--num_warmup_steps")
     if kind == "constant" and draft.given("--num_warmup_steps"):
         draft.ignore("--num_warmup_steps", "constant has no warm-up; constant_with_warmup has")
@@ -78,7 +72,7 @@ def schedule(draft: TranslationDraft) -> None:
     draft.set("schedule.warmup", f"{warmup} steps", "--num_warmup_steps")
 
 
-def precision(draft: TranslationDraft) -> None:
+def llm_pytorch_precision(draft: TranslationDraft) -> None:
     """Number format, with torch's GradScaler for fp16."""
     kind = draft.get("--mixed_precision")
     if kind == "fp8":
@@ -90,12 +84,10 @@ def precision(draft: TranslationDraft) -> None:
     elif kind == "no":
         draft.set("precision.tf32", False, "--mixed_precision")
     else:
-        draft.set("precision.compute", kind, "--mixed_precision")
-        for key, value in GRAD_SCALER.items() if kind == "fp16" else ():
-            draft.set(f"precision.loss_scale.{key}", value, "--mixed_precision")
+        draft.set_compute(kind, "--mixed_precision")
 
 
-def kfac(draft: TranslationDraft) -> None:
+def llm_pytorch_kfac(draft: TranslationDraft) -> None:
     """The preconditioner, with the method of kfac-pytorch."""
     settings = {
         "--kfac-factor-update-steps": "factor_every",
@@ -105,23 +97,21 @@ def kfac(draft: TranslationDraft) -> None:
         "--kfac-kl-clip": "kl_clip",
     }
     if not draft.given("--kfac"):
-        for name in filter(draft.given, settings):
-            draft.ignore(name, "only --kfac uses it")
+        draft.ignore_given("only --kfac uses it", *settings)
         return
     table = "optim.preconditioner"
     fixed = {"type": "kfac", "method": "eigen", "relative_damping": False}
-    for key, value in fixed.items():
-        draft.set(f"{table}.{key}", value, "--kfac")
+    draft.set_table(table, fixed, "--kfac")
     for name, key in settings.items():
         if draft.get(name) is None:
             draft.refuse("--kfac needs it, as in the trainer", name, "add it")
         else:
-            draft.set(f"{table}.{key}", draft.get(name), name)
+            draft.take(f"{table}.{key}", name)
     text = "steps once for each full batch, on unscaled gradients averaged over all processes"
     draft.change("--kfac", text)
 
 
-def folder(draft: TranslationDraft) -> None:
+def llm_pytorch_folder(draft: TranslationDraft) -> None:
     """Where the run lies and how often it saves."""
     output = draft.get("--output_dir")
     if output is None:
@@ -142,7 +132,7 @@ def folder(draft: TranslationDraft) -> None:
         draft.set(f"checkpoint.{setting}", f"{int(every)} steps", "--checkpointing_steps")
 
 
-def data(draft: TranslationDraft) -> None:
+def llm_pytorch_data(draft: TranslationDraft) -> None:
     """Token files, made from a dataset or from files by a command that has to be run before."""
     tokenizer = next(
         (draft.get(name) for name in _TOKENIZERS if draft.get(name) is not None), "gpt2"
@@ -179,16 +169,14 @@ def _from_dataset(
     query = f"?config={quote_plus(part)}" if part else ""
     names = ("--dataset_name", "--dataset_config_name", *_MAKING)
     prefix = _prefix("-".join(filter(None, (dataset, part))), tokenizer)
-    if draft.given("--validation_file"):
-        draft.ignore("--validation_file", "--dataset_name brings its own validation set")
+    draft.ignore_given("--dataset_name brings its own validation set", "--validation_file")
     if (corpus := _CORPORA.get((dataset.rpartition("/")[2], part))) is not None:
         words = ("prepare", corpus, f"--output={prefix}", *options)
         draft.first.append(Preparation(words, (f"{prefix}_train", f"{prefix}_val")))
         draft.set("data.paths", f"{prefix}_train", *names)
         draft.set("data.validation", f"{prefix}_val", *names)
-        if draft.given("--validation_split_percentage"):
-            why = "the dataset has a validation set of its own"
-            draft.ignore("--validation_split_percentage", why)
+        why = "the dataset has a validation set of its own"
+        draft.ignore_given(why, "--validation_split_percentage")
         return
     local = dataset if dataset.startswith((".", "/")) or not Path(dataset).exists() else None
     source = f"hf:{local or f'./{dataset}'}{query}"
@@ -201,8 +189,7 @@ def _from_files(draft: TranslationDraft, file: str, tokenizer: str, options: lis
         if ending not in _TEXT_FILES:
             known = ", ".join(_TEXT_FILES)
             draft.refuse(f"the ending {ending!r} is not one of {known}", name, "rename the file")
-    if draft.given("--dataset_config_name"):
-        draft.ignore("--dataset_config_name", "files have no configuration")
+    draft.ignore_given("files have no configuration", "--dataset_config_name")
     # A line of a text file is a document, as in the datasets library.
     lines = ["--documents=line"] if file.endswith(".txt") else []
     stem = Path(file).stem
@@ -219,8 +206,8 @@ def _from_files(draft: TranslationDraft, file: str, tokenizer: str, options: lis
         words = ("prepare", source, f"--output={prefix}_{part}", *options, *each)
         draft.first.append(Preparation(words, (f"{prefix}_{part}",)))
         draft.set(f"data.{setting}", f"{prefix}_{part}", name, *_MAKING)
-    if draft.given("--validation_split_percentage"):
-        draft.ignore("--validation_split_percentage", "--validation_file is the validation set")
+    why = "--validation_file is the validation set"
+    draft.ignore_given(why, "--validation_split_percentage")
 
 
 def _hold_out(
@@ -246,4 +233,12 @@ def _prefix(text: str, tokenizer: str) -> str:
     return f"tokens/{run_name(text, 'text')}-{run_name(Path(tokenizer).name, 'tokenizer')}"
 
 
-RULES = (model, batch, schedule, precision, kfac, folder, data)
+RULES = (
+    llm_pytorch_model,
+    llm_pytorch_batch,
+    llm_pytorch_schedule,
+    llm_pytorch_precision,
+    llm_pytorch_kfac,
+    llm_pytorch_folder,
+    llm_pytorch_data,
+)

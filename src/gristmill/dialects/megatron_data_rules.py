@@ -28,7 +28,7 @@ _DEEPSPEED = (
 """Options that Megatron-DeepSpeed has, and Megatron-LM has not, or no longer."""
 
 
-def data(draft: TranslationDraft) -> None:
+def megatron_data(draft: TranslationDraft) -> None:
     """Token files and how they are divided; `--eval-iters 0` holds nothing out for validation."""
     _order(draft)
     path = draft.only_one("--data-path", "--train-data-path")
@@ -95,7 +95,7 @@ def _blend(draft: TranslationDraft, name: str) -> Any:
     return blend
 
 
-def tokenizer(draft: TranslationDraft) -> None:
+def megatron_tokenizer(draft: TranslationDraft) -> None:
     """The tokenizer, which Megatron's token files do not name."""
     kind = draft.get("--tokenizer-type")
     files = ("--vocab-file", "--merge-file")
@@ -104,8 +104,7 @@ def tokenizer(draft: TranslationDraft) -> None:
     where = [str(path.parent) for path in paths]
     if model is not None:
         draft.set("data.tokenizer", draft.get(model), model, "--tokenizer-type")
-        for name in filter(draft.given, files):
-            draft.ignore(name, f"{model} names the tokenizer")
+        draft.ignore_given(f"{model} names the tokenizer", *files)
     elif tuple(path.name for path in paths) in _FILES and where[0] == where[1]:
         draft.set("data.tokenizer", where[0], *files, "--tokenizer-type")
     elif len(paths) == 2:
@@ -123,19 +122,17 @@ def tokenizer(draft: TranslationDraft) -> None:
         draft.ignore("--tokenizer-type", "the tokenizer is found beside the token files")
 
 
-def validation(draft: TranslationDraft) -> None:
+def megatron_validation(draft: TranslationDraft) -> None:
     """How often, and on how much."""
     batches, every = draft.get("--eval-iters"), draft.get("--eval-interval")
     others = ("--eval-interval", "--eval-global-batch-size")
     if batches == 0:
         draft.account("--eval-iters")
-        for name in filter(draft.given, others):
-            draft.ignore(name, "--eval-iters 0 validates nothing")
+        draft.ignore_given("--eval-iters 0 validates nothing", *others)
         return
     held_out = _NUMBER.findall(str(draft.get("--split")))[1:2]
     if not draft.given("--train-data-path") and not "".join(held_out).strip(" 0."):
-        for name in filter(draft.given, ("--eval-iters", *others)):
-            draft.ignore(name, "--split holds nothing out for validation")
+        draft.ignore_given("--split holds nothing out for validation", "--eval-iters", *others)
         return
     sizes = ("--eval-global-batch-size", "--global-batch-size", "--micro-batch-size")
     size = next((draft.get(name) for name in sizes if draft.given(name)), 1)
@@ -148,7 +145,7 @@ def validation(draft: TranslationDraft) -> None:
         draft.change("--eval-iters", text)
 
 
-def folder(draft: TranslationDraft) -> None:
+def megatron_folder(draft: TranslationDraft) -> None:
     """Where the run lies, what it is called, and what it starts from."""
     save, load = draft.get("--save"), draft.get("--load")
     named = draft.get("--wandb-exp-name")
@@ -199,7 +196,7 @@ def folder(draft: TranslationDraft) -> None:
         draft.ignore("--wandb-entity", "only --wandb-project uses it")
 
 
-def prepared_tokenizer(draft: TranslationDraft) -> None:
+def megatron_prepared_tokenizer(draft: TranslationDraft) -> None:
     """The tokenizer of preprocess_data.py."""
     kind = draft.get("--tokenizer-type")
     model = draft.only_one("--tokenizer-model", "--tokenizer-name-or-path")
@@ -232,4 +229,10 @@ def _same(path: str, other: str) -> bool:
     return os.path.normpath(path) == os.path.normpath(other)
 
 
-RULES = (data, tokenizer, validation, folder, prepared_tokenizer)
+RULES = (
+    megatron_data,
+    megatron_tokenizer,
+    megatron_validation,
+    megatron_folder,
+    megatron_prepared_tokenizer,
+)

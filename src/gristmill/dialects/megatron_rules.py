@@ -11,7 +11,7 @@ _NEVER = 2**31 - 1
 """A window that no run is as long as."""
 
 
-def horizon(draft: TranslationDraft) -> None:
+def megatron_horizon(draft: TranslationDraft) -> None:
     """The length of the run, in one of three units."""
     name = draft.only_one("--train-iters", "--train-samples", "--train-tokens")
     if name is None:
@@ -28,12 +28,12 @@ def horizon(draft: TranslationDraft) -> None:
     draft.set("train.until", f"{amount} {_unit(name)}", name)
 
 
-def batch(draft: TranslationDraft) -> None:
+def megatron_batch(draft: TranslationDraft) -> None:
     """Global batch, micro-batch, and the batch ramp."""
     whole, ramp = draft.get("--global-batch-size"), draft.get("--rampup-batch-size")
     levels = batch_levels(draft)
     if draft.given("--micro-batch-size"):
-        draft.set("train.micro_batch", draft.get("--micro-batch-size"), "--micro-batch-size")
+        draft.take("train.micro_batch", "--micro-batch-size")
     if whole is not None:
         draft.set("train.batch", whole, "--global-batch-size")
     elif levels:
@@ -56,8 +56,8 @@ def batch(draft: TranslationDraft) -> None:
         draft.refuse(what, "--rampup-batch-size", "give --train-samples, as Megatron wants it too")
         return
     start, by, over = ramp
-    for key, value in (("start", start), ("by", by), ("over", f"{over} samples")):
-        draft.set(f"train.ramp.{key}", value, "--rampup-batch-size")
+    values = {"start": start, "by": by, "over": f"{over} samples"}
+    draft.set_table("train.ramp", values, "--rampup-batch-size")
 
 
 def _ramps(draft: TranslationDraft) -> bool:
@@ -108,11 +108,11 @@ def _stepwise(draft: TranslationDraft, levels: Sequence[tuple[int, int]]) -> Non
             what = "a batch grows by equal amounts in equally long steps here"
             draft.refuse(what, name, "give such steps, or a --global-batch-size")
             return
-        for key, value in (("start", start), ("by", by), ("over", f"{over} samples")):
-            draft.set(f"train.ramp.{key}", value, name, "--seq-length")
+        values = {"start": start, "by": by, "over": f"{over} samples"}
+        draft.set_table("train.ramp", values, name, "--seq-length")
 
 
-def learning_rate(draft: TranslationDraft) -> None:
+def megatron_learning_rate(draft: TranslationDraft) -> None:
     """Warm-up and decay, each in iterations, samples or a fraction of the decay."""
     kind = draft.choice("--lr-decay-style")
     counted = ("--lr-warmup-iters", "--lr-warmup-samples")
@@ -133,11 +133,10 @@ def learning_rate(draft: TranslationDraft) -> None:
     draft.set("schedule.type", kind, "--lr-decay-style")
     _warmup(draft, warmup, decay, idle)
     if kind == "constant":
-        for name in ("--min-lr", *(f"--lr-decay-{unit}" for unit in _UNITS)):
-            if draft.given(name):
-                draft.ignore(name, "the learning rate is constant")
+        decays = (f"--lr-decay-{unit}" for unit in _UNITS)
+        draft.ignore_given("the learning rate is constant", "--min-lr", *decays)
     else:
-        draft.set("schedule.min_lr", draft.get("--min-lr"), "--min-lr")
+        draft.take("schedule.min_lr", "--min-lr")
     if decay is not None and kind is not None and kind != "constant":
         end = "decay" if kind in ("linear", "cosine") else "end"
         draft.set(f"schedule.{end}", _span(draft, decay), decay)
@@ -160,19 +159,18 @@ def _warmup(
     initial = "--lr-warmup-init"
     if warmup is None:
         draft.set("schedule.warmup", "0 steps", *(idle or ["--lr-warmup-iters"]))
-        if draft.given(initial):
-            draft.ignore(initial, "there is no warm-up")
+        draft.ignore_given("there is no warm-up", initial)
         return
     draft.account(*idle)
     if draft.given(initial) and draft.get(initial):
-        draft.set("schedule.initial_lr", draft.get(initial), initial)
+        draft.take("schedule.initial_lr", initial)
     elif draft.given(initial):
         draft.ignore(initial, "a warm-up starts at zero in any case")
     if warmup != "--lr-warmup-fraction":
         draft.set("schedule.warmup", _span(draft, warmup), warmup)
         return
     if decay is None:
-        draft.set("schedule.warmup", draft.get(warmup), warmup)
+        draft.take("schedule.warmup", warmup)
         return
     # Megatron counts in samples, and in fractions of them.
     unit, whole = str(_unit(decay)), draft.get("--global-batch-size") or 0
@@ -200,9 +198,8 @@ def _stable_decay(draft: TranslationDraft, kind: str | None) -> None:
     """The end of a schedule that is flat before."""
     names = ("--lr-wsd-decay-iters", "--lr-wsd-decay-samples")
     if kind != "warmup-stable-decay":
-        for name in (*names, "--lr-wsd-decay-style"):
-            if draft.given(name):
-                draft.ignore(name, "only --lr-decay-style WSD uses it")
+        why = "only --lr-decay-style WSD uses it"
+        draft.ignore_given(why, *names, "--lr-wsd-decay-style")
         return
     tail = draft.only_one(*names)
     if tail is None:
@@ -214,7 +211,7 @@ def _stable_decay(draft: TranslationDraft, kind: str | None) -> None:
         draft.set("schedule.shape", shape, "--lr-wsd-decay-style")
 
 
-def precision(draft: TranslationDraft) -> None:
+def megatron_precision(draft: TranslationDraft) -> None:
     """Number format, and the loss scale of fp16."""
     name = draft.only_one("--fp16", "--bf16")
     if name is None:
@@ -242,11 +239,11 @@ def precision(draft: TranslationDraft) -> None:
     if static is not None and name != "--fp16":
         draft.ignore("--loss-scale", "only fp16 has a loss scale")
     elif static is not None:
-        for setting, value in (("initial", static), ("minimum", static), ("window", _NEVER)):
-            draft.set(f"precision.loss_scale.{setting}", value, "--loss-scale")
+        values = {"initial": static, "minimum": static, "window": _NEVER}
+        draft.set_table("precision.loss_scale", values, "--loss-scale")
 
 
-def recompute(draft: TranslationDraft) -> None:
+def megatron_recompute(draft: TranslationDraft) -> None:
     """Which activations are computed again."""
     full = (
         "--checkpoint-activations",
@@ -263,7 +260,7 @@ def recompute(draft: TranslationDraft) -> None:
         draft.set("train.recompute", "selective", *names)
 
 
-def shape(draft: TranslationDraft) -> None:
+def megatron_shape(draft: TranslationDraft) -> None:
     """Inner width, activation, heads, dropout and biases."""
     given, gated, width = draft.given, draft.given("--swiglu"), draft.get("--hidden-size")
     kinds = {
@@ -281,7 +278,7 @@ def shape(draft: TranslationDraft) -> None:
     if chosen is not None:
         draft.set("model.activation", kinds[chosen], chosen)
     if draft.given("--ffn-hidden-size"):
-        draft.set("model.mlp_width", draft.get("--ffn-hidden-size"), "--ffn-hidden-size")
+        draft.take("model.mlp_width", "--ffn-hidden-size")
     elif gated and isinstance(width, int):
         # Megatron rounds down where our default rounds up.
         draft.set("model.mlp_width", int(8 * width / 3) // 64 * 64, "--hidden-size", "--swiglu")
@@ -294,8 +291,8 @@ def shape(draft: TranslationDraft) -> None:
     if draft.get(rates[0]) == draft.get(rates[1]):
         draft.set("model.dropout", draft.get(rates[0]), *rates)
     else:
-        draft.set("model.dropout", draft.get(rates[0]), rates[0])
-        draft.set("model.attention_dropout", draft.get(rates[1]), rates[1])
+        draft.take("model.dropout", rates[0])
+        draft.take("model.attention_dropout", rates[1])
     if draft.given("--disable-bias-linear"):
         draft.set("model.bias", False, "--disable-bias-linear")
         if draft.get("--normalization") != "RMSNorm":
@@ -306,7 +303,7 @@ def shape(draft: TranslationDraft) -> None:
             draft.change("--qk-layernorm", "queries and keys have an RMSNorm here")
 
 
-def positions(draft: TranslationDraft) -> None:
+def megatron_positions(draft: TranslationDraft) -> None:
     """Position embeddings, sample length and context."""
     length, most = draft.get("--seq-length"), draft.get("--max-position-embeddings")
     if most is not None:
@@ -335,7 +332,7 @@ def positions(draft: TranslationDraft) -> None:
             draft.ignore(name, "only rotary positions use it")
 
 
-def optimizer(draft: TranslationDraft) -> None:
+def megatron_optimizer(draft: TranslationDraft) -> None:
     """The optimizer, and the options that only one of the two has."""
     kind = draft.choice("--optimizer")
     draft.set("optim.type", kind, "--optimizer")
@@ -345,7 +342,7 @@ def optimizer(draft: TranslationDraft) -> None:
         if name not in own and draft.given(name):
             draft.ignore(name, f"--optimizer {draft.get('--optimizer')} does not use it")
         elif name in own:
-            draft.set(f"optim.{own[name]}", draft.get(name), name)
+            draft.take(f"optim.{own[name]}", name)
     _decoupled_rates(draft, kind)
 
 
@@ -353,8 +350,7 @@ def _decoupled_rates(draft: TranslationDraft, kind: str | None) -> None:
     """Rates of embedding and head. Their floor is a rate too, --min-lr if there is no other."""
     peak, floor = "--decoupled-lr", "--decoupled-min-lr"
     if not draft.given(peak):
-        if draft.given(floor):
-            draft.ignore(floor, f"only {peak} uses it")
+        draft.ignore_given(f"only {peak} uses it", floor)
         return
     if kind != "adamw":
         draft.refuse("SGD has one learning rate here", peak, "leave it out")
@@ -365,16 +361,16 @@ def _decoupled_rates(draft: TranslationDraft, kind: str | None) -> None:
     constant = draft.choice("--lr-decay-style") == "constant"
     lowest = floor if draft.given(floor) else "--min-lr"
     for role in roles:
-        draft.set(f"optim.{role}_lr", draft.get(peak), peak)
+        draft.take(f"optim.{role}_lr", peak)
         if not constant:
-            draft.set(f"optim.{role}_min_lr", draft.get(lowest), lowest)
+            draft.take(f"optim.{role}_min_lr", lowest)
     if constant and draft.given(floor):
         draft.ignore(floor, "the learning rate is constant")
     if draft.choice("--position-embedding-type") == "learned":
         draft.change(peak, "learned positions have this rate too")
 
 
-def layout(draft: TranslationDraft) -> None:
+def megatron_layout(draft: TranslationDraft) -> None:
     """What depends on the sizes of the layout."""
     tp, pp = draft.get("--tensor-model-parallel-size"), draft.get("--pipeline-model-parallel-size")
     if tp > 1:
@@ -384,13 +380,11 @@ def layout(draft: TranslationDraft) -> None:
     _virtual_stages(draft, pp)
     _sharding(draft)
     _context(draft)
-    multiple = draft.get("--make-vocab-size-divisible-by")
     padded = draft.get("--pad-vocab-size-to")
     if padded is None:
-        draft.set("model.vocab_multiple", multiple, "--make-vocab-size-divisible-by")
+        draft.take("model.vocab_multiple", "--make-vocab-size-divisible-by")
         return
-    if draft.given("--make-vocab-size-divisible-by"):
-        draft.ignore("--make-vocab-size-divisible-by", "--pad-vocab-size-to counts")
+    draft.ignore_given("--pad-vocab-size-to counts", "--make-vocab-size-divisible-by")
     if padded < 1 or tp < 1 or padded % tp:
         what = f"{padded} rows cannot be divided among {tp} tensor-parallel ranks"
         draft.refuse(what, "--pad-vocab-size-to", f"give a multiple of {tp}")
@@ -468,13 +462,13 @@ def _unit(name: str) -> str | None:
 
 
 RULES = (
-    horizon,
-    batch,
-    learning_rate,
-    precision,
-    recompute,
-    shape,
-    positions,
-    optimizer,
-    layout,
+    megatron_horizon,
+    megatron_batch,
+    megatron_learning_rate,
+    megatron_precision,
+    megatron_recompute,
+    megatron_shape,
+    megatron_positions,
+    megatron_optimizer,
+    megatron_layout,
 )

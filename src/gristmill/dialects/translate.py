@@ -3,7 +3,7 @@
     words, or a file -> GivenOption… -> TranslationDraft -> Translation
 
 Rows of the table do most of it; options that mean something only together are left to a few
-functions in `rules.py`, which the table names. Nothing is dropped in silence.
+functions in `*_rules.py`, which the table names. Nothing is dropped in silence.
 """
 
 from __future__ import annotations
@@ -21,14 +21,7 @@ from gristmill.base.errors import Exit, Problem, UserError
 from gristmill.base.printing import on_one_line
 from gristmill.config.load import load_text
 from gristmill.config.schema import RunConfig
-from gristmill.dialects import (
-    decentralized_rules,
-    llm_pytorch_rules,
-    megatron_data_rules,
-    megatron_rules,
-    nanogpt_rules,
-    xla_gpt2_rules,
-)
+from gristmill.dialects import gpt2_rules, llm_pytorch_rules, megatron_data_rules, megatron_rules
 from gristmill.dialects.draft import Preparation, Remark, TranslatedSetting, TranslationDraft
 from gristmill.dialects.table import Dialect, ForeignOption
 from gristmill.dialects.words import (
@@ -49,15 +42,9 @@ CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
 }
 """How values change on the way, by the names that tables use."""
 RULES: Mapping[str, Callable[[TranslationDraft], None]] = {
-    f"{system}.{rule.__name__}": rule
-    for system, rules in {
-        "megatron": (*megatron_rules.RULES, *megatron_data_rules.RULES),
-        "nanogpt": nanogpt_rules.RULES,
-        "llm-pytorch": llm_pytorch_rules.RULES,
-        "decentralized": decentralized_rules.RULES,
-        "xla-gpt2": xla_gpt2_rules.RULES,
-    }.items()
-    for rule in rules
+    rule.__name__: rule
+    for module in (megatron_rules, megatron_data_rules, llm_pytorch_rules, gpt2_rules)
+    for rule in module.RULES
 }
 """The functions that tables name, for options that mean something only together."""
 _ALIKE = "this is what is done in any case"

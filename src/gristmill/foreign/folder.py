@@ -28,9 +28,9 @@ from gristmill.config.hf import CODE_TYPE, to_hf_with_code
 from gristmill.export.rows import SHARD, divide_files, write_index
 from gristmill.export.staging import refuse_used_folder, staged_folder
 from gristmill.foreign.megatron import is_megatron, read_megatron
-from gristmill.foreign.model import ImportedModel, LazyTensor
+from gristmill.foreign.model import ImportedModel
 from gristmill.foreign.nanogpt import is_nanogpt, read_nanogpt
-from gristmill.foreign.torch_file import read_torch_file
+from gristmill.foreign.torch_file import LazyTensor, read_torch_file
 from gristmill.models.build import build_meta_model
 from gristmill.models.families import foreign_tensors
 from gristmill.text.tokenizers.tokenizer import Tokenizer

@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import reduce
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from pydantic import ValidationError
 
 from gristmill.base.errors import DataError, Problem
 from gristmill.config.model import GPTConfig
-from gristmill.foreign.torch_file import PickledTensor
-
-
-@dataclass(frozen=True)
-class LazyTensor:
-    """A tensor that is read, and put together, when it is asked for."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    read: Callable[[], torch.Tensor]
-    """A contiguous tensor of its own memory."""
-
-    @property
-    def bytes(self) -> int:
-        """Its size in memory."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def reordered(self, rows: torch.Tensor) -> LazyTensor:
-        """The same with its rows in another order."""
-        assert len(rows) == self.shape[0], "every row has a place"
-        return replace(self, read=lambda: self.read()[rows])
+from gristmill.foreign.torch_file import LazyTensor
 
 
 @dataclass(frozen=True)
@@ -49,35 +26,6 @@ class ImportedModel:
     """Under our names; all rows of the vocabulary that the file has, padding included."""
     notes: tuple[str, ...] = ()
     """What the user should know."""
-
-
-def stored_tensor(tensor: PickledTensor) -> LazyTensor:
-    """A tensor as a file has it."""
-    return LazyTensor(tensor.shape, tensor.dtype, tensor.read)
-
-
-def joined(name: str, parts: Sequence[LazyTensor], dim: int, *, where: Path) -> LazyTensor:
-    """Parts of a tensor, one after the other along a dimension."""
-    if len(parts) == 1:
-        return parts[0]
-    first = parts[0].shape
-    if any(len(part.shape) <= dim for part in parts) or any(
-        part.shape[:dim] + part.shape[dim + 1 :] != first[:dim] + first[dim + 1 :] for part in parts
-    ):
-        shapes = ", ".join(str(part.shape) for part in parts)
-        raise DataError(f"the parts of {name} do not fit together: {shapes}", where=where)
-    dtype = reduce(torch.promote_types, (part.dtype for part in parts))
-    shape = (*first[:dim], sum(part.shape[dim] for part in parts), *first[dim + 1 :])
-
-    def read() -> torch.Tensor:
-        whole, begin = torch.empty(shape, dtype=dtype), 0
-        for part in parts:
-            count = part.shape[dim]
-            whole.narrow(dim, begin, count).copy_(part.read())
-            begin += count
-        return whole
-
-    return LazyTensor(shape, dtype, read)
 
 
 def model_config(

@@ -18,8 +18,8 @@ from typing import Any, Literal
 import torch
 
 from gristmill.base.errors import DataError, Problem
-from gristmill.foreign.model import ImportedModel, LazyTensor, model_config, stored_tensor
-from gristmill.foreign.torch_file import tensors_below
+from gristmill.foreign.model import ImportedModel, model_config
+from gristmill.foreign.torch_file import LazyTensor, tensors_below
 
 _NAMES = {
     "layers": "n_layer",
@@ -82,7 +82,7 @@ def read_nanogpt(
         name = name.removeprefix("module.").removeprefix("_orig_mod.")
         ours = _our_name(name)
         if ours is not None:
-            tensors[ours] = stored_tensor(tensor)
+            tensors[ours] = tensor
         elif name == "lm_head.weight":
             head = tensor
         elif not _MASK.fullmatch(name):
@@ -90,8 +90,8 @@ def read_nanogpt(
     if unknown:
         named = ", ".join(unknown[:_MOST_NAMED])
         raise DataError([Problem(f"nanoGPT's model has no {named}", str(path))])
-    if head is not None and not _is_same(stored_tensor(head), tensors.get(_EMBEDDING)):
-        tensors["head.weight"] = stored_tensor(head)
+    if head is not None and not _is_same(head, tensors.get(_EMBEDDING)):
+        tensors["head.weight"] = head
         settings |= {"tie_head": False}
         notes = ("lm_head.weight is not the embedding, so the model has a head of its own",)
     config = model_config(settings, _NAMES, where=path)

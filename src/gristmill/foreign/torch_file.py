@@ -1,14 +1,18 @@
-"""Files that `torch.save` wrote, read without running code: tensors stay on disk until asked for.
+"""Files that torch wrote, read without running code: tensors stay on disk until asked for.
 
-    FILE            a zip archive, nothing compressed
-      NAME/data.pkl       what was saved; tensors refer to storages by number   (`pickled`)
-      NAME/data/0 …       the bytes of each storage
-      NAME/byteorder      "little"
+    FILE of torch.save      a zip archive, nothing compressed
+      NAME/data.pkl           what was saved; tensors refer to storages by number   (`pickled`)
+      NAME/data/0 …           the bytes of each storage
+      NAME/byteorder          "little"
+
+    FOLDER of torch's distributed checkpoints (DCP), which Megatron writes as `torch_dist`
+      .metadata               pickled: for each tensor its type, its size and the places of its
+                              pieces in it; for each piece the file, and where in it it begins
+      __0_0.distcp …          the pieces, each a file of torch.save within the file
 
 A tensor is a view of a storage: a type, an offset, sizes and strides. All of them are checked
-against the size of the storage before anything is read, and the storage against its checksum. A
-part of a larger file is read the same way, since torch's distributed checkpoints put such archives
-one after the other into one file.
+against the size of the storage before anything is read, and the storage against its checksum.
+torch itself unpickles `.metadata`, which can run code. Here it is read as data (`pickled`).
 """
 
 from __future__ import annotations
@@ -20,14 +24,20 @@ import os
 import struct
 import zipfile
 import zlib
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 
 from gristmill.base.errors import DataError
-from gristmill.foreign.pickled import LARGEST, PickledName, read_pickle
+from gristmill.base.tensor_slices import TensorSlice
+from gristmill.foreign.pickled import LARGEST, PickledName, PickledObject, read_pickle
+
+METADATA = ".metadata"
+"""The file by which a distributed checkpoint is known."""
 
 _STORAGES = {
     "DoubleStorage": torch.float64,
@@ -46,56 +56,98 @@ _CHUNK = 2**24
 _OLD_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """How files of torch before 1.6 go on after the two bytes of the protocol."""
 _COPY_AGAIN = "copy the checkpoint again from where it came"
+_MOST_VALUES = 250_000
+_LONGEST_NAME = 1000
 
 
 @dataclass(frozen=True)
-class StorageRecord:
-    """The bytes of a storage in a file."""
+class LazyTensor:
+    """A tensor that is read, and put together, when it is asked for."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
+    """A contiguous tensor of its own memory."""
+
+    @property
+    def bytes(self) -> int:
+        """Its size in memory."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def reordered(self, rows: torch.Tensor) -> LazyTensor:
+        """The same with its rows in another order."""
+        assert len(rows) == self.shape[0], "every row has a place"
+        return replace(self, read=lambda: self.read()[rows])
+
+
+def concatenated(name: str, parts: Sequence[LazyTensor], dim: int, *, where: Path) -> LazyTensor:
+    """Parts of a tensor, one after the other along a dimension."""
+    if len(parts) == 1:
+        return parts[0]
+    first = parts[0].shape
+    if any(len(part.shape) <= dim for part in parts) or any(
+        part.shape[:dim] + part.shape[dim + 1 :] != first[:dim] + first[dim + 1 :] for part in parts
+    ):
+        shapes = ", ".join(str(part.shape) for part in parts)
+        raise DataError(f"the parts of {name} do not fit together: {shapes}", where=where)
+    dtype = reduce(torch.promote_types, (part.dtype for part in parts))
+    shape = (*first[:dim], sum(part.shape[dim] for part in parts), *first[dim + 1 :])
+
+    def read() -> torch.Tensor:
+        whole, begin = torch.empty(shape, dtype=dtype), 0
+        for part in parts:
+            count = part.shape[dim]
+            whole.narrow(dim, begin, count).copy_(part.read())
+            begin += count
+        return whole
+
+    return LazyTensor(shape, dtype, read)
+
+
+@dataclass(frozen=True)
+class _Storage:
+    """A storage in a file."""
 
     path: Path
     begin: int
     bytes: int
     crc: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class PickledTensor:
     """A tensor in a file, which is read when it is asked for."""
 
-    storage: StorageRecord
-    dtype: torch.dtype
+    storage: _Storage
     offset: int
     """In elements of the storage."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.storage.dtype
+
     def read(self) -> torch.Tensor:
         """Its numbers, in memory of their own."""
-        record = self.storage
-        value = torch.empty(record.bytes, dtype=torch.uint8)
+        storage = self.storage
+        value = torch.empty(storage.bytes, dtype=torch.uint8)
         memory, crc, done = value.numpy().data, 0, 0
-        with record.path.open("rb") as file:
-            file.seek(record.begin)
-            while done < record.bytes:
+        with storage.path.open("rb") as file:
+            file.seek(storage.begin)
+            while done < storage.bytes:
                 part = memory[done : done + _CHUNK]
                 count = file.readinto(part)
                 if not count:
-                    raise DataError("the file is cut short", where=record.path, remedy=_COPY_AGAIN)
+                    raise DataError("the file is cut short", where=storage.path, remedy=_COPY_AGAIN)
                 crc = zlib.crc32(part[:count], crc)
                 done += count
-        if crc != record.crc:
+        if crc != storage.crc:
             what = "a tensor is not what was saved: its checksum differs"
-            raise DataError(what, where=record.path, remedy=_COPY_AGAIN)
+            raise DataError(what, where=storage.path, remedy=_COPY_AGAIN)
         view = value.view(self.dtype)
         return torch.as_strided(view, self.shape, self.stride, self.offset).contiguous()
-
-
-@dataclass(frozen=True)
-class _UntypedStorage:
-    """A storage by its number, with the type that the file gives it."""
-
-    record: StorageRecord
-    dtype: torch.dtype
 
 
 class _FilePart(io.FileIO):
@@ -185,7 +237,7 @@ class _Archive:
         data = self._archive.read(self._entries[pickles[0]])
         return read_pickle(data, where=str(self._path), storage=self._storage, tensor=self._tensor)
 
-    def _storage(self, known: tuple[Any, ...]) -> _UntypedStorage:
+    def _storage(self, known: tuple[Any, ...]) -> _Storage:
         """From ("storage", type, number, device, elements)."""
         word, kind, key, _, count = known
         if word != "storage" or not isinstance(kind, PickledName) or not isinstance(key, str):
@@ -201,8 +253,8 @@ class _Archive:
             raise ValueError(
                 f"storage {key[:20]!r} has {entry.file_size} bytes, not {count} numbers"
             )
-        record = StorageRecord(self._path, self._data_begin(entry), entry.file_size, entry.CRC)
-        return _UntypedStorage(record, dtype)
+        begin = self._data_begin(entry)
+        return _Storage(self._path, begin, entry.file_size, entry.CRC, dtype)
 
     def _data_begin(self, entry: zipfile.ZipInfo) -> int:
         """Where the bytes of an entry begin in the file: after the header that precedes them."""
@@ -216,48 +268,185 @@ class _Archive:
     def _tensor(self, arguments: tuple[Any, ...]) -> PickledTensor:
         """From (storage, offset, sizes, strides, …)."""
         storage, offset, shape, stride = arguments[:4]
-        if not isinstance(storage, _UntypedStorage):
+        if not isinstance(storage, _Storage):
             raise ValueError("a tensor has no storage")
         numbers = [offset, *shape, *stride]
         if len(shape) != len(stride) or len(shape) > _MOST_DIMS:
             raise ValueError("the sizes and strides of a tensor do not agree")
         if not all(map(_is_size, numbers)):
             raise ValueError("the sizes of a tensor are no sizes")
-        elements = storage.record.bytes // storage.dtype.itemsize
+        elements = storage.bytes // storage.dtype.itemsize
         last = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
         # A stride of 0 would let a few bytes be a tensor of any size.
         if math.prod(shape) > elements or (math.prod(shape) and last >= elements):
             raise ValueError(
                 f"a tensor of shape {tuple(shape)} reaches beyond its storage of {elements} numbers"
             )
-        return PickledTensor(storage.record, storage.dtype, offset, tuple(shape), tuple(stride))
+        return PickledTensor(storage, offset, tuple(shape), tuple(stride))
 
 
 def _is_size(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**62
 
 
-def dtype_named(value: Any) -> torch.dtype | None:
-    """The type of numbers that a file names."""
-    name = value.name if isinstance(value, PickledName) else ""
-    return next((dtype for dtype in _STORAGES.values() if str(dtype) == name), None)
-
-
-_MOST_VALUES = 250_000
-_LONGEST_NAME = 1000
-
-
-def tensors_below(value: Any, *, where: Path) -> dict[str, PickledTensor]:
+def tensors_below(value: Any, *, where: Path) -> dict[str, LazyTensor]:
     """All tensors in dictionaries within each other, their keys joined by dots."""
-    tensors: dict[str, PickledTensor] = {}
+    tensors: dict[str, LazyTensor] = {}
     waiting = [("", value)]
     for name, inner in waiting:
         # Few bytes can say that a dictionary holds another one many times.
         if len(waiting) > _MOST_VALUES or len(name) > _LONGEST_NAME:
             raise DataError("the dictionaries of the model have no end", where=where)
         if isinstance(inner, PickledTensor):
-            tensors[name] = inner
+            tensors[name] = LazyTensor(inner.shape, inner.dtype, inner.read)
         elif isinstance(inner, dict):
             prefix = f"{name}." if name else ""
             waiting += [(f"{prefix}{key}", part) for key, part in inner.items() if type(key) is str]
     return tensors
+
+
+# ------------------------------------------------------------------ distributed checkpoints
+
+
+@dataclass(frozen=True)
+class _StoredChunk:
+    """A piece of a tensor in a file."""
+
+    region: TensorSlice
+    path: Path
+    begin: int
+    length: int
+
+    def read(self, dtype: torch.dtype) -> torch.Tensor:
+        value = read_torch_file(self.path, begin=self.begin, length=self.length)
+        if not isinstance(value, PickledTensor) or value.shape != self.region.shape:
+            raise DataError(f"no tensor of shape {self.region.shape} is here", where=self.path)
+        if value.dtype != dtype:
+            raise DataError(f"a tensor of {value.dtype} instead of {dtype}", where=self.path)
+        return value.read()
+
+
+@dataclass(frozen=True)
+class DistributedTensor:
+    """A tensor whose pieces are in several files."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[_StoredChunk, ...]
+
+    def whole(self) -> LazyTensor:
+        return LazyTensor(self.shape, self.dtype, lambda: self._read(TensorSlice.whole(self.shape)))
+
+    def row(self, number: int) -> LazyTensor:
+        """One of the tensors that are stacked in it."""
+        region = TensorSlice.whole(self.shape).narrow(0, number, number + 1)
+        return LazyTensor(self.shape[1:], self.dtype, lambda: self._read(region)[0])
+
+    def _read(self, region: TensorSlice) -> torch.Tensor:
+        # Pieces that overlap leave holes elsewhere, and no weight is NaN.
+        value = torch.full(region.shape, math.nan, dtype=self.dtype)
+        for chunk in self.chunks:
+            common = region.intersect(chunk.region)
+            if common is not None:
+                part = chunk.read(self.dtype)[common.relative_to(chunk.region).slices]
+                value[common.relative_to(region).slices] = part
+        return value
+
+
+def read_distributed(folder: Path, wanted: Callable[[str], bool]) -> dict[str, DistributedTensor]:
+    """The tensors of a distributed checkpoint that are wanted, by name."""
+    path = folder / METADATA
+    if path.stat().st_size > LARGEST:
+        raise DataError("larger than that of any checkpoint", where=path)
+    content = read_pickle(path.read_bytes(), where=str(path))
+    try:
+        return _tensors(folder, content, wanted)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        what = f"not the metadata of a checkpoint: {type(error).__name__}: {str(error)[:100]}"
+        raise DataError(what, where=path) from error
+
+
+def _tensors(
+    folder: Path, content: Any, wanted: Callable[[str], bool]
+) -> dict[str, DistributedTensor]:
+    fields = _fields(content, "Metadata")
+    places = {}
+    for index, info in fields["storage_data"].items():
+        known = _fields(index, "MetadataIndex")
+        if isinstance(known["fqn"], str) and wanted(known["fqn"]):
+            # Sizes are checked before they are hashed: tuples within tuples may take for ever.
+            offset = known.get("offset")
+            places[known["fqn"], None if offset is None else _sizes(offset)] = info
+    tensors = {}
+    for name, described in fields["state_dict_metadata"].items():
+        if not isinstance(name, str) or not wanted(name):
+            continue
+        if not described.name.endswith(".TensorStorageMetadata"):
+            continue
+        tensors[name] = _tensor(folder, name, described.fields, places)
+    if not tensors:
+        raise DataError("there is no GPT model in this checkpoint", where=folder / METADATA)
+    return tensors
+
+
+def _tensor(
+    folder: Path, name: str, described: Mapping[Any, Any], places: Mapping[Any, Any]
+) -> DistributedTensor:
+    shape = _sizes(described["size"])
+    # The state of these properties is a tuple, of which the type comes first.
+    state = described["properties"].state
+    dtype = _dtype_named(state[0] if isinstance(state, tuple) else state["dtype"])
+    if dtype is None:
+        raise ValueError(f"{name} is of an unknown type of numbers")
+    chunks = []
+    for chunk in described["chunks"]:
+        facts = _fields(chunk, "ChunkStorageMetadata")
+        begin, sizes = _sizes(facts["offsets"]), _sizes(facts["sizes"])
+        region = TensorSlice(begin, tuple(b + n for b, n in zip(begin, sizes, strict=True)))
+        inside = len(begin) == len(shape) and region.intersect(TensorSlice.whole(shape)) == region
+        if not inside:
+            raise ValueError(f"a piece of {name} is outside of it")
+        info = _fields(places[name, begin], "_StorageInfo")
+        if info.get("transform_descriptors"):
+            raise DataError(f"the pieces of {name} are compressed", where=folder / METADATA)
+        place, length = _place(info)
+        if region.size * dtype.itemsize > length:
+            raise ValueError(f"a piece of {name} is larger than its place in the file")
+        path = _file(folder, info["relative_path"])
+        chunks.append(_StoredChunk(region, path, place, length))
+    covered = sum(chunk.region.size for chunk in chunks)
+    if covered != TensorSlice.whole(shape).size:
+        raise ValueError(f"the pieces of {name} do not make it up")
+    return DistributedTensor(shape, dtype, tuple(chunks))
+
+
+def _fields(value: Any, name: str) -> dict[Any, Any]:
+    if not isinstance(value, PickledObject) or value.name.rpartition(".")[2] != name:
+        raise ValueError(f"there is no {name}")
+    return value.fields
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    sizes = tuple(value)
+    if len(sizes) > 8 or not all(type(size) is int and 0 <= size < 2**40 for size in sizes):
+        raise ValueError("sizes that are none")
+    return sizes
+
+
+def _place(info: Mapping[Any, Any]) -> tuple[int, int]:
+    begin, length = info["offset"], info["length"]
+    if type(begin) is not int or type(length) is not int or begin < 0 or length < 0:
+        raise ValueError("a place that is none")
+    return begin, length
+
+
+def _file(folder: Path, name: Any) -> Path:
+    if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
+        raise ValueError(f"a file named {str(name)[:60]!r}")
+    return folder / name
+
+
+def _dtype_named(value: Any) -> torch.dtype | None:
+    """The type of numbers that a file names."""
+    name = value.name if isinstance(value, PickledName) else ""
+    return next((dtype for dtype in _STORAGES.values() if str(dtype) == name), None)

@@ -134,10 +134,10 @@ def hub_endpoint() -> str:
     return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
 
 
-def parse_repository(spec: str, *, kind: RepositoryKind = "model") -> HubRepository | None:
+def parse_repository(spec: str) -> HubRepository | None:
     """Parse NAME or NAME@REVISION; None if this cannot be the name of a repository."""
     match = _SPEC.fullmatch(spec)
-    return HubRepository(match["name"], match["revision"], kind) if match else None
+    return HubRepository(match["name"], match["revision"]) if match else None
 
 
 def ask_hub(
@@ -168,7 +168,7 @@ def ask_hub(
                     or _explain_network(failure, repository, tried=tried)
                     or (
                         f"the {repository.kind} {str(repository)!r} cannot be had from Hugging "
-                        f"Face: {_first_line(error)}",
+                        f"Face: {first_line(error)}",
                         remedy,
                     )
                 )
@@ -345,16 +345,17 @@ def _explain_network(
         return None
     if failure.unreachable:
         return (
-            f"{absent}, and {hub_endpoint()} cannot be reached: {_first_line(failure.network)}",
+            f"{absent}, and {hub_endpoint()} cannot be reached: {first_line(failure.network)}",
             f"check the network; without one, {elsewhere}",
         )
     return (
-        f"the connection to Hugging Face breaks: {_first_line(failure.network)}; {tried}",
+        f"the connection to Hugging Face breaks: {first_line(failure.network)}; {tried}",
         "check the network, then run the same command again: whole files are kept",
     )
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error of a library says, in brief."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 

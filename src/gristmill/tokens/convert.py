@@ -3,7 +3,7 @@
 Ids are copied a few MiB at a time. Several threads read and check them, another computes checksums,
 and this one writes; only the document starts of a source are held as a whole, 8
 bytes each. The type of the ids is chosen for the new format and the vocabulary. The user may state
-what a source does not (see `gristmill.tokens.foreign`), and every id is checked against it;
+what a source does not (see `gristmill.tokens.store`), and every id is checked against it;
 otherwise the vocabulary ends after the largest id, and the tokenizer stays unknown.
 """
 
@@ -22,7 +22,6 @@ import numpy.typing as npt
 
 from gristmill.base.errors import DataError, Exit, UserError
 from gristmill.base.process import usable_cores
-from gristmill.tokens.foreign import Reading
 from gristmill.tokens.format import (
     IdRange,
     NewSet,
@@ -32,7 +31,7 @@ from gristmill.tokens.format import (
     id_range,
     piece_bounds,
 )
-from gristmill.tokens.store import create_tokens, find_manifest, is_empty_part, open_tokens
+from gristmill.tokens.store import Reading, create_tokens, find_manifest, is_empty_part, open_tokens
 from gristmill.tokens.writer import TokenWriter
 
 _MAX_THREADS = 8
@@ -120,54 +119,46 @@ def _copy(
 ) -> None:
     began, total = time.perf_counter(), sum(len(reader) for reader in readers)
     tokens = documents = 0
-    for reader, loaded in _read_ahead(readers):
-        begin, ids = loaded.begin, loaded.ids
-        inside, sequences = _within(reader.starts, begin, len(ids)), None
-        if reader.sequences is not None:
-            sequences = _within(reader.sequences, begin, len(ids))
-        writer.append(ids, starts=inside, sequences=sequences, extremes=loaded.extremes)
-        tokens, documents = tokens + len(ids), documents + len(inside)
+    for ids, starts, sequences, extremes in _read_ahead(readers):
+        writer.append(ids, starts=starts, sequences=sequences, extremes=extremes)
+        tokens, documents = tokens + len(ids), documents + len(starts)
         if progress:
             progress(CopyProgress(tokens, total, documents, time.perf_counter() - began))
 
 
-class _Beginnings(NamedTuple):
-    """Where the documents and sequences of a set begin."""
+class _LoadedPiece(NamedTuple):
+    """Ids that are in memory and were looked at, and where in them documents and sequences
+    begin."""
 
+    ids: npt.NDArray[Any]
     starts: Starts
     sequences: Starts | None
-
-
-class _LoadedPiece(NamedTuple):
-    """Ids that are in memory and were looked at."""
-
-    begin: int
-    ids: npt.NDArray[Any]
     extremes: IdRange
 
 
-def _read_ahead(readers: Sequence[TokenReader]) -> Iterator[tuple[_Beginnings, _LoadedPiece]]:
+def _read_ahead(readers: Sequence[TokenReader]) -> Iterator[_LoadedPiece]:
     """All pieces of all sets in order, read by several threads."""
     threads = min(usable_cores(), _MAX_THREADS)
-    waiting: deque[tuple[_Beginnings, Future[_LoadedPiece]]] = deque()
+    waiting: deque[Future[_LoadedPiece]] = deque()
     pool = ThreadPoolExecutor(threads, "read")
     try:
         for reader in readers:
-            places = _Beginnings(reader.document_starts, reader.sequence_starts)
+            sequences = reader.sequence_starts
             for begin, count in piece_bounds(reader):
-                waiting.append((places, pool.submit(_load, reader, begin, count)))
+                waiting.append(pool.submit(_load, reader, sequences, begin, count))
                 if len(waiting) > 2 * threads:
-                    first, future = waiting.popleft()
-                    yield first, future.result()
-        for first, future in waiting:
-            yield first, future.result()
+                    yield waiting.popleft().result()
+        for future in waiting:
+            yield future.result()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _load(reader: TokenReader, begin: int, count: int) -> _LoadedPiece:
+def _load(reader: TokenReader, sequences: Starts | None, begin: int, count: int) -> _LoadedPiece:
     ids = reader.read(begin, count)
-    return _LoadedPiece(begin, ids, IdRange(int(ids.min()), int(ids.max())))
+    starts = _within(reader.document_starts, begin, count)
+    inside = None if sequences is None else _within(sequences, begin, count)
+    return _LoadedPiece(ids, starts, inside, IdRange(int(ids.min()), int(ids.max())))
 
 
 def _within(places: Starts, begin: int, count: int) -> Starts:

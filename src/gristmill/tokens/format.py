@@ -9,7 +9,7 @@ A set named PREFIX is a few files that start with PREFIX, one of them the manife
                    "created_by": "gristmill 0.1.0", "seal": "…"}
 
 The manifest is written last, so a set without one is unfinished, or another program made it: see
-`gristmill.tokens.foreign`. It names its files by what follows PREFIX, so that a set may be moved
+`gristmill.tokens.store`. It names its files by what follows PREFIX, so that a set may be moved
 and renamed. "content" is the SHA-256 of the ids in their stored type, however they are divided into
 files. "seal" is the SHA-256 of the rest of the manifest, as JSON with sorted keys and no spaces;
 manifests of earlier programs have none. Documents are not empty and lie end to end: document i

@@ -1,18 +1,23 @@
-"""Formats that cut a set into files of equal length: `llmc` and `npy`.
+"""Formats that are plain ids: `flat` in one file, `llmc` and `npy` in files of equal length.
 
+    PREFIX.bin                                flat: ids, uint16 or uint32, little-endian, nothing
+                                              else: nanoGPT reads it as it is
     PREFIX_000001.bin, PREFIX_000002.bin, …   llm.c and its descendants: a header of 256 int32
                                               (magic, version, number of tokens, zeros), then ids
     PREFIX_000001.npy, PREFIX_000002.npy, …   NumPy arrays of one dimension
-    PREFIX.starts                             where documents begin in the whole, as in `flat`
-    PREFIX.json                               the manifest
+    PREFIX.starts                             the position in the whole where each document begins,
+                                              uint64, little-endian
+    PREFIX.json                               the manifest, see `gristmill.tokens.format`
 
     llmc magic   version   ids
     20240520     1         uint16
     20240801     7         uint32
 
-All files but the last hold the same number of tokens, and a document may lie across a border. Other
-programs find the shards by their names and never see the two files beside them. The header of each
-file is written for a full shard; the last one's is corrected, and its checksum taken again.
+Lengths of documents are not stored: they follow from the starts and the number of tokens. Flat sets
+have no shards, because a memory map does not mind the size. Of shards, all but the last hold the
+same number of tokens, and a document may lie across a border. Other programs find the files by
+their names and never see the two files beside them. The header of each shard is written for a full
+one; the last one's is corrected, and its checksum taken again.
 """
 
 from __future__ import annotations
@@ -47,6 +52,7 @@ from gristmill.tokens.format import (
 )
 from gristmill.tokens.writer import SHARD_ENDINGS, TokenWriter, raw_bytes
 
+FLAT = "flat"
 LLMC = "llmc"
 NPY = "npy"
 
@@ -58,6 +64,60 @@ LLMC_MAGICS = frozenset(struct.pack("<i", magic) for magic, _ in _LLMC_KINDS)
 _NPY_MAGIC = b"\x93NUMPY"
 _SHARD_SIZE = 10**8
 _AGAIN = "copy the file again from where it came"
+
+
+def read_flat(prefix: Path, manifest: Manifest) -> TokenFiles:
+    """The ids and documents of a flat set."""
+    shard = plain_shard(file_of(prefix, ".bin"), dtype=manifest.info.dtype)
+    return TokenFiles([shard], read_starts(prefix))
+
+
+def plain_shard(path: Path, *, dtype: str) -> TokenShard:
+    """A file that is nothing but ids."""
+    size, width = file_size(path), stored(dtype).itemsize
+    if size % width:
+        raise DataError(
+            f"{size} bytes are no whole number of {dtype} ids",
+            where=path,
+            remedy="name the type its ids are stored in (--dtype), or copy the file again",
+        )
+    return TokenShard(path, offset=0, tokens=size // width, dtype=dtype)
+
+
+class FlatWriter(TokenWriter):
+    """Writes a flat set."""
+
+    def __init__(self, new: NewSet) -> None:
+        super().__init__(new, dtype=dtype_for(new.vocab_size))
+
+    def _open_files(self) -> None:
+        self._bin = self._hidden(".bin", saved=self._saved.get(".bin"))
+        self._starts = self._hidden(".starts", saved=self._saved.get(".starts"))
+        self._files = [self._starts, self._bin]
+        self._content = self._bin.hash
+
+    def _write(self, ids: npt.NDArray[Any], starts: Starts, sequences: Starts) -> None:
+        self._starts.write(self._start_bytes(starts))
+        self._bin.write(raw_bytes(ids))
+
+    def _state(self) -> dict[str, Any]:
+        return {".bin": self._bin.state(), ".starts": self._starts.state()}
+
+    def _rewind(self, body: Mapping[str, Any]) -> None:
+        self._bin.rewind(body[".bin"]["bytes"])
+        self._starts.rewind(body[".starts"]["bytes"])
+        self._content = self._bin.hash
+
+    def _readable(self) -> TokenFiles:
+        shard = TokenShard(self._bin.path, offset=0, tokens=self.tokens, dtype=self._dtype)
+        starts = map_array(self._starts.path, "<i8", count=self.documents)
+        return TokenFiles([shard], starts)
+
+    def _close(self) -> dict[str, FileFacts]:
+        return {".bin": self._bin.close(), ".starts": self._starts.close()}
+
+
+# ------------------------------------------------------------------ shards
 
 
 @dataclass(frozen=True)
@@ -159,7 +219,7 @@ def parse_shards(format: str, paths: Sequence[Path]) -> list[TokenShard]:
     return shards
 
 
-def read_files(prefix: Path, manifest: Manifest) -> TokenFiles:
+def read_shards(prefix: Path, manifest: Manifest) -> TokenFiles:
     """The ids and documents of a set of shards."""
     format = manifest.info.format
     ending = SHARD_ENDINGS[format]

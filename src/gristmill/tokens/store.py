@@ -3,22 +3,39 @@
 A format is a function that opens a set, a writer, and one row of `FORMATS`. The manifest names the
 format; a set without one is recognised by its files. Inspecting and verifying read a few MiB at a
 time, so they need little memory however large the set is, apart from the document starts.
+
+Sets of other programs, which have no manifest:
+
+    found                                           read as
+    PREFIX.bin and PREFIX.idx                       megatron, either kind of index
+    PREFIX_<digits>.npy or PREFIX_<digits>.bin      npy, llmc
+    a folder of .npy or .bin files, or one of them  npy, llmc
+    PREFIX.bin alone, or one file                   flat, only if asked for: nothing proves the type
+
+A `.bin` counts as llmc only if it begins with that format's magic number. The files do not state
+the tokenizer and the size of the vocabulary. Only Megatron's index states where documents begin;
+other sets are one document unless the id between documents is given. If a set begins with this id,
+its documents begin with it (llm.c), otherwise they end with it (nanoGPT). The fingerprint covers
+the sizes of all files and samples of their content, since opening must not read a terabyte.
+
+PREFIX.starts without a manifest is left by an interrupted writer of ours; such a set is not read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from gristmill.base.errors import DataError, Problem, UserError
 from gristmill.base.files import SEAL, read_json, seal_of, sha256_file
-from gristmill.tokens import flat, megatron, shards
-from gristmill.tokens.foreign import Reading, open_foreign
+from gristmill.tokens import megatron, shards
 from gristmill.tokens.format import (
     COPY_AGAIN,
+    DTYPES,
     LEDGER_FILE,
     Manifest,
     NewSet,
@@ -27,6 +44,7 @@ from gristmill.tokens.format import (
     TokenReader,
     TokenSetInfo,
     file_of,
+    file_size,
     id_range,
     is_manifest,
     pieces,
@@ -34,8 +52,10 @@ from gristmill.tokens.format import (
     size_problems,
     stored,
 )
-from gristmill.tokens.writer import TokenWriter
+from gristmill.tokens.writer import SHARD_ENDINGS, TokenWriter, shard_suffixes
 
+_SAMPLE = 1 << 16
+_SAMPLES = 8
 _QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
@@ -54,17 +74,29 @@ class Format:
 
 
 FORMATS: Mapping[str, Format] = {
-    flat.FORMAT: Format(flat.read_files, flat.FlatWriter),
+    shards.FLAT: Format(shards.read_flat, shards.FlatWriter),
     megatron.FORMAT: Format(megatron.read_files, megatron.MegatronWriter),
     **{
         name: Format(megatron.read_files, megatron.OldMegatronWriter)
         for name in megatron.OLD_FORMATS
     },
     **{
-        name: Format(shards.read_files, shards.ShardWriter, sharded=True)
+        name: Format(shards.read_shards, shards.ShardWriter, sharded=True)
         for name in shards.SHARD_FORMATS
     },
 }
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How to read files without a manifest."""
+
+    format: str | None = None
+    """The format, where it cannot be recognised."""
+    dtype: str | None = None
+    """Type of the ids in plain files; uint16 if not given."""
+    end_of_text: int | None = None
+    """The id that stands between documents."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +120,7 @@ def open_tokens(prefix: Path | str, reading: Reading | None = None) -> TokenRead
         _format(reading.format, where=path)
     manifest = find_manifest(path)
     if manifest is None:
-        reader = open_foreign(path, reading)
+        reader = _open_foreign(path, reading)
         if reader is None:
             raise _not_found(path, format=reading.format)
         return reader
@@ -161,50 +193,37 @@ def inspect_tokens(prefix: Path | str, reading: Reading | None = None) -> TokenS
     )
 
 
-@dataclass(frozen=True)
-class VerifyProgress:
-    """How far a verification has come."""
-
-    bytes_done: int
-    bytes_total: int
-    """Every byte is read for its checksum, and every id once more."""
-
-
-class _BytesRead:
-    """Counts the bytes that a verification reads."""
-
-    def __init__(self, show: Callable[[VerifyProgress], None]) -> None:
-        self.total = 0
-        self._done = 0
-        self._show = show
-
-    def add(self, count: int) -> None:
-        self._done += count
-        self._show(VerifyProgress(self._done, self.total))
-
-
 def verify_tokens(
     prefix: Path | str,
     reading: Reading | None = None,
     *,
-    progress: Callable[[VerifyProgress], None] = lambda state: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Problem]:
     """Everything that is wrong with a token set; an empty list means that it is intact.
 
     Of a set without a manifest only its own structure and the sign of its ids can be checked.
+    `progress` is called with the bytes that were read, and with all of them: every byte is read for
+    its checksum, and every id once more.
     """
-    path, problems, read = Path(prefix), list[Problem](), _BytesRead(progress)
+    path, problems = Path(prefix), list[Problem]()
+    done = total = 0
+
+    def read(count: int) -> None:
+        nonlocal done
+        done += count
+        progress(done, total)
+
     try:
         manifest = find_manifest(path)
         if manifest is not None:
             ids = manifest.info.tokens * stored(manifest.info.dtype).itemsize
-            read.total = sum(facts.bytes for facts in manifest.files.values()) + ids
+            total = sum(facts.bytes for facts in manifest.files.values()) + ids
         if manifest is not None and not (problems := size_problems(path, manifest)):
             changed = "the content changed since it was written: its checksum differs"
             problems = [
                 Problem(changed, str(file_of(path, suffix)), COPY_AGAIN)
                 for suffix, facts in manifest.files.items()
-                if sha256_file(file_of(path, suffix), read=read.add) != facts.sha256
+                if sha256_file(file_of(path, suffix), read=read) != facts.sha256
             ]
         problems += _ledger_problems(file_of(path, LEDGER_FILE))
         if is_empty_part(path):
@@ -212,7 +231,7 @@ def verify_tokens(
         reader = open_tokens(path, reading)
     except UserError as error:
         return [*problems, *(problem for problem in error.problems if problem not in problems)]
-    read.total = read.total or len(reader) * stored(reader.info.dtype).itemsize
+    total = total or len(reader) * stored(reader.info.dtype).itemsize
     damage = [Problem(what, str(path), COPY_AGAIN) for what in _content_problems(reader, read)]
     return [*problems, *damage]
 
@@ -279,8 +298,9 @@ def _histogram(lengths: Starts) -> dict[int, int]:
     return {2 ** (exponent - 1): int(counts[exponent]) for exponent in used}
 
 
-def _content_problems(reader: TokenReader, read: _BytesRead) -> Iterator[str]:
-    """What is wrong with the ids and with the document starts, the first of each."""
+def _content_problems(reader: TokenReader, read: Callable[[int], None]) -> Iterator[str]:
+    """What is wrong with the ids and with the document starts, the first of each; `read` is called
+    with the bytes of ids that were looked at."""
     vocab_size = reader.info.vocab_size
     for start, ids in pieces(reader):
         outside = np.flatnonzero(ids < 0 if vocab_size is None else (ids < 0) | (ids >= vocab_size))
@@ -289,7 +309,7 @@ def _content_problems(reader: TokenReader, read: _BytesRead) -> Iterator[str]:
             of = "any vocabulary" if vocab_size is None else f"the vocabulary of {vocab_size}"
             yield f"the id {int(ids[first])} at position {start + first} is outside {of}"
             break
-        read.add(ids.nbytes)
+        read(ids.nbytes)
     starts = reader.document_starts
     gaps = np.diff(starts, append=len(reader))
     if int(starts[0]) != 0:
@@ -297,3 +317,105 @@ def _content_problems(reader: TokenReader, read: _BytesRead) -> Iterator[str]:
     elif (gaps <= 0).any():
         document = int(np.flatnonzero(gaps <= 0)[0])
         yield f"document {document} does not end after it begins, at {int(starts[document])}"
+
+
+# ------------------------------------------------------------------ sets of other programs
+
+
+def _open_foreign(path: Path, reading: Reading) -> TokenReader | None:
+    """Open a set without a manifest, of the format asked for or of any that is recognised."""
+    format, files = _find(path, reading.format)
+    if format is None:
+        return None
+    if reading.dtype is not None and format != shards.FLAT:
+        raise UserError(
+            f"files of the format {format} state how their ids are stored",
+            where=str(path),
+            remedy="leave out --dtype",
+        )
+    one_document = np.zeros(1, dtype=np.int64)
+    if format in megatron.FORMATS:
+        token_files = megatron.read_files(files[0].with_suffix(""))
+    elif format == shards.FLAT:
+        dtype = reading.dtype or "uint16"
+        if dtype not in DTYPES:
+            known = ", ".join(DTYPES)
+            raise UserError(f"ids are stored as one of {known}, not {dtype}", where=str(path))
+        token_files = TokenFiles([shards.plain_shard(files[0], dtype=dtype)], one_document)
+    else:
+        token_files = TokenFiles(shards.parse_shards(format, files), one_document)
+    if not token_files.tokens:
+        raise DataError("this set holds no tokens", where=path)
+    info = TokenSetInfo(
+        format=format,
+        dtype=token_files.shards[0].dtype,
+        tokens=token_files.tokens,
+        documents=len(token_files.starts),
+        vocab_size=None,
+        end_of_text=reading.end_of_text,
+        tokenizer=None,
+        fingerprint=_fingerprint(files),
+    )
+    reader = TokenReader(info, token_files)
+    if reading.end_of_text is None or format in megatron.FORMATS:
+        return reader
+    starts = document_starts(reader, between=reading.end_of_text)
+    return TokenReader(replace(info, documents=len(starts)), replace(token_files, starts=starts))
+
+
+def _find(path: Path, format: str | None) -> tuple[str | None, tuple[Path, ...]]:
+    """The format of a set without a manifest, and its files."""
+    if file_of(path, ".starts").exists():
+        return None, ()
+    if format == shards.FLAT:
+        file = path if path.is_file() else file_of(path, ".bin")
+        return (shards.FLAT, (file,)) if file.is_file() else (None, ())
+    if format in (None, *megatron.FORMATS):
+        named = path.suffix in (".bin", ".idx") and path.is_file()
+        prefix = path.with_suffix("") if named else path
+        if file_of(prefix, ".idx").is_file():
+            return format or megatron.FORMAT, (file_of(prefix, ".bin"), file_of(prefix, ".idx"))
+    if format in (None, shards.NPY) and (files := _find_shards(path, shards.NPY)):
+        return shards.NPY, files
+    files = _find_shards(path, shards.LLMC) if format in (None, shards.LLMC) else ()
+    proven = format is not None or all(_is_llmc(file) for file in files)
+    return (shards.LLMC, files) if files and proven else (None, ())
+
+
+def _find_shards(path: Path, format: str) -> tuple[Path, ...]:
+    ending = SHARD_ENDINGS[format]
+    if path.is_file():
+        return (path,) if path.suffix == ending else ()
+    if path.is_dir() and not any(is_manifest(file) for file in path.glob("*.json")):
+        inside = sorted(file for file in path.iterdir() if file.suffix == ending)
+        if inside:
+            return tuple(inside)
+    return tuple(file_of(path, suffix) for suffix in shard_suffixes(path, ending))
+
+
+def _is_llmc(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) in shards.LLMC_MAGICS
+
+
+def document_starts(reader: TokenReader, *, between: int) -> Starts:
+    """Where documents begin if an id stands between them; reads every token once."""
+    places = [start + np.flatnonzero(ids == between) for start, ids in pieces(reader)]
+    borders = np.concatenate(places)
+    if len(borders) and borders[0] == 0:
+        return borders
+    starts = np.concatenate([[0], borders + 1])
+    return starts[starts < len(reader)]
+
+
+def _fingerprint(files: Sequence[Path]) -> str:
+    """SHA-256 of the files' sizes and of eight pieces of each."""
+    result = hashlib.sha256()
+    for path in files:
+        size = file_size(path)
+        result.update(size.to_bytes(8, "little"))
+        with path.open("rb") as file:
+            for number in range(_SAMPLES):
+                file.seek(max(0, size - _SAMPLE) * number // (_SAMPLES - 1))
+                result.update(file.read(_SAMPLE))
+    return result.hexdigest()

@@ -7,7 +7,7 @@ under the set's name before `finish`; then, with everything on the disk,
     -> the new files are renamed into place -> the new manifest is written
 
 so a manifest never describes files of another set, and files of two sets never look like one (see
-`gristmill.tokens.foreign` for what is read without a manifest). A lock, held from the first byte
+`gristmill.tokens.store` for what is read without a manifest). A lock, held from the first byte
 until nothing more is written, keeps a second process away.
 
 A hidden mark, `.NAME.unfinished`, is there from before the first of these steps until all is done,

@@ -21,9 +21,8 @@ from gristmill.cli import prepare_parts
 from gristmill.cli.main import app
 from gristmill.text.prepare.all_parts import log_pattern
 from gristmill.text.prepare.part_status import PartState, part_statuses
-from gristmill.text.prepare.parts import PartNumber
 from gristmill.text.prepare.prepare import PrepareProgress, prepare
-from gristmill.text.prepare.request import PrepareRequest
+from gristmill.text.prepare.request import PartNumber, PrepareRequest
 from gristmill.text.sources import corpora
 from gristmill.text.sources.corpora import Corpus
 from gristmill.text.sources.source import ReadOptions

@@ -18,9 +18,8 @@ from typer.testing import CliRunner
 from gristmill.base.errors import Exit, UserError
 from gristmill.cli.main import app
 from gristmill.text.prepare import prepare as module
-from gristmill.text.prepare.parts import PartNumber
 from gristmill.text.prepare.prepare import PrepareResult, prepare
-from gristmill.text.prepare.request import PrepareRequest, parse_holdout
+from gristmill.text.prepare.request import PartNumber, PrepareRequest, parse_holdout
 from gristmill.text.sources.source import OnDamage, ReadOptions
 from gristmill.text.tokenizers.tokenizer import ByteTokenizer
 

@@ -15,9 +15,8 @@ from typer.testing import CliRunner
 
 from gristmill.base.errors import UserError
 from gristmill.cli.main import app
-from gristmill.text.prepare.parts import WHOLE, PartNumber, parse_part, spans_of
 from gristmill.text.prepare.prepare import prepare
-from gristmill.text.prepare.request import PrepareRequest
+from gristmill.text.prepare.request import WHOLE, PartNumber, PrepareRequest, parse_part, spans_of
 from gristmill.text.sources.reading import find_sources
 from gristmill.text.sources.source import DocumentSplit, ReadOptions, lines_before
 from gristmill.text.tokenizers.tokenizer import ByteTokenizer

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
 from gristmill.base.errors import UserError
-from gristmill.text.tokenizers.byte_level import BYTE_OF
+from gristmill.text.tokenizers.library import BYTE_OF
 from gristmill.text.tokenizers.tokenizer import (
     END_OF_TEXT,
     ByteTokenizer,
@@ -259,7 +259,7 @@ def test_a_folder_without_a_tokenizer_does_not_hide_a_name(
         asked.append(name)
         return tmp_path / "fetched"
 
-    monkeypatch.setattr("gristmill.text.tokenizers.hub.tokenizer_folder", folder_of)
+    monkeypatch.setattr("gristmill.text.tokenizers.vocabularies.tokenizer_folder", folder_of)
     TRAINED.save(tmp_path / "fetched")
     (tmp_path / "runs").mkdir()
     assert open_tokenizer("someone/runs").spec == TRAINED.spec

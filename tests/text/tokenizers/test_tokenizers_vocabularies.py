@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.text.tokenizers import vocabularies
-from gristmill.text.tokenizers.byte_level import BYTE_OF
+from gristmill.text.tokenizers.library import BYTE_OF
 from gristmill.text.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from gristmill.text.tokenizers.vocabularies import Vocabulary, gpt2_vocabulary, read_vocabulary
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -95,27 +96,26 @@ class LineLedger:
 
     lines: int = 0
     kept: int = 0
-    dropped: dict[BadLine, int] = field(default_factory=dict)
+    dropped: Counter[BadLine] = field(default_factory=Counter)
     first: dict[BadLine, str] = field(default_factory=dict)
     """The place of the first line dropped for each reason, and more about it if there is more."""
     skipped: list[str] = field(default_factory=list)
     """Files and folders that were left out as a whole, and why."""
 
     def drop(self, reason: BadLine, origin: str, detail: str = "") -> None:
-        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+        self.dropped[reason] += 1
         self.first.setdefault(reason, f"{origin}{f' ({detail})' if detail else ''}")
 
     def described(self) -> str | None:
         """The lines that were left out, in words; None if there are none."""
-        assert self.lines == self.kept + sum(self.dropped.values()), f"unaccounted for: {self}"
+        assert self.lines == self.kept + self.dropped.total(), f"unaccounted for: {self}"
         if not self.dropped:
             return None
         reasons = (
             f"{count} {reason.value}, {'first' if count > 1 else 'at'} {self.first[reason]}"
             for reason, count in self.dropped.items()
         )
-        total = sum(self.dropped.values())
-        return f"{total} of {self.lines} lines are left out: {'; '.join(reasons)}"
+        return f"{self.dropped.total()} of {self.lines} lines are left out: {'; '.join(reasons)}"
 
 
 class _BadLineError(Exception):

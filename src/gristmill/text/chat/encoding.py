@@ -84,8 +84,8 @@ class ChatEncoder:
     ) -> list[list[ChatRun] | UnusableError]:
         """The same of several conversations, or why the template has no text for one."""
         return [
-            found if isinstance(found, UnusableError) else self._runs(found, messages)
-            for found, messages in zip(
+            pieces if isinstance(pieces, UnusableError) else self._runs(pieces, messages)
+            for pieces, messages in zip(
                 self.template.pieces_of(conversations), conversations, strict=True
             )
         ]
@@ -94,17 +94,17 @@ class ChatEncoder:
         """The ids of several conversations, on all cores where the tokenizer can."""
         texts = [run.text for runs in conversations for run in runs if run.control is None]
         encoded = iter(self.tokenizer.encode_batch(texts))
-        found = []
+        chats = []
         for runs in conversations:
             ids = [next(encoded) if run.control is None else [run.control] for run in runs]
             loss_mask = np.array([run.loss_mask for run in runs], np.bool_)
-            found.append(
+            chats.append(
                 EncodedChat(
                     np.fromiter(itertools.chain.from_iterable(ids), np.int64),
-                    loss_mask.repeat([len(one) for one in ids]),
+                    loss_mask.repeat([len(part) for part in ids]),
                 )
             )
-        return found
+        return chats
 
     def encode(self, messages: Sequence[Message]) -> EncodedChat:
         """The ids of one conversation."""
@@ -132,6 +132,10 @@ class ChatEncoder:
                 runs.append(ChatRun(text, None, loss_mask))
             text = ""
 
+        def add_control(token: str) -> None:
+            flush()
+            runs.append(ChatRun(token, self.tokenizer.control_tokens[token], loss_mask))
+
         for number, piece in enumerate(pieces):
             if piece.message is not None:
                 answers = messages[piece.message].role == "assistant"
@@ -143,8 +147,7 @@ class ChatEncoder:
             parts = self._controls.split(own)
             for place, part in enumerate(parts):
                 if place % 2:
-                    flush()
-                    runs.append(ChatRun(part, self.tokenizer.control_tokens[part], loss_mask))
+                    add_control(part)
                     loss_mask = False
                 elif loss_mask and (part.strip() or place == len(parts) - 1):
                     # No control token ends this answer.
@@ -157,8 +160,7 @@ class ChatEncoder:
                 loss_mask = True
             for place, part in enumerate(self._controls.split(lead)):
                 if place % 2:
-                    flush()
-                    runs.append(ChatRun(part, self.tokenizer.control_tokens[part], loss_mask))
+                    add_control(part)
                 else:
                     text += part
         flush()
@@ -169,7 +171,7 @@ class ChatEncoder:
     ) -> tuple[str, str]:
         """The template's own text, and the end of it that belongs to the answer after it."""
         own, *after = pieces
-        answers = any(messages[one.message or 0].role == "assistant" for one in after)
+        answers = any(messages[piece.message or 0].role == "assistant" for piece in after)
         if not (self.lead and answers and own.text.endswith(self.lead)):
             return own.text, ""
         return own.text[: -len(self.lead)], self.lead
@@ -192,8 +194,8 @@ class ChatEncoder:
         except (TemplateRewritesError, StopIteration) as error:
             what = f"the template {name} rewrites messages, so their words cannot be told apart"
             raise UserError(what, where=where, remedy="use another template") from error
-        last = (one for one, after in pairwise([*runs, None]) if not (after and after.loss_mask))
-        ends = [one.control for one in last if one and one.loss_mask and one.control is not None]
+        last = (run for run, after in pairwise([*runs, None]) if not (after and after.loss_mask))
+        ends = [run.control for run in last if run and run.loss_mask and run.control is not None]
         if len(ends) < 2:
             raise UserError(
                 f"the template {name} ends answers with no control token of this tokenizer, so a "

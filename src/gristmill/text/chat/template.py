@@ -37,9 +37,9 @@ from gristmill.text.chat.rendering import (
     render,
     render_here,
 )
-from gristmill.text.tokenizers.hub import TEMPLATE_FILE
 from gristmill.text.tokenizers.library import CONFIG_FILE
 from gristmill.text.tokenizers.tokenizer import Tokenizer
+from gristmill.text.tokenizers.vocabularies import TEMPLATE_FILE
 
 OWN = ("plain", "chatml")
 """Templates that come with this program."""

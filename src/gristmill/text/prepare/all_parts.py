@@ -36,15 +36,14 @@ from gristmill.text.prepare.part_status import (
     record_file,
     saved_counts,
 )
-from gristmill.text.prepare.parts import PartNumber, no_parts_of
 from gristmill.text.prepare.prepare import PrepareResult, WorkPlan
-from gristmill.text.prepare.request import PrepareRequest
+from gristmill.text.prepare.request import PartNumber, PrepareRequest, no_parts_of
 from gristmill.text.sources.datasets import PREFIX as DATASET_PREFIX
 from gristmill.text.sources.reading import STDIN, find_sources
 from gristmill.text.tokenizers.tokenizer import Tokenizer
 from gristmill.tokens.convert import CopyProgress, convert_tokens
 from gristmill.tokens.format import LEDGER_FILE, Manifest, NewSet, file_of, read_manifest
-from gristmill.tokens.store import VerifyProgress, verify_tokens
+from gristmill.tokens.store import verify_tokens
 from gristmill.tokens.writer import refuse_existing
 
 _PERMANENT = (
@@ -123,7 +122,7 @@ class PartsListener:
 
     progress: Callable[[PartsProgress], None] = lambda state: None
     copying: Callable[[CopyProgress], None] = lambda state: None
-    verifying: Callable[[VerifyProgress], None] = lambda state: None
+    verifying: Callable[[int, int], None] = lambda done, total: None
     note: Callable[[str], None] = lambda message: None
 
 
@@ -161,13 +160,7 @@ def prepare_in_parts(
             state.merging = True
             state.save()
             try:
-                merge_parts(
-                    request,
-                    requests,
-                    tokenizer,
-                    copying=listener.copying,
-                    verifying=listener.verifying,
-                )
+                _merge_parts(request, requests, tokenizer, listener)
             except HopelessError:
                 # The same command would end here again.
                 _remove(requests, state)
@@ -405,13 +398,11 @@ def _ending(status: int | None) -> str:
     return f"by signal {-status}" if status < 0 else f"with exit status {status}"
 
 
-def merge_parts(
+def _merge_parts(
     request: PrepareRequest,
     parts: Sequence[PrepareRequest],
     tokenizer: Tokenizer,
-    *,
-    copying: Callable[[CopyProgress], None],
-    verifying: Callable[[VerifyProgress], None],
+    listener: PartsListener,
 ) -> None:
     """Make the sets of the whole, each with its tokenizer, and the ledgers; then read all of it
     again. What stands in their place is replaced."""
@@ -450,14 +441,12 @@ def merge_parts(
                 format=request.format,
                 shard_size=request.shard_size,
                 overwrite=True,
-                progress=copying,
+                progress=listener.copying,
             )
-            _verify(prefix, [read_manifest(source) for source in sources], verifying)
+            _verify(prefix, [read_manifest(source) for source in sources], listener.verifying)
 
 
-def _verify(
-    prefix: Path, parts: Sequence[Manifest], progress: Callable[[VerifyProgress], None]
-) -> None:
+def _verify(prefix: Path, parts: Sequence[Manifest], progress: Callable[[int, int], None]) -> None:
     """Read a merged set again from the disk, and compare it with its parts."""
     if problems := verify_tokens(prefix, progress=progress):
         raise DataError(problems)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import glob
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -33,7 +34,7 @@ from gristmill.base.files import (
     write_json,
     write_sealed_json,
 )
-from gristmill.text.prepare.parts import SourceSpan
+from gristmill.text.prepare.request import SourceSpan
 from gristmill.text.sources.source import Dropped, Reason, Skipped, SkipReason, Source
 from gristmill.tokens.format import LEDGER_FILE, TokenReader, file_of
 from gristmill.tokens.writer import HashedFile
@@ -51,21 +52,21 @@ class Ledger:
 
     lines: int = 0
     kept: int = 0
-    dropped: dict[Reason, int] = field(default_factory=dict)
+    dropped: Counter[Reason] = field(default_factory=Counter)
     places: list[Dropped] = field(default_factory=list)
     """The first 100 dropped lines."""
-    skipped: dict[SkipReason, int] = field(default_factory=dict)
+    skipped: Counter[SkipReason] = field(default_factory=Counter)
     """Files and folders that were left out; their lines are not counted."""
     skipped_places: list[Skipped] = field(default_factory=list)
     """The first 100 of them."""
 
     def skip(self, item: Skipped) -> None:
-        self.skipped[item.reason] = self.skipped.get(item.reason, 0) + 1
+        self.skipped[item.reason] += 1
         if len(self.skipped_places) < _MAX_PLACES:
             self.skipped_places.append(item)
 
     def drop(self, item: Dropped) -> None:
-        self.dropped[item.reason] = self.dropped.get(item.reason, 0) + 1
+        self.dropped[item.reason] += 1
         if len(self.places) < _MAX_PLACES:
             self.places.append(item)
 
@@ -73,17 +74,14 @@ class Ledger:
         """Append the ledger of the part that follows."""
         self.lines += other.lines
         self.kept += other.kept
-        for reason, count in other.dropped.items():
-            self.dropped[reason] = self.dropped.get(reason, 0) + count
+        self.dropped.update(other.dropped)
         self.places += other.places[: _MAX_PLACES - len(self.places)]
-        for skip, count in other.skipped.items():
-            self.skipped[skip] = self.skipped.get(skip, 0) + count
+        self.skipped.update(other.skipped)
         self.skipped_places += other.skipped_places[: _MAX_PLACES - len(self.skipped_places)]
 
     def check(self, *, may_be_empty: bool) -> None:
         """Lines read = documents kept + lines dropped, and there are documents."""
-        dropped = sum(self.dropped.values())
-        assert self.lines == self.kept + dropped, f"lines unaccounted for: {self}"
+        assert self.lines == self.kept + self.dropped.total(), f"lines unaccounted for: {self}"
         if self.kept or may_be_empty:
             return
         counts = [*self.dropped.items(), *self.skipped.items()]
@@ -116,9 +114,11 @@ class Ledger:
         return cls(
             lines=value["lines"],
             kept=value["kept"],
-            dropped={Reason(reason): count for reason, count in value["dropped"].items()},
+            dropped=Counter({Reason(why): count for why, count in value["dropped"].items()}),
             places=[Dropped(Reason(p["reason"]), p["origin"]) for p in value["first_dropped"]],
-            skipped={SkipReason(why): count for why, count in value.get("skipped", {}).items()},
+            skipped=Counter(
+                {SkipReason(why): count for why, count in value.get("skipped", {}).items()}
+            ),
             skipped_places=[
                 Skipped(SkipReason(p["reason"]), p["origin"], p["what"])
                 for p in value.get("first_skipped", ())
@@ -290,9 +290,6 @@ class Generation:
     log: Mapping[str, Any]
     """Length and checksum of the records."""
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Generation:
         current = value["current"]
@@ -406,7 +403,7 @@ class Journal:
         value = {
             "version": _VERSION,
             "request": self._request,
-            "generations": [generation.as_json() for generation in (now, *self._earlier)],
+            "generations": [asdict(generation) for generation in (now, *self._earlier)],
         }
         write_json(self.path, value)
 

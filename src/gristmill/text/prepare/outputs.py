@@ -22,8 +22,7 @@ from gristmill.text.prepare.journal import (
     Ledger,
     SetCounts,
 )
-from gristmill.text.prepare.parts import WHOLE
-from gristmill.text.prepare.request import PrepareRequest
+from gristmill.text.prepare.request import WHOLE, PrepareRequest
 from gristmill.text.prepare.workers import EncodedBlock, EncodedColumn
 from gristmill.text.sources.source import Dropped, Skipped
 from gristmill.text.tokenizers.tokenizer import TOKENIZER_FILES, Tokenizer

@@ -39,8 +39,7 @@ from gristmill.text.prepare.journal import (
     journal_file,
 )
 from gristmill.text.prepare.outputs import PreparedKey, PreparedSet
-from gristmill.text.prepare.parts import PartNumber
-from gristmill.text.prepare.request import PrepareRequest, split_name
+from gristmill.text.prepare.request import PartNumber, PrepareRequest, split_name
 from gristmill.text.sources.source import OnDamage, SkipReason
 from gristmill.tokens.format import LEDGER_FILE, file_of, is_manifest, read_manifest, size_problems
 from gristmill.tokens.store import find_manifest
@@ -97,14 +96,7 @@ def read_record(name: Path) -> PartRecord | None:
     """The record of a part, if there is one that can be read."""
     try:
         value = read_json(record_file(name))
-        return PartRecord(
-            value["request"],
-            value["spans"],
-            SetCounts(**value["counts"]),
-            value["dropped"],
-            value["damaged"],
-            value["manifests"],
-        )
+        return PartRecord(**{**value, "counts": SetCounts(**value["counts"])})
     except (UserError, KeyError, TypeError):
         return None
 
@@ -119,19 +111,19 @@ def write_record(
         sum(info.documents for info in infos),
         sum(info.text_bytes or 0 for info in infos),
     )
-    value = {
-        "request": dict(asked),
-        "spans": _digest(ids),
-        "counts": asdict(counts),
-        "dropped": any(key.ledger.dropped for key in keys),
-        "damaged": any(SkipReason.DAMAGED_FILE in key.ledger.skipped for key in keys),
-        "manifests": [
+    record = PartRecord(
+        request=asked,
+        spans=_digest(ids),
+        counts=counts,
+        dropped=any(key.ledger.dropped for key in keys),
+        damaged=any(SkipReason.DAMAGED_FILE in key.ledger.skipped for key in keys),
+        manifests=[
             os.path.relpath(file_of(prepared.prefix, ".json"), name.parent)
             for key in keys
             for prepared in key.sets
         ],
-    }
-    write_json(record_file(name), value)
+    )
+    write_json(record_file(name), asdict(record))
 
 
 def prepared_keys(request: PrepareRequest) -> tuple[PreparedKey, ...]:

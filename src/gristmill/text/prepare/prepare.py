@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from gristmill.base.errors import DataError, UserError
 from gristmill.base.locks import OutputLock
@@ -40,8 +41,7 @@ from gristmill.text.prepare.journal import (
 )
 from gristmill.text.prepare.outputs import Outputs, PreparedKey
 from gristmill.text.prepare.part_status import prepared_keys, read_record, write_record
-from gristmill.text.prepare.parts import WHOLE, spans_of
-from gristmill.text.prepare.request import FIRST_SAVE, PrepareRequest
+from gristmill.text.prepare.request import FIRST_SAVE, WHOLE, PrepareRequest, spans_of
 from gristmill.text.prepare.workers import (
     BlockBatch,
     BlockInSource,
@@ -281,7 +281,7 @@ def prepare(
                 )
             # The same command made it from other text.
             request = replace(request, overwrite=True)
-        outputs, cursor = _open_outputs(request, tokenizer, journal, plan, note=note)
+        outputs, cursor = _Opening(request, tokenizer, journal, plan, note).open()
         before = outputs.text_bytes
         try:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -369,93 +369,89 @@ def _worker_count(total: int | None) -> int:
     return min(cores, 1 + total // _BYTES_PER_WORKER) if total is not None else cores
 
 
-def _open_outputs(
-    request: PrepareRequest,
-    tokenizer: Tokenizer,
-    journal: Journal | None,
-    plan: WorkPlan,
-    *,
-    note: Callable[[str], None],
-) -> tuple[Outputs, Cursor]:
-    """The outputs and where to begin, from the journal if there is one for the same request."""
-    try:
-        saved = journal.load() if journal else None
-        if journal and saved:
-            return _resume(request, tokenizer, journal, plan, saved, note=note)
-    except UserError:
-        if not request.overwrite:
-            raise
-    if journal:
+@dataclass(frozen=True)
+class _Opening:
+    """Opens the outputs of a preparation, anew or where an earlier process stopped."""
+
+    request: PrepareRequest
+    tokenizer: Tokenizer
+    journal: Journal | None
+    plan: WorkPlan
+    note: Callable[[str], None]
+
+    def open(self) -> tuple[Outputs, Cursor]:
+        """The outputs and where to begin, from the journal if there is one for the same request."""
+        journal = self.journal
+        if journal is None:
+            return Outputs(self.request, self.tokenizer), Cursor()
+        try:
+            saved = journal.load()
+            if saved:
+                return self._resume(journal, *saved)
+        except UserError:
+            if not self.request.overwrite:
+                raise
         journal.remove()
-    outputs = Outputs(request, tokenizer, () if journal else None)
-    if journal:
+        outputs = Outputs(self.request, self.tokenizer, ())
         # Not before the outputs, which refuse to replace others.
         journal.begin()
-    return outputs, Cursor()
+        return outputs, Cursor()
 
+    def _resume(
+        self, journal: Journal, last: Generation, earlier: Sequence[Generation]
+    ) -> tuple[Outputs, Cursor]:
+        """Continue the generation that was saved, or begin another if sources have changed."""
+        plan, stop = self.plan, self.request.on_damage is OnDamage.STOP
+        done = journal.records(last)
+        here = last.current if last.cursor.position is not None else None
+        ids = [*(record.id for record in done), *([here] if here else ())]
+        again = stop and any(record.damaged for record in done)
+        if plan.ids[: len(ids)] == ids and not again:
+            plan.keep(self._kept_of(journal, earlier, plan.ids[last.cursor.span :])[0])
+            journal.resume(last, earlier)
+            outputs = self._generation(last.number, last.columns)
+            if ids:
+                self.note(
+                    f"resuming an interrupted preparation: {outputs.kept:,} documents were done"
+                )
+            return outputs, last.cursor
+        names, known = {id.name for id in plan.ids}, {id.name for id in ids}
+        if not names & known:
+            raise journal.refused("it differs in: sources")
+        kept, used = self._kept_of(journal, (last, *earlier), plan.ids)
+        plan.keep(kept)
+        changed = (known & names) - {id.name for id in kept}
+        words = f"{len(kept):,} files are as before"
+        words += f", {len(changed):,} changed and will be done again" if changed else ""
+        words += f", {len(known - names):,} are gone" if known - names else ""
+        self.note(f"resuming an interrupted preparation: {words}")
+        number = last.number + 1
+        journal.begin(number, used)
+        return self._generation(number, ()), Cursor()
 
-def _resume(
-    request: PrepareRequest,
-    tokenizer: Tokenizer,
-    journal: Journal,
-    plan: WorkPlan,
-    saved: tuple[Generation, Sequence[Generation]],
-    *,
-    note: Callable[[str], None],
-) -> tuple[Outputs, Cursor]:
-    """Continue the generation that was saved, or begin another if sources have changed."""
-    last, earlier = saved
-    done = journal.records(last)
-    here = last.current if last.cursor.position is not None else None
-    ids = [*(record.id for record in done), *([here] if here else ())]
-    again = request.on_damage is OnDamage.STOP and any(record.damaged for record in done)
-    if plan.ids[: len(ids)] == ids and not again:
-        following = plan.ids[last.cursor.span :]
-        plan.keep(_kept_of(request, tokenizer, journal, earlier, following)[0])
-        journal.resume(last, earlier)
-        outputs = Outputs(request, tokenizer, last.columns, generation=last.number)
-        if ids:
-            note(f"resuming an interrupted preparation: {outputs.kept:,} documents were done")
-        return outputs, last.cursor
-    names, known = {id.name for id in plan.ids}, {id.name for id in ids}
-    if not names & known:
-        raise journal.refused("it differs in: sources")
-    kept, used = _kept_of(request, tokenizer, journal, (last, *earlier), plan.ids)
-    plan.keep(kept)
-    changed = (known & names) - {id.name for id in kept}
-    words = f"{len(kept):,} files are as before"
-    words += f", {len(changed):,} changed and will be done again" if changed else ""
-    words += f", {len(known - names):,} are gone" if known - names else ""
-    note(f"resuming an interrupted preparation: {words}")
-    number = last.number + 1
-    journal.begin(number, used)
-    return Outputs(request, tokenizer, (), generation=number), Cursor()
+    def _generation(self, number: int, states: Sequence[Mapping[str, Any]]) -> Outputs:
+        return Outputs(self.request, self.tokenizer, states, generation=number)
 
-
-def _kept_of(
-    request: PrepareRequest,
-    tokenizer: Tokenizer,
-    journal: Journal,
-    generations: Sequence[Generation],
-    wanted: Sequence[SpanId],
-) -> tuple[dict[SpanId, KeptSpan], list[Generation]]:
-    """What earlier generations, the newest first, hold of some spans, and which of them do."""
-    kept: dict[SpanId, KeptSpan] = {}
-    used = []
-    skip = request.on_damage is OnDamage.SKIP
-    for generation in generations:
-        records = journal.records(generation)
-        unfinished = generation.unfinished
-        records += [unfinished] if unfinished else []
-        usable = {record.id for record in records if skip or not record.damaged}
-        new = (usable & set(wanted)) - set(kept)
-        if not new:
-            continue
-        # Opening compares the checksums.
-        outputs = Outputs(request, tokenizer, generation.columns, generation=generation.number)
-        readers = outputs.readers()
-        outputs.release()
-        spans = kept_spans(records, readers, cursor=generation.cursor if unfinished else None)
-        kept |= {id: spans[id] for id in new}
-        used.append(generation)
-    return kept, used
+    def _kept_of(
+        self, journal: Journal, generations: Sequence[Generation], wanted: Sequence[SpanId]
+    ) -> tuple[dict[SpanId, KeptSpan], list[Generation]]:
+        """What earlier generations, the newest first, hold of some spans, and which of them do."""
+        kept: dict[SpanId, KeptSpan] = {}
+        used = []
+        skip = self.request.on_damage is OnDamage.SKIP
+        for generation in generations:
+            records = journal.records(generation)
+            unfinished = generation.unfinished
+            records += [unfinished] if unfinished else []
+            usable = {record.id for record in records if skip or not record.damaged}
+            new = (usable & set(wanted)) - set(kept)
+            if not new:
+                continue
+            # Opening compares the checksums.
+            outputs = self._generation(generation.number, generation.columns)
+            readers = outputs.readers()
+            outputs.release()
+            spans = kept_spans(records, readers, cursor=generation.cursor if unfinished else None)
+            kept |= {id: spans[id] for id in new}
+            used.append(generation)
+        return kept, used

@@ -25,7 +25,13 @@ from urllib.parse import unquote_plus
 
 from gristmill.base.errors import DataError, Problem, UserError, optional
 from gristmill.base.files import sha256_text
-from gristmill.hub.client import HubRepository, ask_hub, parse_repository, quiet_library
+from gristmill.hub.client import (
+    HubRepository,
+    ask_hub,
+    first_line,
+    parse_repository,
+    quiet_library,
+)
 from gristmill.text.sources.corpora import config_files
 from gristmill.text.sources.lines import text_or_reason
 from gristmill.text.sources.source import (
@@ -154,7 +160,7 @@ class DatasetSource(Source):
                 table = next(batches, None)
             except Exception as error:  # the library raises nothing more precise
                 raise DataError(
-                    f"cannot read any further after row {done:,}: {_first_line(error)}",
+                    f"cannot read any further after row {done:,}: {first_line(error)}",
                     where=self.name,
                     remedy="check the network or the files, then start the same command again",
                 ) from error
@@ -312,7 +318,7 @@ def _open_folder(datasets: Any, spec: DatasetSpec, folder: Path) -> OpenedDatase
         raise
     except Exception as error:  # the library raises nothing more precise
         raise DataError(
-            f"the dataset cannot be opened: {_first_line(error)}",
+            f"the dataset cannot be opened: {first_line(error)}",
             where=f"{PREFIX}{spec.name}",
             remedy="check its files, its config and its split",
         ) from error
@@ -377,7 +383,3 @@ def _no_split(spec: DatasetSpec, splits: Iterable[str]) -> DataError:
         where=f"{PREFIX}{spec.name}",
         remedy="name one of them: hf:NAME?split=…",
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

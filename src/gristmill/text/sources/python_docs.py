@@ -2,7 +2,6 @@
 
     pydoc_data.topics          the chapters of the language reference that `help()` shows
     the standard library       the docstrings of every module, class and function, module by module
-    with source code           and the sources of those modules
 
 About two megabytes of technical English, different in each Python version. Files are parsed, never
 imported. They are sorted, then shuffled with a fixed seed. Repeated docstrings are taken once, and
@@ -12,7 +11,6 @@ tests are left out.
 from __future__ import annotations
 
 import ast
-import importlib.util
 import random
 import sysconfig
 import warnings
@@ -26,8 +24,8 @@ _SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__p
 _SEED = 1337
 
 
-def python_documents(*, source_code: bool = False) -> Iterator[Document]:
-    """The documentation of this Python, then, if asked for, its sources."""
+def python_documents() -> list[Document]:
+    """The documentation of this Python."""
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = sorted(root.rglob("*.py"))
     files = [path for path in paths if _SKIPPED.isdisjoint(path.relative_to(root).parts)]
@@ -40,13 +38,7 @@ def python_documents(*, source_code: bool = False) -> Iterator[Document]:
             documents.append(Document(text, origin=f"pydoc_data.topics:{name}"))
     documents += _docstrings(files, root=root, seen=seen)
     random.Random(_SEED).shuffle(documents)
-    yield from documents
-    if source_code:
-        random.Random(_SEED).shuffle(files)
-        for path in files:
-            text = importlib.util.decode_source(path.read_bytes())
-            if text.strip():
-                yield Document(text, origin=f"{path.relative_to(root).as_posix()}:1")
+    return documents
 
 
 def _docstrings(files: list[Path], *, root: Path, seen: set[str]) -> Iterator[Document]:

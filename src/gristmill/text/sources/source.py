@@ -206,15 +206,14 @@ class Stream:
 
     def __init__(self, path: Path | None, *, regular: bool) -> None:
         self._path = path
-        raw: Any = decompressed(path.open("rb")) if path else sys.stdin.buffer
-        # The decompressors of the standard library keep the file they read in these attributes.
-        file = getattr(raw, "fileobj", None) or getattr(raw, "_fp", None) or raw
-        self._file = file if regular and isinstance(file, io.BufferedReader) else None
-        # Decompressors are slow at small reads, and some cannot peek.
+        file = path.open("rb") if path else None
+        raw: Any = decompressed(file) if file else sys.stdin.buffer
+        # What stands in for standard input need not be buffered.
         buffered = isinstance(raw, io.BufferedReader)
         self._reader: io.BufferedReader = raw if buffered else io.BufferedReader(raw, _BUFFER)
         self.peek = self._reader.peek
-        self._compressed = file is not raw
+        self._file = file if regular else None
+        self._compressed = file is not None and raw is not file
         self._left = b""
         self._failure: Exception | None = None
 

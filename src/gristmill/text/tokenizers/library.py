@@ -4,6 +4,16 @@
     WordPiece   the longest piece, then on       "the" "mill" "##s"
     BPE         with single bytes for the rest   "▁mill" "<0xE2>" "<0x86>" "<0x92>"
 
+Byte-level tokenizers have ids for bytes and for frequent sequences of bytes:
+
+    text  -> words, by a pattern       "don't stop"  ->  "don"  "'t"  " stop"
+    word  -> bytes, one character each " stop"       ->  "Ġstop"
+    bytes -> merged pairs              "Ġ s t o p"   ->  "Ġs t o p"  ->  "Ġst o p"  ->  ...
+
+Each of the 256 bytes is written as one printable character (`BYTE_OF`). If all of them are in the
+vocabulary, every text can be encoded and decode(encode(x)) == x, unless the tokenizer changes the
+text first: with a normalizer, a space added in front, or spaces removed. `lossless` says so.
+
 Text that looks like a control token is encoded as text, nothing is added around it, and the token
 that ends a document is a control token even if the files define it as an ordinary one.
 
@@ -31,23 +41,151 @@ import abc
 import base64
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from gristmill.base.errors import DataError, UserError
-from gristmill.base.files import storage_errors, write_atomic, write_json
-from gristmill.text.tokenizers import byte_level
+from gristmill.base.files import sha256_text, storage_errors, write_atomic, write_json
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 BYTES_FILE = "gristmill_tokenizer.json"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+# ------------------------------------------------------------------ bytes
+
+
+def _byte_characters() -> dict[str, int]:
+    """The character that byte-level tokenizers write for each byte, with that byte.
+
+    Visible Latin-1 characters stand for themselves, the other bytes are written as U+0100 and up.
+    """
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in visible]
+    itself = {chr(byte): byte for byte in visible}
+    return itself | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF = _byte_characters()
+CHARACTER_OF = {byte: character for character, byte in BYTE_OF.items()}
+LONGEST_WORD = 100
+SHORT_WORDS = pre_tokenizers.Split(tokenizers.Regex(f".{{1,{LONGEST_WORD}}}"), behavior="isolated")
+"""Splits words to a length that WordPiece can encode."""
+
+
+class _OnlyBytes(dict[int, int | None]):
+    """For `str.translate`: drops the characters that stand for no byte."""
+
+    def __missing__(self, character: int) -> None:
+        return None
+
+
+_BYTES = _OnlyBytes({ord(character): byte for character, byte in BYTE_OF.items()})
+
+
+def _bytes_of(token: str) -> bytes:
+    """The bytes that a token is written for; a token with other characters, no text can produce."""
+    return token.translate(_BYTES).encode("latin-1")
+
+
+def byte_level(model: models.Model, *, pattern: str | None = None) -> tokenizers.Tokenizer:
+    """A tokenizer of the library that works on bytes; the pattern is GPT-2's if not given."""
+    inner = tokenizers.Tokenizer(model)
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if pattern is not None:
+        cut = pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")
+        as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        inner.pre_tokenizer = pre_tokenizers.Sequence([cut, as_bytes])
+    inner.decoder = decoders.ByteLevel()
+    return inner
+
+
+def works_on_bytes(inner: tokenizers.Tokenizer) -> bool:
+    """Whether a tokenizer writes bytes as characters before it splits, and undoes that after."""
+    parts = (inner.pre_tokenizer, inner.decoder)
+    # The state of a part is its piece of the tokenizer.json.
+    return all(part is not None and b'"ByteLevel"' in part.__getstate__() for part in parts)
+
+
+def _gives_text_back(value: dict[str, Any]) -> bool:
+    """Whether a tokenizer that works on bytes has all 256 and changes nothing before it splits."""
+    vocabulary = value["model"]["vocab"]
+    # A Unigram holds a list of tokens with their scores.
+    known = {entry[0] for entry in vocabulary} if isinstance(vocabulary, list) else vocabulary
+    if value["normalizer"] is not None or any(character not in known for character in BYTE_OF):
+        return False
+    strips = any(
+        (token["lstrip"] or token["rstrip"]) and not token["special"]
+        for token in value["added_tokens"]
+    )
+    steps = _steps(value["pre_tokenizer"])
+    return not strips and all(map(_only_cuts, steps)) and _can_write(value["model"], steps)
+
+
+def _is_as_gpt2(value: dict[str, Any]) -> bool:
+    """Whether GPT-2's pattern and the merges alone decide ids."""
+    cutting = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    return (
+        not value["model"].get("ignore_merges")
+        and all(token["special"] for token in value["added_tokens"])
+        and all(value["pre_tokenizer"].get(name) == part for name, part in cutting.items())
+    )
+
+
+def _can_write(model: dict[str, Any], steps: list[dict[str, Any]]) -> bool:
+    """Whether a model with all 256 bytes can encode every word of them."""
+    if model["type"] == "WordPiece":
+        short = {"Regex": f".{{1,{LONGEST_WORD}}}"} in [step.get("pattern") for step in steps]
+        whole = model["max_input_chars_per_word"] >= LONGEST_WORD
+        return short and whole and model["continuing_subword_prefix"] == ""
+    return model["type"] in {"BPE", "Unigram"}
+
+
+def _steps(part: dict[str, Any]) -> list[dict[str, Any]]:
+    nested = part["pretokenizers"] if part["type"] == "Sequence" else None
+    return [step for each in nested for step in _steps(each)] if nested else [part]
+
+
+def _only_cuts(step: dict[str, Any]) -> bool:
+    match step["type"]:
+        case "ByteLevel":
+            return not step["add_prefix_space"]
+        case "Split" | "Punctuation":
+            return bool(step["behavior"] != "Removed")
+        case other:
+            return bool(other == "Digits")
+
+
+def _fingerprint(value: dict[str, Any], **model: Any) -> str:
+    """SHA-256 of the parts of a tokenizer.json that decide ids; `model` are those of its model."""
+    parts = {
+        **model,
+        "normalizer": value["normalizer"],
+        "pre_tokenizer": _without_offsets(value["pre_tokenizer"]),
+        # Special tokens are never looked for in text.
+        "added_tokens": [
+            [token["id"], token["content"]] if token["special"] else token
+            for token in value["added_tokens"]
+        ],
+    }
+    return sha256_text(json.dumps(parts, sort_keys=True))
+
+
+def _without_offsets(value: Any) -> Any:
+    """Drop the setting that only changes the offsets a tokenizer reports."""
+    if isinstance(value, dict):
+        return {key: _without_offsets(v) for key, v in value.items() if key != "trim_offsets"}
+    return [_without_offsets(item) for item in value] if isinstance(value, list) else value
+
+
+# ------------------------------------------------------------------ tokenizers
 
 
 class LibraryTokenizer(abc.ABC):
@@ -73,12 +211,17 @@ class LibraryTokenizer(abc.ABC):
         )
         inner.encode_special_tokens = True
         ids = inner.get_vocab(with_added_tokens=True)
-        check_ids(ids.values())
         self.size = max(ids.values()) + 1
+        if self.size > MOST_IDS:
+            what = f"an id is {self.size - 1}, larger than that of any vocabulary"
+            raise ValueError(what)
         self.end_of_text = ids[end_of_text]
         self._inner = inner
         self.prefix = _prefix(inner)
-        check_prefix(self.prefix, size=self.size)
+        outside = any(not 0 <= id < self.size for id in self.prefix)
+        if len(self.prefix) > LONGEST_PREFIX or outside:
+            what = "its post-processor puts more before a text than a few tokens of its own"
+            raise ValueError(what)
         self._text = ""
         """The text of the tokenizer.json, if `_inner` no longer gives it."""
         self._end_text, self._begin_text = end_of_text, begin_of_text
@@ -157,15 +300,15 @@ class BpeTokenizer(LibraryTokenizer):
         super().__init__(inner, end_of_text=end_of_text, begin_of_text=begin_of_text)
         value = json.loads(inner.to_str())
         merges = value["model"]["merges"]
-        self.fingerprint = byte_level.fingerprint(
+        self.fingerprint = _fingerprint(
             value,
             vocab=value["model"]["vocab"],
             # Pairs or strings, depending on the version of the library that wrote them.
             merges=[pair if isinstance(pair, str) else " ".join(pair) for pair in merges],
             ignore_merges=value["model"].get("ignore_merges", False),
         )
-        self.lossless = byte_level.gives_text_back(value)
-        self._as_gpt2 = self.lossless and byte_level.is_as_gpt2(value)
+        self.lossless = _gives_text_back(value)
+        self._as_gpt2 = self.lossless and _is_as_gpt2(value)
 
     @cached_property
     def definition(self) -> str | None:
@@ -184,7 +327,7 @@ class BpeTokenizer(LibraryTokenizer):
         added = self._inner.get_added_tokens_decoder()
         for token, id in self._inner.get_vocab(with_added_tokens=True).items():
             if id not in added:
-                table[id] = byte_level.bytes_of(token)
+                table[id] = _bytes_of(token)
             elif not added[id].special:
                 table[id] = token.encode()
         return table
@@ -206,12 +349,12 @@ class SubwordTokenizer(LibraryTokenizer):
         self._text = inner.to_str(pretty=True)
         value = json.loads(self._text)
         model = value["model"]
-        self._on_bytes = byte_level.works_on_bytes(inner)
+        self._on_bytes = works_on_bytes(inner)
         name = str(model["type"]).lower()
         self.kind = f"byte-level-{name}" if self._on_bytes else name
         deciding = {key: part for key, part in model.items() if key != "dropout"}
-        self.fingerprint = byte_level.fingerprint(value, model=deciding)
-        self.lossless = self._on_bytes and byte_level.gives_text_back(value)
+        self.fingerprint = _fingerprint(value, model=deciding)
+        self.lossless = self._on_bytes and _gives_text_back(value)
         self._unknown = _unknown(model)
         added = inner.get_added_tokens_decoder()
         special = {id: token.content for id, token in added.items() if token.special}
@@ -235,7 +378,7 @@ class SubwordTokenizer(LibraryTokenizer):
             if id in self._control or token == self._unknown:
                 continue
             if self._on_bytes:
-                table[id] = byte_level.bytes_of(token)
+                table[id] = _bytes_of(token)
             elif single := _BYTE_TOKEN.fullmatch(token):
                 table[id] = bytes.fromhex(single[1])
             else:
@@ -268,6 +411,9 @@ def _keep_apart(inner: tokenizers.Tokenizer, words: Any) -> None:
     inner.pre_tokenizer = pre_tokenizers.Sequence([*before, cut])
 
 
+# ------------------------------------------------------------------ files made to harm
+
+
 LARGEST = 2**30
 """Bytes of a tokenizer.json; those of large vocabularies have 20 million."""
 MOST_IDS = 2**24
@@ -297,19 +443,6 @@ def read_definition(path: Path) -> bytes:
         for part in ("normalizer", "decoder") if isinstance(value, dict) else ():
             _check_rules(value.get(part), where=path)
     return content
-
-
-def check_ids(ids: Collection[int]) -> None:
-    """A `ValueError` for ids that no vocabulary has."""
-    largest = max(ids, default=0)
-    if largest >= MOST_IDS:
-        raise ValueError(f"an id is {largest}, larger than that of any vocabulary")
-
-
-def check_prefix(prefix: Sequence[int], *, size: int) -> None:
-    """A `ValueError` for what no tokenizer puts before a text."""
-    if len(prefix) > LONGEST_PREFIX or any(not 0 <= id < size for id in prefix):
-        raise ValueError("its post-processor puts more before a text than a few tokens of its own")
 
 
 @contextmanager

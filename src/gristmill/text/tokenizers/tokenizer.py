@@ -13,22 +13,33 @@ A file, or a folder that holds a tokenizer, takes precedence over a name. Text t
 control token ("<|endoftext|>" in a web page) is encoded as plain text: only the program ends a
 document. The fingerprint covers exactly what decides ids, so the same tokenizer from other files
 has the same fingerprint.
+
+In the layout of Hugging Face, four files may state the end-of-text token, read in this order:
+tokenizer_config.json and special_tokens_map.json name it, generation_config.json and config.json
+give its id. A tokenizer.json is read as it is; spiece.model, tokenizer.model and vocab.txt are read
+through transformers. Code in a repository is never run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import tokenizers
 from tokenizers import models
 
-from gristmill.base.errors import DataError
+from gristmill.base.errors import DataError, optional
 from gristmill.base.files import read_json, sha256_text, storage_errors, write_json
-from gristmill.text.tokenizers import hub, library
-from gristmill.text.tokenizers.byte_level import BYTE_OF, byte_level, works_on_bytes
-from gristmill.text.tokenizers.library import library_errors, read_definition
+from gristmill.hub.client import first_line, quiet_library
+from gristmill.text.tokenizers import library, vocabularies
+from gristmill.text.tokenizers.library import (
+    BYTE_OF,
+    byte_level,
+    library_errors,
+    read_definition,
+    works_on_bytes,
+)
 from gristmill.text.tokenizers.vocabularies import (
     ENCODINGS,
     Vocabulary,
@@ -154,15 +165,15 @@ def open_tokenizer(
         return ByteTokenizer()
     if path.is_file():
         return _open_file(path, end_of_text=end_of_text)
-    if path.is_dir() and hub.holds_tokenizer(path):
+    if path.is_dir() and vocabularies.holds_tokenizer(path):
         return _open_folder(path, end_of_text=end_of_text)
     if encoding == "gpt2":
         return _from_vocabulary(gpt2_vocabulary(), where=name, end_of_text=end_of_text)
     if encoding in ENCODINGS:
         return _finished(open_encoding(encoding), where=name, end_of_text=end_of_text)
-    if path.is_dir() or name.startswith(_TIKTOKEN) or not hub.is_hub_name(name):
+    if path.is_dir() or name.startswith(_TIKTOKEN) or not vocabularies.is_hub_name(name):
         raise _no_tokenizer(name)
-    return _open_folder(hub.tokenizer_folder(name), end_of_text=end_of_text)
+    return _open_folder(vocabularies.tokenizer_folder(name), end_of_text=end_of_text)
 
 
 def open_tokenizer_files(vocab: Path, merges: Path, *, end_of_text: str | None = None) -> Tokenizer:
@@ -173,8 +184,8 @@ def open_tokenizer_files(vocab: Path, merges: Path, *, end_of_text: str | None =
 
 def _no_tokenizer(name: str) -> DataError:
     if Path(name).is_dir():
-        pairs = [" with ".join(pair) for pair in hub.PAIRS[:2]]
-        names = ", ".join([library.TOKENIZER_FILE, *pairs, *hub.SLOW_FILES])
+        pairs = [" with ".join(pair) for pair in vocabularies.PAIRS[:2]]
+        names = ", ".join([library.TOKENIZER_FILE, *pairs, *vocabularies.SLOW_FILES])
         what = f"this folder holds no tokenizer: looked for {names}"
         return DataError(what, where=name)
     return DataError(
@@ -193,11 +204,11 @@ def _open_folder(folder: Path, *, end_of_text: str | None) -> Tokenizer:
         raise DataError("this program does not know the tokenizer described here", where=file)
     if (folder / library.TOKENIZER_FILE).is_file():
         return _open_file(folder / library.TOKENIZER_FILE, end_of_text=end_of_text)
-    if pair := hub.find_pair(folder):
+    if pair := vocabularies.find_pair(folder):
         return open_tokenizer_files(*pair, end_of_text=end_of_text)
-    if not hub.holds_tokenizer(folder):
+    if not vocabularies.holds_tokenizer(folder):
         raise _no_tokenizer(str(folder))
-    return _finished(hub.convert(folder), where=str(folder), end_of_text=end_of_text, folder=folder)
+    return _finished(_convert(folder), where=str(folder), end_of_text=end_of_text, folder=folder)
 
 
 def _open_file(path: Path, *, end_of_text: str | None) -> Tokenizer:
@@ -224,13 +235,13 @@ def _finished(
 ) -> Tokenizer:
     """The tokenizer with its end-of-text token: the given, the one stated in the folder, or a
     common one."""
-    stated = hub.stated_ends(folder, inner) if folder else ()
+    stated = _stated_ends(folder, inner) if folder else ()
     ends = [end_of_text] if end_of_text else [*stated, *_ENDS]
     for end in ends:
         if inner.token_to_id(end) is not None:
             is_bpe = isinstance(inner.model, models.BPE) and works_on_bytes(inner)
             kind = library.BpeTokenizer if is_bpe else library.SubwordTokenizer
-            begin = hub.stated_begin(folder, inner) if folder else None
+            begin = _stated_begin(folder, inner) if folder else None
             with library_errors(where, "this tokenizer cannot be used"):
                 return kind(inner, end_of_text=end, begin_of_text=begin)
     added = inner.get_added_tokens_decoder().values()
@@ -241,3 +252,59 @@ def _finished(
         where=where,
         remedy="name the token that ends a document (--end-of-text)",
     )
+
+
+# ------------------------------------------------------------------ layouts of Hugging Face
+
+
+def _convert(folder: Path) -> tokenizers.Tokenizer:
+    """A folder without tokenizer.json as a tokenizer of the library, by way of `transformers`."""
+    transformers = optional(
+        "transformers", extra="hf", purpose=f"reading a tokenizer without {library.TOKENIZER_FILE}"
+    )
+    quiet_library("transformers")
+    try:
+        opened = transformers.AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+        inner: tokenizers.Tokenizer = opened.backend_tokenizer
+    except Exception as error:  # the library raises nothing more precise
+        raise DataError(
+            f"transformers cannot convert this tokenizer: {first_line(error)}",
+            where=folder,
+            remedy="it may need the packages sentencepiece and protobuf; or use a model "
+            f"that comes with {library.TOKENIZER_FILE}",
+        ) from error
+    return inner
+
+
+def _stated_ends(folder: Path, inner: tokenizers.Tokenizer) -> Iterator[str]:
+    """The tokens that the files in a folder say end a text."""
+    yield from _stated_names(folder, "eos_token")
+    for name in vocabularies.NUMBERING:
+        for end in _values(folder / name, "eos_token_id"):
+            token = inner.id_to_token(end) if type(end) is int and end >= 0 else None
+            if token is not None:
+                yield token
+
+
+def _stated_begin(folder: Path, inner: tokenizers.Tokenizer) -> str | None:
+    """The control token that the files in a folder say begins a text, if it is one."""
+    added = inner.get_added_tokens_decoder().values()
+    control = {token.content for token in added if token.special}
+    return next((text for text in _stated_names(folder, "bos_token") if text in control), None)
+
+
+def _stated_names(folder: Path, key: str) -> Iterator[str]:
+    for name in vocabularies.NAMING:
+        for token in _values(folder / name, key):
+            # The file may hold the token with its flags instead of its text alone.
+            text = token.get("content") if isinstance(token, dict) else token
+            if isinstance(text, str):
+                yield text
+
+
+def _values(path: Path, key: str) -> list[Any]:
+    content = read_json(path) if path.is_file() else {}
+    value = content.get(key) if isinstance(content, dict) else None
+    return value if isinstance(value, list) else [value]

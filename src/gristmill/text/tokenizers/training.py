@@ -26,9 +26,15 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from gristmill.base.errors import DataError, UserError
-from gristmill.text.tokenizers.byte_level import BYTE_OF, LONGEST_WORD, SHORT_WORDS, byte_level
 from gristmill.text.tokenizers.kinds import TokenizerKind, WordPattern
-from gristmill.text.tokenizers.library import BpeTokenizer, SubwordTokenizer
+from gristmill.text.tokenizers.library import (
+    BYTE_OF,
+    LONGEST_WORD,
+    SHORT_WORDS,
+    BpeTokenizer,
+    SubwordTokenizer,
+    byte_level,
+)
 from gristmill.text.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
 from gristmill.text.tokenizers.vocabularies import CL100K_PATTERN, O200K_PATTERN
 

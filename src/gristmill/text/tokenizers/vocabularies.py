@@ -1,8 +1,10 @@
-r"""The vocabularies of GPT-2 and of tiktoken's encodings: where they are looked for, and the proof
-that they are the right ones.
+r"""Where tokenizers are looked for, and the proof that well-known ones are the right ones.
 
-GPT-2's is in one of these places. Each place may hold the two files of a BPE or a tokenizer.json.
-In this order:
+A name on Hugging Face is looked for in the local cache, then in the network: tokenizer files only,
+never weights or code.
+
+GPT-2's vocabulary is in one of these places, in this order. Each place may hold the two files of a
+BPE or a tokenizer.json.
 
     the folder in $GRISTMILL_GPT2
     our cache, ~/.cache/gristmill/gpt2
@@ -43,7 +45,9 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import tokenizers
@@ -52,14 +56,75 @@ from tokenizers import models
 from gristmill.base.caches import cache_folder
 from gristmill.base.errors import DataError, UserError
 from gristmill.base.files import read_json, sha256_file
-from gristmill.hub.downloads import download
-from gristmill.text.tokenizers.byte_level import CHARACTER_OF, byte_level
-from gristmill.text.tokenizers.hub import cached_tokenizer, find_pair, tokenizer_folder
-from gristmill.text.tokenizers.library import TOKENIZER_FILE
+from gristmill.hub.client import parse_repository
+from gristmill.hub.downloads import download, hub_folder
+from gristmill.text.tokenizers.library import (
+    BYTES_FILE,
+    CHARACTER_OF,
+    CONFIG_FILE,
+    TOKENIZER_FILE,
+    byte_level,
+)
 
 GPT2_VARIABLE = "GRISTMILL_GPT2"
 _GPT2_DIGEST = "d87e6c52eb5ed462a6b806fdea23a777afd8e5ccef882a07bf7d4cb2dff5c1cf"
 _HUB_NAMES = ("openai-community/gpt2", "gpt2")
+SLOW_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt")
+"""Files of tokenizers that only `transformers` can read."""
+PAIRS = (
+    ("vocab.json", "merges.txt"),
+    ("encoder.json", "vocab.bpe"),
+    ("gpt2-vocab.json", "gpt2-merges.txt"),
+    ("gpt2_vocab.json", "gpt2_merges.txt"),
+    ("6c7ea1a7e38e3a7f062df639a5b80947f075ffe6", "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"),
+)
+"""Names of the two files of a byte-level BPE; the last are those in tiktoken's cache, the SHA-1 of
+the URLs of OpenAI's encoder.json and vocab.bpe."""
+NAMING = (CONFIG_FILE, "special_tokens_map.json")
+NUMBERING = ("generation_config.json", "config.json")
+"""Files that name control tokens, and files that give their ids."""
+TEMPLATE_FILE = "chat_template.jinja"
+"""How conversations become text."""
+_VOCABULARY = (TOKENIZER_FILE, *PAIRS[0], "added_tokens.json", *SLOW_FILES)
+_FILES = (*_VOCABULARY, *NAMING, *NUMBERING, TEMPLATE_FILE)
+_snapshot = partial(
+    hub_folder,
+    files=_FILES,
+    where="the tokenizer",
+    remedy='give "bytes", "gpt2", a file or folder of a tokenizer, or a Hugging Face name',
+)
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether this can be the name of a tokenizer on Hugging Face."""
+    return not name.endswith(".json") and parse_repository(name) is not None
+
+
+def tokenizer_folder(name: str) -> Path:
+    """The tokenizer files of a Hugging Face name, from the local cache or the network."""
+    return cached_tokenizer(name) or _snapshot(name)
+
+
+def cached_tokenizer(name: str) -> Path | None:
+    """The tokenizer files of a Hugging Face name if the local cache has them."""
+    with suppress(UserError):
+        folder = _snapshot(name, offline=True)
+        return folder if holds_tokenizer(folder) else None
+    return None
+
+
+def holds_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds a tokenizer in any form."""
+    names = (BYTES_FILE, TOKENIZER_FILE, *SLOW_FILES)
+    return find_pair(folder) is not None or any((folder / name).is_file() for name in names)
+
+
+def find_pair(folder: Path) -> tuple[Path, Path] | None:
+    """The vocabulary and the merges in a folder, under any of the names of `PAIRS`."""
+    for vocab, merges in PAIRS:
+        if (folder / vocab).is_file() and (folder / merges).is_file():
+            return folder / vocab, folder / merges
+    return None
 
 
 @dataclass(frozen=True)
