@@ -41,7 +41,8 @@ def raising(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
         def fail(*words: object, **options: object) -> None:
             raise error
 
-        monkeypatch.setattr("gristmill.config.load.load_run", fail)
+        for command in ("train", "inspect"):
+            monkeypatch.setattr(f"gristmill.cli.{command}.load_run", fail)
 
     return arrange
 

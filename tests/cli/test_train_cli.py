@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.cli.main import app
-from gristmill.launch import processes
 from gristmill.launch.processes import Job
 
 RUN = """
@@ -58,7 +57,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
         noted.append(job)
         return 75
 
-    monkeypatch.setattr(processes, "supervise", note)
+    monkeypatch.setattr("gristmill.cli.train.supervise", note)
     return noted
 
 

@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 from gristmill.base.errors import Exit, UserError
 from gristmill.cli.dialects import translate_run
 from gristmill.cli.main import app
-from gristmill.launch import processes
 from gristmill.launch.processes import Job
 from gristmill.text.sources.corpora import Corpus
 from gristmill.text.tokenizers.training import train_tokenizer
@@ -292,7 +291,7 @@ WORDS = [
 
 def test_processes_get_the_other_programs_words(monkeypatch: pytest.MonkeyPatch) -> None:
     noted: list[Job] = []
-    monkeypatch.setattr(processes, "supervise", lambda job: noted.append(job) or 75)
+    monkeypatch.setattr("gristmill.cli.train.supervise", lambda job: noted.append(job) or 75)
     words = ["train", "--dialect", "megatron", "--processes", "2", *HERE, "--", *WORDS]
     gristmill(*words, code=75)
     start = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 import subprocess
@@ -9,12 +10,14 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import typer
+from typer.models import OptionInfo
 from typer.testing import CliRunner
 
+from gristmill.cli import main
 from gristmill.cli.main import app
 from gristmill.config.load import setting_paths
 
@@ -50,6 +53,26 @@ def test_help_mentions_everything(words: tuple[str, ...]) -> None:
         else:
             assert max(parameter.opts, key=len) in text
         assert parameter.help, f"{parameter.name} has no help"
+
+
+def test_the_list_of_commands_says_what_their_help_says() -> None:
+    for name, verb in main.VERBS.items():
+        first = (GROUP.commands[name].help or "").strip().partition("\n\n")[0]
+        assert verb.summary == first.replace("\n", " ")
+
+
+def test_no_option_takes_its_name_from_its_placeholder() -> None:
+    """As typer 0.27 does where both are the same word and no name is given."""
+    for words, command in VERBS.items():
+        names = [p.opts for p in command.params if p.param_type_name == "option"]
+        assert all(name == name.lower() for options in names for name in options), words
+        hints = get_type_hints(inspect.unwrap(command.callback), include_extras=True)
+        for name, hint in hints.items():
+            options = (x for x in getattr(hint, "__metadata__", ()) if isinstance(x, OptionInfo))
+            for option in options:
+                # In annotations typer takes the name for the default first.
+                named = str(option.default).startswith("-")
+                assert named or option.metavar != name.upper(), (words, name)
 
 
 @pytest.mark.parametrize(

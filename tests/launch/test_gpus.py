@@ -84,7 +84,7 @@ def test_train_with_more_processes_than_gpus_does_not_begin(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(machine_gpus, "_installed_gpus", lambda: gpus)
     monkeypatch.setattr(machine_gpus, "_torch_has_cuda", lambda: True)
-    monkeypatch.setattr("gristmill.launch.processes.supervise", lambda job: begun.append(job) or 0)
+    monkeypatch.setattr("gristmill.cli.train.supervise", lambda job: begun.append(job) or 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(UserError if refused else typer.Exit) as raised:
         train(run_file(tmp_path, device=device), processes=processes)
@@ -104,7 +104,7 @@ def test_workers_of_an_elastic_run_may_share_a_gpu(
     begun: list[Any] = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(machine_gpus, "_installed_gpus", lambda: 1)
-    monkeypatch.setattr("gristmill.launch.processes.supervise", lambda job: begun.append(job) or 0)
+    monkeypatch.setattr("gristmill.cli.train.supervise", lambda job: begun.append(job) or 0)
     with pytest.raises(typer.Exit):
         train(run_file(tmp_path, device="cuda", parallel=ELASTIC), processes=2)
     assert begun

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -10,7 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gristmill.base.errors import UserError
+from gristmill.base.files import write_json
+from gristmill.base.limits import keep_freed_memory
+from gristmill.base.units import format_bytes, format_count
 from gristmill.cli.options import Overrides
+from gristmill.config.load import load_run
+from gristmill.hub.downloads import settings_folder
 
 if TYPE_CHECKING:
     from gristmill.bench.measure import BenchResult, Speed, TimeRow
@@ -45,13 +51,6 @@ def bench(
     Runs the real step for a little while, then a few more steps under a profiler. Creates no run
     folder and changes none.
     """
-    import dataclasses
-
-    from gristmill.base.files import write_json
-    from gristmill.base.limits import keep_freed_memory
-    from gristmill.config.load import load_run
-    from gristmill.hub.downloads import settings_folder
-
     config = load_run(run, settings or (), find_model=settings_folder)
     if json is not None:
         _require_place(json)
@@ -113,8 +112,6 @@ def _table(title: str, rows: Iterable[TimeRow]) -> Iterator[str]:
 
 
 def _header(found: BenchResult) -> Iterator[str]:
-    from gristmill.base.units import format_bytes, format_count
-
     subject, speed, matrix = found.subject, found.speed, found.matrix
     split = subject.batch // subject.micro_batch
     rows = {

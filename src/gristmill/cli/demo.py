@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import typer
@@ -50,8 +51,13 @@ tokens  = 60
 """
 
 
-def run_demo(folder: Path, *, steps: int | None) -> None:
-    """Text, tokenizer, tokens, training, validation, samples, report."""
+def demo(
+    folder: Annotated[
+        Path, typer.Option(help="Folder of the run; the text and tokens go beside it.")
+    ] = Path("runs/demo"),
+    steps: Annotated[int | None, typer.Option(help="Train for this many steps.")] = None,
+) -> None:
+    """Run the whole pipeline on this machine, offline: text, tokenizer, training, report."""
     data = folder.with_name(f"{folder.name}-data")
     _title("1. Text: the documentation that comes with Python")
     documents = python_documents()

@@ -6,17 +6,20 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.printing import on_one_line
-
-if TYPE_CHECKING:
-    from gristmill.config.schema import RunConfig
-    from gristmill.dialects.translate import Translation
+from gristmill.cli.options import command_options
+from gristmill.config.load import load_text
+from gristmill.config.schema import RunConfig
+from gristmill.dialects.table import load_dialect, load_table, table_names
+from gristmill.dialects.translate import Translation, split_overrides
+from gristmill.dialects.translate import translate as translate_words
+from gristmill.hub.downloads import settings_folder
 
 DialectName = Annotated[
     str | None,
@@ -29,6 +32,7 @@ DialectName = Annotated[
 ]
 
 
+@command_options(context_settings={"ignore_unknown_options": True})
 def translate(
     dialect: Annotated[
         str | None,
@@ -47,10 +51,6 @@ def translate(
     Every line names the options that it comes from. What no run can have is refused. Nothing is
     run, and no file is changed.
     """
-    from gristmill.dialects.table import load_table, table_names
-    from gristmill.dialects.translate import split_overrides
-    from gristmill.dialects.translate import translate as translate_words
-
     if dialect is None:
         for name in table_names():
             table = load_table(name)
@@ -103,12 +103,6 @@ class TranslatedRun:
 def translate_run(name: str, words: list[str]) -> TranslatedRun:
     """The run of another program's words, with settings of ours before them. Errors speak of the
     words."""
-    from gristmill.config.load import load_text
-    from gristmill.dialects.table import load_dialect
-    from gristmill.dialects.translate import split_overrides
-    from gristmill.dialects.translate import translate as translate_words
-    from gristmill.hub.downloads import settings_folder
-
     dialect = load_dialect(name, "train")
     overrides, foreign = split_overrides(dialect, words)
     translation = translate_words(dialect, foreign)
@@ -134,8 +128,6 @@ class DialectCommand(TyperCommand):
         name = _dialect_of(own)
         if name is None or {"-h", "--help"} & set(own):
             return super().parse_args(ctx, args)
-        from gristmill.dialects.table import load_dialect
-        from gristmill.dialects.translate import translate as translate_words
 
         translation = translate_words(load_dialect(name, str(self.name)), foreign)
         if not {"-q", "--quiet"} & set(own):

@@ -13,15 +13,32 @@ import typer
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.printing import on_one_line
+from gristmill.base.units import format_bytes, format_count
 from gristmill.cli.options import Overrides
+from gristmill.cli.progress import ProgressLine
+from gristmill.config.documentation import FileSchema
+from gristmill.config.load import dump_run, load_preset, load_run, preset_names
+from gristmill.config.lora import LinearShape
+from gristmill.config.model import GPTConfig
+from gristmill.config.resolve import Resolved, resolve
+from gristmill.config.rules import config_warnings
+from gristmill.config.schema import RunConfig
+from gristmill.hub.downloads import settings_folder
+from gristmill.plan.arithmetic import (
+    ModelSize,
+    TokenCost,
+    count_parameters,
+    gpt_size,
+    model_size,
+    token_cost,
+)
+from gristmill.plan.preconditioner import describe_preconditioner
+from gristmill.report.page import write_report
+from gristmill.tokens.store import TokensNotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from gristmill.config.lora import LinearShape
-    from gristmill.config.resolve import Resolved
-    from gristmill.config.schema import RunConfig
-    from gristmill.plan.arithmetic import ModelSize, TokenCost
     from gristmill.train.replay import Replay
 
 _ROWS = 5
@@ -38,7 +55,6 @@ def replay(
     All steps from the last checkpoint before it are computed twice, and compared with each other
     and with the run's records. Nothing in the run folder changes.
     """
-    from gristmill.cli.progress import ProgressLine
     from gristmill.train.run import Run
 
     with ProgressLine("replaying") as line:
@@ -112,11 +128,6 @@ def config(
     presets: Annotated[bool, typer.Option("--presets", help="List the presets.")] = False,
 ) -> None:
     """Print the complete settings of a run and the numbers that follow from them."""
-    from gristmill.config.documentation import FileSchema
-    from gristmill.config.load import dump_run, load_run
-    from gristmill.config.schema import RunConfig
-    from gristmill.hub.downloads import settings_folder
-
     if schema:
         made = RunConfig.model_json_schema(by_alias=True, schema_generator=FileSchema)
         typer.echo(json.dumps(made, indent=2))
@@ -131,11 +142,6 @@ def config(
 
 
 def _list_presets() -> None:
-    from gristmill.base.units import format_count
-    from gristmill.config.load import load_preset, preset_names
-    from gristmill.config.model import GPTConfig
-    from gristmill.plan.arithmetic import count_parameters
-
     line = "{:<14}{:>11}{:>8}{:>7}{:>7}{:>9}".format
     typer.echo(line("preset", "parameters", "layers", "heads", "width", "context"))
     for name in preset_names():
@@ -148,13 +154,8 @@ def _list_presets() -> None:
 
 def _derived(config: RunConfig) -> list[str]:
     """The numbers that follow from the settings and the token files, as comments."""
-    from gristmill.base.units import format_bytes, format_count
-    from gristmill.config.resolve import resolve
-    from gristmill.config.rules import config_warnings
     from gristmill.data.conversations import open_chat
     from gristmill.data.dataset import open_data
-    from gristmill.plan.preconditioner import describe_preconditioner
-    from gristmill.tokens.store import TokensNotFoundError
 
     vocab, source = 50257, "assumed: the token files do not say"
     try:
@@ -204,9 +205,6 @@ def _size_and_cost(
     config: RunConfig, resolved: Resolved
 ) -> tuple[ModelSize, TokenCost, Mapping[str, LinearShape]]:
     """By formula for our own models; others are outlined, which loads torch."""
-    from gristmill.config.model import GPTConfig
-    from gristmill.plan.arithmetic import gpt_size, model_size, token_cost
-
     if isinstance(config.model, GPTConfig):
         rows = resolved.padded_vocab
         in_loss = resolved.sampled_softmax or rows
@@ -229,8 +227,6 @@ def report(
     ] = None,
 ) -> None:
     """Write one HTML page with the curves of a run, or a comparison of several."""
-    from gristmill.report.page import write_report
-
     if output is None and len(runs) > 1:
         output = Path("report.html")
     page = write_report(

@@ -5,20 +5,39 @@ from __future__ import annotations
 import glob
 import json
 import os
+import re
 import shlex
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.cli.options import AsJson, Overrides
-
-if TYPE_CHECKING:
-    from gristmill.launch.jobs.batch import BatchState, JobRecord, Launcher
-    from gristmill.launch.jobs.submit import PlannedJob
+from gristmill.config.load import load_run
+from gristmill.hub.downloads import settings_folder
+from gristmill.launch.jobs.batch import (
+    BatchState,
+    JobRecord,
+    Launcher,
+    UncertainError,
+    read_record,
+    write_files,
+)
+from gristmill.launch.jobs.build import launcher_of
+from gristmill.launch.jobs.submit import (
+    PlannedJob,
+    plan_command,
+    plan_sweep,
+    plan_training,
+    refuse_active,
+    sweep_folder,
+    sweep_words,
+)
+from gristmill.launch.jobs.submit import submit as submit_job
+from gristmill.track.folder import RunFolder, move_aside, run_folder
 
 _POLL = 0.5
 _TAIL = 40
@@ -124,20 +143,6 @@ def submit(
     The job is written into the run folder (RUN/job). `launch status`, `logs` and `cancel` find it
     there.
     """
-    from gristmill.config.load import load_run
-    from gristmill.hub.downloads import settings_folder
-    from gristmill.launch.jobs.batch import UncertainError, write_files
-    from gristmill.launch.jobs.build import launcher_of
-    from gristmill.launch.jobs.submit import (
-        plan_command,
-        plan_sweep,
-        plan_training,
-        refuse_active,
-        sweep_words,
-    )
-    from gristmill.launch.jobs.submit import submit as submit_job
-    from gristmill.track.folder import move_aside, run_folder
-
     config = load_run(run, settings or (), find_model=settings_folder)
     name, launcher = launcher_of(on or (config.launch.on if config.launch else None))
     for option, value in (("--after", after), ("--then", then), ("--sweep", sweep)):
@@ -190,7 +195,6 @@ def submit(
 
 
 def _check_ids(ids: list[str] | tuple[()]) -> None:
-    import re
 
     for id in ids:
         if not re.fullmatch(r"[A-Za-z0-9][\w.\[\]-]*", id):
@@ -250,12 +254,6 @@ def _short(path: Path) -> Path:
 
 def _job_of(run: Path) -> tuple[Path, JobRecord, Launcher]:
     """The folder of a run or a sweep, its job and where that is."""
-    from gristmill.config.load import load_run
-    from gristmill.launch.jobs.batch import read_record
-    from gristmill.launch.jobs.build import launcher_of
-    from gristmill.launch.jobs.submit import sweep_folder
-    from gristmill.track.folder import RunFolder, run_folder
-
     folder = RunFolder(run) if run.is_dir() else run_folder(load_run(run))
     for found in (folder, sweep_folder(folder)):
         record = read_record(found.job)
@@ -275,8 +273,6 @@ def status(run: RunArgument, as_json: AsJson = False) -> None:
 
     Exit status 0 if the run is done, 75 if it is not.
     """
-    from gristmill.track.folder import RunFolder
-
     path, record, launcher = _job_of(run)
     state = launcher.state(record)
     runs = [Path(task.run) for task in record.tasks] or [path]

@@ -7,37 +7,29 @@
     a closed output pipe    nothing                                    0
     a full or broken disk   `error: the disk refused`                  74
 
-Each command imports what it needs when it runs, so that `--help` and the light commands start
-quickly.
+The module of a command is imported when it is called, so that `--help` and the light commands start
+quickly; torch only when the command runs, so that its own help does not wait for it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import importlib
 import io
 import os
 import select
 import sys
 import traceback
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.process import ProcessInfo
-from gristmill.cli import (
-    bench,
-    dialects,
-    evaluate,
-    inspect,
-    launch,
-    models,
-    prepare,
-    tokens,
-    train,
-)
 from gristmill.cli.progress import DOWNLOADS
 from gristmill.hub.client import downloads_shown
 
@@ -51,14 +43,135 @@ class _PipeError(Exception):
     """Wraps an error that typer would handle itself; that error is its cause."""
 
 
+class _Verb(NamedTuple):
+    """A command before its module is imported."""
+
+    place: str
+    """Its module below `cli/`, and the name of the function or group there."""
+    summary: str
+    """The first paragraph of its help."""
+
+
+VERBS = {
+    "demo": _Verb(
+        "demo:demo",
+        "Run the whole pipeline on this machine, offline: text, tokenizer, training, report.",
+    ),
+    "prepare": _Verb(
+        "prepare:prepare",
+        "Turn text into token files that `train` reads.",
+    ),
+    "tokens": _Verb(
+        "tokens:tokens",
+        "Inspect, verify, convert and merge token files.",
+    ),
+    "tokenizer": _Verb(
+        "tokens:tokenizer",
+        "Train and try tokenizers.",
+    ),
+    "train": _Verb(
+        "train:train",
+        "Train a model, or resume the run in the folder.",
+    ),
+    "translate": _Verb(
+        "dialects:translate",
+        "Print what the command of another program amounts to: a run file, or a command of ours.",
+    ),
+    "launch": _Verb(
+        "launch:launch",
+        "Run on a cluster: Slurm, PBS, MPI, Kubernetes or Ray. `launch RUN.toml --on slurm` "
+        "submits; see `launch submit --help`.",
+    ),
+    "replay": _Verb(
+        "inspect:replay",
+        "Compute a step of a run again, to tell a faulty device from a bad batch.",
+    ),
+    "bench": _Verb(
+        "bench:bench",
+        "Measure the speed of a run's training step and show where its time goes.",
+    ),
+    "evaluate": _Verb(
+        "evaluate:evaluate",
+        "Measure loss, perplexity and bits per byte on text, and scores on tasks.",
+    ),
+    "generate": _Verb(
+        "models:generate",
+        "Continue a text with a model, or converse with it.",
+    ),
+    "export": _Verb(
+        "models:export",
+        "Write a Hugging Face folder that `transformers` loads, or a GGUF file for llama.cpp.",
+    ),
+    "import": _Verb(
+        "models:import_checkpoint",
+        "Make a model folder from a checkpoint of nanoGPT, Megatron-LM or Megatron-DeepSpeed.",
+    ),
+    "report": _Verb(
+        "inspect:report",
+        "Write one HTML page with the curves of a run, or a comparison of several.",
+    ),
+    "config": _Verb(
+        "inspect:config",
+        "Print the complete settings of a run and the numbers that follow from them.",
+    ),
+    "doctor": _Verb(
+        "inspect:doctor",
+        "Show what this machine has for training, and what is wrong with it.",
+    ),
+}
+
+
+class _Loaded(Mapping[str, Any]):
+    """The commands, each of which is imported when it is asked for: `--help` and light commands
+    start at once, and nothing but a verb's own module waits for torch."""
+
+    def __getitem__(self, name: str) -> Any:
+        return _load(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(VERBS)
+
+    def __len__(self) -> int:
+        return len(VERBS)
+
+
+@functools.cache
+def _load(name: str) -> Any:
+    module, _, attribute = VERBS[name].place.partition(":")
+    loaded = getattr(importlib.import_module(f"gristmill.cli.{module}"), attribute)
+    if isinstance(loaded, typer.Typer):
+        group = typer.main.get_group(loaded)
+        group.name = name
+        return group
+    alone = typer.Typer(add_completion=False)
+    alone.command(name, **getattr(loaded, "command_options", {}))(loaded)
+    return typer.main.get_command(alone)
+
+
 class _Commands(TyperGroup):
     """All commands. If a file or a pipe ends too early, typer would exit with 1 and hide why."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands: Any = _Loaded()
+        self._listing = False
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except (EOFError, BrokenPipeError) as error:
             raise _PipeError from error
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        self._listing = True
+        super().format_help(ctx, formatter)
+        self._listing = False
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if self._listing:
+            # Its name and summary are enough for a line.
+            return TyperCommand(cmd_name, help=VERBS[cmd_name].summary)
+        return super().get_command(ctx, cmd_name)
 
 
 app = typer.Typer(
@@ -72,23 +185,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-app.command("demo")(train.demo)
-app.command("prepare", epilog=prepare.EXAMPLES, cls=dialects.DialectCommand)(prepare.prepare)
-app.add_typer(tokens.tokens, name="tokens")
-app.add_typer(tokens.tokenizer, name="tokenizer")
-app.command("train", cls=dialects.DialectTraining)(train.train)
-app.command("translate", context_settings={"ignore_unknown_options": True})(dialects.translate)
-app.add_typer(launch.launch, name="launch")
-app.command("replay")(inspect.replay)
-app.command("bench")(bench.bench)
-app.command("evaluate")(evaluate.evaluate)
-app.command("generate", cls=dialects.DialectCommand)(models.generate)
-app.command("export")(models.export)
-app.command("import")(models.import_checkpoint)
-app.command("report")(inspect.report)
-app.command("config")(inspect.config)
-app.command("doctor")(inspect.doctor)
 
 
 @app.callback(invoke_without_command=True)

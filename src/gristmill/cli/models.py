@@ -19,8 +19,10 @@ import typer
 from gristmill.base.errors import UserError
 from gristmill.base.printing import printable
 from gristmill.base.units import format_bytes, format_count
-from gristmill.cli.dialects import DialectName
+from gristmill.cli.dialects import DialectCommand, DialectName
+from gristmill.cli.options import command_options
 from gristmill.cli.progress import ProgressLine
+from gristmill.text.tokenizers.tokenizer import open_tokenizer
 
 if TYPE_CHECKING:
     from gristmill.export.adapter import ExportedAdapter
@@ -74,7 +76,6 @@ def import_checkpoint(
     Runs nothing that is in the files. The folder can be model.start of a run.
     """
     from gristmill.foreign.folder import import_model, open_checkpoint
-    from gristmill.text.tokenizers.tokenizer import open_tokenizer
 
     chosen = None if tokenizer is None else open_tokenizer(tokenizer)
     with ProgressLine("opening") as line:
@@ -174,6 +175,7 @@ def open_model(name: str, *, checkpoint: str, device: str = "auto") -> Model:
     return model
 
 
+@command_options(cls=DialectCommand)
 def generate(
     model: ModelName,
     prompt: Annotated[

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import enum
 import functools
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from gristmill.base.errors import UserError
 from gristmill.text.sources.source import DocumentSplit
+
+Command = TypeVar("Command", bound=Callable[..., None])
+
+
+def command_options(**options: Any) -> Callable[[Command], Command]:
+    """Settings of a command beside its function, such as its class, for whoever registers it."""
+
+    def note(command: Command) -> Command:
+        vars(command)["command_options"] = options
+        return command
+
+    return note
+
 
 Overrides = Annotated[
     list[str] | None,

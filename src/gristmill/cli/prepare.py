@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.units import format_bytes, format_count, format_seconds
-from gristmill.cli.dialects import DialectName
+from gristmill.cli.dialects import DialectCommand, DialectName
 from gristmill.cli.options import (
     AsJson,
     Documents,
@@ -24,6 +24,7 @@ from gristmill.cli.options import (
     Quiet,
     ShardSize,
     TokenFormat,
+    command_options,
     output_option,
     source_option,
 )
@@ -47,13 +48,20 @@ from gristmill.cli.prepare_parts import (
 )
 from gristmill.cli.progress import ProgressLine
 from gristmill.hub.client import downloads_shown
+from gristmill.launch.parent_death import follow_supervisor
+from gristmill.text.prepare.prepare import PrepareProgress, PrepareResult
+from gristmill.text.prepare.prepare import prepare as prepare_tokens
+from gristmill.text.prepare.request import (
+    WHOLE,
+    Holdout,
+    PrepareRequest,
+    no_parts_of,
+    parse_holdout,
+    parse_part,
+)
+from gristmill.text.sources.corpora import Corpus, describe, known_corpora
 from gristmill.text.sources.source import DocumentSplit, OnDamage, ReadOptions
-
-if TYPE_CHECKING:
-    from gristmill.text.prepare.prepare import PrepareResult
-    from gristmill.text.prepare.request import Holdout, PrepareRequest
-    from gristmill.text.sources.corpora import Corpus
-    from gristmill.text.tokenizers.tokenizer import Tokenizer
+from gristmill.text.tokenizers.tokenizer import Tokenizer, open_tokenizer, open_tokenizer_files
 
 _SEED = 1234
 _tokenizer_option = functools.partial(typer.Option, rich_help_panel="Tokenizer")
@@ -63,7 +71,6 @@ _work_option = functools.partial(typer.Option, rich_help_panel="Work")
 def _list_corpora(wanted: bool) -> None:
     if not wanted:
         return
-    from gristmill.text.sources.corpora import describe, known_corpora
 
     for corpus in known_corpora().values():
         typer.echo(describe(corpus) + "\n")
@@ -85,6 +92,7 @@ gristmill prepare crawl/ -o tokens/crawl --parts 8    (a task of a job array)
 """
 
 
+@command_options(epilog=EXAMPLES, cls=DialectCommand)
 def prepare(
     context: typer.Context,
     sources: Annotated[
@@ -160,6 +168,7 @@ def prepare(
     format: Annotated[
         TokenFormat,
         output_option(
+            "--format",
             metavar="FORMAT",
             help="Format of the token files: flat, megatron, megatron-cached, megatron-lazy, llmc "
             "or npy.",
@@ -201,6 +210,7 @@ def prepare(
     part: Annotated[
         str | None,
         _work_option(
+            "--part",
             metavar="PART",
             help="Do one part of the work: 2/8; 2 with --parts 8; slurm or pbs for the number of "
             "the task.",
@@ -228,9 +238,6 @@ def prepare(
 
     After a kill or an interruption, the same command resumes.
     """
-    from gristmill.launch.parent_death import follow_supervisor
-    from gristmill.text.prepare.request import WHOLE, PrepareRequest, no_parts_of, parse_part
-
     follow_supervisor()
     if status:
         show_parts(output, parts, as_json=as_json, quiet=quiet)
@@ -299,8 +306,6 @@ def prepare(
 
 def _holdout(corpus: Corpus | None, split: str | None, seed: int | None) -> Holdout | None:
     """What is held out: as requested, or by the corpus unless it has a validation set."""
-    from gristmill.text.prepare.request import Holdout, parse_holdout
-
     if split is not None:
         return parse_holdout(split, seed=_SEED if seed is None else seed)
     if corpus and corpus.held_out is not None:
@@ -320,8 +325,6 @@ def _holdout(corpus: Corpus | None, split: str | None, seed: int | None) -> Hold
 def _open_tokenizer(
     name: str, vocab: Path | None, merges: Path | None, end_of_text: str | None, *, quiet: bool
 ) -> Tokenizer:
-    from gristmill.text.tokenizers.tokenizer import open_tokenizer, open_tokenizer_files
-
     if vocab and merges:
         opened = open_tokenizer_files(vocab, merges, end_of_text=end_of_text)
     elif vocab or merges:
@@ -340,9 +343,6 @@ def _open_tokenizer(
 
 def _prepare(request: PrepareRequest, quiet: bool, expected: int | None = None) -> PrepareResult:
     """Prepare; `expected` bytes of text are the total if the sources do not tell."""
-    from gristmill.text.prepare.prepare import PrepareProgress
-    from gristmill.text.prepare.prepare import prepare as prepare_tokens
-
     first: PrepareProgress | None = None
     with ProgressLine("preparing", quiet=quiet) as line:
 

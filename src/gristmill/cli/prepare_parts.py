@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -28,15 +28,29 @@ from gristmill.base.process import usable_cores
 from gristmill.base.signals import stop_signals
 from gristmill.base.units import format_bytes, format_count
 from gristmill.cli.progress import ProgressLine
-
-if TYPE_CHECKING:
-    from gristmill.text.prepare.all_parts import PartsProgress, TaskEngine
-    from gristmill.text.prepare.part_status import PartStatus
-    from gristmill.text.prepare.prepare import PrepareResult
-    from gristmill.text.prepare.request import PrepareRequest
-    from gristmill.text.sources.corpora import Corpus
-    from gristmill.text.tokenizers.tokenizer import Tokenizer
-    from gristmill.tokens.convert import CopyProgress
+from gristmill.config.load import load_launch
+from gristmill.launch.jobs.batch import has_no_effect
+from gristmill.launch.jobs.slurm import Slurm
+from gristmill.launch.jobs.submit import gristmill_command
+from gristmill.launch.tasks.local import LocalTasks
+from gristmill.launch.tasks.slurm import SlurmTasks
+from gristmill.text.prepare.all_parts import (
+    PartsListener,
+    PartsProgress,
+    TaskEngine,
+    log_pattern,
+    prepare_in_parts,
+)
+from gristmill.text.prepare.part_status import PartState, PartStatus, finished_sets, part_statuses
+from gristmill.text.prepare.prepare import PrepareResult
+from gristmill.text.prepare.request import WHOLE, PrepareRequest, split_name
+from gristmill.text.sources import corpora
+from gristmill.text.sources.corpora import Corpus
+from gristmill.text.sources.reading import SourceReader
+from gristmill.text.sources.source import Document
+from gristmill.text.tokenizers.tokenizer import Tokenizer
+from gristmill.text.tokenizers.training import character_tokenizer
+from gristmill.tokens.convert import CopyProgress
 
 CHARACTERS = "characters"
 """The tokenizer that is made of the text itself."""
@@ -44,8 +58,6 @@ CHARACTERS = "characters"
 
 def find_corpus(sources: Sequence[str]) -> Corpus | None:
     """The corpus that is asked for by its name, if one is."""
-    from gristmill.text.sources import corpora
-
     named = [name for name in sources if not Path(name).exists() and corpora.find_corpus(name)]
     if named and len(sources) > 1:
         raise UserError(
@@ -58,8 +70,6 @@ def find_corpus(sources: Sequence[str]) -> Corpus | None:
 
 def fetch_corpus(corpus: Corpus, request: PrepareRequest, quiet: bool) -> str:
     """Tell about a corpus and download its file if it has one; what is read then."""
-    from gristmill.text.sources import corpora
-
     if not quiet:
         typer.echo(corpora.describe(corpus), err=True)
     corpora.check_disk(corpus, output=request.output)
@@ -74,7 +84,6 @@ def sets_of(
 ) -> list[tuple[PrepareRequest, int | None]]:
     """The preparations that a command asks for, each with the bytes of text it will read, if they
     are known: two, if train and val are not documents of the same source."""
-    from gristmill.text.prepare.request import split_name
 
     def named(split: str, **changes: Any) -> tuple[PrepareRequest, None]:
         output = Path(split_name(str(request.output), split))
@@ -117,11 +126,6 @@ def check_hold_out_end(
 
 def characters_of(request: PrepareRequest, in_parts: bool) -> Tokenizer:
     """The tokenizer of the characters in the text that is to be prepared."""
-    from gristmill.text.prepare.request import WHOLE
-    from gristmill.text.sources.reading import SourceReader
-    from gristmill.text.sources.source import Document
-    from gristmill.text.tokenizers.training import character_tokenizer
-
     if in_parts or request.part != WHOLE:
         what = "the characters are those of the whole text, and a part reads only some of it"
         raise UserError(what, where="--tokenizer", remedy="leave out --part, --parts and --engine")
@@ -153,6 +157,7 @@ class PartsEngine(enum.StrEnum):
 EngineName = Annotated[
     PartsEngine | None,
     _parts_option(
+        "--engine",
         metavar="ENGINE",
         help="Do all --parts, and merge them: local on this machine, slurm as an array of jobs, "
         "ray on a Ray cluster.",
@@ -297,8 +302,6 @@ def prepare_parts(
     request: PrepareRequest, arguments: Sequence[str], options: PartsOptions, *, quiet: bool
 ) -> PrepareResult:
     """Run all parts and merge them, with progress."""
-    from gristmill.text.prepare.all_parts import PartsListener, log_pattern, prepare_in_parts
-
     logs = str(Path(log_pattern(request, options.parts)).absolute())
     engine = _build_engine(arguments, options, logs=logs, name=request.name)
     with ProgressLine("preparing", quiet=quiet) as line, _stopped_by_signals():
@@ -349,7 +352,6 @@ def _build_engine(
         return RayTasks(
             arguments, logs=logs, at_once=at_once, cores=options.workers, address=address
         )
-    from gristmill.launch.tasks.local import LocalTasks
 
     command = [sys.executable, "-m", "gristmill", *arguments]
     fitting = max(1, usable_cores() // options.workers)
@@ -359,11 +361,6 @@ def _build_engine(
 def _slurm_engine(
     arguments: Sequence[str], options: PartsOptions, *, logs: str, name: Path
 ) -> TaskEngine:
-    from gristmill.config.load import load_launch
-    from gristmill.launch.jobs.batch import has_no_effect
-    from gristmill.launch.jobs.slurm import Slurm
-    from gristmill.launch.jobs.submit import gristmill_command
-    from gristmill.launch.tasks.slurm import SlurmTasks
 
     # A part is one process on one node, whatever it is asked for.
     settings = (f"cpus_per_process={options.workers}", *options.launch)
@@ -408,8 +405,6 @@ def _stopped_by_signals() -> Iterator[None]:
 
 def show_parts(output: Path, parts: int | None, *, as_json: bool, quiet: bool) -> None:
     """Print how far all parts are; exits with 75 if any is not done."""
-    from gristmill.text.prepare.part_status import PartState, finished_sets, part_statuses
-
     statuses = part_statuses(output, parts)
     counts = Counter(status.state.value for status in statuses)
     complete = all(status.state is PartState.DONE for status in statuses)
@@ -440,8 +435,6 @@ def _status_as_json(status: PartStatus) -> dict[str, Any]:
 
 
 def _print_statuses(output: Path, statuses: Sequence[PartStatus], counts: Counter[str]) -> None:
-    from gristmill.text.prepare.part_status import PartState, finished_sets
-
     if not statuses:
         names = ", ".join(str(prefix) for prefix in finished_sets(output))
         typer.echo(f"{output}: complete, no parts are left: {names}")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -30,13 +30,24 @@ from gristmill.cli.options import (
     output_option,
 )
 from gristmill.cli.progress import ProgressLine
-from gristmill.text.sources.source import DocumentSplit
+from gristmill.text.prepare.journal import merge_ledgers
+from gristmill.text.prepare.outputs import save_tokenizer
+from gristmill.text.prepare.request import find_sets
+from gristmill.text.sources.reading import SourceReader
+from gristmill.text.sources.source import Document, DocumentSplit, ReadOptions
 from gristmill.text.tokenizers.kinds import TokenizerKind, WordPattern
-
-if TYPE_CHECKING:
-    from gristmill.tokens.convert import CopyProgress
-    from gristmill.tokens.format import TokenSetInfo
-    from gristmill.tokens.store import Reading, TokenSetSummary
+from gristmill.text.tokenizers.tokenizer import open_tokenizer
+from gristmill.text.tokenizers.training import train_tokenizer as learn
+from gristmill.tokens.convert import CopyProgress, Origin, convert_tokens
+from gristmill.tokens.format import TokenSetInfo
+from gristmill.tokens.store import (
+    Reading,
+    TokenSetSummary,
+    find_manifest,
+    inspect_tokens,
+    open_tokens,
+    verify_tokens,
+)
 
 tokens = typer.Typer(help="Inspect, verify, convert and merge token files.", no_args_is_help=True)
 tokenizer = typer.Typer(help="Train and try tokenizers.", no_args_is_help=True)
@@ -100,8 +111,6 @@ def inspect_set(
     quiet: Quiet = False,
 ) -> None:
     """Show counts, document lengths and the range of ids."""
-    from gristmill.tokens.store import Reading, inspect_tokens
-
     reading = Reading(source, dtype, end_of_text)
     summary = inspect_tokens(prefix, reading)
     texts = _first_documents(prefix, reading)
@@ -134,9 +143,6 @@ def _show_summary(summary: TokenSetSummary) -> None:
 
 def _first_documents(prefix: Path, reading: Reading) -> list[str]:
     """How the first documents begin, if the tokenizer lies beside the set."""
-    from gristmill.text.tokenizers.tokenizer import open_tokenizer
-    from gristmill.tokens.store import open_tokens
-
     folder = Path(f"{prefix}.tokenizer")
     if not folder.is_dir():
         return []
@@ -159,8 +165,6 @@ def verify_set(
     quiet: Quiet = False,
 ) -> None:
     """Check sizes, checksums and ids; report everything that is broken."""
-    from gristmill.tokens.store import Reading, find_manifest, verify_tokens
-
     began = time.perf_counter()
 
     def show(done: int, total: int) -> None:
@@ -202,6 +206,7 @@ def convert_set(
     format: Annotated[
         TokenFormat,
         output_option(
+            "--format",
             metavar="FORMAT",
             help="Format of the new token files: flat, megatron, megatron-cached, megatron-lazy, "
             "llmc or npy.",
@@ -215,8 +220,6 @@ def convert_set(
     overwrite: Overwrite = False,
 ) -> None:
     """Convert token files to another format."""
-    from gristmill.tokens.store import Reading
-
     reading = Reading(source, dtype, end_of_text)
     options: dict[str, Any] = {"format": format, "shard_size": shard_size, "overwrite": overwrite}
     _copy([prefix], output, tokenizer, reading=reading, **options)
@@ -236,6 +239,7 @@ def merge_sets(
     format: Annotated[
         TokenFormat | None,
         output_option(
+            "--format",
             metavar="FORMAT",
             help="Format of the new token files: flat, megatron, megatron-cached, megatron-lazy, "
             "llmc or npy; that of the first if not given.",
@@ -249,9 +253,6 @@ def merge_sets(
 
     Parts made by `prepare --parts` give the files of one preparation of everything.
     """
-    from gristmill.text.prepare.journal import merge_ledgers
-    from gristmill.text.prepare.request import find_sets
-
     sources = find_sets(prefixes)
     options: dict[str, Any] = {"format": format, "shard_size": shard_size, "overwrite": overwrite}
     ledger = functools.partial(merge_ledgers, sources, output)
@@ -267,10 +268,6 @@ def _copy(
 ) -> None:
     """Copy token sets into a new one, with their tokenizer and what `ledger` writes; the options
     are `convert_tokens`'s."""
-    from gristmill.text.prepare.outputs import save_tokenizer
-    from gristmill.text.tokenizers.tokenizer import open_tokenizer
-    from gristmill.tokens.convert import Origin, convert_tokens
-
     beside = [folder for source in sources if (folder := Path(f"{source}.tokenizer")).is_dir()]
     chosen = tokenizer or next(iter(beside), None)
     made_by, origin = open_tokenizer(chosen) if chosen else None, None
@@ -327,10 +324,6 @@ def train_tokenizer(
     documents: Documents = DocumentSplit.FILE,
 ) -> None:
     """Train a tokenizer on text. It works on bytes, so it is lossless."""
-    from gristmill.text.sources.reading import SourceReader
-    from gristmill.text.sources.source import Document, ReadOptions
-    from gristmill.text.tokenizers.training import train_tokenizer as learn
-
     if output.exists() and any(output.iterdir()):
         raise UserError("this folder is not empty", where=output, exit=Exit.REFUSED)
     reader = SourceReader(sources, ReadOptions((json_key,), documents))
@@ -373,8 +366,6 @@ def show_tokenizer(
     ] = None,
 ) -> None:
     """Show the facts about a tokenizer, and how it splits a text."""
-    from gristmill.text.tokenizers.tokenizer import open_tokenizer
-
     opened = open_tokenizer(spec, end_of_text=end_of_text)
     typer.echo(f"type         {opened.spec['type']}")
     typer.echo(f"ids          {opened.size:,}")

@@ -1,4 +1,4 @@
-"""`train` and `demo`."""
+"""`train`: train a model, or resume the run in a folder."""
 
 from __future__ import annotations
 
@@ -6,16 +6,26 @@ import enum
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from gristmill.base.collector import collector_paused
 from gristmill.base.errors import Exit, UserError
-from gristmill.cli.dialects import DialectName, TranslatedRun, translate_run
-from gristmill.cli.options import Overrides
-
-if TYPE_CHECKING:
-    from gristmill.config.schema import RunConfig
+from gristmill.base.limits import keep_freed_memory
+from gristmill.base.locks import FolderLock
+from gristmill.base.process import ProcessInfo
+from gristmill.cli.dialects import DialectName, DialectTraining, TranslatedRun, translate_run
+from gristmill.cli.options import Overrides, command_options
+from gristmill.config.load import load_run
+from gristmill.config.rules import check_mesh
+from gristmill.config.schema import RunConfig
+from gristmill.hub.downloads import settings_folder
+from gristmill.launch.gpus import require_gpus, start_cuda
+from gristmill.launch.parent_death import follow_supervisor
+from gristmill.launch.processes import Job, supervise
+from gristmill.track.folder import move_aside, run_folder
+from gristmill.track.sinks import line
 
 
 class LogFormat(enum.StrEnum):
@@ -26,6 +36,7 @@ class LogFormat(enum.StrEnum):
     DECENTRALIZED = "decentralized"
 
 
+@command_options(cls=DialectTraining)
 def train(
     run: Annotated[
         str | None,
@@ -83,8 +94,6 @@ def train(
     ] = None,
 ) -> None:
     """Train a model, or resume the run in the folder."""
-    from gristmill.launch.parent_death import follow_supervisor
-
     supervised = follow_supervisor()
     words = [*([] if run is None else [run]), *(settings or ())]
     if log_format is not None:
@@ -102,12 +111,6 @@ def train(
     if translated is not None and not supervised:
         _begin(translated)
     if (processes > 1 or restarts > 0) and not supervised:
-        from gristmill.base.process import ProcessInfo
-        from gristmill.config.rules import check_mesh
-        from gristmill.launch.gpus import require_gpus
-        from gristmill.launch.processes import Job, supervise
-        from gristmill.track.folder import move_aside, run_folder
-
         place = ProcessInfo.current()
         if place.world > 1:
             raise UserError(
@@ -126,7 +129,6 @@ def train(
         if fresh:
             move_aside(folder)
         if start_from is not None and not validate_only:
-            from gristmill.base.locks import FolderLock
             from gristmill.train.claim import choose_step, roll_back
 
             # Once, here: a restart continues from what was reached since.
@@ -146,11 +148,6 @@ def train(
     if validate_only:
         _validate(config, start_from)
         return
-    from gristmill.base.collector import collector_paused
-    from gristmill.base.limits import keep_freed_memory
-    from gristmill.base.process import ProcessInfo
-    from gristmill.launch.gpus import start_cuda
-    from gristmill.track.folder import run_folder
     from gristmill.train.stop import StopRequest
 
     keep_freed_memory()
@@ -169,9 +166,6 @@ def train(
 
 def _load(words: list[str], dialect: str | None) -> tuple[RunConfig, TranslatedRun | None]:
     """The settings of a run file, or of another program's words."""
-    from gristmill.config.load import load_run
-    from gristmill.hub.downloads import settings_folder
-
     if dialect is not None:
         translated = translate_run(dialect, words)
         return translated.config, translated
@@ -180,8 +174,6 @@ def _load(words: list[str], dialect: str | None) -> tuple[RunConfig, TranslatedR
 
 def _begin(translated: TranslatedRun) -> None:
     """Say what became of the other program's options, and make the token files it would make."""
-    from gristmill.base.process import ProcessInfo
-
     place = ProcessInfo.current()
     if place.rank == 0:
         translated.tell()
@@ -190,7 +182,6 @@ def _begin(translated: TranslatedRun) -> None:
 
 def _validate(config: RunConfig, step: str | None) -> None:
     """Print the validation of a run, beside what it recorded."""
-    from gristmill.track.sinks import line
     from gristmill.train.run import Run
 
     found = Run(config).validate(checkpoint=step)
@@ -201,15 +192,3 @@ def _validate(config: RunConfig, step: str | None) -> None:
         then, now = found.recorded.loss, found.record.loss
         same = "the same to the bit" if then == now else f"now {now:.9g}"
         typer.echo(f"recorded by the run: loss {then:.9g}, {same}")
-
-
-def demo(
-    folder: Annotated[
-        Path, typer.Option(help="Folder of the run; the text and tokens go beside it.")
-    ] = Path("runs/demo"),
-    steps: Annotated[int | None, typer.Option(help="Train for this many steps.")] = None,
-) -> None:
-    """Run the whole pipeline on this machine, offline: text, tokenizer, training, report."""
-    from gristmill.cli.demo import run_demo
-
-    run_demo(folder, steps=steps)
