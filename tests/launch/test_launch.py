@@ -304,6 +304,8 @@ def test_a_run_is_not_submitted_twice(tmp_path: Path, monkeypatch: pytest.Monkey
     stand_ins(tmp_path)
     wait = tmp_path / "bin/mpiexec"
     wait.write_text('#!/bin/bash\n[ "$1" = --version ] && exit 0\nexec sleep 60\n')
+    # The job is a login shell, which may set the path anew.
+    (tmp_path / ".bash_profile").write_text(f'PATH="{tmp_path}/bin:$PATH"\n')
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
     launcher = Mpi()
