@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from gristmill.base.errors import Exit, UserError
-from gristmill.base.printing import on_one_line
+from gristmill.base.errors import Exit, UserError, on_one_line
 
 if TYPE_CHECKING:
     from gristmill.config.schema import RunConfig

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from gristmill.base.errors import UserError
-from gristmill.base.printing import on_one_line
+from gristmill.base.errors import UserError, on_one_line
 from gristmill.base.units import format_count, format_seconds
 from gristmill.cli.models import Device, Which, open_loaded
 from gristmill.cli.progress import ProgressLine

@@ -127,8 +127,8 @@ def submit(
     from gristmill.config.load import load_run
     from gristmill.hub.downloads import settings_folder
     from gristmill.launch.jobs.batch import UncertainError, write_files
-    from gristmill.launch.jobs.build import launcher_of
     from gristmill.launch.jobs.submit import (
+        launcher_of,
         plan_command,
         plan_sweep,
         plan_training,
@@ -252,8 +252,7 @@ def _job_of(run: Path) -> tuple[Path, JobRecord, Launcher]:
     """The folder of a run or a sweep, its job and where that is."""
     from gristmill.config.load import load_run
     from gristmill.launch.jobs.batch import read_record
-    from gristmill.launch.jobs.build import launcher_of
-    from gristmill.launch.jobs.submit import sweep_folder
+    from gristmill.launch.jobs.submit import launcher_of, sweep_folder
     from gristmill.track.folder import RunFolder, run_folder
 
     folder = RunFolder(run) if run.is_dir() else run_folder(load_run(run))

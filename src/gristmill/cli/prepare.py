@@ -255,7 +255,7 @@ def prepare(
 
     After a kill or an interruption, the same command resumes.
     """
-    from gristmill.launch.parent_death import follow_supervisor
+    from gristmill.base.exits import follow_supervisor
     from gristmill.text.prepare.parts import WHOLE, no_parts_of, parse_part
     from gristmill.text.prepare.request import PrepareRequest
 

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gristmill.base.errors import Exit, UserError
+from gristmill.base.exits import stop_signals
 from gristmill.base.process import usable_cores
-from gristmill.base.signals import stop_signals
 from gristmill.base.units import format_bytes, format_count
 from gristmill.cli.progress import ProgressLine
 
@@ -351,13 +351,13 @@ def _build_engine(
     if options.engine is PartsEngine.SLURM:
         return _slurm_engine(arguments, options, logs=logs, name=name)
     if options.engine is PartsEngine.RAY:
-        from gristmill.launch.tasks.ray import RayTasks
+        from gristmill.launch.tasks import RayTasks
 
         address = options.ray_address
         return RayTasks(
             arguments, logs=logs, at_once=at_once, cores=options.workers, address=address
         )
-    from gristmill.launch.tasks.local import LocalTasks
+    from gristmill.launch.tasks import LocalTasks
 
     command = [sys.executable, "-m", "gristmill", *arguments]
     fitting = max(1, usable_cores() // options.workers)
@@ -371,7 +371,7 @@ def _slurm_engine(
     from gristmill.launch.jobs.batch import has_no_effect
     from gristmill.launch.jobs.slurm import Slurm
     from gristmill.launch.jobs.submit import gristmill_command
-    from gristmill.launch.tasks.slurm import SlurmTasks
+    from gristmill.launch.tasks import SlurmTasks
 
     # A part is one process on one node, whatever it is asked for.
     settings = (f"cpus_per_process={options.workers}", *options.launch)

@@ -83,7 +83,7 @@ def train(
     ] = None,
 ) -> None:
     """Train a model, or resume the run in the folder."""
-    from gristmill.launch.parent_death import follow_supervisor
+    from gristmill.base.exits import follow_supervisor
 
     supervised = follow_supervisor()
     words = [*([] if run is None else [run]), *(settings or ())]

@@ -32,10 +32,8 @@ from gristmill.base.errors import DataError, Problem, UserError
 from gristmill.base.files import read_json
 from gristmill.config.families import FAMILIES, WRITTEN, Family
 from gristmill.config.lora import LoraConfig
-from gristmill.config.model import GPTConfig, ModelConfig
-from gristmill.config.roles import Role
-from gristmill.config.settings import UNSET
-from gristmill.config.values import Count, Fraction
+from gristmill.config.model import GPTConfig, ModelConfig, Role
+from gristmill.config.settings import UNSET, Count, Fraction
 
 NULL = "null"
 _NOT_OF_ARCHITECTURE = frozenset(

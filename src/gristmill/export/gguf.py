@@ -29,8 +29,14 @@ from gristmill.checkpoint.model import StoredModel, chat_template
 from gristmill.config.families import GPT2, LLAMA, QWEN2, QWEN3, Family
 from gristmill.config.hf import differences
 from gristmill.config.model import GPTConfig
-from gristmill.export.rows import read_rows, require_same, row_regions, tensor_bytes
-from gristmill.export.staging import refuse_used_file, staged_file
+from gristmill.export.staging import (
+    read_rows,
+    refuse_used_file,
+    require_same,
+    row_regions,
+    staged_file,
+    tensor_bytes,
+)
 from gristmill.models.families import (
     ForeignModule,
     TensorTable,

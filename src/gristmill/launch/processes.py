@@ -26,10 +26,9 @@ from datetime import datetime
 from types import FrameType
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.exit_report import START, read_exit_report
+from gristmill.base.exits import INTERRUPTED, START, read_exit_report, stop_signals
 from gristmill.base.files import storage_errors, utf8
 from gristmill.base.locks import FolderLock
-from gristmill.base.signals import INTERRUPTED, stop_signals
 from gristmill.launch.starting import LocalStarter, Process, Starter
 from gristmill.track.folder import RunFolder
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from gristmill.base.exits import SUPERVISOR
 from gristmill.base.process import Address, usable_cores
-from gristmill.launch.parent_death import SUPERVISOR
 
 
 class Process(Protocol):

@@ -20,8 +20,8 @@ from gristmill.checkpoint.state import TrainState
 from gristmill.checkpoint.state_file import STATE
 from gristmill.checkpoint.writer import CheckpointWriter, require_checkpoint_room
 from gristmill.config.model import GPTConfig
+from gristmill.config.optim import PreconditionerConfig
 from gristmill.config.parallel import Mesh
-from gristmill.config.preconditioner import PreconditionerConfig
 from gristmill.config.resolve import Resolved, resolve
 from gristmill.config.schema import DataConfig, RunConfig
 from gristmill.data.build import OrderSpec, build_rules, build_stream, order_identity

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gristmill.base.errors import UserError
-from gristmill.base.printing import on_one_line
+from gristmill.base.errors import UserError, on_one_line
 from gristmill.base.units import Duration
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.model import LoadedModel

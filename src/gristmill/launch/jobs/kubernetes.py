@@ -29,9 +29,9 @@ from gristmill.launch.jobs.batch import (
     JobRecord,
     UncertainError,
     now,
+    render,
     run_scheduler,
 )
-from gristmill.launch.jobs.rendering import render
 from gristmill.launch.node import RESTART
 from gristmill.launch.processes import PERMANENT
 

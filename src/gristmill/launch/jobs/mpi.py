@@ -23,9 +23,9 @@ from gristmill.launch.jobs.batch import (
     JobRecord,
     container_words,
     now,
+    render,
     run_scheduler,
 )
-from gristmill.launch.jobs.rendering import render
 
 FILE = "train.sh"
 

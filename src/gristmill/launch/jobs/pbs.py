@@ -36,11 +36,11 @@ from gristmill.launch.jobs.batch import (
     TaskRecord,
     UncertainError,
     now,
+    render,
     run_scheduler,
     try_scheduler,
 )
 from gristmill.launch.jobs.mpi import mpi_values
-from gristmill.launch.jobs.rendering import render
 from gristmill.launch.jobs.slurm import clock, ranges
 
 IDS = "ids"

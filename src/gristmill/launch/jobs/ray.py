@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from gristmill.base.errors import Exit, Problem, UserError, optional
-from gristmill.base.signals import INTERRUPTED
+from gristmill.base.exits import INTERRUPTED
 from gristmill.base.units import parse_seconds
 from gristmill.config.launch import LaunchConfig
-from gristmill.launch.jobs.batch import BatchJob, BatchState, JobRecord, Phase, now
-from gristmill.launch.jobs.rendering import render
+from gristmill.launch.jobs.batch import BatchJob, BatchState, JobRecord, Phase, now, render
 
 DEFAULT = "http://127.0.0.1:8265"
 """The dashboard of a cluster whose head is this machine."""

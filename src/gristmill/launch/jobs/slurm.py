@@ -26,10 +26,10 @@ from gristmill.launch.jobs.batch import (
     UncertainError,
     container_words,
     now,
+    render,
     run_scheduler,
     try_scheduler,
 )
-from gristmill.launch.jobs.rendering import render
 
 NEEDS = "on a login node of the cluster"
 _PHASES: dict[Phase, tuple[str, ...]] = {
