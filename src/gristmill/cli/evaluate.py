@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gristmill.evaluate.loss import EvaluationText
     from gristmill.evaluate.measures import Difference, Measure
     from gristmill.evaluate.results import EvaluationResult
-    from gristmill.evaluate.tasks.run import OpenTask
+    from gristmill.evaluate.tasks import OpenTask
 
 
 class Evaluated(NamedTuple):
@@ -238,7 +238,7 @@ def evaluate(
     Uses the validation text of the run unless --data, --text or --tasks is given. With several
     models, says whether they differ by more than chance.
     """
-    from gristmill.evaluate.tasks.run import TaskOptions, open_tasks
+    from gristmill.evaluate.tasks import TaskOptions, open_tasks
 
     if ((items, shots) != (None, None) or trust_task_code) and not tasks:
         what = f"--items, --shots and {TRUST} are for tasks"

@@ -33,7 +33,7 @@ from gristmill.data.loader import Batch, Loader, validation_batches
 from gristmill.distributed.control import ControlGroup
 from gristmill.distributed.device import memory_explained
 from gristmill.distributed.world import World
-from gristmill.evaluate.tasks.run import OpenTask, TaskOptions, open_tasks
+from gristmill.evaluate.tasks import OpenTask, TaskOptions, open_tasks
 from gristmill.models.build import build_meta_model
 from gristmill.models.spec import CausalLM, linear_shapes
 from gristmill.optim.schedule import build_schedule

@@ -14,7 +14,7 @@ from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.model import LoadedModel
 from gristmill.checkpoint.state import TrainState
 from gristmill.evaluate.results import EvaluationResult, result_name, write_result
-from gristmill.evaluate.tasks.run import OpenTask
+from gristmill.evaluate.tasks import OpenTask
 from gristmill.models.spec import CausalLM
 from gristmill.strategies.strategy import Strategy
 from gristmill.text.tokenizers.tokenizer import Tokenizer
