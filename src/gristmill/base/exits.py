@@ -27,15 +27,17 @@ import contextlib
 import ctypes
 import faulthandler
 import os
+import shlex
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
 from gristmill.base.errors import Exit
+from gristmill.base.units import timestamp
 
 INTERRUPTED = 128 + signal.SIGINT
 """The exit status after Ctrl-C outside of a running training."""
@@ -71,6 +73,12 @@ START = "--- "
 ERROR = "error: "
 _TAIL, _WIDTH = 1 << 16, 400
 """Bytes of a log that are searched, and characters of a report that are repeated."""
+
+
+def start_line(command: Sequence[str], *, who: str = "") -> bytes:
+    """The line that marks a start in a log: what came before it is about an earlier one."""
+    words = " ".join(shlex.join(command).split())
+    return f"{START}{timestamp()} {who}{words}\n".encode(errors="backslashreplace")
 
 
 def write_exit_report(log: Path | None, message: str, *, stacks: bool = False) -> None:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shlex
 import signal
 import socket
 import subprocess
@@ -28,13 +27,12 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from gristmill.base.errors import UserError, optional
-from gristmill.base.exits import START, SUPERVISOR
-from gristmill.base.files import storage_errors, utf8
+from gristmill.base.exits import SUPERVISOR, start_line
+from gristmill.base.files import storage_errors
 from gristmill.config.launch import LaunchConfig
 from gristmill.launch.jobs.batch import (
     ArrayTask,
@@ -53,8 +51,7 @@ def open_task_log(path: Path, command: Sequence[str]) -> BinaryIO:
     """Open a log to append to it; a first line tells this attempt from those before."""
     with storage_errors(path):
         log = path.open("ab")
-        when = datetime.now().astimezone().isoformat(timespec="seconds")
-        log.write(utf8(f"{START}{when} {' '.join(shlex.join(command).split())}\n"))
+        log.write(start_line(command))
         log.flush()
         return log
 

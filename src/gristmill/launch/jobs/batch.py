@@ -20,7 +20,6 @@ import shutil
 import subprocess
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -124,13 +123,10 @@ class BatchState:
 class Launcher(Protocol):
     """A way to start a job and to find out about it."""
 
-    @property
-    def unused(self) -> Collection[str]:
-        """Settings of `[launch]` that do nothing here."""
-
-    @property
-    def lacks(self) -> Collection[str]:
-        """Options of `gristmill launch` that cannot be had here."""
+    unused: Collection[str]
+    """Settings of `[launch]` that do nothing here."""
+    lacks: Collection[str] = ()
+    """Options of `gristmill launch` that cannot be had here."""
 
     def problems(self, launch: LaunchConfig) -> Iterable[Problem]:
         """What else is wrong with `[launch]`."""
@@ -149,6 +145,7 @@ class Launcher(Protocol):
 
     def output(self, record: JobRecord) -> Sequence[str] | None:
         """The command that prints the job's output, where it is in no file."""
+        return None
 
 
 def has_no_effect(launch: LaunchConfig, names: Iterable[str], where: str) -> list[Problem]:
@@ -228,11 +225,6 @@ def read_record(folder: Path) -> JobRecord | None:
         where=file,
         remedy="look for the job with the scheduler's own commands, and remove the file",
     )
-
-
-def now() -> str:
-    """The time, for records."""
-    return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
 def run_scheduler(words: Sequence[str], *, needs: str, timeout: float = 60.0) -> str:

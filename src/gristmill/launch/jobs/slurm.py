@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from gristmill.base.errors import Problem
-from gristmill.base.units import parse_seconds
+from gristmill.base.units import parse_seconds, timestamp
 from gristmill.config.launch import LaunchConfig
 from gristmill.launch.jobs.batch import (
     BatchJob,
     BatchState,
     JobRecord,
+    Launcher,
     Phase,
     TaskRecord,
     UncertainError,
     container_words,
-    now,
     render,
     run_scheduler,
     try_scheduler,
@@ -45,11 +45,10 @@ _WAIT = 900
 Slurm takes minutes to notice that a node is lost; then it requeues the job."""
 
 
-class Slurm:
+class Slurm(Launcher):
     """Jobs of Slurm."""
 
     unused = ("filesystems", "resources", "mpi", "hostfile", "kubernetes", "address")
-    lacks = ()
 
     def problems(self, launch: LaunchConfig) -> Iterator[Problem]:
         if launch.time is None:
@@ -93,7 +92,7 @@ class Slurm:
             for number, task in (job.array or {}).items()
             if task.run is not None
         ]
-        return JobRecord("slurm", id, [str(logs / log)], now(), tasks=tasks)
+        return JobRecord("slurm", id, [str(logs / log)], timestamp(), tasks=tasks)
 
     def state(self, record: JobRecord) -> BatchState:
         shown = try_scheduler(["scontrol", "show", "job", "--oneliner", record.id], needs=NEEDS)
@@ -108,9 +107,6 @@ class Slurm:
 
     def cancel(self, record: JobRecord) -> None:
         run_scheduler(["scancel", record.id], needs=NEEDS)
-
-    def output(self, record: JobRecord) -> None:
-        return None
 
 
 def _title(job: BatchJob) -> str:
