@@ -48,15 +48,12 @@ def print_table(found: Sequence[Evaluated]) -> None:
     columns = [
         [getattr(titles, name), *(getattr(row, name) for row in rows)] for name in _TableRow._fields
     ]
-    shared = (
-        {"model", "precision"}
-        if len(found) == len({one.result.name for one in found})
-        else {
-            name
-            for name in ("model", "precision")
-            if len({getattr(one, name) for one in found}) == 1
-        }
-    )
+    same_everywhere = len(found) == len({one.result.name for one in found})
+    shared = {
+        name
+        for name in ("model", "precision")
+        if same_everywhere or len({getattr(one, name) for one in found}) == 1
+    }
     for name in ("model", "precision"):
         if name in shared and (name == "model" or found[0].precision != "fp32"):
             typer.echo(f"{name:<9}  {on_one_line(getattr(found[0], name))}")
@@ -73,7 +70,11 @@ def print_table(found: Sequence[Evaluated]) -> None:
             for name, column in kept
         ]
         typer.echo("  ".join(cells).rstrip())
-    few = [one.result for one in found if any(map(_has_few, one.result.measures.values()))]
+    few = [
+        one.result
+        for one in found
+        if any(0 < len(measure.items) < LEAST for measure in one.result.measures.values())
+    ]
     if few:
         what = "windows of the text" if few[0].kind == "text" else "items"
         note = f"{on_one_line(few[0].name)} has fewer than {LEAST} {what}, too few to tell how far "
@@ -102,7 +103,9 @@ def _rows(found: Sequence[Evaluated]) -> Iterator[_TableRow]:
         on = name
         parts = [key for one in group for key in one.result.parts]
         for part in dict.fromkeys(["", *parts]):
-            wanted = [_measures_of(one.result, part) for one in group]
+            wanted = [
+                one.result.parts.get(part, {}) if part else one.result.measures for one in group
+            ]
             for measure in dict.fromkeys(key for one in wanted for key in one):
                 title = f"{part} {measure.replace('bits_per_byte', 'bits per byte')}".strip()
                 first = wanted[0].get(measure)
@@ -124,16 +127,6 @@ def _rows(found: Sequence[Evaluated]) -> Iterator[_TableRow]:
                         size if measure == next(iter(result.measures)) and not part else "",
                     )
                     on = title = ""
-
-
-def _has_few(measure: Measure) -> bool:
-    from gristmill.evaluate.measures import LEAST
-
-    return 0 < len(measure.items) < LEAST
-
-
-def _measures_of(result: EvaluationResult, part: str) -> dict[str, Measure]:
-    return result.parts.get(part, {}) if part else result.measures
 
 
 def _difference(first: Measure | None, second: Measure, measure: str, *, same: bool) -> str:
@@ -239,6 +232,7 @@ def evaluate(
     models, says whether they differ by more than chance.
     """
     from gristmill.evaluate.tasks import TaskOptions, open_tasks
+    from gristmill.strategies.precision import DTYPES
 
     if ((items, shots) != (None, None) or trust_task_code) and not tasks:
         what = f"--items, --shots and {TRUST} are for tasks"
@@ -250,7 +244,7 @@ def evaluate(
         loaded = open_loaded(model, checkpoint=checkpoint, device=device)
         texts = _texts(loaded, data or (), text or (), default=not opened)
         for one in precision or [EvaluationPrecision.FP32]:
-            _compute_in(loaded, one.value)
+            loaded.model.compute = DTYPES[one.value]
             results = _text_results(loaded, texts, limit=limit, batch=batch)
             for result in (*results, *_task_results(loaded, opened)):
                 found.append(Evaluated(model, one.value, result))
@@ -275,12 +269,6 @@ def _texts(
     chosen = [evaluation_ids(loaded, data=one) for one in data]
     chosen += [evaluation_ids(loaded, text=[one]) for one in text]
     return chosen or ([evaluation_ids(loaded)] if default else [])
-
-
-def _compute_in(loaded: LoadedModel, precision: str) -> None:
-    from gristmill.strategies.precision import DTYPES
-
-    loaded.model.compute = DTYPES[precision]
 
 
 def _text_results(

@@ -1,6 +1,7 @@
 """What messages and tools say about settings: docstrings, lines of a file, and the JSON Schema.
 
-The docstrings below the attributes of a class, which Python itself forgets.
+Python itself forgets the docstrings below the attributes of a class, and `tomllib` does not report
+the lines of keys.
 """
 
 from __future__ import annotations

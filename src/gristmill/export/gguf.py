@@ -52,6 +52,8 @@ from gristmill.text.chat.encoding import turn_ends
 from gristmill.text.tokenizers.tokenizer import Tokenizer
 
 SUFFIX = ".gguf"
+_FAMILIES = (GPT2, LLAMA, QWEN2, QWEN3)
+"""What llama.cpp has of the families of transformers."""
 
 
 @dataclass(frozen=True)
@@ -104,16 +106,15 @@ def export_gguf(
 
 
 def _choose_architecture(config: GPTConfig) -> Family:
-    lacking = {family.type: _differences(config, family) for family in (GPT2, LLAMA, QWEN2, QWEN3)}
-    nearest = min(lacking, key=lambda kind: len(lacking[kind]))
-    if lacking[nearest]:
+    nearest = min(_FAMILIES, key=lambda family: len(_differences(config, family)))
+    if lacking := _differences(config, nearest):
         raise UserError(
-            f"llama.cpp cannot compute this model: the nearest, its {nearest}, has no "
-            f"{', '.join(lacking[nearest])}",
+            f"llama.cpp cannot compute this model: the nearest, its {nearest.type}, has no "
+            f"{', '.join(lacking)}",
             where="export",
             remedy="give a folder instead of a .gguf file, for transformers",
         )
-    return {family.type: family for family in (GPT2, LLAMA, QWEN2, QWEN3)}[nearest]
+    return nearest
 
 
 def _differences(config: GPTConfig, family: Family) -> list[str]:
