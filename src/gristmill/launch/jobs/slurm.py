@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import glob
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -110,8 +111,9 @@ class Slurm(Launcher):
 
 
 def _title(job: BatchJob) -> str:
-    what = f"an array of {len(job.array)} tasks" if job.array is not None else "the run"
-    return f"{what} {job.name}" if job.array is None else f"{job.name}: {what}"
+    if job.array is None:
+        return f"the run {job.name}"
+    return f"{job.name}: an array of {len(job.array)} tasks"
 
 
 def _options(job: BatchJob) -> Iterator[tuple[str, Any]]:
@@ -218,9 +220,7 @@ def _from_scontrol(text: str) -> BatchState:
     first = tasks[phases.index(overall)]
     words = first["JobState"]
     if len(tasks) > 1:
-        counts = {task["JobState"]: 0 for task in tasks}
-        for task in tasks:
-            counts[task["JobState"]] += 1
+        counts = Counter(task["JobState"] for task in tasks)
         words = ", ".join(f"{count} {state}" for state, count in counts.items())
     elif overall == "waiting" and first.get("Reason", "None") != "None":
         words += f" ({first['Reason']})"
