@@ -38,8 +38,8 @@ from gristmill.base.units import Progress
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.state import TrainState, capture, restore, state_bytes
 from gristmill.checkpoint.writer import CheckpointWriter
+from gristmill.config.model import Role
 from gristmill.config.optim import AdamWConfig
-from gristmill.config.roles import Role
 from gristmill.config.schema import CheckpointConfig
 from gristmill.optim.adamw import AdamW
 

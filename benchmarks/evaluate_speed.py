@@ -66,7 +66,7 @@ def make_requests(name: str, file: Path | None, *, items: int) -> list[Any]:
     """What the harness asks a model: a pair of texts for each option of each question."""
     from lm_eval.api.instance import Instance
 
-    from gristmill.evaluate.tasks.questions import BUILT_IN
+    from gristmill.evaluate.questions import BUILT_IN
 
     options: list[Any] = BUILT_IN[name](file).first(items).options  # type: ignore[attr-defined]
     pairs = [(number, one) for number, item in enumerate(options)
@@ -79,7 +79,7 @@ def make_requests(name: str, file: Path | None, *, items: int) -> list[Any]:
 
 def our_model(options: argparse.Namespace) -> Any:
     from gristmill.checkpoint.model import open_model
-    from gristmill.evaluate.tasks.harness import language_model
+    from gristmill.evaluate.harness import language_model
     from gristmill.strategies.precision import DTYPES
 
     loaded = open_model(options.model, device=torch.device(options.device))

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gristmill.base.errors import Exit
-from gristmill.base.signals import exit_on_stop_signals
+from gristmill.base.exits import exit_on_stop_signals
 
 PATIENCE = 120.0
 """Seconds after which a child hangs."""

@@ -22,7 +22,7 @@ from blocks import Plan, as_json, describe, measure, report
 from peers import GELUS, builders, numbers_of, text_of_run
 from same_function import check_same_function
 
-from gristmill.bench.random_tokens import GPT2_VOCABULARY, write_random_tokens
+from gristmill.bench.measure import GPT2_VOCABULARY, write_random_tokens
 from gristmill.config.load import load_text
 from gristmill.config.schema import RunConfig
 from gristmill.distributed.world import open_world

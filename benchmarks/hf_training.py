@@ -135,7 +135,7 @@ def write_inputs(options: argparse.Namespace) -> None:
     import torch
     import transformers
 
-    from gristmill.bench.random_tokens import write_random_tokens
+    from gristmill.bench.measure import write_random_tokens
 
     table = dict(MODELS[options.model])
     settings = transformers.AutoConfig.for_model(table.pop("model_type"), **table)

@@ -104,7 +104,7 @@ def write_inputs(options: argparse.Namespace) -> None:
     import torch
     import transformers
 
-    from gristmill.bench.random_tokens import write_random_tokens
+    from gristmill.bench.measure import write_random_tokens
 
     sizes = SMALL if options.device == "cpu" else GPT2
     torch.manual_seed(0)

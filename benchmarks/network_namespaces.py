@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from gristmill.launch.parent_death import SUPERVISOR
+from gristmill.base.exits import SUPERVISOR
 
 PREFIX = "grist"
 PORT = 29500

@@ -21,7 +21,7 @@ from blocks import Plan, describe, measure, report
 from peers import GELUS, builders, numbers_of, text_of_run
 from same_function import check_same_function
 
-from gristmill.bench.random_tokens import write_random_tokens
+from gristmill.bench.measure import write_random_tokens
 from gristmill.config.load import load_text
 from gristmill.distributed.world import open_world
 

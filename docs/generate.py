@@ -30,7 +30,7 @@ from gristmill.base.units import Duration
 from gristmill.cli.main import app
 from gristmill.config import schema
 from gristmill.config.documentation import attribute_docstrings, docstrings
-from gristmill.config.values import Scheduled
+from gristmill.config.settings import Scheduled
 from gristmill.track import metrics
 
 _UNIONS = (Union, UnionType)

@@ -30,7 +30,7 @@ from gristmill.checkpoint.tensorfile import HF_INDEX
 from gristmill.checkpoint.writer import commit_pieces
 from gristmill.config.model import GPTConfig
 from gristmill.export import folder as module
-from gristmill.export import rows
+from gristmill.export import staging
 from gristmill.export.folder import export
 from gristmill.models.build import build_model
 from gristmill.models.families import foreign_state
@@ -189,7 +189,7 @@ def test_memory_does_not_grow_with_the_model(
 ) -> None:
     run = save(make(layers=12, width=256), tmp_path / "run", ranks=ranks)
     gc.collect()
-    monkeypatch.setattr(rows, "BYTES_AT_ONCE", 2**19)
+    monkeypatch.setattr(staging, "BYTES_AT_ONCE", 2**19)
     monkeypatch.setattr("gristmill.checkpoint.tensorfile._READ_BEFORE_CLOSE", 2**20)
     stored = open_stored(str(run))
     export(open_stored(str(save(make(), tmp_path / "warm"))), tmp_path / "warm-hf", check="files")

@@ -11,7 +11,7 @@ import threading
 def main() -> None:
     """Run the command line. The commands take a moment to import, and a signal may arrive then."""
     if sys.argv[1:2] == ["train"]:
-        from gristmill.base.signals import exit_on_stop_signals
+        from gristmill.base.exits import exit_on_stop_signals
 
         exit_on_stop_signals()
     from gristmill.base.caches import use_compile_caches

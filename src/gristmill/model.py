@@ -21,7 +21,7 @@ from gristmill.checkpoint.model import LoadedModel, StoredModel, chat_template, 
 from gristmill.distributed.device import select_device
 from gristmill.evaluate.loss import evaluate_text, evaluation_ids
 from gristmill.evaluate.results import EvaluationResult, write_result
-from gristmill.evaluate.tasks.run import OpenTask, TaskOptions, open_tasks
+from gristmill.evaluate.tasks import OpenTask, TaskOptions, open_tasks
 from gristmill.generate import ChatGenerator, Sampling, TextGenerator
 from gristmill.strategies.precision import DTYPES
 from gristmill.text.chat.encoding import ChatEncoder

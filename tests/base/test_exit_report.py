@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gristmill.base.exit_report import (
+from gristmill.base.exits import (
     print_exit_report,
     read_exit_report,
     read_remedy,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gristmill.base.signals import stop_signals
+from gristmill.base.exits import stop_signals
 
 ALL = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP}
 
@@ -48,7 +48,7 @@ def test_before_the_run_begins_a_signal_exits_at_once(
 ) -> None:
     script = (
         "import os, signal\n"
-        "from gristmill.base.signals import exit_on_stop_signals\n"
+        "from gristmill.base.exits import exit_on_stop_signals\n"
         "exit_on_stop_signals()\n"
         "try:\n"
         f"    os.kill(os.getpid(), {int(number)})\n"

@@ -9,8 +9,14 @@ import pytest
 import torch
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.bench.measure import IDLE, BenchResult, _compiled, measure_run, step_tables
-from gristmill.bench.random_tokens import write_random_tokens
+from gristmill.bench.measure import (
+    IDLE,
+    BenchResult,
+    _compiled,
+    measure_run,
+    step_tables,
+    write_random_tokens,
+)
 from gristmill.bench.trace import OpClass, OpTime, StepPhase, Trace
 from gristmill.config.load import load_text
 from gristmill.config.resolve import resolve

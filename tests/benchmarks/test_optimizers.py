@@ -18,7 +18,7 @@ import optimizer_search as search
 import optimizers as script
 import pytest
 
-from gristmill.bench.random_tokens import write_random_tokens
+from gristmill.bench.measure import write_random_tokens
 
 # ------------------------------------------------------------------ the search
 

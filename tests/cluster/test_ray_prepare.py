@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from gristmill.launch.tasks import ray as tasks_ray
+from gristmill.launch import tasks
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
-SOURCE = str(Path(tasks_ray.__file__).parents[3])
+SOURCE = str(Path(tasks.__file__).parents[2])
 HELD = """
 import os, sys, time
 from pathlib import Path

@@ -9,7 +9,7 @@ from gristmill.base.units import Progress
 from gristmill.config.load import dump_run, load_text
 from gristmill.config.lora import LinearShape
 from gristmill.config.model import GPTConfig
-from gristmill.config.preconditioner import KfacConfig, SoapConfig
+from gristmill.config.optim import KfacConfig, SoapConfig
 from gristmill.config.resolve import resolve
 from gristmill.config.rules import config_warnings
 from gristmill.config.schema import RunConfig

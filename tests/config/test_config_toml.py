@@ -11,7 +11,7 @@ import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gristmill.config.toml import key_lines
+from gristmill.config.documentation import key_lines
 
 BARE = st.from_regex(r"[A-Za-z0-9_-]+", fullmatch=True)
 WORDS = st.one_of(

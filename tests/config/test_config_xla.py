@@ -14,7 +14,7 @@ from gristmill.base.process import ProcessInfo
 from gristmill.cli.main import app
 from gristmill.config.load import load_text
 from gristmill.config.rules import check_mesh
-from gristmill.plan.hardware import peak_flops
+from gristmill.plan.arithmetic import peak_flops
 from gristmill.train.build import device_mesh
 
 GPT2 = {

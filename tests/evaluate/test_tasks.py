@@ -16,9 +16,9 @@ import yaml
 from gristmill.base.errors import UserError
 from gristmill.checkpoint.model import LoadedModel
 from gristmill.config.model import GPTConfig
+from gristmill.evaluate import core
 from gristmill.evaluate.results import EvaluationResult
-from gristmill.evaluate.tasks import core
-from gristmill.evaluate.tasks.run import TaskOptions, open_tasks
+from gristmill.evaluate.tasks import TaskOptions, open_tasks
 from gristmill.models.build import build_model
 from gristmill.text.tokenizers.tokenizer import ByteTokenizer
 

@@ -17,7 +17,7 @@ from gristmill.base.process import ProcessInfo
 from gristmill.cli.train import train
 from gristmill.distributed import world
 from gristmill.distributed.device import Device
-from gristmill.launch import gpus as machine_gpus
+from gristmill.launch import starting
 
 RUN = """
 name = "tiny"
@@ -50,16 +50,16 @@ def test_the_gpus_that_a_process_may_use_are_counted(
     expected: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(machine_gpus, "_installed_gpus", lambda: installed)
+    monkeypatch.setattr(starting, "_installed_gpus", lambda: installed)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if chosen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-    assert machine_gpus.visible_gpus() == expected
+    assert starting.visible_gpus() == expected
 
 
 def test_without_the_library_the_count_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_gpus, "MANAGEMENT", "libnosuch.so.1")
-    assert machine_gpus._installed_gpus() is None
+    monkeypatch.setattr(starting, "MANAGEMENT", "libnosuch.so.1")
+    assert starting._installed_gpus() is None
 
 
 def run_file(folder: Path, *, device: str, parallel: str = "") -> str:
@@ -82,8 +82,8 @@ def test_train_with_more_processes_than_gpus_does_not_begin(
 ) -> None:
     begun: list[Any] = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(machine_gpus, "_installed_gpus", lambda: gpus)
-    monkeypatch.setattr(machine_gpus, "_torch_has_cuda", lambda: True)
+    monkeypatch.setattr(starting, "_installed_gpus", lambda: gpus)
+    monkeypatch.setattr(starting, "_torch_has_cuda", lambda: True)
     monkeypatch.setattr("gristmill.cli.train.supervise", lambda job: begun.append(job) or 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(UserError if refused else typer.Exit) as raised:
@@ -97,13 +97,26 @@ def test_train_with_more_processes_than_gpus_does_not_begin(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("built_for_cuda", [True, False])
+def test_a_torch_without_cuda_leaves_gpus_alone(
+    built_for_cuda: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "lib").mkdir()
+    if built_for_cuda:
+        (tmp_path / "lib" / "libtorch_cuda.so").touch()
+    found = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(starting.importlib.util, "find_spec", lambda name: found)
+    assert starting._wants_cuda("auto") is built_for_cuda
+    assert starting._wants_cuda("cuda") and not starting._wants_cuda("cpu")
+
+
 def test_workers_of_an_elastic_run_may_share_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They exchange tensors on the host."""
     begun: list[Any] = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(machine_gpus, "_installed_gpus", lambda: 1)
+    monkeypatch.setattr(starting, "_installed_gpus", lambda: 1)
     monkeypatch.setattr("gristmill.cli.train.supervise", lambda job: begun.append(job) or 0)
     with pytest.raises(typer.Exit):
         train(run_file(tmp_path, device="cuda", parallel=ELASTIC), processes=2)

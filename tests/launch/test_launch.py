@@ -16,11 +16,10 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.base.process import ProcessInfo
 from gristmill.config.load import load_run, load_text
 from gristmill.launch.jobs.batch import BatchState, JobRecord, read_record
-from gristmill.launch.jobs.build import launcher_of
 from gristmill.launch.jobs.mpi import Mpi
 from gristmill.launch.jobs.pbs import Pbs, newest_id
 from gristmill.launch.jobs.slurm import Slurm, _from_scontrol, clock, ranges
-from gristmill.launch.jobs.submit import plan_sweep, plan_training, submit, sweep_words
+from gristmill.launch.jobs.submit import launcher_of, plan_sweep, plan_training, submit, sweep_words
 
 RUN = """
 name = "tiny"

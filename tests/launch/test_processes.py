@@ -418,11 +418,11 @@ def test_nobody_outlives_a_killed_supervisor(
     source = Path(__file__).parents[2] / "src"
     process = supervisor(f"""
         sys.path.insert(0, {str(source)!r})
-        from gristmill.launch import parent_death
+        from gristmill.base import exits
         if {thread}:
-            parent_death.sys.platform = "without prctl"
-        parent_death.follow_supervisor()
-        assert parent_death.SUPERVISOR not in os.environ
+            exits.sys.platform = "without prctl"
+        exits.follow_supervisor()
+        assert exits.SUPERVISOR not in os.environ
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         wait()
     """)
@@ -434,7 +434,7 @@ def test_nobody_outlives_a_killed_supervisor(
 
 
 def test_without_a_supervisor_there_is_nobody_to_follow() -> None:
-    script = "from gristmill.launch.parent_death import follow_supervisor; follow_supervisor()"
+    script = "from gristmill.base.exits import follow_supervisor; follow_supervisor()"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gristmill.base.errors import UserError
-from gristmill.launch.jobs import rendering
-from gristmill.launch.jobs.rendering import render
+from gristmill.launch.jobs import batch
+from gristmill.launch.jobs.batch import render
 
 HOSTILE = (
     "$(touch pwned)",
@@ -35,7 +35,7 @@ HOSTILE = (
 
 
 def made(text: str, **values: object) -> str:
-    return rendering._environment().from_string(text).render(**values)
+    return batch._environment().from_string(text).render(**values)
 
 
 @given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
@@ -91,8 +91,8 @@ def test_lines_in_yaml_are_those_lines(lines: list[str]) -> None:
 
 
 def test_all_templates_are_there() -> None:
-    folder = Path(rendering.__file__).with_name("templates")
+    folder = Path(batch.__file__).with_name("templates")
     for file in folder.glob("*.jinja"):
-        assert rendering._environment().get_template(file.name)
+        assert batch._environment().get_template(file.name)
     with pytest.raises(jinja2.TemplateNotFound):
         render("nothing.jinja")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gristmill.config.load import load_launch
-from gristmill.launch.tasks.slurm import SlurmTasks
+from gristmill.launch.tasks import SlurmTasks
 
 SBATCH = "#!/bin/bash\necho x >> arrays; wc -l < arrays\n"
 """Counts the arrays from 1."""

@@ -13,7 +13,7 @@ from gristmill.base.errors import DataError, UserError
 from gristmill.checkpoint.model import open_model
 from gristmill.checkpoint.tensorfile import open_hf_tensors
 from gristmill.config.hf import HFConfig, architecture_settings
-from gristmill.config.roles import Role
+from gristmill.config.model import Role
 from gristmill.evaluate.scoring import Continuation, score
 from gristmill.generate import Engine, Sampling
 from gristmill.models.build import build_meta_model, build_model

@@ -13,8 +13,7 @@ from gristmill.base.errors import UserError
 from gristmill.base.tensor_slices import TensorSlice
 from gristmill.config.hf import HFConfig
 from gristmill.config.lora import LoraConfig
-from gristmill.config.model import GPTConfig, ModelConfig
-from gristmill.config.roles import Role
+from gristmill.config.model import GPTConfig, ModelConfig, Role
 from gristmill.models import lora as lora_module
 from gristmill.models.build import build_meta_model, build_model, initialise
 from gristmill.models.lora import MergedWeights, keep_frozen_in

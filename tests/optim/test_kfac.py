@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gristmill.config.lora import LinearShape
-from gristmill.config.preconditioner import KfacConfig
+from gristmill.config.optim import KfacConfig
 from gristmill.optim.precondition.factors import advance
 from gristmill.optim.precondition.kfac import KfacLayer, LayerCurvature, StepSettings
 

@@ -12,10 +12,9 @@ import torch
 from gristmill.base.errors import UserError
 from gristmill.base.units import Progress
 from gristmill.config.load import load_text
-from gristmill.config.model import GPTConfig
+from gristmill.config.model import GPTConfig, Role
 from gristmill.config.optim import MuonConfig
 from gristmill.config.resolve import resolve
-from gristmill.config.roles import Role
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
 from gristmill.models.loss_terms import LossTerms

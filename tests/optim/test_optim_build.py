@@ -10,10 +10,9 @@ import torch
 from gristmill.base.errors import UserError
 from gristmill.base.units import Progress
 from gristmill.config.load import load_text
-from gristmill.config.model import GPTConfig
+from gristmill.config.model import GPTConfig, Role
 from gristmill.config.optim import AdamConfig, AdamWConfig
 from gristmill.config.resolve import resolve
-from gristmill.config.roles import Role
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
 from gristmill.optim.adamw import AdamW

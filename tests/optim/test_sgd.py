@@ -9,9 +9,8 @@ import torch
 
 from gristmill.base.errors import UserError
 from gristmill.config.load import load_text
-from gristmill.config.model import GPTConfig
+from gristmill.config.model import GPTConfig, Role
 from gristmill.config.optim import SGDConfig
-from gristmill.config.roles import Role
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
 from gristmill.optim.build import build_optimizer

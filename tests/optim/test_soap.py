@@ -13,10 +13,9 @@ import torch
 from gristmill.base.errors import UserError
 from gristmill.base.units import Progress
 from gristmill.config.load import load_text
-from gristmill.config.model import GPTConfig
+from gristmill.config.model import GPTConfig, Role
 from gristmill.config.optim import AdamWConfig, MuonConfig
 from gristmill.config.resolve import Resolved, resolve
-from gristmill.config.roles import Role
 from gristmill.config.rules import config_warnings
 from gristmill.config.schema import RunConfig
 from gristmill.models.build import build_model

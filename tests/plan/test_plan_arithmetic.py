@@ -11,8 +11,7 @@ from gristmill.config.load import load_preset
 from gristmill.config.model import GPTConfig
 from gristmill.config.resolve import padded
 from gristmill.models.build import build_model
-from gristmill.plan.arithmetic import count_parameters, token_cost
-from gristmill.plan.hardware import peak_flops
+from gristmill.plan.arithmetic import count_parameters, peak_flops, token_cost
 
 
 def preset(name: str) -> GPTConfig:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gristmill.track.foreign_lines import DecentralizedSink, MegatronSink, megatron_line
+from gristmill.track.console import DecentralizedSink, MegatronSink, megatron_line
 from gristmill.track.metrics import (
     EventRecord,
     StepRecord,

@@ -17,9 +17,8 @@ from torch import nn
 from gristmill.base.errors import Exit, UserError
 from gristmill.checkpoint.model import open_model
 from gristmill.config.load import load_text
-from gristmill.config.model import ModelConfig
+from gristmill.config.model import ModelConfig, Role
 from gristmill.config.resolve import padded
-from gristmill.config.roles import Role
 from gristmill.config.schema import MODEL_KINDS, RunConfig, any_model
 from gristmill.evaluate.loss import evaluate_loss, evaluation_ids
 from gristmill.export.folder import export

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gristmill.base.collector import collector_paused
 from gristmill.base.errors import Exit, UserError
+from gristmill.cli.train import _garbage_kept
 from gristmill.config.parallel import Mesh
 from gristmill.config.resolve import resolve
 from gristmill.config.schema import RunConfig
@@ -57,7 +57,7 @@ def test_a_refused_fresh_start_keeps_only_the_old_run(make_run: MakeRun, tmp_pat
 
 
 def test_garbage_is_collected_again_after_the_first_step(make_run: MakeRun) -> None:
-    with collector_paused():
+    with _garbage_kept():
         refuse(make_run("data.paths=nowhere"))
         assert not gc.isenabled()
         Run(make_run('train.until="1 steps"')).train()

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import enum
 import importlib
+import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-
-from gristmill.base.printing import on_one_line, printable
 
 
 class Exit(enum.IntEnum):
@@ -100,3 +99,24 @@ def optional(module: str, *, extra: str, purpose: str) -> ModuleType:
             f"{purpose} needs the package {module.split('.')[0]!r}, which is not installed",
             remedy=f"pip install 'gristmill[{extra}]'",
         ) from error
+
+
+def printable(text: str) -> str:
+    """The text without characters that could control a terminal; line ends and tabs stay."""
+    if text.isprintable():
+        return text
+    return "".join(
+        "\N{REPLACEMENT CHARACTER}"
+        if unicodedata.category(character) in ("Cc", "Cs") and character not in "\n\t"
+        else character
+        for character in text
+    )
+
+
+def on_one_line(text: str) -> str:
+    """The text on one line: what cannot be printed is written as its escape sequence."""
+    if text.isprintable():
+        return text
+    return "".join(
+        one if one.isprintable() else one.encode("unicode_escape").decode() for one in text
+    )

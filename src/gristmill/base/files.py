@@ -1,4 +1,4 @@
-"""Files that survive a crash: atomic writes, checksums, locks, and reading compressed files.
+"""Files that survive a crash: atomic writes, checksums, and reading compressed files.
 
 A file is replaced by writing a temporary one beside it, flushing it to the disk, renaming it over
 the old one and flushing the folder. After a crash the file has either its old or its new content.

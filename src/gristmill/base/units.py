@@ -13,6 +13,7 @@ import enum
 import math
 import re
 from dataclasses import dataclass
+from datetime import datetime
 from decimal import Decimal
 
 from gristmill.base.errors import UserError
@@ -123,6 +124,11 @@ def format_seconds(seconds: float) -> str:
     if hours:
         return f"{hours}h{minutes:02d}m{rest:02d}s"
     return f"{minutes}m{rest:02d}s" if minutes else f"{seconds:.1f}s"
+
+
+def timestamp() -> str:
+    """The local time, for records: "2026-07-01T09:30:00+02:00"."""
+    return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
 def parse_seconds(text: str) -> float:

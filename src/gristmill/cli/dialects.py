@@ -11,8 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from gristmill.base.errors import Exit, UserError
-from gristmill.base.printing import on_one_line
+from gristmill.base.errors import Exit, UserError, on_one_line
 from gristmill.cli.options import command_options
 from gristmill.config.load import load_text
 from gristmill.config.schema import RunConfig

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from gristmill.base.errors import UserError
-from gristmill.base.printing import on_one_line
+from gristmill.base.errors import UserError, on_one_line
 from gristmill.base.units import format_seconds
 from gristmill.cli.models import Device, Which, open_model
 from gristmill.cli.progress import ProgressLine
@@ -50,15 +49,12 @@ def print_table(found: Sequence[Evaluated]) -> None:
     columns = [
         [getattr(titles, name), *(getattr(row, name) for row in rows)] for name in _TableRow._fields
     ]
-    shared = (
-        {"model", "precision"}
-        if len(found) == len({one.result.name for one in found})
-        else {
-            name
-            for name in ("model", "precision")
-            if len({getattr(one, name) for one in found}) == 1
-        }
-    )
+    same_everywhere = len(found) == len({one.result.name for one in found})
+    shared = {
+        name
+        for name in ("model", "precision")
+        if same_everywhere or len({getattr(one, name) for one in found}) == 1
+    }
     for name in ("model", "precision"):
         if name in shared and (name == "model" or found[0].precision != "fp32"):
             typer.echo(f"{name:<9}  {on_one_line(getattr(found[0], name))}")
@@ -75,7 +71,11 @@ def print_table(found: Sequence[Evaluated]) -> None:
             for name, column in kept
         ]
         typer.echo("  ".join(cells).rstrip())
-    few = [one.result for one in found if any(map(_has_few, one.result.measures.values()))]
+    few = [
+        one.result
+        for one in found
+        if any(0 < len(measure.items) < LEAST for measure in one.result.measures.values())
+    ]
     if few:
         what = "windows of the text" if few[0].kind == "text" else "items"
         note = f"{on_one_line(few[0].name)} has fewer than {LEAST} {what}, too few to tell how far "
@@ -104,7 +104,9 @@ def _rows(found: Sequence[Evaluated]) -> Iterator[_TableRow]:
         on = name
         parts = [key for one in group for key in one.result.parts]
         for part in dict.fromkeys(["", *parts]):
-            wanted = [_measures_of(one.result, part) for one in group]
+            wanted = [
+                one.result.parts.get(part, {}) if part else one.result.measures for one in group
+            ]
             for measure in dict.fromkeys(key for one in wanted for key in one):
                 title = f"{part} {measure.replace('bits_per_byte', 'bits per byte')}".strip()
                 first = wanted[0].get(measure)
@@ -126,16 +128,6 @@ def _rows(found: Sequence[Evaluated]) -> Iterator[_TableRow]:
                         size if measure == next(iter(result.measures)) and not part else "",
                     )
                     on = title = ""
-
-
-def _has_few(measure: Measure) -> bool:
-    from gristmill.evaluate.measures import LEAST
-
-    return 0 < len(measure.items) < LEAST
-
-
-def _measures_of(result: EvaluationResult, part: str) -> dict[str, Measure]:
-    return result.parts.get(part, {}) if part else result.measures
 
 
 def _difference(first: Measure | None, second: Measure, measure: str, *, same: bool) -> str:
@@ -240,7 +232,7 @@ def evaluate(
     Uses the validation text of the run unless --data, --text or --tasks is given. With several
     models, says whether they differ by more than chance.
     """
-    from gristmill.evaluate.tasks.run import TaskOptions, open_tasks
+    from gristmill.evaluate.tasks import TaskOptions, open_tasks
 
     if ((items, shots) != (None, None) or trust_task_code) and not tasks:
         what = f"--items, --shots and {TRUST} are for tasks"

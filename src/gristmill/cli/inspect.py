@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gristmill.base.errors import Exit, UserError
-from gristmill.base.printing import on_one_line
+from gristmill.base.errors import Exit, UserError, on_one_line
 from gristmill.base.units import format_bytes, format_count
 from gristmill.cli.options import Overrides
 from gristmill.cli.progress import ProgressLine

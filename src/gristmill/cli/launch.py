@@ -26,9 +26,9 @@ from gristmill.launch.jobs.batch import (
     read_record,
     write_files,
 )
-from gristmill.launch.jobs.build import launcher_of
 from gristmill.launch.jobs.submit import (
     PlannedJob,
+    launcher_of,
     plan_command,
     plan_sweep,
     plan_training,

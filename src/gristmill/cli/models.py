@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gristmill.base.errors import UserError
-from gristmill.base.printing import printable
+from gristmill.base.errors import UserError, printable
 from gristmill.base.units import format_bytes, format_count
 from gristmill.cli.dialects import DialectCommand, DialectName
 from gristmill.cli.options import command_options

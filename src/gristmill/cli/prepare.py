@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from gristmill.base.errors import Exit, UserError
+from gristmill.base.exits import follow_supervisor
 from gristmill.base.units import format_bytes, format_count, format_seconds
 from gristmill.cli.dialects import DialectCommand, DialectName
 from gristmill.cli.options import (
@@ -48,7 +49,6 @@ from gristmill.cli.prepare_parts import (
 )
 from gristmill.cli.progress import ProgressLine
 from gristmill.hub.client import downloads_shown
-from gristmill.launch.parent_death import follow_supervisor
 from gristmill.text.prepare.prepare import PrepareProgress, PrepareResult
 from gristmill.text.prepare.prepare import prepare as prepare_tokens
 from gristmill.text.prepare.request import (

@@ -24,16 +24,15 @@ from typing import Annotated, Any
 import typer
 
 from gristmill.base.errors import Exit, UserError
+from gristmill.base.exits import stop_signals
 from gristmill.base.process import usable_cores
-from gristmill.base.signals import stop_signals
 from gristmill.base.units import format_bytes, format_count
 from gristmill.cli.progress import ProgressLine
 from gristmill.config.load import load_launch
 from gristmill.launch.jobs.batch import has_no_effect
 from gristmill.launch.jobs.slurm import Slurm
 from gristmill.launch.jobs.submit import gristmill_command
-from gristmill.launch.tasks.local import LocalTasks
-from gristmill.launch.tasks.slurm import SlurmTasks
+from gristmill.launch.tasks import LocalTasks, SlurmTasks
 from gristmill.text.prepare.all_parts import (
     PartsListener,
     PartsProgress,
@@ -346,7 +345,7 @@ def _build_engine(
     if options.engine is PartsEngine.SLURM:
         return _slurm_engine(arguments, options, logs=logs, name=name)
     if options.engine is PartsEngine.RAY:
-        from gristmill.launch.tasks.ray import RayTasks
+        from gristmill.launch.tasks import RayTasks
 
         address = options.ray_address
         return RayTasks(

@@ -11,7 +11,7 @@ from typing import ClassVar
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-from gristmill.base.printing import on_one_line, printable
+from gristmill.base.errors import on_one_line, printable
 from gristmill.base.units import format_bytes, format_seconds
 from gristmill.hub.client import DownloadDisplay, OnDownload
 

@@ -1,6 +1,7 @@
-"""What the code says about settings: their docstrings, and the JSON Schema of run files.
+"""What messages and tools say about settings: docstrings, lines of a file, and the JSON Schema.
 
-The docstrings below the attributes of a class, which Python itself forgets.
+Python itself forgets the docstrings below the attributes of a class, and `tomllib` does not report
+the lines of keys.
 """
 
 from __future__ import annotations
@@ -8,9 +9,11 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
@@ -65,3 +68,27 @@ class FileSchema(GenerateJsonSchema):
         for key, text in docstrings(table).items():
             made["properties"][key]["description"] = text
         return made
+
+
+def key_lines(text: str) -> dict[tuple[str, ...], int]:
+    """The line, counted from 1, on which every table and key is first given: the first one up to
+    which the text contains it. A value of several lines is on its first."""
+    lines = text.replace("\r\n", "\n").split("\n")
+    places: dict[tuple[str, ...], int] = {}
+    first = 0
+    for end in range(1, len(lines) + 1):
+        try:
+            tables = tomllib.loads("\n".join(lines[:end]))
+        except tomllib.TOMLDecodeError:
+            continue
+        for path in _paths(tables):
+            places.setdefault(path, first + 1)
+        first = end
+    return places
+
+
+def _paths(tables: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, value in tables.items():
+        yield (*path, key)
+        if isinstance(value, dict):
+            yield from _paths(value, (*path, key))

@@ -34,6 +34,12 @@ _WIDE = {
     "init_std": "initializer_range",
 }
 """Names that almost all families share."""
+_GPT2_DEFAULTS = {
+    "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.02,
+    "activation_function": "gelu_new",
+}
 _LLAMA = {
     **_WIDE,
     "kv_heads": "num_key_value_heads",
@@ -104,12 +110,7 @@ GPT2 = Family(
     fixed={"bias": True},
     activations=_PLAIN,
     activation="activation_function",
-    defaults={
-        "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": True,
-        "initializer_range": 0.02,
-        "activation_function": "gelu_new",
-    },
+    defaults=_GPT2_DEFAULTS,
     only={
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
@@ -195,10 +196,7 @@ GPT_NEO = Family(
     activations=_PLAIN,
     activation="activation_function",
     defaults={
-        "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": True,
-        "initializer_range": 0.02,
-        "activation_function": "gelu_new",
+        **_GPT2_DEFAULTS,
         "window_size": 256,
         "attention_types": [[["global", "local"], 12]],
     },

@@ -32,10 +32,8 @@ from gristmill.base.errors import DataError, Problem, UserError
 from gristmill.base.files import read_json
 from gristmill.config.families import FAMILIES, WRITTEN, Family
 from gristmill.config.lora import LoraConfig
-from gristmill.config.model import GPTConfig, ModelConfig
-from gristmill.config.roles import Role
-from gristmill.config.settings import UNSET
-from gristmill.config.values import Count, Fraction
+from gristmill.config.model import GPTConfig, ModelConfig, Role
+from gristmill.config.settings import UNSET, Count, Fraction
 
 NULL = "null"
 _NOT_OF_ARCHITECTURE = frozenset(
@@ -128,7 +126,7 @@ class HFConfig(ModelConfig):
 
     def architecture(self) -> dict[str, Any]:
         """The content of a config.json, with `vocab` and `dropout` in it."""
-        values = _from_toml(self.hf_config)
+        values = _replaced(self.hf_config, NULL, None)
         assert isinstance(values, dict)
         if self.dropout != max((values[name] or 0.0 for name in self.dropout_names), default=0.0):
             values |= dict.fromkeys(self.dropout_names, self.dropout)
@@ -152,25 +150,18 @@ def positions(config: Mapping[str, Any]) -> int | None:
 def architecture_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """`hf_config` from the content of a config.json."""
     kept = {key: value for key, value in config.items() if key not in _NOT_OF_ARCHITECTURE}
-    made = _to_toml(kept)
+    made = _replaced(kept, None, NULL)
     assert isinstance(made, dict)
     return made
 
 
-def _to_toml(value: Any) -> Any:
+def _replaced(value: Any, old: Any, new: Any) -> Any:
+    """A value of JSON or TOML in which another one takes the place of one."""
     if isinstance(value, dict):
-        return {key: _to_toml(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_to_toml(one) for one in value]
-    return NULL if value is None else value
-
-
-def _from_toml(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _from_toml(one) for key, one in value.items()}
+        return {key: _replaced(one, old, new) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_from_toml(one) for one in value]
-    return None if value == NULL else value
+        return [_replaced(one, old, new) for one in value]
+    return new if value == old else value
 
 
 CODE_TYPE = "gristmill"

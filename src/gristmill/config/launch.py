@@ -10,8 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from gristmill.config.settings import Settings
-from gristmill.config.values import Count, WallTime
+from gristmill.config.settings import Count, Settings, WallTime
 
 LauncherName = Literal["slurm", "pbs", "mpi", "kubernetes", "ray"]
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 
 from gristmill.base.errors import Problem
 from gristmill.base.units import Unit
-from gristmill.config.model import GPTConfig
+from gristmill.config.model import Ability, GPTConfig
 from gristmill.config.optim import AccumAdamConfig, AccumAdamWConfig
 from gristmill.config.parallel import (
     AXES,
@@ -30,7 +30,6 @@ from gristmill.config.parallel import (
     topology_misfit,
 )
 from gristmill.config.resolve import Portions, divisors, nearest, nearest_multiples, portions
-from gristmill.config.roles import Ability
 from gristmill.config.schema import RunConfig, TrainConfig
 from gristmill.config.settings import no_effect
 

@@ -26,12 +26,12 @@ from pydantic_core import ErrorDetails
 
 from gristmill.base.errors import DataError, Problem, UserError
 from gristmill.base.files import read_json
+from gristmill.config.documentation import docstrings, key_lines
 from gristmill.config.hf import architecture_settings, model_settings
 from gristmill.config.launch import LaunchConfig
 from gristmill.config.rules import check
 from gristmill.config.schema import MODEL_KINDS, RunConfig
 from gristmill.config.settings import UNSET, NoEffect, Path_
-from gristmill.config.toml import key_lines
 
 Values = dict[Path_, Any]
 """Settings of one or more layers by their path, such as ("optim", "lr")."""
@@ -458,9 +458,6 @@ def _table_classes(option: Any) -> dict[str, type[BaseModel]]:
 
 
 def _description(path: Path_, model: type[BaseModel]) -> str | None:
-    # Most runs have no problem to describe.
-    from gristmill.config.documentation import docstrings
-
     return " ".join(docstrings(model).get(path[-1], "").split()) or None
 
 

@@ -21,8 +21,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field
 
 from gristmill.base.errors import Problem
-from gristmill.config.settings import Settings
-from gristmill.config.values import Count, Fraction
+from gristmill.config.settings import Count, Fraction, Settings
 
 
 class LinearShape(NamedTuple):

@@ -2,22 +2,52 @@
 
 A kind of model is a class here and a constructor in `models/build.py`. It declares its abilities
 here, so that whatever it lacks is refused when the run file is read, before torch is loaded.
+
+Models tell the rest of the program the roles of their parameters, and their abilities. An optimizer
+treats each role in its own way without knowing the model. A feature that needs an ability refuses a
+model without it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from gristmill.config.lora import LinearShape, LoraConfig
-from gristmill.config.roles import Ability, Role
-from gristmill.config.settings import Settings
-from gristmill.config.values import Count, Fraction
+from gristmill.config.settings import Count, Fraction, Settings
 
 GATE_FEATURES = 32
 """How many features of the residual stream decide a gate."""
+
+
+class Role(StrEnum):
+    """The part a parameter plays in a model."""
+
+    EMBEDDING = "embedding"
+    """Tables looked up at the input: tokens, positions. A tied head is the same parameter."""
+    TABLE = "table"
+    """Tables looked up by token further up, such as value embeddings."""
+    HEAD = "head"
+    """The output matrix, one row for each token."""
+    MATRIX = "matrix"
+    """Matrices inside blocks, through which every token goes."""
+    VECTOR = "vector"
+    """Biases, gains, gates and scalars."""
+
+
+class Ability(StrEnum):
+    """Something that not every model can do. The value completes "this setting needs ..."."""
+
+    TENSOR = "tensor parallelism"
+    CONTEXT = "context parallelism"
+    PIPELINE = "pipeline stages"
+    DOCUMENTS = "attention masks for packed documents"
+    FP8_HEAD = "an output head in fp8"
+    SAMPLED_SOFTMAX = "a sampled softmax"
+    MTP = "a loss of the token after the next"
 
 
 class ModelConfig(Settings):

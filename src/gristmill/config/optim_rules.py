@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gristmill.base.errors import Problem
-from gristmill.config.model import GPTConfig
-from gristmill.config.optim import AdamConfig, AdamWConfig, MuonConfig, SGDConfig
-from gristmill.config.preconditioner import KfacConfig, SoapConfig
+from gristmill.config.model import GPTConfig, Role
+from gristmill.config.optim import (
+    AdamConfig,
+    AdamWConfig,
+    KfacConfig,
+    MuonConfig,
+    SGDConfig,
+    SoapConfig,
+)
 from gristmill.config.resolve import Resolved
-from gristmill.config.roles import Role
 from gristmill.config.schema import RunConfig
 from gristmill.config.settings import Written, no_effect
 

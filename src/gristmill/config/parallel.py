@@ -23,8 +23,7 @@ from pydantic import Field
 
 from gristmill.base.errors import Problem
 from gristmill.base.units import Duration, Unit
-from gristmill.config.settings import Settings
-from gristmill.config.values import Count, Fraction, Interval, Patience, Size, Span
+from gristmill.config.settings import Count, Fraction, Interval, Patience, Settings, Size, Span
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 

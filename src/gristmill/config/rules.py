@@ -16,7 +16,7 @@ from gristmill.base.errors import Problem, UserError
 from gristmill.base.units import parse_split
 from gristmill.config.hf import NULL, HFConfig, positions
 from gristmill.config.layouts import layout_problems, ramp_problems, xla_fits
-from gristmill.config.model import GPTConfig
+from gristmill.config.model import Ability, GPTConfig
 from gristmill.config.optim import (
     AdamConfig,
     AdamWConfig,
@@ -38,7 +38,6 @@ from gristmill.config.optim_rules import (
 )
 from gristmill.config.parallel import Mesh, build_mesh
 from gristmill.config.resolve import Resolved, divisors, nearest, portions, resolve
-from gristmill.config.roles import Ability
 from gristmill.config.schema import DataConfig, RunConfig
 from gristmill.config.settings import Settings, Written, no_effect
 

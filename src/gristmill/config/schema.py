@@ -14,16 +14,15 @@ from pydantic import Discriminator, Field, PrivateAttr, Tag, TypeAdapter
 from gristmill.base.units import Duration
 from gristmill.config.hf import HFConfig
 from gristmill.config.launch import LaunchConfig
-from gristmill.config.model import GPTConfig, ModelConfig
+from gristmill.config.model import Ability, GPTConfig, ModelConfig
 from gristmill.config.optim import AdamWConfig, AnyOptimizerConfig, CosineSchedule, ScheduleConfig
 from gristmill.config.parallel import ParallelConfig
-from gristmill.config.roles import Ability
-from gristmill.config.settings import Settings
-from gristmill.config.values import (
+from gristmill.config.settings import (
     Count,
     Interval,
     Patience,
     SaveInterval,
+    Settings,
     Span,
     TokenPaths,
     WallTime,

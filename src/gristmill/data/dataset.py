@@ -19,7 +19,7 @@ import numpy as np
 from gristmill.base.errors import Exit, Problem, UserError
 from gristmill.base.units import split_shares
 from gristmill.config.schema import DataConfig
-from gristmill.config.values import TokenPaths
+from gristmill.config.settings import TokenPaths
 from gristmill.data.intact import TokenFileWatch
 from gristmill.data.megatron_order import row_table, split_rows
 from gristmill.data.packing import PackedInOrder, Packing

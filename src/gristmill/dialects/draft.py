@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gristmill.base.errors import Problem
-from gristmill.base.printing import on_one_line
+from gristmill.base.errors import Problem, on_one_line
 from gristmill.dialects.table import Dialect
 from gristmill.dialects.words import GivenOption, names_script
 

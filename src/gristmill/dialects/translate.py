@@ -17,8 +17,7 @@ from typing import Any
 
 import tomli_w
 
-from gristmill.base.errors import Exit, Problem, UserError
-from gristmill.base.printing import on_one_line
+from gristmill.base.errors import Exit, Problem, UserError, on_one_line
 from gristmill.config.load import load_text
 from gristmill.config.schema import RunConfig
 from gristmill.dialects import gpt2_rules, llm_pytorch_rules, megatron_data_rules, megatron_rules

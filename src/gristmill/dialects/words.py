@@ -23,8 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from gristmill.base.errors import Exit, Problem, UserError
-from gristmill.base.printing import on_one_line
+from gristmill.base.errors import Exit, Problem, UserError, on_one_line
 from gristmill.dialects.table import Dialect, ForeignOption
 
 _LARGEST_FILE = 1 << 20

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from gristmill.base.errors import UserError
 from gristmill.base.units import format_bytes
-from gristmill.plan.hardware import peak_flops
+from gristmill.plan.arithmetic import peak_flops
 
 
 @dataclass(frozen=True)

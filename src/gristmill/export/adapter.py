@@ -31,8 +31,7 @@ from gristmill.checkpoint.tensorfile import StreamedTensor, write_streamed
 from gristmill.config.hf import choose_family
 from gristmill.config.lora import LoraConfig
 from gristmill.config.model import GPTConfig
-from gristmill.export.rows import row_regions
-from gristmill.export.staging import refuse_used_folder, staged_folder
+from gristmill.export.staging import refuse_used_folder, row_regions, staged_folder
 from gristmill.models.families import TABLES, foreign_tensors
 from gristmill.models.lora import MergedWeights
 from gristmill.models.weights import ForeignTensor

@@ -45,18 +45,19 @@ from gristmill.config.hf import (
     to_hf_with_code,
 )
 from gristmill.config.model import GPTConfig
-from gristmill.export.rows import (
+from gristmill.export.staging import (
     DTYPE,
     SHARD,
     Advance,
     divide_files,
     read_rows,
+    refuse_used_folder,
     require_same,
     row_regions,
+    staged_folder,
     tensor_bytes,
     write_index,
 )
-from gristmill.export.staging import refuse_used_folder, staged_folder
 from gristmill.generate import Engine, Sampling
 from gristmill.models.families import foreign_tensors, open_foreign
 from gristmill.models.hf import hf_form

@@ -29,8 +29,14 @@ from gristmill.checkpoint.model import StoredModel, chat_template
 from gristmill.config.families import GPT2, LLAMA, QWEN2, QWEN3, Family
 from gristmill.config.hf import differences
 from gristmill.config.model import GPTConfig
-from gristmill.export.rows import read_rows, require_same, row_regions, tensor_bytes
-from gristmill.export.staging import refuse_used_file, staged_file
+from gristmill.export.staging import (
+    read_rows,
+    refuse_used_file,
+    require_same,
+    row_regions,
+    staged_file,
+    tensor_bytes,
+)
 from gristmill.models.families import (
     ForeignModule,
     TensorTable,
@@ -46,6 +52,8 @@ from gristmill.text.chat.encoding import turn_ends
 from gristmill.text.tokenizers.tokenizer import Tokenizer
 
 SUFFIX = ".gguf"
+_FAMILIES = (GPT2, LLAMA, QWEN2, QWEN3)
+"""What llama.cpp has of the families of transformers."""
 
 
 @dataclass(frozen=True)
@@ -98,16 +106,15 @@ def export_gguf(
 
 
 def _choose_architecture(config: GPTConfig) -> Family:
-    lacking = {family.type: _differences(config, family) for family in (GPT2, LLAMA, QWEN2, QWEN3)}
-    nearest = min(lacking, key=lambda kind: len(lacking[kind]))
-    if lacking[nearest]:
+    nearest = min(_FAMILIES, key=lambda family: len(_differences(config, family)))
+    if lacking := _differences(config, nearest):
         raise UserError(
-            f"llama.cpp cannot compute this model: the nearest, its {nearest}, has no "
-            f"{', '.join(lacking[nearest])}",
+            f"llama.cpp cannot compute this model: the nearest, its {nearest.type}, has no "
+            f"{', '.join(lacking)}",
             where="export",
             remedy="give a folder instead of a .gguf file, for transformers",
         )
-    return {family.type: family for family in (GPT2, LLAMA, QWEN2, QWEN3)}[nearest]
+    return nearest
 
 
 def _differences(config: GPTConfig, family: Family) -> list[str]:

@@ -25,8 +25,13 @@ from gristmill.base.files import require_room, sha256_file, write_json
 from gristmill.checkpoint.state import FiniteCheck
 from gristmill.checkpoint.tensorfile import DTYPE_NAMES, StreamedTensor, write_streamed
 from gristmill.config.hf import CODE_TYPE, to_hf_with_code
-from gristmill.export.rows import SHARD, divide_files, write_index
-from gristmill.export.staging import refuse_used_folder, staged_folder
+from gristmill.export.staging import (
+    SHARD,
+    divide_files,
+    refuse_used_folder,
+    staged_folder,
+    write_index,
+)
 from gristmill.foreign.megatron import is_megatron, read_megatron
 from gristmill.foreign.model import ImportedModel
 from gristmill.foreign.nanogpt import is_nanogpt, read_nanogpt

@@ -116,7 +116,7 @@ def limit_fruitless(folder: RunFolder, status: int, *, before: int | None) -> in
 
 
 if __name__ == "__main__":
-    from gristmill.base.signals import exit_on_stop_signals
+    from gristmill.base.exits import exit_on_stop_signals
 
     exit_on_stop_signals()
     sys.exit(main())

@@ -16,20 +16,17 @@ is found. One that was killed left no report: the last line repeats what the oth
 from __future__ import annotations
 
 import contextlib
-import shlex
 import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from types import FrameType
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.exit_report import START, read_exit_report
-from gristmill.base.files import storage_errors, utf8
+from gristmill.base.exits import INTERRUPTED, read_exit_report, start_line, stop_signals
+from gristmill.base.files import storage_errors
 from gristmill.base.locks import FolderLock
-from gristmill.base.signals import INTERRUPTED, stop_signals
 from gristmill.launch.starting import LocalStarter, Process, Starter
 from gristmill.track.folder import RunFolder
 
@@ -287,13 +284,11 @@ class _Crew:
             self._start_rank(rank)
 
     def _start_rank(self, rank: int) -> None:
-        when = datetime.now().astimezone().isoformat(timespec="seconds")
-        command = " ".join(shlex.join(self.job.command).split())
         path = self.job.folder.rank_log(rank)
-        start = f"{START}{when} rank {rank} of {self.job.processes}: {command}\n"
+        start = start_line(self.job.command, who=f"rank {rank} of {self.job.processes}: ")
         with storage_errors(path):
             with path.open("ab") as log:
-                log.write(utf8(start))
+                log.write(start)
             self.running[rank] = self.starter.start(rank, self.job.command, path)
 
     def _forward(self) -> None:

@@ -270,7 +270,7 @@ def main(words: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     # The nodes find the actor by the name of this module, which `__main__` is not.
-    from gristmill.base.signals import exit_on_stop_signals
+    from gristmill.base.exits import exit_on_stop_signals
     from gristmill.launch import ray_driver
 
     exit_on_stop_signals()

@@ -6,6 +6,8 @@ A supervisor (`processes.py`) asks a `Starter` for processes and does not know w
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import importlib.util
 import os
 import signal
 import socket
@@ -15,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from gristmill.base.errors import UserError
+from gristmill.base.exits import SUPERVISOR
 from gristmill.base.process import Address, usable_cores
-from gristmill.launch.parent_death import SUPERVISOR
 
 
 class Process(Protocol):
@@ -151,3 +154,66 @@ def process_environment(
         # The log should hold everything that a killed process has printed.
         values.setdefault("PYTHONUNBUFFERED", "1")
     return values
+
+
+# ------------------------------------------------------------------ GPUs
+
+MANAGEMENT = "libnvidia-ml.so.1"
+"""Knows how many GPUs there are without a context on any, within milliseconds."""
+
+
+def require_gpus(device: str, *, processes: int) -> None:
+    """Refuse more processes on this machine than it has GPUs, if they will run on GPUs: NCCL, which
+    they exchange tensors with, does not let two of them share one."""
+    count = visible_gpus() if _wants_cuda(device) else None
+    if count is None or not 0 < count < processes:
+        return
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    seen = "" if chosen is None else f" (CUDA_VISIBLE_DEVICES={chosen})"
+    raise UserError(
+        f"{processes} processes need a GPU each, and this machine has {count}{seen}",
+        where="--processes",
+        remedy=f"give --processes {count}, or train on the CPU with runtime.device=cpu",
+    )
+
+
+def visible_gpus() -> int | None:
+    """How many GPUs a process of this machine may use, at most; None if that is not known."""
+    count = _installed_gpus()
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if count is None or chosen is None:
+        return count
+    found: list[str] = []
+    for name in map(str.strip, chosen.split(",")):
+        # CUDA ignores all that follow one that does not exist.
+        if not name.startswith(("GPU-", "MIG-")) and not (name.isdigit() and int(name) < count):
+            break
+        found.append(name)
+    return len(set(found))
+
+
+def _installed_gpus() -> int | None:
+    try:
+        library = ctypes.CDLL(MANAGEMENT)
+        count = ctypes.c_uint()
+        if library.nvmlInit_v2() != 0:
+            return None
+        known = library.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0
+        library.nvmlShutdown()
+    except (OSError, AttributeError):
+        return None
+    return count.value if known else None
+
+
+def _wants_cuda(device: str) -> bool:
+    return device == "cuda" or (device == "auto" and _torch_has_cuda())
+
+
+def _torch_has_cuda() -> bool:
+    """Whether the installed torch has been built for CUDA; without importing it."""
+    spec = importlib.util.find_spec("torch")
+    return (
+        spec is not None
+        and spec.origin is not None
+        and (Path(spec.origin).parent / "lib" / "libtorch_cuda.so").exists()
+    )

@@ -24,9 +24,8 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
 
 from gristmill.base.tensor_slices import split_slices
-from gristmill.config.model import GPTConfig
+from gristmill.config.model import GPTConfig, Role
 from gristmill.config.resolve import padded
-from gristmill.config.roles import Role
 from gristmill.models.layers import (
     DOCUMENT_BLOCK,
     Block,

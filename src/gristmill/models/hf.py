@@ -26,7 +26,7 @@ from torch.nn import functional
 from gristmill.base.errors import DataError, Problem, UserError
 from gristmill.base.tensor_slices import TensorSlice
 from gristmill.config.hf import HFConfig, model_type
-from gristmill.config.roles import Role
+from gristmill.config.model import Role
 from gristmill.models.families import open_foreign
 from gristmill.models.hf_classes import (
     block_names_of,

@@ -28,8 +28,7 @@ import torch
 from torch import nn
 
 from gristmill.config.lora import LinearShape
-from gristmill.config.model import ModelConfig
-from gristmill.config.roles import Role
+from gristmill.config.model import ModelConfig, Role
 from gristmill.models.loss_terms import PLAIN_LOSS, LossTerms
 from gristmill.models.recompute import Recompute
 from gristmill.plan.arithmetic import TokenCost

@@ -26,8 +26,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
+from gristmill.config.model import Role
 from gristmill.config.optim import AccumAdamConfig, AccumAdamWConfig
-from gristmill.config.roles import Role
 from gristmill.optim.adamw import ADAM_PLACEMENTS, decay_groups
 from gristmill.optim.spec import ParameterOptimizer, Placement
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
+from gristmill.config.model import Role
 from gristmill.config.optim import AccumAdamConfig, AccumAdamWConfig, AdamConfig, AdamWConfig
-from gristmill.config.roles import Role
 from gristmill.optim.spec import ParameterOptimizer, Placement
 
 ADAM_PLACEMENTS = {

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from gristmill.config.model import Role
 from gristmill.config.optim import (
     AccumAdamConfig,
     AccumAdamWConfig,
@@ -16,9 +17,8 @@ from gristmill.config.optim import (
     MuonConfig,
     OptimizerConfig,
     SGDConfig,
+    SoapConfig,
 )
-from gristmill.config.preconditioner import SoapConfig
-from gristmill.config.roles import Role
 from gristmill.optim.accum import AccumAdam
 from gristmill.optim.adamw import AdamW
 from gristmill.optim.matrix import MatrixExchange, MatrixOptimizer

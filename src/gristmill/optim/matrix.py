@@ -34,9 +34,8 @@ from torch import nn
 from torch.optim.sgd import sgd
 
 from gristmill.base.errors import UserError
-from gristmill.config.optim import AdamWConfig, MuonConfig
-from gristmill.config.preconditioner import SoapConfig
-from gristmill.config.roles import Role
+from gristmill.config.model import Role
+from gristmill.config.optim import AdamWConfig, MuonConfig, SoapConfig
 from gristmill.optim.adamw import ADAM_PLACEMENTS, adam_step, decay_groups
 from gristmill.optim.muon import (
     Chunk,

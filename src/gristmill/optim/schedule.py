@@ -39,13 +39,12 @@ from gristmill.config.optim import (
     MuonConfig,
     OptimizerConfig,
     PolynomialSchedule,
+    SoapConfig,
     WarmupStableDecaySchedule,
 )
-from gristmill.config.preconditioner import SoapConfig
 from gristmill.config.resolve import BatchRamp, Resolved
 from gristmill.config.schema import RunConfig
-from gristmill.config.settings import Settings
-from gristmill.config.values import Scheduled
+from gristmill.config.settings import Scheduled, Settings
 from gristmill.optim.spec import Optimizer
 
 Shape = Callable[[int, float, float], float]

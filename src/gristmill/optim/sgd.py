@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.optim.sgd import sgd
 
+from gristmill.config.model import Role
 from gristmill.config.optim import SGDConfig
-from gristmill.config.roles import Role
 from gristmill.optim.adamw import members_by_decay
 from gristmill.optim.spec import ParameterOptimizer, Placement
 

@@ -1,4 +1,4 @@
-"""Parameters and FLOPs of a model, by formula.
+"""Parameters and FLOPs of a model, by formula, and the peak speed of known devices.
 
 With L layers, C features of all heads (the width, as a rule), T sequence length and N weights in
 matrix products (including the head, so a tied embedding counts once; excluding position and other
@@ -15,13 +15,15 @@ other programs use one or the other, and at 124M they differ by 7 %.
 
 from __future__ import annotations
 
+import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib import resources
 
 from gristmill.config.lora import LinearShape
-from gristmill.config.model import GATE_FEATURES, GPTConfig
+from gristmill.config.model import GATE_FEATURES, GPTConfig, Role
 from gristmill.config.parallel import ParallelConfig
-from gristmill.config.roles import Role
 from gristmill.config.schema import RunConfig
 from gristmill.plan.preconditioner import preconditioner_bytes
 
@@ -200,3 +202,15 @@ def token_cost(model: GPTConfig, *, rows: int, sequence: int) -> TokenCost:
     if model.lora is not None:
         products = 4 * weights + 6 * count_adapters(model)
     return TokenCost(palm=products + 12 * features * palm, causal=products + 12 * features * causal)
+
+
+def peak_flops(device_name: str, number_format: str = "bf16") -> float | None:
+    """Peak dense FLOP/s of a device in a number format (bf16, fp16, tf32 or fp32); None if the
+    device is not in the table."""
+    table = tomllib.loads((resources.files("gristmill.plan") / "hardware.toml").read_text())
+    name = device_name.lower()
+    for row in table["device"]:
+        if re.search(rf"\b{re.escape(row['match'])}\b", name):
+            column = "bf16" if number_format == "fp16" else number_format
+            return float(row[f"{column}_tflops"]) * 1e12
+    return None

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from gristmill.base.units import format_bytes
 from gristmill.config.lora import LinearShape
-from gristmill.config.optim import MuonConfig, OptimizerConfig
-from gristmill.config.preconditioner import KfacConfig, SoapConfig
+from gristmill.config.optim import KfacConfig, MuonConfig, OptimizerConfig, SoapConfig
 
 BYTES = 4
 

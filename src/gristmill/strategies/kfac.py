@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from gristmill.base.errors import UserError
 from gristmill.base.units import Progress
-from gristmill.config.preconditioner import KfacConfig
+from gristmill.config.optim import KfacConfig
 from gristmill.distributed.world import World
 from gristmill.models.layer_statistics import LayerStatistics, LayerSums
 from gristmill.models.spec import CausalLM, block_linears, is_transposed, linear_shapes

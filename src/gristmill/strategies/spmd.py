@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from gristmill.base.units import Progress
-from gristmill.config.roles import Ability
+from gristmill.config.model import Ability
 from gristmill.config.schema import RunConfig
 from gristmill.data.loader import Batch
 from gristmill.distributed.control import ControlGroup

@@ -40,6 +40,7 @@ from gristmill.base.files import (
     write_json,
 )
 from gristmill.base.locks import FolderLock
+from gristmill.base.units import timestamp
 from gristmill.config.schema import RunConfig
 from gristmill.track.metrics import SAVED_CHECKPOINT
 
@@ -189,8 +190,7 @@ class RunFolder:
         """Record the state of the run, with facts such as the step, and the time."""
         if self.is_taken_away:
             return
-        updated = datetime.now().astimezone().isoformat(timespec="seconds")
-        write_json(self.status, {"state": state, **facts, "updated": updated})
+        write_json(self.status, {"state": state, **facts, "updated": timestamp()})
 
     def read_status(self) -> dict[str, Any]:
         """What `write_status` wrote last; empty before the first time, or if it is damaged: the

@@ -30,9 +30,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
-from gristmill.base.errors import UserError, optional
+from gristmill.base.errors import UserError, on_one_line, optional, printable
 from gristmill.base.files import storage_errors
-from gristmill.base.printing import on_one_line, printable
 from gristmill.base.units import format_bytes, format_count, format_seconds
 from gristmill.track.metrics import (
     EvaluationRecord,

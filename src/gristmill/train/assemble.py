@@ -20,8 +20,8 @@ from gristmill.checkpoint.state import TrainState
 from gristmill.checkpoint.state_file import STATE
 from gristmill.checkpoint.writer import CheckpointWriter, require_checkpoint_room
 from gristmill.config.model import GPTConfig
+from gristmill.config.optim import PreconditionerConfig
 from gristmill.config.parallel import Mesh
-from gristmill.config.preconditioner import PreconditionerConfig
 from gristmill.config.resolve import Resolved, resolve
 from gristmill.config.schema import DataConfig, RunConfig
 from gristmill.data.build import OrderSpec, build_rules, build_stream, order_identity
@@ -33,7 +33,7 @@ from gristmill.data.loader import Batch, Loader, validation_batches
 from gristmill.distributed.control import ControlGroup
 from gristmill.distributed.device import memory_explained
 from gristmill.distributed.world import World
-from gristmill.evaluate.tasks.run import OpenTask, TaskOptions, open_tasks
+from gristmill.evaluate.tasks import OpenTask, TaskOptions, open_tasks
 from gristmill.models.build import build_meta_model
 from gristmill.models.spec import CausalLM, linear_shapes
 from gristmill.optim.schedule import build_schedule

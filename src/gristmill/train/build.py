@@ -24,10 +24,10 @@ from torch import nn
 
 from gristmill.base.errors import UserError
 from gristmill.base.process import ProcessInfo
+from gristmill.config.model import Role
+from gristmill.config.optim import KfacConfig
 from gristmill.config.parallel import ROW_AXES, Mesh, ParallelConfig
-from gristmill.config.preconditioner import KfacConfig
 from gristmill.config.resolve import Resolved
-from gristmill.config.roles import Role
 from gristmill.config.rules import check_mesh
 from gristmill.config.schema import RunConfig
 from gristmill.distributed.control import ControlGroup

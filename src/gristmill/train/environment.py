@@ -5,13 +5,13 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
-from datetime import datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from gristmill.base.units import timestamp
 from gristmill.distributed.world import World
 
 _PACKAGES = ("numpy", "safetensors", "tokenizers", "pydantic", "triton")
@@ -31,7 +31,7 @@ def describe_environment(world: World, *, parameters: int) -> dict[str, Any]:
         "device_type": world.device.kind,
         "threads": torch.get_num_threads(),
         "parameters": parameters,
-        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "started": timestamp(),
     }
 
 

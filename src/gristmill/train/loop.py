@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator, Sequence
 
-from gristmill.base.collector import resume_collector
 from gristmill.base.units import Duration
 from gristmill.checkpoint.state import TrainState
 from gristmill.data.loader import Batch
@@ -47,7 +47,7 @@ def train(
         )
         state.progress = before.after(samples=result.samples, tokens=result.tokens)
         hooks.after_step(StepEvent(before, state.progress, result, lr=lr, data_wait=waited))
-        resume_collector()  # the first step has compiled everything
+        gc.enable()  # not until the first step has compiled everything: see `cli/train.py`
     finished = state.progress.reached(until)
     hooks.at_end(finished=finished)
     return finished

@@ -14,7 +14,6 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import torch
 
 from gristmill.base.errors import DataError, Exit, Problem, UserError
 from gristmill.base.files import set_aside, storage_errors, utf8, write_atomic, write_json
+from gristmill.base.units import timestamp
 from gristmill.checkpoint.layout import (
     Best,
     CheckpointFolder,
@@ -174,9 +174,8 @@ def _fit_folder(run: BuiltRun) -> list[str]:
         except (ValueError, RecursionError) as error:
             notes.append(_set_aside(folder.settings, str(error)))
     write_atomic(folder.settings, dump_run(run.config))
-    when = datetime.now().astimezone().isoformat(timespec="seconds")
     earlier = folder.origin.read_bytes() if folder.origin.is_file() else b""
-    typed = f"{when}  {shlex.join(sys.argv)}\n{folder.translation}"
+    typed = f"{timestamp()}  {shlex.join(sys.argv)}\n{folder.translation}"
     write_atomic(folder.origin, earlier + utf8(typed))
     environment = describe_environment(run.world, parameters=run.parameters)
     write_json(folder.environment, environment)

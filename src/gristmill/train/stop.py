@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+from gristmill.base.exits import stop_signals
 from gristmill.base.process import JOB_BEGAN
-from gristmill.base.signals import stop_signals
 
 
 class StopRequest:

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gristmill.base.errors import UserError
-from gristmill.base.printing import on_one_line
+from gristmill.base.errors import UserError, on_one_line
 from gristmill.base.units import Duration
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.model import LoadedModel
 from gristmill.checkpoint.state import TrainState
 from gristmill.evaluate.results import EvaluationResult, write_result
-from gristmill.evaluate.tasks.run import OpenTask
+from gristmill.evaluate.tasks import OpenTask
 from gristmill.models.spec import CausalLM
 from gristmill.strategies.strategy import Strategy
 from gristmill.text.tokenizers.tokenizer import Tokenizer

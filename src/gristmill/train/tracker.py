@@ -15,9 +15,8 @@ from gristmill.base.files import write_atomic
 from gristmill.base.units import Progress
 from gristmill.config.load import dump_run
 from gristmill.config.schema import RunConfig
-from gristmill.track.console import console_sink
+from gristmill.track.console import DecentralizedSink, MegatronSink, console_sink
 from gristmill.track.folder import RunFolder
-from gristmill.track.foreign_lines import DecentralizedSink, MegatronSink
 from gristmill.track.metrics import (
     EvaluationRecord,
     EventRecord,

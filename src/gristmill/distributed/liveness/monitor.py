@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.exit_report import print_exit_report, run_briefly, write_exit_report
+from gristmill.base.exits import print_exit_report, run_briefly, write_exit_report
 from gristmill.base.process import ProcessInfo
 from gristmill.distributed.liveness.heartbeat import (
     Heartbeat,

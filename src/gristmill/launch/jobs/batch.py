@@ -5,21 +5,26 @@
     ├── train.sbatch    the job, as a person could have written it
     └── job.json        launcher, ids and logs, for `gristmill launch status`, `logs` and `cancel`
 
-A launcher is one module and one row of `build.py`. It knows nothing of training: a job is words
+A launcher is one module and one row of `submit.py`. It knows nothing of training: a job is words
 to run, and the `[launch]` table says where.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
+import re
 import shlex
 import shutil
 import subprocess
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, Protocol
+
+import jinja2
+from markupsafe import Markup as _Quoted
 
 from gristmill.base.errors import DataError, Exit, Problem, UserError
 from gristmill.base.files import read_json, storage_errors, write_atomic, write_json
@@ -118,13 +123,10 @@ class BatchState:
 class Launcher(Protocol):
     """A way to start a job and to find out about it."""
 
-    @property
-    def unused(self) -> Collection[str]:
-        """Settings of `[launch]` that do nothing here."""
-
-    @property
-    def lacks(self) -> Collection[str]:
-        """Options of `gristmill launch` that cannot be had here."""
+    unused: Collection[str]
+    """Settings of `[launch]` that do nothing here."""
+    lacks: Collection[str] = ()
+    """Options of `gristmill launch` that cannot be had here."""
 
     def problems(self, launch: LaunchConfig) -> Iterable[Problem]:
         """What else is wrong with `[launch]`."""
@@ -143,6 +145,7 @@ class Launcher(Protocol):
 
     def output(self, record: JobRecord) -> Sequence[str] | None:
         """The command that prints the job's output, where it is in no file."""
+        return None
 
 
 def has_no_effect(launch: LaunchConfig, names: Iterable[str], where: str) -> list[Problem]:
@@ -224,11 +227,6 @@ def read_record(folder: Path) -> JobRecord | None:
     )
 
 
-def now() -> str:
-    """The time, for records."""
-    return datetime.now().astimezone().isoformat(timespec="seconds")
-
-
 def run_scheduler(words: Sequence[str], *, needs: str, timeout: float = 60.0) -> str:
     """What a command of a scheduler prints; `needs` says where the command is found."""
     result = try_scheduler(words, needs=needs, timeout=timeout)
@@ -282,3 +280,106 @@ def container_words(job: BatchJob) -> list[str]:
     binds = [word for path in (*inside, *launch.mounts) for word in ("--bind", path)]
     devices = ["--nv"] if launch.gpus_per_node else []
     return ["apptainer", "exec", *devices, *binds, "--pwd", str(job.work), launch.container]
+
+
+# ------------------------------------------------------------------ job files from templates
+#
+# No value in them can be read as a command. A template is Jinja in `templates/`. Whatever it puts
+# out has to say how it is quoted, by a filter:
+#
+#     {{ value | sh }}          one word of shell
+#     {{ words | words }}       several words of shell
+#     {{ value | directive }}   the value of an #SBATCH or #PBS line
+#     {{ value | yaml }}        a value in YAML (JSON, which is YAML)
+#     {{ text | lines(4) }}     lines of text in YAML, indented by so many spaces
+#     {{ value | comment }}     the rest of a line that is a comment
+#     {{ line | program }}      a line of shell as the user wrote it: `launch.setup`, nothing else
+#
+# Numbers need none. Text without a filter is an error, so a template that forgets one does not
+# render, whatever the value is.
+
+_UNPRINTABLE = re.compile(r"[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+
+
+def render(template: str, **values: Any) -> str:
+    """The text of a template."""
+    return _environment().get_template(template).render(**values)
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("gristmill.launch.jobs"),
+        finalize=_refuse_unquoted,
+        # With it, what a macro puts out counts as quoted; nothing else is left to escape.
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {
+        "sh": _sh,
+        "words": _words,
+        "directive": _directive,
+        "yaml": _yaml,
+        "lines": _lines,
+        "comment": lambda value: _Quoted(_CONTROL.sub(" ", str(value))),
+        "program": _Quoted,
+    }
+    return environment
+
+
+def _refuse_unquoted(value: Any) -> Any:
+    if isinstance(value, _Quoted) or type(value) is int:
+        return value
+    if value is None or isinstance(value, jinja2.Undefined):
+        raise AssertionError("a template puts out a value that is not there")
+    raise AssertionError(f"a template puts out {value!r} without saying how it is quoted")
+
+
+def _sh(value: str | Path | int) -> _Quoted:
+    if "\0" in str(value):
+        raise _unprintable(value)
+    return _Quoted(shlex.quote(str(value)))
+
+
+def _words(values: Sequence[str | Path]) -> _Quoted:
+    return _Quoted(" ".join(_sh(value) for value in values))
+
+
+def _directive(value: str | Path | int) -> _Quoted:
+    """Schedulers read such lines themselves, and the shell takes them for comments."""
+    text = str(value)
+    if _CONTROL.search(text):
+        raise _unprintable(value)
+    if not re.search(r"""[\s"'#\\]""", text):
+        return _Quoted(text)
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return _Quoted(f'"{escaped}"')
+
+
+def _yaml(value: Any) -> _Quoted:
+    """JSON writes rare letters as two halves, which YAML does not join; and YAML wants more of the
+    unprintable ones escaped than JSON does."""
+    text = json.dumps(value, ensure_ascii=False)
+    return _Quoted(_UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text))
+
+
+def _lines(text: str, spaces: int) -> _Quoted:
+    """Several lines of text in YAML, indented, as a person would write them."""
+    # One line break at the end is what YAML keeps.
+    plain = re.fullmatch(r"[^ \n](.*[^\n])?\n", text, re.DOTALL)
+    if not plain or not all(line.isprintable() for line in text.split("\n")):
+        return _yaml(text)
+    indented = (f"{' ' * spaces}{line}" if line else "" for line in text.split("\n"))
+    return _Quoted("|\n" + "\n".join(indented).rstrip("\n"))
+
+
+def _unprintable(value: Any) -> UserError:
+    return UserError(
+        "this has a line break or another control character, which no job script can hold",
+        where=repr(str(value)),
+        remedy="use another name",
+    )

@@ -21,17 +21,17 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from gristmill.base.errors import Exit, Problem, UserError
-from gristmill.base.units import parse_seconds
+from gristmill.base.units import parse_seconds, timestamp
 from gristmill.config.launch import KubernetesConfig, LaunchConfig
 from gristmill.launch.jobs.batch import (
     BatchJob,
     BatchState,
     JobRecord,
+    Launcher,
     UncertainError,
-    now,
+    render,
     run_scheduler,
 )
-from gristmill.launch.jobs.rendering import render
 from gristmill.launch.node import RESTART
 from gristmill.launch.processes import PERMANENT
 
@@ -51,7 +51,7 @@ _POD_LABELS = {
 """The label with the job's name, and what its first pod has besides."""
 
 
-class Kubernetes:
+class Kubernetes(Launcher):
     """Jobs of Kubernetes."""
 
     unused = (
@@ -122,7 +122,7 @@ class Kubernetes:
             "namespace": kubernetes.namespace,
             "seconds": round(parse_seconds(job.launch.stop_early)),
         }
-        record = JobRecord("kubernetes", name, [], now(), facts)
+        record = JobRecord("kubernetes", name, [], timestamp(), facts)
         _remove_ended(record, run=str(job.folder.parent))
         kubectl(record, "apply", "-f", str(file))
         owned = ("configmap", "service")[: 2 if kind == "job" and job.launch.nodes > 1 else 1]

@@ -16,21 +16,22 @@ from pathlib import Path
 
 from gristmill.base.errors import Problem, UserError
 from gristmill.base.process import JOB_BEGAN
+from gristmill.base.units import timestamp
 from gristmill.config.launch import LaunchConfig
 from gristmill.launch.jobs.batch import (
     BatchJob,
     BatchState,
     JobRecord,
+    Launcher,
     container_words,
-    now,
+    render,
     run_scheduler,
 )
-from gristmill.launch.jobs.rendering import render
 
 FILE = "train.sh"
 
 
-class Mpi:
+class Mpi(Launcher):
     """Jobs of mpiexec."""
 
     unused = (
@@ -51,7 +52,7 @@ class Mpi:
 
     def submit(self, job: BatchJob, file: Path) -> JobRecord:
         run_scheduler(["mpiexec", "--version"], needs="where an MPI is installed")
-        log = job.logs / f"job-{now().replace(':', '').replace('+', '-')}.log"
+        log = job.logs / f"job-{timestamp().replace(':', '').replace('+', '-')}.log"
         with log.open("ab") as output:
             process = subprocess.Popen(
                 ["bash", "-l", str(file)],
@@ -62,7 +63,7 @@ class Mpi:
                 cwd=job.work,
             )
         facts = {"host": socket.gethostname(), "began": _began(process.pid)}
-        return JobRecord("mpi", str(process.pid), [str(log)], now(), facts)
+        return JobRecord("mpi", str(process.pid), [str(log)], timestamp(), facts)
 
     def state(self, record: JobRecord) -> BatchState:
         host = record.facts.get("host")
@@ -81,9 +82,6 @@ class Mpi:
             )
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(record.id), signal.SIGTERM)
-
-    def output(self, record: JobRecord) -> None:
-        return None
 
 
 def mpi_values(job: BatchJob) -> dict[str, object]:

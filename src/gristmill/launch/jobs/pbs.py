@@ -26,27 +26,26 @@ from pathlib import Path
 from typing import Any
 
 from gristmill.base.errors import Problem
-from gristmill.base.units import parse_seconds
+from gristmill.base.units import parse_seconds, timestamp
 from gristmill.config.launch import LaunchConfig
 from gristmill.launch.jobs.batch import (
     BatchJob,
     BatchState,
     JobRecord,
+    Launcher,
     Phase,
     TaskRecord,
     UncertainError,
-    now,
+    render,
     run_scheduler,
     try_scheduler,
 )
 from gristmill.launch.jobs.mpi import mpi_values
-from gristmill.launch.jobs.rendering import render
-from gristmill.launch.jobs.slurm import clock, ranges
+from gristmill.launch.jobs.slurm import NEEDS, clock, ranges
 
 IDS = "ids"
 TASK = "GRISTMILL_TASK"
 """The task of a sweep that a job runs which is not part of its array."""
-NEEDS = "on a login node of the cluster"
 _FILE = "train.pbs"
 _SUCCESSORS = "successors"
 """The ids of all jobs in which tasks of a sweep continue, in the order in which they were
@@ -68,11 +67,10 @@ _STATES: dict[str, tuple[Phase, str]] = {
 }
 
 
-class Pbs:
+class Pbs(Launcher):
     """Jobs of PBS."""
 
     unused = ("qos", "constraint", "hostfile", "kubernetes", "address")
-    lacks = ()
 
     def problems(self, launch: LaunchConfig) -> Iterator[Problem]:
         for name in launch.options:
@@ -117,7 +115,7 @@ class Pbs:
                 task_id, log_file = id.replace("[]", f"[{number}]"), logs / f"job-*_{number}.log"
                 tasks.append(TaskRecord(str(task.run), task_id, [str(log_file)], {"ids": str(own)}))
         facts = {"ids": str(ids)}
-        return JobRecord("pbs", id, [str(logs / "job-*.log")], now(), facts, tasks=tasks)
+        return JobRecord("pbs", id, [str(logs / "job-*.log")], timestamp(), facts, tasks=tasks)
 
     def state(self, record: JobRecord) -> BatchState:
         if not record.tasks:
@@ -144,9 +142,6 @@ class Pbs:
             # qdel complains of jobs that have ended.
             if not record.tasks or _state(_ask(id).get(_number(id), {})).active:
                 run_scheduler(["qdel", id], needs=NEEDS)
-
-    def output(self, record: JobRecord) -> None:
-        return None
 
 
 def newest_id(record: JobRecord | TaskRecord) -> str:

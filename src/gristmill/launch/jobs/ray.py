@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from gristmill.base.errors import Exit, Problem, UserError, optional
-from gristmill.base.signals import INTERRUPTED
-from gristmill.base.units import parse_seconds
+from gristmill.base.exits import INTERRUPTED
+from gristmill.base.units import parse_seconds, timestamp
 from gristmill.config.launch import LaunchConfig
-from gristmill.launch.jobs.batch import BatchJob, BatchState, JobRecord, Phase, now
-from gristmill.launch.jobs.rendering import render
+from gristmill.launch.jobs.batch import BatchJob, BatchState, JobRecord, Launcher, Phase, render
 
 DEFAULT = "http://127.0.0.1:8265"
 """The dashboard of a cluster whose head is this machine."""
@@ -43,7 +42,7 @@ _NOISE = re.compile(r"Running entrypoint for job |Runtime env is |\d{4}-\d\d-\d\
 """How lines begin that Ray adds to the output of a job."""
 
 
-class Ray:
+class Ray(Launcher):
     """Jobs of Ray."""
 
     unused = (
@@ -81,7 +80,7 @@ class Ray:
         described = json.loads(file.read_text())
         with _client(address) as client:
             id = client.submit_job(**described)
-        return JobRecord("ray", str(id), [], now(), {"address": address})
+        return JobRecord("ray", str(id), [], timestamp(), {"address": address})
 
     def state(self, record: JobRecord) -> BatchState:
         with _client(record.facts["address"]) as client:

@@ -10,26 +10,27 @@ from __future__ import annotations
 
 import glob
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from gristmill.base.errors import Problem
-from gristmill.base.units import parse_seconds
+from gristmill.base.units import parse_seconds, timestamp
 from gristmill.config.launch import LaunchConfig
 from gristmill.launch.jobs.batch import (
     BatchJob,
     BatchState,
     JobRecord,
+    Launcher,
     Phase,
     TaskRecord,
     UncertainError,
     container_words,
-    now,
+    render,
     run_scheduler,
     try_scheduler,
 )
-from gristmill.launch.jobs.rendering import render
 
 NEEDS = "on a login node of the cluster"
 _PHASES: dict[Phase, tuple[str, ...]] = {
@@ -45,11 +46,10 @@ _WAIT = 900
 Slurm takes minutes to notice that a node is lost; then it requeues the job."""
 
 
-class Slurm:
+class Slurm(Launcher):
     """Jobs of Slurm."""
 
     unused = ("filesystems", "resources", "mpi", "hostfile", "kubernetes", "address")
-    lacks = ()
 
     def problems(self, launch: LaunchConfig) -> Iterator[Problem]:
         if launch.time is None:
@@ -93,7 +93,7 @@ class Slurm:
             for number, task in (job.array or {}).items()
             if task.run is not None
         ]
-        return JobRecord("slurm", id, [str(logs / log)], now(), tasks=tasks)
+        return JobRecord("slurm", id, [str(logs / log)], timestamp(), tasks=tasks)
 
     def state(self, record: JobRecord) -> BatchState:
         shown = try_scheduler(["scontrol", "show", "job", "--oneliner", record.id], needs=NEEDS)
@@ -109,13 +109,11 @@ class Slurm:
     def cancel(self, record: JobRecord) -> None:
         run_scheduler(["scancel", record.id], needs=NEEDS)
 
-    def output(self, record: JobRecord) -> None:
-        return None
-
 
 def _title(job: BatchJob) -> str:
-    what = f"an array of {len(job.array)} tasks" if job.array is not None else "the run"
-    return f"{what} {job.name}" if job.array is None else f"{job.name}: {what}"
+    if job.array is None:
+        return f"the run {job.name}"
+    return f"{job.name}: an array of {len(job.array)} tasks"
 
 
 def _options(job: BatchJob) -> Iterator[tuple[str, Any]]:
@@ -222,9 +220,7 @@ def _from_scontrol(text: str) -> BatchState:
     first = tasks[phases.index(overall)]
     words = first["JobState"]
     if len(tasks) > 1:
-        counts = {task["JobState"]: 0 for task in tasks}
-        for task in tasks:
-            counts[task["JobState"]] += 1
+        counts = Counter(task["JobState"] for task in tasks)
         words = ", ".join(f"{count} {state}" for state, count in counts.items())
     elif overall == "waiting" and first.get("Reason", "None") != "None":
         words += f" ({first['Reason']})"

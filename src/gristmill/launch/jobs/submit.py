@@ -1,4 +1,4 @@
-"""From a run to a job: check the `[launch]` table, write the files, submit them.
+"""From a run to a job: choose a launcher, check the `[launch]` table, write and submit the files.
 
 The settings are written into the job as they are now, so that a job that waits for days trains what
 was submitted, whatever happens to the run file meanwhile.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,35 @@ from gristmill.launch.jobs.batch import (
     read_record,
     write_record,
 )
-from gristmill.launch.jobs.build import launcher_of
+from gristmill.launch.jobs.kubernetes import Kubernetes
+from gristmill.launch.jobs.mpi import Mpi
+from gristmill.launch.jobs.pbs import Pbs
+from gristmill.launch.jobs.ray import Ray
+from gristmill.launch.jobs.slurm import Slurm
 from gristmill.track.folder import RunFolder, run_folder
 
 SETTINGS = "run.toml"
+LAUNCHERS: Mapping[LauncherName, Callable[[], Launcher]] = {
+    "slurm": Slurm,
+    "pbs": Pbs,
+    "mpi": Mpi,
+    "kubernetes": Kubernetes,
+    "ray": Ray,
+}
+
+
+def launcher_of(name: str | None) -> tuple[LauncherName, Launcher]:
+    """The launcher with this name."""
+    for known, make in LAUNCHERS.items():
+        if known == name:
+            return known, make()
+    what = "nothing says where to submit the run" if name is None else f"there is no {name!r}"
+    raise UserError(
+        what,
+        where="--on",
+        remedy=f"give --on or set launch.on to one of: {', '.join(LAUNCHERS)}",
+        exit=Exit.USAGE,
+    )
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ import torch
 
 from gristmill.base.errors import DataError
 from gristmill.config.lora import LinearShape
-from gristmill.config.preconditioner import KfacConfig
+from gristmill.config.optim import KfacConfig
 from gristmill.optim.precondition.factors import (
     FLOOR,
     Eigen,

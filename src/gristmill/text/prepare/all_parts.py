@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gristmill.base.errors import DataError, Exit, Problem, UserError
-from gristmill.base.exit_report import read_exit_report, read_remedy
+from gristmill.base.exits import read_exit_report, read_remedy
 from gristmill.base.files import read_json, require_room, write_sealed_json
 from gristmill.base.locks import OutputLock
 from gristmill.text.prepare.journal import Cursor, HopelessError, Ledger, SetCounts

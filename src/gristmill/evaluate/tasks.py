@@ -15,16 +15,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from gristmill.base.errors import UserError
 from gristmill.checkpoint.model import LoadedModel
+from gristmill.evaluate import core
+from gristmill.evaluate.harness import HarnessTask, open_harness_task
+from gristmill.evaluate.questions import BUILT_IN, Task, open_file
 from gristmill.evaluate.results import EvaluationResult
 from gristmill.evaluate.scoring import Truncation, score
-from gristmill.evaluate.tasks import core
-from gristmill.evaluate.tasks.harness import HarnessTask, open_harness_task
-from gristmill.evaluate.tasks.questions import BUILT_IN, Task, open_file
 
 HARNESS = "harness:"
 _ROWS = (".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst")
@@ -44,15 +45,13 @@ class TaskOptions(NamedTuple):
     """Whether task files of the harness may run code; only the command line can say so."""
 
 
-class OpenTask(Protocol):
+@dataclass(frozen=True)
+class OpenTask:
     """A task whose data is there."""
 
-    @property
-    def name(self) -> str: ...
-
-    def run(self, loaded: LoadedModel, progress: Progress) -> list[EvaluationResult]:
-        """What a model scores; a group of tasks has several results."""
-        ...
+    name: str
+    run: Callable[[LoadedModel, Progress], list[EvaluationResult]]
+    """What a model scores; a group of tasks has several results."""
 
 
 def open_tasks(
@@ -75,63 +74,46 @@ def _open(name: str, options: TaskOptions, *, where: str) -> OpenTask:
             raise UserError(f"{chosen!r} takes no file: only {known} do", where=where)
         harness = name.removeprefix(HARNESS)
         opened = open_harness_task(harness, where=where, trust=options.trust_code)
-        return _InHarness(opened, options)
+        return OpenTask(opened.name, partial(_run_in_harness, opened, options))
     if options.shots is not None:
         what = f"{name} is asked as it is defined, without further examples"
         remedy = f"use the harness's own: --tasks {HARNESS}NAME --shots {options.shots}"
         raise UserError(what, where="--shots", remedy=remedy)
     if chosen == core.NAME:
-        return _Core(core.open_core(path, where=where), options)
-    return _Single(open_file(Path(name)) if is_file else BUILT_IN[chosen](path), options)
+        tasks = core.open_core(path, where=where)
+        return OpenTask(core.NAME, partial(_run_core, tasks, options))
+    task = open_file(Path(name)) if is_file else BUILT_IN[chosen](path)
+    return OpenTask(task.name, partial(_run_single, task, options))
 
 
 # ------------------------------------------------------------------ running
 
 
-@dataclass(frozen=True)
-class _Single:
-    task: Task
-    options: TaskOptions
-
-    @property
-    def name(self) -> str:
-        return self.task.name
-
-    def run(self, loaded: LoadedModel, progress: Progress) -> list[EvaluationResult]:
-        return [_run(self.task, loaded, self.options, progress)]
+def _run_single(
+    task: Task, options: TaskOptions, loaded: LoadedModel, progress: Progress
+) -> list[EvaluationResult]:
+    return [_run(task, options, loaded, progress)]
 
 
-@dataclass(frozen=True)
-class _Core:
-    tasks: list[core.CoreTask]
-    options: TaskOptions
-    name = core.NAME
-
-    def run(self, loaded: LoadedModel, progress: Progress) -> list[EvaluationResult]:
-        results = [_run(task, loaded, self.options, progress) for task in self.tasks]
-        return [core.combined(results)]
+def _run_core(
+    tasks: Sequence[Task], options: TaskOptions, loaded: LoadedModel, progress: Progress
+) -> list[EvaluationResult]:
+    return [core.combined([_run(task, options, loaded, progress) for task in tasks])]
 
 
-@dataclass(frozen=True)
-class _InHarness:
-    task: HarnessTask
-    options: TaskOptions
-
-    @property
-    def name(self) -> str:
-        return self.task.name
-
-    def run(self, loaded: LoadedModel, progress: Progress) -> list[EvaluationResult]:
-        return self.task.run(
-            loaded,
-            items=self.options.items,
-            shots=self.options.shots,
-            progress=lambda done, total: progress(self.task.name, done, total),
-        )
+def _run_in_harness(
+    task: HarnessTask, options: TaskOptions, loaded: LoadedModel, progress: Progress
+) -> list[EvaluationResult]:
+    return task.run(
+        loaded,
+        items=options.items,
+        shots=options.shots,
+        progress=lambda done, total: progress(task.name, done, total),
+    )
 
 
 def _run(
-    task: Task, loaded: LoadedModel, options: TaskOptions, progress: Progress
+    task: Task, options: TaskOptions, loaded: LoadedModel, progress: Progress
 ) -> EvaluationResult:
     started, truncation = time.monotonic(), Truncation()
     if options.items is not None:

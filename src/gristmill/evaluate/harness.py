@@ -34,9 +34,9 @@ import torch
 from gristmill.base.errors import DataError, Exit, UserError, optional
 from gristmill.checkpoint.model import LoadedModel
 from gristmill.evaluate.measures import Measure, function_of_mean
+from gristmill.evaluate.questions import Option, encode_options
 from gristmill.evaluate.results import EvaluationResult
 from gristmill.evaluate.scoring import Continuation, Truncation, score
-from gristmill.evaluate.tasks.questions import Option, encode_options
 from gristmill.generate import Sampling, TextGenerator
 from gristmill.hub.client import parse_repository
 

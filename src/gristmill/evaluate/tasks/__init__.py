@@ -1,1 +1,0 @@
-"""Downstream tasks: what a model scores on questions with known answers."""
