@@ -172,7 +172,6 @@ def _build_spmd(
         ahead = compile_ahead(
             config, vocab=vocab, world=world, resolved=resolved, cuda_graphs=cuda_graphs
         )
-    world.device.load_libraries(precision.dtype)
     if graphs is not None and world.device.kind == "cuda" and ahead is None:
         start_compile_workers()
     model, stages = place_model(
