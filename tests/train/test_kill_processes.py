@@ -68,9 +68,9 @@ from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.state import Snapshot
 from gristmill.models.gpt import GPT
 from gristmill.distributed.control import ControlGroup
-from gristmill.distributed.liveness.heartbeat import Roster
-from gristmill.distributed.liveness.monitor import Monitor
-from gristmill.distributed.liveness.verdict import Limits
+from gristmill.distributed.heartbeat import Roster
+from gristmill.distributed.monitor import Monitor
+from gristmill.distributed.verdict import Limits
 from gristmill.strategies.spmd import Spmd
 from gristmill.train import run
 from gristmill.train.meter import Meter

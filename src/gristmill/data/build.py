@@ -21,11 +21,11 @@ from gristmill.data.blend import (
     proportional,
 )
 from gristmill.data.dataset import DatasetSplit, Mixture
-from gristmill.data.documents import JOINED, DocumentRules
 from gristmill.data.index_cache import Arrays, cached
+from gristmill.data.loader import JOINED, DocumentRules
 from gristmill.data.megatron_order import MegatronOrder, build_indices, plan_epochs
-from gristmill.data.packing import PackedShuffled
 from gristmill.data.sampling import (
+    PackedShuffled,
     RandomWindows,
     SampleIndex,
     SequentialWindows,

@@ -35,7 +35,7 @@ from gristmill.data.dataset import (
 )
 from gristmill.data.index_cache import Arrays, cached
 from gristmill.data.intact import TokenFileWatch
-from gristmill.data.packing import PackingCounts, pack
+from gristmill.data.sampling import PackingCounts, pack
 from gristmill.data.stream import OpenTokenSet
 from gristmill.hub.downloads import settings_folder
 from gristmill.text.chat.conversations import (

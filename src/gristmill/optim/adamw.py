@@ -123,7 +123,7 @@ def adam_step(
         for kind in ("exp_avg", "exp_avg_sq", "step")
     )
     if kernel:
-        from gristmill.optim.kernels.adamw import adamw_, can_update
+        from gristmill.optim.adamw_kernel import adamw_, can_update
 
         if can_update((*updated, *gradients, *averages, *squares)):
             adamw_(

@@ -3,7 +3,7 @@ with AdamW, and SOAP with Muon.
 
     role                             rule                      state in fp32, per parameter
     matrix                           momentum, and these two   momentum (R, C)
-                                       precondition/soap.py    see there
+                                       soap.py                 see there
                                        muon.py                 second_moment (L)
     embedding, table, head, vector   fused AdamW               exp_avg, exp_avg_sq, step
 
@@ -54,7 +54,7 @@ from gristmill.optim.muon import (
     pieces,
     shape_scale,
 )
-from gristmill.optim.precondition.soap import SOAP_PLACEMENTS, Soap, SoapRule, part_name
+from gristmill.optim.soap import SOAP_PLACEMENTS, Soap, SoapRule, part_name
 from gristmill.optim.spec import ParameterOptimizer, Placement, StateEntry
 
 ADAM_LR = 4e-3

@@ -27,8 +27,8 @@ from gristmill.config.preconditioner import KfacConfig
 from gristmill.distributed.world import World
 from gristmill.models.layer_statistics import LayerStatistics, LayerSums
 from gristmill.models.spec import CausalLM, block_linears, is_transposed, linear_shapes
-from gristmill.optim.precondition.factors import side_by_side
-from gristmill.optim.precondition.kfac import (
+from gristmill.optim.factors import side_by_side
+from gristmill.optim.kfac import (
     FACTOR,
     KfacLayer,
     LayerCurvature,

@@ -37,7 +37,7 @@ from gristmill.models.lora import keep_frozen_in
 from gristmill.models.recompute import Recompute
 from gristmill.models.spec import CausalLM, Execution, ShardComm
 from gristmill.optim.build import build_optimizer
-from gristmill.optim.precondition.kfac import PreconditionedOptimizer
+from gristmill.optim.kfac import PreconditionedOptimizer
 from gristmill.optim.spec import Optimizer
 from gristmill.strategies.compiling import (
     choose_graphs,
@@ -60,9 +60,8 @@ from gristmill.strategies.kfac import build_kfac
 from gristmill.strategies.matrix_exchange import ShardedMatrixExchange
 from gristmill.strategies.microbatches import MicroBatches, SequentialMicroBatches
 from gristmill.strategies.precision import Precision
-from gristmill.strategies.sharding import Offload, ShardedParameters, ShardLayout
+from gristmill.strategies.sharding import Offload, ShardedParameters, ShardLayout, model_shard
 from gristmill.strategies.spmd import Spmd
-from gristmill.strategies.stages import model_shard
 from gristmill.strategies.strategy import Strategy
 from gristmill.strategies.tensor import TensorParallelComm
 

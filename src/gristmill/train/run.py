@@ -25,12 +25,12 @@ from gristmill.config.schema import RunConfig
 from gristmill.data.intact import ContentCheck
 from gristmill.distributed.control import ControlGroup
 from gristmill.distributed.device import memory_explained
-from gristmill.distributed.liveness.monitor import Monitor
-from gristmill.distributed.liveness.verdict import Limits
+from gristmill.distributed.monitor import Monitor
+from gristmill.distributed.verdict import Limits
 from gristmill.distributed.world import World
 from gristmill.optim.schedule import build_schedule
 from gristmill.strategies.compiling import CompileClock
-from gristmill.strategies.decentralized.elastic.membership import ViewChangedError
+from gristmill.strategies.decentralized.membership import ViewChangedError
 from gristmill.strategies.strategy import Strategy
 from gristmill.track.folder import RunFolder, move_aside, run_folder
 from gristmill.train.announce import announce

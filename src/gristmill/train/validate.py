@@ -16,8 +16,8 @@ from gristmill.base.process import ProcessInfo
 from gristmill.checkpoint.layout import CheckpointFolder, step_of
 from gristmill.checkpoint.state import restore
 from gristmill.config.schema import RunConfig
-from gristmill.distributed.liveness.monitor import Monitor
-from gristmill.distributed.liveness.verdict import Limits
+from gristmill.distributed.monitor import Monitor
+from gristmill.distributed.verdict import Limits
 from gristmill.track.folder import RunFolder, run_folder
 from gristmill.track.metrics import Record, ValidationRecord, read_metrics
 from gristmill.train.assemble import Assembly, assemble, build_validate

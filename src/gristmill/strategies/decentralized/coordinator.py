@@ -34,7 +34,7 @@ import torch.distributed as dist
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import sha256_text, storage_errors
 from gristmill.base.process import Address, ProcessInfo
-from gristmill.distributed.liveness.rendezvous import answers, join_store, serve_store
+from gristmill.distributed.rendezvous import answers, join_store, serve_store
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from gristmill.base.process import ProcessInfo
-from gristmill.distributed.liveness.heartbeat import Heartbeat, State, has_ended, pid_namespace
-from gristmill.distributed.liveness.monitor import HeartbeatBoard
-from gristmill.distributed.liveness.verdict import Limits
+from gristmill.distributed.heartbeat import Heartbeat, State, has_ended, pid_namespace
+from gristmill.distributed.monitor import HeartbeatBoard
+from gristmill.distributed.verdict import Limits
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells it on Linux")
 

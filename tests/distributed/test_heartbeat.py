@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gristmill.distributed.liveness.heartbeat import (
+from gristmill.distributed.heartbeat import (
     Heartbeat,
     Roster,
     condense,

@@ -18,8 +18,8 @@ import pytest
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.process import Address, ProcessInfo
-from gristmill.distributed.liveness.monitor import SCHEDULES, Monitor, redirect_schedules
-from gristmill.distributed.liveness.verdict import Limits
+from gristmill.distributed.monitor import SCHEDULES, Monitor, redirect_schedules
+from gristmill.distributed.verdict import Limits
 
 CONTEXT = multiprocessing.get_context("forkserver")
 PAIR = ProcessInfo(1, 1, 2, address=Address("127.0.0.1", 1))
@@ -37,8 +37,8 @@ from gristmill.base.errors import UserError
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.process import Address, ProcessInfo
 from gristmill.distributed.liveness import monitor as module
-from gristmill.distributed.liveness.monitor import Monitor
-from gristmill.distributed.liveness.verdict import Limits
+from gristmill.distributed.monitor import Monitor
+from gristmill.distributed.verdict import Limits
 
 torch.set_num_threads(1)
 here = str(eval(namespace))
@@ -325,7 +325,7 @@ def test_an_address_that_answers_and_is_no_store_is_left_to_torch(
     def refuse(place: ProcessInfo, *, seconds: float) -> None:
         raise RuntimeError("not a store")
 
-    monkeypatch.setattr("gristmill.distributed.liveness.monitor.join_store", refuse)
+    monkeypatch.setattr("gristmill.distributed.monitor.join_store", refuse)
     with Monitor(PAIR, limits=Limits(start=600, phase=600)) as monitor:
         assert monitor.active
 

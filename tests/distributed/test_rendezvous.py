@@ -11,7 +11,7 @@ import pytest
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.process import Address, ProcessInfo
-from gristmill.distributed.liveness.rendezvous import join_store, serve_store
+from gristmill.distributed.rendezvous import join_store, serve_store
 
 
 def free_place() -> ProcessInfo:

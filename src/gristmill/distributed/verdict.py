@@ -22,7 +22,7 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.base.process import ProcessInfo
 from gristmill.base.units import format_seconds, parse_seconds
 from gristmill.config.parallel import ParallelConfig
-from gristmill.distributed.liveness.heartbeat import Heartbeat, State
+from gristmill.distributed.heartbeat import Heartbeat, State
 
 SUPERVISOR_KILL = 2.0
 """Seconds in which a supervisor kills a frozen process once the others have exited."""

@@ -34,8 +34,8 @@ from typing import TYPE_CHECKING, Any
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.process import ProcessInfo
 from gristmill.base.units import format_seconds
-from gristmill.distributed.liveness.heartbeat import has_ended, pid_namespace
-from gristmill.strategies.decentralized.elastic.coordinator import PULSE
+from gristmill.distributed.heartbeat import has_ended, pid_namespace
+from gristmill.strategies.decentralized.coordinator import PULSE
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.exit_report import print_exit_report, run_briefly, write_exit_report
 from gristmill.base.process import ProcessInfo
-from gristmill.distributed.liveness.heartbeat import (
+from gristmill.distributed.heartbeat import (
     Heartbeat,
     Roster,
     State,
@@ -48,8 +48,8 @@ from gristmill.distributed.liveness.heartbeat import (
     read_heartbeats,
     write_heartbeats,
 )
-from gristmill.distributed.liveness.rendezvous import join_store, serve_store
-from gristmill.distributed.liveness.verdict import (
+from gristmill.distributed.rendezvous import join_store, serve_store
+from gristmill.distributed.verdict import (
     Heard,
     Limits,
     blame,

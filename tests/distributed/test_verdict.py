@@ -10,8 +10,8 @@ import torch.distributed as dist
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.process import Address, ProcessInfo
 from gristmill.config.parallel import ParallelConfig
-from gristmill.distributed.liveness.heartbeat import Heartbeat
-from gristmill.distributed.liveness.verdict import (
+from gristmill.distributed.heartbeat import Heartbeat
+from gristmill.distributed.verdict import (
     SUPERVISOR_KILL,
     Heard,
     Limits,
