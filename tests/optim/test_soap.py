@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from gristmill.optim.precondition import soap
 
 from gristmill.base.errors import UserError
 from gristmill.base.units import Progress
@@ -22,7 +21,7 @@ from gristmill.config.rules import config_warnings
 from gristmill.config.schema import RunConfig
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
-from gristmill.optim import muon
+from gristmill.optim import muon, soap
 from gristmill.optim.adamw import AdamW
 from gristmill.optim.build import build_optimizer
 from gristmill.optim.factors import decompose, refresh_basis

@@ -19,7 +19,7 @@ This also scales fp16 gradients before they are rounded.
 
 The Triton kernel keeps logits in the dtype of the hidden states and overwrites them with their
 gradient, computed in fp32; without it plain operations on fp32 logits do the same. In training the
-products may be in fp8 (`kernels/head_fp8.py`), slices may be compared with only some of the head's
+products may be in fp8 (`Fp8Head`), slices may be compared with only some of the head's
 rows, and tokens may have a second target (`loss_terms.py`); in evaluation never.
 
 The head's rows may be sharded over processes. Each computes its part of the logits, and they
@@ -211,7 +211,7 @@ def _sliced(
 
     def build(head_VD: torch.Tensor, bias_V: torch.Tensor | None, vocab: int) -> _Head:
         if options.fp8 and options.wants_gradient:
-            from gristmill.models.kernels.head_fp8 import Fp8Head
+            from gristmill.models.kernels.cross_entropy import Fp8Head
 
             assert dtype is torch.bfloat16 and bias_V is None, "checked with the settings"
             return Fp8Head(head_VD, terms, vocab=vocab)

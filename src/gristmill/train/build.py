@@ -58,10 +58,9 @@ from gristmill.strategies.decentralized.workers import (
 )
 from gristmill.strategies.kfac import build_kfac
 from gristmill.strategies.matrix_exchange import ShardedMatrixExchange
-from gristmill.strategies.microbatches import MicroBatches, SequentialMicroBatches
 from gristmill.strategies.precision import Precision
 from gristmill.strategies.sharding import Offload, ShardedParameters, ShardLayout, model_shard
-from gristmill.strategies.spmd import Spmd
+from gristmill.strategies.spmd import MicroBatches, SequentialMicroBatches, Spmd
 from gristmill.strategies.strategy import Strategy
 from gristmill.strategies.tensor import TensorParallelComm
 

@@ -19,11 +19,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from gristmill.strategies.decentralized.elastic import membership
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.process import Address, ProcessInfo
 from gristmill.distributed.rendezvous import join_store
+from gristmill.strategies.decentralized import membership
 from gristmill.strategies.decentralized.coordinator import (
     SignedStore,
     reach_store,
@@ -473,7 +473,7 @@ START_IT = """
 import sys
 from pathlib import Path
 from gristmill.base.process import Address, ProcessInfo
-from gristmill.strategies.decentralized.elastic import membership
+from gristmill.strategies.decentralized import membership
 from gristmill.strategies.decentralized.coordinator import reach_store
 place = ProcessInfo(address=Address("127.0.0.1", int(sys.argv[1])), world=2)
 store = reach_store(place, seconds=60, log=Path(sys.argv[2]), idle=600)
@@ -515,7 +515,7 @@ def test_the_store_stays_while_workers_send_heartbeats(tmp_path: Any) -> None:
     port = free_port()
     code = f"""
 from gristmill.base.process import Address
-from gristmill.strategies.decentralized.elastic import membership
+from gristmill.strategies.decentralized import membership
 from gristmill.strategies.decentralized.coordinator import serve
 serve(Address("127.0.0.1", {port}), idle=2.0)
 """
@@ -536,7 +536,7 @@ def test_a_worker_whose_store_is_gone_says_so(tmp_path: Any) -> None:
     port = free_port()
     code = f"""
 from gristmill.base.process import Address
-from gristmill.strategies.decentralized.elastic import membership
+from gristmill.strategies.decentralized import membership
 from gristmill.strategies.decentralized.coordinator import serve
 serve(Address("127.0.0.1", {port}))
 """
