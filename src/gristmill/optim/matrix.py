@@ -37,7 +37,7 @@ from gristmill.base.errors import UserError
 from gristmill.config.optim import AdamWConfig, MuonConfig
 from gristmill.config.preconditioner import SoapConfig
 from gristmill.config.roles import Role
-from gristmill.optim.adamw import ADAM_PLACEMENTS, adam_step, decay_groups
+from gristmill.optim.adamw import ADAM_PLACEMENTS, adam_groups, adam_step
 from gristmill.optim.muon import (
     Chunk,
     MatrixRule,
@@ -456,7 +456,7 @@ def _adam_groups(
     roles: Mapping[str, Role],
 ) -> list[Group]:
     if isinstance(config, AdamWConfig):
-        return decay_groups(config, parameters, roles=roles)
+        return adam_groups(config, parameters, roles=roles)
     groups = []
     for role in (Role.EMBEDDING, Role.TABLE, Role.HEAD, Role.VECTOR):
         members = [parameter for name, parameter in parameters.items() if roles[name] is role]
