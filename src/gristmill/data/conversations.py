@@ -275,8 +275,7 @@ def _open_set(
         "template": encoder.template.fingerprint,
         "padding": options.sequence + 1,
     }
-    large = characters >= WORTH_CACHING
-    arrays = cached(options.cache, key, build) if large else build()
+    arrays = cached(options.cache if characters >= WORTH_CACHING else None, key, build)
     ids, starts = arrays["ids"], arrays["starts"]
     info = TokenSetInfo(
         format="chat",

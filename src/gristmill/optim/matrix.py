@@ -127,7 +127,7 @@ class MatrixOptimizer(ParameterOptimizer):
         rest = {name: p for name, p in parameters.items() if name not in matrices}
         groups = [
             *_matrix_groups(config, matrices, shapes=shapes, stacked_rows=stacked_rows),
-            *_adam_groups(config, rest, roles=roles),
+            *_other_groups(config, rest, roles=roles),
         ]
         super().__init__(parameters, groups)
         self.compiled, self.exchange, self._matrices = compiled, exchange, frozenset(matrices)
@@ -449,7 +449,7 @@ def _soap_rule(config: MuonConfig | AdamWConfig, soap: SoapConfig) -> SoapRule:
     return SoapRule(beta2 if soap.beta2 is None else soap.beta2, soap.eps, soap.max_dim)
 
 
-def _adam_groups(
+def _other_groups(
     config: MuonConfig | AdamWConfig,
     parameters: Mapping[str, nn.Parameter],
     *,

@@ -44,7 +44,7 @@ from gristmill.optim.kfac import (
 )
 from gristmill.optim.spec import Placement, StateEntry
 from gristmill.plan.preconditioner import assign_layers, kfac_inversion
-from gristmill.strategies.data_parallel import BUCKET, buckets
+from gristmill.strategies.data_parallel import BUCKET, buckets, views_of
 from gristmill.strategies.matrix_exchange import ShardedMatrixExchange, stage_ranks
 from gristmill.strategies.sharding import ShardedParameters, ShardLayout
 from gristmill.strategies.strategy import StepStatistics
@@ -161,9 +161,8 @@ class Kfac:
             flat = torch.cat([one.reshape(-1) for one in bucket])
             dist.reduce(flat, group=self.group, group_dst=self.ranks.index(rank))
             if rank == self.world.rank:
-                parts = flat.split([one.numel() for one in bucket])
-                for one, part in zip(bucket, parts, strict=True):
-                    one.copy_(part.view_as(one))
+                for one, part in zip(bucket, views_of(flat, bucket), strict=True):
+                    one.copy_(part)
 
     def _update_inverses(self) -> None:
         mine = [
