@@ -6,14 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gristmill.data.documents import (
-    DocumentRules,
-    doc_starts_after,
-    doc_starts_in_spans,
-    restarted_positions,
-)
-from gristmill.data.loader import make_batch
+from gristmill.data.loader import DocumentRules, doc_starts_after, make_batch, restarted_positions
 from gristmill.data.sampling import TokenSpans
+from gristmill.data.stream import doc_starts_in_spans
 
 
 def test_the_drawing_of_the_module() -> None:

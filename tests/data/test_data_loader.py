@@ -18,11 +18,11 @@ from gristmill.config.resolve import BatchRamp, RampStep
 from gristmill.config.schema import DataConfig
 from gristmill.data.build import OrderSpec, build_stream
 from gristmill.data.dataset import DatasetSplit, Mixture
-from gristmill.data.documents import DocumentRules
 from gristmill.data.intact import TokenFileWatch
 from gristmill.data.loader import (
     READ_AHEAD,
     Batch,
+    DocumentRules,
     Loader,
     make_batch,
     validation_batches,

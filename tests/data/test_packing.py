@@ -19,9 +19,8 @@ from gristmill.data import conversations
 from gristmill.data.build import OrderSpec, build_stream
 from gristmill.data.conversations import ChatOptions, open_conversations
 from gristmill.data.dataset import RunData
-from gristmill.data.documents import DocumentRules
-from gristmill.data.loader import Batch, Loader, make_batch, validation_batches
-from gristmill.data.packing import PackedShuffled, pack
+from gristmill.data.loader import Batch, DocumentRules, Loader, make_batch, validation_batches
+from gristmill.data.sampling import PackedShuffled, pack
 from gristmill.models.build import build_model
 from gristmill.models.loss_terms import LossTerms
 from gristmill.models.spec import CausalLM, Loss

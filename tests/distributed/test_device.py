@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
 from gristmill.base.errors import UserError
 from gristmill.config.schema import RuntimeConfig
-from gristmill.distributed import device as devices
 from gristmill.distributed.device import Device, memory_explained
 from gristmill.distributed.world import open_world
 
@@ -46,18 +43,3 @@ def test_threads_beyond_all_measure_are_refused() -> None:
     with pytest.raises(UserError, match="100,000 threads are too many") as caught:
         open_world(RuntimeConfig(device="cpu", threads=100_000))
     assert caught.value.problems[0].where == "runtime.threads"
-
-
-def test_a_product_and_attention_load_their_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    done = dict[str, torch.dtype]()
-    for name in ("linear", "scaled_dot_product_attention"):
-        plain = getattr(devices.functional, name)
-
-        def noted(*given: Any, name: str = name, plain: Any = plain, **options: Any) -> Any:
-            result = plain(*given, **options)
-            done[name] = result.dtype
-            return result
-
-        monkeypatch.setattr(devices.functional, name, noted)
-    Device(torch.device("cpu"))._call_libraries(torch.bfloat16)
-    assert done == dict.fromkeys(("scaled_dot_product_attention", "linear"), torch.bfloat16)

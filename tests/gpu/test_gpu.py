@@ -20,8 +20,7 @@ from gristmill.config.load import dump_run
 from gristmill.config.parallel import Mesh
 from gristmill.config.resolve import resolve
 from gristmill.config.schema import RunConfig
-from gristmill.data.documents import JOINED, DocumentRules
-from gristmill.data.loader import Batch, make_batch
+from gristmill.data.loader import JOINED, Batch, DocumentRules, make_batch
 from gristmill.distributed.world import Groups, open_world
 from gristmill.generate import Engine, Sampling
 from gristmill.models import gpt
@@ -155,7 +154,7 @@ import sys, numpy, torch
 from torch._dynamo.utils import counters
 from gristmill.base.units import Progress
 from gristmill.config.load import load_text
-from gristmill.data.documents import JOINED
+from gristmill.data.loader import JOINED
 from gristmill.data.loader import make_batch
 from gristmill.train.build import build_strategy
 from gristmill.distributed.world import open_world

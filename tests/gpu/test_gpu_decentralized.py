@@ -22,8 +22,7 @@ from gristmill.base.units import Progress
 from gristmill.config.load import load_text
 from gristmill.config.resolve import resolve
 from gristmill.config.rules import check_mesh
-from gristmill.data.documents import JOINED
-from gristmill.data.loader import make_batch
+from gristmill.data.loader import JOINED, make_batch
 from gristmill.distributed.world import open_world
 from gristmill.models.build import build_model
 from gristmill.strategies.decentralized.workers import all_workers

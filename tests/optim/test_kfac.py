@@ -9,8 +9,8 @@ import torch
 
 from gristmill.config.lora import LinearShape
 from gristmill.config.optim import KfacConfig
-from gristmill.optim.precondition.factors import advance
-from gristmill.optim.precondition.kfac import KfacLayer, LayerCurvature, StepSettings
+from gristmill.optim.factors import advance
+from gristmill.optim.kfac import KfacLayer, LayerCurvature, StepSettings
 
 X, Y = 5, 4
 NO_SKIP, SKIP = torch.zeros(()), torch.ones(())

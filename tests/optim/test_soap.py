@@ -20,15 +20,14 @@ from gristmill.config.rules import config_warnings
 from gristmill.config.schema import RunConfig
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
-from gristmill.optim import muon
+from gristmill.optim import muon, soap
 from gristmill.optim.adamw import AdamW
 from gristmill.optim.build import build_optimizer
+from gristmill.optim.factors import decompose, refresh_basis
 from gristmill.optim.matrix import MatrixOptimizer
 from gristmill.optim.muon import POLAR_EXPRESS
-from gristmill.optim.precondition import soap
-from gristmill.optim.precondition.factors import decompose, refresh_basis
-from gristmill.optim.precondition.soap import part_name
 from gristmill.optim.schedule import build_schedule
+from gristmill.optim.soap import part_name
 from gristmill.optim.spec import Placement
 
 PLAIN = {"divisor": torch.tensor(1.0), "skip": torch.tensor(0.0)}

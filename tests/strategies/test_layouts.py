@@ -24,8 +24,7 @@ from gristmill.base.units import Progress, parse_seconds
 from gristmill.config.load import load_text
 from gristmill.config.resolve import resolve
 from gristmill.config.rules import check_mesh
-from gristmill.data.documents import JOINED, DocumentRules
-from gristmill.data.loader import make_batch
+from gristmill.data.loader import JOINED, DocumentRules, make_batch
 from gristmill.distributed.device import Device
 from gristmill.distributed.world import open_world
 from gristmill.models.build import build_model

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from gristmill.distributed.device import Device
-from gristmill.strategies.microbatches import SyncTimer, backward
+from gristmill.strategies.spmd import SyncTimer, backward
 
 Crowd = Callable[..., list[Any]]
 

@@ -21,11 +21,11 @@ from gristmill.data.blend import (
     proportional,
 )
 from gristmill.data.dataset import DatasetSplit, Mixture
-from gristmill.data.documents import JOINED, DocumentRules
 from gristmill.data.index_cache import Arrays, cached
+from gristmill.data.loader import JOINED, DocumentRules
 from gristmill.data.megatron_order import MegatronOrder, build_indices, plan_epochs
-from gristmill.data.packing import PackedShuffled
 from gristmill.data.sampling import (
+    PackedShuffled,
     RandomWindows,
     SampleIndex,
     SequentialWindows,
@@ -158,8 +158,7 @@ def _megatron_blend(
         return {"choices": greedy_by_weight(shares, size=size, fused=fused)}
 
     key = {"kind": "blend", "fused": fused, **facts}
-    large = size >= WORTH_CACHING
-    arrays = cached(spec.cache, key, build) if large else build()
+    arrays = cached(spec.cache if size >= WORTH_CACHING else None, key, build)
     return Greedy(arrays["choices"], sets=len(epochs))
 
 
@@ -182,7 +181,7 @@ def _megatron_index(
         return build_indices(table.lengths, epochs, rows=rows, **facts)
 
     large = epochs.number * len(rows) + epochs.samples >= WORTH_CACHING
-    return MegatronOrder(table, **(cached(spec.cache, key, build) if large else build()))
+    return MegatronOrder(table, **cached(spec.cache if large else None, key, build))
 
 
 def order_identity(config: DataConfig, train: Mixture, spec: OrderSpec) -> dict[str, Any]:

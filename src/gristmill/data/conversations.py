@@ -35,7 +35,7 @@ from gristmill.data.dataset import (
 )
 from gristmill.data.index_cache import Arrays, cached
 from gristmill.data.intact import TokenFileWatch
-from gristmill.data.packing import PackingCounts, pack
+from gristmill.data.sampling import PackingCounts, pack
 from gristmill.data.stream import OpenTokenSet
 from gristmill.hub.downloads import settings_folder
 from gristmill.text.chat.conversations import (
@@ -275,8 +275,7 @@ def _open_set(
         "template": encoder.template.fingerprint,
         "padding": options.sequence + 1,
     }
-    large = characters >= WORTH_CACHING
-    arrays = cached(options.cache, key, build) if large else build()
+    arrays = cached(options.cache if characters >= WORTH_CACHING else None, key, build)
     ids, starts = arrays["ids"], arrays["starts"]
     info = TokenSetInfo(
         format="chat",

@@ -22,8 +22,7 @@ from gristmill.config.schema import DataConfig
 from gristmill.config.settings import TokenPaths
 from gristmill.data.intact import TokenFileWatch
 from gristmill.data.megatron_order import row_table, split_rows
-from gristmill.data.packing import PackedInOrder, Packing
-from gristmill.data.sampling import SampleIndex, SequentialWindows
+from gristmill.data.sampling import PackedInOrder, Packing, SampleIndex, SequentialWindows
 from gristmill.data.stream import OpenTokenSet
 from gristmill.text.tokenizers.tokenizer import Tokenizer
 from gristmill.tokens.format import TokenReader, id_range

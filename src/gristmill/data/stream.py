@@ -19,7 +19,6 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from gristmill.base.errors import DataError
 from gristmill.data.blend import Blend, choose
-from gristmill.data.documents import doc_starts_in_spans
 from gristmill.data.intact import TokenFileWatch
 from gristmill.data.megatron_order import RowTable
 from gristmill.data.sampling import SampleIndex, TokenSpans
@@ -113,6 +112,22 @@ def _gather(values: np.ndarray, spans: TokenSpans, *, length: int) -> np.ndarray
         result[at : at + count] = values[begin : begin + count]
         at += count
     return result.reshape(-1, length)
+
+
+def doc_starts_in_spans(spans: TokenSpans, *, starts: np.ndarray, length: int) -> np.ndarray:
+    """Where documents begin in samples of `length` tokens: at each span but the first, and
+    inside a span where the set says so."""
+    offsets = np.cumsum(spans.counts) - spans.counts
+    first = np.searchsorted(starts, spans.begins, side="right")
+    counts = np.searchsorted(starts, spans.begins + spans.counts, side="left") - first
+    numbers = np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
+    inside = starts[numbers] + np.repeat(offsets - spans.begins, counts)
+    doc_starts = np.zeros(int(spans.counts.sum()), bool)
+    doc_starts[offsets] = True
+    doc_starts[inside] = True
+    rows = doc_starts.reshape(-1, length)
+    rows[:, 0] = False
+    return rows
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from threading import Thread
 
 import torch
-from torch.nn import functional
 
 from gristmill.base.errors import UserError
 from gristmill.base.units import format_bytes
@@ -55,19 +53,6 @@ class Device:
         """Whether copies from pinned host memory overlap with computation."""
         return self.kind == "cuda"
 
-    def load_libraries(self, compute: torch.dtype) -> None:
-        """Load the libraries of matrix products and attention, in a thread: their first calls take
-        a fifth of a second, in which Python can import something."""
-        if self.kind == "cuda":
-            Thread(target=self._call_libraries, args=(compute,), daemon=True).start()
-
-    def _call_libraries(self, compute: torch.dtype) -> None:
-        # Whatever is wrong with the device, the run itself finds it.
-        with contextlib.suppress(RuntimeError):
-            x = torch.zeros(1, 1, 128, 64, dtype=compute, device=self.torch_device)
-            functional.scaled_dot_product_attention(x, x, x, is_causal=True)
-            functional.linear(x[0, 0], x[0, 0])
-
     def synchronize(self) -> None:
         """Wait for all queued work."""
         if self.kind == "cuda":
@@ -75,16 +60,14 @@ class Device:
         elif self.kind == "mps":
             torch.mps.synchronize()
 
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the host, complete once a later mark is reached."""
-        if not self.pins_memory:
-            return tensor.cpu()
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor, non_blocking=True)
-
     def read_later(self, scalars: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """What reads results of a step on the host, once a later mark is reached."""
-        host = self.to_host(scalars())
+        found = scalars()
+        if not self.pins_memory:
+            host = found.cpu()
+        else:
+            host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+            host.copy_(found, non_blocking=True)
         return lambda: host
 
     def mark(self) -> Mark:

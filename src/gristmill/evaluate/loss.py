@@ -29,9 +29,9 @@ from gristmill.config.load import load_run
 from gristmill.config.schema import RunConfig
 from gristmill.data.build import build_rules
 from gristmill.data.dataset import open_data, prove_tokenizer
-from gristmill.data.documents import JOINED, DocumentRules, doc_starts_in_spans
-from gristmill.data.loader import make_batch
+from gristmill.data.loader import JOINED, DocumentRules, make_batch
 from gristmill.data.sampling import TokenSpans
+from gristmill.data.stream import doc_starts_in_spans
 from gristmill.evaluate.measures import Measure, ratio
 from gristmill.evaluate.measures import perplexity as perplexity_of
 from gristmill.evaluate.results import EvaluationResult

@@ -271,7 +271,11 @@ def table_tensors(model: CausalLM, table: TensorTable) -> list[ForeignTensor]:
                 tensors.append(_tensor(name, ours, shapes[ours], rows, transposed=transposed))
             else:
                 weight = shapes.get(f"{module.ours}.weight")
-                count = _vector_size(config, module.ours) if weight is None else weight[0]
+                if weight is None:  # the gain of a norm that our model computes without one
+                    per_head = module.ours.endswith(("query_norm", "key_norm"))
+                    count = config.head_size if per_head else config.width
+                else:
+                    count = weight[0]
                 count = count if rows is None else sum(map(len, rows))
                 constant = 1.0 if kind == "weight" else 0.0
                 tensors.append(ForeignTensor(name, (count,), None, constant=constant))
@@ -284,11 +288,6 @@ def _shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:
     tables = model.vocabulary_parameters()
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     return {n: (model.vocab, *shape[1:]) if n in tables else shape for n, shape in shapes.items()}
-
-
-def _vector_size(config: GPTConfig, ours: str) -> int:
-    """The size of a norm's gain that our model does not have."""
-    return config.head_size if ours.endswith(("query_norm", "key_norm")) else config.width
 
 
 def _tensor(

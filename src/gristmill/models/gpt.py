@@ -271,7 +271,7 @@ class GPT(CausalLM):
         """The residual stream before the first block."""
         x_BTD = self.comm.reduce_from(self._rows(tokens_BT).to(self.compute))
         if self.positions is not None:
-            positions = self.comm.local_positions(context.positions, -1)
+            positions = self.comm.local_positions(context.positions)
             x_BTD = x_BTD + self.positions(positions).to(self.compute)
         if self.embedding_norm is not None:
             x_BTD = self.embedding_norm(x_BTD)

@@ -34,7 +34,6 @@ from gristmill.models.hf_classes import (
     library,
     logit_function,
     meta_model,
-    owner_of,
 )
 from gristmill.models.loss import linear_cross_entropy
 from gristmill.models.loss_terms import PLAIN_LOSS, LossTerms
@@ -187,7 +186,8 @@ class HFModel(CausalLM):
         modules = dict(self.inner.named_modules())
         for name, first in self._tied.items():
             if name != first:
-                (here, own), (there, other) = (owner_of(path) for path in (name, first))
+                here, _, own = name.rpartition(".")
+                there, _, other = first.rpartition(".")
                 modules[here].register_parameter(own, getattr(modules[there], other))
 
     def roles(self) -> dict[str, Role]:

@@ -132,12 +132,6 @@ def body_of(inner: Any) -> Any:
     return getattr(inner, inner.base_model_prefix)
 
 
-def owner_of(name: str) -> tuple[str, str]:
-    """The module that holds a parameter, and the parameter's name there."""
-    module, _, own = name.rpartition(".")
-    return module, own
-
-
 def block_names_of(inner: nn.Module) -> list[str]:
     """The largest list of modules of one class, which is not inside another such list."""
     best, size = [], -1

@@ -102,9 +102,9 @@ class RMSNorm(nn.RMSNorm):
         return functional.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
-def build_norm(config: GPTConfig, width: int | None = None) -> nn.Module:
-    """The norm the settings ask for, over the last dimension."""
-    width, gain = width or config.width, config.norm_gain
+def build_norm(config: GPTConfig) -> nn.Module:
+    """The norm the settings ask for, over the residual stream."""
+    width, gain = config.width, config.norm_gain
     if config.norm == "layernorm":
         return LayerNorm(
             width, eps=config.norm_eps, elementwise_affine=gain, bias=config.bias and gain

@@ -19,7 +19,7 @@ This also scales fp16 gradients before they are rounded.
 
 The Triton kernel keeps logits in the dtype of the hidden states and overwrites them with their
 gradient, computed in fp32; without it plain operations on fp32 logits do the same. In training the
-products may be in fp8 (`kernels/head_fp8.py`), slices may be compared with only some of the head's
+products may be in fp8 (`Fp8Head`), slices may be compared with only some of the head's
 rows, and tokens may have a second target (`loss_terms.py`); in evaluation never.
 
 The head's rows may be sharded over processes. Each computes its part of the logits, and they
@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import repeat
-from typing import Any, NamedTuple, Protocol, Self, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, Union, get_type_hints
 
 import torch
 from torch.nn import functional
@@ -45,6 +45,12 @@ from gristmill.models.loss_terms import (
 )
 from gristmill.models.products import product
 from gristmill.models.spec import Loss, ShardComm
+
+if TYPE_CHECKING:
+    from gristmill.models.kernels.cross_entropy import Fp8Head
+
+_Head = Union["_PlainHead", "Fp8Head"]
+"""A head in some format, which computes the losses of slices of tokens."""
 
 SLICE_BYTES = 2**31
 """Memory allowed for one slice's logits on a GPU."""
@@ -211,7 +217,7 @@ def _sliced(
 
     def build(head_VD: torch.Tensor, bias_V: torch.Tensor | None, vocab: int) -> _Head:
         if options.fp8 and options.wants_gradient:
-            from gristmill.models.kernels.head_fp8 import Fp8Head
+            from gristmill.models.kernels.cross_entropy import Fp8Head
 
             assert dtype is torch.bfloat16 and bias_V is None, "checked with the settings"
             return Fp8Head(head_VD, terms, vocab=vocab)
@@ -290,6 +296,8 @@ def _over_slices(
         weights = ones if weights_N is None else weights_N[part].float()
         if wants_gradient:
             losses, d_logits = head.losses(hidden, targets, scale * weights, d_hidden[part])
+            # As large as the logits, whose memory it may be: every product that needs it comes now,
+            # so that only one such tensor exists at a time.
             if trains_head:
                 _add_gradient(d_head, d_logits.T, hidden, head)
             if trains_head and bias_V is not None:
@@ -307,6 +315,7 @@ def _add_gradient(
     """Add the gradient of a slice to that of the whole head, which is fp32."""
     places = head.places
     if isinstance(places, torch.Tensor):
+        # Sampled rows are distinct within a slice, so that no two sums meet in one row.
         d_head_VD.index_add_(0, places, product(d_logits_RN, hidden_ND, d_head_VD.dtype))
     elif d_logits_RN.dtype == d_head_VD.dtype:
         d_head_VD[places].addmm_(d_logits_RN, hidden_ND)
@@ -357,34 +366,10 @@ def _(
 # ------------------------------------------------------------------ the loss of a slice
 
 
-class _Head(Protocol):
-    """A head in some format, which computes the losses of slices of tokens."""
-
-    @property
-    def places(self) -> slice | torch.Tensor:
-        """Which rows of the whole head these are, those of padding included."""
-        ...
-
-    def sampled(self, rows_R: torch.Tensor, log_weights_R: torch.Tensor) -> Self:
-        """The same head, whose rows are these ones of the whole, with weights."""
-        ...
-
-    def losses(
-        self,
-        hidden_ND: torch.Tensor,
-        tokens: TokenTargets,
-        factors_N: torch.Tensor | None,
-        d_hidden_ND: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Losses of a slice and, if tokens have factors, the gradient of its logits, to which
-        second targets add; the gradient of its hidden states is written to `d_hidden_ND` if
-        given."""
-        ...
-
-
 @dataclass(frozen=True)
 class _PlainHead:
-    """The head, or a shard of its rows, in the dtype of the hidden states."""
+    """The head, or a shard of its rows, in the dtype of the hidden states. The head in fp8
+    (`kernels/cross_entropy.py`) has the same methods."""
 
     head_VD: torch.Tensor
     bias_V: torch.Tensor | None
@@ -397,9 +382,11 @@ class _PlainHead:
 
     @property
     def places(self) -> slice | torch.Tensor:
+        """Which rows of the whole head these are, those of padding included."""
         return slice(self.head_VD.shape[0]) if self.rows_R is None else self.rows_R
 
     def sampled(self, rows_R: torch.Tensor, log_weights_R: torch.Tensor) -> Self:
+        """The same head, whose rows are these ones of the whole, with weights."""
         return replace(self, rows_R=rows_R, log_weights_R=log_weights_R)
 
     def losses(
@@ -409,6 +396,9 @@ class _PlainHead:
         factors_N: torch.Tensor | None,
         d_hidden_ND: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Losses of a slice and, if tokens have factors, the gradient of its logits, to which
+        second targets add; the gradient of its hidden states is written to `d_hidden_ND` if
+        given."""
         rows_DV = self.head_VD.T
         if self.bias_V is None:
             logits_NV = hidden_ND @ rows_DV
@@ -444,6 +434,8 @@ class _PlainHead:
         if vocab < first + columns:
             logits_NV[:, max(0, vocab - first) :] = -torch.inf
         if self.log_weights_R is not None:
+            # After the cap: the weights belong to the sum, not to the logits. Targets have weight
+            # 1, so what is picked below is the plain logit all the same.
             logits_NV += self.log_weights_R
         target_N1, here_N1 = self._columns(tokens.targets_N, columns)
         # Each target is on one shard, and zero on the others; their sum is its logit everywhere.
@@ -462,6 +454,7 @@ class _PlainHead:
                 target_N1, here_N1 = self._columns(tokens.mtp_targets_N, columns)
                 logits_NV.scatter_add_(1, target_N1, torch.where(here_N1, -more_N1, 0.0))
             if slope_NV is not None:
+                # Last, since the targets' terms go through the cap as well.
                 logits_NV.mul_(slope_NV)
         return losses_N, logits_NV.to(dtype)
 

@@ -140,9 +140,9 @@ class ShardComm:
         """Row-parallel products summed over all shards, laid out as the residual stream."""
         return x_BTD
 
-    def local_positions(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """The positions along `dim` whose residual stream this process holds."""
-        return x
+    def local_positions(self, positions: torch.Tensor) -> torch.Tensor:
+        """Those of these positions, (T) or (B, T), whose residual stream this process holds."""
+        return positions
 
     def distinct_rng(self) -> contextlib.AbstractContextManager[None]:
         """A context in which each shard draws different random numbers."""

@@ -28,7 +28,7 @@ from torch import nn
 
 from gristmill.config.model import Role
 from gristmill.config.optim import AccumAdamConfig, AccumAdamWConfig
-from gristmill.optim.adamw import ADAM_PLACEMENTS, decay_groups
+from gristmill.optim.adamw import ADAM_PLACEMENTS, adam_groups
 from gristmill.optim.spec import ParameterOptimizer, Placement
 
 PIECE = 2**24
@@ -62,7 +62,7 @@ class AccumAdam(ParameterOptimizer):
         *,
         roles: Mapping[str, Role],
     ) -> None:
-        super().__init__(parameters, decay_groups(config, parameters, roles=roles))
+        super().__init__(parameters, adam_groups(config, parameters, roles=roles))
         self.accum, self.decoupled = config.accum, isinstance(config, AccumAdamWConfig)
 
     def stepped_kinds(self) -> Mapping[str, Collection[str]]:

@@ -12,7 +12,13 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
 from gristmill.config.model import Role
-from gristmill.config.optim import AccumAdamConfig, AccumAdamWConfig, AdamConfig, AdamWConfig
+from gristmill.config.optim import (
+    AccumAdamConfig,
+    AccumAdamWConfig,
+    AdamConfig,
+    AdamWConfig,
+    SGDConfig,
+)
 from gristmill.optim.spec import ParameterOptimizer, Placement
 
 ADAM_PLACEMENTS = {
@@ -35,7 +41,7 @@ class AdamW(ParameterOptimizer):
         roles: Mapping[str, Role],
         kernel: bool = False,
     ) -> None:
-        super().__init__(parameters, decay_groups(config, parameters, roles=roles))
+        super().__init__(parameters, adam_groups(config, parameters, roles=roles))
         self.decoupled = not isinstance(config, AdamConfig)
         self.kernel = kernel and self.decoupled
 
@@ -55,17 +61,27 @@ class AdamW(ParameterOptimizer):
             )
 
 
-def decay_groups(
+def adam_groups(
     config: AdamWConfig | AccumAdamWConfig | AccumAdamConfig,
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    roles: Mapping[str, Role],
+) -> list[dict[str, Any]]:
+    """The groups of `decay_groups`, with what Adam needs to know."""
+    own = {"betas": (config.beta1, config.beta2), "eps": config.eps}
+    return [{**group, **own} for group in decay_groups(config, parameters, roles=roles)]
+
+
+def decay_groups(
+    config: AdamWConfig | AccumAdamWConfig | AccumAdamConfig | SGDConfig,
     parameters: Mapping[str, nn.Parameter],
     *,
     roles: Mapping[str, Role],
 ) -> list[dict[str, Any]]:
     """Parameters that decay, and vectors, which do not; of each those with the same rate."""
     groups = []
-    for members, decay in zip(
-        members_by_decay(parameters, roles=roles), (config.weight_decay, 0.0), strict=True
-    ):
+    for decay, decays in ((config.weight_decay, True), (0.0, False)):
+        members = {n: p for n, p in parameters.items() if (roles[n] is not Role.VECTOR) is decays}
         rates = {
             name: (
                 getattr(config, f"{roles[name]}_lr", None) or config.lr,
@@ -79,23 +95,10 @@ def decay_groups(
                 "lr": rate,
                 "lr_factor": rate / config.lr,
                 "min_lr": floor,
-                "betas": (config.beta1, config.beta2),
-                "eps": config.eps,
                 "weight_decay": decay,
             }
             groups.append(group)
     return groups
-
-
-def members_by_decay(
-    parameters: Mapping[str, nn.Parameter], *, roles: Mapping[str, Role]
-) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
-    """Parameters that decay, and vectors, which do not."""
-    decaying, still = (
-        {name: p for name, p in parameters.items() if (roles[name] is not Role.VECTOR) is decays}
-        for decays in (True, False)
-    )
-    return decaying, still
 
 
 def adam_step(
@@ -123,7 +126,7 @@ def adam_step(
         for kind in ("exp_avg", "exp_avg_sq", "step")
     )
     if kernel:
-        from gristmill.optim.kernels.adamw import adamw_, can_update
+        from gristmill.optim.adamw_kernel import adamw_, can_update
 
         if can_update((*updated, *gradients, *averages, *squares)):
             adamw_(

@@ -3,7 +3,7 @@ with AdamW, and SOAP with Muon.
 
     role                             rule                      state in fp32, per parameter
     matrix                           momentum, and these two   momentum (R, C)
-                                       precondition/soap.py    see there
+                                       soap.py                 see there
                                        muon.py                 second_moment (L)
     embedding, table, head, vector   fused AdamW               exp_avg, exp_avg_sq, step
 
@@ -36,7 +36,7 @@ from torch.optim.sgd import sgd
 from gristmill.base.errors import UserError
 from gristmill.config.model import Role
 from gristmill.config.optim import AdamWConfig, MuonConfig, SoapConfig
-from gristmill.optim.adamw import ADAM_PLACEMENTS, adam_step, decay_groups
+from gristmill.optim.adamw import ADAM_PLACEMENTS, adam_groups, adam_step
 from gristmill.optim.muon import (
     Chunk,
     MatrixRule,
@@ -52,9 +52,8 @@ from gristmill.optim.muon import (
     packed,
     pieces,
     shape_scale,
-    update_matrices,
 )
-from gristmill.optim.precondition.soap import SOAP_PLACEMENTS, Soap, SoapRule, part_name
+from gristmill.optim.soap import SOAP_PLACEMENTS, Soap, SoapRule, part_name
 from gristmill.optim.spec import ParameterOptimizer, Placement, StateEntry
 
 ADAM_LR = 4e-3
@@ -127,7 +126,7 @@ class MatrixOptimizer(ParameterOptimizer):
         rest = {name: p for name, p in parameters.items() if name not in matrices}
         groups = [
             *_matrix_groups(config, matrices, shapes=shapes, stacked_rows=stacked_rows),
-            *_adam_groups(config, rest, roles=roles),
+            *_other_groups(config, rest, roles=roles),
         ]
         super().__init__(parameters, groups)
         self.compiled, self.exchange, self._matrices = compiled, exchange, frozenset(matrices)
@@ -184,20 +183,17 @@ class MatrixOptimizer(ParameterOptimizer):
                 members = [one for one in members if one[1].grad is not None]
             if not members:
                 continue
-            if self.exchange is not None or self.soap is not None:
-                self._step_apart(group, scalars, members)
-            else:
+            together = self.exchange is None and self.soap is None
+            if together and is_compiled(self.compiled, members[0][1].device):
                 matrices = [parameter for _, parameter in members]
                 chunks += [
                     Chunk(group, scalars, piece)
                     for piece in pieces(matrices, size=matrices[0].numel())
                 ]
+            else:
+                self._step_apart(group, scalars, members)
         for several in packed(chunks):
-            if is_compiled(self.compiled, several[0].parameters[0].device):
-                self._step_stacks(several)
-                continue
-            for chunk in several:
-                self._step_matrices(chunk)
+            self._step_stacks(several)
 
     def _step_scalars(
         self, number: int, group: Group, divisor: torch.Tensor, skip: torch.Tensor
@@ -218,9 +214,9 @@ class MatrixOptimizer(ParameterOptimizer):
     def _step_apart(
         self, group: Group, scalars: StepScalars, members: Sequence[tuple[str, nn.Parameter]]
     ) -> None:
-        """Update matrices in several calls, with momenta and weights perhaps on other processes
-        than directions. Every process takes part in every exchange, even with an empty shard or no
-        gradient."""
+        """Update the matrices of one group: momenta, directions and weights one after the other,
+        since directions may be computed by other processes than hold the shards. Every process
+        takes part in every exchange, even with an empty shard or no gradient."""
         rule, columns, device = group["rule"], group["columns"], group["params"][0].device
         find = self._maybe_compiled(find_directions, rule, device)
         advance: Callable[..., list[torch.Tensor]] = advance_momenta
@@ -296,14 +292,6 @@ class MatrixOptimizer(ParameterOptimizer):
         self, function: Callable[..., Any], constants: Hashable, device: torch.device
     ) -> Callable[..., Any]:
         return maybe_compiled(function, constants, compiled=self.compiled, device=device)
-
-    def _step_matrices(self, chunk: Chunk) -> None:
-        """Update equal matrices."""
-        rule = chunk.rule
-        states = [self._matrix_state(p, rule, p.shape[1]) for p in chunk.parameters]
-        momenta = [state["momentum"] for state in states]
-        moments = [] if rule.beta2 is None else [state["second_moment"] for state in states]
-        update_matrices(chunk.weights(), chunk.gradients(), momenta, moments, chunk.scalars, rule)
 
     def _step_stacks(self, chunks: Sequence[Chunk]) -> None:
         """Update matrices of several shapes with one compiled function."""
@@ -460,14 +448,14 @@ def _soap_rule(config: MuonConfig | AdamWConfig, soap: SoapConfig) -> SoapRule:
     return SoapRule(beta2 if soap.beta2 is None else soap.beta2, soap.eps, soap.max_dim)
 
 
-def _adam_groups(
+def _other_groups(
     config: MuonConfig | AdamWConfig,
     parameters: Mapping[str, nn.Parameter],
     *,
     roles: Mapping[str, Role],
 ) -> list[Group]:
     if isinstance(config, AdamWConfig):
-        return decay_groups(config, parameters, roles=roles)
+        return adam_groups(config, parameters, roles=roles)
     groups = []
     for role in (Role.EMBEDDING, Role.TABLE, Role.HEAD, Role.VECTOR):
         members = [parameter for name, parameter in parameters.items() if roles[name] is role]

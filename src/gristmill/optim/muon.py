@@ -1,4 +1,4 @@
-"""The arithmetic of Muon: one function that updates many equal matrices at once. Without the
+"""The arithmetic of Muon: functions that update many equal matrices at once. Without the
 iteration it is that of momentum alone, for directions which something else has whitened.
 
 For each matrix W (R, C) with gradient g, momentum mu, rate lr and shape factor s:
@@ -142,20 +142,6 @@ class StepScalars(NamedTuple):
     """Memory of factors; 0 without any."""
     divisor: torch.Tensor
     skip: torch.Tensor
-
-
-def update_matrices(
-    weights: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor],
-    momenta: Sequence[torch.Tensor],
-    moments: Sequence[torch.Tensor],
-    scalars: StepScalars,
-    rule: MatrixRule,
-) -> None:
-    """Update equal matrices and their state, in place."""
-    advanced = advance_momenta(gradients, momenta, scalars, rule)
-    direction_NRC = find_directions(advanced, moments, scalars, rule)
-    move_weights(weights, direction_NRC.unbind(), scalars, rule)
 
 
 class Stack(NamedTuple):

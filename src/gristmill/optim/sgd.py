@@ -10,7 +10,7 @@ For weights x with gradient g, momentum mu and buffer b:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from torch.optim.sgd import sgd
 
 from gristmill.config.model import Role
 from gristmill.config.optim import SGDConfig
-from gristmill.optim.adamw import members_by_decay
+from gristmill.optim.adamw import decay_groups
 from gristmill.optim.spec import ParameterOptimizer, Placement
 
 
@@ -34,16 +34,7 @@ class SGD(ParameterOptimizer):
         *,
         roles: Mapping[str, Role],
     ) -> None:
-        decaying, still = members_by_decay(parameters, roles=roles)
-        groups = [
-            {
-                "params": list(decaying.values()),
-                "lr": config.lr,
-                "weight_decay": config.weight_decay,
-            },
-            {"params": list(still.values()), "lr": config.lr, "weight_decay": 0.0},
-        ]
-        super().__init__(parameters, groups)
+        super().__init__(parameters, decay_groups(config, parameters, roles=roles))
         self.momentum, self.nesterov = config.momentum, config.nesterov
 
     # There is nothing to require of a checkpoint: it has no buffers after a run with another
@@ -55,28 +46,23 @@ class SGD(ParameterOptimizer):
     @torch.no_grad()
     def step(self, *, divisor: torch.Tensor, skip: torch.Tensor) -> None:
         for group in self.param_groups:
-            self._step_group(group, divisor, skip)
-
-    def _step_group(
-        self, group: Mapping[str, Any], divisor: torch.Tensor, skip: torch.Tensor
-    ) -> None:
-        updated = [parameter for parameter in group["params"] if parameter.grad is not None]
-        if not updated:
-            return
-        sgd(
-            updated,
-            [parameter.grad for parameter in updated],
-            [self._buffer(parameter) for parameter in updated],
-            fused=True,
-            grad_scale=divisor,
-            found_inf=skip,
-            weight_decay=group["weight_decay"],
-            momentum=self.momentum,
-            lr=group["lr"],
-            dampening=0.0,
-            nesterov=self.nesterov,
-            maximize=False,
-        )
+            updated = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not updated:
+                continue
+            sgd(
+                updated,
+                [parameter.grad for parameter in updated],
+                [self._buffer(parameter) for parameter in updated],
+                fused=True,
+                grad_scale=divisor,
+                found_inf=skip,
+                weight_decay=group["weight_decay"],
+                momentum=self.momentum,
+                lr=group["lr"],
+                dampening=0.0,
+                nesterov=self.nesterov,
+                maximize=False,
+            )
 
     def _buffer(self, parameter: nn.Parameter) -> torch.Tensor | None:
         if self.momentum == 0:

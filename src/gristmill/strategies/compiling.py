@@ -6,15 +6,6 @@ longer to compile with every layer. So a short run compiles blocks, unless it sa
 A step that compiles says nothing about the speed of training, so its rates are not recorded. torch
 reports when compiling begins and ends, also for graphs that are compiled later, when a batch has
 another size.
-
-Compiles a model's blocks and the optimizer's step at the same time, before a run needs them.
-
-torch compiles one graph after the other, in one thread. The graphs of a model whose blocks are
-compiled one by one do not depend on each other: at a cold start each is compiled by a process of
-its own (`compile_part.py`), while the run itself builds the model and validates it. These processes
-do nothing but fill the caches of the compilers, where the run finds everything, as if it were
-started for the second time. What they cannot compile, the run compiles itself. Only the run tries
-which variant of a kernel is the fastest, when it has the device for itself.
 """
 
 from __future__ import annotations
@@ -47,6 +38,18 @@ from gristmill.distributed.world import World
 from gristmill.models.build import build_meta_model
 from gristmill.models.loss_terms import training_terms
 from gristmill.models.spec import CausalLM, StagedModel
+
+# ------------------------------------------------------------------ compiled ahead
+#
+# A model's blocks and the optimizer's step are compiled at the same time, before a run needs them:
+# 23.7 instead of 29.2 s to the first step of `modern-small` with empty caches (decision 0029).
+#
+# torch compiles one graph after the other, in one thread. The graphs of a model whose blocks are
+# compiled one by one do not depend on each other: at a cold start each is compiled by a process of
+# its own (`compile_part.py`), while the run itself builds the model and validates it. These
+# processes do nothing but fill the caches of the compilers, where the run finds everything, as if
+# it were started for the second time. What they cannot compile, the run compiles itself. Only the
+# run tries which variant of a kernel is the fastest, when it has the device for itself.
 
 CORES = 8
 """With fewer, these processes would only slow each other down."""
@@ -193,6 +196,8 @@ def _start(task: CompileTask, environment: dict[str, str]) -> subprocess.Popen[s
     return process
 
 
+# ------------------------------------------------------------------ what is compiled
+
 SECONDS_PER_LAYER, SLOWER = 1.1, 0.011
 """What a layer adds to the time that a whole model takes to compile, and by how much steps of
 compiled blocks are slower: measured on an H200."""
@@ -275,17 +280,18 @@ def uses_cuda_graphs(
     return seconds is not None and seconds < LAUNCH_BOUND
 
 
+# ------------------------------------------------------------------ how it is compiled
+
+
 def compiled(function: Any, *, whole_graph: bool = True, cuda_graphs: bool = False) -> Any:
     """A model or block, compiled with static shapes."""
     # torch counts versions of a function over all models of a process. At its limit of 8, fullgraph
     # compilation fails.
     dynamo = torch._dynamo.config
     dynamo.recompile_limit = max(GRAPHS, dynamo.recompile_limit)
-    # After every graph torch collects garbage, which takes a quarter of a second at the first one;
-    # a run's peak of memory is the same without it.
-    dynamo.run_gc_after_compile = False
     # Functions with a backward pass of their own are part of the graph, which is the cache's key.
-    # Without this, nothing but the kernels is found again at the next start.
+    # Without this, nothing but the kernels is found again at the next start: the others are
+    # compiled anew, for seconds.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     use_heuristics(heuristics)
     options: dict[str, Any] | None = {"triton.cudagraphs": True} if cuda_graphs else None
@@ -304,7 +310,8 @@ def use_heuristics(factory: Callable[[], Any] | None) -> None:
 
 def heuristics() -> Any:
     """The compiler's own, but rows of up to `WIDEST_ROW` stay in registers while they are
-    normalised. It does so up to 1024, and reads longer ones twice."""
+    normalised. It does so up to 1024, and reads longer ones twice. Saves 2.4 of the 167 ms that a
+    step of a model of width 1280 takes on an H200 (`docs/log.md`, 17 November)."""
     from torch._inductor.choices import InductorChoices
     from torch._inductor.runtime.hints import ReductionHint
     from torch._inductor.virtualized import V

@@ -118,7 +118,7 @@ class ReplicaSync(GradientSync):
         gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in bucket]
         buffer = torch.cat([one.flatten() for one in gradients]).to(self.dtype)
         for parameter, gradient, part in zip(
-            bucket, gradients, _parts(buffer, bucket), strict=True
+            bucket, gradients, views_of(buffer, bucket), strict=True
         ):
             # The buffer takes the place of the gradients, so both exist for one bucket at a time.
             parameter.grad = part if part.dtype == gradient.dtype else gradient
@@ -131,7 +131,7 @@ class ReplicaSync(GradientSync):
             self._send(bucket)
         for bucket, (buffer, work) in zip(self._buckets, self._sums, strict=True):
             work.wait()
-            for parameter, part in zip(bucket, _parts(buffer, bucket), strict=True):
+            for parameter, part in zip(bucket, views_of(buffer, bucket), strict=True):
                 assert parameter.grad is not None
                 if part.dtype != parameter.dtype:
                     parameter.grad.copy_(part)
@@ -150,20 +150,17 @@ def buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield bucket
 
 
-def sum_together(
-    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, *, dtype: torch.dtype | None = None
-) -> None:
-    """All-reduce tensors in place with one collective, in `dtype` if given."""
+def sum_together(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """All-reduce tensors in place with one collective."""
     if not tensors:
         return
     flat = torch.cat([tensor.flatten() for tensor in tensors])
-    sent = flat.to(dtype or flat.dtype)
-    dist.all_reduce(sent, group=group)
-    for tensor, part in zip(tensors, _parts(sent, tensors), strict=True):
+    dist.all_reduce(flat, group=group)
+    for tensor, part in zip(tensors, views_of(flat, tensors), strict=True):
         tensor.copy_(part)
 
 
-def _parts(buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def views_of(buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The views of a flat buffer that have the shapes of these tensors, in their order."""
     parts = buffer.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -33,8 +33,8 @@ from gristmill.data.loader import Batch
 from gristmill.distributed.world import World
 from gristmill.models.loss_terms import PLAIN_LOSS, LossTerms
 from gristmill.models.spec import CausalLM, Loss, StagedModel
-from gristmill.strategies.microbatches import sum_at_end
-from gristmill.strategies.stages import stage_layers
+from gristmill.strategies.sharding import stage_layers
+from gristmill.strategies.spmd import sum_at_end
 
 _SINGLE: dict[str, Callable[..., Any]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _SEVERAL: dict[str, Callable[..., Any]] = {

@@ -1,14 +1,14 @@
 """The interface of strategies, which run training steps.
 
-    accumulate        forward and backward over the micro-batches of a step
-    update            one decision for all ranks: overflow, norm, clip, step or skip
-    evaluate          forward only
-    whole             the whole model on rank 0, to generate samples
-    state, load       further checkpoint state, as JSON
-    tensors           further checkpoint state, as tensors
-    averaged          for a while, the weights are those of the model that the run gives away
-    weights_changed   called after weights were loaded
-    close             after the last step
+    accumulate          forward and backward over the micro-batches of a step
+    update              one decision for all ranks: overflow, norm, clip, step or skip
+    evaluate            forward only
+    gather_full_model   the whole model on rank 0, to generate samples
+    state, load         further checkpoint state, as JSON
+    tensors             further checkpoint state, as tensors
+    published_weights   for a while, the weights are those of the model that the run gives away
+    weights_changed     called after weights were loaded
+    close               after the last step
 
 Losses are summed and tokens counted over the whole step, then divided once. Results stay on the
 device: reading one as a Python float waits for it.

@@ -53,10 +53,10 @@ class TensorParallelComm(ShardComm):
         pair = ("scatter", "gather") if self.sequence_parallel else ("sum", "copy")
         return _Collective.apply(x_BTD, self.group, *pair)
 
-    def local_positions(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+    def local_positions(self, positions: torch.Tensor) -> torch.Tensor:
         if not self.sequence_parallel:
-            return x
-        return x.chunk(self.group.size(), dim=dim)[self.group.rank()]
+            return positions
+        return positions.chunk(self.group.size(), dim=-1)[self.group.rank()]
 
     def distinct_rng(self) -> contextlib.AbstractContextManager[None]:
         return _rng_of_rank(self.group.rank()) if self.forks_rng else contextlib.nullcontext()

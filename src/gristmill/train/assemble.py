@@ -27,9 +27,8 @@ from gristmill.config.schema import DataConfig, RunConfig
 from gristmill.data.build import OrderSpec, build_rules, build_stream, order_identity
 from gristmill.data.conversations import ChatOptions, open_chat, open_conversations
 from gristmill.data.dataset import DatasetSplit, Mixture, RunData, open_data, prove_tokenizer
-from gristmill.data.documents import DocumentRules
 from gristmill.data.intact import ContentCheck
-from gristmill.data.loader import Batch, Loader, validation_batches
+from gristmill.data.loader import Batch, DocumentRules, Loader, validation_batches
 from gristmill.distributed.control import ControlGroup
 from gristmill.distributed.device import memory_explained
 from gristmill.distributed.world import World

@@ -37,7 +37,7 @@ from gristmill.models.lora import keep_frozen_in
 from gristmill.models.recompute import Recompute
 from gristmill.models.spec import CausalLM, Execution, ShardComm
 from gristmill.optim.build import build_optimizer
-from gristmill.optim.precondition.kfac import PreconditionedOptimizer
+from gristmill.optim.kfac import PreconditionedOptimizer
 from gristmill.optim.spec import Optimizer
 from gristmill.strategies.compiling import (
     choose_graphs,
@@ -58,11 +58,9 @@ from gristmill.strategies.decentralized.workers import (
 )
 from gristmill.strategies.kfac import build_kfac
 from gristmill.strategies.matrix_exchange import ShardedMatrixExchange
-from gristmill.strategies.microbatches import MicroBatches, SequentialMicroBatches
 from gristmill.strategies.precision import Precision
-from gristmill.strategies.sharding import Offload, ShardedParameters, ShardLayout
-from gristmill.strategies.spmd import Spmd
-from gristmill.strategies.stages import model_shard
+from gristmill.strategies.sharding import Offload, ShardedParameters, ShardLayout, model_shard
+from gristmill.strategies.spmd import MicroBatches, SequentialMicroBatches, Spmd
 from gristmill.strategies.strategy import Strategy
 from gristmill.strategies.tensor import TensorParallelComm
 
@@ -172,7 +170,6 @@ def _build_spmd(
         ahead = compile_ahead(
             config, vocab=vocab, world=world, resolved=resolved, cuda_graphs=cuda_graphs
         )
-    world.device.load_libraries(precision.dtype)
     if graphs is not None and world.device.kind == "cuda" and ahead is None:
         start_compile_workers()
     model, stages = place_model(

@@ -43,7 +43,7 @@ from gristmill.distributed.liveness.rendezvous import join_store
 from gristmill.distributed.liveness.verdict import Limits, may_come_from_peer
 from gristmill.distributed.world import open_device
 from gristmill.optim.spec import Optimizer, StateEntry
-from gristmill.strategies.decentralized.elastic.coordinator import (
+from gristmill.strategies.decentralized.coordinator import (
     SignedStore,
     fingerprint,
     reach_store,
@@ -51,14 +51,14 @@ from gristmill.strategies.decentralized.elastic.coordinator import (
     run_key,
     write_key,
 )
-from gristmill.strategies.decentralized.elastic.membership import Membership, View, ViewChangedError
-from gristmill.strategies.decentralized.elastic.view_world import (
+from gristmill.strategies.decentralized.membership import Membership, View, ViewChangedError
+from gristmill.strategies.decentralized.strategy import Decentralized
+from gristmill.strategies.decentralized.view_world import (
     ViewGroups,
     ViewWorld,
     keep_unfinished,
     view_workers,
 )
-from gristmill.strategies.decentralized.strategy import Decentralized
 from gristmill.strategies.decentralized.workers import StopAgreement, WorkerSet, workers_per_node
 from gristmill.track.folder import RunFolder
 from gristmill.train.assemble import BuiltRun, assemble, build_content_check

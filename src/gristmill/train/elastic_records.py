@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from gristmill.base.errors import UserError
 from gristmill.base.files import storage_errors
 from gristmill.checkpoint.layout import CheckpointFolder
-from gristmill.strategies.decentralized.elastic.membership import ViewChangedError
+from gristmill.strategies.decentralized.membership import ViewChangedError
 from gristmill.track.folder import RunFolder
 from gristmill.track.metrics import (
     Record,

@@ -28,7 +28,7 @@ from gristmill.data.intact import ContentCheck
 from gristmill.distributed.device import memory_explained
 from gristmill.optim.schedule import build_schedule
 from gristmill.strategies.compiling import CompileClock
-from gristmill.strategies.decentralized.elastic.membership import ViewChangedError
+from gristmill.strategies.decentralized.membership import ViewChangedError
 from gristmill.track.folder import RunFolder
 from gristmill.train.announce import announce
 from gristmill.train.assemble import (

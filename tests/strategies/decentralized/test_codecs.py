@@ -49,12 +49,16 @@ def error_bound(name: CodecName, flat: torch.Tensor) -> torch.Tensor:
 # ------------------------------------------------------------------ sizes
 
 
+def payload_bytes(name: CodecName, n: int) -> int:
+    return codec_of(name).encode(numbers(n)).numel()
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_a_payload_has_the_size_it_says_and_decodes_to_as_many_numbers(name: CodecName) -> None:
+def test_a_payload_decodes_to_as_many_numbers(name: CodecName) -> None:
     codec = codec_of(name)
     for n in SIZES:
         payload = codec.encode(numbers(n))
-        assert payload.dtype == torch.uint8 and payload.shape == (codec.payload_bytes(n),)
+        assert payload.dtype == torch.uint8 and payload.dim() == 1
         decoded = codec.decode(payload, n)
         assert decoded.dtype == torch.float32 and decoded.shape == (n,)
 
@@ -75,11 +79,11 @@ def test_a_payload_has_the_size_it_says_and_decodes_to_as_many_numbers(name: Cod
     ],
 )
 def test_sizes_are_those_of_the_format(name: CodecName, n: int, size: int) -> None:
-    assert codec_of(name).payload_bytes(n) == size
+    assert payload_bytes(name, n) == size
 
 
 def test_top_k_sends_a_hundredth_of_fp32_and_less() -> None:
-    assert codec_of("fp32").payload_bytes(10**7) > 136 * codec_of("top-k").payload_bytes(10**7)
+    assert payload_bytes("fp32", 10**6) > 136 * payload_bytes("top-k", 10**6)
 
 
 # ------------------------------------------------------------------ errors

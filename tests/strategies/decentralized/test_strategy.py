@@ -16,8 +16,7 @@ from gristmill.base.units import Progress
 from gristmill.config.load import load_text
 from gristmill.config.resolve import resolve
 from gristmill.config.rules import check_mesh
-from gristmill.data.documents import JOINED
-from gristmill.data.loader import Batch, make_batch
+from gristmill.data.loader import JOINED, Batch, make_batch
 from gristmill.distributed.world import World, open_world
 from gristmill.plan.arithmetic import exchange_copies
 from gristmill.strategies.decentralized.strategy import Decentralized

@@ -40,7 +40,7 @@ class Heartbeat:
     """Why it failed, or which rank it lost."""
     pid: int = 0
     pid_namespace: str = ""
-    """Where the process id is valid (see `board`)."""
+    """Where the process id is valid (see `HeartbeatBoard`)."""
     silence: float = 0.0
     """Seconds since a running rank was last heard from; set by readers."""
 

@@ -1,7 +1,7 @@
 """The monitor: sends this process's heartbeats and ends the process when the others are lost.
 
     heartbeat thread   posts this process's heartbeat in the store every second, and reads those of
-                       the others every few seconds (see `board`)
+                       the others every few seconds (`HeartbeatBoard`)
     monitor thread     a few times a second asks `judge` whether the process has to end; if so, it
                        ends it with a last line that names the rank to blame
 
@@ -10,16 +10,6 @@ given. For the same reason the monitor has its own connection to the store.
 
 The monitor thread counts the time in small amounts. A process that was stopped, or a machine that
 slept, finds that hardly any time has passed, and blames no rank.
-
-The board on which ranks post their heartbeats and read those of others: keys of the store.
-
-    gristmill/ATTEMPT/RANK       that rank's heartbeat
-    gristmill/ATTEMPT/summary    of a large world, the few that matter, posted by rank 0
-
-In a large world only rank 0 reads all heartbeats; the others read its own and its summary.
-
-For a process in the same PID namespace, since the same boot, the kernel tells whether it has ended.
-For others, and outside Linux, only silence counts.
 """
 
 from __future__ import annotations
@@ -63,7 +53,17 @@ if TYPE_CHECKING:
 
 
 class HeartbeatBoard:
-    """Posts and reads heartbeats; used by one thread."""
+    """Posts this rank's heartbeat and reads those of the others, as keys of the store; used by one
+    thread.
+
+        gristmill/ATTEMPT/RANK       that rank's heartbeat
+        gristmill/ATTEMPT/summary    of a large world, the few that matter, posted by rank 0
+
+    In a large world only rank 0 reads all heartbeats; the others read its own and its summary.
+
+    For a process in the same PID namespace, since the same boot, the kernel tells whether it has
+    ended. For others, and outside Linux, only silence counts.
+    """
 
     def __init__(self, store: Store, place: ProcessInfo, limits: Limits) -> None:
         self.store, self.place, self.limits = store, place, limits

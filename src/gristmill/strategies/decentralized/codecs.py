@@ -1,4 +1,5 @@
-"""What an exchange sends: n fp32 numbers as bytes, in one of four formats.
+"""What an exchange sends, n fp32 numbers as bytes in one of four formats, and sums over a group of
+workers in such a format (`Transfer`).
 
     fp32    4n bytes, the numbers themselves
     bf16    2n bytes, rounded to nearest
@@ -18,17 +19,6 @@ everything that is sent is NaN. bf16 makes infinity of what is beyond its larges
 
 Equal magnitudes make top-k's choice a matter of the device: the same device type gives the same
 bytes, but a CPU and a GPU may choose differently.
-
-Sums over a group of workers, in a number format of few bytes.
-
-    fp32           all-reduce
-    two workers    each sends its payload to the other
-    top-k          each sends its payload to all others: a sum has more elements than its terms
-    bf16, int8     all-to-all: worker i gets the i-th chunk of all others and sums it in fp32;
-                   all-gather: it sends the sum of its chunk to all others, again in this format if
-                   `round_sum` allows that, else in fp32
-
-Whatever the way, all members of a group get the same bits.
 """
 
 from __future__ import annotations
@@ -59,7 +49,18 @@ class GroupSum(NamedTuple):
 
 @dataclass(frozen=True)
 class Transfer:
-    """Sums tensors over groups of workers."""
+    """Sums tensors over groups of workers, in a number format of few bytes.
+
+        fp32           all-reduce
+        two workers    each sends its payload to the other
+        top-k          each sends its payload to all others: a sum has more elements than its terms
+        bf16, int8     all-to-all: worker i gets the i-th chunk of all others and sums it in fp32;
+                       all-gather: it sends the sum of its chunk to all others, again in this format
+                       if `round_sum` allows that, else in fp32
+
+    Whatever the way, all members of a group get the same bits: sums are taken in the order of
+    ranks, by one process for all, or by all of the same payloads.
+    """
 
     codec: Codec
     on_host: bool = False
@@ -72,7 +73,8 @@ class Transfer:
         codec, size, n = self.codec, group.size(), values.numel()
         if not codec.lossy:
             total = self.all_reduce(values.clone(), group)
-            return GroupSum(total, values, all_reduce_bytes(4 * n, size))
+            # In an all-reduce each process sends almost all of it twice, whatever the algorithm.
+            return GroupSum(total, values, 2 * (size - 1) * 4 * n // size)
         if size > 2 and not isinstance(codec, TopKCodec):
             return self._sum_chunks(values, group, round_sum=round_sum)
         payload = codec.encode(values)
@@ -127,11 +129,6 @@ class Transfer:
         return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values)
 
 
-def all_reduce_bytes(size: int, ranks: int) -> int:
-    """What each rank sends in an all-reduce of so many bytes."""
-    return 2 * (ranks - 1) * size // ranks
-
-
 def _sum_in_order(terms: list[torch.Tensor]) -> torch.Tensor:
     total = terms[0].clone()
     for term in terms[1:]:
@@ -153,10 +150,6 @@ class Codec(Protocol):
     @property
     def lossy(self) -> bool:
         """Whether decoding gives other numbers than were encoded."""
-        ...
-
-    def payload_bytes(self, n: int) -> int:
-        """The size of n numbers."""
         ...
 
     def encode(self, flat: torch.Tensor) -> torch.Tensor:
@@ -188,14 +181,11 @@ class Fp32Codec:
 
     lossy: ClassVar[bool] = False
 
-    def payload_bytes(self, n: int) -> int:
-        return 4 * n
-
     def encode(self, flat: torch.Tensor) -> torch.Tensor:
         return flat.view(torch.uint8)
 
     def decode(self, payload: torch.Tensor, n: int) -> torch.Tensor:
-        return _as_type(_checked(self, payload, n), torch.float32)
+        return _as_type(payload, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -204,14 +194,11 @@ class Bf16Codec:
 
     lossy: ClassVar[bool] = True
 
-    def payload_bytes(self, n: int) -> int:
-        return 2 * n
-
     def encode(self, flat: torch.Tensor) -> torch.Tensor:
         return flat.bfloat16().view(torch.uint8)
 
     def decode(self, payload: torch.Tensor, n: int) -> torch.Tensor:
-        return _as_type(_checked(self, payload, n), torch.bfloat16).float()
+        return _as_type(payload, torch.bfloat16).float()
 
 
 @dataclass(frozen=True)
@@ -223,24 +210,19 @@ class Int8Codec:
 
     lossy: ClassVar[bool] = True
 
-    def payload_bytes(self, n: int) -> int:
-        return 4 * _ceil_div(n, BLOCK) + n
-
     def encode(self, flat: torch.Tensor) -> torch.Tensor:
         blocks = pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
         largest = torch.maximum(blocks.amax(1), -blocks.amin(1))
         divisor = torch.where(largest == 0, 1.0, largest)[:, None]
         # Infinity over itself is NaN, which has no code: zero times infinity is NaN again.
         codes = (blocks / divisor).mul_(127).round_().nan_to_num_(0.0).to(torch.int8)
-        payload = flat.new_empty(self.payload_bytes(flat.numel()), dtype=torch.uint8)
-        header = 4 * len(largest)
-        payload[:header] = largest.view(torch.uint8)
-        payload[header:] = codes.view(torch.uint8).view(-1)[: flat.numel()]
-        return payload
+        return torch.cat(
+            (largest.view(torch.uint8), codes.view(torch.uint8).view(-1)[: flat.numel()])
+        )
 
     def decode(self, payload: torch.Tensor, n: int) -> torch.Tensor:
         header = 4 * _ceil_div(n, BLOCK)
-        largest = _as_type(_checked(self, payload, n)[:header], torch.float32)
+        largest = _as_type(payload[:header], torch.float32)
         codes = payload[header:].view(torch.int8).float()
         blocks = pad(codes, (0, -n % BLOCK)).view(-1, BLOCK)
         return blocks.div_(127).mul_(largest[:, None]).view(-1)[:n]
@@ -253,17 +235,9 @@ class TopKCodec:
     density: float
     lossy: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        assert 0 < self.density <= 1, self.density
-
     def chosen(self, size: int) -> int:
         """How many numbers of a chunk of this size are sent."""
         return max(1, round(self.density * size))
-
-    def payload_bytes(self, n: int) -> int:
-        full, rest = divmod(n, CHUNK)
-        sent = full * self.chosen(CHUNK) + (self.chosen(rest) if rest else 0)
-        return 8 * (full + (rest > 0)) + 3 * _ceil_div(sent, 2) + _ceil_div(sent, 4)
 
     def encode(self, flat: torch.Tensor) -> torch.Tensor:
         parts = [self._choose(chunks) for chunks in self._chunks(flat)]
@@ -275,7 +249,7 @@ class TopKCodec:
         shapes = [(len(chunks), self.chosen(chunks.shape[1])) for chunks in self._chunks(flat)]
         sent, header = sum(rows * k for rows, k in shapes), 8 * sum(rows for rows, _ in shapes)
         middle = header + 3 * _ceil_div(sent, 2)
-        levels = _as_type(_checked(self, payload, n)[:header], torch.float32).view(-1, 2)
+        levels = _as_type(payload[:header], torch.float32).view(-1, 2)
         places = _unpack_12(payload[header:middle], sent)
         codes = _unpack_2(payload[middle:], sent)
         first_row = first = 0
@@ -349,11 +323,6 @@ def _unpack_2(packed: torch.Tensor, n: int) -> torch.Tensor:
 
 def _ceil_div(n: int, size: int) -> int:
     return -(-n // size)
-
-
-def _checked(codec: Codec, payload: torch.Tensor, n: int) -> torch.Tensor:
-    assert payload.shape == (codec.payload_bytes(n),), (payload.shape, n)
-    return payload
 
 
 def _as_type(payload: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -17,11 +17,6 @@ their mean, which is the same, as all of it is linear.
 
 Without a common anchor, a lossy format sends rounded weights, and a worker adds only their
 differences, x_i + sum_j W_ij (C(x_j) - C(x_i)). So the mean over all workers is kept exactly.
-
-This process's shards of all parameters as a few long tensors, for communication.
-
-Parameters that are not sharded inside a worker come first, in buckets of their own: all processes
-of a worker hold them at the same places, so that a sum over workers rounds alike on all of them.
 """
 
 from __future__ import annotations
@@ -47,16 +42,21 @@ Buckets = list[torch.Tensor]
 
 
 class FlatLayout:
-    """Where each parameter lies in the buckets."""
+    """This process's shards of all parameters as a few long tensors, for communication.
 
-    def __init__(self, parameters: ShardedParameters, *, bucket: int = BUCKET) -> None:
+    Parameters that are not sharded inside a worker come first, in buckets of their own: all
+    processes of a worker hold them at the same places, so that a sum over workers rounds alike on
+    all of them.
+    """
+
+    def __init__(self, parameters: ShardedParameters) -> None:
         self.parameters = parameters
         ordered = sorted(parameters.values(), key=_is_sharded)
         self.buckets: list[list[ShardedParameter]] = []
         for _, same in groupby(ordered, key=_is_sharded):
             self.buckets.append([])
             for one in same:
-                if sum(other.local.numel() for other in self.buckets[-1]) >= bucket:
+                if sum(other.local.numel() for other in self.buckets[-1]) >= BUCKET:
                     self.buckets.append([])
                 self.buckets[-1].append(one)
 

@@ -82,28 +82,16 @@ def _log2(number: int) -> int:
     return number.bit_length() - 1
 
 
-def _partners(count: int, bit: int) -> list[tuple[int, int]]:
+def _partners(count: int, bit: int) -> list[Members]:
     """Pairs of numbers that differ in one bit."""
     return [(one, one ^ 1 << bit) for one in range(count) if not one & 1 << bit]
 
 
-def _around(count: int, slot: int) -> list[tuple[int, int]]:
+def _around(count: int, slot: int) -> list[Members]:
     """Neighbours on a ring, beginning at a place; of an odd number the first is left alone."""
     return [
         ((slot + one) % count, (slot + one + 1) % count) for one in range(count % 2, count - 1, 2)
     ]
-
-
-def _complete(cluster: Cluster, slot: int) -> list[Members]:
-    return [tuple(range(cluster.workers))]
-
-
-def _ring(cluster: Cluster, slot: int) -> list[Members]:
-    return list(_around(cluster.workers, slot))
-
-
-def _exp(cluster: Cluster, slot: int) -> list[Members]:
-    return list(_partners(cluster.workers, slot))
 
 
 def _alternating_exp_ring(cluster: Cluster, slot: int) -> list[Members]:
@@ -158,9 +146,15 @@ def _hierarchical_period(cluster: Cluster) -> int:
 
 
 TOPOLOGIES: dict[str, Topology] = {
-    "complete": Topology(lambda cluster: 1, _complete),
-    "ring": Topology(lambda cluster: 1 if cluster.workers == 2 else 2, _ring),
-    "exp": Topology(lambda cluster: _log2(cluster.workers), _exp),
+    "complete": Topology(lambda cluster: 1, lambda cluster, slot: [tuple(range(cluster.workers))]),
+    "ring": Topology(
+        lambda cluster: 1 if cluster.workers == 2 else 2,
+        lambda cluster, slot: _around(cluster.workers, slot),
+    ),
+    "exp": Topology(
+        lambda cluster: _log2(cluster.workers),
+        lambda cluster, slot: _partners(cluster.workers, slot),
+    ),
     "alternating-exp-ring": Topology(
         lambda cluster: 2 * _log2(cluster.nodes), _alternating_exp_ring
     ),

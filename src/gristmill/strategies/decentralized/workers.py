@@ -5,18 +5,6 @@
 
 Inside a worker everything is as in a run of that worker alone: sharding, gradients, clipping.
 Across workers, processes at the same place in their workers exchange the shards that they hold.
-
-Workers agree on the step after which all of them stop, without a collective in every step.
-
-Workers are not at the same step, and between two exchanges they do not meet. A thread of each
-process gathers a small message from all others a few times a second:
-
-    a process is asked to stop      all threads learn it from the next message
-    the message after that          each reports the step it is in, and holds at the end of it
-    the same message, gathered      all stop after the largest of these steps
-
-A process that holds may already be the cause why another waits for an exchange, but that one's
-thread reports all the same; so no process holds for longer than a message takes.
 """
 
 from __future__ import annotations
@@ -37,7 +25,19 @@ INTERVAL = 0.2
 
 
 class StopAgreement:
-    """Agrees with all other processes on the last step; `control` is used for nothing else."""
+    """Agrees with all other processes on the last step, without a collective in every step;
+    `control` is used for nothing else.
+
+    Workers are not at the same step, and between two exchanges they do not meet. A thread of each
+    process gathers a small message from all others a few times a second:
+
+        a process is asked to stop      all threads learn it from the next message
+        the message after that          each reports the step it is in, and holds at the end of it
+        the same message, gathered      all stop after the largest of these steps
+
+    A process that holds may already be the cause why another waits for an exchange, but that one's
+    thread reports all the same; so no process holds for longer than a message takes.
+    """
 
     def __init__(self, control: ControlGroup, *, interval: float = INTERVAL) -> None:
         self.control, self.interval = control, interval

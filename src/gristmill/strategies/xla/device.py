@@ -3,15 +3,6 @@
 Steps are dispatched without waiting for them. Their results are tensors on the host that have no
 values yet: an `Arrival` fills them in when the step is done, at the latest when a mark after it is
 waited for.
-
-Where arrays are on the devices: the mesh of a run as sharding annotations.
-
-    weights and their optimizer state   over tp as the model's splits say, then over dp_shard
-    batches                             samples over dp_replicate and dp_shard together
-    everything else                     whole on every device
-
-XLA derives all communication from these annotations. A dimension that an axis does not divide stays
-whole on that axis.
 """
 
 from __future__ import annotations
@@ -36,7 +27,15 @@ DATA = ("dp_replicate", "dp_shard")
 
 
 class Placing:
-    """The shardings of a run."""
+    """Where arrays are on the devices: the mesh of a run as sharding annotations.
+
+        weights and their optimizer state   over tp as the model's splits say, then over dp_shard
+        batches                             samples over dp_replicate and dp_shard together
+        everything else                     whole on every device
+
+    XLA derives all communication from these annotations. A dimension that an axis does not divide
+    stays whole on that axis.
+    """
 
     def __init__(self, mesh: Mesh, model: CausalLM) -> None:
         self.layout = mesh

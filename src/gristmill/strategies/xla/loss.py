@@ -1,15 +1,8 @@
-"""The loss of `models/loss.py` in JAX: the same sum over slices of tokens, with its own backward
-pass, so that the logits of all tokens never exist at once.
+"""The loss of a model and its attention in JAX, which torch's graphs hold as one operation each.
 
-Tokens are in the order of samples, and samples are divided over devices, so a slice has tokens of
-every device. Padding tokens of the last slice have weight 0.
-
-Shapes: P shards of the batch, L tokens of a slice in each, D width, V rows of the head.
-
-Attention in JAX, multi-head or grouped-query, with scores in fp32.
-
-Shapes: B samples, G key and value heads, R query heads that share one of them, T queries, S keys,
-K head width.
+Shapes of attention: B samples, G key and value heads, R query heads that share one of them, T
+queries, S keys, K head width. Of the loss: P shards of the batch, L tokens of a slice in each, D
+width, V rows of the head.
 """
 
 from __future__ import annotations
@@ -32,7 +25,8 @@ def attend(
     *,
     key: jax.Array | None,
 ) -> jax.Array:
-    """`mask` is true where a query sees a key. `key`: for dropout, if there is any."""
+    """Attention, multi-head or grouped-query, with scores in fp32. `mask` is true where a query
+    sees a key. `key`: for dropout, if there is any."""
     samples, _, queries, width = query_BHTK.shape
     groups, keys = key_BGSK.shape[1:3]
     query_BGRTK = query_BHTK.reshape(samples, groups, -1, queries, width)
@@ -74,7 +68,12 @@ def linear_cross_entropy(
     shards: int = 1,
     whole_head: bool = True,
 ) -> jax.Array:
-    """The loss summed over tokens, in fp32. `whole_head`: no two devices share its rows."""
+    """The loss of `models/loss.py`, summed over tokens in fp32: the same sum over slices of tokens,
+    with its own backward pass, so that the logits of all tokens never exist at once. `whole_head`:
+    no two devices share its rows.
+
+    Tokens are in the order of samples, and samples are divided over devices, so a slice has tokens
+    of every device. Padding tokens of the last slice have weight 0."""
     assert bias_V is None, "our own models have no bias in the head"
     # A comparison with all columns divides with the rows of the head, and is fused with other work
     # on a TPU. On the CPU it is one more pass over the logits.

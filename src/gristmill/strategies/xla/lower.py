@@ -41,6 +41,9 @@ DTYPES = {
 }
 
 
+# JAX has 64 bits only under a global switch; ids and positions are far below 2^31.
+
+
 class Result:
     """What torch says about the result of a node."""
 
@@ -123,6 +126,10 @@ class Lowered:
             block.append((number, node))
             if node.target is _EDGE and node.args[2]:
                 break
+        # What the block reads from outside (its input, weights, masks) is an argument, by name,
+        # since nodes cannot be sorted as the keys of a tree; only the edge's result leaves the
+        # block. Random numbers follow from the key and a node's number, so the second time they are
+        # the same.
         inside = {node for _, node in block}
         last = block[-1][1]
         needed = [one for node in inside for one in node.all_input_nodes if one not in inside]
@@ -203,6 +210,7 @@ def _arithmetic(function: Callable[..., Any]) -> Callable[..., Any]:
     """Operands in the dtype of the result."""
 
     def lower(result: Result, *args: Any, **kwargs: Any) -> Any:
+        # Python's numbers stay: JAX gives them the dtype of the array beside them, as torch does.
         cast = [one.astype(result.dtype) if isinstance(one, jax.Array) else one for one in args]
         return function(*cast, **kwargs)
 
@@ -334,6 +342,8 @@ def _less(x: Any, y: Any, *, alpha: float = 1) -> Any:
     return x - (y if alpha == 1 else alpha * y)
 
 
+# Each takes what torch says about the result, then the operation's own arguments. `_evaluate` casts
+# a single result to its dtype and compares its shape, so an entry may compute in a wider one.
 LOWERINGS: dict[Any, Callable[..., Any]] = {
     # arithmetic
     aten.add.Tensor: _arithmetic(_sum_with),

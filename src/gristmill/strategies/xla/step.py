@@ -63,7 +63,6 @@ class Programs:
     """The functions of a run, before they are compiled."""
 
     def __init__(self, config: RunConfig, meta_model: CausalLM, placing: Placing) -> None:
-        """`outline`: the model on the meta device."""
         self.config, self.meta_model, self.placing = config, meta_model, placing
         self.buffers = {name: tuple(one.shape) for name, one in meta_model.named_buffers()}
         self.shapes = {name: tuple(one.shape) for name, one in meta_model.named_parameters()}

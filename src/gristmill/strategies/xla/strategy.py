@@ -4,9 +4,9 @@ One process drives all devices of its host. Weights and optimizer state live the
 the model and the optimizer that the rest of the program sees are on the host, and hold the same
 values only when somebody needs them: checkpoints, samples, and the start.
 
-    accumulate   puts the micro-batches on the devices
-    update       dispatches the whole step, compiled as one function, and does not wait for it
-    averaged     copies weights and optimizer state to the host, to be saved
+    accumulate          puts the micro-batches on the devices
+    update              dispatches the whole step, one compiled function, and does not wait for it
+    published_weights   copies weights and optimizer state to the host, to be saved
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Xla:
         world: World,
         control: ControlGroup,
     ) -> None:
-        """`model` is on the host, `outline` the same model on the meta device."""
+        """`model` is on the host, `meta_model` the same model on the meta device."""
         assert isinstance(world.device, XlaDevice)
         self.model, self.world, self.control, self.device = model, world, control, world.device
         self.parameters = _shared_out(model, world)

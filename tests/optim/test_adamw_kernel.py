@@ -8,7 +8,7 @@ from torch.optim.adamw import adamw
 
 pytest.importorskip("triton")
 
-from gristmill.optim.kernels import adamw as module
+from gristmill.optim import adamw_kernel as module
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(3, 700), (1024,), (1,), (2, 1024)]

@@ -35,7 +35,7 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.base.process import ProcessInfo
 from gristmill.base.units import format_seconds
 from gristmill.distributed.liveness.heartbeat import has_ended, pid_namespace
-from gristmill.strategies.decentralized.elastic.coordinator import PULSE
+from gristmill.strategies.decentralized.coordinator import PULSE
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -139,13 +139,17 @@ class Roll:
         """The next view, if this worker is to propose one. `whole`: how many workers there should
         be; `waited`: for how long this one has; `start`: for how long the first view waits for all
         of them."""
+        # Several workers may propose the same number at once. The store keeps the first proposal
+        # and all adopt views in order, so they agree whatever it says; a worker that it wrongly
+        # leaves out joins the next view. But whoever is out proposes nothing while members are
+        # left: it may have been frozen, and take those for dead who only went on without it.
         alive = self.alive(now=now)
         all_here = len(alive) + sum(one.complete for one in self.peers.values()) >= whole
         if view is None:
             return View(0, alive) if all_here or waited > start else None
         kept = {w: one for w, one in view.members.items() if alive.get(w) == one}
         if not kept and not all_here and waited <= min(start, REGROUP):
-            return None
+            return None  # all members are lost: those who come back wait for one another
         joining = {w: one for w, one in alive.items() if kept.get(w) != one}
         mine = alive.get(self.worker)
         if view.members.get(self.worker) != mine and kept:
@@ -153,7 +157,7 @@ class Roll:
         leads = not kept or min(kept) == self.worker
         complete = all(worker in kept or self._is_done(worker, view) for worker in view.members)
         if complete and not (joining and leads):
-            return None
+            return None  # the view is right as it is, or somebody else lets the others in
         # Whoever finds a death proposes at once; those who come may wait for the first member.
         members = {**kept, **(joining if leads else {})}
         return View(view.number + 1, dict(sorted(members.items())))

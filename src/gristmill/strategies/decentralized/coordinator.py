@@ -15,7 +15,6 @@ another address.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hmac
 import json
@@ -233,13 +232,8 @@ def _is_used(store: Store, *, seconds: float) -> bool:
 
 def main() -> None:
     """Serve the store at the address on the command line."""
-    parser = argparse.ArgumentParser(description="The store of an elastic run.")
-    parser.add_argument("host")
-    parser.add_argument("port", type=int)
-    parser.add_argument("idle", type=float)
-    given = parser.parse_args()
-    assert dist.is_available()
-    serve(Address(given.host, given.port), idle=given.idle)
+    host, port, idle = sys.argv[1:]
+    serve(Address(host, int(port)), idle=float(idle))
     # Connections of workers that are gone do not matter any more.
     os._exit(0)
 

@@ -27,7 +27,7 @@ import torch
 from gristmill.base.errors import DataError
 from gristmill.config.lora import LinearShape
 from gristmill.config.optim import KfacConfig
-from gristmill.optim.precondition.factors import (
+from gristmill.optim.factors import (
     FLOOR,
     Eigen,
     advance,

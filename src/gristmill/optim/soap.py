@@ -35,8 +35,8 @@ from functools import partial
 
 import torch
 
+from gristmill.optim.factors import advance, decompose, refresh_basis, side_by_side
 from gristmill.optim.muon import StepScalars, in_order, maybe_compiled
-from gristmill.optim.precondition.factors import advance, decompose, refresh_basis, side_by_side
 from gristmill.optim.spec import Placement, StateEntry
 
 FIRST_EPS = 0.01

@@ -23,15 +23,15 @@ import torch.distributed as dist
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.process import Address, ProcessInfo
 from gristmill.distributed.liveness.rendezvous import join_store
-from gristmill.strategies.decentralized.elastic import membership
-from gristmill.strategies.decentralized.elastic.coordinator import (
+from gristmill.strategies.decentralized import membership
+from gristmill.strategies.decentralized.coordinator import (
     SignedStore,
     reach_store,
     require_same_settings,
     run_key,
     write_key,
 )
-from gristmill.strategies.decentralized.elastic.membership import (
+from gristmill.strategies.decentralized.membership import (
     REGROUP,
     Membership,
     Roll,
@@ -473,8 +473,8 @@ START_IT = """
 import sys
 from pathlib import Path
 from gristmill.base.process import Address, ProcessInfo
-from gristmill.strategies.decentralized.elastic import membership
-from gristmill.strategies.decentralized.elastic.coordinator import reach_store
+from gristmill.strategies.decentralized import membership
+from gristmill.strategies.decentralized.coordinator import reach_store
 place = ProcessInfo(address=Address("127.0.0.1", int(sys.argv[1])), world=2)
 store = reach_store(place, seconds=60, log=Path(sys.argv[2]), idle=600)
 store.set("from", "the first")
@@ -515,8 +515,8 @@ def test_the_store_stays_while_workers_send_heartbeats(tmp_path: Any) -> None:
     port = free_port()
     code = f"""
 from gristmill.base.process import Address
-from gristmill.strategies.decentralized.elastic import membership
-from gristmill.strategies.decentralized.elastic.coordinator import serve
+from gristmill.strategies.decentralized import membership
+from gristmill.strategies.decentralized.coordinator import serve
 serve(Address("127.0.0.1", {port}), idle=2.0)
 """
     served = subprocess.Popen([sys.executable, "-c", code])
@@ -536,8 +536,8 @@ def test_a_worker_whose_store_is_gone_says_so(tmp_path: Any) -> None:
     port = free_port()
     code = f"""
 from gristmill.base.process import Address
-from gristmill.strategies.decentralized.elastic import membership
-from gristmill.strategies.decentralized.elastic.coordinator import serve
+from gristmill.strategies.decentralized import membership
+from gristmill.strategies.decentralized.coordinator import serve
 serve(Address("127.0.0.1", {port}))
 """
     served = subprocess.Popen([sys.executable, "-c", code])

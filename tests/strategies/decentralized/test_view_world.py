@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from gristmill.distributed.control import UNFINISHED, ControlGroup, wait_for
 from gristmill.strategies.decentralized.codecs import Transfer, build_codec
-from gristmill.strategies.decentralized.elastic.coordinator import SignedStore
-from gristmill.strategies.decentralized.elastic.membership import View, ViewChangedError
-from gristmill.strategies.decentralized.elastic.view_world import ViewGroups, forget_finished
+from gristmill.strategies.decentralized.coordinator import SignedStore
+from gristmill.strategies.decentralized.membership import View, ViewChangedError
+from gristmill.strategies.decentralized.view_world import ViewGroups, forget_finished
 
 LIMIT = 60.0
 

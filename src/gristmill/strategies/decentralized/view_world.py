@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from gristmill.distributed.control import UNFINISHED, ControlGroup
 from gristmill.distributed.world import MARGIN, World
-from gristmill.strategies.decentralized.elastic.membership import View
+from gristmill.strategies.decentralized.membership import View
 from gristmill.strategies.decentralized.workers import WorkerSet
 
 if TYPE_CHECKING:

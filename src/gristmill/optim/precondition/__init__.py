@@ -1,1 +1,0 @@
-"""Preconditioners: curvature, estimated from second moments, that gradients are divided by."""

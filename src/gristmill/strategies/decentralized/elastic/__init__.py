@@ -1,1 +1,0 @@
-"""Workers that may die and come back."""
