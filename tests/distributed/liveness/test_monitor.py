@@ -36,7 +36,7 @@ from torch.distributed.rendezvous import rendezvous
 from gristmill.base.errors import UserError
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.process import Address, ProcessInfo
-from gristmill.distributed import monitor as module
+from gristmill.distributed.liveness import monitor as module
 from gristmill.distributed.liveness.monitor import Monitor
 from gristmill.distributed.liveness.verdict import Limits
 
