@@ -56,9 +56,7 @@ def read_options(dialect: Dialect, words: Sequence[str]) -> list[GivenOption]:
     problems = [
         Problem("this is not UTF-8 text", on_one_line(word)) for word in words if _odd(word)
     ]
-    if problems:
-        raise UserError(problems, exit=Exit.USAGE)
-    for item in readers[dialect.syntax](dialect, words):
+    for item in () if problems else readers[dialect.syntax](dialect, words):
         if isinstance(item, Problem):
             problems.append(item)
         else:
@@ -76,18 +74,24 @@ def _odd(text: str) -> bool:
 def split_launcher(dialect: Dialect, words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """What starts the program, such as `torchrun --nproc_per_node 8 pretrain_gpt.py`, and the words
     behind it. Only a known launcher or the script itself begins such a part."""
-    begin = next((at for at, word in enumerate(words) if not _VARIABLE.match(word)), len(words))
-    if begin == len(words):
-        return (), words
-    starts = _LAUNCHER.fullmatch(words[begin].rpartition("/")[2])
+    begin = _first_word(words)
     scripts = [
         at
         for at, word in enumerate(words)
         if any(names_script(word, script) for script in dialect.scripts)
     ]
-    if not scripts or (begin not in scripts and not starts):
+    if not scripts or begin is None or (begin not in scripts and not _is_launcher(words[begin])):
         return (), words
     return words[: scripts[0] + 1], words[scripts[0] + 1 :]
+
+
+def _first_word(words: Sequence[str]) -> int | None:
+    """The place of the first word that sets no environment variable."""
+    return next((at for at, word in enumerate(words) if not _VARIABLE.match(word)), None)
+
+
+def _is_launcher(word: str) -> bool:
+    return _LAUNCHER.fullmatch(word.rpartition("/")[2]) is not None
 
 
 def names_script(word: str, script: str) -> bool:
@@ -98,13 +102,12 @@ def names_script(word: str, script: str) -> bool:
 
 def other_script(dialect: Dialect, words: Sequence[str]) -> Problem | None:
     """What is wrong with a command that starts something, but no script of the program."""
-    begin = next((at for at, word in enumerate(words) if not _VARIABLE.match(word)), None)
+    begin = _first_word(words)
     if begin is None or not dialect.scripts or split_launcher(dialect, words)[0]:
         return None
-    starts = _LAUNCHER.fullmatch(words[begin].rpartition("/")[2])
     # Where other syntaxes have a Python file, it is one of settings.
     alone = dialect.syntax == "argparse" and words[begin].endswith(".py")
-    if not starts and not alone:
+    if not _is_launcher(words[begin]) and not alone:
         return None
     named = [word for word in words if word.endswith(".py")] or [words[begin]]
     what = f"{on_one_line(named[0])!r} is no script of {dialect.title} that is known here"

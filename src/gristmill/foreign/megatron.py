@@ -335,11 +335,12 @@ def _assemble(folder: Path, shards: _Shards, program: str) -> ImportedModel:
         if order is None:
             continue
         if tensor.shape[0] != len(order):
-            problems.append(Problem(f"{name} has {tensor.shape[0]} rows, not {len(order)}"))
+            what = f"{name} has {tensor.shape[0]} rows, not {len(order)}"
+            problems.append(Problem(what, str(folder)))
         else:
             merged[name] = tensor.reordered(order)
     if problems:
-        raise DataError([Problem(problem.what, str(folder)) for problem in problems])
+        raise DataError(problems)
     return ImportedModel(program, folder, config, merged)
 
 

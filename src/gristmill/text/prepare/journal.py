@@ -37,7 +37,7 @@ from gristmill.base.files import (
 from gristmill.text.prepare.request import SourceSpan
 from gristmill.text.sources.source import Dropped, Reason, Skipped, SkipReason, Source
 from gristmill.tokens.format import LEDGER_FILE, TokenReader, file_of
-from gristmill.tokens.writer import HashedFile
+from gristmill.tokens.hashed_file import HashedFile
 
 _MAX_PLACES = 100
 

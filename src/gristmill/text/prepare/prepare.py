@@ -285,14 +285,7 @@ def prepare(
         before = outputs.text_bytes
         try:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            settings = _encode_settings(request, tokenizer, folder)
-            batches = batched(plan.blocks(cursor), block_bytes=request.options.block_bytes)
-            if workers:
-                save_encoder(tokenizer, folder)
-                encoded = workers.encode(batches, settings)
-            else:
-                encoder = choose_encoder(tokenizer)
-                encoded = ((batch, encode_batch(batch, settings, encoder)) for batch in batches)
+            encoded = _encode(plan.blocks(cursor), request, tokenizer, workers, folder)
             listener = WorkListener()
             if journal:
                 rewinding = functools.partial(_save_rewound, journal, plan, outputs)
@@ -325,6 +318,23 @@ def prepare(
         outputs.abandon()
     done, seconds = outputs.text_bytes, time.perf_counter() - plan.began
     return PrepareResult(keys, done, done - before - outputs.copied, seconds, outputs.encoder)
+
+
+def _encode(
+    blocks: Iterable[BlockInSource],
+    request: PrepareRequest,
+    tokenizer: Tokenizer,
+    workers: Workers | None,
+    folder: Path,
+) -> Iterator[tuple[BlockBatch, list[EncodedBlock]]]:
+    """Encode blocks in their order, by workers, which use the folder, or by this process."""
+    settings = _encode_settings(request, tokenizer, folder)
+    batches = batched(blocks, block_bytes=request.options.block_bytes)
+    if workers:
+        save_encoder(tokenizer, folder)
+        return workers.encode(batches, settings)
+    encoder = choose_encoder(tokenizer)
+    return ((batch, encode_batch(batch, settings, encoder)) for batch in batches)
 
 
 def prepare_documents(
