@@ -138,8 +138,8 @@ def _open_encoder(loaded: LoadedModel, template: str | None) -> ChatEncoder:
     from gristmill.text.chat.template import OWN, choose_template
 
     if template is not None:
-        found = choose_template(template, loaded.tokenizer, folders=(), where="--template")
-        return ChatEncoder(loaded.tokenizer, found, where="--template")
+        chosen = choose_template(template, loaded.tokenizer, folders=(), where="--template")
+        return ChatEncoder(loaded.tokenizer, chosen, where="--template")
     own = chat_template(loaded)
     if own is None:
         raise UserError(
