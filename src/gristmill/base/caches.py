@@ -107,8 +107,8 @@ def _own_folder(name: str) -> Path | None:
         folder = cache_folder() / name
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for path in (folder.parent, folder):
-            found = path.stat()
-            if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            status = path.stat()
+            if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 return None
         folder.chmod(0o700)
         space = os.statvfs(folder)

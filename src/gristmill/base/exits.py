@@ -114,8 +114,8 @@ def read_exit_report(log: Path, *, errors_only: bool) -> str | None:
     asked for, the last line, which may be the end of a traceback."""
     lines = [line for line in _last_lines(log) if not line[0].isspace()]
     errors = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]
-    found = errors if errors or errors_only else lines
-    return found[-1][:_WIDTH] if found else None
+    reports = errors if errors or errors_only else lines
+    return reports[-1][:_WIDTH] if reports else None
 
 
 def read_remedy(log: Path) -> str | None:

@@ -95,7 +95,7 @@ SEAL = "seal"
 
 def seal_of(value: Mapping[str, Any]) -> str:
     """The SHA-256 of a JSON object without its seal: as text with sorted keys and no spaces."""
-    kept = {key: one for key, one in value.items() if key != SEAL}
+    kept = {key: item for key, item in value.items() if key != SEAL}
     text = json.dumps(kept, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
     return sha256_text(text)
 
@@ -112,12 +112,12 @@ def refuse_devices(folder: Path) -> None:
     while waiting and left:
         here, depth = waiting.pop()
         try:
-            found, entries = here.stat(), list(here.iterdir())
+            status, entries = here.stat(), list(here.iterdir())
         except OSError:
             continue  # whoever needs it will say so
-        if (found.st_dev, found.st_ino) in seen:
+        if (status.st_dev, status.st_ino) in seen:
             continue
-        seen.add((found.st_dev, found.st_ino))
+        seen.add((status.st_dev, status.st_ino))
         for path in entries[:left]:
             left -= 1
             with suppress(OSError):
@@ -156,13 +156,13 @@ def set_aside(path: Path, why: str = "damaged") -> Path:
 
 def sha256_file(path: Path, *, read: Callable[[int], None] = lambda count: None) -> str:
     """The SHA-256 of a file's content, in hexadecimal; `read` is told of bytes that were read."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     buffer = memoryview(bytearray(_HASHED_PIECE))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
-            found.update(buffer[:count])
+            digest.update(buffer[:count])
             read(count)
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 def sha256_text(text: str) -> str:

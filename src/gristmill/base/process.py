@@ -69,7 +69,7 @@ class ProcessInfo:
         """Read the variables of the launcher; without them this is a single process."""
         given = os.environ if environment is None else environment
         values = {name: value for name, value in given.items() if value.strip()}
-        launcher = next((one for one in _LAUNCHERS if one.present(values)), None)
+        launcher = next((known for known in _LAUNCHERS if known.present(values)), None)
         own = {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & values.keys()
         if own - {"WORLD_SIZE"} or (own and launcher is None):
             return _from_torchrun(values, launcher)
@@ -166,7 +166,7 @@ def _from_launcher(values: Values, launcher: _LauncherVariables) -> ProcessInfo:
     local = launcher
     if _number(values, launcher.local_rank) is None:
         later = _LAUNCHERS[_LAUNCHERS.index(launcher) + 1 :]
-        local = next((one for one in later if _agree(values, one, launcher)), launcher)
+        local = next((known for known in later if _agree(values, known, launcher)), launcher)
     _require_equal(values, "WORLD_SIZE", _name(values, launcher.world))
     place = _place(values, launcher, local=local)
     host = values.get("MASTER_ADDR") or _first_host(values, place)
@@ -176,11 +176,11 @@ def _from_launcher(values: Values, launcher: _LauncherVariables) -> ProcessInfo:
     return replace(place, address=Address(host, port))
 
 
-def _agree(values: Values, one: _LauncherVariables, other: _LauncherVariables) -> bool:
+def _agree(values: Values, inner: _LauncherVariables, outer: _LauncherVariables) -> bool:
     return (
-        one.present(values)
-        and _number(values, one.rank) == _number(values, other.rank)
-        and _number(values, one.world) == _number(values, other.world)
+        inner.present(values)
+        and _number(values, inner.rank) == _number(values, outer.rank)
+        and _number(values, inner.world) == _number(values, outer.world)
     )
 
 
@@ -207,7 +207,9 @@ def _place(
     values: Values, launcher: _LauncherVariables, *, local: _LauncherVariables
 ) -> ProcessInfo:
     """The numbers of a launcher; those of the node may come from another one around it."""
-    names = [_name(values, one) for one in (launcher.rank, local.local_rank, launcher.world)]
+    names = [
+        _name(values, options) for options in (launcher.rank, local.local_rank, launcher.world)
+    ]
     remedy = "set RANK, LOCAL_RANK and WORLD_SIZE, as torchrun does"
     _require(values, *names, remedy=remedy + (", or unset them" if launcher is _TORCHRUN else ""))
     _require_equal(values, *launcher.rank)

@@ -108,10 +108,10 @@ def row_slices(
     each = -(-shape[0] // ranks)
     first, last = (min(shape[0], number * each) for number in (rank, rank + 1))
     rows = TensorSlice.whole(shape).narrow(0, first, last)
-    found = []
-    for one in slices:
-        local = one.local.intersect(rows)
+    rows_here = []
+    for shard in slices:
+        local = shard.local.intersect(rows)
         if local is not None:
-            whole = local.relative_to(one.local).shift(one.whole.begin)
-            found.append(ShardSlice(whole, local.relative_to(rows)))
-    return tuple(found)
+            whole = local.relative_to(shard.local).shift(shard.whole.begin)
+            rows_here.append(ShardSlice(whole, local.relative_to(rows)))
+    return tuple(rows_here)

@@ -31,14 +31,14 @@ class HostMemory:
         """Contiguous copies of tensors; those of the call before are overwritten."""
         if self.device.type != "cuda":
             return {
-                name: one.detach().to("cpu", copy=True).contiguous()
-                for name, one in tensors.items()
+                name: tensor.detach().to("cpu", copy=True).contiguous()
+                for name, tensor in tensors.items()
             }
         memory, begin, copies = self._at_least(required_bytes(tensors)), 0, {}
-        for name, one in tensors.items():
-            place = memory[begin : begin + one.nbytes].view(one.dtype).view(one.shape)
-            copies[name] = place.copy_(one.detach(), non_blocking=True)
-            begin += _aligned(one.nbytes)
+        for name, tensor in tensors.items():
+            place = memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            copies[name] = place.copy_(tensor.detach(), non_blocking=True)
+            begin += _aligned(tensor.nbytes)
         torch.cuda.synchronize(self.device)
         return copies
 
@@ -82,7 +82,7 @@ HOST = HostMemory(torch.device("cpu"))
 
 def required_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
     """The memory that copies of tensors take."""
-    return sum(_aligned(one.nbytes) for one in tensors.values())
+    return sum(_aligned(tensor.nbytes) for tensor in tensors.values())
 
 
 def _aligned(size: int) -> int:

@@ -121,8 +121,8 @@ class CheckpointFolder:
         """Committed checkpoints, oldest first."""
         if not self.root.is_dir():
             return []
-        found = [p for p in self.root.iterdir() if p.is_dir() and _STEP.fullmatch(p.name)]
-        return sorted(found, key=step_of)
+        folders = [p for p in self.root.iterdir() if p.is_dir() and _STEP.fullmatch(p.name)]
+        return sorted(folders, key=step_of)
 
     def clean(self, control: ControlGroup = ALONE) -> None:
         """Remove what interrupted writes and deletions left behind."""
@@ -150,8 +150,8 @@ class CheckpointFolder:
         fingerprint were flushed by the ranks that wrote them; the others are flushed here."""
         final = self.root / staging.name.removeprefix(".writing-").partition(".")[0]
         by_name = {one.name: one for one in known}
-        found = (_problem(staging, one, read=False) for one in by_name.values())
-        problems = [problem for problem in found if problem is not None]
+        faults = (_problem(staging, one, read=False) for one in by_name.values())
+        problems = [problem for problem in faults if problem is not None]
         if problems:
             remedy = "set `folder` to a place on a file system that all processes share"
             raise UserError(
@@ -309,15 +309,15 @@ def verify(
         files = _read_manifest(folder)[control.rank :: control.size]
     except (OSError, ValueError) as error:
         what = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else "is damaged"
-        found: list[Problem | None] = [Problem(what, str(folder / MANIFEST))]
+        problems: list[Problem | None] = [Problem(what, str(folder / MANIFEST))]
     else:
         with ThreadPoolExecutor(_HASHING_THREADS) as pool:
-            found = list(
+            problems = list(
                 pool.map(
-                    lambda one: _problem(folder, one, read=read is None or read(one.name)), files
+                    lambda file: _problem(folder, file, read=read is None or read(file.name)), files
                 )
             )
-    return merge_problems([one for one in found if one is not None], control)
+    return merge_problems([problem for problem in problems if problem is not None], control)
 
 
 def _verify_and_check(path: Path, read: NameFilter | None, check: CheckpointCheck) -> list[Problem]:
@@ -326,18 +326,18 @@ def _verify_and_check(path: Path, read: NameFilter | None, check: CheckpointChec
     with ThreadPoolExecutor(1) as side:
         verifying, failure = side.submit(verify, path, read=read), None
         try:
-            found = check(path)
+            faults = check(path)
         except Exception as error:
-            found, failure = [], error
+            faults, failure = [], error
         problems = verifying.result()
     if not problems and failure is not None:
         raise failure
-    return problems or found
+    return problems or faults
 
 
-def merge_problems(found: Sequence[Problem], control: ControlGroup) -> list[Problem]:
+def merge_problems(own: Sequence[Problem], control: ControlGroup) -> list[Problem]:
     """What any of the ranks has found, on all of them."""
-    reports = control.all_gather([astuple(problem) for problem in found])
+    reports = control.all_gather([astuple(problem) for problem in own])
     problems = {Problem(*values): None for report in reports for values in report}
     return sorted(problems, key=lambda problem: problem.where or "")
 

@@ -148,7 +148,7 @@ def _read_hf_config(content: Any, file: Path) -> ModelConfig:
     try:
         return parse_model(settings)
     except ValidationError as error:
-        what = "; ".join(f"no {one['loc'][-1]}" for one in error.errors())
+        what = "; ".join(f"no {details['loc'][-1]}" for details in error.errors())
         raise DataError(f"not the config.json of a causal model: {what}", where=file) from error
 
 
@@ -227,7 +227,9 @@ def _merged(
     try:
         adapted = build_meta_model(config, vocab=vocab)
     except UserError as error:
-        raise DataError([replace(one, where=str(where)) for one in error.problems]) from error
+        raise DataError(
+            [replace(problem, where=str(where)) for problem in error.problems]
+        ) from error
     check_weights(adapted, adapters)
     both = MergedWeights(weights, adapters, layers=adapted.adapters, scale=lora.scale)
     return _Content(merged, vocab, both, replace(base, folder=str(folder)), lora)
@@ -284,13 +286,15 @@ def load_start_weights(
     base, base_names, chosen = None, model.base_parameters(), None
     if base_names:
         assert run is not None, "runs with adapters have a folder"
-        parameters = {name: one for name, one in parameters.items() if name in base_names}
+        parameters = {
+            name: parameter for name, parameter in parameters.items() if name in base_names
+        }
         base = _same_on_all(lambda: _saved_base(run, start, path), control)
     weights: Weights
     if (path / "run.toml").is_file():
         which = "latest" if base is None else str(step_of(base.path(path)))
-        found = _choose_checkpoint(path, which, control)
-        chosen, notes, content = found.path, found.notes, _open_content(found.path)
+        choice = _choose_checkpoint(path, which, control)
+        chosen, notes, content = choice.path, choice.notes, _open_content(choice.path)
         if content.vocab != model.vocab:
             raise UserError(
                 f"the weights in {start!r} are for a vocabulary of {content.vocab}, not "
@@ -322,8 +326,8 @@ def _same_on_all(
     """What rank 0 finds."""
 
     def as_json() -> dict[str, Any] | None:
-        found = find()
-        return None if found is None else asdict(found)
+        base = find()
+        return None if base is None else asdict(base)
 
     values = control.on_rank0(as_json)
     return None if values is None else AdapterBase(**values)
@@ -341,17 +345,17 @@ class _ChosenCheckpoint:
 def _choose_checkpoint(run: Path, which: str, control: ControlGroup = ALONE) -> _ChosenCheckpoint:
     folder = CheckpointFolder(run / "checkpoints")
     if which == "latest":
-        found = folder.newest_intact(control, read=_of_model, check=_content_problems)
-        if found.path is None:
-            what = f"this run has no {'intact ' if found.damaged else ''}checkpoint"
-            each = [Problem(describe_problems(problems)) for _, problems in found.damaged]
+        search = folder.newest_intact(control, read=_of_model, check=_content_problems)
+        if search.path is None:
+            what = f"this run has no {'intact ' if search.damaged else ''}checkpoint"
+            each = [Problem(describe_problems(problems)) for _, problems in search.damaged]
             raise UserError([Problem(what, str(run)), *each], exit=Exit.DATA)
-        instead = f"using {found.path.name} instead"
+        instead = f"using {search.path.name} instead"
         notes = (
             f"{path.name} is damaged ({describe_problems(problems)}); {instead}"
-            for path, problems in found.damaged
+            for path, problems in search.damaged
         )
-        return _ChosenCheckpoint(found.path, tuple(notes))
+        return _ChosenCheckpoint(search.path, tuple(notes))
     if which == "best":
         try:
             best = folder.best()

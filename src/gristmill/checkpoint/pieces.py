@@ -111,14 +111,14 @@ def _fault(tensor: StoredTensor) -> str | None:
             return f"a piece, {region}, lies outside of shape {shape}"
     # Only regions with a row in common are compared, since a large tensor may have thousands.
     near: list[TensorSlice] = []
-    for region in sorted(regions, key=lambda one: one.begin):
-        near = [one for one in near if one.end[:1] > region.begin[:1] or not shape]
-        common = next((common for one in near if (common := one.intersect(region))), None)
+    for region in sorted(regions, key=lambda other: other.begin):
+        near = [other for other in near if other.end[:1] > region.begin[:1] or not shape]
+        common = next((common for other in near if (common := other.intersect(region))), None)
         if common is not None:
             return f"{common} is in two pieces"
         near.append(region)
-    held, size = sum(region.size for region in regions), TensorSlice.whole(shape).size
-    return None if held == size else f"its pieces hold {held} of {size} elements"
+    elements, size = sum(region.size for region in regions), TensorSlice.whole(shape).size
+    return None if elements == size else f"its pieces hold {elements} of {size} elements"
 
 
 # ------------------------------------------------------------------ on disk
@@ -131,7 +131,8 @@ def write_index(path: Path, indexes: Mapping[str, Index]) -> None:
         rows = []
         for name, tensor in index.items():
             pieces = [
-                {"file": one.file, "key": one.key, **vars(one.region)} for one in tensor.pieces
+                {"file": piece.file, "key": piece.key, **vars(piece.region)}
+                for piece in tensor.pieces
             ]
             value = {"dtype": tensor.dtype, "shape": tensor.shape, "pieces": pieces}
             rows.append(f"\n  {json.dumps(name)}: {json.dumps(value)}")

@@ -159,10 +159,10 @@ class Contribution:
         assert value.shape == parameter.local.shape, f"{name} is not sharded like {parameter.name}"
         owned = parameter.owned and writes
         slices, shape = parameter.slices if owned else (), parameter.shape
-        in_place = all(one.whole == one.local for one in slices)
-        if in_place and sum(one.whole.size for one in slices) == math.prod(shape):
+        in_place = all(shard.whole == shard.local for shard in slices)
+        if in_place and sum(shard.whole.size for shard in slices) == math.prod(shape):
             slices = whole_slice(shape)  # all of it is here: one piece, not several
-        pieces = [(one.whole, value[one.local.slices]) for one in slices]
+        pieces = [(shard.whole, value[shard.local.slices]) for shard in slices]
         self.add(name, shape, value.dtype, pieces)
 
     def add_state(self, source: CheckpointState, state: TrainState) -> None:
@@ -205,7 +205,9 @@ class Snapshot:
     @property
     def bytes(self) -> int:
         """Size of this rank's files, headers not counted."""
-        return sum(one.nbytes for mine in self.kinds.values() for one in mine.tensors.values())
+        return sum(
+            tensor.nbytes for mine in self.kinds.values() for tensor in mine.tensors.values()
+        )
 
     def write(self, folder: Path, *, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
         """Write this rank's files, and report as JSON what is in them. A rank that owns nothing of
@@ -224,7 +226,9 @@ class Snapshot:
 def named_tensors(kinds: Mapping[str, Contribution]) -> dict[str, torch.Tensor]:
     """The tensors of all kinds, named KIND/KEY."""
     return {
-        f"{kind}/{key}": one for kind, mine in kinds.items() for key, one in mine.tensors.items()
+        f"{kind}/{key}": tensor
+        for kind, mine in kinds.items()
+        for key, tensor in mine.tensors.items()
     }
 
 
@@ -287,7 +291,9 @@ def restore(state: TrainState, folder: Path, *, other_run: bool = False) -> dict
     values = read_state(folder)
     _check_identity(values["identity"], state, folder, other_run=other_run)
     weights = open_tensors(folder)
-    _check_dtypes({one.name: one.local.dtype for one in state.parameters.values()}, weights)
+    _check_dtypes(
+        {parameter.name: parameter.local.dtype for parameter in state.parameters.values()}, weights
+    )
     load_parameters(state.parameters.values(), weights, padded=state.padded)
     saved = values.get("workers")
     prefix = "" if not saved else worker_prefix(_counterpart(state, saved))
@@ -323,14 +329,16 @@ def load_parameters(
 ) -> None:
     """Read this rank's shards of weights, and refuse them if they are not finite. Rows of `padded`
     parameters that are not stored are padding and become 0."""
-    _check_shapes({one.name: one.shape for one in parameters}, weights, padded=padded)
+    _check_shapes(
+        {parameter.name: parameter.shape for parameter in parameters}, weights, padded=padded
+    )
     loaded = FiniteCheck()
-    for one in parameters:
-        target = one.local.detach()
-        if one.name in padded:
+    for parameter in parameters:
+        target = parameter.local.detach()
+        if parameter.name in padded:
             target.zero_()
-        _fill(target, one, weights, one.name)
-        loaded.add(one.name, target)
+        _fill(target, parameter, weights, parameter.name)
+        loaded.add(parameter.name, target)
     loaded.require(weights.where)
 
 
@@ -348,7 +356,7 @@ def check_weights(model: CausalLM, weights: Weights) -> None:
     """Refuse weights that do not fit a whole model, which needs no memory; of a model with adapters
     theirs. Vocabulary tables may have more rows or fewer, as long as they have the vocabulary."""
     base, named = model.base_parameters(), model.named_parameters()
-    shapes = {name: tuple(one.shape) for name, one in named if name not in base}
+    shapes = {name: tuple(parameter.shape) for name, parameter in named if name not in base}
     tables, stored = model.vocabulary_parameters(), weights.shapes
     enough = frozenset(n for n in tables if stored.get(n) and stored[n][0] >= model.vocab)
     _check_shapes(shapes, weights, padded=enough)
@@ -383,11 +391,11 @@ def _check_shapes(
     """Refuse tensors of other shapes; `padded` ones may differ in the number of rows."""
     problems = []
     for name, shape in wanted.items():
-        found, first = stored.shapes.get(name), 1 if name in padded else 0
-        if found is None:
+        present, first = stored.shapes.get(name), 1 if name in padded else 0
+        if present is None:
             problems.append(f"there is no {name}")
-        elif len(found) != len(shape) or found[first:] != shape[first:]:
-            problems.append(f"{name} has shape {found}, not {shape}")
+        elif len(present) != len(shape) or present[first:] != shape[first:]:
+            problems.append(f"{name} has shape {present}, not {shape}")
     if problems:
         raise DataError([Problem(what, stored.where) for what in problems])
 
@@ -406,21 +414,21 @@ def _check_dtypes(wanted: Mapping[str, torch.dtype], stored: TensorReader) -> No
 def _check_optimizer(state: TrainState, stored: TensorReader, *, stepped: bool) -> None:
     """Refuse optimizer state that does not fit the parameters. The kernels check nothing: a tensor
     of another shape lets them write outside of their memory."""
-    optimizer, held = state.optimizer, state.parameters
+    optimizer, parameters = state.optimizer, state.parameters
     for name, kinds in optimizer.stepped_kinds().items():
         missing = [f"{kind}/{name}" for kind in kinds if f"{kind}/{name}" not in stored.shapes]
         # No parameter has any state before the first step.
         if missing and (stepped or len(missing) < len(kinds)):
-            raise DataError([Problem(f"there is no {one}", stored.where) for one in missing])
+            raise DataError([Problem(f"there is no {entry}", stored.where) for entry in missing])
     shapes, dtypes, padded = {}, {}, set()
     for name in stored.shapes:
         kind, _, key = name.partition("/")
-        if key not in held or not optimizer.expects(kind, key):
+        if key not in parameters or not optimizer.expects(kind, key):
             continue
-        dtypes[name] = held[key].local.dtype
+        dtypes[name] = parameters[key].local.dtype
         match optimizer.placements[kind]:
             case Placement.SHARDED:
-                shapes[name] = held[key].shape
+                shapes[name] = parameters[key].shape
                 padded |= {name} if key in state.padded else set()
             case Placement.SCALAR:
                 shapes[name] = ()
@@ -465,9 +473,9 @@ def _restore_entries(source: CheckpointState, stored: TensorReader, state: Train
 
 def _fill(target: torch.Tensor, parameter: ShardedParameter, stored: Weights, name: str) -> None:
     """Copy what is stored of this rank's slices of a tensor."""
-    for one in parameter.slices:
-        for place, part in stored.parts(name, one.whole):
-            local = place.relative_to(one.whole).shift(one.local.begin)
+    for shard in parameter.slices:
+        for place, part in stored.parts(name, shard.whole):
+            local = place.relative_to(shard.whole).shift(shard.local.begin)
             target[local.slices].copy_(part)
 
 
@@ -497,7 +505,9 @@ def _check_identity(
         "--fresh, which moves the old run aside"
     )
     if other_run:
-        problems = [one for one in problems if str(one.where).startswith(("model.", "optim."))]
+        problems = [
+            problem for problem in problems if str(problem.where).startswith(("model.", "optim."))
+        ]
         what = "the run cannot begin from this checkpoint, which is of another model or optimizer"
         remedy = "undo these changes, or set model.start instead of checkpoint.load"
     if problems:

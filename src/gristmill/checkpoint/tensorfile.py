@@ -100,11 +100,11 @@ class TensorReader(Weights):
             if piece.file not in self._files:
                 self._files[piece.file] = safe_open(self.folder / piece.file, framework="pt")
             file = self._files[piece.file]
-            found = file.get_slice(piece.key)
-            shape, dtype = tuple(found.get_shape()), found.get_dtype()
+            part = file.get_slice(piece.key)
+            shape, dtype = tuple(part.get_shape()), part.get_dtype()
             if (shape, dtype) == (piece.region.shape, self._index[name].dtype):
                 whole = inner.shape == shape
-                tensor: torch.Tensor = file.get_tensor(piece.key) if whole else found[inner.slices]
+                tensor: torch.Tensor = file.get_tensor(piece.key) if whole else part[inner.slices]
                 # Reading some columns reads the pages of all.
                 row_bytes = tensor.itemsize * sum(tensor.stride()[:1])
                 self._bytes_read += row_bytes * sum(tensor.shape[:1])
@@ -165,10 +165,10 @@ def _index_files(folder: Path, files: Iterable[str]) -> Index:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise DataError(f"cannot be read: {error}", where=folder / file) from error
-        for name, one in slices.items():
-            shape = tuple(one.get_shape())
+        for name, part in slices.items():
+            shape = tuple(part.get_shape())
             piece = StoredPiece(file, name, TensorSlice.whole(shape))
-            index[name] = StoredTensor(one.get_dtype(), shape, [piece])
+            index[name] = StoredTensor(part.get_dtype(), shape, [piece])
     return index
 
 
@@ -224,8 +224,8 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> Fingerprin
             size += len(chunk)
         os.fsync(file.fileno())
         same = _holds(file, chunks)
-        for one in hashed:
-            one.result()
+        for task in hashed:
+            task.result()
     if not same:
         raise UserError(
             "does not read back as it was written",

@@ -142,8 +142,10 @@ class CheckpointWriter:
         """The steps above; returns the bytes of all ranks."""
         control, folder, config, step = self.control, self.folder, self.config, snapshot.step
         sizes = control.gather({"step": step, "bytes": snapshot.bytes})
-        assert all(one["step"] == step for one in sizes), f"ranks save different steps: {sizes}"
-        size: int = sum(one["bytes"] for one in sizes)
+        assert all(report["step"] == step for report in sizes), (
+            f"ranks save different steps: {sizes}"
+        )
+        size: int = sum(report["bytes"] for report in sizes)
 
         def begin() -> str:
             require_checkpoint_room(folder.root, size)

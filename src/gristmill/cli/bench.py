@@ -59,11 +59,11 @@ def bench(
     keep_freed_memory()
     from gristmill.bench.measure import measure_run
 
-    found = measure_run(config, steps=steps, warm_up=warm_up, random_tokens=random_tokens)
-    for line in _lines(found):
+    result = measure_run(config, steps=steps, warm_up=warm_up, random_tokens=random_tokens)
+    for line in _lines(result):
         typer.echo(line)
     if json is not None:
-        write_json(json, dataclasses.asdict(found))
+        write_json(json, dataclasses.asdict(result))
 
 
 def _require_place(file: Path) -> None:
@@ -77,20 +77,20 @@ def _require_place(file: Path) -> None:
         raise UserError(f"cannot write in {file.parent}", where=where)
 
 
-def _lines(found: BenchResult) -> Iterator[str]:
-    yield from _header(found)
-    if not found.stages:
+def _lines(result: BenchResult) -> Iterator[str]:
+    yield from _header(result)
+    if not result.stages:
         yield ""
         yield "the profiler does not see the work of this device: no tables"
         return
-    yield from _table("stage", found.stages)
-    yield f"{'step':<48}{sum(row.milliseconds for row in found.stages):>10.3f}{1:>8.1%}"
-    if found.host:
-        yield from _table("meanwhile on the host, slowed by the profiler", found.host)
-    yield from _table("work by kind", found.parts)
+    yield from _table("stage", result.stages)
+    yield f"{'step':<48}{sum(row.milliseconds for row in result.stages):>10.3f}{1:>8.1%}"
+    if result.host:
+        yield from _table("meanwhile on the host, slowed by the profiler", result.host)
+    yield from _table("work by kind", result.parts)
     yield ""
     yield f"{'the ten largest by name':<{_NAME}}  {'a step':>7}{'ms':>10}{'share':>8}  kind"
-    for kernel in found.kernels:
+    for kernel in result.kernels:
         name = kernel.name if len(kernel.name) <= _NAME else f"{kernel.name[: _NAME - 1]}…"
         yield (
             f"{name:<{_NAME}}  {kernel.count:>7.0f}{kernel.milliseconds:>10.3f}"
@@ -111,8 +111,8 @@ def _table(title: str, rows: Iterable[TimeRow]) -> Iterator[str]:
         yield f"{name:<48}{row.milliseconds:>10.3f}{row.share:>8.1%}"
 
 
-def _header(found: BenchResult) -> Iterator[str]:
-    subject, speed, matrix = found.subject, found.speed, found.matrix
+def _header(result: BenchResult) -> Iterator[str]:
+    subject, speed, matrix = result.subject, result.speed, result.matrix
     split = subject.batch // subject.micro_batch
     rows = {
         "model": f"{subject.name}, {format_count(subject.parameters)} parameters, vocabulary "
@@ -133,8 +133,8 @@ def _header(found: BenchResult) -> Iterator[str]:
         "matrix": f"{matrix.flops / 1e12:.4g} TFLOP/s measured in {matrix.format} products of "
         f"{matrix.size} x {matrix.size}",
     }
-    if found.compiled_step is not None:
-        rows["compiled"] = _compilation(found.compiled_step, speed)
+    if result.compiled_step is not None:
+        rows["compiled"] = _compilation(result.compiled_step, speed)
     yield from (f"{name:<12}{text}" for name, text in rows.items())
 
 

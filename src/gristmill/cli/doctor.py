@@ -58,9 +58,9 @@ def examine() -> Iterator[Finding]:
     except UserError as error:
         yield Finding("processes", str(error), False)
     for extra, (package, purpose) in _EXTRAS.items():
-        found = version(package)
-        what = f"{package} {found}" if found else f"not installed ({purpose}; optional)"
-        remedy = None if found else f"pip install 'gristmill[{extra}]'"
+        installed = version(package)
+        what = f"{package} {installed}" if installed else f"not installed ({purpose}; optional)"
+        remedy = None if installed else f"pip install 'gristmill[{extra}]'"
         yield Finding(f"extra {extra}", what, True, remedy)
 
 

@@ -40,24 +40,24 @@ class Evaluated(NamedTuple):
         return self.result.precision
 
 
-def print_table(found: Sequence[Evaluated]) -> None:
+def print_table(results: Sequence[Evaluated]) -> None:
     """A table with a row for each measure of each model; what all rows share stands above it."""
     from gristmill.evaluate.measures import LEAST
 
-    rows = list(_rows(found))
+    rows = list(_rows(results))
     titles = _TableRow("on", "measure", "model", "precision", "value", "std. error", "", "")
     columns = [
         [getattr(titles, name), *(getattr(row, name) for row in rows)] for name in _TableRow._fields
     ]
-    same_everywhere = len(found) == len({one.result.name for one in found})
+    same_everywhere = len(results) == len({entry.result.name for entry in results})
     shared = {
         name
         for name in ("model", "precision")
-        if same_everywhere or len({getattr(one, name) for one in found}) == 1
+        if same_everywhere or len({getattr(entry, name) for entry in results}) == 1
     }
     for name in ("model", "precision"):
-        if name in shared and (name == "model" or found[0].precision != "fp32"):
-            typer.echo(f"{name:<9}  {on_one_line(getattr(found[0], name))}")
+        if name in shared and (name == "model" or results[0].precision != "fp32"):
+            typer.echo(f"{name:<9}  {on_one_line(getattr(results[0], name))}")
     kept = [
         (name, column)
         for name, column in zip(_TableRow._fields, columns, strict=True)
@@ -72,9 +72,9 @@ def print_table(found: Sequence[Evaluated]) -> None:
         ]
         typer.echo("  ".join(cells).rstrip())
     few = [
-        one.result
-        for one in found
-        if any(0 < len(measure.items) < LEAST for measure in one.result.measures.values())
+        entry.result
+        for entry in results
+        if any(0 < len(measure.items) < LEAST for measure in entry.result.measures.values())
     ]
     if few:
         what = "windows of the text" if few[0].kind == "text" else "items"
@@ -95,36 +95,37 @@ class _TableRow(NamedTuple):
     size: str
 
 
-def _rows(found: Sequence[Evaluated]) -> Iterator[_TableRow]:
+def _rows(results: Sequence[Evaluated]) -> Iterator[_TableRow]:
     """Grouped by text or task, then by measure; what is as above is left empty."""
     by_name: dict[str, list[Evaluated]] = {}
-    for one in found:
-        by_name.setdefault(one.result.name, []).append(one)
+    for entry in results:
+        by_name.setdefault(entry.result.name, []).append(entry)
     for name, group in by_name.items():
         on = name
-        parts = [key for one in group for key in one.result.parts]
+        parts = [key for entry in group for key in entry.result.parts]
         for part in dict.fromkeys(["", *parts]):
             wanted = [
-                one.result.parts.get(part, {}) if part else one.result.measures for one in group
+                entry.result.parts.get(part, {}) if part else entry.result.measures
+                for entry in group
             ]
-            for measure in dict.fromkeys(key for one in wanted for key in one):
+            for measure in dict.fromkeys(key for entry in wanted for key in entry):
                 title = f"{part} {measure.replace('bits_per_byte', 'bits per byte')}".strip()
                 first = wanted[0].get(measure)
-                for one, measures in zip(group, wanted, strict=True):
+                for entry, measures in zip(group, wanted, strict=True):
                     if measure not in measures:
                         continue
-                    value, result = measures[measure], one.result
+                    value, result = measures[measure], entry.result
                     # Other ids or another context are other windows, even if there are as many.
                     same = result.facts == group[0].result.facts
                     size = f"{result.count:,} {result.unit} in {format_seconds(result.seconds)}"
                     yield _TableRow(
                         on_one_line(on),
                         on_one_line(title),
-                        on_one_line(one.model),
-                        one.precision,
+                        on_one_line(entry.model),
+                        entry.precision,
                         _shown(value.value, measure),
                         "" if value.stderr is None else _shown(value.stderr, measure),
-                        "" if one is group[0] else _difference(first, value, measure, same=same),
+                        "" if entry is group[0] else _difference(first, value, measure, same=same),
                         size if measure == next(iter(result.measures)) and not part else "",
                     )
                     on = title = ""
@@ -137,18 +138,20 @@ def _difference(first: Measure | None, second: Measure, measure: str, *, same: b
 
     if first is None:
         return ""
-    found = compare(first, second, same_items=same)
-    if found is None:
+    difference = compare(first, second, same_items=same)
+    if difference is None:
         return f"{second.value - first.value:+.4f}"
-    sign = "+" if found.value >= 0 else "-"
-    amount = f"{sign}{_shown(abs(found.value), measure)} ± {_shown(found.stderr, measure)}"
-    return f"{amount}, {_verdict(found)}"
+    sign = "+" if difference.value >= 0 else "-"
+    amount = (
+        f"{sign}{_shown(abs(difference.value), measure)} ± {_shown(difference.stderr, measure)}"
+    )
+    return f"{amount}, {_verdict(difference)}"
 
 
-def _verdict(found: Difference) -> str:
-    p = "p < 0.001" if found.p < 0.001 else f"p = {found.p:.3f}"
-    means = "more than chance" if found.significant else "may be chance"
-    return f"{p}: {means}{'' if found.paired else ' (unpaired)'}"
+def _verdict(difference: Difference) -> str:
+    p = "p < 0.001" if difference.p < 0.001 else f"p = {difference.p:.3f}"
+    means = "more than chance" if difference.significant else "may be chance"
+    return f"{p}: {means}{'' if difference.paired else ' (unpaired)'}"
 
 
 def _shown(value: float, measure: str) -> str:

@@ -57,7 +57,7 @@ def replay(
     from gristmill.train.run import Run
 
     with ProgressLine("replaying") as line:
-        found = Run.open(run, *(settings or ())).replay(
+        result = Run.open(run, *(settings or ())).replay(
             step,
             progress=lambda number, done, start: line.update(
                 (number - 1) * (step - start) + done - start,
@@ -65,57 +65,59 @@ def replay(
                 f"round {number}, step {done}",
             ),
         )
-    _print(found)
-    if not found.repeats:
+    _print(result)
+    if not result.repeats:
         raise UserError(
             "two computations of the same steps differ: this device or its memory is faulty",
-            where=f"steps {found.start + 1} to {step}",
+            where=f"steps {result.start + 1} to {step}",
             remedy="test the machine, and go back to a checkpoint from before the trouble",
             exit=Exit.DEVICE,
         )
 
 
-def _print(found: Replay) -> None:
-    typer.echo(f"steps {found.start + 1} to {found.step}, computed twice from step {found.start}\n")
+def _print(result: Replay) -> None:
+    typer.echo(
+        f"steps {result.start + 1} to {result.step}, computed twice from step {result.start}\n"
+    )
     typer.echo(f"{'step':>8}  {'loss':>11}  {'again':>11}  {'recorded':>11}  {'grad norm':>10}")
-    for number in list(found.first)[-_ROWS:]:
-        recorded = found.recorded.get(number)
+    for number in list(result.first)[-_ROWS:]:
+        recorded = result.recorded.get(number)
         then = "-" if recorded is None else f"{recorded.loss:.6f}"
-        first, second = found.first[number], found.second[number]
+        first, second = result.first[number], result.second[number]
         losses = f"{first.loss:>11.6f}  {second.loss:>11.6f}  {then:>11}"
         typer.echo(f"{number:>8}  {losses}  {first.norm:>10.4g}")
     typer.echo()
-    for line in found.changed:
+    for line in result.changed:
         typer.echo(f"changed since the run: {line}")
-    for line in found.differences:
+    for line in result.differences:
         typer.echo(line)
-    if found.repeats and found.departs_at is not None:
+    if result.repeats and result.departs_at is not None:
         typer.echo(
             "Both computations agree to the bit, but the run recorded something else at step "
-            f"{found.departs_at}.\nIts device had a fault then that has passed, or code, data or "
+            f"{result.departs_at}.\nIts device had a fault then that has passed, or code, data or "
             "settings have changed."
         )
-    elif found.repeats and found.step not in found.first:
+    elif result.repeats and result.step not in result.first:
         typer.echo(
-            f"The run passed over the samples of step {found.step} after a rollback, and so did "
+            f"The run passed over the samples of step {result.step} after a rollback, and so did "
             "both\ncomputations: there is nothing to compare."
         )
-    elif found.repeats and found.step in found.recorded:
-        how = "within rounding" if found.differences else "to the bit"
+    elif result.repeats and result.step in result.recorded:
+        how = "within rounding" if result.differences else "to the bit"
         typer.echo(
             f"Both computations agree to the bit, and the records agree with them {how}.\n"
             "The device is not to blame: look at the batch and the settings."
         )
-    elif found.repeats:
-        known = sum(step in found.recorded for step in found.first)
+    elif result.repeats:
+        known = sum(step in result.recorded for step in result.first)
         others = f"; the {known} steps before it that have one agree" if known else ""
         typer.echo(
-            f"Both computations agree to the bit. The run has no record of step {found.step} to "
+            f"Both computations agree to the bit. The run has no record of step {result.step} to "
             f"compare with{others}."
         )
-    typer.echo(f"\nSamples of step {found.step} with the highest loss, before its update:")
-    for one in found.worst:
-        typer.echo(f"{one.sample:>12}  loss {one.loss:.4f}  {one.text!r}")
+    typer.echo(f"\nSamples of step {result.step} with the highest loss, before its update:")
+    for sample in result.worst:
+        typer.echo(f"{sample.sample:>12}  loss {sample.loss:.4f}  {sample.text!r}")
 
 
 def config(
@@ -128,8 +130,8 @@ def config(
 ) -> None:
     """Print the complete settings of a run and the numbers that follow from them."""
     if schema:
-        made = RunConfig.model_json_schema(by_alias=True, schema_generator=FileSchema)
-        typer.echo(json.dumps(made, indent=2))
+        json_schema = RunConfig.model_json_schema(by_alias=True, schema_generator=FileSchema)
+        typer.echo(json.dumps(json_schema, indent=2))
     elif presets:
         _list_presets()
     elif run is None:

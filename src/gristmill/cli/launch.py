@@ -255,10 +255,10 @@ def _short(path: Path) -> Path:
 def _job_of(run: Path) -> tuple[Path, JobRecord, Launcher]:
     """The folder of a run or a sweep, its job and where that is."""
     folder = RunFolder(run) if run.is_dir() else run_folder(load_run(run))
-    for found in (folder, sweep_folder(folder)):
-        record = read_record(found.job)
+    for place in (folder, sweep_folder(folder)):
+        record = read_record(place.job)
         if record is not None:
-            return found.path, record, launcher_of(record.launcher)[1]
+            return place.path, record, launcher_of(record.launcher)[1]
     raise UserError(
         "this run was not submitted as a job",
         where=str(folder.path),
@@ -276,23 +276,23 @@ def status(run: RunArgument, as_json: AsJson = False) -> None:
     path, record, launcher = _job_of(run)
     state = launcher.state(record)
     runs = [Path(task.run) for task in record.tasks] or [path]
-    own = {one: RunFolder(one).read_status() for one in runs}
+    own = {place: RunFolder(place).read_status() for place in runs}
     if as_json:
         job = {"on": record.launcher, "id": record.id, "submitted": record.submitted}
-        found = {"phase": state.phase, "state": state.text, "exit": state.exit}
-        told: dict[str, Any] = {"job": {**job, **found}}
+        answer = {"phase": state.phase, "state": state.text, "exit": state.exit}
+        told: dict[str, Any] = {"job": {**job, **answer}}
         if record.tasks:
-            told["runs"] = {str(one): words for one, words in own.items()}
+            told["runs"] = {str(place): words for place, words in own.items()}
         else:
             told["run"] = own[path]
         typer.echo(json.dumps(told, indent=2, ensure_ascii=False))
     else:
         typer.echo(f"job {record.id} ({record.launcher}): {describe(state)}")
-        for one, words in own.items():
-            typer.echo(f"run {_short(one.absolute())}: {_own_words(words)}")
+        for place, words in own.items():
+            typer.echo(f"run {_short(place.absolute())}: {_own_words(words)}")
             if not state.active and words and words.get("state") != "done":
                 typer.echo(
-                    f"    to continue it: gristmill launch {_short(one)} --on {record.launcher}"
+                    f"    to continue it: gristmill launch {_short(place)} --on {record.launcher}"
                 )
     done = all(words.get("state") == "done" for words in own.values())
     done = done or (not any(own.values()) and state.exit == 0)
@@ -368,5 +368,5 @@ def cancel(run: RunArgument) -> None:
     launcher.cancel(record)
     whose = "its runs save and stop" if record.tasks else "the run saves and stops"
     typer.echo(f"asked {record.launcher} to end job {record.id}; {whose}")
-    for one in [Path(task.run) for task in record.tasks] or [path]:
-        typer.echo(f"    to continue it: gristmill launch {_short(one)} --on {record.launcher}")
+    for folder in [Path(task.run) for task in record.tasks] or [path]:
+        typer.echo(f"    to continue it: gristmill launch {_short(folder)} --on {record.launcher}")

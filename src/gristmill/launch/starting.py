@@ -183,13 +183,13 @@ def visible_gpus() -> int | None:
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if count is None or chosen is None:
         return count
-    found: list[str] = []
+    names: list[str] = []
     for name in map(str.strip, chosen.split(",")):
         # CUDA ignores all that follow one that does not exist.
         if not name.startswith(("GPU-", "MIG-")) and not (name.isdigit() and int(name) < count):
             break
-        found.append(name)
-    return len(set(found))
+        names.append(name)
+    return len(set(names))
 
 
 def _installed_gpus() -> int | None:

@@ -37,9 +37,9 @@ def describe_preconditioner(
         case KfacConfig() as kfac:
             return kfac_cost(kfac, linears, processes).described(kfac, processes=processes)
         case SoapConfig():
-            held = format_bytes(preconditioner_bytes(optim, linears))
+            size = format_bytes(preconditioner_bytes(optim, linears))
             divided = f", divided over {processes} processes" if processes > 1 else ""
-            return f"SOAP keeps {held} of factors, bases and moments{divided}"
+            return f"SOAP keeps {size} of factors, bases and moments{divided}"
         case _:
             return None
 
@@ -84,14 +84,14 @@ class KfacCost:
     def described(self, kfac: KfacConfig, *, processes: int) -> str:
         """In words, for the start of a run."""
         collected, inverted = _every(kfac)
-        held, sums = format_bytes(self.held), format_bytes(self.collected)
+        own, sums = format_bytes(self.held), format_bytes(self.collected)
         if processes == 1:
             return (
-                f"K-FAC for {self.layers} layers: {held} of factors and inverses; {sums} more to "
+                f"K-FAC for {self.layers} layers: {own} of factors and inverses; {sums} more to "
                 f"collect the factors, {collected}; inverses are computed {inverted}"
             )
         return (
-            f"K-FAC for {self.layers} layers: at most {held} of factors and inverses in a process; "
+            f"K-FAC for {self.layers} layers: at most {own} of factors and inverses in a process; "
             f"{sums} more to collect the factors, sent {collected}; inverses are computed "
             f"{inverted}, and at most {format_bytes(self.inverses)} sent to a process; "
             f"{format_bytes(self.gradients)} of preconditioned gradients are sent in each step"
@@ -101,8 +101,10 @@ class KfacCost:
 def _every(kfac: KfacConfig) -> tuple[str, str]:
     counts = (kfac.factor_every.values, kfac.inverse_every.values)
     words = [
-        f"every {one[0]} steps" if len(one) == 1 else f"every {min(one)} to {max(one)} steps"
-        for one in counts
+        f"every {values[0]} steps"
+        if len(values) == 1
+        else f"every {min(values)} to {max(values)} steps"
+        for values in counts
     ]
     return words[0], words[1]
 
@@ -112,18 +114,18 @@ def kfac_cost(kfac: KfacConfig, linears: Mapping[str, LinearShape], processes: i
     chosen = {name: shape for name, shape in linears.items() if kfac.chosen(name)}
     costs = {name: kfac_inversion(kfac, shape) for name, shape in chosen.items()}
     work = assign_layers(costs, range(processes), fraction=kfac.worker_fraction)
-    held, received = [0] * processes, [0] * processes
+    kept, received = [0] * processes, [0] * processes
     gradients = 0
     for name, shape in chosen.items():
         inverse = _inverse_bytes(kfac, shape)
-        held[work[name].inverts] += _factor_bytes(kfac, shape)
+        kept[work[name].inverts] += _factor_bytes(kfac, shape)
         for rank in work[name].preconditions:
-            held[rank] += inverse
+            kept[rank] += inverse
             received[rank] += inverse if rank != work[name].inverts else 0
         elements = shape.outputs * (shape.inputs + shape.biased)
         gradients += BYTES * elements * (processes - len(work[name].preconditions))
     collected = sum(_factor_bytes(kfac, shape) for shape in chosen.values())
-    return KfacCost(len(chosen), max(held), collected, max(received), gradients)
+    return KfacCost(len(chosen), max(kept), collected, max(received), gradients)
 
 
 def kfac_inversion(kfac: KfacConfig, shape: LinearShape) -> float:
