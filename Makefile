@@ -48,7 +48,7 @@ test: $(DEV) ## all checks, the documentation and all tests, side by side
 
 # Tests start hundreds of Python processes. Where the environment forbids bytecode, as many images
 # of containers do, each would compile all that it imports anew.
-pytest: export PYTHONDONTWRITEBYTECODE =
+pytest test-cluster test-xla: export PYTHONDONTWRITEBYTECODE =
 pytest: $(DEV) ## all tests
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
