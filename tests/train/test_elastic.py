@@ -394,7 +394,7 @@ def test_a_worker_that_finds_no_store_says_where_it_looked(
         probe.bind(("127.0.0.1", 0))
         address = Address("127.0.0.1", probe.getsockname()[1])
     settings = ("parallel.elastic=true", "parallel.gossip.topology=complete")
-    config = make_run(*settings, "parallel.start_timeout=1s")
+    config = make_run(*settings, "parallel.start_timeout=5s")
     place = ProcessInfo(rank=1, world=2, local_world=2, host="here", address=address)
     with pytest.raises(UserError, match=f"did not reach the store of the run at {address}"):
         ElasticRun(config, run_folder(config), place, Mesh(dp_replicate=2))
