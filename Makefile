@@ -46,6 +46,9 @@ demo: $(RUNTIME) ## train a small model on this machine, from text to report, in
 test: $(DEV) ## all checks, the documentation and all tests, side by side
 	$(MAKE) --no-print-directory --jobs 2 check docs pytest
 
+# Tests start hundreds of Python processes. Where the environment forbids bytecode, as many images
+# of containers do, each would compile all that it imports anew.
+pytest test-cluster test-xla: export PYTHONDONTWRITEBYTECODE =
 pytest: $(DEV) ## all tests
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 

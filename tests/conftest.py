@@ -252,26 +252,58 @@ os.chdir(folder)
 os.environ.clear()
 os.environ.update(environment)
 sys.argv = ["gristmill", *words]
+exec(first)
 from gristmill.__main__ import main
 main()
 """
 
 
-@pytest.fixture
-def gristmill(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run a command line in a process of its own, which need not import the program first."""
+@dataclass
+class Started:
+    """A command that runs in a process of its own."""
 
-    def run(*words: object, env: Mapping[str, str] = os.environ) -> Any:
+    words: list[str]
+    said: Path
+    process: Any
+
+    @property
+    def pid(self) -> int:
+        pid: int = self.process.pid
+        return pid
+
+    def end(self) -> subprocess.CompletedProcess[str]:
+        """Wait until it has ended."""
+        self.process.join(240)
+        self.process.kill()
+        texts = ((self.said / name).read_text() for name in ("output", "errors"))
+        return subprocess.CompletedProcess(self.words, self.process.exitcode, *texts)
+
+
+@pytest.fixture
+def begin_gristmill(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[..., Started]]:
+    """Begin a command line in a process of its own, which need not import the program first."""
+    started: list[Started] = []
+
+    def begin(*words: object, env: Mapping[str, str] = os.environ, first: str = "") -> Started:
+        """With code that the process runs before the command."""
         said = tmp_path_factory.mktemp("said")
         command = ["gristmill", *map(str, words)]
         names = {"words": command[1:], "said": said, "folder": Path.cwd(), "environment": dict(env)}
-        process = CONTEXT.Process(target=exec, args=(COMMAND, names))
+        process = CONTEXT.Process(target=exec, args=(COMMAND, {**names, "first": first}))
         process.start()
-        process.join(240)
-        process.kill()
-        texts = ((said / name).read_text() for name in ("output", "errors"))
-        return subprocess.CompletedProcess(command, process.exitcode, *texts)
+        started.append(Started(command, said, process))
+        return started[-1]
 
-    return run
+    yield begin
+    for one in started:
+        one.process.kill()
+
+
+@pytest.fixture
+def gristmill(
+    begin_gristmill: Callable[..., Started],
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run a command line in a process of its own, to its end."""
+    return lambda *words, **options: begin_gristmill(*words, **options).end()

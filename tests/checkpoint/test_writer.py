@@ -66,7 +66,7 @@ def test_training_continues_while_a_snapshot_is_written(
     real = Snapshot.write
 
     def slow(self: Snapshot, folder: Path, **rank: int) -> dict[str, Any]:
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         return real(self, folder, **rank)
 
     monkeypatch.setattr(Snapshot, "write", slow)

@@ -59,10 +59,13 @@ sys.stderr.flush()
 os._exit(status % 256)
 """
 FORKS = """
-import os
+import contextlib, os
 os.environ.clear()
 os.environ.update(environment)
 import datasets, datasets.packaged_modules.parquet.parquet
+with contextlib.suppress(ImportError):
+    # What a stream of a dataset loads, if it is there.
+    import fsspec.implementations.http, scipy.io
 import huggingface_hub.hf_api, huggingface_hub.hf_file_system
 import gristmill.checkpoint.model, gristmill.generate, gristmill.text.prepare.prepare
 while (task := pipe.recv()) is not None:

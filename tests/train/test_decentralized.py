@@ -334,10 +334,10 @@ def test_workers_skip_after_a_resume_what_they_would_have_skipped(
     whole = make_run(*settings, folder="whole")
     halves = make_run(*settings, folder="halves")
     until = make_run(*settings, 'train.until="50 steps"', folder="halves")
-    crowd(2, train_all, [(whole, None), (until, None), (halves, None)])
+    crowd(4, train_all, [(whole, None), (until, None), (halves, None)])
     runs.assert_same(tmp_path / "whole", tmp_path / "halves")
     kept, other = (read_state(newest(tmp_path / name))["health"] for name in ("whole", "halves"))
-    assert kept == other and kept.keys() == {"0", "1"}
+    assert kept == other and kept.keys() == {"0", "1", "2", "3"}
     assert kept["0"]["losses"] != kept["1"]["losses"]
     for one in kept.values():
         assert {160, 240} <= {begin for begin, _ in one["passed_over"]}, "steps 41 and 61 are noise"

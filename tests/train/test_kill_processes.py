@@ -1,9 +1,10 @@
-"""Runs of two processes, one of which is killed at a chosen moment: the other ends by itself and
-says who is missing, and the same command goes on to the same bits.
+"""Runs of three processes, one of which is killed at a chosen moment: the others end by themselves
+and say who is missing, and the same command goes on to the same bits. With two processes, sums in
+another order would not show.
 
-    a life   both train; at its moment the victim waits until the other knows what it is doing, and
-             is killed; the other has to end
-    the last both train to the end
+    a life   all train; at its moment the victim waits until the others know what it is doing, and
+             is killed; the others have to end
+    the last all train to the end
 
 All runs that are asked for are under way at the same time, a few at once, since they mostly wait.
 """
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import permutations
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 CONTEXT = multiprocessing.get_context("forkserver")
 LIMIT = 60
 """Seconds that a process may take to end."""
+RANKS = range(3)
 ONE_AT_A_TIME = threading.Lock()
 """For threads that start processes, which asks after all others that were started, or ask after
 one: of two that ask at the same moment, one would be told 255."""
@@ -44,11 +47,11 @@ name = "tiny"
 folder = "{folder}"
 model = {{ layers = 2, heads = 2, width = 16, context = 16, dropout = 0.1 }}
 data = {{ paths = "{tokens}", split = "90,10" }}
-train = {{ until = "6 steps", batch = 4, accumulate = 2 }}
+train = {{ until = "6 steps", batch = 6, accumulate = 2 }}
 optim.lr = 1e-2
-validate = {{ every = "2 steps", windows = 4 }}
+validate = {{ every = "2 steps", windows = 6 }}
 checkpoint = {{ every = "2 steps", keep = 2, background = {background} }}
-parallel = {{ dp_shard = 2, timeout = "{limit}s", start_timeout = "{limit}s" }}
+parallel = {{ dp_shard = 3, timeout = "{limit}s", start_timeout = "{limit}s" }}
 runtime = {{ device = "cpu", threads = 1 }}
 """
 
@@ -59,7 +62,7 @@ from dataclasses import replace
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 os.dup2(os.open(folder / f"errors-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
 os.environ.update(
-    RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
+    RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="3", LOCAL_WORLD_SIZE="3",
     MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo",
 )
 import torch
@@ -101,9 +104,10 @@ def after(owner, name, number=1):
     on(owner, name, number, die, late=True)
 
 def die():
-    # The other has to have heard what this process is doing, or it could not tell.
-    while (folder / f"heard-{1 - rank}").read_text() != doing:
-        time.sleep(0.02)
+    # The others have to have heard what this process is doing, or they could not tell.
+    for other in {0, 1, 2} - {rank}:
+        while (folder / f"heard-by-{other}-of-{rank}").read_text() != doing:
+            time.sleep(0.02)
     os.kill(os.getpid(), signal.SIGKILL)
 
 def half_a_file():
@@ -125,7 +129,8 @@ def ask_to_stop():
 def note(self, heartbeat, *, now, real=Roster.note):
     real(self, heartbeat, now=now)
     if heartbeat.rank != rank:
-        (folder / f"heard-{rank}").write_text(f"{heartbeat.phase} {heartbeat.step}")
+        heard = folder / f"heard-by-{rank}-of-{heartbeat.rank}"
+        heard.write_text(f"{heartbeat.phase} {heartbeat.step}")
 
 def phase(self, name, step=0, *, real=Monitor.phase):
     global doing
@@ -162,7 +167,7 @@ class Killed:
     rank: int
     moment: str
     where: str
-    """As the other has to say it; a pattern."""
+    """As the others have to say it; a pattern."""
     saved: int | None
     """The newest checkpoint that the kill leaves, None if there is none."""
     background: bool = True
@@ -226,7 +231,7 @@ CASES = {
     "before the rename": Killed(
         0, 'on(CheckpointFolder, "commit", 2, lambda: before(os, "rename"))', SAVING, 2
     ),
-    "while the other commits": Killed(
+    "while another commits": Killed(
         1, 'on(Snapshot, "write", 2, lambda: before(ControlGroup, "on_rank0"))', SAVING, 4
     ),
     "before the best is marked": Killed(
@@ -254,7 +259,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Life:
-    """How two processes ended, by rank."""
+    """How all processes ended, by rank."""
 
     codes: list[int | None]
     last: list[str]
@@ -262,8 +267,8 @@ class Life:
     saved: list[int]
 
 
-class Couple:
-    """Two processes of a run."""
+class Party:
+    """The processes of a run."""
 
     def __init__(self, folder: Path, tokens: Path, *, background: bool = True) -> None:
         folder.mkdir()
@@ -273,10 +278,10 @@ class Couple:
         (folder / "run.toml").write_text(text)
 
     def live(self, killed: Killed | None = None) -> Life:
-        """Train until both have ended."""
+        """Train until all have ended."""
         port = self._begin()
         members = []
-        for rank in (0, 1):
+        for rank in RANKS:
             moment = killed.moment if killed is not None and killed.rank == rank else ""
             names = {"folder": self.folder, "rank": rank, "port": port, "moment": moment}
             members.append(CONTEXT.Process(target=exec, args=(MEMBER, names), daemon=True))
@@ -285,11 +290,11 @@ class Couple:
         return self._life(_codes(members))
 
     def live_under_torchrun(self) -> Life:
-        """Train until torchrun ends, which starts both again when one was killed."""
+        """Train until torchrun ends, which starts all again when one was killed."""
         port = self._begin()
         member = self.folder / "member.py"
         member.write_text(UNDER_TORCHRUN.format(folder=str(self.folder)) + MEMBER)
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={len(RANKS)}"]
         options = ["--max-restarts=1", "--monitor-interval=0.1", "--master-addr=127.0.0.1"]
         done = subprocess.run(
             [*torchrun, *options, f"--master-port={port}", str(member)],
@@ -302,15 +307,15 @@ class Couple:
 
     def _begin(self) -> int:
         """A port to meet at."""
-        for rank in (0, 1):
-            (self.folder / f"heard-{rank}").touch()
+        for by, of in permutations(RANKS, 2):
+            (self.folder / f"heard-by-{by}-of-{of}").touch()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port: int = probe.getsockname()[1]
         return port
 
     def _life(self, codes: list[int | None]) -> Life:
-        errors = [(self.folder / f"errors-{rank}.txt").read_text() for rank in (0, 1)]
+        errors = [(self.folder / f"errors-{rank}.txt").read_text() for rank in RANKS]
         committed = CheckpointFolder(self.folder / "run/checkpoints").committed()
         return Life(
             codes,
@@ -342,27 +347,27 @@ class Story:
 
 
 @pytest.fixture(scope="module")
-def couple(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> Callable[..., Couple]:
-    """Make two processes of a new run."""
+def new_party(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> Callable[..., Party]:
+    """Make the processes of a new run."""
     folder = tmp_path_factory.mktemp("killed")
-    return lambda name, **settings: Couple(folder / name.replace(" ", "-"), tokens, **settings)
+    return lambda name, **settings: Party(folder / name.replace(" ", "-"), tokens, **settings)
 
 
 @pytest.fixture(scope="module")
 def stories(
-    couple: Callable[..., Couple], request: pytest.FixtureRequest
+    new_party: Callable[..., Party], request: pytest.FixtureRequest
 ) -> Iterator[dict[str, Future[Story]]]:
     """All runs that are asked for, each to be waited for."""
     tests = {item.name for item in request.session.items}
     asked = ["whole", *(case for case in CASES if f"test_a_process_is_killed[{case}]" in tests)]
 
     def tell(name: str, killed: Killed | None) -> Story:
-        party = couple(name, background=killed is None or killed.background)
+        party = new_party(name, background=killed is None or killed.background)
         lives = [None] if killed is None else killed.lives
         return Story(party.folder / "run", [party.live(one) for one in lives])
 
     def tell_of_torchrun() -> Story:
-        party = couple("torchrun", background=False)
+        party = new_party("torchrun", background=False)
         return Story(party.folder / "run", [party.live_under_torchrun()])
 
     with ThreadPoolExecutor(3) as pool:
@@ -378,12 +383,12 @@ def stories(
 )
 def test_a_process_is_killed(stories: dict[str, Future[Story]], runs: Runs, case: str) -> None:
     whole, story = stories["whole"].result(), stories[case].result()
-    assert whole.lives[0].codes == [0, 0], whole.lives[0].last
+    assert whole.lives[0].codes == [0, 0, 0], whole.lives[0].last
     for killed, life in zip(CASES[case].lives[:-1], story.lives[:-1], strict=True):
         assert killed is not None
         assert_named(killed, life)
         assert max(life.saved, default=None) == killed.saved
-    assert story.lives[-1].codes == [0, 0], story.lives[-1].last
+    assert story.lives[-1].codes == [0, 0, 0], story.lives[-1].last
     runs.assert_same(whole.folder, story.folder)
     assert story.lives[-1].saved == whole.lives[0].saved
     left = [path.name for path in (story.folder / "checkpoints").iterdir() if path.name[0] == "."]
@@ -396,17 +401,20 @@ def test_torchrun_starts_all_again(stories: dict[str, Future[Story]], runs: Runs
     whole, story = stories["whole"].result(), stories["torchrun"].result()
     assert story.lives[0].codes == [0], story.lives[0].last
     runs.assert_same(whole.folder, story.folder)
-    for rank in (0, 1):
+    for rank in RANKS:
         assert (story.folder.parent / f"found-{rank}").read_text() == "step-00000002"
 
 
-def test_a_defect_of_one_process_is_told_by_both(couple: Callable[[str], Couple]) -> None:
-    """The one that failed says what to report; the other names it, and what it was doing."""
-    party = couple("defect")
+def test_a_defect_of_one_process_is_told_by_all(new_party: Callable[[str], Party]) -> None:
+    """The one that failed says what to report; the others name it, and what it was doing."""
+    party = new_party("defect")
     life = party.live(Killed(1, 'on(Spmd, "update", 3, fail)', "", None))
     who, log = f"rank 1 on {socket.gethostname()}", party.folder / "run/logs/rank-00001.log"
-    assert life.codes == [76, 70]
-    assert life.last[0] == f"error: {who} failed in phase step at step 2: ValueError: no such grain"
+    assert life.codes == [76, 70, 76]
+    for rank in (0, 2):
+        assert life.last[rank] == (
+            f"error: {who} failed in phase step at step 2: ValueError: no such grain"
+        )
     assert life.last[1].startswith("error: a defect of gristmill ")
     assert (
         f": ValueError: no such grain ({who} in phase step at step 2; the log is {log}); "
@@ -416,13 +424,14 @@ def test_a_defect_of_one_process_is_told_by_both(couple: Callable[[str], Couple]
 
 
 def assert_named(killed: Killed, life: Life) -> None:
-    """The last line of the other process says who was killed, and where it stood."""
-    host, other = re.escape(socket.gethostname()), 1 - killed.rank
+    """The last line of each other process says who was killed, and where it stood."""
+    host = re.escape(socket.gethostname())
     lost = {
         0: rf"rank 0 on {host}, which hosts the store at 127\.0\.0\.1:\d+, is gone",
         1: rf"rank 1 on {host} died without reporting an error",
     }[killed.rank]
     assert life.codes[killed.rank] == -signal.SIGKILL, life.last
-    line = life.last[other]
-    assert re.fullmatch(f"error: {lost}; last seen {killed.where}", line), line
-    assert life.codes[other] == 76
+    for other in {*RANKS} - {killed.rank}:
+        line = life.last[other]
+        assert re.fullmatch(f"error: {lost}; last seen {killed.where}", line), line
+        assert life.codes[other] == 76

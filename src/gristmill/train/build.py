@@ -123,7 +123,7 @@ def build_strategy(
     resolved: Resolved | None = None,
     workers: WorkerSet | None = None,
 ) -> Strategy:
-    """The strategy of a run, with initial weights. Without `numbers`, nothing that depends on the
+    """The strategy of a run, with initial weights. Without `resolved`, nothing that depends on the
     learning rate over the run is available. `workers`: those that take part in a decentralized run,
     if not all of them."""
     control = control or ControlGroup()

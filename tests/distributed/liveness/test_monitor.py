@@ -264,8 +264,9 @@ def test_an_error_is_named_and_not_its_consequence(party: Callable[..., Party]) 
 
 def test_who_is_late_is_named(party: Callable[..., Party]) -> None:
     behind = party(data=at(1, "time.sleep(600)"), phase_limit=2.5)
-    absent = party(start_limit=2.0, absent=2)
-    first = party(2, start_limit=2.0, absent=0)
+    # Long enough for the others to start on a slow machine.
+    absent = party(start_limit=4.0, absent=2)
+    first = party(2, start_limit=4.0, absent=0)
     assert behind.codes() == {0: 76, 1: 76, 2: 76}
     late = (
         r"rank 1 on host1 has waited \d\.\ds in phase data at step 3 and is behind the other ranks"

@@ -25,7 +25,7 @@ def test_what_one_writes_the_other_reads() -> None:
     store = serve_store(place)
     store.set("corn", "1")
     again = serve_store(place)
-    other = join_store(place, seconds=5)
+    other = join_store(place, seconds=60)
     other.set("flour", "2")
     assert store.multi_get(["corn", "flour"]) == again.multi_get(["corn", "flour"]) == [b"1", b"2"]
     assert other.check(["corn"]) and not other.check(["corn", "bread"])

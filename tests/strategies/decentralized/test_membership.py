@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -540,13 +541,14 @@ from gristmill.strategies.decentralized import membership
 from gristmill.strategies.decentralized.coordinator import serve
 serve(Address("127.0.0.1", {port}))
 """
-    served = subprocess.Popen([sys.executable, "-c", code])
+    served = multiprocessing.get_context("forkserver").Process(target=exec, args=(code, {}))
+    served.start()
     place = ProcessInfo(rank=0, world=1, host="here", address=Address("127.0.0.1", port))
     one = Membership(place, signed(place), silence=0.5, start=1.0, beat=0.05)
     one.start()
     view = joined(one)
     served.kill()
-    served.wait()
+    served.join()
     wait_until(lambda: one._failure is not None)
     with pytest.raises(UserError, match="lost the store of the run") as caught:
         one.check(view)

@@ -48,13 +48,10 @@ def members(topology: str, *, workers: int, per_node: int, round: int) -> list[l
 
 def matrix_of(groups: tuple[Members, ...], workers: int) -> np.ndarray:
     """What worker i takes from worker j in a round: row i, column j."""
-    return np.array(
-        [
-            [next(1 / len(group) if j in group else 0.0 for group in groups if i in group)
-             for j in range(workers)]
-            for i in range(workers)
-        ]
-    )  # fmt: skip
+    matrix = np.zeros((workers, workers))
+    for group in groups:
+        matrix[np.ix_(group, group)] = 1 / len(group)
+    return matrix
 
 
 def exact(groups: tuple[Members, ...], values: list[Fraction]) -> list[Fraction]:

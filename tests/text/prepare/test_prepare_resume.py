@@ -202,7 +202,7 @@ def test_workers_end_with_their_parent(tmp_path: Path) -> None:
     assert len(pids) == 2
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
@@ -334,32 +334,31 @@ def test_a_second_start_at_the_very_end_touches_nothing(
         run(source, tmp_path / "out", **options)
 
 
+WAITS = """
+from pathlib import Path
+from gristmill.tokens import writer
+real = writer.write_manifest
+def wait(*arguments):
+    Path({writing!r}).touch()
+    open({go!r}).read()
+    return real(*arguments)
+writer.write_manifest = wait
+"""
+
+
 def test_a_second_process_while_the_manifest_is_written(
-    source: Path, tmp_path: Path, gristmill: Callable[..., subprocess.CompletedProcess[str]]
+    source: Path, tmp_path: Path, begin_gristmill: Callable[..., Any]
 ) -> None:
-    script, go = tmp_path / "slow.py", tmp_path / "go"
+    writing, go = tmp_path / "writing", tmp_path / "go"
     os.mkfifo(go)
-    script.write_text(
-        "import sys\n"
-        "from gristmill.cli.main import main\n"
-        "from gristmill.tokens import writer\n"
-        "real = writer.write_manifest\n"
-        "def wait(*arguments):\n"
-        "    print('writing', flush=True)\n"
-        f"    open({str(go)!r}).read()\n"
-        "    return real(*arguments)\n"
-        "writer.write_manifest = wait\n"
-        "main()\n"
-    )
-    words = ["prepare", str(source), "-o", str(tmp_path / "out" / "set"), "-t", "bytes"]
-    words += ["--workers", "1"]
-    first = subprocess.Popen([sys.executable, str(script), *words], stdout=subprocess.PIPE)
-    assert first.stdout is not None
-    assert first.stdout.readline() == b"writing\n"
-    second = gristmill(*words)
+    words = ("prepare", source, "-o", tmp_path / "out" / "set", "-t", "bytes", "--workers", 1)
+    first = begin_gristmill(*words, first=WAITS.format(writing=str(writing), go=str(go)))
+    while not writing.exists():
+        time.sleep(0.02)
+        assert first.process.is_alive()
+    second = begin_gristmill(*words).end()
     go.write_text("go")
-    first.communicate()
-    assert (first.returncode, second.returncode) == (0, Exit.REFUSED)
+    assert (first.end().returncode, second.returncode) == (0, Exit.REFUSED)
     assert f"another process is writing this token set (process {first.pid} on" in second.stderr
     assert verify_tokens(tmp_path / "out" / "set") == []
 
