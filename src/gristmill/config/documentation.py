@@ -46,7 +46,7 @@ def attribute_docstrings(owner: type) -> dict[str, str]:
 def docstrings(table: type[BaseModel]) -> Mapping[str, str]:
     """The docstrings below the fields of a table, by their keys in a run file."""
     owners = [owner for owner in reversed(table.__mro__) if issubclass(owner, Settings)]
-    found = {name: text for one in owners for name, text in attribute_docstrings(one).items()}
+    found = {name: text for owner in owners for name, text in attribute_docstrings(owner).items()}
     fields = table.model_fields
     return {fields[name].alias or name: text for name, text in found.items() if name in fields}
 

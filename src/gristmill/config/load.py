@@ -86,7 +86,7 @@ def load_launch(words: Sequence[str]) -> LaunchConfig:
     except ValidationError as error:
         known = _Places("command line", "", places)
         errors = [{**details, "loc": ("launch", *details["loc"])} for details in error.errors()]
-        raise UserError(_problem(cast(ErrorDetails, one), known) for one in errors) from None
+        raise UserError(_problem(cast(ErrorDetails, error), known) for error in errors) from None
 
 
 def load_text(
@@ -449,11 +449,11 @@ def _table_classes(option: Any) -> dict[str, type[BaseModel]]:
     table, *tags = get_args(option) if get_origin(option) is Annotated else (option,)
     if isinstance(table, type) and issubclass(table, BaseModel):
         kind = table.model_fields.get("type")
-        tag = next((one.tag for one in tags if isinstance(one, Tag)), table.__name__)
+        tag = next((tag.tag for tag in tags if isinstance(tag, Tag)), table.__name__)
         return {str(kind.default) if kind else tag: table}
     if get_origin(table) not in (Union, UnionType):
         return {}
-    classes = [_table_classes(one) for one in get_args(table)]
+    classes = [_table_classes(member) for member in get_args(table)]
     return {kind: one for some in classes for kind, one in some.items()}
 
 

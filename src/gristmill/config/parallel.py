@@ -243,8 +243,8 @@ class Mesh:
         ranks = [place]
         for axis in AXES:
             if axis in axes:
-                ranks = [{**one, axis: n} for one in ranks for n in range(self.sizes[axis])]
-        return [self.rank(one) for one in ranks]
+                ranks = [{**rank, axis: n} for rank in ranks for n in range(self.sizes[axis])]
+        return [self.rank(rank) for rank in ranks]
 
     def __str__(self) -> str:
         named = [f"{axis} {size}" for axis, size in self.sizes.items() if size > 1]

@@ -140,7 +140,7 @@ def open_conversations(config: DataConfig, encoder: ChatEncoder, options: ChatOp
         paths = path_list(config.validation)
         trained = [(one, range(len(one.starts) - 1)) for one in sets]
         others = [_open_set(path, encoder, options, warnings) for path in paths]
-        held = [(one, range(len(one.starts) - 1)) for one in others]
+        held = [(other, range(len(other.starts) - 1)) for other in others]
         held_weights = path_weights(config.validation)
     train, counts = _mixture(trained, path_weights(config.paths), options)
     notes += _described("training", train, counts, options)
@@ -173,7 +173,7 @@ def open_conversations(config: DataConfig, encoder: ChatEncoder, options: ChatOp
 
 def _cut(count: int, shares: Sequence[float]) -> list[range]:
     """Conversations of training and validation; validation has at least one if it has a share."""
-    ends = [round(end) for end in np.cumsum([one / sum(shares) for one in shares]) * count]
+    ends = [round(end) for end in np.cumsum([share / sum(shares) for share in shares]) * count]
     if shares[1] and count > 1:
         ends[0] = min(ends[0], count - 1)
         ends[1] = max(ends[1], ends[0] + 1)
@@ -256,7 +256,7 @@ def _open_set(
             raise DataError(what, where=conversation.origin, remedy=remedy) from found
         runs.append(found)
         options.progress(f"reading {path}: {len(runs)} conversations")
-        said = [[one.role, one.content] for one in conversation.messages]
+        said = [[message.role, message.content] for message in conversation.messages]
         content.update(json.dumps(said).encode() + b"\n")
         characters += sum(len(run.text) for run in found)
     require_conversations(path, ledger)
@@ -305,12 +305,12 @@ def _encode(runs: Sequence[list[ChatRun]], encoder: ChatEncoder, options: ChatOp
     dtype = np.uint16 if encoder.tokenizer.size <= 1 << 16 else np.uint32
     for first in range(0, len(runs), _BATCH):
         options.progress(f"encoding conversations: {first} of {len(runs)}")
-        for one in encoder.encode_runs(runs[first : first + _BATCH]):
+        for encoded in encoder.encode_runs(runs[first : first + _BATCH]):
             # Nothing comes before the first id of a conversation to predict it from.
-            one.loss_mask[:1] = False
-            ids.append(one.ids.astype(dtype))
-            loss_mask.append(one.loss_mask)
-            lengths.append(len(one.ids))
+            encoded.loss_mask[:1] = False
+            ids.append(encoded.ids.astype(dtype))
+            loss_mask.append(encoded.loss_mask)
+            lengths.append(len(encoded.ids))
     padding = options.sequence + 1
     ids.append(np.full(padding, encoder.tokenizer.end_of_text, dtype))
     loss_mask.append(np.zeros(padding, bool))

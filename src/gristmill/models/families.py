@@ -325,6 +325,6 @@ def foreign_state(model: CausalLM, family: str) -> dict[str, torch.Tensor]:
     padding."""
     weights = WeightsInMemory(dict(model.named_parameters()))
     return {
-        one.name: one.read(weights, TensorSlice.whole(one.shape))
-        for one in foreign_tensors(model, family)
+        foreign_tensor.name: foreign_tensor.read(weights, TensorSlice.whole(foreign_tensor.shape))
+        for foreign_tensor in foreign_tensors(model, family)
     }

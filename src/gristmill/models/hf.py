@@ -152,8 +152,8 @@ class HFModel(CausalLM):
     def token_cost(self, sequence: int, *, sampled: int | None = None) -> TokenCost:
         config, roles = self.inner.config, self.roles()
         matrices = [
-            (one, self._share_used(name, one))
-            for name, one in self.named_parameters()
+            (parameter, self._share_used(name, parameter))
+            for name, parameter in self.named_parameters()
             if roles[self.canonical_name(name)] is Role.MATRIX
         ]
         matrices.append((self.inner.get_output_embeddings().weight, 1.0))
@@ -378,7 +378,9 @@ def _converted(model: HFModel, folder: Path, *, missing: list[str]) -> Weights:
         problems += (str(error).strip().splitlines() or [type(error).__name__])[:1]
     if problems:
         raise DataError([Problem(what, str(folder)) for what in problems])
-    return WeightsInMemory({model.canonical_name(n): one for n, one in loaded.named_parameters()})
+    return WeightsInMemory(
+        {model.canonical_name(n): parameter for n, parameter in loaded.named_parameters()}
+    )
 
 
 def _described(info: Mapping[str, object]) -> Iterator[str]:

@@ -138,7 +138,7 @@ def block_names_of(inner: nn.Module) -> list[str]:
     for name, module in inner.named_modules():
         if not isinstance(module, nn.ModuleList) or not len(module):
             continue
-        held = sum(one.numel() for one in module.parameters())
+        held = sum(parameter.numel() for parameter in module.parameters())
         if held > size:
             best, size = [f"{name}.{number}" for number in range(len(module))], held
     return best

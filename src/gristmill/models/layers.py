@@ -291,8 +291,8 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
 def _fusible(*layers: Linear) -> bool:
     """Whether a function may use the weights of these layers. It would compute the gradients of
     frozen ones, and pass adapters and statistics of layers by."""
-    watched = any(getattr(one, "statistics_on", False) for one in layers)
-    return not watched and all(one.weight.requires_grad for one in layers)
+    watched = any(getattr(layer, "statistics_on", False) for layer in layers)
+    return not watched and all(layer.weight.requires_grad for layer in layers)
 
 
 class MLP(nn.Module):

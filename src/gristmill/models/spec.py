@@ -218,7 +218,7 @@ class KVCache:
 
     def branch(self, rows_B: torch.Tensor) -> KVCache:
         keys, values = self.keys_BHTK, self.values_BHTK
-        chosen = [one[rows_B] for one in keys], [one[rows_B] for one in values]
+        chosen = [key[rows_B] for key in keys], [value[rows_B] for value in values]
         return KVCache(self.capacity, *chosen, length=self.length)
 
 

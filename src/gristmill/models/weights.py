@@ -185,12 +185,12 @@ class ForeignWeights(Weights):
         self.shapes = {ours: _whole_shape(parts) for ours, parts in self._by_ours.items()}
 
     def parts(self, name: str, region: TensorSlice) -> TensorParts:
-        for one in self._by_ours[name]:
-            yield from one.parts(self._theirs, region)
+        for tensor in self._by_ours[name]:
+            yield from tensor.parts(self._theirs, region)
 
 
 def _whole_shape(tensors: list[ForeignTensor]) -> tuple[int, ...]:
     """The shape of our tensor that these are parts of."""
-    rows = max(rows.ours.stop for one in tensors for rows in one.rows)
+    rows = max(rows.ours.stop for tensor in tensors for rows in tensor.rows)
     shape = tensors[0].shape[::-1] if tensors[0].transposed else tensors[0].shape
     return (rows, *shape[1:])

@@ -140,7 +140,7 @@ class AccumAdam(ParameterOptimizer):
         _adam(
             group,
             # The kernel wants weights too: any memory will do.
-            [torch.empty_like(one) for one in averages],
+            [torch.empty_like(average) for average in averages],
             accumulated,
             averages,
             self._kind("exp_avg_sq", piece),

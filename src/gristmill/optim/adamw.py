@@ -91,7 +91,9 @@ def decay_groups(
         }
         for rate, floor in dict.fromkeys([(config.lr, None), *rates.values()]):
             group = {
-                "params": [one for name, one in members.items() if rates[name] == (rate, floor)],
+                "params": [
+                    member for name, member in members.items() if rates[name] == (rate, floor)
+                ],
                 "lr": rate,
                 "lr_factor": rate / config.lr,
                 "min_lr": floor,

@@ -27,11 +27,11 @@ ALIGNMENT = 16
 def can_update(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether the kernel is for tensors like these."""
     return all(
-        one.is_cuda
-        and one.dtype is torch.float32
-        and one.is_contiguous()
-        and one.data_ptr() % ALIGNMENT == 0
-        for one in tensors
+        tensor.is_cuda
+        and tensor.dtype is torch.float32
+        and tensor.is_contiguous()
+        and tensor.data_ptr() % ALIGNMENT == 0
+        for tensor in tensors
     )
 
 
@@ -58,7 +58,7 @@ def adamw_(
     rates, roots = lr / (1 - beta1**counts), (1 - beta2**counts).sqrt()
     rows = zip(parameters, gradients, averages, squares, strict=True)
     addresses = _copied(torch.tensor([[one.data_ptr() for one in row] for row in rows]), device)
-    chunks = _chunks(tuple(one.numel() for one in parameters), device)
+    chunks = _chunks(tuple(parameter.numel() for parameter in parameters), device)
     _adamw[(len(chunks),)](
         addresses,
         chunks,

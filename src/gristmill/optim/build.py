@@ -95,6 +95,6 @@ def build_optimizer(
     kernel: bool = False,
 ) -> Optimizer:
     """The optimizer of a run, over the parameters that require gradients."""
-    trained = {name: one for name, one in parameters.items() if one.requires_grad}
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     given = OptimizerInputs(config, trained, model, compiled, exchange, kernel)
     return OPTIMIZERS[type(config)](given)

@@ -180,7 +180,7 @@ class MatrixOptimizer(ParameterOptimizer):
             scalars = self._step_scalars(number, group, divisor, skip)
             members = list(zip(group["names"], group["params"], strict=True))
             if self.exchange is None:
-                members = [one for one in members if one[1].grad is not None]
+                members = [member for member in members if member[1].grad is not None]
             if not members:
                 continue
             together = self.exchange is None and self.soap is None
@@ -285,7 +285,9 @@ class MatrixOptimizer(ParameterOptimizer):
         if self.soap is None:
             return size
         shapes = [self.soap.rule.shapes(rows, columns) for rows in rule.parts]
-        bases = sum(math.prod(s) for one in shapes for k, s in one.items() if k.endswith("basis"))
+        bases = sum(
+            math.prod(s) for shape in shapes for k, s in shape.items() if k.endswith("basis")
+        )
         return max(size, bases)
 
     def _maybe_compiled(

@@ -271,8 +271,8 @@ def _orthogonal(parts: Sequence[_Part], rule: MatrixRule) -> list[_Part]:
 
 def _joined(parts: Sequence[_Part]) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The directions (N, R, C) and second moments of matrices whose parts these are."""
-    directions = [(one.x_NSL.mT if one.tall else one.x_NSL) * one.scale for one in parts]
-    moments = [one.moments_NL for one in parts if one.moments_NL is not None]
+    directions = [(part.x_NSL.mT if part.tall else part.x_NSL) * part.scale for part in parts]
+    moments = [part.moments_NL for part in parts if part.moments_NL is not None]
     return torch.cat(directions, dim=1), torch.cat(moments, dim=1) if moments else None
 
 

@@ -84,7 +84,7 @@ class ReplicaSync(GradientSync):
     ) -> None:
         super().__init__(model, parameters)
         self.group, self.dtype = group, dtype
-        trained = [one for one in model.parameters() if one.requires_grad]
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         # A backward pass computes gradients in about the reverse order of the parameters. Neither
         # the buckets nor their order may depend on anything that happens in a run.
         self._buckets = list(buckets(trained[::-1]))
@@ -116,7 +116,7 @@ class ReplicaSync(GradientSync):
 
     def _send(self, bucket: Sequence[torch.Tensor]) -> None:
         gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in bucket]
-        buffer = torch.cat([one.flatten() for one in gradients]).to(self.dtype)
+        buffer = torch.cat([gradient.flatten() for gradient in gradients]).to(self.dtype)
         for parameter, gradient, part in zip(
             bucket, gradients, views_of(buffer, bucket), strict=True
         ):

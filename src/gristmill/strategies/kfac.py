@@ -136,7 +136,7 @@ class Kfac:
         if self.group is not None:
             for rank in self.ranks:
                 theirs = [name for name, work in self.work.items() if work.inverts == rank]
-                self._sum_on(rank, [one for name in theirs for one in samples[name]])
+                self._sum_on(rank, [sample for name in theirs for sample in samples[name]])
         for name, curvature in self.curvatures.items():
             if self._inverts(name):
                 curvature.advance(
@@ -153,7 +153,7 @@ class Kfac:
         if step.loss_scale is not None:
             gradients = gradients / step.loss_scale**2
         inputs = sums.inputs.mul_(1 / (step.positions * sums.input_copies))
-        return [inputs, *(one.mul_(gradients / sums.output_copies) for one in sums.outputs)]
+        return [inputs, *(output.mul_(gradients / sums.output_copies) for output in sums.outputs)]
 
     def _sum_on(self, rank: int, tensors: Sequence[torch.Tensor]) -> None:
         """Sum tensors over the processes of the stage, in place on one of them."""
@@ -239,7 +239,7 @@ class Kfac:
             yield StateEntry(UPDATES, name, self.updates)
         for name, curvature in self.curvatures.items():
             if self._inverts(name):
-                yield from (StateEntry(*one) for one in curvature.tensors())
+                yield from (StateEntry(*tensor) for tensor in curvature.tensors())
 
     def expects(self, kind: str, key: str) -> bool:
         if kind == UPDATES:
@@ -292,7 +292,7 @@ def _gradient(parameters: ShardedParameters, name: str) -> torch.Tensor:
 
 def _chunks(layers: Sequence[KfacLayer]) -> Iterator[Sequence[KfacLayer]]:
     """Layers whose gradients are gathered at once."""
-    size = max(1, BUCKET // max(one.shape.inputs * one.shape.outputs for one in layers))
+    size = max(1, BUCKET // max(layer.shape.inputs * layer.shape.outputs for layer in layers))
     return (layers[begin : begin + size] for begin in range(0, len(layers), size))
 
 
@@ -368,7 +368,9 @@ def _leaf(size: int, device: torch.device) -> torch.Tensor:
 
 def _taken(module: Any) -> LayerSums:
     leaves = (module.statistics_inputs, *module.statistics_outputs)
-    sums = [torch.zeros_like(one).contiguous() if one.grad is None else one.grad for one in leaves]
+    sums = [
+        torch.zeros_like(leaf).contiguous() if leaf.grad is None else leaf.grad for leaf in leaves
+    ]
     for leaf in leaves:
         leaf.grad = None
     comm: ShardComm = module.statistics_comm
@@ -400,7 +402,7 @@ class _SecondMoments(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, y: torch.Tensor, options: _Options, *leaves: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.options, ctx.sizes = options, [one.shape[0] for one in leaves[1:]]
+        ctx.options, ctx.sizes = options, [leaf.shape[0] for leaf in leaves[1:]]
         return y.view_as(y)
 
     @staticmethod

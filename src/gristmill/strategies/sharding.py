@@ -90,15 +90,19 @@ ShardedParameters = Mapping[str, ShardedParameter]
 def whole_parameters(model: nn.Module) -> dict[str, ShardedParameter]:
     """The parameters of a model that is not sharded."""
     return {
-        name: ShardedParameter(name, tuple(one.shape), one, whole_slice(one.shape))
-        for name, one in model.named_parameters()
+        name: ShardedParameter(
+            name, tuple(parameter.shape), parameter, whole_slice(parameter.shape)
+        )
+        for name, parameter in model.named_parameters()
     }
 
 
 def owned_squares(parameters: ShardedParameters) -> torch.Tensor:
     """The sum of squares of the gradients that this process owns."""
     gradients = [
-        one.local.grad for one in parameters.values() if one.owned and one.local.grad is not None
+        parameter.local.grad
+        for parameter in parameters.values()
+        if parameter.owned and parameter.local.grad is not None
     ]
     if not gradients:
         device = next(iter(parameters.values())).local.device
@@ -156,7 +160,9 @@ class Offload:
     """
 
     def __init__(self, parameters: ShardedParameters) -> None:
-        self.on_device = {n: one for n, one in parameters.items() if one.local.requires_grad}
+        self.on_device = {
+            n: parameter for n, parameter in parameters.items() if parameter.local.requires_grad
+        }
         self.parameters = dict(parameters)
         for name, one in self.on_device.items():
             copy = torch.empty_like(one.local, device="cpu", pin_memory=one.local.is_cuda)
@@ -193,7 +199,7 @@ def gather_model(
 
     Weights are sent slice by slice over the host network, so other ranks need no extra memory. It
     takes as long as sending the model once."""
-    owned = [one for one in parameters.values() if one.owned and one.slices]
+    owned = [parameter for parameter in parameters.values() if parameter.owned and parameter.slices]
     announced = control.gather(
         [[one.name, [[part.whole.begin, part.whole.end] for part in one.slices]] for one in owned]
     )
@@ -227,7 +233,7 @@ def _empty_whole(shard: CausalLM, world: World) -> CausalLM:
     """A whole model to fill, in its compute dtype; on the host if the device has too little free
     memory."""
     meta_model = build_meta_model(shard.config, vocab=shard.vocab)
-    size = shard.compute.itemsize * sum(one.numel() for one in meta_model.parameters())
+    size = shard.compute.itemsize * sum(parameter.numel() for parameter in meta_model.parameters())
     free = world.device.free_memory()
     fits = free is None or ROOM * size < free
     device = world.device.torch_device if fits else torch.device("cpu")

@@ -296,7 +296,7 @@ class Spmd:
         """Replace the gradients; returns the squared norm of the new ones."""
         scale, parameters = result.loss_scale, self.sync.parameters
         if scale is not None:
-            local = [one.local.grad for one in parameters.values()]
+            local = [parameter.local.grad for parameter in parameters.values()]
             torch._foreach_div_([gradient for gradient in local if gradient is not None], scale)
         assert self._loss_tokens is not None
         lr = self.optimizer.param_groups[0]["lr"]

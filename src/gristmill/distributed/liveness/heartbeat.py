@@ -104,8 +104,8 @@ def condense(heartbeats: Iterable[Heartbeat]) -> tuple[Heartbeat, ...]:
     leader, *others = sorted(heartbeats, key=lambda one: one.rank != 0)
     chosen = [leader]
     for state in ("failed", "vanished", "lost", "absent"):
-        chosen += [one for one in others if one.state == state][:_FEW]
-    running = [one for one in others if one.state == "running"]
+        chosen += [other for other in others if other.state == state][:_FEW]
+    running = [other for other in others if other.state == "running"]
     by_silence = sorted(running, key=lambda one: -one.silence)
     by_progress = sorted(running, key=lambda one: (one.progress, -one.seconds))
     chosen += by_silence[:_FEW] + by_silence[-1:] + by_progress[:_FEW] + by_progress[-1:]

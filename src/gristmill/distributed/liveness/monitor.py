@@ -86,7 +86,11 @@ class HeartbeatBoard:
             if self._large:
                 heartbeats = condense(heartbeats)
                 self.store.set(self._key("summary"), write_heartbeats(heartbeats))
-        late = any(one.silence > self.limits.late for one in heartbeats if one.rank != own.rank)
+        late = any(
+            heartbeat.silence > self.limits.late
+            for heartbeat in heartbeats
+            if heartbeat.rank != own.rank
+        )
         self.uneasy = late or bool(self._suspects)
         return heartbeats
 
@@ -285,7 +289,7 @@ class Monitor:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and self._heard.store_error is None:
             others = self._heard.others("running", "absent")
-            if self._heard.peers and all(one.silence > self.limits.late for one in others):
+            if self._heard.peers and all(other.silence > self.limits.late for other in others):
                 return
             time.sleep(self.limits.tick)
 

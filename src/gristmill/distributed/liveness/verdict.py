@@ -117,7 +117,7 @@ class Heard:
     def others(self, *states: State) -> Iterator[Heartbeat]:
         """Heartbeats of other ranks in these states."""
         mine = self.place.rank
-        return (one for one in self.peers if one.state in states and one.rank != mine)
+        return (peer for peer in self.peers if peer.state in states and peer.rank != mine)
 
 
 def judge(heard: Heard, me: Heartbeat, *, now: float, limits: Limits) -> str | None:
@@ -177,7 +177,7 @@ def _store_problem(heard: Heard, problem: str) -> str | None:
     store = f"the store at {heard.place.address}"
     if heard.place.agent:
         return f"{store}, hosted by the launcher, {problem}"
-    host = next((one for one in heard.peers if one.rank == 0 and one.state != "absent"), None)
+    host = next((peer for peer in heard.peers if peer.rank == 0 and peer.state != "absent"), None)
     if host is None:
         return f"{store}, hosted by rank 0, {problem}"
     if host.state == "done":
@@ -191,7 +191,7 @@ def overdue(heard: Heard, me: Heartbeat) -> str:
     if heard.answered_at is None:
         host = "the launcher" if heard.place.agent else "rank 0"
         return f"{waited} for {host}, which does not answer at {heard.place.address}"
-    absent = [str(one.rank) for one in heard.others("absent")][:_FEW]
+    absent = [str(other.rank) for other in heard.others("absent")][:_FEW]
     if absent:
         return f"{waited} for rank {', '.join(absent)}, which never joined"
     running = [me, *heard.others("running")]

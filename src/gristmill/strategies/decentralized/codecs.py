@@ -107,7 +107,7 @@ class Transfer:
         own = torch.cat([codec.decode(one, length) for one in sent])[:n]
         if round_sum:
             payloads = self._all_gather(codec.encode(mine), group).view(size, -1)
-            total = torch.cat([codec.decode(one, length) for one in payloads])
+            total = torch.cat([codec.decode(payload, length) for payload in payloads])
         else:
             payloads = self._all_gather(mine, group)
             total = payloads

@@ -66,7 +66,7 @@ class View:
 
     @classmethod
     def parse(cls, number: int, text: bytes) -> View:
-        members = {int(worker): one for worker, one in json.loads(text).items()}
+        members = {int(worker): member for worker, member in json.loads(text).items()}
         return cls(number, dict(sorted(members.items())))
 
     def written(self) -> str:
@@ -144,10 +144,10 @@ class Roll:
         # leaves out joins the next view. But whoever is out proposes nothing while members are
         # left: it may have been frozen, and take those for dead who only went on without it.
         alive = self.alive(now=now)
-        all_here = len(alive) + sum(one.complete for one in self.peers.values()) >= whole
+        all_here = len(alive) + sum(peer.complete for peer in self.peers.values()) >= whole
         if view is None:
             return View(0, alive) if all_here or waited > start else None
-        kept = {w: one for w, one in view.members.items() if alive.get(w) == one}
+        kept = {w: member for w, member in view.members.items() if alive.get(w) == member}
         if not kept and not all_here and waited <= min(start, REGROUP):
             return None  # all members are lost: those who come back wait for one another
         joining = {w: one for w, one in alive.items() if kept.get(w) != one}

@@ -94,7 +94,7 @@ class FlatLayout:
     def owned_squares(self, values: Sequence[torch.Tensor]) -> float:
         """The sum of squares over the elements that this process owns."""
         views = self.views(values)
-        owned = [views[one.name] for one in self.parameters.values() if one.owned]
+        owned = [views[parameter.name] for parameter in self.parameters.values() if parameter.owned]
         if not owned:
             return 0.0
         return float(sum(one.double().square().sum() for one in owned))
@@ -218,7 +218,7 @@ class Exchange:
             results.append(result)
             sent += count
         if self.state.anchor:
-            self.state.anchor = [one.clone() for one in results]
+            self.state.anchor = [result.clone() for result in results]
         return results, sent
 
     def _step_together(
@@ -267,10 +267,10 @@ class Exchange:
             return weights
         number = torch.tensor([float(counts)], device=weights[0].device)
         self.exact.all_reduce(number, processes)
-        for one in weights:
+        for weight in weights:
             if not counts:
-                one.zero_()
-            self.exact.all_reduce(one, processes).div_(number)
+                weight.zero_()
+            self.exact.all_reduce(weight, processes).div_(number)
         return weights
 
     @torch.no_grad()

@@ -43,8 +43,8 @@ class Placing:
         self.mesh = jax.make_mesh(sizes, (*DATA, "tp"), axis_types=(AxisType.Auto,) * 3)
         splits = model.splits()
         self.weights = {
-            name: self._sharding(*_axes(tuple(one.shape), splits.get(name), mesh))
-            for name, one in model.named_parameters()
+            name: self._sharding(*_axes(tuple(parameter.shape), splits.get(name), mesh))
+            for name, parameter in model.named_parameters()
         }
         self.replicated = self._sharding()
         self.micro_batch = self._sharding(DATA)

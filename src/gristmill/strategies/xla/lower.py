@@ -132,7 +132,9 @@ class Lowered:
         # the same.
         inside = {node for _, node in block}
         last = block[-1][1]
-        needed = [one for node in inside for one in node.all_input_nodes if one not in inside]
+        needed = [
+            source for node in inside for source in node.all_input_nodes if source not in inside
+        ]
         given = {node.name: values[node] for node in dict.fromkeys(needed)}
         names = {node.name: node for node in needed}
 
@@ -211,7 +213,7 @@ def _arithmetic(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def lower(result: Result, *args: Any, **kwargs: Any) -> Any:
         # Python's numbers stay: JAX gives them the dtype of the array beside them, as torch does.
-        cast = [one.astype(result.dtype) if isinstance(one, jax.Array) else one for one in args]
+        cast = [arg.astype(result.dtype) if isinstance(arg, jax.Array) else arg for arg in args]
         return function(*cast, **kwargs)
 
     return lower

@@ -65,7 +65,9 @@ class Programs:
     def __init__(self, config: RunConfig, meta_model: CausalLM, placing: Placing) -> None:
         self.config, self.meta_model, self.placing = config, meta_model, placing
         self.buffers = {name: tuple(one.shape) for name, one in meta_model.named_buffers()}
-        self.shapes = {name: tuple(one.shape) for name, one in meta_model.named_parameters()}
+        self.shapes = {
+            name: tuple(parameter.shape) for name, parameter in meta_model.named_parameters()
+        }
         self.state_shapes = self._state_shapes()
         terms = training_terms(config.train, Progress(), meta(), mtp=False)
         known = terms._replace(scale=None, sampled=None)
@@ -117,8 +119,8 @@ class Programs:
                 parameter.grad = torch.zeros_like(parameter)
             optimizer.step(divisor=meta(), skip=meta())
             entries = list(optimizer.entries())
-            found.update({(one.kind, one.key): tuple(one.value.shape) for one in entries})
-            return [one.value for one in entries]
+            found.update({(entry.kind, entry.key): tuple(entry.value.shape) for entry in entries})
+            return [entry.value for entry in entries]
 
         trace(step, {name: meta(shape) for name, shape in self.shapes.items()})
         return found
@@ -146,8 +148,8 @@ class Programs:
             for group, values in zip(optimizer.param_groups, settings, strict=True):
                 group.update(values)
             optimizer.step(divisor=decision.divisor, skip=decision.skip)
-            moved = {name: one.detach() for name, one in optimizer.parameters.items()}
-            after = {(one.kind, one.key): one.value for one in optimizer.entries()}
+            moved = {name: parameter.detach() for name, parameter in optimizer.parameters.items()}
+            after = {(entry.kind, entry.key): entry.value for entry in optimizer.entries()}
             return moved, after, decision.norm, decision.skip
 
         weights, gradients = (
@@ -163,7 +165,7 @@ class Programs:
     def step(self, batches: Batches, controls: Controls) -> Any:
         """One step over micro-batches of this form, to be compiled; it returns weights, state, and
         a vector: loss, gradient norm, skipped, stops."""
-        first = {name: one[0] for name, one in batches.items()}
+        first = {name: batch[0] for name, batch in batches.items()}
         loss = self._loss(first, training=True)
         update = self._update(controls.settings)
         place, count = self.placing, next(iter(batches.values())).shape[0]
@@ -200,7 +202,7 @@ class Programs:
             else:
                 (gradients, total), _ = jax.lax.scan(add, start, pieces)
             mean = total / controls.loss_tokens
-            squares = sum(jnp.sum(jnp.square(one)) for one in gradients.values())
+            squares = sum(jnp.sum(jnp.square(gradient)) for gradient in gradients.values())
             weights, state, norm, skip = update(
                 weights, gradients, state, controls.settings, mean, squares, controls.limits
             )

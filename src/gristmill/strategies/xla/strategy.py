@@ -152,7 +152,7 @@ class Xla:
         program = self.programs.step(batches, controls)
         compiled = program.lower(weights, state, self._buffers, batches, controls).compile()
         seconds = time.monotonic() - begun
-        before = [dict(one) for one in self._steps]
+        before = [dict(step) for step in self._steps]
         self._steps[form] = compiled
         self.compiled = CompiledStep(
             versions=len(self._steps),
@@ -200,7 +200,7 @@ class Xla:
                 name: place.put(one, place.replicated) for name, one in self.model.named_buffers()
             }
         if self._state is None and state:
-            held = {(one.kind, one.key): one.value for one in self.optimizer.entries()}
+            held = {(entry.kind, entry.key): entry.value for entry in self.optimizer.entries()}
             shardings = self.programs.state_shardings()
             self._state = {}
             for key, shape in self.programs.state_shapes.items():
@@ -280,8 +280,8 @@ def _shared_out(model: CausalLM, world: World) -> dict[str, ShardedParameter]:
     """Every process has all parameters on its host, and saves its share of them."""
     processes = world.mesh.processes
     return {
-        name: dataclasses.replace(one, owned=crc32(name.encode()) % processes == world.rank)
-        for name, one in whole_parameters(model).items()
+        name: dataclasses.replace(held, owned=crc32(name.encode()) % processes == world.rank)
+        for name, held in whole_parameters(model).items()
     }
 
 
@@ -298,7 +298,7 @@ def _stacked(batches: Sequence[Batch]) -> dict[str, np.ndarray]:
 
 
 def _form(arrays: Mapping[str, jax.Array]) -> Form:
-    return tuple((name, tuple(one.shape)) for name, one in arrays.items())
+    return tuple((name, tuple(array.shape)) for name, array in arrays.items())
 
 
 def _difference(form: Mapping[str, tuple[int, ...]], before: Mapping[str, tuple[int, ...]]) -> str:
