@@ -166,9 +166,7 @@ def open_model(name: str, *, checkpoint: str, device: str = "auto") -> Model:
 
     if device not in ("auto", "cpu", "cuda", "mps"):
         raise UserError(f"{device!r} is not auto, cpu, cuda or mps", where="--device")
-    with ProgressLine("opening") as line:
-        line.update(0, None, name)
-        model = Model.open(name, checkpoint=checkpoint, device=device)
+    model = Model.open(name, checkpoint=checkpoint, device=device)
     for note in model.notes:
         typer.echo(f"warning: {printable(note)}", err=True)
     return model
@@ -307,7 +305,9 @@ def export(
 
     Checks what it wrote. The model need not fit into memory.
     """
-    opened = open_model(model, checkpoint=checkpoint)
+    with ProgressLine("opening") as line:
+        line.update(0, None, model)
+        opened = open_model(model, checkpoint=checkpoint)
     with ProgressLine("exporting") as line:
 
         def show(doing: str, count: int, total: int) -> None:
