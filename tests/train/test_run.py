@@ -13,6 +13,7 @@ import pytest
 import gristmill
 from gristmill import Model, Run
 from gristmill.base.errors import Exit, UserError
+from gristmill.base.locks import FolderLock
 from gristmill.track.metrics import StepRecord
 
 
@@ -113,3 +114,24 @@ def test_the_package_offers_both_and_imports_torch_for_neither() -> None:
         _ = gristmill.Trainer
     program = "import sys, gristmill; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_new_folder_that_another_process_has_locked_meanwhile_stays(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both saw that it was not there; the other one was quicker."""
+
+    def refuse(lock: FolderLock) -> None:
+        raise UserError("a run is training here")
+
+    monkeypatch.setattr(FolderLock, "acquire", refuse)
+    with pytest.raises(UserError, match="a run is training here"):
+        run.train()
+    assert (run.folder / "checkpoints").is_dir()
+
+
+def test_a_new_folder_of_a_run_that_cannot_start_is_removed(file: Path) -> None:
+    run = Run.open(file, 'data.tokenizer="no-such-tokenizer"')
+    with pytest.raises(UserError):
+        run.train()
+    assert not run.folder.exists()

@@ -42,9 +42,10 @@ class FolderClaim:
         if self.fresh:
             move_aside(self.folder)
         step = None if self.start_from is None else choose_step(self.folder, self.start_from)
-        self._new = self.folder.create()
+        new = self.folder.create()
         self._lock.acquire()
-        self.folder.held = self._lock
+        # Not before: a folder that another process has locked meanwhile is that process's own.
+        self.folder.held, self._new = self._lock, new
         if step is not None:
             roll_back(self.folder, step)
 
