@@ -29,7 +29,7 @@ DECOMPRESSED_PIECE = 1 << 13
 """The most bytes before damage that are lost with it."""
 _HASHED_PIECE = 1 << 20
 _MOST_ENTRIES, _DEEPEST = 20_000, 3
-"""Of a folder that is looked through."""
+"""How many entries of a folder are looked through, and how deep."""
 _ZSTD_PIECE = 1 << 13
 """Small, since 4 bytes of zstd can stand for 128 KiB."""
 

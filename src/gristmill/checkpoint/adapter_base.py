@@ -157,8 +157,8 @@ def _weights_sha256(folder: Path, checkpoint: str | None) -> str:
 
 @cache
 def _file_sha256(file: Path, size: int, changed: int) -> str:
-    """Of a file that may be large and is looked at more than once; the other arguments tell whether
-    it is still the same."""
+    """The SHA-256 of a file that may be large and is looked at more than once; the other arguments
+    tell whether it is still the same."""
     return sha256_file(file)
 
 

@@ -88,7 +88,7 @@ class TrainState:
     workers: tuple[int, ...] = ()
     """The workers, if they have weights of their own."""
     worker: int = 0
-    """That of this rank."""
+    """The worker of this rank."""
     rank: int = 0
     ranks: int = 1
     writes_unowned: bool = True

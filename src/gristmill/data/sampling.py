@@ -179,13 +179,13 @@ class PackingCounts(NamedTuple):
 
     conversations: int
     cut: int
-    """Of these, such that lose part of an answer."""
+    """How many of them lose part of an answer."""
     dropped: int
-    """Of these, such that have no answer before their end is cut off."""
+    """How many of them have no answer before their end is cut off."""
     tokens: int
     """Ids in samples, without padding."""
     loss_tokens: int
-    """Those that count in the loss."""
+    """Ids that count in the loss."""
 
 
 def pack(

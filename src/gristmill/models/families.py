@@ -109,7 +109,7 @@ class TensorTable:
     """The modules of a family."""
 
     prefix: str
-    """Of all names but the head's; files of a bare model lack it."""
+    """What all names but the head's begin with; files of a bare model lack it."""
     before: tuple[ForeignModule, ...]
     block: str
     in_block: tuple[ForeignModule, ...]

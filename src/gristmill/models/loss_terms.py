@@ -62,7 +62,7 @@ class TokenTargets(NamedTuple):
     """log w of each row, in nats; zero for targets."""
 
     def part(self, part: slice) -> TokenTargets:
-        """Those of some tokens, which have no rows of their own."""
+        """The targets of some tokens, which have no rows of their own."""
         first_three = (None if one is None else one[part] for one in self[:3])
         return TokenTargets(*first_three)  # type: ignore[arg-type]
 

@@ -141,7 +141,7 @@ class ShardComm:
         return x_BTD
 
     def local_positions(self, positions: torch.Tensor) -> torch.Tensor:
-        """Those of these positions, (T) or (B, T), whose residual stream this process holds."""
+        """The ones of these positions, (T) or (B, T), whose residual stream this process holds."""
         return positions
 
     def distinct_rng(self) -> contextlib.AbstractContextManager[None]:

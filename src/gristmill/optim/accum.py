@@ -84,7 +84,7 @@ class AccumAdam(ParameterOptimizer):
             torch._foreach_add_(steps, [1 - skip] * len(steps))
 
     def _members(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Those parameters of a group that have a gradient or had one before."""
+        """The parameters of a group that have a gradient or had one before."""
         known = [parameter for parameter in parameters if self.state[parameter]]
         for parameter in parameters:
             if parameter.grad is not None and not self.state[parameter]:

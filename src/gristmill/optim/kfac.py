@@ -86,7 +86,7 @@ class LayerCurvature:
     layer: KfacLayer
     config: KfacConfig
     factors: list[torch.Tensor] = field(default_factory=list)
-    """Those of the inputs and, unless they are left out, of the outputs."""
+    """The factors of the inputs and, unless they are left out, of the outputs."""
     inverses: list[Inverse] = field(default_factory=list)
 
     @property

@@ -294,7 +294,7 @@ class Chunk(NamedTuple):
 
     @property
     def rule(self) -> MatrixRule:
-        """That of the group."""
+        """The rule of the group."""
         rule: MatrixRule = self.group["rule"]
         return rule
 
@@ -303,7 +303,7 @@ class Chunk(NamedTuple):
         return [parameter.detach() for parameter in self.parameters]
 
     def gradients(self) -> list[torch.Tensor]:
-        """Those of the matrices."""
+        """The gradients of the matrices."""
         return [p.grad for p in self.parameters if p.grad is not None]
 
 

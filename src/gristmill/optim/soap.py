@@ -43,7 +43,7 @@ FIRST_EPS = 0.01
 """Above the rounding of products in TF32, relative to the largest."""
 
 State = dict[str, torch.Tensor]
-"""Of one part, by kind."""
+"""The state of one part, by kind."""
 
 SOAP_PLACEMENTS: Mapping[str, Placement] = dict.fromkeys(
     (

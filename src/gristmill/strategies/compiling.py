@@ -54,9 +54,10 @@ from gristmill.models.spec import CausalLM, StagedModel
 CORES = 8
 """With fewer, these processes would only slow each other down."""
 THREADS = 4
-"""That each uses to compile kernels."""
+"""How many each uses to compile kernels."""
 MEMORY_SHARE = 0.125
-"""Of the device's memory, for the weights of all of these processes: each has a whole model."""
+"""The part of the device's memory for the weights of all of these processes, each of which has a
+whole model."""
 LIMIT = 300.0
 """Seconds after which the run goes on without them."""
 BESIDE, UPDATE, KERNELS = "beside", "update", "kernels"
@@ -206,7 +207,8 @@ USUAL_MFU = 0.4
 LAUNCH_BOUND = 0.04
 """Seconds of a pass below which launching its kernels may take as long as they do."""
 WIDEST_ROW = 4096
-"""Of a reduction along rows; on an H200, layer norm of width 1280 takes 0.6 of the time so."""
+"""The widest row of a reduction that stays in registers; on an H200, layer norm of width 1280 takes
+0.6 of the time so."""
 GRAPHS = 128
 """Maximum number of compiled versions of a function in a process."""
 

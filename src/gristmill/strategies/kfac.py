@@ -74,7 +74,7 @@ class Kfac:
             for name, layer in layers.items()
             if world.rank in self.work[name].preconditions
         }
-        """Those of the layers that this process preconditions."""
+        """The curvatures of the layers that this process preconditions."""
         for name, curvature in self.curvatures.items():
             curvature.allocate(device, factors=self._inverts(name))
         self.exchange = None
@@ -91,7 +91,7 @@ class Kfac:
         self._everyone = world.groups.along(*world.mesh.sizes)
         self.updates = torch.zeros((), device=device)
         self._known = dict.fromkeys((layer.parameters[0] for layer in layers.values()), False)
-        """Of which weights it is known that their factors were updated."""
+        """Whether it is known that a weight's factors were updated."""
         self._settings = StepSettings(0.0, 0.0, 0.0)
         self._collecting = self._inverting = False
 

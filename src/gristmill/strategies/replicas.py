@@ -28,7 +28,7 @@ class ReplicaDifference:
     """Processes that hold other bits than most."""
 
     ranks: tuple[int, ...]
-    """Those in the minority, or all that hold a copy if there is none."""
+    """The ranks in the minority, or all that hold a copy if there is none."""
     agreed: tuple[int, ...]
     """The majority; empty if there is none."""
     names: tuple[str, ...]

@@ -161,7 +161,7 @@ class RunHealth:
         return self._limits[max(known)] if known else None
 
     def skip_limits(self, step: int) -> StepLimits | None:
-        """Those above which the step must not change the weights."""
+        """The limits above which the step must not change the weights."""
         skips = self.guard is not None and self.guard.action == "skip"
         return self.limits(step) if skips else None
 

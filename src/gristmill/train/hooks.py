@@ -100,7 +100,7 @@ class Hooks:
         self.writer, self.resolved, self.control = writer, resolved, control
         self.exit_every, self._exits = exit_every, False
         self._progress = Progress()
-        """That of the last step taken."""
+        """The progress after the last step taken."""
 
     @property
     def asked_to_stop(self) -> bool:

@@ -269,7 +269,7 @@ def resume_differences(saved: dict[str, Any], run: BuiltRun) -> list[str]:
 
 
 def _from_average(saved: Sequence[int], workers: Sequence[int]) -> str:
-    """That the workers of a run changed, in words."""
+    """A note that the workers of a run changed."""
     if not saved:
         return (
             f"the checkpoint is of a run whose processes had the same weights; all {len(workers)} "

@@ -31,7 +31,7 @@ class Tiles(NamedTuple):
     programs: int
     """Per SM."""
     stages: int
-    """Of the pipeline of loads."""
+    """Loads that are under way at a time."""
 
     def launch(self, out_MN: torch.Tensor, depth: int) -> dict[str, int]:
         """The sizes that a kernel which computes this output is compiled for, and its options; the

@@ -117,7 +117,7 @@ class Decentralized:
         self._before = Progress()
         self._pending: _PendingExchange | None = None
         self._error: Exception | None = None
-        """Of an exchange, after the step was taken."""
+        """The error of an exchange, after the step was taken."""
         self._own: Buckets | None = None
         """This worker's weights while the parameters hold the average."""
         self._agreed = False

@@ -48,13 +48,13 @@ class Controls(NamedTuple):
     """What changes from step to step, as scalars."""
 
     settings: list[dict[str, jax.Array]]
-    """Of each parameter group, those that change."""
+    """The settings of each parameter group that change."""
     loss_tokens: jax.Array
     """Tokens that count in the loss, at least 1."""
     limits: jax.Array
     """Loss and norm above which the step is skipped."""
     key: jax.Array
-    """Of the random numbers of dropout."""
+    """The key of the random numbers of dropout."""
     stops: jax.Array
     """For every device, whether its process was asked to stop; as parts of 1."""
 
