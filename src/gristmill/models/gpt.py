@@ -167,7 +167,8 @@ class GPT(CausalLM):
     def partial_gradients(self) -> list[str]:
         """With sequence parallelism, all replicated parameters: each rank sees only some positions.
         Otherwise the query and key norms: each rank sees only some heads."""
-        replicated = [name for name, _ in self.named_parameters() if name not in self.splits()]
+        splits = self.splits()
+        replicated = [name for name, _ in self.named_parameters() if name not in splits]
         if self.comm.sequence_parallel:
             return replicated
         return [name for name in replicated if ".query_norm." in name or ".key_norm." in name]
@@ -176,9 +177,9 @@ class GPT(CausalLM):
 
     def initialise(self, seed: int, names: Iterable[str] | None = None) -> None:
         """Normal matrices and embeddings, zero biases, unit gains."""
-        splits, shard = self.splits(), self.shard
+        splits, shapes, shard = self.splits(), self.whole_shapes(), self.shard
         for name in dict(self.named_parameters()) if names is None else names:
-            parameter, shape = self.get_parameter(name), self.whole_shape(name)
+            parameter, shape = self.get_parameter(name), shapes[name]
             value = self._initial(self.canonical_name(name), shape, seed, parameter.device)
             split = splits.get(name, Split(0, (shape[0],)))
             rank, ranks = (shard.tp_rank, shard.tp_size) if name in splits else (0, 1)

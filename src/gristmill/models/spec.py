@@ -364,13 +364,15 @@ class CausalLM(nn.Module):
         """How tensor parallelism divides parameters; those not listed are replicated."""
         return {}
 
-    def whole_shape(self, name: str) -> tuple[int, ...]:
-        """A parameter's shape in the whole model."""
-        shape = list(self.get_parameter(name).shape)
-        split = self.splits().get(name)
-        if split is not None:
-            shape[split.dim] = sum(split.parts)
-        return tuple(shape)
+    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of all parameters in the whole model, tied ones under all of their names."""
+        splits, shapes = self.splits(), dict[str, tuple[int, ...]]()
+        for name, parameter in self.named_parameters(remove_duplicate=False):
+            shape = list(parameter.shape)
+            if name in splits:
+                shape[splits[name].dim] = sum(splits[name].parts)
+            shapes[name] = tuple(shape)
+        return shapes
 
     def partial_gradients(self) -> list[str]:
         """Replicated parameters whose gradients must be summed over tp."""
@@ -433,9 +435,9 @@ def is_transposed(module: nn.Module) -> bool:
 
 def linear_shapes(model: CausalLM) -> dict[str, LinearShape]:
     """The shapes that these layers have in the whole model."""
-    stacked, shapes = model.stacked_rows(), {}
+    stacked, whole, shapes = model.stacked_rows(), model.whole_shapes(), {}
     for name, module in block_linears(model).items():
-        shape = model.whole_shape(f"{name}.weight")
+        shape = whole[f"{name}.weight"]
         outputs, inputs = reversed(shape) if is_transposed(module) else shape
         parts = stacked.get(f"{name}.weight", (outputs,))
         shapes[name] = LinearShape(inputs, parts, module.bias is not None)

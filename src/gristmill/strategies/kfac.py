@@ -335,10 +335,10 @@ class LayerStatistics:
     ) -> None:
         """`layers`: by module name, with the rows of the matrices stacked in the whole weight."""
         self._modules: dict[str, Any] = {}
+        splits, shapes = model.splits(), model.whole_shapes()
         for name, parts in layers.items():
             module: Any = model.get_submodule(name)
-            split = model.splits().get(f"{name}.weight")
-            shape = model.whole_shape(f"{name}.weight")
+            split, shape = splits.get(f"{name}.weight"), shapes[f"{name}.weight"]
             inputs = sum(shape) - sum(parts) + (module.bias is not None)
             module.statistics_on = False
             module.statistics_split = None if split is None else split.dim

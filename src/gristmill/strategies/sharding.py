@@ -121,8 +121,9 @@ class ShardLayout:
 
     @classmethod
     def of(cls, model: CausalLM, mesh: Mesh) -> ShardLayout:
-        shapes = {name: model.whole_shape(name) for name, _ in model.named_parameters()}
-        return cls(mesh, shapes, model.splits())
+        shapes = model.whole_shapes()
+        own = {name: shapes[name] for name, _ in model.named_parameters()}
+        return cls(mesh, own, model.splits())
 
     def slices(self, name: str, rank: int) -> tuple[ShardSlice, ...]:
         """The slices of a parameter that a process holds, and where they are in its tensor."""
