@@ -81,14 +81,14 @@ class Model:
         prompt: str = "",
         *,
         tokens: int = 128,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         cache: bool = True,
         **sampling: Any,
     ) -> Iterator[str]:
-        """Continue a text, piece by piece: at most `tokens`, before a text in `stop`. `sampling`:
-        temperature, top_k, top_p and seed, as in `Sampling`."""
+        """Continue a text, piece by piece: at most `tokens`, before one of the texts in `stop`.
+        `sampling`: temperature, top_k, top_p and seed, as in `Sampling`."""
         pieces = self.text_generator(cache=cache).stream(
-            prompt, tokens=tokens, sampling=Sampling(**sampling), stop=stop
+            prompt, tokens=tokens, sampling=Sampling(**sampling), stop=_several(stop)
         )
         return (text for _, text in pieces)
 
@@ -138,6 +138,10 @@ class Model:
         at once; `precision`: fp32, bf16, fp16 or several. Each result is written as soon as it is
         there: into evals/ of the run that the model is from, and below the folder `output`.
         """
+        for name in _several(precision):
+            if name not in DTYPES:
+                what, known = f"{name!r} is no number format", ", ".join(DTYPES)
+                raise UserError(what, where="precision", remedy=f"one of {known}")
         given = [tasks] if isinstance(tasks, str) else list(tasks)
         opened: list[OpenTask] = [task for task in given if not isinstance(task, str)]
         if named := [task for task in given if isinstance(task, str)]:

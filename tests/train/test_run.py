@@ -90,6 +90,8 @@ def test_what_cannot_be_opened_or_used_is_told(run: Run, file: Path, tmp_path: P
         run.generate("the mill", temperature=-1)
     with pytest.raises(UserError, match="no chat template"):
         run.model().chat()
+    with pytest.raises(UserError, match="'fp8' is no number format"):
+        run.evaluate(precision=["fp32", "fp8"])
     with pytest.raises(UserError, match="a GGUF file holds no code"):
         run.model().export(tmp_path / "model.gguf", code=True)
     with pytest.raises(UserError, match="no checkpoint step-00000099"):
@@ -105,7 +107,10 @@ def test_a_model_is_loaded_when_it_is_first_used(run: Run, tmp_path: Path) -> No
     same = Model.open(tmp_path / "exported")
     words = {"tokens": 8, "temperature": 0}
     assert same.generate("the corn", **words) == model.generate("the corn", **words)
-    assert "".join(model.stream("the corn", **words)) == model.generate("the corn", **words)
+    text = model.generate("the corn", **words)
+    assert "".join(model.stream("the corn", **words)) == text
+    # One text, not the set of its letters.
+    assert model.generate("the corn", stop="no such text", **words) == text
 
 
 def test_the_package_offers_both_and_imports_torch_for_neither() -> None:
