@@ -22,7 +22,8 @@ from gristmill.distributed.device import select_device
 from gristmill.evaluate.loss import evaluate_text, evaluation_ids
 from gristmill.evaluate.results import EvaluationResult, write_result
 from gristmill.evaluate.tasks import OpenTask, TaskOptions, open_tasks
-from gristmill.generate import ChatGenerator, Sampling, TextGenerator
+from gristmill.generate.sampling import Sampling
+from gristmill.generate.text import ChatGenerator, TextGenerator
 from gristmill.strategies.precision import DTYPES
 from gristmill.text.chat.encoding import ChatEncoder
 from gristmill.text.chat.template import OWN, choose_template

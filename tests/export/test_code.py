@@ -15,7 +15,8 @@ from gristmill.checkpoint.model import StoredModel, open_stored
 from gristmill.config.model import GPTConfig
 from gristmill.export import folder as module
 from gristmill.export.folder import export
-from gristmill.generate import Engine, Sampling
+from gristmill.generate.engine import Engine
+from gristmill.generate.sampling import Sampling
 from gristmill.models.build import build_model
 from gristmill.models.weights import WeightsInMemory
 from gristmill.text.tokenizers.tokenizer import ByteTokenizer
@@ -112,7 +113,7 @@ def test_it_generates_with_a_cache_and_from_padded_prompts(
     export(stored, tmp_path / "hf", code=True, check="files")
     theirs, prompt = load(tmp_path / "hf"), [5, 80, 3, 200, 7]
     engine, greedy = Engine(stored.load(CPU).model), Sampling(temperature=0.0)
-    wanted = [ids[0] for ids in engine.stream([prompt], tokens=12, sampling=greedy)]
+    wanted = engine.generate([prompt], tokens=12, sampling=greedy)[0]
     asked = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
     alone = theirs.generate(torch.tensor([prompt]), **asked)
     assert alone[0].tolist() == prompt + wanted

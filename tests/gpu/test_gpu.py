@@ -22,7 +22,8 @@ from gristmill.config.resolve import resolve
 from gristmill.config.schema import RunConfig
 from gristmill.data.loader import JOINED, Batch, DocumentRules, make_batch
 from gristmill.distributed.world import Groups, open_world
-from gristmill.generate import Engine, Sampling
+from gristmill.generate.engine import Engine
+from gristmill.generate.sampling import Sampling
 from gristmill.models import gpt
 from gristmill.models.build import build_model
 from gristmill.models.loss import linear_cross_entropy
@@ -354,7 +355,7 @@ def test_cached_decoding_on_the_gpu(make_run: MakeRun) -> None:
     model.initialise(0)
     greedy = Sampling(temperature=0)
     results = [
-        [ids[0] for ids in Engine(model, cached=cached).stream([[1]], tokens=90, sampling=greedy)]
+        Engine(model, cached=cached).generate([[1]], tokens=90, sampling=greedy)[0]
         for cached in (True, False)
     ]
     assert results[0] == results[1]

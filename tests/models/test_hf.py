@@ -15,7 +15,8 @@ from gristmill.checkpoint.tensorfile import open_hf_tensors
 from gristmill.config.hf import HFConfig, architecture_settings
 from gristmill.config.model import Role
 from gristmill.evaluate.scoring import Continuation, score
-from gristmill.generate import Engine, Sampling
+from gristmill.generate.engine import Engine
+from gristmill.generate.sampling import Sampling
 from gristmill.models.build import build_meta_model, build_model
 from gristmill.models.hf import HFModel, folder_weights
 from gristmill.models.loss_terms import LossTerms
@@ -171,7 +172,7 @@ def test_generation_with_a_cache_is_that_of_transformers(kind: str) -> None:
     model = built(tiny(kind)).eval()
     prompt = [5, 17, 3, 80]
     texts = [
-        [ids[0] for ids in engine.stream([prompt], tokens=20, sampling=GREEDY)]
+        engine.generate([prompt], tokens=20, sampling=GREEDY)[0]
         for engine in (Engine(model), Engine(model, cached=False))
     ]
     theirs = original(model).generate(

@@ -21,7 +21,8 @@ from gristmill.config.load import load_text
 from gristmill.config.schema import RunConfig
 from gristmill.export.folder import export
 from gristmill.export.gguf import export_gguf
-from gristmill.generate import ChatGenerator, Sampling
+from gristmill.generate.sampling import Sampling
+from gristmill.generate.text import ChatGenerator
 from gristmill.text.chat.conversations import Message
 from gristmill.text.chat.encoding import ChatEncoder
 from gristmill.text.chat.template import ChatTemplate, choose_template, find_template

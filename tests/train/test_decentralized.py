@@ -22,7 +22,8 @@ from gristmill.checkpoint.tensorfile import open_tensors
 from gristmill.config.schema import RunConfig
 from gristmill.evaluate.loss import evaluate_loss, evaluation_ids
 from gristmill.export.folder import export
-from gristmill.generate import Sampling, TextGenerator
+from gristmill.generate.sampling import Sampling
+from gristmill.generate.text import TextGenerator
 from gristmill.strategies.decentralized.outer import Exchange
 from gristmill.strategies.decentralized.workers import StopAgreement
 from gristmill.track.metrics import EventRecord, StepRecord, ValidationRecord, read_metrics

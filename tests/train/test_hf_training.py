@@ -18,7 +18,8 @@ from gristmill.config.load import dump_run, load_run, load_text
 from gristmill.config.schema import RunConfig
 from gristmill.evaluate.loss import evaluate_loss, evaluation_ids
 from gristmill.export.folder import export
-from gristmill.generate import Engine, Sampling
+from gristmill.generate.engine import Engine
+from gristmill.generate.sampling import Sampling
 from gristmill.models.hf import HFModel
 from gristmill.train.run import Run
 
@@ -141,7 +142,7 @@ def test_the_run_needs_the_folder_no_more(
     assert isinstance(loaded.model, HFModel)
     greedy = Sampling(temperature=0.0)
     texts = [
-        [ids[0] for ids in engine.stream([[1, 2, 3]], tokens=80, sampling=greedy)]
+        engine.generate([[1, 2, 3]], tokens=80, sampling=greedy)[0]
         for engine in (Engine(loaded.model), Engine(loaded.model, cached=False))
     ]
     assert texts[0] == texts[1]

@@ -24,7 +24,8 @@ from gristmill.config.resolve import resolve
 from gristmill.config.schema import RunConfig
 from gristmill.evaluate.loss import evaluate_loss, evaluation_ids
 from gristmill.export.folder import export
-from gristmill.generate import Engine, Sampling
+from gristmill.generate.engine import Engine
+from gristmill.generate.sampling import Sampling
 from gristmill.models.lora import MergedWeights
 from gristmill.plan.arithmetic import gpt_size
 from gristmill.track.folder import RunFolder
@@ -100,8 +101,7 @@ def losses(runs: Runs, folder: Path) -> list[float]:
 
 
 def greedy(model: Any) -> list[int]:
-    stream = Engine(model).stream([[1, 2, 3]], tokens=16, sampling=Sampling(temperature=0.0))
-    return [ids[0] for ids in stream]
+    return Engine(model).generate([[1, 2, 3]], tokens=16, sampling=Sampling(temperature=0.0))[0]
 
 
 def some_ids() -> torch.Tensor:

@@ -22,7 +22,8 @@ from gristmill.config.resolve import padded
 from gristmill.config.schema import MODEL_KINDS, RunConfig, any_model
 from gristmill.evaluate.loss import evaluate_loss, evaluation_ids
 from gristmill.export.folder import export
-from gristmill.generate import Engine, Sampling
+from gristmill.generate.engine import Engine
+from gristmill.generate.sampling import Sampling
 from gristmill.models import build
 from gristmill.models.build import build_meta_model, build_model, materialise
 from gristmill.models.loss import linear_cross_entropy
@@ -284,7 +285,7 @@ def test_it_generates_and_is_evaluated(known: None, tokens: Path, tmp_path: Path
     assert loaded.model.stack[0].slowest.max() == pytest.approx(0.2)
     greedy = Sampling(temperature=0.0)
     texts = [
-        [ids[0] for ids in engine.stream([[1, 2, 3]], tokens=40, sampling=greedy)]
+        engine.generate([[1, 2, 3]], tokens=40, sampling=greedy)[0]
         for engine in (Engine(loaded.model), Engine(loaded.model, cached=False))
     ]
     # Beyond its window the cached model starts again from half of it, as any model does.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gristmill.export.adapter import ExportedAdapter
     from gristmill.export.folder import Exported
     from gristmill.export.gguf import ExportedFile
-    from gristmill.generate import ChatGenerator
+    from gristmill.generate.text import ChatGenerator
     from gristmill.model import Model
 
 
@@ -211,7 +211,7 @@ def generate(
     device: Device = "auto",
 ) -> None:
     """Continue a text with a model, or converse with it."""
-    from gristmill.generate import Sampling
+    from gristmill.generate.sampling import Sampling
 
     for name, given in (("--system", system), ("--template", template)):
         if given is not None and not chat:

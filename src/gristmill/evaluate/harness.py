@@ -37,13 +37,12 @@ from gristmill.evaluate.measures import Measure, function_of_mean
 from gristmill.evaluate.questions import Option, encode_options
 from gristmill.evaluate.results import EvaluationResult
 from gristmill.evaluate.scoring import Continuation, Truncation, score
-from gristmill.generate import Sampling, TextGenerator
+from gristmill.generate.sampling import Sampling
+from gristmill.generate.text import TextGenerator
 from gristmill.hub.client import parse_repository
 
 SUFFIXES = (".yaml", ".yml")
 PACKAGE = "lm_eval"
-LARGEST_BATCH = 64
-"""Texts that are generated at once."""
 BOOTSTRAPS = 1000
 """Samples for the standard errors that the harness finds by resampling."""
 _NAME = re.compile(r"^task:\s*['\"]?([^'\"#\s]+)", re.MULTILINE)
@@ -282,19 +281,14 @@ def language_model(loaded: LoadedModel, progress: Callable[[int, int], None] | N
 
         def generate_until(self, requests: list[Any]) -> list[str]:
             texts, done = [""] * len(requests), 0
-            groups: dict[tuple[int, str], list[int]] = {}
-            prompts = [self._prompt(request) for request in requests]
+            groups: dict[str, list[int]] = {}
             for number, request in enumerate(requests):
-                key = (len(prompts[number]), str(sorted(request.args[1].items())))
-                groups.setdefault(key, []).append(number)
+                groups.setdefault(str(sorted(request.args[1].items())), []).append(number)
             for numbers in groups.values():
-                for begin in range(0, len(numbers), LARGEST_BATCH):
-                    batch = numbers[begin : begin + LARGEST_BATCH]
-                    wanted = self._wanted(requests[batch[0]])
-                    completed = self.generator.complete([prompts[n] for n in batch], **wanted)
-                    for number, text in zip(batch, completed, strict=True):
-                        texts[number] = text
-                    done += len(batch)
+                prompts = [self._prompt(requests[number]) for number in numbers]
+                wanted = self._wanted(requests[numbers[0]])
+                for place, text in self.generator.complete(prompts, **wanted):
+                    texts[numbers[place]], done = text, done + 1
                     if progress is not None:
                         progress(done, len(requests))
             return texts

@@ -58,7 +58,8 @@ from gristmill.export.staging import (
     tensor_bytes,
     write_index,
 )
-from gristmill.generate import Engine, Sampling
+from gristmill.generate.engine import Engine
+from gristmill.generate.sampling import Sampling
 from gristmill.models.families import foreign_tensors, open_foreign
 from gristmill.models.hf import hf_form
 from gristmill.models.weights import ForeignTensor
@@ -298,7 +299,7 @@ def _compare_with_transformers(
         for _ in range(tokens):
             greedy_BT = torch.cat((greedy_BT, theirs(greedy_BT).logits[:, -1:].argmax(-1)), dim=1)
     prompt, greedy = prompt_BT[0].tolist(), Sampling(temperature=0.0)
-    continuation = [ids[0] for ids in Engine(ours).stream([prompt], tokens=tokens, sampling=greedy)]
+    (continuation,) = Engine(ours).generate([prompt], tokens=tokens, sampling=greedy)
     same = prompt + continuation == greedy_BT[0].tolist()
     # A difference that is not a number is not small either.
     if not difference <= allowed or not same:

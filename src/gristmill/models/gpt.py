@@ -48,6 +48,8 @@ from gristmill.models.spec import (
     KVCache,
     Loss,
     ModelShard,
+    SlotMemory,
+    SlotRows,
     Split,
     document_mask,
     seeded_generator,
@@ -143,6 +145,22 @@ class GPT(CausalLM):
     def new_cache(self, capacity: int | None = None) -> KVCache:
         return KVCache(capacity or self.config.context)
 
+    def slot_memory(self, slots: int, capacity: int, *, dtype: torch.dtype) -> SlotMemory:
+        config = self.config
+        return SlotMemory(
+            layers=config.layers,
+            slots=slots,
+            groups=config.groups,
+            capacity=capacity,
+            width=config.head_size,
+            dtype=dtype,
+            device=self.device,
+        )
+
+    def slot_bytes(self, capacity: int, *, dtype: torch.dtype) -> int:
+        config = self.config
+        return 2 * config.layers * config.groups * config.head_size * capacity * dtype.itemsize
+
     def splits(self) -> dict[str, Split]:
         """Split by heads, inner features and vocabulary rows."""
         config, rows = self.config, Split(0, (self.rows,))
@@ -232,12 +250,12 @@ class GPT(CausalLM):
         cache: Cache | None = None,
         logits_at_N: torch.Tensor | None = None,
     ) -> torch.Tensor | Loss:
-        assert cache is None or (positions_BT is None and documents_BT is None), "one document"
-        assert cache is None or isinstance(cache, KVCache)
+        assert cache is None or documents_BT is None, "one document"
+        assert cache is None or isinstance(cache, KVCache | SlotRows)
         context = self.block_context(tokens_BT, positions_BT, documents_BT, cache=cache)
         x_BTD = self.embed(tokens_BT, context)
         x_BTD = self.run_blocks(x_BTD, self.layers, tokens_BT, context)
-        if cache is not None:
+        if isinstance(cache, KVCache):
             cache.length += tokens_BT.shape[1]
         if targets_BT is not None:
             return self.loss(x_BTD, targets_BT, terms)
@@ -251,7 +269,7 @@ class GPT(CausalLM):
         positions: torch.Tensor | None,
         documents_BT: torch.Tensor | None,
         *,
-        cache: KVCache | None = None,
+        cache: KVCache | SlotRows | None = None,
     ) -> BlockContext:
         """The inputs that all blocks share for a batch; positions are (T) or (B, T)."""
         if positions is None:

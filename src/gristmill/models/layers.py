@@ -31,7 +31,7 @@ from gristmill.models.products import (
     worth_fusing_mlp,
     worth_fusing_qkv,
 )
-from gristmill.models.spec import Kernels, KVCache, ShardComm
+from gristmill.models.spec import Kernels, KVCache, ShardComm, SlotRows
 
 _ARM = platform.machine() in ("aarch64", "arm64")
 
@@ -43,7 +43,7 @@ class BlockContext(NamedTuple):
     mask: torch.Tensor | BlockMask | None = None
     rotary: RotaryAngles | None = None
     """For models with rotary positions."""
-    cache: KVCache | None = None
+    cache: KVCache | SlotRows | None = None
     kernels: Kernels = Kernels()
     comm: ShardComm = ShardComm()
     documents_BT: torch.Tensor | None = None
@@ -221,6 +221,8 @@ class Attention(nn.Module):
                 query, key, value, block_mask=mask, scale=self.scale, enable_gqa=grouped
             )
             return attended
+        if isinstance(cache, SlotRows):
+            return cache.attend(self.layer, query, key, value, scale=self.scale, window=self.window)
         causal = mask is None
         if cache is not None:
             key, value = cache.extend(self.layer, key, value)

@@ -33,7 +33,8 @@ from gristmill.config.schema import SampleConfig
 from gristmill.data.intact import ContentCheck
 from gristmill.data.loader import Batch
 from gristmill.distributed.control import ControlGroup
-from gristmill.generate import Sampling, TextGenerator
+from gristmill.generate.sampling import Sampling
+from gristmill.generate.text import TextGenerator
 from gristmill.strategies.strategy import StepLimits, Strategy
 from gristmill.text.chat.conversations import Message
 from gristmill.text.chat.encoding import ChatEncoder

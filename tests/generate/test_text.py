@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from gristmill.base.errors import UserError
 from gristmill.config.model import GPTConfig
-from gristmill.generate import Engine, Sampling, TextGenerator, draw, window_start
+from gristmill.generate.engine import Engine, window_start
+from gristmill.generate.sampling import Sampling, draw, uniform_numbers
+from gristmill.generate.text import TextGenerator, TextWriter
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
-from gristmill.text.tokenizers.tokenizer import ByteTokenizer, open_tokenizer
+from gristmill.text.tokenizers.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 
 GREEDY = Sampling(temperature=0)
 
@@ -43,11 +48,9 @@ def test_greedy_decoding_with_the_cache_equals_decoding_without(
     model = make_model(**settings)
     prompt = torch.randint(0, 257, (prompt_length,), generator=torch.Generator().manual_seed(1))
     results = [
-        [ids[0] for ids in Engine(model, cached=cached).stream(
-            [prompt.tolist()], tokens=60, sampling=GREEDY
-        )]
+        Engine(model, cached=cached).generate([prompt.tolist()], tokens=60, sampling=GREEDY)[0]
         for cached in (True, False)
-    ]  # fmt: skip
+    ]
     assert results[0] == results[1]
     assert len(results[0]) == 60  # far beyond the context of 16
     assert len(set(results[0])) > 5
@@ -75,20 +78,20 @@ def test_the_same_seed_gives_the_same_text() -> None:
 def test_only_ids_of_the_tokenizer_are_drawn() -> None:
     model = make_model()
     hot = Sampling(temperature=50.0, top_k=0)
-    drawn = {ids[0] for ids in Engine(model, ids=7).stream([[1]], tokens=60, sampling=hot)}
-    assert drawn == set(range(7))
+    (drawn,) = Engine(model, ids=7).generate([[1]], tokens=80, sampling=hot)
+    assert set(drawn) == set(range(7))
 
 
 def test_the_model_is_left_as_it_was() -> None:
     model = make_model(dropout=0.5)
     model.train()
-    list(Engine(model).stream([[1]], tokens=3, sampling=GREEDY))
+    Engine(model).generate([[1]], tokens=3, sampling=GREEDY)
     assert model.training
 
 
 def probabilities(sampling: Sampling, logits: list[float], draws: int = 4000) -> torch.Tensor:
-    rows = torch.tensor([logits]).repeat(draws, 1)
-    ids = draw(rows, sampling, torch.Generator().manual_seed(0))
+    uniform = uniform_numbers(0, 0, draws).tolist()
+    ids = torch.tensor([draw(torch.tensor(logits), sampling, number) for number in uniform])
     return torch.bincount(ids, minlength=len(logits)) / draws
 
 
@@ -125,38 +128,56 @@ def test_wrong_sampling_is_refused(values: dict[str, Any], message: str) -> None
         Sampling(**values)
 
 
-class Scripted:
-    """An engine that says what it is told to."""
-
-    def __init__(self, *texts: bytes) -> None:
-        self.texts = texts
-
-    def stream(self, prompt: list[int], **_: object):  # type: ignore[no-untyped-def]
-        longest = max(map(len, self.texts))
-        for at in range(longest):
-            yield [text[at] if at < len(text) else 256 for text in self.texts]
+def write(writer: TextWriter, ids: Sequence[int]) -> list[str]:
+    pieces = []
+    for id in ids:
+        pieces.append(writer.add(id))
+        if writer.finished:
+            return pieces
+    return [*pieces, writer.rest()]
 
 
-def scripted(*texts: bytes) -> TextGenerator:
-    generator = TextGenerator(make_model(), ByteTokenizer())
-    generator.engine = Scripted(*texts)  # type: ignore[assignment]
-    return generator
+def writer(*stop: str, tokenizer: Tokenizer | None = None) -> TextWriter:
+    tokenizer = tokenizer or ByteTokenizer()
+    return TextWriter(tokenizer, ends={tokenizer.end_of_text}, stop=stop)
 
 
 def test_text_comes_out_in_whole_characters() -> None:
     said = "Mühle 磨坊 🌾".encode()
-    pieces = list(scripted(said).stream("", tokens=99, sampling=GREEDY))
-    assert "".join(piece for _, piece in pieces) == "Mühle 磨坊 🌾"
-    assert all("\ufffd" not in piece for _, piece in pieces)
+    pieces = write(writer(), said)
+    assert "".join(pieces) == "Mühle 磨坊 🌾"
+    assert all("\ufffd" not in piece for piece in pieces)
+    # What never becomes a character is said in the end.
+    assert "".join(write(writer(), b"ab\xf0\x9f")) == "ab\ufffd"
+    assert "".join(write(writer(), b"\xf0\x9fab")) == "\ufffdab"
+
+
+@given(text=st.text(), ends=st.booleans())
+def test_any_text_is_written_as_it_is(text: str, ends: bool) -> None:
+    assert "".join(write(writer(), [*text.encode(), *[256] * ends])) == text
+
+
+@given(
+    text=st.text("abc", max_size=30),
+    stop=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_text_ends_before_the_first_stop_string(text: str, stop: list[str]) -> None:
+    cut = min((text.find(word) for word in stop if word in text), default=len(text))
+    # A string that is complete earlier wins, though another one begins before it.
+    done = min((text.find(word) + len(word) for word in stop if word in text), default=len(text))
+    seen = text[:done]
+    cut = min((seen.find(word) for word in stop if word in seen), default=len(text))
+    pieces = write(writer(*stop), text.encode())
+    assert "".join(pieces) == text[:cut]
 
 
 def test_stop_strings_and_end_of_text_end_a_sample() -> None:
-    generator = scripted(b"grain STOP flour", b"STOthe STO end", b"ab" * 8)
-    texts = generator.texts("", tokens=99, sampling=GREEDY, samples=3, stop=["STOP"])
-    assert texts == ["grain ", "STOthe STO end", "ab" * 8]
-    stream = generator.stream("", tokens=9, sampling=GREEDY, samples=3, stop=["STOP"])
-    first = "".join(piece for number, piece in stream if number == 0)
-    assert first == "grain "  # the beginning of a stop string is held back
+    for said, text in (
+        (b"grain STOP flour", "grain "),
+        ([*b"STOthe STO end", 256], "STOthe STO end"),
+        (b"ab" * 8, "ab" * 8),
+    ):
+        assert "".join(write(writer("STOP"), list(said))) == text
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-8])
@@ -195,35 +216,29 @@ def test_a_prompt_begins_as_it_does_in_transformers(beginning: Path) -> None:
     transformers = pytest.importorskip("transformers")
     tokenizer = open_tokenizer(beginning)
     theirs = transformers.AutoTokenizer.from_pretrained(str(beginning))
-    generator, asked = scripted(b""), list[list[int]]()
-    generator.tokenizer = tokenizer
-    generator.engine.stream = lambda prompts, **_: asked.extend(prompts) or iter(())  # type: ignore
+    generator = TextGenerator(make_model(), tokenizer)
     for prompt in ("the corn", ""):
-        generator.texts(prompt, tokens=1, sampling=GREEDY)
-        assert asked[-1] == theirs(prompt).input_ids
-    assert asked == [[tokenizer.control_tokens["<s>"], *tokenizer.encode("the corn")], [0]]
+        assert generator.prompt_ids(prompt) == theirs(prompt).input_ids
     # Ids are taken as they are: a chat template writes its own beginning.
-    generator.texts([5, 6], tokens=1, sampling=GREEDY)
-    assert asked[-1] == [5, 6]
+    assert generator.prompt_ids([5, 6]) == [5, 6]
+    assert generator.prompt_ids([]) == [tokenizer.end_of_text]
 
 
 def test_a_generated_control_token_is_no_text(beginning: Path) -> None:
     tokenizer = open_tokenizer(beginning)
     controls = tokenizer.control_tokens
     said = [*tokenizer.encode("the"), controls["<|turn|>"], *tokenizer.encode(" mill")]
-    generator = TextGenerator(make_model(), tokenizer)
-    generator.engine = Scripted(bytes(0))  # type: ignore[assignment]
-    generator.engine.stream = lambda *_, **__: ([one] for one in said)  # type: ignore
-    assert generator.texts("", tokens=9, sampling=GREEDY) == ["the mill"]
+    assert "".join(write(writer(tokenizer=tokenizer), said)) == "the mill"
     # It can be asked for as the end, and is then not looked for in the text.
-    stop = ["<|turn|>"]
-    assert generator.texts("", tokens=9, sampling=GREEDY, stop=stop) == ["the"]
+    ends = TextGenerator(make_model(), tokenizer).ends_with(["<|turn|>"])
+    assert "".join(write(TextWriter(tokenizer, ends=ends, stop=()), said)) == "the"
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling()], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_no_token_is_chosen_from_logits_that_are_not_finite(sampling: Sampling, bad: float) -> None:
-    logits = torch.zeros(2, 9)
-    logits[1, 4] = bad
+    model = make_model()
+    with torch.no_grad():
+        model.head.weight[4, 0] = bad
     with pytest.raises(UserError, match="NaN or infinite logits"):
-        draw(logits, sampling, torch.Generator())
+        Engine(model).generate([[1]], tokens=1, sampling=sampling)

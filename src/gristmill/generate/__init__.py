@@ -1,0 +1,1 @@
+"""Generation: an engine that continues sequences of ids, and text around it."""

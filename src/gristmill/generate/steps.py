@@ -1,0 +1,153 @@
+"""A step of an engine: logits of the sequences that decode, and a token drawn for each.
+
+    join(slot, request)     a request gets a slot
+    begin(slot, token)      its prompt is computed; the next step feeds its last id
+    start(slots) -> Drawn   one or several steps are started
+    leave(slot)
+
+Steps may run ahead of who reads them. On a GPU several of them are started at once and none waits
+for the host (`graphs.py`); here each is computed when it is started.
+
+Shapes: R rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from gristmill.generate.request import Request, TokenProbability
+from gristmill.generate.sampling import (
+    NOT_FINITE,
+    Sampling,
+    draw,
+    penalised,
+    seen_tokens,
+    uniform_numbers,
+)
+from gristmill.models.decoding import Decoder
+
+
+class Drawn(NamedTuple):
+    """What is drawn by one or several steps."""
+
+    steps: int
+    """Tokens for each row."""
+    read: Sequence[Sequence[int]]
+    chances: Sequence[Sequence[TokenProbability]]
+
+    def ids(self) -> Sequence[Sequence[int]]:
+        """The ids drawn for each row; waits until they are there."""
+        return self.read
+
+    def probabilities(self) -> Sequence[Sequence[TokenProbability]]:
+        """Those of each row, if it asks for them."""
+        return self.chances
+
+
+class Steps(ABC):
+    """Computes the steps of an engine."""
+
+    ahead = 0
+    """Started steps that need not be read before the next is started."""
+
+    @abstractmethod
+    def join(self, slot: int, request: Request) -> None:
+        """Take a request over."""
+
+    @abstractmethod
+    def begin(self, slot: int, *, token: int, length: int) -> None:
+        """The slot holds `length` positions, and `token` is next; called again when its window has
+        moved."""
+
+    @abstractmethod
+    def start(self, slots: Sequence[int]) -> Drawn:
+        """Start the next steps of these slots."""
+
+    @abstractmethod
+    def leave(self, slot: int) -> None:
+        """The request has ended."""
+
+
+@dataclass
+class _Row:
+    """What is drawn next for a slot."""
+
+    request: Request
+    uniform: list[float]
+    bias_V: torch.Tensor | None
+    seen_V: torch.Tensor | None
+    drawn: int = 0
+    token: int = 0
+    length: int = 0
+
+
+class HostSteps(Steps):
+    """Steps that are computed when they are started, and drawn on the CPU."""
+
+    def __init__(self, decoder: Decoder, ids: int) -> None:
+        """`ids`: how many can be drawn."""
+        self._decoder, self._ids = decoder, ids
+        self._rows: dict[int, _Row] = {}
+
+    def join(self, slot: int, request: Request) -> None:
+        sampling = request.sampling
+        uniform = uniform_numbers(sampling.seed, request.sample, request.tokens).tolist()
+        seen_V = seen_tokens(request.ids, self._ids) if sampling.penalises else None
+        self._rows[slot] = _Row(request, uniform, bias_row(sampling, self._ids), seen_V)
+
+    def begin(self, slot: int, *, token: int, length: int) -> None:
+        row = self._rows[slot]
+        row.token, row.length = token, length
+
+    def leave(self, slot: int) -> None:
+        del self._rows[slot]
+
+    def start(self, slots: Sequence[int]) -> Drawn:
+        rows = [self._rows[slot] for slot in slots]
+        tokens, lengths = [row.token for row in rows], [row.length for row in rows]
+        logits_RV = self._decoder.decode(slots, tokens, lengths)[:, : self._ids].float().cpu()
+        ids, chances = [], []
+        for row, logits_V in zip(rows, logits_RV, strict=True):
+            id = self._draw(row, logits_V)
+            ids.append([id])
+            wanted = row.request.log_probs
+            chances.append([] if wanted is None or id < 0 else [probability(logits_V, id, wanted)])
+        return Drawn(1, ids, chances)
+
+    def _draw(self, row: _Row, logits_V: torch.Tensor) -> int:
+        request = row.request
+        if not logits_V.isfinite().all():
+            return NOT_FINITE
+        adjusted_V = penalised(logits_V, request.sampling, row.seen_V)
+        if row.bias_V is not None:
+            adjusted_V = adjusted_V + row.bias_V
+        if request.matcher is not None:
+            adjusted_V = adjusted_V.masked_fill(~request.matcher.allowed(), -torch.inf)
+        id = draw(adjusted_V, request.sampling, row.uniform[row.drawn])
+        row.drawn, row.token, row.length = row.drawn + 1, id, row.length + 1
+        if row.seen_V is not None:
+            row.seen_V[id] += 1
+        return id
+
+
+def bias_row(sampling: Sampling, ids: int) -> torch.Tensor | None:
+    """The bias of every id; None if there is none."""
+    if not sampling.bias:
+        return None
+    bias_V = torch.zeros(ids)
+    for id, bias in sampling.bias.items():
+        bias_V[id] = bias
+    return bias_V
+
+
+def probability(logits_V: torch.Tensor, id: int, likeliest: int) -> TokenProbability:
+    """That of an id, and those of the likeliest ones."""
+    log_probs_V = logits_V.log_softmax(0)
+    values, ids = log_probs_V.topk(min(likeliest, len(log_probs_V)))
+    pairs = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+    return TokenProbability(id, float(log_probs_V[id]), pairs)
