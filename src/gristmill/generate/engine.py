@@ -8,9 +8,8 @@ A request has a slot from its admission to its end; memory for all slots is allo
 two steps requests come and go, and none of it changes the ids of another: see `models/decoding.py`
 for the logits and `sampling.py` for the draw.
 
-Prompts are computed in chunks. A chunk whose ids, and all before them, are in some slot already is
-copied from there. Only chunks that were computed as parts of prompts are shared, since those have
-the very bits that computing them again would give.
+What a prompt has in common with what some slot holds is copied from there, as far as computing it
+again would give the very same bits: up to a multiple of the decoder's grain.
 
 A request that `slides` goes on when the context is full: the older half of the window is dropped
 and the rest computed anew.
@@ -31,7 +30,8 @@ import torch
 from gristmill.generate.request import Generation, Request
 from gristmill.generate.sampling import NOT_FINITE, Sampling
 from gristmill.generate.steps import Drawn, HostSteps, Steps
-from gristmill.models.decoding import build_decoder
+from gristmill.models.build import build_decoder
+from gristmill.models.decoding import Decoder
 from gristmill.models.spec import CausalLM
 
 
@@ -52,7 +52,8 @@ class _Slot:
     decoding: bool = False
     """Whether the prompt is computed."""
     prompt: list[int] = field(default_factory=list)
-    """The ids of whole chunks that it holds from its first position on; also when it is free."""
+    """Ids, from its first position on, whose keys and values others may copy; also when it is
+    free."""
     used: int = 0
     """When it was last taken."""
 
@@ -97,7 +98,7 @@ class Engine:
             dtype=dtype or model.compute,
             cached=cached,
         )
-        self._steps: Steps = HostSteps(self.decoder, ids or model.vocab)
+        self._steps = _build_steps(self.decoder, ids or model.vocab)
         self._slots = [_Slot(number) for number in range(slots)]
         self._waiting = deque[Generation]()
         self._started = deque[_Started]()
@@ -202,13 +203,12 @@ class Engine:
         """Positions of whole chunks that a slot has in common with a prompt."""
         if not self.decoder.copies:
             return 0
-        chunk, shared = self.decoder.chunk, 0
-        while (
-            shared + chunk <= min(len(slot.prompt), len(prompt))
-            and slot.prompt[shared : shared + chunk] == prompt[shared : shared + chunk]
-        ):
-            shared += chunk
-        return shared
+        most = min(len(slot.prompt), len(prompt))
+        if slot.prompt[:most] == prompt[:most]:
+            shared = most
+        else:
+            shared = next(at for at in range(most) if slot.prompt[at] != prompt[at])
+        return shared - shared % self.decoder.grain
 
     def _prefill(self) -> None:
         """Compute the prompts of new requests; while others decode, one chunk for each step."""
@@ -224,12 +224,10 @@ class Engine:
 
     def _fill(self, slot: _Slot) -> None:
         """Compute a chunk of a prompt. Its last id is the first that is decoded."""
-        ids, chunk = slot.ids, self.decoder.chunk
-        end = min(slot.filled // chunk * chunk + chunk, len(ids) - 1)
+        ids, chunk, grain = slot.ids, self.decoder.chunk, self.decoder.grain
+        end = min(slot.filled + chunk, len(ids) - 1)
         self.decoder.prefill(slot.number, ids[slot.filled : end], slot.filled)
-        if end % chunk == 0:
-            slot.prompt = ids[:end]
-        slot.filled = end
+        slot.prompt, slot.filled = ids[: end - end % grain], end
         if end == len(ids) - 1:
             slot.decoding = True
             self._steps.begin(slot.number, token=ids[-1], length=end)
@@ -321,8 +319,22 @@ class Engine:
         return not generation.request.slides and generation.length > self.capacity
 
     def _free(self, slot: _Slot) -> None:
+        if self.decoder.grain == 1 and slot.decoding:
+            # What was generated is worth as much as a prompt. The last id may not be computed.
+            slot.prompt = slot.ids[:-1]
         slot.generation, slot.in_flight, slot.decoding = None, 0, False
         self._steps.leave(slot.number)
+
+
+def _build_steps(decoder: Decoder, ids: int) -> Steps:
+    if decoder.runs_in_graphs:
+        # Needs Triton.
+        from gristmill.generate.graphs import GraphSteps
+        from gristmill.models.kernel_decoding import KernelDecoder
+
+        assert isinstance(decoder, KernelDecoder)
+        return GraphSteps(decoder, ids)
+    return HostSteps(decoder, ids)
 
 
 def window_start(length: int, context: int) -> int:

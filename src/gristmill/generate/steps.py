@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Protocol
 
 import torch
 
@@ -32,21 +32,18 @@ from gristmill.generate.sampling import (
 from gristmill.models.decoding import Decoder
 
 
-class Drawn(NamedTuple):
+class Drawn(Protocol):
     """What is drawn by one or several steps."""
 
-    steps: int
-    """Tokens for each row."""
-    read: Sequence[Sequence[int]]
-    chances: Sequence[Sequence[TokenProbability]]
+    @property
+    def steps(self) -> int:
+        """Tokens for each row."""
 
     def ids(self) -> Sequence[Sequence[int]]:
         """The ids drawn for each row; waits until they are there."""
-        return self.read
 
     def probabilities(self) -> Sequence[Sequence[TokenProbability]]:
         """Those of each row, if it asks for them."""
-        return self.chances
 
 
 class Steps(ABC):
@@ -86,6 +83,21 @@ class _Row:
     length: int = 0
 
 
+@dataclass(frozen=True)
+class _HostDrawn:
+    """One token for each row."""
+
+    drawn: list[list[int]]
+    chances: list[list[TokenProbability]]
+    steps = 1
+
+    def ids(self) -> list[list[int]]:
+        return self.drawn
+
+    def probabilities(self) -> list[list[TokenProbability]]:
+        return self.chances
+
+
 class HostSteps(Steps):
     """Steps that are computed when they are started, and drawn on the CPU."""
 
@@ -117,7 +129,7 @@ class HostSteps(Steps):
             ids.append([id])
             wanted = row.request.log_probs
             chances.append([] if wanted is None or id < 0 else [probability(logits_V, id, wanted)])
-        return Drawn(1, ids, chances)
+        return _HostDrawn(ids, chances)
 
     def _draw(self, row: _Row, logits_V: torch.Tensor) -> int:
         request = row.request

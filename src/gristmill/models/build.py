@@ -12,10 +12,18 @@ from torch import nn
 
 from gristmill.config.hf import HFConfig
 from gristmill.config.model import GPTConfig, ModelConfig
+from gristmill.models.decoding import CacheDecoder, Decoder, SlotDecoder
 from gristmill.models.gpt import GPT
 from gristmill.models.hf import HFModel
 from gristmill.models.lora import add_adapters, draw_adapters
-from gristmill.models.spec import PLAIN_EXECUTION, WHOLE, CausalLM, Execution, ModelShard
+from gristmill.models.spec import (
+    PLAIN_EXECUTION,
+    WHOLE,
+    CausalLM,
+    Execution,
+    Kernels,
+    ModelShard,
+)
 
 MODELS: dict[type[ModelConfig], Callable[..., CausalLM]] = {GPTConfig: GPT, HFConfig: HFModel}
 
@@ -77,3 +85,19 @@ def build_model(
         model.tie()
         model.reset_buffers()
     return model
+
+
+def build_decoder(
+    model: CausalLM, *, slots: int, capacity: int, dtype: torch.dtype, cached: bool = True
+) -> Decoder:
+    """The fastest decoder there is for a model; without `cached`, the one that keeps nothing."""
+    by_kernels = isinstance(model, GPT) and not model.adapters and Kernels.on(model.device).decoding
+    memory = model.slot_memory(slots + by_kernels, capacity, dtype=dtype) if cached else None
+    if memory is None:
+        return CacheDecoder(model, slots=slots, capacity=capacity, dtype=dtype, cached=cached)
+    if by_kernels:
+        # Needs Triton.
+        from gristmill.models.kernel_decoding import KernelDecoder
+
+        return KernelDecoder(model, memory, capacity=capacity, dtype=dtype)
+    return SlotDecoder(model, memory, capacity=capacity, dtype=dtype)

@@ -20,6 +20,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import ClassVar
 
 import torch
 from torch.func import functional_call
@@ -37,14 +38,19 @@ class Decoder(ABC):
     """A model's state for several sequences."""
 
     chunk: int
-    """Prompts are computed in chunks that begin at multiples of this."""
-    copies = False
+    """Positions of a prompt that are computed at once, at most."""
+    grain: int
+    """A position has the same bits in all prompts that are the same up to the next multiple of
+    this: chunks end there. With 1, also if it was generated."""
+    copies: ClassVar[bool] = False
     """Whether `copy` works: chunks that prompts share are then computed once."""
+    runs_in_graphs: ClassVar[bool] = False
+    """Whether a step runs on the device alone, so that a CUDA graph can hold it."""
 
     def __init__(self, model: CausalLM, *, slots: int, capacity: int, dtype: torch.dtype) -> None:
         self.model, self.slots, self.capacity, self.dtype = model, slots, capacity, dtype
         self.device, self.vocab = model.device, model.vocab
-        self.chunk = CHUNK["cpu" if self.device.type == "cpu" else "gpu"]
+        self.chunk = self.grain = CHUNK["cpu" if self.device.type == "cpu" else "gpu"]
 
     @abstractmethod
     def prefill(self, slot: int, ids: Sequence[int], start: int) -> None:
@@ -80,7 +86,7 @@ class CacheDecoder(Decoder):
         self._caches: list[Cache | None] = [None] * slots
         self._ids: list[list[int]] = [[] for _ in range(slots)]
         if not self._cached:
-            self.chunk = capacity
+            self.chunk = self.grain = capacity
 
     def prefill(self, slot: int, ids: Sequence[int], start: int) -> None:
         if start == 0:
@@ -115,18 +121,24 @@ class CacheDecoder(Decoder):
 class SlotDecoder(Decoder):
     """A model that reads keys and values from `SlotMemory`, in one pass for all rows."""
 
-    copies = True
+    copies: ClassVar[bool] = True
+    turns_weights: ClassVar[bool] = True
+    """Whether products with several rows are faster with transposed weights."""
 
     def __init__(
         self, model: CausalLM, memory: SlotMemory, *, capacity: int, dtype: torch.dtype
     ) -> None:
         super().__init__(model, slots=memory.slots, capacity=capacity, dtype=dtype)
         self.memory = memory
-        self._weights = _prepared(model, dtype, transposed=memory.slots > 1)
-        # One of each shape.
+        turns = self.turns_weights and memory.slots > 1 and self.device.type == "cpu"
+        self._weights = _prepared(model, dtype, transposed=turns)
+        self._sizes = self._row_counts()
+
+    def _row_counts(self) -> list[int]:
+        """The numbers of rows that may be computed at once."""
         weights = self._weights or {}
-        matrices = {tuple(one.shape): one for one in weights.values() if one.dim() == 2}
-        self._sizes = invariant_sizes(list(matrices.values()), memory.slots)
+        one_of_each_shape = {tuple(one.shape): one for one in weights.values() if one.dim() == 2}
+        return invariant_sizes(list(one_of_each_shape.values()), self.slots)
 
     def prefill(self, slot: int, ids: Sequence[int], start: int) -> None:
         if ids:
@@ -159,16 +171,6 @@ class SlotDecoder(Decoder):
                 logits = functional_call(self.model, self._weights, (ids_BT,), options)
         assert isinstance(logits, torch.Tensor)
         return logits
-
-
-def build_decoder(
-    model: CausalLM, *, slots: int, capacity: int, dtype: torch.dtype, cached: bool = True
-) -> Decoder:
-    """The fastest decoder there is for a model; without `cached`, the one that keeps nothing."""
-    memory = model.slot_memory(slots, capacity, dtype=dtype) if cached else None
-    if memory is None:
-        return CacheDecoder(model, slots=slots, capacity=capacity, dtype=dtype, cached=cached)
-    return SlotDecoder(model, memory, capacity=capacity, dtype=dtype)
 
 
 def affordable_slots(

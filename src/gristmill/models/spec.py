@@ -35,6 +35,8 @@ from gristmill.plan.arithmetic import TokenCost
 
 COPY_ENGINE = (9, 0)
 """First compute capability with a tensor memory accelerator: Hopper."""
+AMPERE = (8, 0)
+"""First compute capability whose tensor cores take bf16."""
 FP8 = (8, 9)
 """First compute capability with fp8 products: Ada."""
 
@@ -48,6 +50,8 @@ class Kernels(NamedTuple):
     adamw: bool = False
     head_fp8: bool = False
     """Matrix products of the head in fp8, in training only."""
+    decoding: bool = False
+    """All of a decoding step."""
     document_blocks: bool = False
     """Block-sparse attention within packed documents; only where it is compiled."""
 
@@ -59,7 +63,11 @@ class Kernels(NamedTuple):
             return cls()
         capability = torch.cuda.get_device_capability(device)
         return cls(
-            loss=True, products=capability >= COPY_ENGINE, adamw=True, head_fp8=capability >= FP8
+            loss=True,
+            products=capability >= COPY_ENGINE,
+            adamw=True,
+            head_fp8=capability >= FP8,
+            decoding=capability >= AMPERE,
         )
 
 

@@ -1,0 +1,547 @@
+"""Kernels for decoding: products with few rows, and attention of single positions.
+
+At a few rows a product does nothing but read its weights, and a launch takes as long as reading a
+few megabytes. So a block is seven kernels, in which activations, rotation and residual connections
+are part of the products next to them:
+
+    norm      a row at a time
+    linear    out = residual + f(x W^T + bias)
+    attend    normalises and rotates query and key, appends key and value, attends
+    combine   the sum over the spans of a long sequence
+
+A kernel starts while the one before it still runs (programmatic dependent launch, from Hopper on):
+it asks for its weights to be brought into the cache, and only then waits for its input.
+
+Every row is computed in the same way whatever other rows there are and however many. Sums over the
+inputs are cut into the same parts and taken by the same instructions for any number of rows, and
+spans of a sequence have a fixed length.
+
+Shapes: R rows, K inputs, N outputs of a layer; H query heads, G key and value heads, D head width,
+S slots, C capacity of a slot.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+ACTIVATIONS = {None: 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "swiglu": 5}
+
+
+class Norm(NamedTuple):
+    """LayerNorm, or RMSNorm."""
+
+    centred: bool
+    eps: float
+    gain_K: torch.Tensor | None = None
+    shift_K: torch.Tensor | None = None
+
+
+def _launched(device: torch.device) -> dict[str, Any]:
+    """How kernels are started, one while the one before it runs."""
+    early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
+
+
+@triton.jit
+def _let_next_start(EARLY: tl.constexpr):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _wait_for_input(EARLY: tl.constexpr):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+
+
+# ------------------------------------------------------------------ norms
+
+
+@triton.jit
+def _norm(
+    x, gain, shift, out, eps,
+    K: tl.constexpr, CENTRED: tl.constexpr, GAIN: tl.constexpr, SHIFT: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    WIDE: tl.constexpr = triton.next_power_of_2(K)
+    _let_next_start(EARLY)
+    k = tl.arange(0, WIDE)
+    inside = k < K
+    at = tl.program_id(0).to(tl.int64) * K + k
+    _wait_for_input(EARLY)
+    y = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if CENTRED:
+        y = tl.where(inside, y - tl.sum(y) / K, 0.0)
+    y = y / tl.sqrt_rn(tl.sum(y * y) / K + eps)
+    if GAIN:
+        y = y * tl.load(gain + k, mask=inside, other=0.0).to(tl.float32)
+    if SHIFT:
+        y = y + tl.load(shift + k, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
+
+
+def normalised(x_RK: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """Every row with a mean of zero, if centred, and a variance of one."""
+    out_RK = torch.empty_like(x_RK)
+    assert x_RK.is_contiguous()
+    _norm[(len(x_RK),)](
+        x_RK,
+        norm.gain_K,
+        norm.shift_K,
+        out_RK,
+        norm.eps,
+        K=x_RK.shape[1],
+        CENTRED=norm.centred,
+        GAIN=norm.gain_K is not None,
+        SHIFT=norm.shift_K is not None,
+        num_warps=4,
+        **_launched(x_RK.device),
+    )
+    return out_RK
+
+
+# ------------------------------------------------------------------ products
+
+
+@triton.jit
+def _activated(x, ACTIVATION: tl.constexpr):
+    if ACTIVATION == 1:
+        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == 2:
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        x = x / (1.0 + tl.exp(-2.0 * inner))
+    elif ACTIVATION == 3:
+        x = tl.maximum(x, 0.0)
+    elif ACTIVATION == 4:
+        x = tl.maximum(x, 0.0)
+        x = x * x
+    return x
+
+
+@triton.jit
+def _fetch(
+    w, first, N: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    """Bring some rows of a matrix into the cache."""
+    EACH: tl.constexpr = 128 // SIZE  # numbers of a cache line
+    LINES: tl.constexpr = (K + EACH - 1) // EACH
+    number = tl.arange(0, triton.next_power_of_2(COLUMNS * LINES))
+    number = tl.minimum(number, COLUMNS * LINES - 1)
+    at = w + tl.minimum(first + number // LINES, N - 1).to(tl.int64) * K + number % LINES * EACH
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [at],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _weights(
+    w, column, part, first, N: tl.constexpr, K: tl.constexpr, PART: tl.constexpr,
+    DEPTH: tl.constexpr,
+):  # fmt: skip
+    """(parts, depth, columns) of the weights."""
+    depth = first + tl.arange(0, DEPTH)[None, :, None]
+    k = part[:, None, None] * PART + depth
+    return tl.load(
+        w + column[None, None, :].to(tl.int64) * K + k,
+        mask=(k < K) & (depth < PART) & (column < N)[None, None, :],
+        other=0.0,
+    )
+
+
+@triton.jit
+def _linear(
+    x, w, bias, residual, out, R, x_stride,
+    N: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, SIZE: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    PART: tl.constexpr = (K + PARTS - 1) // PARTS
+    GATED: tl.constexpr = ACTIVATION == 5
+    _let_next_start(EARLY)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    part = tl.arange(0, PARTS)
+    if EARLY:
+        _fetch(w, tl.program_id(0) * COLUMNS, N, COLUMNS, K, SIZE)
+        if GATED:
+            _fetch(w + N * K, tl.program_id(0) * COLUMNS, N, COLUMNS, K, SIZE)
+    _wait_for_input(EARLY)
+    sums = tl.zeros((PARTS, ROWS, COLUMNS), tl.float32)
+    gates = tl.zeros((PARTS, ROWS, COLUMNS), tl.float32)
+    for first in tl.range(0, PART, DEPTH, num_stages=STAGES):
+        depth = first + tl.arange(0, DEPTH)[None, None, :]
+        k = part[:, None, None] * PART + depth
+        x_tile = tl.load(
+            x + row[None, :, None] * x_stride + k,
+            mask=(k < K) & (depth < PART) & (row < R)[None, :, None],
+            other=0.0,
+        )
+        w_tile = _weights(w, column, part, first, N, K, PART, DEPTH)
+        sums = tl.dot(x_tile, w_tile, sums, input_precision="ieee")
+        if GATED:
+            up_tile = _weights(w + N * K, column, part, first, N, K, PART, DEPTH)
+            gates = tl.dot(x_tile, up_tile, gates, input_precision="ieee")
+    y = tl.sum(sums, axis=0)
+    inside = (row < R)[:, None] & (column < N)[None, :]
+    if BIAS:
+        y += tl.load(bias + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        up = tl.sum(gates, axis=0)
+        if BIAS:
+            up += tl.load(bias + N + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
+        y = y / (1.0 + tl.exp(-y)) * up
+    else:
+        y = _activated(y, ACTIVATION)
+    at = row[:, None].to(tl.int64) * N + column[None, :]
+    if RESIDUAL:
+        # The product is rounded, as it is where it is not part of the sum.
+        y = y.to(x.dtype.element_ty).to(tl.float32)
+        y += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
+
+
+class Tiles(NamedTuple):
+    """How a product is computed. Nothing of it depends on the number of rows."""
+
+    columns: int
+    parts: int
+    """Into which the inputs are cut; each is summed by itself, by a warp of its own."""
+    depth: int
+    """Inputs of a part that are read at once."""
+    stages: int
+    """Loads that are under way at a time."""
+
+
+def tiles(outputs: int, dtype: torch.dtype) -> Tiles:
+    """Small ones, to occupy the GPU, and larger ones where there are many."""
+    if dtype == torch.float32:
+        return Tiles(32, 4, 32, 2)
+    return Tiles(16, 4, 64, 4) if outputs <= 8192 else Tiles(64, 4, 64, 3)
+
+
+def linear(
+    x_RK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    bias_N: torch.Tensor | None = None,
+    *,
+    activation: str | None = None,
+    residual_RN: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """residual + f(x W^T + bias); with swiglu, W is the gate above the rest. `dtype`: of the
+    result, if not that of x."""
+    rows, inputs = x_RK.shape
+    outputs = weight_NK.shape[0] // (2 if activation == "swiglu" else 1)
+    out_RN = torch.empty(rows, outputs, dtype=dtype or x_RK.dtype, device=x_RK.device)
+    chosen = tiles(outputs, x_RK.dtype)
+    tile = min(64, max(16, triton.next_power_of_2(rows)))
+    assert x_RK.stride(1) == 1 and weight_NK.is_contiguous()
+    _linear[triton.cdiv(outputs, chosen.columns), triton.cdiv(rows, tile)](
+        x_RK,
+        weight_NK,
+        bias_N,
+        residual_RN,
+        out_RN,
+        rows,
+        x_RK.stride(0),
+        N=outputs,
+        K=inputs,
+        ACTIVATION=ACTIVATIONS[activation],
+        BIAS=bias_N is not None,
+        RESIDUAL=residual_RN is not None,
+        ROWS=tile,
+        COLUMNS=chosen.columns,
+        PARTS=chosen.parts,
+        DEPTH=chosen.depth,
+        STAGES=chosen.stages,
+        SIZE=x_RK.element_size(),
+        num_warps=4,
+        **_launched(x_RK.device),
+    )
+    return out_RN
+
+
+# ------------------------------------------------------------------ attention
+
+TILE = 64
+"""Positions whose keys and values are read at once."""
+
+
+@triton.jit
+def _rotated(
+    at, offset, feature, gain, cosine, sine, position, eps,
+    D: tl.constexpr, ROTATED: tl.constexpr, NORM: tl.constexpr, GAIN: tl.constexpr, mask,
+):  # fmt: skip
+    """Queries or a key, normalised and rotated: features `feature` at `at + offset`."""
+    HALF: tl.constexpr = ROTATED // 2
+    x = tl.load(at + offset + feature, mask=mask, other=0.0)
+    kind = x.dtype
+    x = x.to(tl.float32)
+    scale = tl.sum(x * x, axis=1)
+    scale = 1.0 / tl.sqrt_rn(scale / D + eps)
+    if NORM:
+        x = x * scale[:, None]
+        if GAIN:
+            x = x * tl.load(gain + feature).to(tl.float32)
+        x = x.to(kind).to(tl.float32)
+    if ROTATED:
+        turned = feature < ROTATED
+        left = feature < HALF
+        partner = tl.where(left, feature + HALF, feature - HALF)
+        y = tl.load(at + offset + partner, mask=mask & turned, other=0.0).to(tl.float32)
+        if NORM:
+            y = y * scale[:, None]
+            if GAIN:
+                y = y * tl.load(gain + partner, mask=turned, other=0.0).to(tl.float32)
+            y = y.to(kind).to(tl.float32)
+        pair = position * HALF + tl.where(left, feature, feature - HALF)
+        c = tl.load(cosine + pair, mask=turned, other=1.0)
+        s = tl.load(sine + pair, mask=turned, other=0.0)
+        x = tl.where(turned, x * c + tl.where(left, -y, y) * s, x)
+    return x.to(kind)
+
+
+@triton.jit
+def _attend(
+    qkv, keys, values, slots, places, cosine, sine, query_gain, key_gain, out, peaks, weights,
+    qkv_stride, slot_stride, group_stride, capacity, scale, window, eps,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTATED: tl.constexpr,
+    NORM: tl.constexpr, GAIN: tl.constexpr, WINDOW: tl.constexpr, SPANS: tl.constexpr,
+    SPAN: tl.constexpr, TILE: tl.constexpr, QUERIES: tl.constexpr, APPEND: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """With APPEND, key and value of the position are new, and stored; else they are there."""
+    EACH: tl.constexpr = HEADS // GROUPS
+    WIDE: tl.constexpr = triton.next_power_of_2(D)
+    row, group, span = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    _let_next_start(EARLY)
+    _wait_for_input(EARLY)
+    slot = tl.load(slots + row).to(tl.int64)
+    position = tl.load(places + row)
+    start = 0
+    if WINDOW:
+        start = tl.maximum(0, position + 1 - window)
+    first = span * SPAN
+    last = tl.minimum(first + SPAN, tl.minimum(position + 1, capacity))
+    head = group * EACH + tl.arange(0, QUERIES)[:, None]
+    query_in = (tl.arange(0, QUERIES) < EACH)[:, None]
+    feature = tl.arange(0, WIDE)[None, :]
+    inside = feature < D
+    total = tl.zeros((QUERIES, WIDE), tl.float32)
+    peak = tl.full((QUERIES,), float("-inf"), tl.float32)
+    weight = tl.zeros((QUERIES,), tl.float32)
+    if last > tl.maximum(first, start):
+        here = qkv + row * qkv_stride
+        query = _rotated(
+            here, head * D, feature, query_gain, cosine, sine, position, eps,
+            D, ROTATED, NORM, GAIN, query_in & inside,
+        )  # fmt: skip
+        cache = slot * slot_stride + group * group_stride
+        known = last
+        if APPEND:
+            new_key = _rotated(
+                here, HEADS * D + group * D, feature, key_gain, cosine, sine, position, eps,
+                D, ROTATED, NORM, GAIN, inside,
+            )  # fmt: skip
+            new_value = tl.load(
+                here + (HEADS + GROUPS) * D + group * D + feature, mask=inside, other=0.0
+            )
+            at_position = position + 0 * feature
+            mine = inside & (at_position >= first) & (at_position < last)
+            at_new = cache + at_position * D + feature
+            tl.store(keys + at_new, new_key, mask=mine)
+            tl.store(values + at_new, new_value, mask=mine)
+            # What was stored just now is not read back.
+            known = tl.minimum(last, position)
+        begin = tl.maximum(first, start // TILE * TILE)
+        for tile in range(begin, last, TILE):
+            place = tile + tl.arange(0, TILE)[:, None]
+            there = (place < known) & inside
+            at = cache + place * D + feature
+            key = tl.load(keys + at, mask=there, other=0.0)
+            value = tl.load(values + at, mask=there, other=0.0)
+            if APPEND:
+                key = tl.where(place == position, new_key, key)
+                value = tl.where(place == position, new_value, value)
+            scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+            seen = tile + tl.arange(0, TILE)[None, :]
+            scores = tl.where((seen < last) & (seen >= start), scores, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(scores, axis=1))
+            # A tile may hold nothing that is seen.
+            safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            chances = tl.exp(scores - safe[:, None])
+            shrink = tl.exp(peak - safe)
+            total = total * shrink[:, None] + tl.dot(
+                chances.to(value.dtype), value, input_precision="ieee"
+            )
+            weight = weight * shrink + tl.sum(chances, axis=1)
+            peak = new_peak
+    at_head = row * HEADS + head
+    if SPANS == 1:
+        y = total / weight[:, None]
+        tl.store(out + at_head * D + feature, y.to(out.dtype.element_ty), mask=query_in & inside)
+    else:
+        at_span = at_head * SPANS + span
+        tl.store(out + at_span * D + feature, total, mask=query_in & inside)
+        tl.store(peaks + at_span, peak[:, None], mask=query_in)
+        tl.store(weights + at_span, weight[:, None], mask=query_in)
+
+
+@triton.jit
+def _append(
+    qkv, keys, values, slots, places, cosine, sine, key_gain,
+    qkv_stride, slot_stride, group_stride, capacity, eps,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTATED: tl.constexpr,
+    NORM: tl.constexpr, GAIN: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Store the keys and values of positions that the others of them attend to."""
+    WIDE: tl.constexpr = triton.next_power_of_2(D)
+    row, group = tl.program_id(0), tl.program_id(1)
+    _let_next_start(EARLY)
+    _wait_for_input(EARLY)
+    slot = tl.load(slots + row).to(tl.int64)
+    position = tl.load(places + row)
+    feature = tl.arange(0, WIDE)[None, :]
+    inside = feature < D
+    here = qkv + row * qkv_stride
+    key = _rotated(
+        here, HEADS * D + group * D, feature, key_gain, cosine, sine, position, eps,
+        D, ROTATED, NORM, GAIN, inside,
+    )  # fmt: skip
+    value = tl.load(here + (HEADS + GROUPS) * D + group * D + feature, mask=inside, other=0.0)
+    at = slot * slot_stride + group * group_stride + position * D + feature
+    tl.store(keys + at, key, mask=inside & (position + 0 * feature < capacity))
+    tl.store(values + at, value, mask=inside & (position + 0 * feature < capacity))
+
+
+@triton.jit
+def _combine(
+    totals, peaks, weights, places, out,
+    HEADS: tl.constexpr, D: tl.constexpr, SPANS: tl.constexpr, SPAN: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    WIDE: tl.constexpr = triton.next_power_of_2(D)
+    row, head = tl.program_id(0), tl.program_id(1)
+    _let_next_start(EARLY)
+    _wait_for_input(EARLY)
+    position = tl.load(places + row)
+    used = tl.minimum(position // SPAN + 1, SPANS)
+    feature = tl.arange(0, WIDE)
+    inside = feature < D
+    at_head = row * HEADS + head
+    total = tl.zeros((WIDE,), tl.float32)
+    peak = float("-inf")
+    weight = 0.0
+    for span in range(used):
+        at = at_head * SPANS + span
+        its_weight = tl.load(weights + at)
+        its_peak = tl.load(peaks + at)
+        new_peak = tl.maximum(peak, its_peak)
+        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        mine, other = tl.exp(peak - safe), tl.exp(its_peak - safe)
+        its_total = tl.load(totals + at * D + feature, mask=inside, other=0.0)
+        total = total * mine + its_total * other
+        weight = weight * mine + its_weight * other
+        peak = new_peak
+    y = total / weight
+    tl.store(out + at_head * D + feature, y.to(out.dtype.element_ty), mask=inside)
+
+
+class HeadNorm(NamedTuple):
+    """RMSNorm of queries and keys."""
+
+    eps: float
+    query_gain_D: torch.Tensor | None = None
+    key_gain_D: torch.Tensor | None = None
+
+
+def attend(
+    qkv_RN: torch.Tensor,
+    keys_SGCD: torch.Tensor,
+    values_SGCD: torch.Tensor,
+    slots_R: torch.Tensor,
+    places_R: torch.Tensor,
+    *,
+    heads: int,
+    scale: float,
+    span: int,
+    window: int | None = None,
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
+    norm: HeadNorm | None = None,
+    together: bool = False,
+) -> torch.Tensor:
+    """Append these positions of these slots, and let each attend to all before it and itself: (R,
+    heads x width). `span`: positions that one program reads. `together`: several rows may be of one
+    slot, so all are appended before any attends."""
+    rows, (_, groups, capacity, width) = len(slots_R), keys_SGCD.shape
+    assert keys_SGCD.stride(2) == width and keys_SGCD.stride() == values_SGCD.stride()
+    device, spans = qkv_RN.device, triton.cdiv(capacity, span)
+    out_RN = torch.empty(rows, heads * width, dtype=qkv_RN.dtype, device=device)
+    totals, peaks, weights = out_RN, out_RN, out_RN
+    if spans > 1:
+        totals = torch.empty(rows, heads, spans, width, device=device)
+        peaks, weights = (torch.empty(rows, heads, spans, device=device) for _ in range(2))
+    cosine, sine = (places_R, places_R) if rotary is None else rotary
+    query_gain, key_gain = (None, None) if norm is None else (norm.query_gain_D, norm.key_gain_D)
+    launched = _launched(device)
+    strides = qkv_RN.stride(0), keys_SGCD.stride(0), keys_SGCD.stride(1), capacity
+    eps = 0.0 if norm is None else norm.eps
+    kind = {
+        "HEADS": heads,
+        "GROUPS": groups,
+        "D": width,
+        "ROTATED": 0 if rotary is None else 2 * cosine.shape[1],
+        "NORM": norm is not None,
+        "GAIN": query_gain is not None,
+        **launched,
+    }
+    where = keys_SGCD, values_SGCD, slots_R, places_R, cosine, sine
+    if together:
+        _append[rows, groups](qkv_RN, *where, key_gain, *strides, eps, **kind, num_warps=1)
+    _attend[rows, groups, spans](
+        qkv_RN,
+        *where,
+        query_gain,
+        key_gain,
+        totals,
+        peaks,
+        weights,
+        *strides,
+        scale,
+        window or 0,
+        eps,
+        **kind,
+        WINDOW=window is not None,
+        SPANS=spans,
+        SPAN=span,
+        TILE=TILE,
+        QUERIES=max(16, triton.next_power_of_2(heads // groups)),
+        APPEND=not together,
+        num_warps=4,
+        num_stages=2,
+    )
+    if spans > 1:
+        _combine[rows, heads](
+            totals,
+            peaks,
+            weights,
+            places_R,
+            out_RN,
+            HEADS=heads,
+            D=width,
+            SPANS=spans,
+            SPAN=span,
+            num_warps=1,
+            **launched,
+        )
+    return out_RN
