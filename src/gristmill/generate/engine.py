@@ -211,26 +211,30 @@ class Engine:
         return shared - shared % self.decoder.grain
 
     def _prefill(self) -> None:
-        """Compute the prompts of new requests; while others decode, one chunk for each step."""
+        """Compute prompts of new requests; while others decode, only a part of them in a step."""
+        left = self.decoder.pause
         for slot in sorted(self._slots, key=lambda slot: slot.used):
             if slot.generation is None:
                 continue
             if slot.decoding and self._is_full(slot):
                 self._slide(slot)
             while not slot.decoding:
-                self._fill(slot)
-                if any(other.decoding for other in self._slots):
+                if left <= 0 and any(other.decoding for other in self._slots):
                     return
+                left -= self._fill(slot)
 
-    def _fill(self, slot: _Slot) -> None:
-        """Compute a chunk of a prompt. Its last id is the first that is decoded."""
+    def _fill(self, slot: _Slot) -> int:
+        """Compute a chunk of a prompt; how long it is. Its last id is the first that is
+        decoded."""
         ids, chunk, grain = slot.ids, self.decoder.chunk, self.decoder.grain
         end = min(slot.filled + chunk, len(ids) - 1)
+        count = end - slot.filled
         self.decoder.prefill(slot.number, ids[slot.filled : end], slot.filled)
         slot.prompt, slot.filled = ids[: end - end % grain], end
         if end == len(ids) - 1:
             slot.decoding = True
             self._steps.begin(slot.number, token=ids[-1], length=end)
+        return count
 
     def _is_full(self, slot: _Slot) -> bool:
         """Whether a sequence goes on, but its window does not."""

@@ -103,7 +103,8 @@ class GraphSteps(Steps):
     def start(self, slots: Sequence[int]) -> Drawn:
         rows = [self._rows[slot] for slot in slots]
         watched = any(row.request.log_probs is not None or row.request.matcher for row in rows)
-        steps = 1 if watched else BURST
+        # Who has just come sees its first token soon.
+        steps = 1 if watched or any(row.drawn == 0 for row in rows) else BURST
         for slot, row in zip(slots, rows, strict=True):
             if row.drawn + steps > row.uniform + UNIFORM:
                 self._send_uniform(slot, row)

@@ -39,6 +39,8 @@ class Decoder(ABC):
 
     chunk: int
     """Positions of a prompt that are computed at once, at most."""
+    pause: int
+    """Positions of prompts that are computed between two steps of other sequences, about."""
     grain: int
     """A position has the same bits in all prompts that are the same up to the next multiple of
     this: chunks end there. With 1, also if it was generated."""
@@ -50,7 +52,8 @@ class Decoder(ABC):
     def __init__(self, model: CausalLM, *, slots: int, capacity: int, dtype: torch.dtype) -> None:
         self.model, self.slots, self.capacity, self.dtype = model, slots, capacity, dtype
         self.device, self.vocab = model.device, model.vocab
-        self.chunk = self.grain = CHUNK["cpu" if self.device.type == "cpu" else "gpu"]
+        self.chunk = CHUNK["cpu" if self.device.type == "cpu" else "gpu"]
+        self.grain = self.pause = self.chunk
 
     @abstractmethod
     def prefill(self, slot: int, ids: Sequence[int], start: int) -> None:

@@ -66,7 +66,7 @@ class KernelDecoder(SlotDecoder):
             self._rotary = buffers["rotary.cos_TK"], buffers["rotary.sin_TK"]
         self._prompts: dict[int, PromptGraph] = {}
         # A position's bits do not depend on how a prompt is cut.
-        self.chunk, self.grain = CHUNKS[-1], 1
+        self.chunk, self.grain, self.pause = CHUNKS[-1], 1, 4 * CHUNKS[-1]
         self._span = max(SPAN, self.config.context // 32)
         # What the device knows of the slots.
         slots = memory.slots

@@ -47,15 +47,11 @@ def _launched(device: torch.device) -> dict[str, Any]:
 
 
 @triton.jit
-def _let_next_start(EARLY: tl.constexpr):
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
 def _wait_for_input(EARLY: tl.constexpr):
+    """Wait for the kernel before this one, and let the next one start: one, not all of them."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 # ------------------------------------------------------------------ norms
@@ -68,19 +64,21 @@ def _norm(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     WIDE: tl.constexpr = triton.next_power_of_2(K)
-    _let_next_start(EARLY)
     k = tl.arange(0, WIDE)
     inside = k < K
     at = tl.program_id(0).to(tl.int64) * K + k
+    # Parameters are not in the cache: they are asked for first.
+    factor = tl.full((WIDE,), 1.0, tl.float32)
+    if GAIN:
+        factor = tl.load(gain + k, mask=inside, other=0.0).to(tl.float32)
+    added = tl.zeros((WIDE,), tl.float32)
+    if SHIFT:
+        added = tl.load(shift + k, mask=inside, other=0.0).to(tl.float32)
     _wait_for_input(EARLY)
     y = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if CENTRED:
         y = tl.where(inside, y - tl.sum(y) / K, 0.0)
-    y = y / tl.sqrt_rn(tl.sum(y * y) / K + eps)
-    if GAIN:
-        y = y * tl.load(gain + k, mask=inside, other=0.0).to(tl.float32)
-    if SHIFT:
-        y = y + tl.load(shift + k, mask=inside, other=0.0).to(tl.float32)
+    y = y / tl.sqrt_rn(tl.sum(y * y) / K + eps) * factor + added
     tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
 
 
@@ -167,7 +165,6 @@ def _linear(
 ):  # fmt: skip
     PART: tl.constexpr = (K + PARTS - 1) // PARTS
     GATED: tl.constexpr = ACTIVATION == 5
-    _let_next_start(EARLY)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.arange(0, PARTS)
@@ -175,7 +172,18 @@ def _linear(
         _fetch(w, tl.program_id(0) * COLUMNS, N, COLUMNS, K, SIZE)
         if GATED:
             _fetch(w + N * K, tl.program_id(0) * COLUMNS, N, COLUMNS, K, SIZE)
+    bias_y = tl.zeros((COLUMNS,), tl.float32)
+    bias_up = tl.zeros((COLUMNS,), tl.float32)
+    if BIAS:
+        bias_y = tl.load(bias + column, mask=column < N, other=0.0).to(tl.float32)
+        if GATED:
+            bias_up = tl.load(bias + N + column, mask=column < N, other=0.0).to(tl.float32)
     _wait_for_input(EARLY)
+    inside = (row < R)[:, None] & (column < N)[None, :]
+    at = row[:, None].to(tl.int64) * N + column[None, :]
+    before = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if RESIDUAL:
+        before = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     sums = tl.zeros((PARTS, ROWS, COLUMNS), tl.float32)
     gates = tl.zeros((PARTS, ROWS, COLUMNS), tl.float32)
     for first in tl.range(0, PART, DEPTH, num_stages=STAGES):
@@ -191,22 +199,14 @@ def _linear(
         if GATED:
             up_tile = _weights(w + N * K, column, part, first, N, K, PART, DEPTH)
             gates = tl.dot(x_tile, up_tile, gates, input_precision="ieee")
-    y = tl.sum(sums, axis=0)
-    inside = (row < R)[:, None] & (column < N)[None, :]
-    if BIAS:
-        y += tl.load(bias + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
+    y = tl.sum(sums, axis=0) + bias_y[None, :]
     if GATED:
-        up = tl.sum(gates, axis=0)
-        if BIAS:
-            up += tl.load(bias + N + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
-        y = y / (1.0 + tl.exp(-y)) * up
+        y = y / (1.0 + tl.exp(-y)) * (tl.sum(gates, axis=0) + bias_up[None, :])
     else:
         y = _activated(y, ACTIVATION)
-    at = row[:, None].to(tl.int64) * N + column[None, :]
     if RESIDUAL:
         # The product is rounded, as it is where it is not part of the sum.
-        y = y.to(x.dtype.element_ty).to(tl.float32)
-        y += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        y = y.to(x.dtype.element_ty).to(tl.float32) + before
     tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
 
 
@@ -226,7 +226,7 @@ def tiles(outputs: int, dtype: torch.dtype) -> Tiles:
     """Small ones, to occupy the GPU, and larger ones where there are many."""
     if dtype == torch.float32:
         return Tiles(32, 4, 32, 2)
-    return Tiles(16, 4, 64, 4) if outputs <= 8192 else Tiles(64, 4, 64, 3)
+    return Tiles(16, 4, 64, 3) if outputs <= 8192 else Tiles(64, 1, 128, 4)
 
 
 def linear(
@@ -244,7 +244,9 @@ def linear(
     outputs = weight_NK.shape[0] // (2 if activation == "swiglu" else 1)
     out_RN = torch.empty(rows, outputs, dtype=dtype or x_RK.dtype, device=x_RK.device)
     chosen = tiles(outputs, x_RK.dtype)
-    tile = min(64, max(16, triton.next_power_of_2(rows)))
+    # Tensor cores sum in the same order whatever the tile; other units do not.
+    most = 16 if x_RK.dtype == torch.float32 else 64
+    tile = min(most, max(16, triton.next_power_of_2(rows)))
     assert x_RK.stride(1) == 1 and weight_NK.is_contiguous()
     _linear[triton.cdiv(outputs, chosen.columns), triton.cdiv(rows, tile)](
         x_RK,
@@ -324,7 +326,6 @@ def _attend(
     EACH: tl.constexpr = HEADS // GROUPS
     WIDE: tl.constexpr = triton.next_power_of_2(D)
     row, group, span = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    _let_next_start(EARLY)
     _wait_for_input(EARLY)
     slot = tl.load(slots + row).to(tl.int64)
     position = tl.load(places + row)
@@ -407,7 +408,6 @@ def _append(
     """Store the keys and values of positions that the others of them attend to."""
     WIDE: tl.constexpr = triton.next_power_of_2(D)
     row, group = tl.program_id(0), tl.program_id(1)
-    _let_next_start(EARLY)
     _wait_for_input(EARLY)
     slot = tl.load(slots + row).to(tl.int64)
     position = tl.load(places + row)
@@ -432,7 +432,6 @@ def _combine(
 ):  # fmt: skip
     WIDE: tl.constexpr = triton.next_power_of_2(D)
     row, head = tl.program_id(0), tl.program_id(1)
-    _let_next_start(EARLY)
     _wait_for_input(EARLY)
     position = tl.load(places + row)
     used = tl.minimum(position // SPAN + 1, SPANS)
