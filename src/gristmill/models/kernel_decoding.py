@@ -8,8 +8,10 @@ Nothing here waits for the host or depends on what is in the slots, so that a CU
 step. One slot more than asked for is allocated, for rows that fill up a graph.
 
     x = embedding[token] (+ position)        per block:  qkv = norm(x) W^T        attend
-                                                         x += attended W^T
-    logits = norm(x) head^T                              u = f(norm(x) W^T)       x += u W^T
+                                                         a = attended W^T
+    logits = norm(x) head^T                              u = f(norm(x += a) W^T)  x += u W^T
+
+What is added to the residual stream is added by the norm behind it.
 
 Shapes: R rows, S slots, D width, N outputs of a layer, V vocabulary.
 """
@@ -42,6 +44,13 @@ class _Rows(NamedTuple):
     places_R: torch.Tensor
     """The positions in their slots."""
     together: bool
+
+
+class Stream(NamedTuple):
+    """The residual stream, and what is still to be added to it."""
+
+    x_RD: torch.Tensor
+    added: Sequence[kernels.Product]
 
 
 class KernelDecoder(SlotDecoder):
@@ -102,9 +111,9 @@ class KernelDecoder(SlotDecoder):
         at_R = slots_R.long()
         return self.logits(self.hidden(self.tokens_S[at_R], slots_R, self.lengths_S[at_R]))
 
-    def logits(self, x_RD: torch.Tensor) -> torch.Tensor:
+    def logits(self, stream: Stream) -> torch.Tensor:
         """Logits of all rows of the head, in fp32."""
-        n_RD = kernels.normalised(x_RD, self._norm("norm"))
+        _, n_RD = kernels.normalised(stream.x_RD, self._norm("norm"), stream.added)
         logits_RV = kernels.linear(n_RD, self._named["head.weight"], dtype=torch.float32)
         return capped(logits_RV, self.config.logit_cap)
 
@@ -115,7 +124,7 @@ class KernelDecoder(SlotDecoder):
         places_R: torch.Tensor,
         *,
         together: bool = False,
-    ) -> torch.Tensor:
+    ) -> Stream:
         """The residual stream behind the last block. `together`: rows may be of one slot."""
         config, named = self.config, self._named
         # Rows that nobody reads may be beyond the context.
@@ -124,15 +133,18 @@ class KernelDecoder(SlotDecoder):
         if "positions.weight" in named:
             x_RD = x_RD + functional.embedding(places_R, named["positions.weight"])
         if config.embedding_norm:
-            x_RD = kernels.normalised(x_RD, self._norm("embedding_norm"))
+            _, x_RD = kernels.normalised(x_RD, self._norm("embedding_norm"))
+        stream = Stream(x_RD, [])
         rows = _Rows(tokens_R, slots_R, places_R, together)
         for layer in range(config.layers):
-            x_RD = self._block(x_RD, layer, rows)
-        return x_RD
+            stream = self._block(stream, layer, rows)
+        return stream
 
-    def _block(self, x_RD: torch.Tensor, layer: int, rows: _Rows) -> torch.Tensor:
+    def _block(self, stream: Stream, layer: int, rows: _Rows) -> Stream:
         config, name = self.config, f"blocks.{layer}"
-        n_RD = kernels.normalised(x_RD, self._norm(f"{name}.attention_norm"))
+        x_RD, n_RD = kernels.normalised(
+            stream.x_RD, self._norm(f"{name}.attention_norm"), stream.added
+        )
         qkv_RN = self._linear(n_RD, f"{name}.attention.qkv")
         if layer in config.value_layers:
             self._add_value_embedding(qkv_RN, n_RD, layer, rows.tokens_R)
@@ -153,27 +165,23 @@ class KernelDecoder(SlotDecoder):
         if config.attention_gate:
             gate_RH = self._gate(f"{name}.attention.output_gate", n_RD)
             y_RN = (y_RN.unflatten(1, (config.heads, -1)) * gate_RH[..., None]).flatten(1)
-        after_RD = self._linear(y_RN, f"{name}.attention.out", residual_RN=x_RD)
-        read_RD = x_RD if config.parallel_residual else after_RD
-        read_RD = kernels.normalised(read_RD, self._norm(f"{name}.mlp_norm"))
-        up_RN = self._linear(read_RD, f"{name}.mlp.up", activation=config.activation)
-        return self._linear(up_RN, f"{name}.mlp.down", residual_RN=after_RD)
+        attended = self._product(y_RN, f"{name}.attention.out")
+        # With parallel residual connections the MLP does not see what was attended to.
+        seen, left = ([], [attended]) if config.parallel_residual else ([attended], [])
+        x_RD, n_RD = kernels.normalised(x_RD, self._norm(f"{name}.mlp_norm"), seen)
+        up_RN = self._linear(n_RD, f"{name}.mlp.up", activation=config.activation)
+        return Stream(x_RD, [*left, self._product(up_RN, f"{name}.mlp.down")])
+
+    def _product(self, x_RK: torch.Tensor, name: str) -> kernels.Product:
+        named = self._named
+        return kernels.product(x_RK, named[f"{name}.weight"], named.get(f"{name}.bias"))
 
     def _linear(
-        self,
-        x_RK: torch.Tensor,
-        name: str,
-        *,
-        activation: str | None = None,
-        residual_RN: torch.Tensor | None = None,
+        self, x_RK: torch.Tensor, name: str, *, activation: str | None = None
     ) -> torch.Tensor:
         named = self._named
         return kernels.linear(
-            x_RK,
-            named[f"{name}.weight"],
-            named.get(f"{name}.bias"),
-            activation=activation,
-            residual_RN=residual_RN,
+            x_RK, named[f"{name}.weight"], named.get(f"{name}.bias"), activation=activation
         )
 
     def _norm(self, name: str) -> kernels.Norm:

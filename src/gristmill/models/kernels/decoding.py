@@ -4,8 +4,8 @@ At a few rows a product does nothing but read its weights, and a launch takes as
 few megabytes. So a block is seven kernels, in which activations, rotation and residual connections
 are part of the products next to them:
 
-    norm      a row at a time
-    linear    out = residual + f(x W^T + bias)
+    norm      adds a product to the residual stream, and normalises it
+    linear    f(x W^T + bias)
     attend    normalises and rotates query and key, appends key and value, attends
     combine   the sum over the spans of a long sequence
 
@@ -22,12 +22,15 @@ S slots, C capacity of a slot.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+FETCHED = 32768
+"""With more outputs than this, most programs find a cache that others have filled."""
 ACTIVATIONS = {None: 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "swiglu": 5}
 
 
@@ -59,14 +62,15 @@ def _wait_for_input(EARLY: tl.constexpr):
 
 @triton.jit
 def _norm(
-    x, gain, shift, out, eps,
+    x, first, first_bias, second, second_bias, gain, shift, stream, out, eps, R,
     K: tl.constexpr, CENTRED: tl.constexpr, GAIN: tl.constexpr, SHIFT: tl.constexpr,
-    EARLY: tl.constexpr,
+    FIRST: tl.constexpr, FIRST_BIAS: tl.constexpr, SECOND: tl.constexpr,
+    SECOND_BIAS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     WIDE: tl.constexpr = triton.next_power_of_2(K)
     k = tl.arange(0, WIDE)
     inside = k < K
-    at = tl.program_id(0).to(tl.int64) * K + k
+    row = tl.program_id(0).to(tl.int64)
     # Parameters are not in the cache: they are asked for first.
     factor = tl.full((WIDE,), 1.0, tl.float32)
     if GAIN:
@@ -74,32 +78,73 @@ def _norm(
     added = tl.zeros((WIDE,), tl.float32)
     if SHIFT:
         added = tl.load(shift + k, mask=inside, other=0.0).to(tl.float32)
+    first_sum = tl.zeros((WIDE,), tl.float32)
+    if FIRST_BIAS:
+        first_sum = tl.load(first_bias + k, mask=inside, other=0.0).to(tl.float32)
+    second_sum = tl.zeros((WIDE,), tl.float32)
+    if SECOND_BIAS:
+        second_sum = tl.load(second_bias + k, mask=inside, other=0.0).to(tl.float32)
     _wait_for_input(EARLY)
-    y = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(x + row * K + k, mask=inside, other=0.0).to(tl.float32)
+    kind = out.dtype.element_ty
+    if FIRST:
+        for part in tl.static_range(FIRST):
+            first_sum += tl.load(first + (part * R + row) * K + k, mask=inside, other=0.0)
+        y += first_sum.to(kind).to(tl.float32)
+        if SECOND:
+            for part in tl.static_range(SECOND):
+                second_sum += tl.load(second + (part * R + row) * K + k, mask=inside, other=0.0)
+            y += second_sum.to(kind).to(tl.float32)
+        y = y.to(kind)
+        tl.store(stream + row * K + k, y, mask=inside)
+        y = y.to(tl.float32)
     if CENTRED:
         y = tl.where(inside, y - tl.sum(y) / K, 0.0)
     y = y / tl.sqrt_rn(tl.sum(y * y) / K + eps) * factor + added
-    tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * K + k, y.to(kind), mask=inside)
 
 
-def normalised(x_RK: torch.Tensor, norm: Norm) -> torch.Tensor:
-    """Every row with a mean of zero, if centred, and a variance of one."""
-    out_RK = torch.empty_like(x_RK)
+class Product(NamedTuple):
+    """A product with a layer's weights that is not added up yet."""
+
+    parts_PRN: torch.Tensor
+    """Sums over parts of the inputs, in fp32."""
+    bias_N: torch.Tensor | None
+
+
+def normalised(
+    x_RK: torch.Tensor, norm: Norm, added: Sequence[Product] = ()
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The residual stream with up to two products added to it, and that with, in every row, a mean
+    of zero, if centred, and a variance of one."""
     assert x_RK.is_contiguous()
+    out_RK = torch.empty_like(x_RK)
+    stream_RK = torch.empty_like(x_RK) if added else x_RK
+    first, second = [*added, None, None][:2]
     _norm[(len(x_RK),)](
         x_RK,
+        first and first.parts_PRN,
+        first and first.bias_N,
+        second and second.parts_PRN,
+        second and second.bias_N,
         norm.gain_K,
         norm.shift_K,
+        stream_RK,
         out_RK,
         norm.eps,
+        len(x_RK),
         K=x_RK.shape[1],
         CENTRED=norm.centred,
         GAIN=norm.gain_K is not None,
         SHIFT=norm.shift_K is not None,
+        FIRST=0 if first is None else len(first.parts_PRN),
+        FIRST_BIAS=first is not None and first.bias_N is not None,
+        SECOND=0 if second is None else len(second.parts_PRN),
+        SECOND_BIAS=second is not None and second.bias_N is not None,
         num_warps=4,
         **_launched(x_RK.device),
     )
-    return out_RK
+    return stream_RK, out_RK
 
 
 # ------------------------------------------------------------------ products
@@ -122,11 +167,12 @@ def _activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _fetch(
-    w, first, N: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr
+    w, first, N: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, LENGTH: tl.constexpr,
+    SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Bring some rows of a matrix into the cache."""
+    """Bring the beginning of some rows of a matrix into the cache."""
     EACH: tl.constexpr = 128 // SIZE  # numbers of a cache line
-    LINES: tl.constexpr = (K + EACH - 1) // EACH
+    LINES: tl.constexpr = (LENGTH + EACH - 1) // EACH
     number = tl.arange(0, triton.next_power_of_2(COLUMNS * LINES))
     number = tl.minimum(number, COLUMNS * LINES - 1)
     at = w + tl.minimum(first + number // LINES, N - 1).to(tl.int64) * K + number % LINES * EACH
@@ -157,21 +203,24 @@ def _weights(
 
 @triton.jit
 def _linear(
-    x, w, bias, residual, out, R, x_stride,
-    N: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, SIZE: tl.constexpr,
+    x, w, bias, out, R, x_stride,
+    N: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
+    CUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    DEPTH: tl.constexpr, STAGES: tl.constexpr, SIZE: tl.constexpr, FETCH: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    PART: tl.constexpr = (K + PARTS - 1) // PARTS
+    """The inputs are cut into CUT pieces, of which a program sums one, in PARTS."""
+    PART: tl.constexpr = (K + CUT * PARTS - 1) // (CUT * PARTS)
     GATED: tl.constexpr = ACTIVATION == 5
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    part = tl.arange(0, PARTS)
-    if EARLY:
-        _fetch(w, tl.program_id(0) * COLUMNS, N, COLUMNS, K, SIZE)
+    piece = tl.program_id(2)
+    part = piece * PARTS + tl.arange(0, PARTS)
+    if EARLY and FETCH:
+        begin = w + piece * PARTS * PART
+        _fetch(begin, tl.program_id(0) * COLUMNS, N, COLUMNS, K, K // CUT, SIZE)
         if GATED:
-            _fetch(w + N * K, tl.program_id(0) * COLUMNS, N, COLUMNS, K, SIZE)
+            _fetch(begin + N * K, tl.program_id(0) * COLUMNS, N, COLUMNS, K, K // CUT, SIZE)
     bias_y = tl.zeros((COLUMNS,), tl.float32)
     bias_up = tl.zeros((COLUMNS,), tl.float32)
     if BIAS:
@@ -179,11 +228,6 @@ def _linear(
         if GATED:
             bias_up = tl.load(bias + N + column, mask=column < N, other=0.0).to(tl.float32)
     _wait_for_input(EARLY)
-    inside = (row < R)[:, None] & (column < N)[None, :]
-    at = row[:, None].to(tl.int64) * N + column[None, :]
-    before = tl.zeros((ROWS, COLUMNS), tl.float32)
-    if RESIDUAL:
-        before = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     sums = tl.zeros((PARTS, ROWS, COLUMNS), tl.float32)
     gates = tl.zeros((PARTS, ROWS, COLUMNS), tl.float32)
     for first in tl.range(0, PART, DEPTH, num_stages=STAGES):
@@ -204,29 +248,29 @@ def _linear(
         y = y / (1.0 + tl.exp(-y)) * (tl.sum(gates, axis=0) + bias_up[None, :])
     else:
         y = _activated(y, ACTIVATION)
-    if RESIDUAL:
-        # The product is rounded, as it is where it is not part of the sum.
-        y = y.to(x.dtype.element_ty).to(tl.float32) + before
+    inside = (row < R)[:, None] & (column < N)[None, :]
+    at = (piece * R + row)[:, None].to(tl.int64) * N + column[None, :]
     tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
 
 
 class Tiles(NamedTuple):
-    """How a product is computed. Nothing of it depends on the number of rows."""
+    """How a product is computed. The number of parts must not depend on that of rows: each is
+    summed by itself."""
 
     columns: int
     parts: int
-    """Into which the inputs are cut; each is summed by itself, by a warp of its own."""
     depth: int
     """Inputs of a part that are read at once."""
     stages: int
     """Loads that are under way at a time."""
+    warps: int
 
 
-def tiles(outputs: int, dtype: torch.dtype) -> Tiles:
+def tiles(outputs: int, rows: int, dtype: torch.dtype) -> Tiles:
     """Small ones, to occupy the GPU, and larger ones where there are many."""
     if dtype == torch.float32:
-        return Tiles(32, 4, 32, 2)
-    return Tiles(16, 4, 64, 3) if outputs <= 8192 else Tiles(64, 1, 128, 4)
+        return Tiles(32, 4, 32, 2, 4)
+    return Tiles(16, 4, 64, 3, 4) if outputs <= 8192 else Tiles(64, 4, 64, 3, 4)
 
 
 def linear(
@@ -235,42 +279,64 @@ def linear(
     bias_N: torch.Tensor | None = None,
     *,
     activation: str | None = None,
-    residual_RN: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """residual + f(x W^T + bias); with swiglu, W is the gate above the rest. `dtype`: of the
-    result, if not that of x."""
-    rows, inputs = x_RK.shape
+    """f(x W^T + bias); with swiglu, W is the gate above the rest. `dtype`: of the result, if not
+    that of x."""
     outputs = weight_NK.shape[0] // (2 if activation == "swiglu" else 1)
-    out_RN = torch.empty(rows, outputs, dtype=dtype or x_RK.dtype, device=x_RK.device)
-    chosen = tiles(outputs, x_RK.dtype)
+    kind = dtype or x_RK.dtype
+    out_RN = torch.empty(len(x_RK), outputs, dtype=kind, device=x_RK.device)
+    return _multiplied(x_RK, weight_NK, bias_N, out_RN[None], activation)[0]
+
+
+CUT = 3
+"""Pieces of the inputs of a product that is added to the residual stream. It has few outputs, which
+would leave most of a GPU idle."""
+
+
+def product(x_RK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> Product:
+    """x W^T + bias, for `normalised` to add to the residual stream."""
+    shape = CUT, len(x_RK), len(weight_NK)
+    out_PRN = torch.empty(shape, dtype=torch.float32, device=x_RK.device)
+    return Product(_multiplied(x_RK, weight_NK, None, out_PRN, None), bias_N)
+
+
+def _multiplied(
+    x_RK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    out_PRN: torch.Tensor,
+    activation: str | None,
+) -> torch.Tensor:
+    (rows, inputs), (pieces, _, outputs) = x_RK.shape, out_PRN.shape
+    chosen = tiles(outputs, rows, x_RK.dtype)
     # Tensor cores sum in the same order whatever the tile; other units do not.
     most = 16 if x_RK.dtype == torch.float32 else 64
     tile = min(most, max(16, triton.next_power_of_2(rows)))
     assert x_RK.stride(1) == 1 and weight_NK.is_contiguous()
-    _linear[triton.cdiv(outputs, chosen.columns), triton.cdiv(rows, tile)](
+    _linear[triton.cdiv(outputs, chosen.columns), triton.cdiv(rows, tile), pieces](
         x_RK,
         weight_NK,
         bias_N,
-        residual_RN,
-        out_RN,
+        out_PRN,
         rows,
         x_RK.stride(0),
         N=outputs,
         K=inputs,
         ACTIVATION=ACTIVATIONS[activation],
         BIAS=bias_N is not None,
-        RESIDUAL=residual_RN is not None,
+        CUT=pieces,
         ROWS=tile,
         COLUMNS=chosen.columns,
         PARTS=chosen.parts,
         DEPTH=chosen.depth,
         STAGES=chosen.stages,
         SIZE=x_RK.element_size(),
-        num_warps=4,
+        FETCH=outputs <= FETCHED,
+        num_warps=chosen.warps,
         **_launched(x_RK.device),
     )
-    return out_RN
+    return out_PRN
 
 
 # ------------------------------------------------------------------ attention
