@@ -26,7 +26,7 @@ class StaticPeer:
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
         self.ids = torch.zeros(sequences, 1, dtype=torch.int64, device=device)
         mode = "reduce-overhead" if device.type == "cuda" else "default"
-        self._step = torch.compile(self._one, mode=mode, fullgraph=True)
+        self._step = torch.compile(self._one, mode=mode, fullgraph=True, dynamic=False)
 
     def _draw(self, logits: torch.Tensor) -> torch.Tensor:
         if self.top_k is None:

@@ -31,7 +31,7 @@ from gristmill.generate.request import Generation, Request
 from gristmill.generate.sampling import NOT_FINITE, Sampling
 from gristmill.generate.steps import Drawn, HostSteps, Steps
 from gristmill.models.build import build_decoder
-from gristmill.models.decoding import Decoder
+from gristmill.models.decoding import Decoder, PromptPart
 from gristmill.models.spec import CausalLM
 
 
@@ -212,7 +212,7 @@ class Engine:
 
     def _prefill(self) -> None:
         """Compute prompts of new requests; while others decode, only a part of them in a step."""
-        left = self.decoder.pause
+        left, parts = self.decoder.pause, list[PromptPart]()
         for slot in sorted(self._slots, key=lambda slot: slot.used):
             if slot.generation is None:
                 continue
@@ -220,21 +220,31 @@ class Engine:
                 self._slide(slot)
             while not slot.decoding:
                 if left <= 0 and any(other.decoding for other in self._slots):
+                    self.decoder.prefill(parts)
                     return
-                left -= self._fill(slot)
+                room = self.decoder.chunk
+                if self.decoder.grain == 1:
+                    # Parts of several prompts are computed at once.
+                    room -= sum(len(part.ids) for part in parts)
+                part = self._next_part(slot, room)
+                parts.append(part)
+                left -= len(part.ids)
+                if self.decoder.grain > 1 or len(part.ids) == room:
+                    self.decoder.prefill(parts)
+                    parts = []
+        self.decoder.prefill(parts)
 
-    def _fill(self, slot: _Slot) -> int:
-        """Compute a chunk of a prompt; how long it is. Its last id is the first that is
-        decoded."""
-        ids, chunk, grain = slot.ids, self.decoder.chunk, self.decoder.grain
-        end = min(slot.filled + chunk, len(ids) - 1)
-        count = end - slot.filled
-        self.decoder.prefill(slot.number, ids[slot.filled : end], slot.filled)
+    def _next_part(self, slot: _Slot, room: int) -> PromptPart:
+        """The next part of a prompt, which is about to be computed. Its last id is the first that
+        is decoded."""
+        ids, grain = slot.ids, self.decoder.grain
+        end = min(slot.filled + room, len(ids) - 1)
+        part = PromptPart(slot.number, ids[slot.filled : end], slot.filled)
         slot.prompt, slot.filled = ids[: end - end % grain], end
         if end == len(ids) - 1:
             slot.decoding = True
             self._steps.begin(slot.number, token=ids[-1], length=end)
-        return count
+        return part
 
     def _is_full(self, slot: _Slot) -> bool:
         """Whether a sequence goes on, but its window does not."""

@@ -1,7 +1,7 @@
 """Decoding: a model's state for several sequences at once, each in a slot of its own.
 
-    prefill(slot, ids)     the prompt without its last id, chunk by chunk
-    decode(rows)           one more position of some slots: their logits
+    prefill(parts)            prompts without their last ids, part by part
+    decode(slots, tokens)     one more position of some slots: their logits
 
 A slot's results must not depend on the other slots. So a prompt is computed by itself, in chunks
 whose borders depend on positions only, attention reads each slot alone, and rows are put into
@@ -20,7 +20,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch.func import functional_call
@@ -32,6 +32,15 @@ from gristmill.models.spec import Cache, CausalLM, SlotMemory, SlotRows
 
 CHUNK = {"cpu": 128, "gpu": 512}
 """Positions of a prompt that are computed at once."""
+
+
+class PromptPart(NamedTuple):
+    """Some ids of a prompt, behind those that the slot holds."""
+
+    slot: int
+    ids: Sequence[int]
+    start: int
+    """The position of the first one."""
 
 
 class Decoder(ABC):
@@ -56,8 +65,9 @@ class Decoder(ABC):
         self.grain = self.pause = self.chunk
 
     @abstractmethod
-    def prefill(self, slot: int, ids: Sequence[int], start: int) -> None:
-        """Compute positions from `start` on, behind those that the slot holds."""
+    def prefill(self, parts: Sequence[PromptPart]) -> None:
+        """Compute parts of prompts, at most `chunk` positions of each, or together if the grain is
+        1."""
 
     @abstractmethod
     def decode(
@@ -91,15 +101,16 @@ class CacheDecoder(Decoder):
         if not self._cached:
             self.chunk = self.grain = capacity
 
-    def prefill(self, slot: int, ids: Sequence[int], start: int) -> None:
-        if start == 0:
-            self._ids[slot] = []
-            self._caches[slot] = self.model.new_cache(self.capacity) if self._cached else None
-        if not self._cached:
-            self._ids[slot] += ids
-        elif ids:
-            nothing = torch.empty(0, dtype=torch.int64, device=self.device)
-            self._forward(slot, ids, nothing)
+    def prefill(self, parts: Sequence[PromptPart]) -> None:
+        for slot, ids, start in parts:
+            if start == 0:
+                self._ids[slot] = []
+                self._caches[slot] = self.model.new_cache(self.capacity) if self._cached else None
+            if not self._cached:
+                self._ids[slot] += ids
+            elif ids:
+                nothing = torch.empty(0, dtype=torch.int64, device=self.device)
+                self._forward(slot, ids, nothing)
 
     def decode(
         self, slots: Sequence[int], tokens: Sequence[int], lengths: Sequence[int]
@@ -143,11 +154,12 @@ class SlotDecoder(Decoder):
         one_of_each_shape = {tuple(one.shape): one for one in weights.values() if one.dim() == 2}
         return invariant_sizes(list(one_of_each_shape.values()), self.slots)
 
-    def prefill(self, slot: int, ids: Sequence[int], start: int) -> None:
-        if ids:
-            nothing = torch.empty(0, dtype=torch.int64, device=self.device)
-            ids_BT = torch.tensor([list(ids)], device=self.device)
-            self._forward(ids_BT, cache=self.memory.view(slot, start), logits_at_N=nothing)
+    def prefill(self, parts: Sequence[PromptPart]) -> None:
+        nothing = torch.empty(0, dtype=torch.int64, device=self.device)
+        for slot, ids, start in parts:
+            if ids:
+                ids_BT = torch.tensor([list(ids)], device=self.device)
+                self._forward(ids_BT, cache=self.memory.view(slot, start), logits_at_N=nothing)
 
     def decode(
         self, slots: Sequence[int], tokens: Sequence[int], lengths: Sequence[int]

@@ -25,7 +25,7 @@ import torch
 from torch.nn import functional
 
 from gristmill.config.model import GATE_FEATURES, GPTConfig
-from gristmill.models.decoding import SlotDecoder
+from gristmill.models.decoding import PromptPart, SlotDecoder
 from gristmill.models.kernels import decoding as kernels
 from gristmill.models.loss import capped
 from gristmill.models.spec import CausalLM, SlotMemory
@@ -85,20 +85,21 @@ class KernelDecoder(SlotDecoder):
     def _row_counts(self) -> list[int]:
         return []  # any
 
-    def prefill(self, slot: int, ids: Sequence[int], start: int) -> None:
-        if not ids:
-            return
-        size = next(size for size in CHUNKS if size >= len(ids))
-        padding = size - len(ids)
+    def prefill(self, parts: Sequence[PromptPart]) -> None:
         rows = [
-            [*ids, *[0] * padding],
-            [slot] * len(ids) + [self.slots] * padding,
-            [*range(start, start + len(ids)), *[0] * padding],
+            (id, part.slot, place)
+            for part in parts
+            for place, id in enumerate(part.ids, start=part.start)
         ]
+        if not rows:
+            return
+        size = next(size for size in CHUNKS if size >= len(rows))
         prompt = self._prompts.get(size)
         if prompt is None:
             prompt = self._prompts[size] = PromptGraph(self, size)
-        prompt.run(torch.tensor(rows, dtype=torch.int32))
+        spare = (0, self.slots, 0)
+        content = torch.tensor([*rows, *[spare] * (size - len(rows))], dtype=torch.int32)
+        prompt.run(content.T.contiguous())
 
     def decode(
         self, slots: Sequence[int], tokens: Sequence[int], lengths: Sequence[int]

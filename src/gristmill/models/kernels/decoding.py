@@ -29,6 +29,8 @@ import torch
 import triton
 import triton.language as tl
 
+MOST_ROWS = 64
+"""Of a tile."""
 FETCHED = 32768
 """With more outputs than this, most programs find a cache that others have filled."""
 ACTIVATIONS = {None: 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "swiglu": 5}
@@ -311,7 +313,7 @@ def _multiplied(
     (rows, inputs), (pieces, _, outputs) = x_RK.shape, out_PRN.shape
     chosen = tiles(outputs, rows, x_RK.dtype)
     # Tensor cores sum in the same order whatever the tile; other units do not.
-    most = 16 if x_RK.dtype == torch.float32 else 64
+    most = 16 if x_RK.dtype == torch.float32 else MOST_ROWS
     tile = min(most, max(16, triton.next_power_of_2(rows)))
     assert x_RK.stride(1) == 1 and weight_NK.is_contiguous()
     _linear[triton.cdiv(outputs, chosen.columns), triton.cdiv(rows, tile), pieces](
