@@ -80,7 +80,7 @@ class Access:
 
     def _check_key(self, header: str) -> None:
         scheme, _, given = header.partition(" ")
-        key, matches = given.strip().encode(), False
+        key, matches = given.strip().encode("latin-1"), False
         # All of them, so that the time says nothing about which was nearly right.
         for known in self._keys:
             matches |= hmac.compare_digest(key, known)

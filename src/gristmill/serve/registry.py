@@ -30,6 +30,7 @@ from gristmill.serve.served import LoadOptions, OpenedModel, ServedModel
 from gristmill.track.folder import RunFolder
 
 Result = TypeVar("Result")
+_END_SECONDS = 10.0
 FOLLOW_SECONDS = 3.0
 """How often a run folder is looked at for newer checkpoints."""
 
@@ -305,6 +306,9 @@ class Registry:
         """End all threads."""
         for served in self.loaded:
             served.worker.close()
+        for served in self.loaded:
+            # A thread that computes while the program ends could crash it.
+            served.worker.join(_END_SECONDS)
         self._loader.shutdown(wait=False, cancel_futures=True)
 
     # ------------------------------------------------------------------ newer checkpoints

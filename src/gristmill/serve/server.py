@@ -14,7 +14,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def serve(models: Sequence[str], options: ServerOptions, *, log: Callable[[str],
     require_keys(options.host, keys)
     bound = bind(options.host, options.port)
     with contextlib.closing(bound):
-        asyncio.run(_serve(models, options, bound, keys, log))
+        asyncio.run(run(models, options, bound=bound, keys=keys, log=log))
     # Threads of Python that compute cannot be interrupted, and hold nothing that must be saved.
     sys.stdout.flush()
     sys.stderr.flush()
@@ -85,13 +86,26 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-async def _serve(
+@dataclass(frozen=True)
+class ServerParts:
+    """A server that runs."""
+
+    service: Service
+    registry: Registry
+    metrics: Metrics
+    stop: Callable[[], Coroutine[Any, Any, None]]
+
+
+async def run(
     models: Sequence[str],
     options: ServerOptions,
+    *,
     bound: socket.socket,
-    keys: Sequence[bytes],
+    keys: Sequence[bytes] = (),
     log: Callable[[str], None],
+    begun: Callable[[ServerParts], None] = lambda parts: None,
 ) -> None:
+    """Serve until it is stopped; `begun` is called when it can be asked."""
     metrics = Metrics()
     registry = Registry(
         options=options.load, most_loaded=options.most_loaded, metrics=metrics, log=log
@@ -109,11 +123,16 @@ async def _serve(
         asyncio.create_task(registry.follow()),
         asyncio.create_task(_load_first(registry)),
     ]
-    with _stopped_by_signals(lambda: _stop(service, server, options.drain, log)):
+
+    def stop() -> Coroutine[Any, Any, None]:
+        return _stop(service, server, options.drain, log)
+
+    begun(ServerParts(service, registry, metrics, stop))
+    with _stopped_by_signals(stop):
         await server.serve(sockets=[bound])
     for task in tasks:
         task.cancel()
-    registry.close()
+    await asyncio.to_thread(registry.close)
 
 
 async def _load_first(registry: Registry) -> None:
@@ -130,18 +149,21 @@ async def _stop(service: Service, server: Any, seconds: float, log: Callable[[st
 
 
 @contextlib.contextmanager
-def _stopped_by_signals(stop: Callable[[], Any]) -> Iterator[None]:
-    """Call `stop` at the first signal; end the process at the second."""
+def _stopped_by_signals(stop: Callable[[], Coroutine[Any, Any, None]]) -> Iterator[None]:
+    """Call `stop` at the first signal; end the process at the second. Other threads get none."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     loop, tasks = asyncio.get_running_loop(), list[asyncio.Task[None]]()
 
-    def handle() -> None:
+    def handle(number: int) -> None:
         if tasks:
-            os._exit(0)
+            os._exit(128 + number)
         tasks.append(loop.create_task(stop()))
 
     numbers = (signal.SIGTERM, signal.SIGINT)
     for number in numbers:
-        loop.add_signal_handler(number, handle)
+        loop.add_signal_handler(number, handle, number)
     try:
         yield
     finally:

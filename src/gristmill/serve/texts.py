@@ -250,7 +250,7 @@ def _chat_choice(served: ServedModel, options: Options) -> ChoiceJson:
             "index": choice.index,
             "message": {"role": "assistant", "content": piece.text},
             "finish_reason": piece.finish,
-            "logprobs": _chat_logprobs(served, options, piece),
+            "logprobs": None if options.likeliest is None else served.texts.in_chat(piece.entries),
         }
 
     return form
@@ -262,16 +262,10 @@ def _chat_chunk(served: ServedModel, options: Options) -> ChoiceJson:
             "index": choice.index,
             "delta": {"content": piece.text} if piece.text else {},
             "finish_reason": piece.finish,
-            "logprobs": _chat_logprobs(served, options, piece),
+            "logprobs": served.texts.in_chat(piece.entries) if piece.entries else None,
         }
 
     return form
-
-
-def _chat_logprobs(served: ServedModel, options: Options, piece: Piece) -> dict[str, Any] | None:
-    if options.likeliest is None or not (piece.entries or piece.finish):
-        return None
-    return served.texts.in_chat(piece.entries)
 
 
 class _Writer:

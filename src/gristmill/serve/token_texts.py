@@ -7,6 +7,7 @@ never look the same.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -95,23 +96,18 @@ def _finite(log_prob: float | None) -> float | None:
 
 
 class Offsets:
-    """Where in a text each token begins, in characters, from the bytes of those before it."""
+    """Where in a text each token begins, in characters, from the bytes of those before it. One that
+    begins within a character begins where the character does."""
 
     def __init__(self, texts: TokenTexts, start: int = 0) -> None:
         self._texts, self._characters = texts, start
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def after(self, id: int) -> int:
-        """Where this token begins, if it comes next. One that begins within a character begins
-        where the character does."""
-        content = self._texts.tokenizer.token_bytes(id)
-        within = bool(content) and not _begins_character(content[0]) and self._characters > 0
-        offset = self._characters - within
-        self._characters += sum(map(_begins_character, content))
+        """Where this token begins, if it comes next."""
+        offset = self._characters
+        self._characters += len(self._decoder.decode(self._texts.tokenizer.token_bytes(id)))
         return offset
-
-
-def _begins_character(byte: int) -> bool:
-    return byte & 0xC0 != 0x80
 
 
 def prompt_entries(

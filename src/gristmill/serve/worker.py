@@ -131,9 +131,9 @@ class Worker:
             self._closing = True
             self._wake.notify()
 
-    def join(self) -> None:
+    def join(self, seconds: float | None = None) -> None:
         """Wait until the thread has ended and its memory is free; not for the event loop."""
-        self._thread.join()
+        self._thread.join(seconds)
 
     def _tell(self, act: Callable[[], None]) -> None:
         with self._wake:
