@@ -35,22 +35,24 @@ paths = "{tokens}"
 split = "90,10"
 [train]
 until = "{steps} steps"
-batch = 4
+batch = 8
 [optim]
-lr = 1e-2
+lr = 2e-2
+[validate]
+every = "1k steps"
 [checkpoint]
-every = "10 steps"
+every = "50 steps"
 keep = 3
 [runtime]
 device = "cpu"
 threads = 1
 """
-LONG = 300.0
+LONG = 90.0
 """Seconds that tests wait at most for what takes a moment."""
 
 
-def train_run(folder: Path, tokens: Path, *, steps: int = 30) -> Path:
-    """A run of a moment, with a checkpoint every 10 steps; goes on if it is there."""
+def train_run(folder: Path, tokens: Path, *, steps: int = 150) -> Path:
+    """A run of a moment, with a checkpoint every 50 steps; goes on if it is there."""
     text = RUN.format(folder=folder, tokens=tokens, steps=steps)
     assert Run(load_text(text, [], place="mill.toml")).train().exit is Exit.DONE
     return folder
@@ -58,7 +60,7 @@ def train_run(folder: Path, tokens: Path, *, steps: int = 30) -> Path:
 
 @pytest.fixture(scope="session")
 def mill(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run folder with checkpoints of steps 10, 20 and 30; one id a byte, context 128."""
+    """A run folder with checkpoints of steps 50, 100 and 150; one id a byte, context 128."""
     return train_run(tmp_path_factory.mktemp("runs") / "mill", tokens)
 
 

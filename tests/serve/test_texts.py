@@ -320,7 +320,7 @@ def test_impossible_tokens_are_finite_in_json(server: Any) -> None:
 
 @pytest.mark.parametrize("usage", [False, True])
 def test_the_order_of_chunks(server: Any, usage: bool) -> None:
-    body: dict[str, Any] = {"messages": HELLO, "max_tokens": 9, "n": 2, "stream": True}
+    body: dict[str, Any] = {"messages": HELLO, "max_tokens": 9, "n": 2, "stream": True, **VARIED}
     if usage:
         body["stream_options"] = {"include_usage": True}
     chunks = events(server.post("/v1/chat/completions", body))

@@ -64,6 +64,9 @@ class _Entry:
     opened: OpenedModel | None = None
     served: ServedModel | None = None
     loading: asyncio.Task[ServedModel] | None = None
+    wanted: int = 0
+    """Requests that have it or wait for it: two models that were just loaded would otherwise be
+    dropped for each other, again and again."""
     seen: list[str] = field(default_factory=list)
     """The checkpoints that were there when the newest was looked for."""
 
@@ -207,21 +210,24 @@ class Registry:
     async def borrow(self, id: str | None) -> AsyncIterator[ServedModel]:
         """A model, loaded if need be."""
         entry = self.find(id)
-        while (served := entry.served) is None:
-            if entry.loading is None:
-                entry.loading = asyncio.create_task(self._load(entry))
-                entry.loading.add_done_callback(lambda task: self._loaded(entry, task))
-            # Whoever asked first may leave.
-            await asyncio.shield(entry.loading)
-        served.users, served.used = served.users + 1, next(self._clock)
+        entry.wanted += 1
         try:
-            yield served
-        finally:
-            served.users -= 1
-            if not served.users:
+            while (served := entry.served) is None:
+                if entry.loading is None:
+                    entry.loading = asyncio.create_task(self._load(entry))
+                    entry.loading.add_done_callback(lambda task: self._loaded(entry, task))
+                # Whoever asked first may leave.
+                await asyncio.shield(entry.loading)
+            served.users, served.used = served.users + 1, next(self._clock)
+            try:
+                yield served
+            finally:
+                served.users -= 1
                 self._drop_retired()
-                async with self._returned:
-                    self._returned.notify_all()
+        finally:
+            entry.wanted -= 1
+            async with self._returned:
+                self._returned.notify_all()
 
     def _loaded(self, entry: _Entry, task: asyncio.Task[ServedModel]) -> None:
         entry.loading = None
@@ -282,7 +288,7 @@ class Registry:
                 idle = [
                     entry
                     for entry in self._entries.values()
-                    if entry.served is not None and not entry.served.users
+                    if entry.served is not None and not entry.wanted
                 ]
                 if idle:
                     self._drop(
