@@ -17,8 +17,8 @@ from gristmill.base.errors import Exit
 from gristmill.config.load import load_text
 from gristmill.generate.engine import Engine
 from gristmill.generate.request import Generation
-from gristmill.serve.server import ServerOptions, ServerParts, bind, run
 from gristmill.serve.served import LoadOptions
+from gristmill.serve.server import ServerOptions, ServerParts, bind, run
 from gristmill.serve.service import Limits
 from gristmill.train.run import Run
 

@@ -118,8 +118,13 @@ def test_lm_evaluation_harness(
 ) -> None:
     """Scores the same task by way of the server, and with the model itself."""
     pytest.importorskip("lm_eval")
+    pytest.importorskip("tenacity")
     rows = [
-        {"question": "the mill", "options": [" turns and grinds", " xqz vvv", " corn"], "answer": 0},
+        {
+            "question": "the mill",
+            "options": [" turns and grinds", " xqz vvv", " corn"],
+            "answer": 0,
+        },
         {"question": "water runs", "options": [" wheel below", " below the wheel"], "answer": 1},
         {"question": "the corn", "options": [" into flour", " kkkk", " ü磨 ?"], "answer": 0},
     ]

@@ -233,9 +233,7 @@ def test_requests_take_no_longer_than_they_may(
     assert server.post("/v1/completions", {"prompt": "a"}).status_code == 200
 
 
-def test_only_so_many_requests_run(
-    mill: Path, serve_models: Callable[..., Any], gate: Any
-) -> None:
+def test_only_so_many_requests_run(mill: Path, serve_models: Callable[..., Any], gate: Any) -> None:
     server = serve_models(mill, limits=Limits(running=1))
     server.until(lambda: bool(server.parts.registry.loaded))
     gate.close()

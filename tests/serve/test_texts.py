@@ -48,9 +48,7 @@ def events(answer: httpx.Response) -> list[Any]:
 
 
 @pytest.mark.parametrize("temperature", [0, 0.9])
-def test_a_completion_is_what_the_engine_gives(
-    server: Any, mill: Path, temperature: float
-) -> None:
+def test_a_completion_is_what_the_engine_gives(server: Any, mill: Path, temperature: float) -> None:
     value = complete(server, max_tokens=12, temperature=temperature, seed=SEED, top_k=30)
     model = Model.open(mill, device="cpu")
     (choice,) = value["choices"]
@@ -126,7 +124,9 @@ def test_prompts_may_be_ids_and_lists(server: Any) -> None:
     ids = list(PROMPT.encode())
     whole = complete(server, temperature=0)["choices"][0]["text"]
     for prompt in (ids, [PROMPT], [ids], [ids, PROMPT]):
-        texts = [choice["text"] for choice in complete(server, prompt=prompt, temperature=0)["choices"]]
+        texts = [
+            choice["text"] for choice in complete(server, prompt=prompt, temperature=0)["choices"]
+        ]
         assert set(texts) == {whole}
     assert complete(server, prompt="")["usage"]["prompt_tokens"] == 1  # the end of another text
 
@@ -206,7 +206,10 @@ def test_bias_and_penalties_reach_the_engine(server: Any) -> None:
     for name, value in (
         ("presence_penalty", 2), ("frequency_penalty", 2), ("repetition_penalty", 1.8),
     ):  # fmt: skip
-        assert complete(server, temperature=0, max_tokens=60, **{name: value})["choices"][0]["text"] != plain
+        assert (
+            complete(server, temperature=0, max_tokens=60, **{name: value})["choices"][0]["text"]
+            != plain
+        )
     for limits in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1}):
         assert complete(server, max_tokens=60, seed=1, **limits)["choices"][0]["text"] == plain
 
@@ -370,9 +373,7 @@ def test_a_whole_answer(server: Any) -> None:
 def test_an_answer_is_continued_where_it_was_cut(server: Any) -> None:
     whole = answer(server, max_tokens=20, temperature=0)["choices"][0]["message"]["content"]
     begun = [*HELLO, {"role": "assistant", "content": whole[:8]}]
-    rest = answer(
-        server, messages=begun, max_tokens=12, temperature=0, continue_final_message=True
-    )
+    rest = answer(server, messages=begun, max_tokens=12, temperature=0, continue_final_message=True)
     assert whole[:8] + rest["choices"][0]["message"]["content"] == whole
     another = answer(server, messages=begun, max_tokens=12, temperature=0)
     assert another["usage"]["prompt_tokens"] > rest["usage"]["prompt_tokens"]
