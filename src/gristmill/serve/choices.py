@@ -58,7 +58,7 @@ class Choice:
         self._ends = request.ends
         self._writer = TextWriter(texts.tokenizer, ends=request.ends, stop=stop)
         self._offsets = Offsets(texts, len(echo))
-        self._lead, self._written = lead, len(echo)
+        self._lead, self._held_lead, self._written = lead, "", len(echo)
         self._text = echo
         """Not yet taken."""
         self._entries = list[TokenEntry]()
@@ -92,11 +92,6 @@ class Choice:
             self.finish = "stop" if self._writer.finished else "length"
             if self.finish == "length":
                 self._ready, self._entries = [*self._ready, *self._entries], []
-        if self.finish is not None and self._lead:
-            # It has ended within the lead.
-            self._lead, self._text = "", self._text + self._held_lead
-
-    _held_lead = ""
 
     def _write(self, text: str) -> None:
         """Text that is final."""
