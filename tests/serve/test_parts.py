@@ -84,8 +84,10 @@ def test_what_a_template_puts_before_words_is_no_text(written: bytes, text: str)
     choice = make_choice(lead=" ")
     pieces = []
     for byte in written:
-        choice.add(News([byte], [], None))
-        pieces.append(choice.take().text)
+        choice.add(News([byte], probabilities(bytes([byte])), None))
+        piece = choice.take()
+        pieces.append(piece.text)
+        assert not piece.text or piece.entries[-1].id == byte
     choice.add(News([256], [], "stop"))
     assert "".join([*pieces, choice.take().text]) == text
 

@@ -100,7 +100,9 @@ class Choice:
             if len(text) < len(self._lead) and self._lead.startswith(text):
                 self._held_lead = text
                 return
-            text, self._lead, self._held_lead = text.removeprefix(self._lead), "", ""
+            words = text.removeprefix(self._lead)
+            self._written += len(text) - len(words)
+            text, self._lead, self._held_lead = words, "", ""
         self._text += text
         self._written += len(text)
         out = 0

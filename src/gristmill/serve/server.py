@@ -11,6 +11,7 @@ import contextlib
 import errno
 import gc
 import os
+import resource
 import signal
 import socket
 import sys
@@ -30,6 +31,9 @@ from gristmill.serve.service import Limits, Service
 
 BACKLOG = 1024
 """Connections that the system holds until they are accepted."""
+MOST_FILES = 65536
+MOST_CONNECTIONS = 16384
+"""More are refused, also if they ask nothing."""
 _CLOSE_SECONDS = 2
 """For connections to close, after the last answer was sent."""
 
@@ -57,12 +61,22 @@ def serve(models: Sequence[str], options: ServerOptions, *, log: Callable[[str],
     for note in notes:
         log(f"warning: {note}")
     require_keys(options.host, keys)
+    _allow_many_files()
     bound = bind(options.host, options.port)
     with contextlib.closing(bound):
         asyncio.run(run(models, options, bound=bound, keys=keys, log=log))
     # Threads of Python that compute cannot be interrupted, and hold nothing that must be saved.
     sys.stdout.flush()
     sys.stderr.flush()
+
+
+def _allow_many_files() -> None:
+    """Every connection is a file; the usual limit of 1024 would refuse the next one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -191,6 +205,7 @@ def _web_server(app: Any) -> Any:
         ws="none",
         server_header=False,
         timeout_keep_alive=60,
+        limit_concurrency=MOST_CONNECTIONS,
         timeout_graceful_shutdown=_CLOSE_SECONDS,
         backlog=BACKLOG,
     )
