@@ -189,11 +189,10 @@ async def one_client(
             "prompt": text,
             "max_tokens": options.tokens,
             "temperature": 1.0,
-            "seed": number,
             "stream": True,
-            "ignore_eos": True,
-            "stream_options": {"include_usage": True},
         }
+        if model != options.model:  # the peer refuses what it does not know
+            body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
         last = time.perf_counter()
         seen, tokens = False, 0
         async with client.stream("POST", "/v1/completions", json=body) as answer:

@@ -119,8 +119,9 @@ class Service:
                 timeout=self._limits.seconds,
                 return_when=asyncio.FIRST_COMPLETED,
             )
-            if work in done:
-                work.result()
+            if work in done or (left in done and call.ended):
+                # After the answer the connection counts as closed, too; what is left is cleaning up.
+                await work
             elif left in done:
                 raise ClientLeftError
             elif running.aborted in done:
