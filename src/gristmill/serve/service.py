@@ -120,7 +120,7 @@ class Service:
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if work in done or (left in done and call.ended):
-                # After the answer the connection counts as closed, too; what is left is cleaning up.
+                # After an answer the connection counts as closed, too; the rest is cleaning up.
                 await work
             elif left in done:
                 raise ClientLeftError
