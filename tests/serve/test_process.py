@@ -7,6 +7,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -135,6 +137,19 @@ def test_it_says_what_it_does(begin: Callable[..., Served]) -> None:
     done = served.started.end()
     assert done.returncode == Exit.DONE and "Traceback" not in done.stderr
     assert all(re.match(r"\d{4}-\d\d-\d\d", line) for line in done.stderr.splitlines())
+
+
+def test_it_goes_on_and_stops_when_nobody_reads_its_log(mill: Path) -> None:
+    command = [sys.executable, "-m", "gristmill", "serve", str(mill), "--device", "cpu"]
+    with subprocess.Popen([*command, "--port", "0"], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        url = process.stderr.readline().split()[-1]
+        assert "loaded mill" in process.stderr.readline()
+        process.stderr.close()
+        older = httpx.post(f"{url}/v1/completions", json={"model": "mill@50", "prompt": "a"})
+        assert older.status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LONG) == Exit.DONE
 
 
 @pytest.mark.parametrize(

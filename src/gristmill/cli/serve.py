@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -121,5 +122,9 @@ def serve(
 
 
 def _tell(what: str) -> None:
-    """One line for each event."""
-    typer.echo(f"{timestamp()} {printable(what)}", err=True)
+    """One line for each event. A server does not fail because nobody reads them any more."""
+    try:
+        typer.echo(f"{timestamp()} {printable(what)}", err=True)
+    except OSError:
+        # Otherwise the unwritten rest would fail again when the program ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

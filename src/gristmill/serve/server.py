@@ -14,7 +14,6 @@ import os
 import resource
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -65,9 +64,6 @@ def serve(models: Sequence[str], options: ServerOptions, *, log: Callable[[str],
     bound = bind(options.host, options.port)
     with contextlib.closing(bound):
         asyncio.run(run(models, options, bound=bound, keys=keys, log=log))
-    # Threads of Python that compute cannot be interrupted, and hold nothing that must be saved.
-    sys.stdout.flush()
-    sys.stderr.flush()
 
 
 def _allow_many_files() -> None:
