@@ -37,7 +37,7 @@ def error_of(answer: Any, status: int = 400) -> dict[str, Any]:
         ("frequency_penalty", "1"), ("max_tokens", -1), ("max_tokens", 1.5), ("max_tokens", "9"),
         ("max_tokens", 10**30), ("n", 0), ("n", 17), ("n", True), ("best_of", 17), ("seed", 1.5),
         ("seed", 2**64), ("stop", 5), ("stop", ["a", 1]), ("stop", ["a"] * 17),
-        ("stop", "x" * 1001), ("stop", "\ud800"), ("stop_token_ids", 5), ("stop_token_ids", ["a"]),
+        ("stop", "x" * 257), ("stop", "\ud800"), ("stop_token_ids", 5), ("stop_token_ids", ["a"]),
         ("stop_token_ids", [257]), ("logit_bias", []), ("logit_bias", {"a": 1}),
         ("logit_bias", {"1": 101}), ("logit_bias", {"1": "x"}), ("logit_bias", {"300": 1}),
         ("logprobs", 21), ("logprobs", "all"), ("echo", "yes"), ("stream", 1), ("stream", "true"),
@@ -135,6 +135,13 @@ def test_addresses_and_methods_that_there_are_not(server: Any) -> None:
         assert error_of(server.get(path), 404)["type"] == "not_found_error"
     error_of(server.get("/v1/completions"), 405)
     error_of(server.post("/v1/models", {}), 405)
+    with server.client() as client:
+        for method in ("OPTIONS", "PUT", "DELETE", "PATCH"):
+            refused = client.request(method, "/v1/completions", headers={"Origin": "http://a.b"})
+            error_of(refused, 405)
+            assert not any(name.startswith("access-control") for name in refused.headers)
+        head = client.head("/health")
+        assert head.status_code == 200 and head.content == b""
     for model in ("nothing", "mill@5", "mill@010", "mill@", "..", "mill@99999999999999"):
         refused = server.post("/v1/completions", {"model": model, "prompt": "a"})
         error = error_of(refused, 404)

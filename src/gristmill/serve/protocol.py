@@ -22,8 +22,8 @@ from gristmill.text.chat.conversations import Message
 
 MOST_CHOICES = 16
 """Of `n` and `best_of`."""
-MOST_STOPS, LONGEST_STOP = 16, 1000
-"""Stop strings, and their characters."""
+MOST_STOPS, LONGEST_STOP = 16, 256
+"""Stop strings, and their characters: every token is compared with all their beginnings."""
 MOST_LIKELIEST = 20
 """Of `logprobs` and `top_logprobs`."""
 MOST_TOKENS = 2**31

@@ -143,11 +143,11 @@ class Service:
                 self._idle.set()
 
     async def _body(self, call: Call) -> dict[str, Any]:
-        if call.scope["method"] in ("GET", "HEAD"):
-            await call.body(0)
-            return {}
         try:
             async with asyncio.timeout(min(BODY_SECONDS, self._limits.seconds)):
-                return await call.json(self._limits.body)
+                if call.scope["method"] == "POST":
+                    return await call.json(self._limits.body)
+                await call.body(self._limits.body)
+                return {}
         except TimeoutError:
             raise RefusalError(408, "the body did not come in time", code="timeout") from None
