@@ -141,7 +141,8 @@ def test_it_says_what_it_does(begin: Callable[..., Served]) -> None:
 
 def test_it_goes_on_and_stops_when_nobody_reads_its_log(mill: Path) -> None:
     command = [sys.executable, "-m", "gristmill", "serve", str(mill), "--device", "cpu"]
-    with subprocess.Popen([*command, "--port", "0"], stderr=subprocess.PIPE, text=True) as process:
+    process = subprocess.Popen([*command, "--port", "0"], stderr=subprocess.PIPE, text=True)
+    try:
         assert process.stderr is not None
         url = process.stderr.readline().split()[-1]
         assert "loaded mill" in process.stderr.readline()
@@ -150,6 +151,9 @@ def test_it_goes_on_and_stops_when_nobody_reads_its_log(mill: Path) -> None:
         assert older.status_code == 200
         process.send_signal(signal.SIGTERM)
         assert process.wait(LONG) == Exit.DONE
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.parametrize(
