@@ -98,6 +98,10 @@ VERBS = {
         "models:generate",
         "Continue a text with a model, or converse with it.",
     ),
+    "serve": _Verb(
+        "serve:serve",
+        "Serve models over HTTP with OpenAI's interface, and a page to talk to them.",
+    ),
     "export": _Verb(
         "models:export",
         "Write a Hugging Face folder that `transformers` loads, or a GGUF file for llama.cpp.",

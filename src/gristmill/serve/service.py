@@ -1,0 +1,153 @@
+"""Runs requests within their limits, and ends them in order when the server stops."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from gristmill.serve.access import Access
+from gristmill.serve.call import Call, ClientLeftError, Receive, Scope, Send
+from gristmill.serve.metrics import CLIENT_LEFT, Metrics
+from gristmill.serve.refusals import RefusalError, defect, unavailable
+
+BODY_SECONDS = 30.0
+"""Within which a client must have sent its request."""
+_CLEAN_UP_SECONDS = 10.0
+
+Handler = Callable[[Call, dict[str, Any]], Awaitable[None]]
+"""Answers a call whose body is this JSON object."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may take, and all of them."""
+
+    body: int = 4 * 2**20
+    """Bytes."""
+    seconds: float = 600.0
+    running: int = 4096
+    """Requests at once, those included that wait for a slot."""
+
+
+@dataclass(eq=False)
+class _Running:
+    """A request that is being answered."""
+
+    aborted: asyncio.Future[None]
+
+
+class Service:
+    """What all routes share."""
+
+    def __init__(
+        self, *, access: Access, limits: Limits, metrics: Metrics, log: Callable[[str], None]
+    ) -> None:
+        self.metrics, self.draining = metrics, False
+        self._access, self._limits, self._log = access, limits, log
+        self._running = dict[_Running, None]()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def running(self) -> int:
+        """Requests that are being answered."""
+        return len(self._running)
+
+    async def drain(self, seconds: float) -> None:
+        """Take no more requests, and wait for those that run; after so long they are ended."""
+        self.draining = True
+        try:
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            self._log(f"{self.running} requests are ended: they took longer than {seconds:g}s")
+            for one in self._running:
+                if not one.aborted.done():
+                    one.aborted.set_result(None)
+            await self._idle.wait()
+
+    # ------------------------------------------------------------------ a request
+
+    async def answer(
+        self, scope: Scope, receive: Receive, send: Send, handler: Handler, route: str
+    ) -> None:
+        """Answer one request; `route` is what it is counted under."""
+        call = Call(scope, receive, send)
+        try:
+            self._access.check(call)
+            if route != "/health":
+                self._admit()
+            await self._run(call, handler)
+        except RefusalError as error:
+            await self._refuse(call, error)
+        except ClientLeftError:
+            call.status = CLIENT_LEFT
+        except Exception as error:
+            self._log("a request failed:\n" + "".join(traceback.format_exception(error)).rstrip())
+            await self._refuse(call, defect())
+        finally:
+            self.metrics.requests[route, call.status or CLIENT_LEFT] += 1
+
+    def _admit(self) -> None:
+        if self.draining:
+            raise unavailable("the server is shutting down", code="draining", seconds=5)
+        if self.running >= self._limits.running:
+            raise unavailable("the server has too many requests", code="overloaded")
+
+    async def _refuse(self, call: Call, error: RefusalError) -> None:
+        try:
+            await call.refuse(error)
+        except ClientLeftError:
+            call.status = CLIENT_LEFT
+
+    async def _run(self, call: Call, handler: Handler) -> None:
+        loop = asyncio.get_running_loop()
+        running = _Running(loop.create_future())
+        self._running[running] = None
+        self._idle.clear()
+        tasks = list[asyncio.Task[None]]()
+        try:
+            body = await self._body(call)
+            work = asyncio.ensure_future(handler(call, body))
+            left = loop.create_task(call.left())
+            tasks = [work, left]
+            done, _ = await asyncio.wait(
+                {work, left, running.aborted},
+                timeout=self._limits.seconds,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if work in done or (left in done and call.ended):
+                # After an answer the connection counts as closed, too; the rest is cleaning up.
+                await work
+            elif left in done:
+                raise ClientLeftError
+            elif running.aborted in done:
+                raise unavailable("the server is shutting down", code="draining", seconds=5)
+            else:
+                what = f"the request took longer than {self._limits.seconds:g} seconds"
+                raise RefusalError(504, what, code="timeout")
+        finally:
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks, timeout=_CLEAN_UP_SECONDS)
+            for task in tasks:
+                if task.done() and not task.cancelled():
+                    task.exception()  # was told, or came of ending it
+            running.aborted.cancel()
+            del self._running[running]
+            if not self._running:
+                self._idle.set()
+
+    async def _body(self, call: Call) -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(min(BODY_SECONDS, self._limits.seconds)):
+                if call.scope["method"] == "POST":
+                    return await call.json(self._limits.body)
+                await call.body(self._limits.body)
+                return {}
+        except TimeoutError:
+            raise RefusalError(408, "the body did not come in time", code="timeout") from None
