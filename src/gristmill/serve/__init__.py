@@ -1,0 +1,1 @@
+"""The server: an OpenAI-compatible API and pages to use it."""
