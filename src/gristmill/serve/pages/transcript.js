@@ -36,6 +36,8 @@ function follow() {
   else newest.hidden = reading.scrollHeight - reading.clientHeight < NEAR;
 }
 
+const pace = (rate) => (rate < 10 ? rate.toFixed(1) : counted(Math.round(rate)));
+
 /** One answer: its text, and a line about it. */
 class Lane {
   constructor(answer, view, { spans, label }) {
@@ -53,7 +55,7 @@ class Lane {
     const running = this.view.running.has(answer.id);
     const words = running ? this.progress(wait) : [endInWords(answer)];
     if (answer.made) words.push(answer.made === 1 ? "1 token" : `${counted(answer.made)} tokens`);
-    if (answer.rate) words.push(`${answer.rate.toFixed(answer.rate < 10 ? 1 : 0)} tokens/s`);
+    if (answer.rate) words.push(`${pace(answer.rate)} tokens/s`);
     this.meta.classList.toggle("bad", !running && failed(answer));
     const parts = [words.join(" · ")];
     if (wait) parts.push(this.button("Try now", wait.now));
@@ -78,7 +80,7 @@ class Lane {
   seeds() {
     const { seeds } = this.answer;
     const seed = seeds.at(-1);
-    return [" · ", make("button", {
+    return [make("button", {
       class: "link", type: "button", text: `${seeds.length > 1 ? "seeds" : "seed"} ${seeds.join(", ")}`,
       title: `Use seed ${seed} from now on`, onclick: () => this.view.actions.useSeed(seed),
     })];
