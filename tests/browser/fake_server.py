@@ -35,7 +35,13 @@ POLICY = (
     "frame-ancestors 'none'"
 )
 WORDS = "the mill turns and grinds the corn into flour while water runs below the wheel".split()
-MARKUP = ["<img src=x ", "onerror=\"document.title='broken'\">", "<script>", "alert(1)", "</script>"]
+MARKUP = [
+    "<img src=x ",
+    "onerror=\"document.title='broken'\">",
+    "<script>",
+    "alert(1)",
+    "</script>",
+]
 HALVES = ["A ", "\ufffd", "\ufffd", " mill", " \ufffd", "\ufffd", "."]
 """A windmill's picture of 4 bytes comes in two tokens, and so does an é after a space."""
 HALVES_TEXT = ["A ", "", "🌬", " mill", "", " é", "."]
@@ -217,7 +223,11 @@ class FakeServer:
                 await asyncio.sleep(plan.delay)
             yield choice({"delta": {}} if chat else {"text": ""}, finish)
             given = len(_text(body).split())
-            usage = {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
+            usage = {
+                "prompt_tokens": given,
+                "completion_tokens": made,
+                "total_tokens": given + made,
+            }
             yield event({"choices": [], "usage": usage})
             yield "data: [DONE]\n\n"
         except (asyncio.CancelledError, GeneratorExit):
@@ -236,9 +246,7 @@ def _text(body: dict[str, Any]) -> str:
     return body.get("prompt") or body.get("text") or ""
 
 
-def _tokens(
-    body: dict[str, Any], chat: bool, plan: Plan
-) -> AsyncIterator[Any] | Any:
+def _tokens(body: dict[str, Any], chat: bool, plan: Plan) -> AsyncIterator[Any] | Any:
     """Token, text and alternatives, one after the other."""
     asked = _text(body)
     texts: list[tuple[str, str]]
@@ -260,14 +268,18 @@ def _tokens(
         key = f"{model} {body['seed']} {place} {json.dumps(start)}"
         chance = random.Random(key)
         words = chance.sample(sorted(set(WORDS)), 5)
-        if texts and index >= len(texts) or not texts and place >= plan.length:
+        if (texts and index >= len(texts)) or (not texts and place >= plan.length):
             return
         lead = "" if chat and not place else " "
         token, text = texts[index] if texts else (lead + words[0], lead + words[0])
         first = chance.uniform(0.05, 0.95)
         shares = [first, *((1 - first) * share for share in (0.5, 0.25, 0.12, 0.06))]
         names = [token, *(lead + word for word in words[1:])]
-        yield token, text, [(word, math.log(share)) for word, share in zip(names, shares, strict=True)]
+        yield (
+            token,
+            text,
+            [(word, math.log(share)) for word, share in zip(names, shares, strict=True)],
+        )
 
 
 def _told(token: str, scores: list[tuple[str, float]], chat: bool, top: int) -> dict[str, Any]:

@@ -52,6 +52,7 @@ def test_without_a_key_the_page_is_still_there(visit: Any, fake: Any) -> None:
     page.get_by_role("button", name="Cancel").click()
     expect(page.get_by_text("The server asks for an API key.")).to_be_visible()
     page.get_by_role("button", name="Enter the key").click()
+    expect(page.get_by_role("dialog").get_by_label("API key")).to_be_focused()
     page.keyboard.type("open sesame")
     page.keyboard.press("Enter")
     expect(page.locator("#model")).to_have_value("tour")

@@ -24,7 +24,9 @@ def test_nothing_is_inline_and_nothing_parses_markup(file: Path) -> None:
     text = file.read_text(encoding="utf-8")
     if file.suffix == ".html":
         assert re.findall(r"<script>|<style|\sstyle=|\son\w+=", text) == []
-    parsers = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|\beval\(|Function\("
+    parsers = (
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|\beval\(|Function\("
+    )
     assert re.findall(parsers, text) == []
 
 

@@ -250,7 +250,7 @@ function announceStart(mine) {
 }
 
 async function growOne(mine, answer, request, controller) {
-  let saved = performance.now();
+  let saving = 0;
   let drawn = false;
   const draw = () => {
     drawn = false;
@@ -263,9 +263,10 @@ async function growOne(mine, answer, request, controller) {
       // However many tokens come, the page is drawn once for each frame of the screen.
       if (!drawn) requestAnimationFrame(draw);
       drawn = true;
-      if (performance.now() - saved < SAVE_EVERY) return;
-      saved = performance.now();
-      keep(mine);
+      saving ||= setTimeout(() => {
+        saving = 0;
+        keep(mine);
+      }, SAVE_EVERY);
     },
     waiting(seconds, message, now) {
       if (seconds && !transcript.waits.has(answer.id)) {
@@ -277,6 +278,7 @@ async function growOne(mine, answer, request, controller) {
     },
     askKey: () => models.askKey(),
   });
+  clearTimeout(saving);
   transcript.running.delete(answer.id);
   const about = models.about(answer.model);
   if (about && answer.text) about.loaded = true;
@@ -467,7 +469,7 @@ function prepareControls() {
   addEventListener("pagehide", () => {
     for (const id of running.keys()) {
       const which = library.conversations.find((other) => other.id === id);
-      if (which) store.save(which);
+      if (which) store.rescue(which);
     }
   });
 }
@@ -482,10 +484,7 @@ async function main() {
   offerCards(byId("reading"));
   const { conversations, broken, kept } = await store.load();
   prepareLibrary(conversations);
-  if (!kept) {
-    notice("storage", "This browser keeps nothing for this page: conversations last until the page "
-      + "is closed. Export what matters.", { bad: true });
-  }
+  if (!kept) notice("storage", store.NOTHING_KEPT, { bad: true });
   if (broken) {
     notice("broken", `${broken === 1 ? "1 conversation" : `${broken} conversations`} in the `
       + "browser's storage could not be read, and stay there untouched.", { bad: true });

@@ -31,6 +31,12 @@ function open() {
   });
 }
 
+/** What is said where nothing can be kept. */
+export const NOTHING_KEPT = "This browser keeps nothing for this page: conversations last until it "
+  + "is closed. Export what matters.";
+/** Begins the names of conversations that were left in the middle of an answer. */
+const RESCUE = "gristmill.rescue.";
+
 /** All conversations, newest first, and how many could not be read. Those stay where they are. */
 export async function load() {
   try {
@@ -39,16 +45,51 @@ export async function load() {
     const values = await done(database.transaction("conversations").objectStore("conversations")
       .getAll());
     const conversations = values.filter(sound);
+    const broken = values.length - conversations.length;
+    for (const rescued of takeRescued()) {
+      const index = conversations.findIndex((other) => other.id === rescued.id);
+      if (index < 0) conversations.push(rescued);
+      else if (conversations[index].changed <= rescued.changed) conversations[index] = rescued;
+      await save(rescued);
+    }
     conversations.sort((one, other) => other.changed - one.changed);
-    return { conversations, broken: values.length - conversations.length, kept: true };
+    return { conversations, broken, kept: true };
   } catch {
     return { conversations: [], broken: 0, kept: false };
   }
 }
 
+/** A conversation without what is kept apart. */
+const bareOf = (conversation) => JSON.stringify(conversation, (name, value) =>
+  (name === "tokens" ? [] : value));
+
+/** Keep a conversation at once, while the page is being left: the database is too slow then. */
+export function rescue(conversation) {
+  try {
+    localStorage.setItem(RESCUE + conversation.id, bareOf(conversation));
+  } catch {
+    // What was kept last is in the database.
+  }
+}
+
+function takeRescued() {
+  const found = [];
+  try {
+    for (const name of Object.keys(localStorage).filter((key) => key.startsWith(RESCUE))) {
+      const text = localStorage.getItem(name);
+      localStorage.removeItem(name);
+      const value = JSON.parse(text);
+      if (sound(value)) found.push(value);
+    }
+  } catch {
+    // As above.
+  }
+  return found;
+}
+
 /** Keep a conversation; a sentence why not, or null. */
 export async function save(conversation) {
-  if (!database) return "Conversations cannot be kept in this browser; export what matters.";
+  if (!database) return NOTHING_KEPT;
   const tokens = [];
   // Tokens with a probability alone can be had again from the text; those with alternatives, and
   // those that a comparison marks, cannot.
@@ -58,8 +99,7 @@ export async function save(conversation) {
       if (answer.tokens.length && worth) tokens.push([answer.id, answer.tokens]);
     }
   }
-  const bare = JSON.parse(JSON.stringify(conversation, (name, value) =>
-    (name === "tokens" ? [] : value)));
+  const bare = JSON.parse(bareOf(conversation));
   try {
     const transaction = database.transaction(["conversations", "tokens"], "readwrite");
     transaction.objectStore("conversations").put(bare);
