@@ -15,7 +15,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -246,7 +246,9 @@ def _text(body: dict[str, Any]) -> str:
     return body.get("prompt") or body.get("text") or ""
 
 
-def _tokens(body: dict[str, Any], chat: bool, plan: Plan) -> AsyncIterator[Any] | Any:
+def _tokens(
+    body: dict[str, Any], chat: bool, plan: Plan
+) -> Iterator[tuple[str, str, list[tuple[str, float]]]]:
     """Token, text and alternatives, one after the other."""
     asked = _text(body)
     texts: list[tuple[str, str]]

@@ -79,6 +79,23 @@ def test_deleting_can_be_undone(wide: Any, fake: Any) -> None:
     expect(wide.locator("#no-conversations")).to_be_visible()
 
 
+def test_what_is_deleted_while_it_is_written_stays_deleted(wide: Any, fake: Any) -> None:
+    fake.plan.hold_after = 2
+    wide.locator("#draft").fill("About mills")
+    wide.locator("#draft").press("Enter")
+    expect(wide.locator(".meta")).to_contain_text("2 tokens")
+    wide.get_by_role("button", name="Delete “About mills”").focus()
+    wide.keyboard.press("Enter")
+    expect(wide.locator("#send")).to_be_visible()
+    expect(titles(wide)).to_have_count(0)
+    fake.release()
+    wide.locator("#draft").fill("not sent yet")
+    wide.reload()
+    expect(wide.locator("#no-conversations")).to_be_visible()
+    # What is written and not sent is no conversation yet, but it is not lost either.
+    expect(wide.locator("#draft")).to_have_value("not sent yet")
+
+
 def test_exported_conversations_are_training_data(page: Any, fake: Any, tmp_path: Path) -> None:
     send(page, "One")
     page.get_by_role("button", name="Regenerate").click()

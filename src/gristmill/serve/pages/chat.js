@@ -25,6 +25,8 @@ const system = byId("system");
 /** What generates: conversation id -> { controller, node }. */
 const running = new Map();
 let conversation = tree.newConversation("chat");
+/** Ids of conversations that are deleted, whatever may still be on its way for them. */
+const deleted = new Set();
 let library;
 let base = 0;
 
@@ -107,6 +109,7 @@ function changed(focus = null) {
 }
 
 async function keep(which) {
+  if (deleted.has(which.id)) return;
   const problem = await store.save(which);
   if (problem) notice("storage", problem, { bad: true });
   else unnotice("storage");
@@ -283,10 +286,13 @@ async function growOne(mine, answer, request, controller) {
   const about = models.about(answer.model);
   if (about && answer.text) about.loaded = true;
   if (answer.end.reason === "offline") models.lost();
+  // The checkpoint may be gone: runs keep the newest ones alone.
+  if (answer.end.reason === "refused") models.load();
   draw();
 }
 
 function finish(mine, node) {
+  if (deleted.has(mine.id)) return;
   mine.changed = Date.now();
   keep(mine);
   library.touch(mine);
@@ -354,11 +360,13 @@ function prepareLibrary(conversations) {
     open: (which) => open(which),
     renamed(which) { keep(which); },
     removed(which) {
+      deleted.add(which.id);
       running.get(which.id)?.controller.abort();
       store.remove(which);
       if (which === conversation) open(tree.newConversation(which.mode), { focus: false });
     },
     restored(which) {
+      deleted.delete(which.id);
       keep(which);
       open(which);
     },
@@ -399,6 +407,7 @@ function prepareLibrary(conversations) {
 function grown() {
   draft.style.height = "auto";
   draft.style.height = `${draft.scrollHeight + 2}px`;
+  store.rememberDraft(draft.value);
 }
 
 function onKey(event) {
@@ -481,6 +490,8 @@ async function main() {
   prepareReading();
   prepareProbabilities();
   prepareControls();
+  draft.value = store.recallDraft();
+  grown();
   offerCards(byId("reading"));
   const { conversations, broken, kept } = await store.load();
   prepareLibrary(conversations);

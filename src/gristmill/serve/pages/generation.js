@@ -5,6 +5,9 @@ import { Failure, stopped, stream } from "./api.js";
 /** How many alternatives a token shows. */
 const ALTERNATIVES = 5;
 
+/** Seconds below which the time between tokens is not measured well. */
+const SHORT = 0.05;
+
 /** What to ask for, from the messages or the text so far. */
 export function requestOf({ mode, model, given, sampling, seed, alternatives, goesOn }) {
   const body = {
@@ -36,8 +39,9 @@ function tokensOf(logprobs) {
   });
 }
 
-/** Tokens per second, of those after the first: what comes before it is the prompt's time. */
+/** Tokens per second; of those after the first, since what comes before it is the prompt's time. */
 class Pace {
+  start = performance.now();
   count = 0;
   first = 0;
   last = 0;
@@ -54,7 +58,9 @@ class Pace {
 
   get rate() {
     const seconds = (this.last - this.first) / 1000;
-    return seconds > 0 ? (this.count - this.firstCount) / seconds : null;
+    // What came at once says nothing about how long each token took.
+    if (seconds >= SHORT) return (this.count - this.firstCount) / seconds;
+    return this.count ? this.count / Math.max((this.last - this.start) / 1000, 0.001) : null;
   }
 }
 

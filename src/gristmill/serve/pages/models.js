@@ -101,9 +101,9 @@ export class Models {
     const [first, second] = recall("models", [])?.map?.(String) ?? [];
     const wanted = select.value || first;
     const wantedOther = other.value || second;
-    for (const [place, label] of [[select, (id) => id], [other, (id) => `with ${id}`]]) {
+    for (const place of [select, other]) {
       place.replaceChildren(...[...this.known.values()].map((model) => make("option", {
-        value: model.id, text: label(this.label(model)),
+        value: model.id, text: this.label(model),
       })));
     }
     const ids = [...this.known.keys()];
@@ -114,13 +114,13 @@ export class Models {
   }
 
   label({ id, step }) {
-    return step === null || step === undefined || id.includes("@") ? id
-      : `${id} (step ${counted(step)})`;
+    const plain = step === null || step === undefined || id.includes("@");
+    // On a phone there is no room for more than the name.
+    return plain || innerWidth < 700 ? id : `${id} (step ${counted(step)})`;
   }
 
   show() {
     compare.setAttribute("aria-pressed", String(this.comparing));
-    // One model can be compared with itself: another seed is not what it shows, but nothing breaks.
     other.hidden = !this.comparing;
     document.querySelector("label[for=other-model]").hidden = !this.comparing;
     document.body.classList.toggle("comparing", this.comparing);

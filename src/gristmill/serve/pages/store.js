@@ -166,6 +166,23 @@ export function watch(onSaved, onRemoved) {
   };
 }
 
+/** What is written and not sent, of this tab. */
+export function rememberDraft(text) {
+  try {
+    sessionStorage.setItem("gristmill.draft", text);
+  } catch {
+    // It lasts as long as the page.
+  }
+}
+
+export function recallDraft() {
+  try {
+    return sessionStorage.getItem("gristmill.draft") ?? "";
+  } catch {
+    return "";
+  }
+}
+
 /** A small setting; settings are worth no complaint if they cannot be kept. */
 export function remember(name, value) {
   try {
