@@ -47,6 +47,10 @@ HALVES = ["A ", "\ufffd", "\ufffd", " mill", " \ufffd", "\ufffd", "."]
 HALVES_TEXT = ["A ", "", "🌬", " mill", "", " é", "."]
 
 
+Scores = list[tuple[str, float]]
+"""A token that was drawn, then others, each with its log probability."""
+
+
 def _model(name: str, **values: Any) -> dict[str, Any]:
     about = {"object": "model", "created": 1_700_000_000, "owned_by": "gristmill", "context": 1024}
     rest = {"chat": True, "parameters": 133_248, "loaded": True, "step": None, "run": None}
@@ -85,6 +89,8 @@ class Plan:
 
 class FakeServer:
     """A server in a thread of this process."""
+
+    markup = "".join(MARKUP)
 
     def __init__(self) -> None:
         self.plan = Plan()
@@ -246,9 +252,7 @@ def _text(body: dict[str, Any]) -> str:
     return body.get("prompt") or body.get("text") or ""
 
 
-def _tokens(
-    body: dict[str, Any], chat: bool, plan: Plan
-) -> Iterator[tuple[str, str, list[tuple[str, float]]]]:
+def _tokens(body: dict[str, Any], chat: bool, plan: Plan) -> Iterator[tuple[str, str, Scores]]:
     """Token, text and alternatives, one after the other."""
     asked = _text(body)
     texts: list[tuple[str, str]]
@@ -284,7 +288,7 @@ def _tokens(
         )
 
 
-def _told(token: str, scores: list[tuple[str, float]], chat: bool, top: int) -> dict[str, Any]:
+def _told(token: str, scores: Scores, chat: bool, top: int) -> dict[str, Any]:
     """What a stream says of a token's probability."""
     best = sorted(scores, key=lambda pair: -pair[1])[:top]
     if not chat:

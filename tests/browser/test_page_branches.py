@@ -15,11 +15,11 @@ def send(page: Any, text: str) -> None:
 
 
 def answers(page: Any) -> list[str]:
-    return page.locator(".assistant .made").all_inner_texts()
+    return list(page.locator(".assistant .made").all_inner_texts())
 
 
 def questions(page: Any) -> list[str]:
-    return page.locator(".user .text").all_inner_texts()
+    return list(page.locator(".user .text").all_inner_texts())
 
 
 def test_regenerating_and_going_back(page: Any, fake: Any) -> None:

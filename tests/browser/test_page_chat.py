@@ -176,22 +176,15 @@ def test_a_model_without_a_template_takes_prompts_alone(page: Any, fake: Any) ->
 @pytest.mark.parametrize("mode", ["chat", "prompt"])
 def test_output_never_becomes_markup(page: Any, fake: Any, mode: str) -> None:
     page.locator(f"#mode-{mode}").click()
-    text = "".join(fake_markup())
     for switched in range(2):
         if switched:
             page.locator("#probabilities").click()
         send(page, f"markup <b>bold</b> {switched}")
-        expect(answer(page)).to_have_text(text)
+        expect(answer(page)).to_have_text(fake.markup)
     assert page.locator("#reading img, #reading script, #reading b").count() == 0
     # The list shows what was written, too, and the page keeps its name.
     assert page.locator("#conversations b").count() == 0
     assert page.title() == "Gristmill"
-
-
-def fake_markup() -> list[str]:
-    import fake_server
-
-    return list(fake_server.MARKUP)
 
 
 def test_the_page_does_not_scroll_while_one_reads_above(page: Any, fake: Any) -> None:

@@ -136,7 +136,9 @@ function showCard(span) {
   card.replaceChildren(...tokens.flatMap((token) => cardOf(token, tokens.length > 1)));
   card.hidden = false;
   span.setAttribute("aria-describedby", card.id);
-  const box = span.getClientRects()[0] ?? span.getBoundingClientRect();
+  // A token that is split by the end of a line has two boxes; its space may be all of the first.
+  const box = [...span.getClientRects()].sort((one, other) => other.width - one.width)[0]
+    ?? span.getBoundingClientRect();
   const left = Math.min(Math.max(8, box.left), innerWidth - card.offsetWidth - 8);
   const below = box.bottom + 6;
   const fits = below + card.offsetHeight < innerHeight - 8;
