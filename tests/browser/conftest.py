@@ -126,7 +126,14 @@ def visit(browser: Any, server: str, watched: Watched) -> Iterator[Callable[...,
     """Open the page as a new visitor, or in the `context` of an earlier one."""
     contexts = []
 
-    def opened(size: str = "wide", *, context: Any = None, ready: bool = True, **how: Any) -> Any:
+    def opened(
+        size: str = "wide",
+        *,
+        context: Any = None,
+        ready: bool = True,
+        path: str = "/",
+        **how: Any,
+    ) -> Any:
         if context is None:
             touch = size == "narrow"
             how = {"reduced_motion": "reduce", "has_touch": touch, "locale": "en-GB", **how}
@@ -135,7 +142,7 @@ def visit(browser: Any, server: str, watched: Watched) -> Iterator[Callable[...,
             contexts.append(context)
         page = context.new_page()
         watched.watch(page)
-        page.goto(server)
+        page.goto(server.rstrip("/") + path)
         if ready:
             page.locator("#model option").first.wait_for(state="attached")
         return page

@@ -24,7 +24,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 
 import gristmill
 
@@ -138,17 +138,17 @@ class FakeServer:
         self._server = None
 
     def _app(self) -> Starlette:
-        return Starlette(
-            routes=[
-                Route("/", self._page),
-                Route("/static/{name}", self._static),
-                Route("/health", lambda request: JSONResponse({"status": "ok"})),
-                Route("/v1/models", self._models),
-                Route("/tokenize", self._tokenize, methods=["POST"]),
-                Route("/v1/completions", self._complete, methods=["POST"]),
-                Route("/v1/chat/completions", self._complete, methods=["POST"]),
-            ]
-        )
+        routes = [
+            Route("/", self._page),
+            Route("/static/{name}", self._static),
+            Route("/health", lambda request: JSONResponse({"status": "ok"})),
+            Route("/v1/models", self._models),
+            Route("/tokenize", self._tokenize, methods=["POST"]),
+            Route("/v1/completions", self._complete, methods=["POST"]),
+            Route("/v1/chat/completions", self._complete, methods=["POST"]),
+        ]
+        # Once more below a path, as behind a proxy that serves other things too.
+        return Starlette(routes=[*routes, Mount("/below/a/path", routes=routes)])
 
     async def _page(self, request: Request) -> Response:
         return FileResponse(PAGES / "chat.html", headers={"Content-Security-Policy": POLICY})

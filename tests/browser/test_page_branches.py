@@ -71,6 +71,28 @@ def test_escape_leaves_a_message_as_it_is(page: Any, fake: Any) -> None:
     assert questions(page) == ["One"] and len(fake.bodies) == 1
 
 
+def test_what_is_edited_outlives_the_end_of_an_answer(wide: Any, fake: Any) -> None:
+    send(wide, "One")
+    fake.plan.hold_after = 2
+    wide.locator("#draft").fill("Two")
+    wide.locator("#draft").press("Enter")
+    expect(wide.locator(".meta").last).to_contain_text("2 tokens")
+    # One answer at a time.
+    expect(wide.get_by_role("button", name="Regenerate")).to_be_disabled()
+    wide.get_by_role("button", name="Edit", exact=True).first.click()
+    editor = wide.get_by_label("Edit the message")
+    editor.fill("Something else")
+    editor.press("Enter")
+    expect(editor).to_have_value("Something else")
+    fake.release()
+    expect(wide.locator("#send")).to_be_visible()
+    expect(editor).to_be_focused()
+    expect(editor).to_have_value("Something else")
+    editor.press("Enter")
+    expect(wide.locator(".count")).to_have_text("2/2")
+    assert fake.bodies[-1]["messages"] == [{"role": "user", "content": "Something else"}]
+
+
 def test_editing_a_prompt(page: Any, fake: Any) -> None:
     page.locator("#mode-prompt").click()
     send(page, "There was")

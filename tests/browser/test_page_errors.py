@@ -150,6 +150,12 @@ def test_a_page_that_is_opened_before_the_server_has_models(visit: Any, fake: An
     expect(page.locator("#draft")).to_be_editable()
 
 
+def test_the_page_works_below_a_path(visit: Any, fake: Any) -> None:
+    page = visit(path="/below/a/path/")
+    write(page, "Hello")
+    done(page)
+
+
 def test_a_model_that_loads_says_so(wide: Any, fake: Any) -> None:
     wide.locator("#model").select_option("tour@100")
     fake.plan.hold_after = 0

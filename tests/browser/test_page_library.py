@@ -236,4 +236,4 @@ def test_leaving_in_the_middle_keeps_the_text_so_far(wide: Any, fake: Any) -> No
     text = wide.locator(".made").inner_text()
     wide.reload()
     expect(wide.locator(".made")).to_have_text(text)
-    expect(wide.locator(".meta")).to_contain_text("Broke off when the page was left")
+    expect(wide.locator(".meta")).to_contain_text("Not finished")

@@ -2,7 +2,7 @@
 
 import { countTokens } from "./api.js";
 import { prepareColours } from "./colours.js";
-import { byId, counted, notice, say, settled, unnotice } from "./dom.js";
+import { byId, composing, counted, notice, say, settled, unnotice } from "./dom.js";
 import { closeAbove, isOpen, openDrawer, prepareDrawers } from "./drawers.js";
 import { grow, requestOf } from "./generation.js";
 import { Library } from "./library.js";
@@ -46,7 +46,10 @@ const transcript = new Transcript({
     settings.fixSeed(seed);
     notice("seed", `Seed ${seed} is used from now on.`);
   },
-}, (id) => models.about(id)?.loaded !== false);
+}, {
+  isLoaded: (id) => models.about(id)?.loaded !== false,
+  isBusy: () => running.has(conversation.id),
+});
 
 // ---- Showing -------------------------------------------------------------------------------
 
@@ -411,7 +414,7 @@ function grown() {
 }
 
 function onKey(event) {
-  if (event.isComposing) return;
+  if (composing(event)) return;
   const mod = event.ctrlKey || event.metaKey;
   const key = event.key.toLowerCase();
   const modal = document.querySelector("dialog[open]");
@@ -454,7 +457,7 @@ function prepareControls() {
     countContext();
   });
   draft.addEventListener("keydown", (event) => {
-    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    if (event.key !== "Enter" || event.shiftKey || composing(event)) return;
     event.preventDefault();
     submit();
   });

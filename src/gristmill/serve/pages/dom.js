@@ -70,6 +70,9 @@ export function settled(act, wait) {
   };
 }
 
+/** Whether a key belongs to writing a character, as in Japanese. Safari says so by the old code. */
+export const composing = (event) => event.isComposing || event.keyCode === 229;
+
 /** Text to the clipboard; true if it got there. */
 export async function copy(text) {
   try {

@@ -147,7 +147,7 @@ export function endInWords(answer) {
     context: "The context is full",
     user: "Stopped by you",
     imported: "Imported",
-    left: "Broke off when the page was left",
+    left: "Not finished",
     key: "Needs a key",
   }[reason] ?? `Broke off. ${message ?? ""}`.trim();
 }

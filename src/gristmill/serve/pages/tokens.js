@@ -168,7 +168,7 @@ function cardOf([text, logprob, alternatives], part) {
     const mine = other === text;
     return make("li", { class: mine ? "mine" : "" }, make("code", { text: visible(other) }),
       make("span", { class: "bar-room", "aria-hidden": "true" }, bar),
-      make("span", { text: percent(chance) }),
+      make("span", { class: "share", text: percent(chance) }),
       mine ? make("span", { class: "unseen", text: "(chosen)" }) : null);
   });
   return [head, make("ol", {}, ...rows)];

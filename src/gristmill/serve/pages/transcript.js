@@ -1,6 +1,6 @@
 // The conversation as it is read: messages, answers, what one can do with them, and scrolling.
 
-import { byId, copy, counted, icon, make, say } from "./dom.js";
+import { byId, composing, copy, counted, icon, make, say } from "./dom.js";
 import { endInWords, failed } from "./generation.js";
 import { AnswerText, hideCard, partingOf } from "./tokens.js";
 import { parentOf, path, place } from "./tree.js";
@@ -92,14 +92,17 @@ class Lane {
 }
 
 export class Transcript {
-  /** `actions`: edit, regenerate, goOn, choose, useLane, useSeed, retry. `isLoaded(model)`. */
-  constructor(actions, isLoaded) {
+  /** `actions`: edit, regenerate, again, retry, goOn, choose, useLane, useSeed. `isBusy()`: while
+   * something is written, nothing else is asked for in the same conversation. */
+  constructor(actions, { isLoaded, isBusy }) {
     this.place = byId("transcript");
     this.actions = actions;
     this.isLoaded = isLoaded;
+    this.isBusy = isBusy;
     this.running = new Set();
     this.waits = new Map();
     this.editing = null;
+    this.edited = null;
     this.probabilities = false;
   }
 
@@ -168,21 +171,24 @@ export class Transcript {
 
   editor(node) {
     const field = make("textarea", {
-      value: node.text, dir: "auto", rows: Math.min(12, node.text.split("\n").length + 1),
+      value: this.edited ?? node.text, dir: "auto",
+      rows: Math.min(12, node.text.split("\n").length + 1),
       "aria-label": this.conversation.mode === "prompt" ? "Edit the prompt" : "Edit the message",
       data: { key: `${node.id}:editor` },
     });
+    // An answer that ends meanwhile builds the page anew, but not at the cost of what is written.
+    field.oninput = () => { this.edited = field.value; };
     const close = () => {
       this.editing = null;
       this.render(this.conversation, `${node.id}:edit`);
     };
     const send = () => {
-      if (!field.value.trim()) return;
+      if (!field.value.trim() || this.isBusy()) return;
       this.editing = null;
       this.actions.edit(node, field.value);
     };
     field.addEventListener("keydown", (event) => {
-      if (event.isComposing) return;
+      if (composing(event)) return;
       if (event.key === "Enter" && !event.shiftKey) {
         event.preventDefault();
         send();
@@ -193,7 +199,9 @@ export class Transcript {
     });
     return make("div", { class: "editor" }, field, make("div", { class: "buttons" },
       make("button", { class: "small", type: "button", text: "Cancel", onclick: close }),
-      make("button", { class: "small primary", type: "button", text: "Send", onclick: send })));
+      make("button", {
+        class: "small primary", type: "button", text: "Send", disabled: this.isBusy(), onclick: send,
+      })));
   }
 
   reply(node, given, isLast) {
@@ -271,12 +279,14 @@ export class Transcript {
   act(node, name, text) {
     return make("button", {
       class: "small quiet", type: "button", text, data: { key: `${node.id}:${name}` },
+      disabled: name !== "edit" && this.isBusy(),
       onclick: () => {
         if (name !== "edit") {
           this.actions[name](node);
           return;
         }
         this.editing = node.id;
+        this.edited = null;
         this.render(this.conversation, `${node.id}:editor`);
       },
     });
