@@ -14,10 +14,6 @@ from urllib.parse import urlsplit
 
 import pytest
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: make test-browser")
-pytest.importorskip("starlette", reason="needs starlette and uvicorn: make test-browser")
-pytest.importorskip("uvicorn", reason="needs starlette and uvicorn: make test-browser")
-
 
 def _load(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
@@ -27,8 +23,7 @@ def _load(name: str) -> ModuleType:
     return module
 
 
-fake_server = _load("fake_server")
-
+HINT = "needs playwright: make test-browser"
 PROGRAMS = ("chromium-headless-shell", "chromium", "google-chrome", "chrome")
 SIZES = {"wide": {"width": 1280, "height": 800}, "narrow": {"width": 375, "height": 740}}
 LIMIT = 10_000
@@ -53,6 +48,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason=HINT)
+    sync_api.expect.set_options(timeout=LIMIT)
     program = find_browser()
     if program is None:
         pytest.skip(f"needs a browser, one of {', '.join(PROGRAMS)}: make test-browser")
@@ -64,7 +61,9 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def _one_server() -> Iterator[Any]:
-    server = fake_server.FakeServer()
+    for package in ("starlette", "uvicorn"):
+        pytest.importorskip(package, reason=f"needs {package}: make test-browser")
+    server = _load("fake_server").FakeServer()
     server.start()
     yield server
     server.stop()
@@ -147,7 +146,6 @@ def visit(browser: Any, server: str, watched: Watched) -> Iterator[Callable[...,
             page.locator("#model option").first.wait_for(state="attached")
         return page
 
-    sync_api.expect.set_options(timeout=LIMIT)
     yield opened
     for context in contexts:
         context.close()

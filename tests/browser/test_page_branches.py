@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from playwright.sync_api import expect
+import pytest
+
+expect = pytest.importorskip("playwright.sync_api", reason="make test-browser installs it").expect
 
 
 def send(page: Any, text: str) -> None:

@@ -6,7 +6,8 @@ import re
 from typing import Any
 
 import pytest
-from playwright.sync_api import expect
+
+expect = pytest.importorskip("playwright.sync_api", reason="make test-browser installs it").expect
 
 
 def send(page: Any, text: str, *, wait: bool = True) -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import expect
 
 from gristmill.text.chat.conversations import LineLedger, read_conversations
+
+expect = pytest.importorskip("playwright.sync_api", reason="make test-browser installs it").expect
 
 
 def send(page: Any, text: str) -> None:

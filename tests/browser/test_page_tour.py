@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import expect
+
+expect = pytest.importorskip("playwright.sync_api", reason="make test-browser installs it").expect
 
 ENDED = re.compile("^(Finished|Stopped at the limit|The context is full)")
 

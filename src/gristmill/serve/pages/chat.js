@@ -479,9 +479,8 @@ function prepareControls() {
   document.addEventListener("keydown", onKey);
   // Nothing that the page has is lost by leaving it; what grows is kept as far as it came.
   addEventListener("pagehide", () => {
-    for (const id of running.keys()) {
-      const which = library.conversations.find((other) => other.id === id);
-      if (which) store.rescue(which);
+    for (const which of library.conversations) {
+      if (which === conversation || running.has(which.id)) store.rescue(which);
     }
   });
 }

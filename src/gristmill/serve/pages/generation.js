@@ -138,6 +138,10 @@ async function again(failure, signal, hooks) {
   });
 }
 
+/** Where nothing came, there is nothing that could break off: the reason stands alone. */
+const brokenOff = (text, message) => (text ? `Broke off: ${message}`
+  : message[0].toUpperCase() + message.slice(1));
+
 /** Why an answer ended, in plain words. */
 export function endInWords(answer) {
   const { reason, message } = answer.end ?? { reason: "left" };
@@ -149,7 +153,7 @@ export function endInWords(answer) {
     imported: "Imported",
     left: "Not finished",
     key: "Needs a key",
-  }[reason] ?? `Broke off. ${message ?? ""}`.trim();
+  }[reason] ?? brokenOff(answer.text, message || "the server failed");
 }
 
 /** Whether something went wrong, as opposed to an answer that came to its end. */

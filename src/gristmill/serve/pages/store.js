@@ -36,6 +36,8 @@ export const NOTHING_KEPT = "This browser keeps nothing for this page: conversat
   + "is closed. Export what matters.";
 /** Begins the names of conversations that were left in the middle of an answer. */
 const RESCUE = "gristmill.rescue.";
+/** Begins the names of marks: this one is being deleted. */
+const DELETED = "gristmill.deleted.";
 
 /** All conversations, newest first, and how many could not be read. Those stay where they are. */
 export async function load() {
@@ -44,14 +46,17 @@ export async function load() {
     database.onversionchange = () => { database.close(); database = null; };
     const values = await done(database.transaction("conversations").objectStore("conversations")
       .getAll());
-    const conversations = values.filter(sound);
-    const broken = values.length - conversations.length;
+    const all = values.filter(sound);
+    const broken = values.length - all.length;
     for (const rescued of takeRescued()) {
-      const index = conversations.findIndex((other) => other.id === rescued.id);
-      if (index < 0) conversations.push(rescued);
-      else if (conversations[index].changed <= rescued.changed) conversations[index] = rescued;
+      const index = all.findIndex((other) => other.id === rescued.id);
+      if (index >= 0 && all[index].changed > rescued.changed) continue;
+      all.splice(index < 0 ? all.length : index, 1, rescued);
       await save(rescued);
     }
+    const gone = new Set(namesWith(DELETED).map((name) => name.slice(DELETED.length)));
+    for (const conversation of all) if (gone.has(conversation.id)) await remove(conversation);
+    const conversations = all.filter((conversation) => !gone.has(conversation.id));
     conversations.sort((one, other) => other.changed - one.changed);
     return { conversations, broken, kept: true };
   } catch {
@@ -72,10 +77,18 @@ export function rescue(conversation) {
   }
 }
 
+function namesWith(start) {
+  try {
+    return Object.keys(localStorage).filter((name) => name.startsWith(start));
+  } catch {
+    return [];
+  }
+}
+
 function takeRescued() {
   const found = [];
   try {
-    for (const name of Object.keys(localStorage).filter((key) => key.startsWith(RESCUE))) {
+    for (const name of namesWith(RESCUE)) {
       const text = localStorage.getItem(name);
       localStorage.removeItem(name);
       const value = JSON.parse(text);
@@ -132,6 +145,13 @@ export async function loadTokens(conversation) {
 
 export async function remove(conversation) {
   if (!database) return;
+  const mark = DELETED + conversation.id;
+  try {
+    // Who deletes and leaves at once is faster than the database.
+    localStorage.setItem(mark, "");
+  } catch {
+    // Then it may be there again, and can be deleted once more.
+  }
   try {
     const transaction = database.transaction(["conversations", "tokens"], "readwrite");
     transaction.objectStore("conversations").delete(conversation.id);
@@ -140,6 +160,7 @@ export async function remove(conversation) {
     }
     await ended(transaction);
     channel?.postMessage({ removed: conversation.id });
+    localStorage.removeItem(mark);
   } catch {
     // It is there again after a reload, and can be deleted then.
   }

@@ -59,9 +59,9 @@ class Lane {
     this.meta.classList.toggle("bad", !running && failed(answer));
     const parts = [words.join(" · ")];
     if (wait) parts.push(this.button("Try now", wait.now));
-    else if (answer.seeds.length) parts.push(...this.seeds());
+    else if (answer.seeds.length && answer.made) parts.push(...this.seeds());
     // Buttons that stay the same must not be replaced under a finger, nor lose the focus.
-    const signature = JSON.stringify([wait !== undefined, answer.seeds]);
+    const signature = JSON.stringify([wait !== undefined, answer.seeds, answer.made > 0]);
     if (signature === this.signature) this.words.data = parts[0];
     else {
       this.words = document.createTextNode(parts[0]);
