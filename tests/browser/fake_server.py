@@ -44,6 +44,7 @@ MARKUP = [
 ]
 HALVES = ["A ", "\ufffd", "\ufffd", " mill", " \ufffd", "\ufffd", "."]
 """A windmill's picture of 4 bytes comes in two tokens, and so does an é after a space."""
+HALF_BYTES = b"\xf0\x9f"
 HALVES_TEXT = ["A ", "", "🌬", " mill", "", " é", "."]
 
 
@@ -83,6 +84,8 @@ class Plan:
     """Tokens after which an answer ends by itself."""
     script: list[str] | None = None
     """The tokens of the next answers."""
+    unlikely: bool = False
+    """Whether chats draw what is not among the likeliest tokens that they tell."""
     delay: float = 0
     """Seconds from one token to the next."""
 
@@ -223,6 +226,9 @@ class FakeServer:
                     break
                 token, text, scores = found
                 made += 1
+                if plan.unlikely:
+                    top = min(top, len(scores) - 1)
+                    scores = [(token, math.log(0.001)), *scores[1:]]
                 told = _told(token, scores, chat, top)
                 said = {"delta": {"content": text}} if chat else {"text": text}
                 yield choice({**said, "logprobs": told})
@@ -292,6 +298,9 @@ def _told(token: str, scores: Scores, chat: bool, top: int) -> dict[str, Any]:
     """What a stream says of a token's probability."""
     best = sorted(scores, key=lambda pair: -pair[1])[:top]
     if not chat:
+        if "\ufffd" in token:
+            token = "bytes:" + "".join(f"\\x{byte:02x}" for byte in HALF_BYTES)
+            best = [(token, scores[0][1]), *best[1:]]
         return {
             "tokens": [token],
             "token_logprobs": [scores[0][1]],

@@ -82,7 +82,9 @@ def test_probabilities_can_be_switched_on_later(wide: Any, fake: Any) -> None:
     expect(wide.locator(f"{CARD} li")).to_have_count(5)
 
 
-def test_half_characters_share_a_place(page: Any, fake: Any) -> None:
+@pytest.mark.parametrize("mode", ["chat", "prompt"])
+def test_half_characters_share_a_place(page: Any, fake: Any, mode: str) -> None:
+    page.locator(f"#mode-{mode}").click()
     page.locator("#probabilities").click()
     send(page, "halves")
     expect(page.locator(".made")).to_have_text("A 🌬 mill é.")
@@ -90,6 +92,16 @@ def test_half_characters_share_a_place(page: Any, fake: Any) -> None:
     page.locator(".token").nth(1).click()
     expect(page.locator(".card-head")).to_have_count(2)
     expect(page.locator(CARD)).to_contain_text("part of a character")
+
+
+def test_a_token_that_is_not_among_the_likeliest(wide: Any, fake: Any) -> None:
+    """In chats a server tells the likeliest alone; what was drawn is shown all the same."""
+    wide.locator("#probabilities").click()
+    fake.plan.unlikely = True
+    send(wide, "Hello")
+    wide.locator(".token").nth(2).hover()
+    expect(wide.locator(f"{CARD} li")).to_have_count(5)
+    expect(wide.locator(f"{CARD} li").last).to_have_class("mine")
 
 
 def compare(page: Any, second: str = "tour@200") -> None:

@@ -50,7 +50,8 @@ def test_a_text_is_continued_with_probabilities(page: Any, models: list[dict[str
     assert "".join(page.locator(".token").all_text_contents()) == text
     page.locator(".token").first.focus()
     rows = page.locator("#token-card .share")
-    expect(rows).to_have_count(5)
+    # The likeliest five, and the token itself if it is another.
+    assert rows.count() in (5, 6)
     shares = [float(share.strip("<%")) for share in rows.all_inner_texts()]
     assert shares == sorted(shares, reverse=True)
     page.keyboard.press("Escape")

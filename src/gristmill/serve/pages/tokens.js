@@ -2,8 +2,8 @@
 
 import { byId, make } from "./dom.js";
 
-/** The character that stands for bytes that are no text by themselves. */
-const BROKEN = "\ufffd";
+/** Bytes that are no text by themselves: U+FFFD in chats, `bytes:\xe2\x80` in completions. */
+const BROKEN = /\ufffd|^bytes:(\\x[0-9a-f]{2})+$/;
 /** Spans and what they show: a list of tokens, since several can make up one character. */
 const shown = new WeakMap();
 
@@ -20,6 +20,8 @@ function visible(text) {
   return text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll("\r", "␍")
     .replaceAll(" ", "␣");
 }
+
+const named = (text) => (BROKEN.test(text) ? "part of a character" : visible(text));
 
 function level(tokens) {
   if (tokens.some(([, logprob]) => logprob === null)) return "unknown";
@@ -63,7 +65,7 @@ export class AnswerText {
     const { text, tokens } = this.answer;
     for (; this.used < tokens.length; this.used += 1) {
       const word = tokens[this.used][0];
-      if (word && !word.includes(BROKEN)) {
+      if (word && !BROKEN.test(word)) {
         const found = text.indexOf(word, this.at);
         const near = this.pending.length ? found <= this.at + 8 * this.pending.length
           : found === this.at;
@@ -155,18 +157,22 @@ export function hideCard() {
 }
 
 function cardOf([text, logprob, alternatives], part) {
-  const name = text.includes(BROKEN) || (part && !text) ? "part of a character" : visible(text);
+  const name = part && !text ? "part of a character" : named(text);
   const head = make("p", { class: "card-head" }, make("code", { text: name }),
     make("strong", { text: logprob === null ? "not known" : percent(logprob) }));
   if (!alternatives) {
     return [head, make("p", { class: "hint", text: "Alternatives come with answers made while "
       + "probabilities are switched on." })];
   }
-  const rows = alternatives.map(([other, chance]) => {
+  // Parts of characters look the same, so it is the probability that tells which one was chosen.
+  const chosen = alternatives.findIndex(([other, chance]) =>
+    other === text && Math.abs(chance - logprob) < 1e-6);
+  const all = chosen < 0 ? [...alternatives, [text, logprob]] : alternatives;
+  const rows = all.map(([other, chance], index) => {
     const bar = make("span", { class: "bar" });
     bar.style.width = `${(100 * Math.exp(chance)).toFixed(1)}%`;
-    const mine = other === text;
-    return make("li", { class: mine ? "mine" : "" }, make("code", { text: visible(other) }),
+    const mine = index === (chosen < 0 ? all.length - 1 : chosen);
+    return make("li", { class: mine ? "mine" : "" }, make("code", { text: named(other) }),
       make("span", { class: "bar-room", "aria-hidden": "true" }, bar),
       make("span", { class: "share", text: percent(chance) }),
       mine ? make("span", { class: "unseen", text: "(chosen)" }) : null);
