@@ -280,11 +280,13 @@ def _tokens(body: dict[str, Any], chat: bool, plan: Plan) -> Iterator[tuple[str,
         key = f"{model} {body['seed']} {place} {json.dumps(start)}"
         chance = random.Random(key)
         words = chance.sample(sorted(set(WORDS)), 5)
+        if place == 3:
+            words[0] = "stones" if "@" in body["model"] else "miller"
         if (texts and index >= len(texts)) or (not texts and place >= plan.length):
             return
         lead = "" if chat and not place else " "
         token, text = texts[index] if texts else (lead + words[0], lead + words[0])
-        first = chance.uniform(0.05, 0.95)
+        first = max(0.001, 0.99 * chance.random() ** 3)
         shares = [first, *((1 - first) * share for share in (0.5, 0.25, 0.12, 0.06))]
         names = [token, *(lead + word for word in words[1:])]
         yield (

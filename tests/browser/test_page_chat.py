@@ -83,6 +83,8 @@ def test_settings_reach_the_server_and_stay(page: Any, fake: Any) -> None:
     page.keyboard.press("Escape")
     page.reload()
     send(page, "What is a mill?")
+    expect(meta(page)).to_contain_text("Stopped at the limit of 5 tokens")
+    expect(meta(page)).to_contain_text("seed 99")
     body = fake.bodies[0]
     wanted = {
         "temperature": 0.25, "max_tokens": 5, "top_k": 7, "top_p": 0.5, "min_p": 0.125,
@@ -90,8 +92,6 @@ def test_settings_reach_the_server_and_stay(page: Any, fake: Any) -> None:
         "stop": ["END", "\n\nUser:"],
     }  # fmt: skip
     assert {name: body[name] for name in wanted} == wanted
-    expect(meta(page)).to_contain_text("Stopped at the limit of 5 tokens")
-    expect(meta(page)).to_contain_text("seed 99")
 
 
 def test_an_impossible_setting_is_shown_and_nothing_is_sent(page: Any, fake: Any) -> None:

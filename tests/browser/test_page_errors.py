@@ -143,6 +143,19 @@ def test_a_server_that_is_away_and_comes_back(visit: Any, fake: Any) -> None:
     done(page)
 
 
+def test_what_is_sent_before_the_models_are_known_waits_for_them(visit: Any, fake: Any) -> None:
+    fake.plan.key = "open sesame"
+    page = visit(ready=False)
+    page.get_by_role("button", name="Cancel").click()
+    write(page, "Hello")
+    assert fake.bodies == []
+    expect(page.locator("#draft")).to_have_value("Hello")
+    fake.plan.key = None
+    page.get_by_role("button", name="Enter the key").click()
+    done(page)
+    expect(page.locator("#draft")).to_have_value("")
+
+
 def test_a_page_that_is_opened_before_the_server_has_models(visit: Any, fake: Any) -> None:
     fake.plan.models = []
     page = visit(ready=False)

@@ -57,7 +57,11 @@ async function request(path, { body, signal } = {}) {
 async function refusal(response) {
   let message = "";
   try {
-    message = (await response.json()).error?.message ?? "";
+    const { error } = await response.json();
+    message = error?.message ?? "";
+    if (error?.code === "context_length_exceeded") {
+      message += ". Shorten an earlier message, or begin a new conversation.";
+    }
   } catch {
     // What a proxy sends is often no JSON.
   }

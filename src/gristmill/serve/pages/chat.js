@@ -1,7 +1,7 @@
 // The chat page: what happens when. The parts it joins do not know each other.
 
-import { countTokens } from "./api.js";
 import { prepareColours } from "./colours.js";
+import { ContextMeter } from "./context.js";
 import { byId, composing, counted, notice, say, settled, unnotice } from "./dom.js";
 import { closeAbove, isOpen, openDrawer, prepareDrawers } from "./drawers.js";
 import { grow, requestOf } from "./generation.js";
@@ -28,9 +28,21 @@ let conversation = tree.newConversation("chat");
 /** Ids of conversations that are deleted, whatever may still be on its way for them. */
 const deleted = new Set();
 let library;
-let base = 0;
 
-const models = new Models(() => refresh());
+const context = new ContextMeter(() => ({
+  about: models.about(models.first), online: models.online, running: running.get(conversation.id),
+  conversation, draft: draft.value,
+}));
+
+/** Whether something was sent before it was known which models there are. */
+let early = false;
+
+const models = new Models(() => {
+  refresh();
+  if (!early || !models.first) return;
+  early = false;
+  submit();
+});
 const transcript = new Transcript({
   edit: (node, text) => branch(node, text),
   regenerate: (node) => ask(tree.parentOf(conversation, node)),
@@ -79,8 +91,8 @@ function refresh() {
   } else unnotice("template");
   send.disabled = !models.first || mute.length > 0;
   welcome(about);
-  showContext();
-  countContext();
+  context.show();
+  context.count();
 }
 
 function welcome(about) {
@@ -118,60 +130,11 @@ async function keep(which) {
   else unnotice("storage");
 }
 
-// ---- The context ---------------------------------------------------------------------------
-
-let counting = null;
-/** Tokens of what is sent: the server's count, and since then those of the answer that grows. */
-const countContext = settled(async () => {
-  const about = models.about(models.first);
-  if (!models.online || !about || running.has(conversation.id)) return;
-  counting?.abort();
-  counting = new AbortController();
-  const { signal } = counting;
-  const end = tree.last(conversation);
-  const body = { model: about.id };
-  if (conversation.mode === "prompt") body.text = tree.textTo(conversation, end) + draft.value;
-  else {
-    if (about.chat === false) return;
-    body.messages = tree.messagesTo(conversation, end);
-    if (draft.value) body.messages.push({ role: "user", content: draft.value });
-  }
-  if (body.text === "" || body.messages?.length === 0) {
-    base = 0;
-    showContext();
-    return;
-  }
-  try {
-    const { count } = await countTokens(body, signal);
-    if (signal.aborted) return;
-    base = count;
-    showContext();
-  } catch {
-    // It is a service to the reader; what matters says itself when the text is sent.
-  }
-}, 300);
-
-function showContext() {
-  const about = models.about(models.first);
-  const bar = byId("context-bar");
-  bar.hidden = !about;
-  if (!about) {
-    byId("context").textContent = "";
-    return;
-  }
-  const now = running.get(conversation.id);
-  const answer = now?.node.answers[0];
-  const count = answer ? answer.context ?? base + answer.made - now.before : base;
-  bar.max = about.context;
-  bar.value = Math.min(count, about.context);
-  byId("context").textContent = `${counted(count)} of ${counted(about.context)} tokens`;
-  byId("context").classList.toggle("bad", count >= about.context);
-}
-
 // ---- Asking --------------------------------------------------------------------------------
 
 /** Add what is written, and have it answered. */
 function submit() {
+  early = !models.first;
   if (running.has(conversation.id) || send.disabled) return;
   const chat = conversation.mode === "chat";
   const text = draft.value;
@@ -262,7 +225,7 @@ async function growOne(mine, answer, request, controller) {
     drawn = false;
     if (mine !== conversation) return;
     transcript.update(answer);
-    showContext();
+    context.show();
   };
   await grow(answer, request, controller.signal, {
     changed() {
@@ -300,7 +263,7 @@ function finish(mine, node) {
   keep(mine);
   library.touch(mine);
   if (mine !== conversation) return;
-  base = node.answers[0].context ?? base;
+  context.settle(node.answers[0].context);
   const focused = document.activeElement;
   render();
   // The Stop button is gone, and the focus must not go with it.
@@ -331,7 +294,7 @@ async function open(which, { focus = true } = {}) {
   system.value = which.system;
   models.choose(tree.path(which).at(-1)?.answers?.[0].model);
   library.show(which);
-  base = 0;
+  context.settle(0);
   store.remember("conversation", which.id);
   closeAbove({ focus: false });
   await store.loadTokens(which);
@@ -453,8 +416,9 @@ function prepareControls() {
     submit();
   };
   draft.addEventListener("input", () => {
+    early = false;
     grown();
-    countContext();
+    context.count();
   });
   draft.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || composing(event)) return;
@@ -469,7 +433,7 @@ function prepareControls() {
   system.addEventListener("input", () => {
     conversation.system = system.value;
     keepSystem(conversation);
-    countContext();
+    context.count();
   });
   const help = byId("help");
   byId("open-help").onclick = () => help.showModal();

@@ -4,6 +4,8 @@ import { byId, make } from "./dom.js";
 
 /** Bytes that are no text by themselves: U+FFFD in chats, `bytes:\xe2\x80` in completions. */
 const BROKEN = /\ufffd|^bytes:(\\x[0-9a-f]{2})+$/;
+/** Below each of these, a token is shaded more. Small models are rarely sure of anything. */
+const LEVELS = [0.5, 0.2, 0.05, 0.01];
 /** Spans and what they show: a list of tokens, since several can make up one character. */
 const shown = new WeakMap();
 
@@ -26,7 +28,7 @@ const named = (text) => (BROKEN.test(text) ? "part of a character" : visible(tex
 function level(tokens) {
   if (tokens.some(([, logprob]) => logprob === null)) return "unknown";
   const probability = Math.exp(tokens.reduce((sum, [, logprob]) => sum + logprob, 0));
-  return String([0.8, 0.5, 0.25, 0.1].filter((bound) => probability < bound).length);
+  return String(LEVELS.filter((bound) => probability < bound).length);
 }
 
 /** The text of one answer in the page. It only ever grows, so that selections in it survive. */
