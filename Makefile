@@ -29,12 +29,14 @@ BASE     := $(VENV)/.installed-torch
 RUNTIME  := $(VENV)/.installed
 DEV      := $(VENV)/.installed-dev
 CLUSTER  := $(VENV)/.installed-cluster
+BROWSER  := $(VENV)/.installed-browser
 XLA      := $(VENV)/.installed-xla
 SYSTEM   := slurm-wlm munge openmpi-bin
+BROWSERS := $(or $(GRISTMILL_BROWSER),chromium-headless-shell chromium google-chrome)
 CODE     := src tests docs $(wildcard benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test pytest test-cluster test-xla check docs bench clean
+.PHONY: help demo test pytest test-browser test-cluster test-xla check docs bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 21
@@ -48,9 +50,12 @@ test: $(DEV) ## all checks, the documentation and all tests, side by side
 
 # Tests start hundreds of Python processes. Where the environment forbids bytecode, as many images
 # of containers do, each would compile all that it imports anew.
-pytest test-cluster test-xla: export PYTHONDONTWRITEBYTECODE =
+pytest test-browser test-cluster test-xla: export PYTHONDONTWRITEBYTECODE =
 pytest: $(DEV) ## all tests
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
+
+test-browser: $(BROWSER) ## install a browser where none is (Debian, as root), then click through the pages
+	$(BIN)/python -m pytest tests/browser -m browser $(ARGS)
 
 test-cluster: $(CLUSTER) ## install Slurm and Open MPI (Debian, as root), then test on them
 	$(BIN)/python -m pytest tests/cluster -m cluster $(ARGS)
@@ -102,6 +107,18 @@ $(DEV): $(BASE) $(INPUTS)
 # JAX needs nothing that the rest does not have, so it shares the environment.
 $(XLA): $(DEV)
 	$(PIP) -c $(CONSTRAINTS) -e '.[xla]'
+	@touch $@
+
+# Playwright's own browsers are not needed: the tests look for one that is installed.
+$(BROWSER): $(DEV)
+	@for name in $(BROWSERS); do command -v $$name >/dev/null && exit 0; done; \
+	command -v apt-get >/dev/null || { echo 'make test-browser needs a browser, one of $(BROWSERS): \
+	install one, or name it by GRISTMILL_BROWSER'; exit 1; }; \
+	test "$$(id -u)" = 0 || { echo 'make test-browser installs a browser, which needs root: run it \
+	as root, in a container for example, or install one of $(BROWSERS) yourself'; exit 1; }; \
+	apt-get update -q && { apt-get install -qy --no-install-recommends chromium-headless-shell \
+	|| apt-get install -qy --no-install-recommends chromium; }
+	$(PIP) -c $(CONSTRAINTS) -e '.[browser]'
 	@touch $@
 
 # No daemon of the system is started: the tests start their own, and stop them.

@@ -1,0 +1,162 @@
+"""A browser, a server for it, and pages that fail a test when anything is wrong with them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+
+def _load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec and spec.loader
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+HINT = "needs playwright: make test-browser"
+PROGRAMS = ("chromium-headless-shell", "chromium", "google-chrome", "chrome")
+SIZES = {"wide": {"width": 1280, "height": 800}, "narrow": {"width": 375, "height": 740}}
+LIMIT = 10_000
+"""Milliseconds that a page may take for anything; all of it takes far less where nothing else
+runs."""
+
+
+def find_browser() -> str | None:
+    """GRISTMILL_BROWSER, or the first browser that is installed."""
+    named = os.environ.get("GRISTMILL_BROWSER")
+    if named:
+        return named
+    return next(filter(None, map(shutil.which, PROGRAMS)), None)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.browser)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason=HINT)
+    sync_api.expect.set_options(timeout=LIMIT)
+    program = find_browser()
+    if program is None:
+        pytest.skip(f"needs a browser, one of {', '.join(PROGRAMS)}: make test-browser")
+    with sync_api.sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="session")
+def _one_server() -> Iterator[Any]:
+    for package in ("starlette", "uvicorn"):
+        pytest.importorskip(package, reason=f"needs {package}: make test-browser")
+    server = _load("fake_server").FakeServer()
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def fake(_one_server: Any) -> Any:
+    """The stand-in, which does what a test plans: delays, errors, odd output."""
+    _one_server.reset()
+    return _one_server
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest) -> str:
+    """Where the pages are: GRISTMILL_BROWSER_SERVER, or the stand-in."""
+    if "fake" not in request.fixturenames and "GRISTMILL_BROWSER_SERVER" in os.environ:
+        return os.environ["GRISTMILL_BROWSER_SERVER"]
+    return str(request.getfixturevalue("fake").url)
+
+
+class Watched:
+    """What went wrong in a page without being seen in it."""
+
+    def __init__(self, server: str) -> None:
+        self.server = urlsplit(server).netloc
+        self.expected: tuple[str, ...] = ()
+        """What the browser itself may write to the console, since a test makes requests fail."""
+        self.wrong: list[str] = []
+
+    def watch(self, page: Any) -> None:
+        page.on("console", self._console)
+        page.on("pageerror", lambda error: self.wrong.append(f"error: {error}"))
+        page.on("request", self._request)
+        page.add_init_script(
+            "addEventListener('securitypolicyviolation', (event) =>"
+            " console.error(`policy: ${event.violatedDirective} ${event.blockedURI}`))"
+        )
+
+    def _console(self, message: Any) -> None:
+        known = any(text in message.text for text in self.expected)
+        if message.type in ("error", "warning") and not known:
+            self.wrong.append(f"{message.type}: {message.text}")
+
+    def _request(self, request: Any) -> None:
+        parts = urlsplit(request.url)
+        if parts.scheme not in ("data", "blob") and parts.netloc != self.server:
+            self.wrong.append(f"request to {request.url}")
+
+
+@pytest.fixture
+def watched(server: str) -> Iterator[Watched]:
+    what = Watched(server)
+    yield what
+    assert what.wrong == []
+
+
+@pytest.fixture
+def visit(browser: Any, server: str, watched: Watched) -> Iterator[Callable[..., Any]]:
+    """Open the page as a new visitor, or in the `context` of an earlier one."""
+    contexts = []
+
+    def opened(
+        size: str = "wide",
+        *,
+        context: Any = None,
+        ready: bool = True,
+        path: str = "/",
+        **how: Any,
+    ) -> Any:
+        if context is None:
+            touch = size == "narrow"
+            how = {"reduced_motion": "reduce", "has_touch": touch, "locale": "en-GB", **how}
+            context = browser.new_context(viewport=SIZES[size], **how)
+            context.set_default_timeout(LIMIT)
+            contexts.append(context)
+        page = context.new_page()
+        watched.watch(page)
+        page.goto(server.rstrip("/") + path)
+        if ready:
+            page.locator("#model option").first.wait_for(state="attached")
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+
+
+@pytest.fixture(params=["wide", "narrow"])
+def page(request: pytest.FixtureRequest, visit: Callable[..., Any]) -> Any:
+    """A new visitor's page, once on a screen and once on a phone."""
+    return visit(request.param)
+
+
+@pytest.fixture
+def wide(visit: Callable[..., Any]) -> Any:
+    return visit("wide")
