@@ -151,17 +151,6 @@ def transformers_generate(model: Any, work: Work, *, static: bool) -> Continue:
         if static:
             options["cache_implementation"] = "static"
 
-        class First:
-            """Says when the first tokens are there."""
-
-            seen = 0
-
-            def put(self, value: torch.Tensor) -> None:
-                self.seen += 1
-
-            def end(self) -> None:
-                pass
-
         def once(count: int) -> None:
             model.generate(
                 ids,
@@ -344,9 +333,8 @@ def main() -> None:
     if options.long:
         works.append(Work(1, options.long, 16, options.sampled))
     rows = []
-    print(
-        f"{'':22}{'sequences':>10}{'TTFT ms':>10}{'TPOT ms':>10}{'tokens/s':>11}{'of bound':>10}{'begun s':>9}"
-    )
+    titles = "sequences", "TTFT ms", "TPOT ms", "tokens/s", "of bound", "begun s"
+    print(" " * 22 + "".join(f"{title:>11}" for title in titles))
     for work in works:
         builders: dict[str, Callable[[], Continue]] = {
             "ours": lambda work=work: ours(model, work, dtype),
@@ -373,8 +361,8 @@ def main() -> None:
                 continue
             rows.append({**asdict(row), "prompt": work.prompt, "tokens": work.tokens})
             print(
-                f"{row.system:22}{row.sequences:>10}{row.ttft_ms:>10.1f}{row.tpot_ms:>10.3f}"
-                f"{row.tokens_per_s:>11,.0f}{row.bound:>10.1%}{row.begin_s:>9.1f}",
+                f"{row.system:22}{row.sequences:>11}{row.ttft_ms:>11.1f}{row.tpot_ms:>11.3f}"
+                f"{row.tokens_per_s:>11,.0f}{row.bound:>11.1%}{row.begin_s:>11.1f}",
                 flush=True,
             )
             torch._dynamo.reset()

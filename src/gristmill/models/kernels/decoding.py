@@ -29,8 +29,6 @@ import torch
 import triton
 import triton.language as tl
 
-MOST_ROWS = 64
-"""Of a tile."""
 FETCHED = 32768
 """With more outputs than this, most programs find a cache that others have filled."""
 ACTIVATIONS = {None: 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "swiglu": 5}
@@ -256,8 +254,7 @@ def _linear(
 
 
 class Tiles(NamedTuple):
-    """How a product is computed. The number of parts must not depend on that of rows: each is
-    summed by itself."""
+    """How a product is computed. Nothing of it depends on the number of rows."""
 
     columns: int
     parts: int
@@ -268,11 +265,11 @@ class Tiles(NamedTuple):
     warps: int
 
 
-def tiles(outputs: int, rows: int, dtype: torch.dtype) -> Tiles:
+def tiles(outputs: int, dtype: torch.dtype) -> Tiles:
     """Small ones, to occupy the GPU, and larger ones where there are many."""
     if dtype == torch.float32:
         return Tiles(32, 4, 32, 2, 4)
-    return Tiles(16, 4, 64, 3, 4) if outputs <= 8192 else Tiles(64, 4, 64, 3, 4)
+    return Tiles(32, 4, 64, 3, 4) if outputs <= 8192 else Tiles(128, 1, 64, 3, 4)
 
 
 def linear(
@@ -291,7 +288,7 @@ def linear(
     return _multiplied(x_RK, weight_NK, bias_N, out_RN[None], activation)[0]
 
 
-CUT = 3
+CUT = 2
 """Pieces of the inputs of a product that is added to the residual stream. It has few outputs, which
 would leave most of a GPU idle."""
 
@@ -311,9 +308,9 @@ def _multiplied(
     activation: str | None,
 ) -> torch.Tensor:
     (rows, inputs), (pieces, _, outputs) = x_RK.shape, out_PRN.shape
-    chosen = tiles(outputs, rows, x_RK.dtype)
+    chosen = tiles(outputs, x_RK.dtype)
     # Tensor cores sum in the same order whatever the tile; other units do not.
-    most = 16 if x_RK.dtype == torch.float32 else MOST_ROWS
+    most = 16 if x_RK.dtype == torch.float32 else 64
     tile = min(most, max(16, triton.next_power_of_2(rows)))
     assert x_RK.stride(1) == 1 and weight_NK.is_contiguous()
     _linear[triton.cdiv(outputs, chosen.columns), triton.cdiv(rows, tile), pieces](
@@ -343,7 +340,7 @@ def _multiplied(
 
 # ------------------------------------------------------------------ attention
 
-TILE = 64
+TILE = 128
 """Positions whose keys and values are read at once."""
 
 
