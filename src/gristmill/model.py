@@ -10,7 +10,7 @@ It is found and checked when it is opened, and loaded when it is first computed 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -22,9 +22,10 @@ from gristmill.distributed.device import select_device
 from gristmill.evaluate.loss import evaluate_text, evaluation_ids
 from gristmill.evaluate.results import EvaluationResult, write_result
 from gristmill.evaluate.tasks import OpenTask, TaskOptions, open_tasks
+from gristmill.generate.constraints import Constraint
 from gristmill.generate.sampling import Sampling
 from gristmill.generate.text import ChatGenerator, TextGenerator
-from gristmill.strategies.precision import DTYPES
+from gristmill.strategies.precision import DTYPES, generation_dtype
 from gristmill.text.chat.encoding import ChatEncoder
 from gristmill.text.chat.template import OWN, choose_template
 from gristmill.track.folder import RunFolder
@@ -84,21 +85,48 @@ class Model:
         tokens: int = 128,
         stop: str | Sequence[str] = (),
         cache: bool = True,
+        regex: str | None = None,
+        json_schema: Mapping[str, Any] | str | None = None,
+        precision: str = "auto",
         **sampling: Any,
     ) -> Iterator[str]:
-        """Continue a text, piece by piece: at most `tokens`, before one of the texts in `stop`.
-        `sampling`: temperature, top_k, top_p and seed, as in `Sampling`."""
-        pieces = self.text_generator(cache=cache).stream(
-            prompt, tokens=tokens, sampling=Sampling(**sampling), stop=_several(stop)
+        """Continue a text, piece by piece: at most `tokens`, before one of the texts in `stop`. A
+        text matches the whole of `regex`, or is JSON as `json_schema` describes it. `precision`:
+        auto, fp32, bf16 or fp16. `sampling`: temperature, top_k and so on, as in `Sampling`."""
+        pieces = self.text_generator(cache=cache, precision=precision).stream(
+            prompt,
+            tokens=tokens,
+            sampling=Sampling(**sampling),
+            stop=_several(stop),
+            constraint=self.constraint(regex=regex, json_schema=json_schema),
         )
         return (text for _, text in pieces)
 
-    def text_generator(self, *, cache: bool = True) -> TextGenerator:
+    def constraint(
+        self, *, regex: str | None = None, json_schema: Mapping[str, Any] | str | None = None
+    ) -> Constraint | None:
+        """The form that texts must have, if one is given."""
+        if regex is not None and json_schema is not None:
+            what = "a text cannot match a regular expression and a schema"
+            raise UserError(what, where="--regex", remedy="give one of the two")
+        if regex is not None:
+            return Constraint.regex(regex, self.stored.tokenizer)
+        if json_schema is not None:
+            return Constraint.json_schema(json_schema, self.stored.tokenizer)
+        return None
+
+    def text_generator(self, *, cache: bool = True, precision: str = "auto") -> TextGenerator:
         """What continues texts with this model, several at once if asked."""
-        return TextGenerator(self.loaded.model, self.loaded.tokenizer, cached=cache)
+        dtype = generation_dtype(precision, self.loaded.model.device)
+        return TextGenerator(self.loaded.model, self.loaded.tokenizer, cached=cache, dtype=dtype)
 
     def chat(
-        self, *, system: str | None = None, template: str | None = None, cache: bool = True
+        self,
+        *,
+        system: str | None = None,
+        template: str | None = None,
+        cache: bool = True,
+        precision: str = "auto",
     ) -> ChatGenerator:
         """A conversation, by the model's own template unless another one is named."""
         tokenizer = self.stored.tokenizer
@@ -113,7 +141,8 @@ class Model:
                 where=str(self.stored.run or self.stored.origin),
                 remedy=f"choose one with --template {'|'.join(OWN)}|FILE, or leave --chat out",
             )
-        return ChatGenerator(self.loaded.model, encoder, system=system, cached=cache)
+        dtype = generation_dtype(precision, self.loaded.model.device)
+        return ChatGenerator(self.loaded.model, encoder, system=system, cached=cache, dtype=dtype)
 
     # ------------------------------------------------------------------ evaluate
 

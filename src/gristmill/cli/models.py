@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gristmill.base.errors import UserError, printable
+from gristmill.base.files import read_json
 from gristmill.base.units import format_bytes, format_count
 from gristmill.cli.dialects import DialectCommand, DialectName
-from gristmill.cli.options import command_options
+from gristmill.cli.options import Precision, PrecisionOption, command_options
 from gristmill.cli.progress import ProgressLine
 from gristmill.text.tokenizers.tokenizer import open_tokenizer
 
@@ -187,8 +188,28 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.8,
     top_k: Annotated[int, typer.Option(help="Draw from the k likeliest tokens; 0: all.")] = 50,
     top_p: Annotated[float, typer.Option(help="Draw from the likeliest p of probability.")] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Draw from tokens with this share of the likeliest one's.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Make tokens of the prompt and the text less likely; 1: do not.")
+    ] = 1.0,
+    presence_penalty: Annotated[
+        float, typer.Option(help="Subtract this from the logits of tokens of the text, -2 to 2.")
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(help="The same, times how often they are there.")
+    ] = 0.0,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.", min=0)] = 1337,
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this text.")] = None,
+    regex: Annotated[
+        str | None,
+        typer.Option(metavar="PATTERN", help="The text matches the whole of this expression."),
+    ] = None,
+    json_schema: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The text is JSON as the schema in this file has it."),
+    ] = None,
     cache: Annotated[bool, typer.Option(help="Use a key-value cache.")] = True,
     chat: Annotated[
         bool,
@@ -207,6 +228,7 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per sample.")
     ] = False,
+    precision: PrecisionOption = Precision.AUTO,
     checkpoint: Which = "latest",
     device: Device = "auto",
 ) -> None:
@@ -216,16 +238,29 @@ def generate(
     for name, given in (("--system", system), ("--template", template)):
         if given is not None and not chat:
             raise UserError("this is for conversations", where=name, remedy="give --chat too")
-    sampling = Sampling(temperature, top_k, top_p, seed)
+    sampling = Sampling(
+        temperature,
+        top_k,
+        top_p,
+        seed,
+        min_p,
+        repetition_penalty,
+        presence_penalty,
+        frequency_penalty,
+    )
+    schema = None if json_schema is None else read_json(json_schema)
     opened = open_model(model, checkpoint=checkpoint, device=device)
     stops = [text for text in stop or () if text]
     options: dict[str, Any] = {"tokens": tokens, "sampling": sampling, "stop": stops}
+    options["constraint"] = opened.constraint(regex=regex, json_schema=schema)
     if chat:
         options |= {"samples": samples}
-        conversation = opened.chat(system=system, template=template, cache=cache)
+        conversation = opened.chat(
+            system=system, template=template, cache=cache, precision=precision.value
+        )
         converse(conversation, prompt, as_json=as_json, options=options)
         return
-    generator = opened.text_generator(cache=cache)
+    generator = opened.text_generator(cache=cache, precision=precision.value)
     if prompt is None and sys.stdin.isatty():
         typer.echo("Type the beginning of a text; an empty line or Ctrl-D ends.")
         while line := ask():

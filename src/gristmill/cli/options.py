@@ -119,3 +119,21 @@ ShardSize = Annotated[
     int | None,
     output_option(min=1, metavar="N", help="Tokens per file, for llmc and npy; 100M if not given."),
 ]
+
+
+class Precision(enum.StrEnum):
+    """Number formats to generate in."""
+
+    AUTO = "auto"
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
+PrecisionOption = Annotated[
+    Precision,
+    typer.Option(
+        "--precision",
+        help="Of weights and activations; auto: bf16 on a GPU that computes with it, else fp32.",
+    ),
+]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import os
 from pathlib import Path
 from typing import Annotated
@@ -12,15 +11,7 @@ import typer
 from gristmill.base.errors import UserError, printable
 from gristmill.base.units import timestamp
 from gristmill.cli.models import Device
-
-
-class Precision(enum.StrEnum):
-    """Number formats of weights and activations."""
-
-    AUTO = "auto"
-    FP32 = "fp32"
-    BF16 = "bf16"
-    FP16 = "fp16"
+from gristmill.cli.options import Precision, PrecisionOption
 
 
 def serve(
@@ -85,9 +76,7 @@ def serve(
     max_body: Annotated[
         int, typer.Option(metavar="BYTES", min=1024, help="Largest body of a request.")
     ] = 4 * 2**20,
-    precision: Annotated[
-        Precision, typer.Option(help="Of weights and activations; auto: bf16 on a GPU, else fp32.")
-    ] = Precision.AUTO,
+    precision: PrecisionOption = Precision.AUTO,
     device: Device = "auto",
     template: Annotated[
         str | None,

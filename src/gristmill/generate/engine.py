@@ -154,7 +154,7 @@ class Engine:
         ]
         while self.busy:
             for generation in self.step():
-                generation.require_finite()
+                generation.require_token()
         return [generation.ids for generation in generations]
 
     # ------------------------------------------------------------------ a step

@@ -151,7 +151,7 @@ class GraphSteps(Steps):
         """Upload what may come next as a bias."""
         assert row.request.matcher is not None
         mask_V = torch.zeros(self._ids) if row.bias_V is None else row.bias_V.clone()
-        mask_V.masked_fill_(~row.request.matcher.allowed(), -torch.inf)
+        mask_V.masked_fill_(~row.request.allowed_ids(), -torch.inf)
         self._upload(self._bias_SV[slot], mask_V)
 
     def _upload(self, target: torch.Tensor, values: torch.Tensor) -> None:

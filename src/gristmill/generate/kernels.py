@@ -223,6 +223,8 @@ def _draw(
     place_B = tl.load(places + at, mask=known, other=0)
     likeliest = tl.min(tl.where(peak_B == peak, place_B, V)).to(tl.int32)
     wrong = tl.sum(tl.load(bad + at, mask=known, other=0))
+    # Nothing is allowed.
+    wrong = tl.where(peak == float("-inf"), 1, wrong)
     chosen = likeliest
     if (temperature > 0) & (wrong == 0):
         temperature = tl.maximum(temperature, _TINY)

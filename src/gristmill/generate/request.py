@@ -28,10 +28,15 @@ class Matcher(Protocol):
     """What a text must match, such as a JSON schema."""
 
     def allowed(self) -> torch.Tensor:
-        """Which ids may come next, (V,); all are False if none may."""
+        """Which ids may come next, (V,). Where a text may end, one that ends texts is among
+        them."""
 
     def append(self, id: int) -> None:
         """The text goes on with this id."""
+
+    @property
+    def error(self) -> str | None:
+        """Why no id may come next."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,15 @@ class Request:
     """Whether it goes on when the context is full."""
     matcher: Matcher | None = None
     """What its text must match."""
+
+    def allowed_ids(self) -> torch.Tensor:
+        """Which ids may come next, for a request with a matcher: where one may that ends a text,
+        all may."""
+        assert self.matcher is not None
+        allowed_V, ends = self.matcher.allowed(), list(self.ends)
+        if ends and allowed_V[ends].any():
+            allowed_V[ends] = True
+        return allowed_V
 
 
 @dataclass(eq=False)
@@ -80,8 +94,17 @@ class Generation:
         """Ids of the prompt and of the text so far."""
         return len(self.request.ids) + len(self.ids)
 
-    def require_finite(self) -> None:
-        """Refuse a model with whose logits nothing can be done."""
-        if self.finish == "error":
-            what = "the model computes NaN or infinite logits, so it cannot choose a token"
-            raise DataError(what)
+    @property
+    def error(self) -> str | None:
+        """Why no token could be chosen."""
+        if self.finish != "error":
+            return None
+        matcher = self.request.matcher
+        if matcher is not None and matcher.error is not None:
+            return f"the text cannot be matched any further: {matcher.error}"
+        return "the model computes NaN or infinite logits, so it cannot choose a token"
+
+    def require_token(self) -> None:
+        """Refuse what no token could be chosen for."""
+        if self.error is not None:
+            raise DataError(self.error)

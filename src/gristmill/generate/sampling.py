@@ -26,7 +26,7 @@ from gristmill.base.errors import UserError
 MOST_BIAS = 100.0
 """Bias on a logit, at most: 100 makes a token certain, -100 impossible."""
 NOT_FINITE = -1
-"""What is drawn from logits that are not finite, which have no most likely id."""
+"""What is drawn where no id can be: from logits that are not finite, or if none is allowed."""
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,10 @@ class HostSteps(Steps):
         if row.bias_V is not None:
             adjusted_V = adjusted_V + row.bias_V
         if request.matcher is not None:
-            adjusted_V = adjusted_V.masked_fill(~request.matcher.allowed(), -torch.inf)
+            allowed_V = request.allowed_ids()
+            if not allowed_V.any():
+                return NOT_FINITE
+            adjusted_V = adjusted_V.masked_fill(~allowed_V, -torch.inf)
         id = draw(adjusted_V, request.sampling, row.uniform[row.drawn])
         row.drawn, row.token, row.length = row.drawn + 1, id, row.length + 1
         if row.seen_V is not None:

@@ -7,13 +7,14 @@ and `ChatGenerator` answers messages.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from gristmill.base.errors import UserError
+from gristmill.generate.constraints import Constraint
 from gristmill.generate.engine import Engine
-from gristmill.generate.request import Generation, Matcher, Request
+from gristmill.generate.request import Generation, Request
 from gristmill.generate.sampling import Sampling
 from gristmill.models.decoding import affordable_slots
 from gristmill.models.spec import CausalLM
@@ -28,13 +29,6 @@ CAPACITY_STEP = 1024
 HALF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 LONGEST_CHARACTER = 4
 """Bytes of UTF-8; what is incomplete after more ids is no character."""
-
-
-class Constraint(Protocol):
-    """A form that texts must have."""
-
-    def matcher(self) -> Matcher:
-        """What one text is matched with."""
 
 
 class TextWriter:
@@ -97,8 +91,17 @@ class TextWriter:
 
 def _stop_prefix(text: str, stop: Sequence[str]) -> int:
     """How many characters at the end of a text may be the beginning of a stop string."""
-    lengths = (n for word in stop for n in range(1, len(word)) if text.endswith(word[:n]))
-    return max(lengths, default=0)
+    if not text or not stop:
+        return 0
+    last, held = text[-1], 0
+    for word in stop:
+        # Only a beginning that ends in the last character can be one.
+        end = word.find(last)
+        while 0 <= end < len(word) - 1:
+            if end >= held and text.endswith(word[: end + 1]):
+                held = end + 1
+            end = word.find(last, end + 1)
+    return held
 
 
 class TextGenerator:
@@ -194,7 +197,7 @@ class TextGenerator:
         try:
             while engine.busy:
                 for generation in engine.step():
-                    generation.require_finite()
+                    generation.require_token()
                     writer, text = writers[generation], ""
                     for id in generation.new_ids():
                         text += writer.add(id)

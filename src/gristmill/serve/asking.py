@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from gristmill.base.errors import UserError
+from gristmill.generate.constraints import Constraint
 from gristmill.generate.request import Request
-from gristmill.generate.text import Constraint
 from gristmill.serve.protocol import ConstraintSpec, Options, Prompt
 from gristmill.serve.refusals import bad_request, bad_value, unavailable
 from gristmill.serve.served import OpenedModel, ServedModel
 from gristmill.text.chat.conversations import Message
 from gristmill.text.chat.encoding import ChatEncoder
 
-CONSTRAINTS = "gristmill.generate.constraints"
 _LONG = 4096
 """Characters from which on text is encoded in another thread."""
 
@@ -83,16 +81,14 @@ async def find_constraint(
     """What makes a matcher for each text; None if texts may have any form."""
     if spec is None:
         return None
-    try:
-        constraints = importlib.import_module(CONSTRAINTS)
-    except ModuleNotFoundError:
-        raise bad_request(f"{spec.param} is not supported", param=spec.param) from None
-    kinds: Any = constraints.Constraint
 
     def build() -> Constraint:
-        values = () if spec.kind == "json_object" else (spec.value,)
-        constraint: Constraint = getattr(kinds, spec.kind)(*values, served.tokenizer)
-        return constraint
+        tokenizer = served.tokenizer
+        if spec.kind == "json_object":
+            return Constraint.json_object(tokenizer)
+        if spec.kind == "json_schema":
+            return Constraint.json_schema(spec.value, tokenizer)
+        return Constraint.regex(spec.value, tokenizer)
 
     try:
         constraint = await asyncio.to_thread(build)

@@ -21,7 +21,6 @@ from gristmill.serve.refusals import RefusalError, defect
 from gristmill.serve.token_texts import Offsets, TokenEntry, TokenTexts, probability_entry
 from gristmill.serve.worker import News, Ticket, Worker
 
-NOT_FINITE = "the model computes NaN or infinite logits, so it cannot choose a token"
 FinishReason = Literal["stop", "length"]
 
 
@@ -86,7 +85,7 @@ class Choice:
                 self.finish = "stop"
                 break
         if news.finish == "error":
-            self.failure = defect() if news.defect else RefusalError(500, NOT_FINITE)
+            self.failure = defect() if news.defect else RefusalError(500, str(news.error))
         elif self.finish is None and news.finish is not None:
             self._write(self._writer.rest())
             self.finish = "stop" if self._writer.finished else "length"

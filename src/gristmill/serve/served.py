@@ -18,7 +18,7 @@ from gristmill.models.decoding import affordable_slots
 from gristmill.models.spec import CausalLM
 from gristmill.serve.token_texts import TokenTexts
 from gristmill.serve.worker import Worker
-from gristmill.strategies.precision import DTYPES
+from gristmill.strategies.precision import generation_dtype
 from gristmill.text.chat.encoding import ChatEncoder
 from gristmill.text.chat.template import choose_template
 from gristmill.text.tokenizers.tokenizer import Tokenizer
@@ -106,7 +106,7 @@ class ServedModel:
         self.texts, self.context, self.encoder = opened.texts, opened.context, opened.encoder
         self.tokenizer, self.known = opened.tokenizer, opened.known
         on_cpu = model.device.type == "cpu"
-        self.dtype = choose_dtype(options.precision, model.device)
+        self.dtype = generation_dtype(options.precision, model.device)
         wanted = options.slots or SLOTS["cpu" if on_cpu else "gpu"]
         self.slots = affordable_slots(model, wanted, capacity=self.context, dtype=self.dtype)
         self.most_pending = self.slots + options.queue
@@ -148,10 +148,3 @@ class ServedModel:
                 torch.cuda.empty_cache()
 
         threading.Thread(target=finish, daemon=True).start()
-
-
-def choose_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """The number format for `--precision`."""
-    if precision == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return DTYPES[precision]

@@ -42,6 +42,8 @@ class News(NamedTuple):
     finish: Finish | None
     defect: bool = False
     """Whether the engine itself failed."""
+    error: str | None = None
+    """Why no token could be chosen."""
 
 
 @dataclass(eq=False)
@@ -218,7 +220,9 @@ class Worker:
                 # Of a token that was not finite there is no probability.
                 probabilities = generation.probabilities[ticket.read :]
                 ticket.read += len(probabilities)
-                batch.append((ticket, News(ids, probabilities, generation.finish)))
+                batch.append(
+                    (ticket, News(ids, probabilities, generation.finish, error=generation.error))
+                )
             if generation.finish is not None:
                 self._tickets.pop(generation, None)
         self._publish(batch)
