@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from gristmill.generate.sampling import NOT_FINITE, PROMPT
+from gristmill.models.kernels.decoding import launched, wait_for_input
 
 BLOCK = 2048
 """Tokens that one program looks at first."""
@@ -143,10 +144,11 @@ def _drawn_from_all(
 def _survey(
     logits, settings_S, seen_SV, bias_SV, slots, peaks, places, masses, bad, bounds, counts,
     few_x, few_v, V, logits_stride,
-    SETTINGS: tl.constexpr, BLOCK: tl.constexpr, KEPT: tl.constexpr,
+    SETTINGS: tl.constexpr, BLOCK: tl.constexpr, KEPT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Of a block of a row: its likeliest token, its mass, and its KEPT likeliest tokens."""
     row, block = tl.program_id(0), tl.program_id(1)
+    wait_for_input(EARLY)
     slot = tl.load(slots + row).to(tl.int64)
     settings = settings_S + slot * SETTINGS
     logits += row * logits_stride
@@ -203,9 +205,10 @@ def _draw(
     peaks, places, masses, bad, bounds, counts, few_x, few_v,
     V, logits_stride, capacity, numbers, blocks,
     SETTINGS: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-    KEPT: tl.constexpr,
+    KEPT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
+    wait_for_input(EARLY)
     slot = tl.load(slots + row).to(tl.int64)
     logits += row * logits_stride
     seen, bias = seen_SV + slot * V, bias_SV + slot * V
@@ -279,19 +282,20 @@ def _draw(
                 chosen = tl.minimum(tl.min(tl.where(reached, v, V)).to(tl.int32), last)
                 done = 1
         else:
-            # The block, and then the token in it.
+            # The block, and then the token in it. Names of their own: what both branches assign
+            # must have one shape.
             sums_B = tl.cumsum(mass_B, axis=0)
             target = uniform * tl.sum(mass_B)
             its = tl.min(tl.where((sums_B > target) & (mass_B > 0), block, BLOCKS))
             its = tl.minimum(its, tl.max(tl.where(mass_B > 0, block, -1)))
             before = tl.sum(tl.where(block < its, mass_B, 0.0))
-            x = _logits(logits, seen, bias, settings, its * BLOCK, V, BLOCK)
-            v = its * BLOCK + tl.arange(0, BLOCK)
-            weight = tl.exp((x - peak) / temperature)
-            sums = before + tl.cumsum(weight, axis=0)
-            reached = (sums > target) & (weight > 0)
-            last = tl.max(tl.where(weight > 0, v, -1)).to(tl.int32)
-            chosen = tl.minimum(tl.min(tl.where(reached, v, V)).to(tl.int32), last)
+            x_of = _logits(logits, seen, bias, settings, its * BLOCK, V, BLOCK)
+            v_of = its * BLOCK + tl.arange(0, BLOCK)
+            weight_of = tl.exp((x_of - peak) / temperature)
+            sums_of = before + tl.cumsum(weight_of, axis=0)
+            last_of = tl.max(tl.where(weight_of > 0, v_of, -1)).to(tl.int32)
+            first_of = tl.min(tl.where((sums_of > target) & (weight_of > 0), v_of, V))
+            chosen = tl.minimum(first_of.to(tl.int32), last_of)
             done = 1
         if done == 0:
             chosen = _drawn_from_all(
@@ -346,6 +350,7 @@ def draw_rows(
         BLOCK=size,
         KEPT=KEPT,
         num_warps=8,
+        **launched(device),
     )
     _draw[(rows,)](
         logits_RV,
@@ -370,4 +375,5 @@ def draw_rows(
         BLOCKS=triton.next_power_of_2(blocks),
         KEPT=KEPT,
         num_warps=8,
+        **launched(device),
     )

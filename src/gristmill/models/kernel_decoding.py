@@ -109,8 +109,8 @@ class KernelDecoder(SlotDecoder):
 
     def next_logits(self, slots_R: torch.Tensor) -> torch.Tensor:
         """Logits of these slots, from the tokens and lengths that the device knows."""
-        at_R = slots_R.long()
-        return self.logits(self.hidden(self.tokens_S[at_R], slots_R, self.lengths_S[at_R]))
+        embedded = self._embedded(self.tokens_S, self.lengths_S, slots_R=slots_R)
+        return self.logits(self._blocks(embedded, slots_R, together=False))
 
     def logits(self, stream: Stream) -> torch.Tensor:
         """Logits of all rows of the head, in fp32."""
@@ -127,17 +127,29 @@ class KernelDecoder(SlotDecoder):
         together: bool = False,
     ) -> Stream:
         """The residual stream behind the last block. `together`: rows may be of one slot."""
-        config, named = self.config, self._named
-        # Rows that nobody reads may be beyond the context.
-        places_R = places_R.clamp(max=config.context - 1)
-        x_RD = functional.embedding(tokens_R, named["embedding.weight"])
-        if "positions.weight" in named:
-            x_RD = x_RD + functional.embedding(places_R, named["positions.weight"])
-        if config.embedding_norm:
+        return self._blocks(self._embedded(tokens_R, places_R), slots_R, together=together)
+
+    def _embedded(
+        self, tokens: torch.Tensor, places: torch.Tensor, *, slots_R: torch.Tensor | None = None
+    ) -> kernels.Embedded:
+        return kernels.embedded(
+            tokens,
+            places,
+            self._named["embedding.weight"],
+            self._named.get("positions.weight"),
+            slots_R=slots_R,
+            context=self.config.context,
+        )
+
+    def _blocks(
+        self, embedded: kernels.Embedded, slots_R: torch.Tensor, *, together: bool
+    ) -> Stream:
+        x_RD = embedded.x_RD
+        if self.config.embedding_norm:
             _, x_RD = kernels.normalised(x_RD, self._norm("embedding_norm"))
         stream = Stream(x_RD, [])
-        rows = _Rows(tokens_R, slots_R, places_R, together)
-        for layer in range(config.layers):
+        rows = _Rows(embedded.tokens_R, slots_R, embedded.places_R, together)
+        for layer in range(self.config.layers):
             stream = self._block(stream, layer, rows)
         return stream
 

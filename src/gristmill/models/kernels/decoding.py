@@ -4,6 +4,7 @@ At a few rows a product does nothing but read its weights, and a launch takes as
 few megabytes. So a block is seven kernels, in which activations, rotation and residual connections
 are part of the products next to them:
 
+    embed     rows of the tables of tokens and positions
     norm      adds a product to the residual stream, and normalises it
     linear    f(x W^T + bias)
     attend    normalises and rotates query and key, appends key and value, attends
@@ -29,6 +30,8 @@ import torch
 import triton
 import triton.language as tl
 
+WIDE_OUTPUTS = 16384
+"""With more outputs than this, such as a head has, there is enough to do for a whole GPU."""
 FETCHED = 32768
 """With more outputs than this, most programs find a cache that others have filled."""
 ACTIVATIONS = {None: 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "swiglu": 5}
@@ -43,18 +46,87 @@ class Norm(NamedTuple):
     shift_K: torch.Tensor | None = None
 
 
-def _launched(device: torch.device) -> dict[str, Any]:
+def launched(device: torch.device) -> dict[str, Any]:
     """How kernels are started, one while the one before it runs."""
     early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 
 @triton.jit
-def _wait_for_input(EARLY: tl.constexpr):
+def wait_for_input(EARLY: tl.constexpr):
     """Wait for the kernel before this one, and let the next one start: one, not all of them."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+# ------------------------------------------------------------------ embeddings
+
+
+@triton.jit
+def _embed(
+    tokens, places, slots, table, positions, x, token_of, place_of, last,
+    D: tl.constexpr, SLOTS: tl.constexpr, POSITIONS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    WIDE: tl.constexpr = triton.next_power_of_2(D)
+    row = tl.program_id(0).to(tl.int64)
+    wait_for_input(EARLY)
+    at = row
+    if SLOTS:
+        at = tl.load(slots + row).to(tl.int64)
+    token = tl.load(tokens + at)
+    place = tl.minimum(tl.load(places + at), last)
+    tl.store(token_of + row, token)
+    tl.store(place_of + row, place)
+    d = tl.arange(0, WIDE)
+    y = tl.load(table + token.to(tl.int64) * D + d, mask=d < D)
+    if POSITIONS:
+        where = positions + place.to(tl.int64) * D + d
+        added = y.to(tl.float32) + tl.load(where, mask=d < D).to(tl.float32)
+        y = added.to(y.dtype)
+    tl.store(x + row * D + d, y, mask=d < D)
+
+
+class Embedded(NamedTuple):
+    """Rows that are about to be computed."""
+
+    x_RD: torch.Tensor
+    tokens_R: torch.Tensor
+    places_R: torch.Tensor
+    """The positions in their slots."""
+
+
+def embedded(
+    tokens: torch.Tensor,
+    places: torch.Tensor,
+    table_VD: torch.Tensor,
+    positions_TD: torch.Tensor | None = None,
+    *,
+    slots_R: torch.Tensor | None = None,
+    context: int,
+) -> Embedded:
+    """Tokens and their places: one of each for each row, or for each slot if rows have slots."""
+    rows, width = len(tokens if slots_R is None else slots_R), table_VD.shape[1]
+    device = table_VD.device
+    x_RD = torch.empty(rows, width, dtype=table_VD.dtype, device=device)
+    tokens_R, places_R = (torch.empty(rows, dtype=torch.int32, device=device) for _ in range(2))
+    _embed[(rows,)](
+        tokens,
+        places,
+        slots_R,
+        table_VD,
+        positions_TD,
+        x_RD,
+        tokens_R,
+        places_R,
+        context - 1,  # rows that nobody reads may be beyond the context
+        D=width,
+        SLOTS=slots_R is not None,
+        POSITIONS=positions_TD is not None,
+        num_warps=4,
+        **launched(device),
+    )
+    return Embedded(x_RD, tokens_R, places_R)
 
 
 # ------------------------------------------------------------------ norms
@@ -84,7 +156,7 @@ def _norm(
     second_sum = tl.zeros((WIDE,), tl.float32)
     if SECOND_BIAS:
         second_sum = tl.load(second_bias + k, mask=inside, other=0.0).to(tl.float32)
-    _wait_for_input(EARLY)
+    wait_for_input(EARLY)
     y = tl.load(x + row * K + k, mask=inside, other=0.0).to(tl.float32)
     kind = out.dtype.element_ty
     if FIRST:
@@ -102,6 +174,9 @@ def _norm(
         y = tl.where(inside, y - tl.sum(y) / K, 0.0)
     y = y / tl.sqrt_rn(tl.sum(y * y) / K + eps) * factor + added
     tl.store(out + row * K + k, y.to(kind), mask=inside)
+
+
+NORM_WARPS = 4
 
 
 class Product(NamedTuple):
@@ -141,8 +216,8 @@ def normalised(
         FIRST_BIAS=first is not None and first.bias_N is not None,
         SECOND=0 if second is None else len(second.parts_PRN),
         SECOND_BIAS=second is not None and second.bias_N is not None,
-        num_warps=4,
-        **_launched(x_RK.device),
+        num_warps=NORM_WARPS,
+        **launched(x_RK.device),
     )
     return stream_RK, out_RK
 
@@ -227,7 +302,7 @@ def _linear(
         bias_y = tl.load(bias + column, mask=column < N, other=0.0).to(tl.float32)
         if GATED:
             bias_up = tl.load(bias + N + column, mask=column < N, other=0.0).to(tl.float32)
-    _wait_for_input(EARLY)
+    wait_for_input(EARLY)
     sums = tl.zeros((PARTS, ROWS, COLUMNS), tl.float32)
     gates = tl.zeros((PARTS, ROWS, COLUMNS), tl.float32)
     for first in tl.range(0, PART, DEPTH, num_stages=STAGES):
@@ -254,10 +329,14 @@ def _linear(
 
 
 class Tiles(NamedTuple):
-    """How a product is computed. Nothing of it depends on the number of rows."""
+    """How a product is computed."""
 
-    columns: int
     parts: int
+    """Of the inputs, which are summed by themselves; the same for any number of rows, since it
+    decides the order of sums. All else may depend on them: tensor cores sum in the same order
+    whatever the tile is; other units do not."""
+    rows: int
+    columns: int
     depth: int
     """Inputs of a part that are read at once."""
     stages: int
@@ -265,11 +344,17 @@ class Tiles(NamedTuple):
     warps: int
 
 
-def tiles(outputs: int, dtype: torch.dtype) -> Tiles:
-    """Small ones, to occupy the GPU, and larger ones where there are many."""
+def tiles(rows: int, outputs: int, dtype: torch.dtype, *, pieces: int) -> Tiles:
+    """Small ones, to occupy the GPU, and larger ones where there are many rows or outputs."""
     if dtype == torch.float32:
-        return Tiles(32, 4, 32, 2, 4)
-    return Tiles(32, 4, 64, 3, 4) if outputs <= 8192 else Tiles(128, 1, 64, 3, 4)
+        return Tiles(4, 16, 32, 32, 2, 4)
+    parts = 1 if pieces > 1 or outputs > WIDE_OUTPUTS else 2
+    if rows > 32:
+        return Tiles(parts, 64, 64, 64, 3, 4)
+    few = 16 if rows <= 16 else 32
+    if outputs > WIDE_OUTPUTS:
+        return Tiles(parts, few, 128, 64, 3, 4)
+    return Tiles(parts, few, 16, 64, 3, 2)
 
 
 def linear(
@@ -288,7 +373,7 @@ def linear(
     return _multiplied(x_RK, weight_NK, bias_N, out_RN[None], activation)[0]
 
 
-CUT = 2
+CUT = 4
 """Pieces of the inputs of a product that is added to the residual stream. It has few outputs, which
 would leave most of a GPU idle."""
 
@@ -308,12 +393,9 @@ def _multiplied(
     activation: str | None,
 ) -> torch.Tensor:
     (rows, inputs), (pieces, _, outputs) = x_RK.shape, out_PRN.shape
-    chosen = tiles(outputs, x_RK.dtype)
-    # Tensor cores sum in the same order whatever the tile; other units do not.
-    most = 16 if x_RK.dtype == torch.float32 else 64
-    tile = min(most, max(16, triton.next_power_of_2(rows)))
+    chosen = tiles(rows, outputs, x_RK.dtype, pieces=pieces)
     assert x_RK.stride(1) == 1 and weight_NK.is_contiguous()
-    _linear[triton.cdiv(outputs, chosen.columns), triton.cdiv(rows, tile), pieces](
+    _linear[triton.cdiv(outputs, chosen.columns), triton.cdiv(rows, chosen.rows), pieces](
         x_RK,
         weight_NK,
         bias_N,
@@ -325,7 +407,7 @@ def _multiplied(
         ACTIVATION=ACTIVATIONS[activation],
         BIAS=bias_N is not None,
         CUT=pieces,
-        ROWS=tile,
+        ROWS=chosen.rows,
         COLUMNS=chosen.columns,
         PARTS=chosen.parts,
         DEPTH=chosen.depth,
@@ -333,7 +415,7 @@ def _multiplied(
         SIZE=x_RK.element_size(),
         FETCH=outputs <= FETCHED,
         num_warps=chosen.warps,
-        **_launched(x_RK.device),
+        **launched(x_RK.device),
     )
     return out_PRN
 
@@ -342,6 +424,7 @@ def _multiplied(
 
 TILE = 128
 """Positions whose keys and values are read at once."""
+ATTEND_WARPS = 4
 
 
 @triton.jit
@@ -389,9 +472,10 @@ def _attend(
 ):  # fmt: skip
     """With APPEND, key and value of the position are new, and stored; else they are there."""
     EACH: tl.constexpr = HEADS // GROUPS
-    WIDE: tl.constexpr = triton.next_power_of_2(D)
+    # Tensor cores take 16 at least.
+    WIDE: tl.constexpr = triton.next_power_of_2(D) if D > 16 else 16
     row, group, span = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    _wait_for_input(EARLY)
+    wait_for_input(EARLY)
     slot = tl.load(slots + row).to(tl.int64)
     position = tl.load(places + row)
     start = 0
@@ -430,28 +514,60 @@ def _attend(
             # What was stored just now is not read back.
             known = tl.minimum(last, position)
         begin = tl.maximum(first, start // TILE * TILE)
-        for tile in range(begin, last, TILE):
-            place = tile + tl.arange(0, TILE)[:, None]
-            there = (place < known) & inside
-            at = cache + place * D + feature
-            key = tl.load(keys + at, mask=there, other=0.0)
-            value = tl.load(values + at, mask=there, other=0.0)
-            if APPEND:
-                key = tl.where(place == position, new_key, key)
-                value = tl.where(place == position, new_value, value)
-            scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-            seen = tile + tl.arange(0, TILE)[None, :]
-            scores = tl.where((seen < last) & (seen >= start), scores, float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(scores, axis=1))
-            # A tile may hold nothing that is seen.
-            safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            chances = tl.exp(scores - safe[:, None])
-            shrink = tl.exp(peak - safe)
-            total = total * shrink[:, None] + tl.dot(
-                chances.to(value.dtype), value, input_precision="ieee"
-            )
-            weight = weight * shrink + tl.sum(chances, axis=1)
-            peak = new_peak
+        if EACH == 1:
+            # One query for each key: every lane has positions of its own, with their own peak and
+            # sums, and all come together at the end. A product by tensor cores would be 15 parts of
+            # 16 for nothing, and each tile would wait for the one before it.
+            sums = tl.zeros((TILE, WIDE), tl.float32)
+            peaks_of = tl.full((TILE, 1), float("-inf"), tl.float32)
+            weights_of = tl.zeros((TILE, 1), tl.float32)
+            asked = query.to(tl.float32) * scale
+            for tile in range(begin, last, TILE):
+                place = tile + tl.arange(0, TILE)[:, None]
+                there = (place < known) & inside
+                at = cache + place * D + feature
+                key = tl.load(keys + at, mask=there, other=0.0)
+                value = tl.load(values + at, mask=there, other=0.0)
+                if APPEND:
+                    key = tl.where(place == position, new_key, key)
+                    value = tl.where(place == position, new_value, value)
+                score = tl.sum(key.to(tl.float32) * asked, axis=1, keep_dims=True)
+                score = tl.where((place < last) & (place >= start), score, float("-inf"))
+                new_peaks = tl.maximum(peaks_of, score)
+                safes = tl.where(new_peaks == float("-inf"), 0.0, new_peaks)
+                chance = tl.exp(score - safes)
+                shrinks = tl.exp(peaks_of - safes)
+                sums = sums * shrinks + chance * value.to(tl.float32)
+                weights_of = weights_of * shrinks + chance
+                peaks_of = new_peaks
+            highest = tl.max(peaks_of, axis=0, keep_dims=True)
+            shrinks = tl.exp(peaks_of - highest)
+            total = tl.sum(sums * shrinks, axis=0, keep_dims=True)
+            weight = tl.sum(tl.reshape(weights_of * shrinks, (TILE,)), keep_dims=True)
+            peak = tl.reshape(highest, (1,))
+        else:
+            for tile in range(begin, last, TILE):
+                place = tile + tl.arange(0, TILE)[:, None]
+                there = (place < known) & inside
+                at = cache + place * D + feature
+                key = tl.load(keys + at, mask=there, other=0.0)
+                value = tl.load(values + at, mask=there, other=0.0)
+                if APPEND:
+                    key = tl.where(place == position, new_key, key)
+                    value = tl.where(place == position, new_value, value)
+                scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+                seen = tile + tl.arange(0, TILE)[None, :]
+                scores = tl.where((seen < last) & (seen >= start), scores, float("-inf"))
+                new_peak = tl.maximum(peak, tl.max(scores, axis=1))
+                # A tile may hold nothing that is seen.
+                safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+                chances = tl.exp(scores - safe[:, None])
+                shrink = tl.exp(peak - safe)
+                total = total * shrink[:, None] + tl.dot(
+                    chances.to(value.dtype), value, input_precision="ieee"
+                )
+                weight = weight * shrink + tl.sum(chances, axis=1)
+                peak = new_peak
     at_head = row * HEADS + head
     if SPANS == 1:
         y = total / weight[:, None]
@@ -473,7 +589,7 @@ def _append(
     """Store the keys and values of positions that the others of them attend to."""
     WIDE: tl.constexpr = triton.next_power_of_2(D)
     row, group = tl.program_id(0), tl.program_id(1)
-    _wait_for_input(EARLY)
+    wait_for_input(EARLY)
     slot = tl.load(slots + row).to(tl.int64)
     position = tl.load(places + row)
     feature = tl.arange(0, WIDE)[None, :]
@@ -497,7 +613,7 @@ def _combine(
 ):  # fmt: skip
     WIDE: tl.constexpr = triton.next_power_of_2(D)
     row, head = tl.program_id(0), tl.program_id(1)
-    _wait_for_input(EARLY)
+    wait_for_input(EARLY)
     position = tl.load(places + row)
     used = tl.minimum(position // SPAN + 1, SPANS)
     feature = tl.arange(0, WIDE)
@@ -557,7 +673,7 @@ def attend(
         peaks, weights = (torch.empty(rows, heads, spans, device=device) for _ in range(2))
     cosine, sine = (places_R, places_R) if rotary is None else rotary
     query_gain, key_gain = (None, None) if norm is None else (norm.query_gain_D, norm.key_gain_D)
-    launched = _launched(device)
+    start = launched(device)
     strides = qkv_RN.stride(0), keys_SGCD.stride(0), keys_SGCD.stride(1), capacity
     eps = 0.0 if norm is None else norm.eps
     kind = {
@@ -567,7 +683,7 @@ def attend(
         "ROTATED": 0 if rotary is None else 2 * cosine.shape[1],
         "NORM": norm is not None,
         "GAIN": query_gain is not None,
-        **launched,
+        **start,
     }
     where = keys_SGCD, values_SGCD, slots_R, places_R, cosine, sine
     if together:
@@ -589,9 +705,9 @@ def attend(
         SPANS=spans,
         SPAN=span,
         TILE=TILE,
-        QUERIES=max(16, triton.next_power_of_2(heads // groups)),
+        QUERIES=1 if heads == groups else max(16, triton.next_power_of_2(heads // groups)),
         APPEND=not together,
-        num_warps=4,
+        num_warps=ATTEND_WARPS,
         num_stages=2,
     )
     if spans > 1:
@@ -606,6 +722,6 @@ def attend(
             SPANS=spans,
             SPAN=span,
             num_warps=1,
-            **launched,
+            **start,
         )
     return out_RN
