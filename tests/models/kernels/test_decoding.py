@@ -3,6 +3,10 @@ interpreter where there is no GPU."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -213,3 +217,14 @@ def test_attention_over_several_spans(window: int | None) -> None:
             enable_gqa=True,
         )
         assert torch.allclose(got[row].double(), expected.flatten(), atol=1e-5)
+
+
+def test_kernels_compile_for_a_gpu() -> None:
+    program = Path(__file__).with_name("compile_kernels.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    ended = subprocess.run(
+        [sys.executable, program, "90"], env=environment, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    kernels = "_append _attend _combine _draw _embed _linear _norm _survey"
+    assert ended.stdout.split() == kernels.split()

@@ -176,9 +176,6 @@ def _norm(
     tl.store(out + row * K + k, y.to(kind), mask=inside)
 
 
-NORM_WARPS = 4
-
-
 class Product(NamedTuple):
     """A product with a layer's weights that is not added up yet."""
 
@@ -216,7 +213,7 @@ def normalised(
         FIRST_BIAS=first is not None and first.bias_N is not None,
         SECOND=0 if second is None else len(second.parts_PRN),
         SECOND_BIAS=second is not None and second.bias_N is not None,
-        num_warps=NORM_WARPS,
+        num_warps=4,
         **launched(x_RK.device),
     )
     return stream_RK, out_RK
@@ -424,7 +421,6 @@ def _multiplied(
 
 TILE = 128
 """Positions whose keys and values are read at once."""
-ATTEND_WARPS = 4
 
 
 @triton.jit
@@ -462,6 +458,22 @@ def _rotated(
 
 
 @triton.jit
+def _attended(asked, key, value, place, start, known, sums, peaks, weights):
+    """What each lane has seen, one more position included."""
+    score = tl.sum(key.to(tl.float32) * asked, axis=1, keep_dims=True)
+    score = tl.where((place < known) & (place >= start), score, float("-inf"))
+    new_peaks = tl.maximum(peaks, score)
+    # A lane may have seen nothing yet.
+    safe = tl.where(new_peaks == float("-inf"), 0.0, new_peaks)
+    chance, shrink = tl.exp(score - safe), tl.exp(peaks - safe)
+    return (
+        sums * shrink + chance * value.to(tl.float32),
+        new_peaks,
+        weights * shrink + chance,
+    )
+
+
+@triton.jit
 def _attend(
     qkv, keys, values, slots, places, cosine, sine, query_gain, key_gain, out, peaks, weights,
     qkv_stride, slot_stride, group_stride, capacity, scale, window, eps,
@@ -475,7 +487,8 @@ def _attend(
     # Tensor cores take 16 at least.
     WIDE: tl.constexpr = triton.next_power_of_2(D) if D > 16 else 16
     row, group, span = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    wait_for_input(EARLY)
+    # These are older than the kernel before this one, and so are the keys and values of positions
+    # that were computed in other steps: they can be read before waiting for it.
     slot = tl.load(slots + row).to(tl.int64)
     position = tl.load(places + row)
     start = 0
@@ -483,10 +496,25 @@ def _attend(
         start = tl.maximum(0, position + 1 - window)
     first = span * SPAN
     last = tl.minimum(first + SPAN, tl.minimum(position + 1, capacity))
+    known = tl.minimum(last, position)
+    begin = tl.maximum(first, start // TILE * TILE)
     head = group * EACH + tl.arange(0, QUERIES)[:, None]
     query_in = (tl.arange(0, QUERIES) < EACH)[:, None]
     feature = tl.arange(0, WIDE)[None, :]
+    lane = tl.arange(0, TILE)[:, None]
     inside = feature < D
+    cache = slot * slot_stride + group * group_stride
+    if EACH == 1:
+        if not APPEND:
+            wait_for_input(EARLY)
+        at = cache + (begin + lane) * D + feature
+        there = (begin + lane < known) & inside
+        key = tl.load(keys + at, mask=there, other=0.0)
+        value = tl.load(values + at, mask=there, other=0.0)
+        if APPEND:
+            wait_for_input(EARLY)
+    else:
+        wait_for_input(EARLY)
     total = tl.zeros((QUERIES, WIDE), tl.float32)
     peak = tl.full((QUERIES,), float("-inf"), tl.float32)
     weight = tl.zeros((QUERIES,), tl.float32)
@@ -496,8 +524,9 @@ def _attend(
             here, head * D, feature, query_gain, cosine, sine, position, eps,
             D, ROTATED, NORM, GAIN, query_in & inside,
         )  # fmt: skip
-        cache = slot * slot_stride + group * group_stride
-        known = last
+        at_position = position + 0 * feature
+        mine = inside & (at_position >= first) & (at_position < last)
+        at_new = cache + at_position * D + feature
         if APPEND:
             new_key = _rotated(
                 here, HEADS * D + group * D, feature, key_gain, cosine, sine, position, eps,
@@ -506,48 +535,48 @@ def _attend(
             new_value = tl.load(
                 here + (HEADS + GROUPS) * D + group * D + feature, mask=inside, other=0.0
             )
-            at_position = position + 0 * feature
-            mine = inside & (at_position >= first) & (at_position < last)
-            at_new = cache + at_position * D + feature
             tl.store(keys + at_new, new_key, mask=mine)
             tl.store(values + at_new, new_value, mask=mine)
-            # What was stored just now is not read back.
-            known = tl.minimum(last, position)
-        begin = tl.maximum(first, start // TILE * TILE)
         if EACH == 1:
             # One query for each key: every lane has positions of its own, with their own peak and
-            # sums, and all come together at the end. A product by tensor cores would be 15 parts of
-            # 16 for nothing, and each tile would wait for the one before it.
+            # sums, and all come together at the end, with the row's own position. A product by
+            # tensor cores would be 15 parts of 16 for nothing, and each tile would wait for the
+            # one before it.
+            asked = query.to(tl.float32) * scale
+            if APPEND:
+                own_key, own_value = new_key, new_value
+            else:
+                own_key = tl.load(keys + at_new, mask=mine, other=0.0)
+                own_value = tl.load(values + at_new, mask=mine, other=0.0)
             sums = tl.zeros((TILE, WIDE), tl.float32)
             peaks_of = tl.full((TILE, 1), float("-inf"), tl.float32)
             weights_of = tl.zeros((TILE, 1), tl.float32)
-            asked = query.to(tl.float32) * scale
-            for tile in range(begin, last, TILE):
-                place = tile + tl.arange(0, TILE)[:, None]
-                there = (place < known) & inside
-                at = cache + place * D + feature
+            sums, peaks_of, weights_of = _attended(
+                asked, key, value, begin + lane, start, known, sums, peaks_of, weights_of
+            )
+            for tile in range(begin + TILE, known, TILE):
+                at = cache + (tile + lane) * D + feature
+                there = (tile + lane < known) & inside
                 key = tl.load(keys + at, mask=there, other=0.0)
                 value = tl.load(values + at, mask=there, other=0.0)
-                if APPEND:
-                    key = tl.where(place == position, new_key, key)
-                    value = tl.where(place == position, new_value, value)
-                score = tl.sum(key.to(tl.float32) * asked, axis=1, keep_dims=True)
-                score = tl.where((place < last) & (place >= start), score, float("-inf"))
-                new_peaks = tl.maximum(peaks_of, score)
-                safes = tl.where(new_peaks == float("-inf"), 0.0, new_peaks)
-                chance = tl.exp(score - safes)
-                shrinks = tl.exp(peaks_of - safes)
-                sums = sums * shrinks + chance * value.to(tl.float32)
-                weights_of = weights_of * shrinks + chance
-                peaks_of = new_peaks
-            highest = tl.max(peaks_of, axis=0, keep_dims=True)
+                sums, peaks_of, weights_of = _attended(
+                    asked, key, value, tile + lane, start, known, sums, peaks_of, weights_of
+                )
+            own = tl.sum(own_key.to(tl.float32) * asked, axis=1, keep_dims=True)
+            own = tl.where((position >= first) & (position < last), own, float("-inf"))
+            highest = tl.maximum(tl.max(peaks_of, axis=0, keep_dims=True), own)
             shrinks = tl.exp(peaks_of - highest)
+            chance_of_own = tl.exp(own - highest)
             total = tl.sum(sums * shrinks, axis=0, keep_dims=True)
-            weight = tl.sum(tl.reshape(weights_of * shrinks, (TILE,)), keep_dims=True)
+            total += chance_of_own * own_value.to(tl.float32)
+            weight_of_all = tl.sum(weights_of * shrinks, axis=0, keep_dims=True) + chance_of_own
+            weight = tl.reshape(weight_of_all, (1,))
             peak = tl.reshape(highest, (1,))
         else:
+            if not APPEND:
+                known = last
             for tile in range(begin, last, TILE):
-                place = tile + tl.arange(0, TILE)[:, None]
+                place = tile + lane
                 there = (place < known) & inside
                 at = cache + place * D + feature
                 key = tl.load(keys + at, mask=there, other=0.0)
@@ -674,6 +703,9 @@ def attend(
     cosine, sine = (places_R, places_R) if rotary is None else rotary
     query_gain, key_gain = (None, None) if norm is None else (norm.query_gain_D, norm.key_gain_D)
     start = launched(device)
+    # The sum of squares of a key has other bits in another kernel, so keys that are normalised come
+    # from the same one, whether they are of a prompt or generated.
+    apart = together or norm is not None
     strides = qkv_RN.stride(0), keys_SGCD.stride(0), keys_SGCD.stride(1), capacity
     eps = 0.0 if norm is None else norm.eps
     kind = {
@@ -686,7 +718,7 @@ def attend(
         **start,
     }
     where = keys_SGCD, values_SGCD, slots_R, places_R, cosine, sine
-    if together:
+    if apart:
         _append[rows, groups](qkv_RN, *where, key_gain, *strides, eps, **kind, num_warps=1)
     _attend[rows, groups, spans](
         qkv_RN,
@@ -706,9 +738,11 @@ def attend(
         SPAN=span,
         TILE=TILE,
         QUERIES=1 if heads == groups else max(16, triton.next_power_of_2(heads // groups)),
-        APPEND=not together,
-        num_warps=ATTEND_WARPS,
+        APPEND=not apart,
+        num_warps=8,
         num_stages=2,
+        # Three programs at once on a multiprocessor, so that 32 sequences are one wave.
+        maxnreg=80 if heads == groups and width <= 64 and qkv_RN.element_size() == 2 else None,
     )
     if spans > 1:
         _combine[rows, heads](
