@@ -149,3 +149,7 @@ def test_what_the_next_step_needs_is_written_down() -> None:
     seen = rows.state["seen_SV"][slot].tolist()
     assert sum(seen) == 2 and all(seen[id] for id in (first[0], second[0]))
     assert not rows.state["seen_SV"][rows.slots[1]].any()
+    # A slot that nobody has is computed again and again.
+    for _ in range(4):
+        rows.draw()
+    assert rows.state["drawn_S"].tolist() == [4, 4]

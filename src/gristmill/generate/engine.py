@@ -163,7 +163,8 @@ class Engine:
     def step(self) -> list[Generation]:
         """Do a part of what there is to do; the requests that have something new."""
         was_training = self.model.training
-        self.model.eval()
+        if was_training:
+            self.model.eval()
         try:
             self._admit()
             self._prefill()
@@ -172,7 +173,8 @@ class Engine:
             ahead = self._steps.ahead if any(map(self._may_start, self._slots)) else 0
             return self._read() if len(self._started) > ahead else []
         finally:
-            self.model.train(was_training)
+            if was_training:
+                self.model.train()
 
     def _admit(self) -> None:
         """Give free slots to those who wait longest."""
@@ -328,9 +330,6 @@ class Engine:
             not request.slides and generation.length > self.capacity
         ):
             generation.finish = "length"
-
-    def _is_out_of_room(self, generation: Generation) -> bool:
-        return not generation.request.slides and generation.length > self.capacity
 
     def _free(self, slot: _Slot) -> None:
         if self.decoder.grain == 1 and slot.decoding:

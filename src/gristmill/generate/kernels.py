@@ -217,7 +217,8 @@ def _draw(
     top_k = tl.load(settings + 1).to(tl.int32)
     top_p, min_p = tl.load(settings + 2), tl.load(settings + 3)
     index = tl.load(drawn + slot)
-    uniform = tl.load(uniform_SU + slot * numbers + index)
+    # The slot that fills up graphs gets no new numbers, ever.
+    uniform = tl.load(uniform_SU + slot * numbers + tl.minimum(index, numbers - 1))
     block = tl.arange(0, BLOCKS)
     at = row * blocks + block
     known = block < blocks
@@ -307,7 +308,7 @@ def _draw(
     fed = tl.maximum(chosen, 0)
     tl.store(tokens + slot, fed)
     tl.store(lengths + slot, tl.minimum(tl.load(lengths + slot) + 1, capacity))
-    tl.store(drawn + slot, index + 1)
+    tl.store(drawn + slot, tl.minimum(index + 1, numbers))
     if tl.load(settings + 7).to(tl.int32) & 1:
         tl.store(seen + fed, tl.load(seen + fed) + 1)
 

@@ -82,6 +82,12 @@ class _Row:
     token: int = 0
     length: int = 0
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the model's own likeliest token is next."""
+        changed = self.bias_V is not None or self.seen_V is not None or self.request.matcher
+        return self.request.sampling.temperature == 0 and not changed
+
 
 @dataclass(frozen=True)
 class _HostDrawn:
@@ -123,9 +129,16 @@ class HostSteps(Steps):
         rows = [self._rows[slot] for slot in slots]
         tokens, lengths = [row.token for row in rows], [row.length for row in rows]
         logits_RV = self._decoder.decode(slots, tokens, lengths)[:, : self._ids].float().cpu()
+        finite = logits_RV.isfinite().all(1).tolist()
+        likeliest = logits_RV.argmax(1).tolist()
         ids, chances = [], []
-        for row, logits_V in zip(rows, logits_RV, strict=True):
-            id = self._draw(row, logits_V)
+        for row, logits_V, usable, best in zip(rows, logits_RV, finite, likeliest, strict=True):
+            id = NOT_FINITE
+            if usable:
+                id = best if row.is_plain else self._draw(row, logits_V)
+            row.drawn, row.token, row.length = row.drawn + 1, max(id, 0), row.length + 1
+            if row.seen_V is not None and id >= 0:
+                row.seen_V[id] += 1
             ids.append([id])
             wanted = row.request.log_probs
             chances.append([] if wanted is None or id < 0 else [probability(logits_V, id, wanted)])
@@ -133,8 +146,6 @@ class HostSteps(Steps):
 
     def _draw(self, row: _Row, logits_V: torch.Tensor) -> int:
         request = row.request
-        if not logits_V.isfinite().all():
-            return NOT_FINITE
         adjusted_V = penalised(logits_V, request.sampling, row.seen_V)
         if row.bias_V is not None:
             adjusted_V = adjusted_V + row.bias_V
@@ -143,11 +154,7 @@ class HostSteps(Steps):
             if not allowed_V.any():
                 return NOT_FINITE
             adjusted_V = adjusted_V.masked_fill(~allowed_V, -torch.inf)
-        id = draw(adjusted_V, request.sampling, row.uniform[row.drawn])
-        row.drawn, row.token, row.length = row.drawn + 1, id, row.length + 1
-        if row.seen_V is not None:
-            row.seen_V[id] += 1
-        return id
+        return draw(adjusted_V, request.sampling, row.uniform[row.drawn])
 
 
 def bias_row(sampling: Sampling, ids: int) -> torch.Tensor | None:

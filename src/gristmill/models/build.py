@@ -12,7 +12,7 @@ from torch import nn
 
 from gristmill.config.hf import HFConfig
 from gristmill.config.model import GPTConfig, ModelConfig
-from gristmill.models.decoding import CacheDecoder, Decoder, SlotDecoder
+from gristmill.models.decoding import CacheDecoder, Decoder
 from gristmill.models.gpt import GPT
 from gristmill.models.hf import HFModel
 from gristmill.models.lora import add_adapters, draw_adapters
@@ -24,6 +24,7 @@ from gristmill.models.spec import (
     Kernels,
     ModelShard,
 )
+from gristmill.models.torch_decoding import TorchDecoder
 
 MODELS: dict[type[ModelConfig], Callable[..., CausalLM]] = {GPTConfig: GPT, HFConfig: HFModel}
 
@@ -91,8 +92,9 @@ def build_decoder(
     model: CausalLM, *, slots: int, capacity: int, dtype: torch.dtype, cached: bool = True
 ) -> Decoder:
     """The fastest decoder there is for a model; without `cached`, the one that keeps nothing."""
-    by_kernels = isinstance(model, GPT) and not model.adapters and Kernels.on(model.device).decoding
-    memory = model.slot_memory(slots + by_kernels, capacity, dtype=dtype) if cached else None
+    native = cached and isinstance(model, GPT) and not model.adapters
+    by_kernels = native and Kernels.on(model.device).decoding
+    memory = model.slot_memory(slots + by_kernels, capacity, dtype=dtype) if native else None
     if memory is None:
         return CacheDecoder(model, slots=slots, capacity=capacity, dtype=dtype, cached=cached)
     if by_kernels:
@@ -100,4 +102,4 @@ def build_decoder(
         from gristmill.models.kernel_decoding import KernelDecoder
 
         return KernelDecoder(model, memory, capacity=capacity, dtype=dtype)
-    return SlotDecoder(model, memory, capacity=capacity, dtype=dtype)
+    return TorchDecoder(model, memory, capacity=capacity, dtype=dtype)

@@ -3,16 +3,14 @@
     prefill(parts)            prompts without their last ids, part by part
     decode(slots, tokens)     one more position of some slots: their logits
 
-A slot's results must not depend on the other slots. So a prompt is computed by itself, in chunks
-whose borders depend on positions only, attention reads each slot alone, and rows are put into
-matrix products of such sizes only for which every row comes out the same (`invariant_sizes`).
+A slot's results must not depend on the other slots.
 
     CacheDecoder   any model with the cache that it has, or none: one slot after the other
-    SlotDecoder    keys and values in memory that is allocated once; one forward pass for all rows
+    TorchDecoder   (`torch_decoding.py`) the native GPT: keys and values of all slots in memory that
+                   is allocated once, and one pass for one position of each
     KernelDecoder  (`kernel_decoding.py`) the same for GPUs, with kernels of its own
 
-Shapes: S slots, R rows (slots that decode), T positions, G key and value heads, H query heads,
-C capacity of a slot, K head width, V vocabulary.
+Shapes: R rows (slots that decode), T positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,12 +21,10 @@ from contextlib import contextmanager
 from typing import ClassVar, NamedTuple
 
 import torch
-from torch.func import functional_call
-from torch.nn import functional
 
 from gristmill.base.limits import free_memory
 from gristmill.config.model import Role
-from gristmill.models.spec import Cache, CausalLM, SlotMemory, SlotRows
+from gristmill.models.spec import Cache, CausalLM
 
 CHUNK = {"cpu": 128, "gpu": 512}
 """Positions of a prompt that are computed at once."""
@@ -132,62 +128,6 @@ class CacheDecoder(Decoder):
         return logits
 
 
-class SlotDecoder(Decoder):
-    """A model that reads keys and values from `SlotMemory`, in one pass for all rows."""
-
-    copies: ClassVar[bool] = True
-    turns_weights: ClassVar[bool] = True
-    """Whether products with several rows are faster with transposed weights."""
-
-    def __init__(
-        self, model: CausalLM, memory: SlotMemory, *, capacity: int, dtype: torch.dtype
-    ) -> None:
-        super().__init__(model, slots=memory.slots, capacity=capacity, dtype=dtype)
-        self.memory = memory
-        turns = self.turns_weights and memory.slots > 1 and self.device.type == "cpu"
-        self._weights = _prepared(model, dtype, transposed=turns)
-        self._sizes = self._row_counts()
-
-    def _row_counts(self) -> list[int]:
-        """The numbers of rows that may be computed at once."""
-        weights = self._weights or {}
-        one_of_each_shape = {tuple(one.shape): one for one in weights.values() if one.dim() == 2}
-        return invariant_sizes(list(one_of_each_shape.values()), self.slots)
-
-    def prefill(self, parts: Sequence[PromptPart]) -> None:
-        nothing = torch.empty(0, dtype=torch.int64, device=self.device)
-        for slot, ids, start in parts:
-            if ids:
-                ids_BT = torch.tensor([list(ids)], device=self.device)
-                self._forward(ids_BT, cache=self.memory.view(slot, start), logits_at_N=nothing)
-
-    def decode(
-        self, slots: Sequence[int], tokens: Sequence[int], lengths: Sequence[int]
-    ) -> torch.Tensor:
-        count = len(slots)
-        padding = next(size for size in self._sizes if size >= count) - count
-        rows = SlotRows(self.memory, slots, lengths)
-        tokens_R1 = torch.tensor([*tokens, *[0] * padding], device=self.device)[:, None]
-        positions_R1 = torch.tensor([*lengths, *[0] * padding], device=self.device)[:, None]
-        at_R = torch.arange(count + padding, device=self.device)
-        logits_RV = self._forward(
-            tokens_R1, positions_BT=positions_R1, cache=rows, logits_at_N=at_R
-        )
-        return logits_RV[:count]
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        self.memory.copy(source, target, length)
-
-    def _forward(self, ids_BT: torch.Tensor, **options: object) -> torch.Tensor:
-        with computing_in(self.model, self.dtype):
-            if self._weights is None:
-                logits = self.model(ids_BT, **options)
-            else:
-                logits = functional_call(self.model, self._weights, (ids_BT,), options)
-        assert isinstance(logits, torch.Tensor)
-        return logits
-
-
 def affordable_slots(
     model: CausalLM, wanted: int, *, capacity: int, dtype: torch.dtype, budget: int | None = None
 ) -> int:
@@ -214,42 +154,20 @@ def computing_in(model: CausalLM, dtype: torch.dtype) -> Iterator[None]:
         model.compute = before
 
 
-def _prepared(
+def prepared_weights(
     model: CausalLM, dtype: torch.dtype, *, transposed: bool
-) -> dict[str, torch.Tensor] | None:
-    """The weights for decoding; None if the model's own are. In half precision they are cast once
-    instead of in every layer, and for several rows matrices are stored transposed: on a CPU that
-    takes half the time, and two rows are computed as sixteen are."""
-    named = dict(model.named_parameters())
-    if not transposed and all(parameter.dtype == dtype for parameter in named.values()):
-        return None
+) -> dict[str, torch.Tensor]:
+    """The weights for decoding, by name. In half precision they are cast once instead of in every
+    layer, and for several rows on a CPU matrices are stored transposed: that takes half the time,
+    and two rows are computed as sixteen are."""
     roles = model.roles()
-    tied = Role.HEAD not in roles.values()
-    turned = {Role.MATRIX, Role.HEAD} | ({Role.EMBEDDING} if tied else set())
+    turned = {Role.MATRIX, Role.HEAD}
+    if Role.HEAD not in roles.values():
+        turned.add(Role.EMBEDDING)  # it is the head, too
     weights = {}
-    for name, parameter in named.items():
+    for name, parameter in model.named_parameters():
         weight = parameter.detach().to(dtype)
         if transposed and weight.dim() == 2 and roles[model.canonical_name(name)] in turned:
             weight = weight.T.contiguous().T
         weights[name] = weight
     return weights
-
-
-def invariant_sizes(matrices: Sequence[torch.Tensor], largest: int) -> list[int]:
-    """The numbers of rows, up to `largest`, for which a product with these matrices gives every row
-    the same bits as among `largest` rows.
-
-    Libraries choose another algorithm for a single row, and some for up to a dozen. Which they
-    choose depends on shapes only, so one product of each size shows it.
-    """
-    sizes, generator = set(range(1, largest + 1)), torch.Generator().manual_seed(0)
-    for matrix_NK in matrices:
-        x_RK = torch.randn(largest, matrix_NK.shape[1], generator=generator)
-        x_RK = x_RK.to(matrix_NK.device, matrix_NK.dtype)
-        whole_RN = functional.linear(x_RK, matrix_NK)
-        sizes = {
-            size
-            for size in sizes
-            if torch.equal(functional.linear(x_RK[:size], matrix_NK), whole_RN[:size])
-        }
-    return sorted(sizes | {largest})

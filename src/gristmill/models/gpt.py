@@ -49,7 +49,6 @@ from gristmill.models.spec import (
     Loss,
     ModelShard,
     SlotMemory,
-    SlotRows,
     Split,
     document_mask,
     seeded_generator,
@@ -251,11 +250,11 @@ class GPT(CausalLM):
         logits_at_N: torch.Tensor | None = None,
     ) -> torch.Tensor | Loss:
         assert cache is None or documents_BT is None, "one document"
-        assert cache is None or isinstance(cache, KVCache | SlotRows)
+        assert cache is None or isinstance(cache, KVCache)
         context = self.block_context(tokens_BT, positions_BT, documents_BT, cache=cache)
         x_BTD = self.embed(tokens_BT, context)
         x_BTD = self.run_blocks(x_BTD, self.layers, tokens_BT, context)
-        if isinstance(cache, KVCache):
+        if cache is not None:
             cache.length += tokens_BT.shape[1]
         if targets_BT is not None:
             return self.loss(x_BTD, targets_BT, terms)
@@ -269,7 +268,7 @@ class GPT(CausalLM):
         positions: torch.Tensor | None,
         documents_BT: torch.Tensor | None,
         *,
-        cache: KVCache | SlotRows | None = None,
+        cache: KVCache | None = None,
     ) -> BlockContext:
         """The inputs that all blocks share for a batch; positions are (T) or (B, T)."""
         if positions is None:

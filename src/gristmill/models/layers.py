@@ -31,7 +31,7 @@ from gristmill.models.products import (
     worth_fusing_mlp,
     worth_fusing_qkv,
 )
-from gristmill.models.spec import Kernels, KVCache, ShardComm, SlotRows
+from gristmill.models.spec import Kernels, KVCache, ShardComm
 
 _ARM = platform.machine() in ("aarch64", "arm64")
 
@@ -43,7 +43,7 @@ class BlockContext(NamedTuple):
     mask: torch.Tensor | BlockMask | None = None
     rotary: RotaryAngles | None = None
     """For models with rotary positions."""
-    cache: KVCache | SlotRows | None = None
+    cache: KVCache | None = None
     kernels: Kernels = Kernels()
     comm: ShardComm = ShardComm()
     documents_BT: torch.Tensor | None = None
@@ -221,8 +221,6 @@ class Attention(nn.Module):
                 query, key, value, block_mask=mask, scale=self.scale, enable_gqa=grouped
             )
             return attended
-        if isinstance(cache, SlotRows):
-            return cache.attend(self.layer, query, key, value, scale=self.scale, window=self.window)
         causal = mask is None
         if cache is not None:
             key, value = cache.extend(self.layer, key, value)
@@ -318,20 +316,22 @@ class MLP(nn.Module):
             weights = self.up.weight, bias, self.down.weight
             y_BTD = fused_mlp(x_BTD.flatten(0, 1), *weights, self.activation).view_as(x_BTD)
             return self.down.reduce(y_BTD, context.comm)
-        inner_BTF = self.up(x_BTD)
-        match self.activation:
-            case "gelu":
-                inner_BTF = gelu(inner_BTF)
-            case "gelu_tanh":
-                inner_BTF = functional.gelu(inner_BTF, approximate="tanh")
-            case "relu":
-                inner_BTF = functional.relu(inner_BTF)
-            case "relu2":
-                inner_BTF = functional.relu(inner_BTF).square()
-            case "swiglu":
-                gate_BTF, inner_BTF = inner_BTF.chunk(2, dim=-1)
-                inner_BTF = functional.silu(gate_BTF) * inner_BTF
-        return self.down(inner_BTF, context.comm)
+        return self.down(activated(self.up(x_BTD), self.activation), context.comm)
+
+
+def activated(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """What the feed-forward part makes of its inner features; swiglu halves their number."""
+    match activation:
+        case "gelu":
+            return gelu(x)
+        case "gelu_tanh":
+            return functional.gelu(x, approximate="tanh")
+        case "relu":
+            return functional.relu(x)
+        case "relu2":
+            return functional.relu(x).square()
+    gate, up = x.chunk(2, dim=-1)
+    return functional.silu(gate) * up
 
 
 class Block(nn.Module):

@@ -250,64 +250,10 @@ class SlotMemory:
         self.keys_LSGCK = torch.zeros(shape, dtype=dtype, device=device)
         self.values_LSGCK = torch.zeros(shape, dtype=dtype, device=device)
 
-    def view(self, slot: int, length: int) -> KVCache:
-        """One slot as a cache, which writes into this memory."""
-        keys, values = (list(one[:, slot : slot + 1]) for one in self._both)
-        return KVCache(self.capacity, keys, values, length)
-
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first positions of a slot to another one."""
-        for tensor in self._both:
+        for tensor in (self.keys_LSGCK, self.values_LSGCK):
             tensor[:, target, :, :length] = tensor[:, source, :, :length]
-
-    @property
-    def _both(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.keys_LSGCK, self.values_LSGCK
-
-
-@dataclass
-class SlotRows:
-    """A cache for one more position of several slots; rows behind them are padding."""
-
-    memory: SlotMemory
-    slots: Sequence[int]
-    lengths: Sequence[int]
-    """Positions that each of them holds."""
-    length = 0
-
-    def clear(self) -> None:
-        raise NotImplementedError
-
-    def branch(self, rows_B: torch.Tensor) -> SlotRows:
-        raise NotImplementedError
-
-    def attend(
-        self,
-        layer: int,
-        query_RH1K: torch.Tensor,
-        key_RG1K: torch.Tensor,
-        value_RG1K: torch.Tensor,
-        *,
-        scale: float | None,
-        window: int | None,
-    ) -> torch.Tensor:
-        """Append a layer's new keys and values, and attend to all of them. Each slot is computed by
-        itself, so that its length alone decides how."""
-        y_RH1K = torch.zeros_like(query_RH1K)
-        keys, values = self.memory.keys_LSGCK[layer], self.memory.values_LSGCK[layer]
-        grouped = query_RH1K.shape[1] != key_RG1K.shape[1]
-        for row, (slot, length) in enumerate(zip(self.slots, self.lengths, strict=True)):
-            keys[slot, :, length] = key_RG1K[row, :, 0]
-            values[slot, :, length] = value_RG1K[row, :, 0]
-            first = 0 if window is None else max(0, length + 1 - window)
-            y_RH1K[row] = nn.functional.scaled_dot_product_attention(
-                query_RH1K[row : row + 1],
-                keys[slot : slot + 1, :, first : length + 1],
-                values[slot : slot + 1, :, first : length + 1],
-                scale=scale,
-                enable_gqa=grouped,
-            )[0]
-        return y_RH1K
 
 
 # ------------------------------------------------------------------ the contract
@@ -374,8 +320,8 @@ class CausalLM(nn.Module):
         return None
 
     def slot_memory(self, slots: int, capacity: int, *, dtype: torch.dtype) -> SlotMemory | None:
-        """Memory for keys and values of several sequences, for a model whose `forward` takes
-        `SlotRows`; None for any other."""
+        """Memory for keys and values of several sequences, for a model with a decoder of its own;
+        None for any other."""
         return None
 
     def slot_bytes(self, capacity: int, *, dtype: torch.dtype) -> int:

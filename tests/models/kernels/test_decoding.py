@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 from gristmill.config.model import GPTConfig
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
+from gristmill.models.gpt_decoding import AttentionShape, Norm
 from gristmill.models.kernel_decoding import KernelDecoder
 from gristmill.models.kernels import decoding as kernels
 
@@ -179,9 +180,7 @@ def test_what_is_added_to_the_residual_stream() -> None:
         products.append(kernels.product(y_RK, weight_DK, bias_D))
         exact_RD = exact_RD + y_RK.double() @ weight_DK.double().T + bias_D.double()
     gain_D, shift_D = (torch.randn(48, generator=draw).to(DEVICE) for _ in range(2))
-    stream_RD, out_RD = kernels.normalised(
-        x_RD, kernels.Norm(True, 1e-5, gain_D, shift_D), products
-    )
+    stream_RD, out_RD = kernels.normalised(x_RD, Norm(True, 1e-5, gain_D, shift_D), products)
     expected_RD = torch.nn.functional.layer_norm(
         exact_RD, (48,), gain_D.double(), shift_D.double(), 1e-5
     )
@@ -202,9 +201,8 @@ def test_attention_over_several_spans(window: int | None) -> None:
     qkv = random(3, (heads + 2 * groups) * width)
     slots = torch.tensor([0, 1, 1], dtype=torch.int32, device=DEVICE)
     places = torch.tensor([599, 0, 300], dtype=torch.int32, device=DEVICE)
-    got = kernels.attend(
-        qkv, keys, values, slots, places, heads=heads, scale=0.25, span=span, window=window
-    )
+    shape = AttentionShape(0, heads, 0.25, window, None)
+    got = kernels.attend(qkv, keys, values, slots, places, shape, span=span)
     for row, (slot, place) in enumerate(zip(slots.tolist(), places.tolist(), strict=True)):
         query = qkv[row, : heads * width].view(heads, 1, width).double()
         first = 0 if window is None else max(0, place + 1 - window)

@@ -30,20 +30,13 @@ import torch
 import triton
 import triton.language as tl
 
+from gristmill.models.gpt_decoding import AttentionShape, Norm
+
 WIDE_OUTPUTS = 16384
 """With more outputs than this, such as a head has, there is enough to do for a whole GPU."""
 FETCHED = 32768
 """With more outputs than this, most programs find a cache that others have filled."""
 ACTIVATIONS = {None: 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "swiglu": 5}
-
-
-class Norm(NamedTuple):
-    """LayerNorm, or RMSNorm."""
-
-    centred: bool
-    eps: float
-    gain_K: torch.Tensor | None = None
-    shift_K: torch.Tensor | None = None
 
 
 def launched(device: torch.device) -> dict[str, Any]:
@@ -438,7 +431,7 @@ def _rotated(
     if NORM:
         x = x * scale[:, None]
         if GAIN:
-            x = x * tl.load(gain + feature).to(tl.float32)
+            x = x * tl.load(gain + feature, mask=feature < D, other=0.0).to(tl.float32)
         x = x.to(kind).to(tl.float32)
     if ROTATED:
         turned = feature < ROTATED
@@ -666,32 +659,22 @@ def _combine(
     tl.store(out + at_head * D + feature, y.to(out.dtype.element_ty), mask=inside)
 
 
-class HeadNorm(NamedTuple):
-    """RMSNorm of queries and keys."""
-
-    eps: float
-    query_gain_D: torch.Tensor | None = None
-    key_gain_D: torch.Tensor | None = None
-
-
 def attend(
     qkv_RN: torch.Tensor,
     keys_SGCD: torch.Tensor,
     values_SGCD: torch.Tensor,
     slots_R: torch.Tensor,
     places_R: torch.Tensor,
+    shape: AttentionShape,
     *,
-    heads: int,
-    scale: float,
     span: int,
-    window: int | None = None,
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
-    norm: HeadNorm | None = None,
     together: bool = False,
 ) -> torch.Tensor:
     """Append these positions of these slots, and let each attend to all before it and itself: (R,
     heads x width). `span`: positions that one program reads. `together`: several rows may be of one
     slot, so all are appended before any attends."""
+    _, heads, scale, window, norm = shape
     rows, (_, groups, capacity, width) = len(slots_R), keys_SGCD.shape
     assert keys_SGCD.stride(2) == width and keys_SGCD.stride() == values_SGCD.stride()
     device, spans = qkv_RN.device, triton.cdiv(capacity, span)
