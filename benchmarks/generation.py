@@ -3,6 +3,7 @@
     python benchmarks/generation.py                             on a GPU: GPT-2 124M, bf16
     python benchmarks/generation.py --model llama-1b
     python benchmarks/generation.py --device cpu --sequences 1 8
+    python benchmarks/generation.py --steps                     the GPU's part of a step alone
     python benchmarks/generation.py --company 10000             the same text in any company?
 
     ours          the engine that `generate`, `evaluate` and `serve` use
@@ -289,6 +290,31 @@ def in_company(model: CausalLM, count: int, *, slots: int, dtype: torch.dtype) -
     return {"requests": count, "tokens": sum(map(len, first.values())), "different": different}
 
 
+def step_times(model: CausalLM, sequences: int, dtype: torch.dtype) -> dict[int, float]:
+    """Microseconds of a step by itself, by the positions that each sequence has."""
+    from gristmill.generate.graphs import GraphSteps  # needs Triton
+
+    engine = Engine(model, slots=sequences, dtype=dtype)
+    steps, slots = engine._steps, list(range(sequences))
+    assert isinstance(steps, GraphSteps), "there is no step by itself without a graph"
+    for number in slots:
+        engine.submit(Request([number + 1], 8, Sampling(temperature=0)))
+    engine.step()
+    graph, times = steps._graph_for(sequences), {}
+    graph.place(slots)
+    for positions in (16, 200, 850):
+        steps._decoder.lengths_S.fill_(positions)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        graph.replay()
+        begin.record()
+        for _ in range(20):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        times[positions] = round(1e3 * begin.elapsed_time(end) / 20, 1)
+    return times
+
+
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -308,6 +334,7 @@ def main() -> None:
     parser.add_argument("--sampled", action="store_true", help=f"top-k {TOP_K} instead of greedy")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--without", nargs="*", default=[], help="systems to leave out")
+    parser.add_argument("--steps", action="store_true", help="only time the steps on the device")
     parser.add_argument("--company", type=int, default=0, metavar="N", help="only compare texts")
     options = parser.parse_args()
     device = torch.device(options.device)
@@ -320,6 +347,12 @@ def main() -> None:
                 in_company(model, options.company, slots=max(options.sequences), dtype=dtype)
             )
         )
+        return
+    if options.steps:
+        for sequences in options.sequences:
+            with torch.inference_mode():
+                times = step_times(model, sequences, dtype)
+            print(json.dumps({"sequences": sequences, "us_by_positions": times}), flush=True)
         return
     speed = copy_speed(device)
     print(
