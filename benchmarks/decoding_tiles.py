@@ -4,10 +4,10 @@
     python benchmarks/decoding_tiles.py --width 2048 --inner 8192 --rows 1 32
 
 Each product is timed as it is used: in a CUDA graph, after a norm, with weights that are in no
-cache. Printed are microseconds of such a pair for the best tiles of each number of pieces and parts,
-which must be the same for any number of rows. `tiles` in `models/kernels/decoding.py` comes from
-here. Compiling takes most of the time: --compile N M compiles every M-th of them from the N-th on,
-so that several processes can share it.
+cache. Printed are microseconds of such a pair for the best tiles of each number of pieces and of
+parts, which must be the same for any number of rows. `tiles` in `models/kernels/decoding.py` comes
+from here. Compiling takes most of the time: --compile N M compiles every M-th choice from the N-th
+on, so that several processes can share it.
 """
 
 from __future__ import annotations

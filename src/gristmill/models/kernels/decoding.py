@@ -34,8 +34,9 @@ from gristmill.models.gpt_decoding import AttentionShape, Norm
 
 WIDE_OUTPUTS = 16384
 """With more outputs than this, such as a head has, there is enough to do for a whole GPU."""
-FETCHED = 32768
-"""With more outputs than this, most programs find a cache that others have filled."""
+FETCHED = 16 * 2**20
+"""Bytes of a matrix up to which it is brought into the cache while the kernel before it still runs.
+Of a larger one, programs would drive out what others have fetched."""
 ACTIVATIONS = {None: 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "swiglu": 5}
 
 
@@ -403,7 +404,7 @@ def _multiplied(
         DEPTH=chosen.depth,
         STAGES=chosen.stages,
         SIZE=x_RK.element_size(),
-        FETCH=outputs <= FETCHED,
+        FETCH=weight_NK.nbytes <= FETCHED,
         num_warps=chosen.warps,
         **launched(x_RK.device),
     )
