@@ -74,6 +74,8 @@ class Plan:
     models: list[dict[str, Any]] = field(default_factory=lambda: MODELS)
     refuse: list[tuple[int, str, dict[str, str]]] = field(default_factory=list)
     """Statuses, messages and headers of the next requests for text, instead of answers."""
+    code: str | None = None
+    """What their errors have as `code`."""
     fail_after: int | None = None
     """Tokens after which a stream breaks off with an error."""
     cut_after: int | None = None
@@ -185,7 +187,7 @@ class FakeServer:
         self.bodies.append(body)
         if self.plan.refuse:
             status, message, headers = self.plan.refuse.pop(0)
-            return _error(status, message, headers)
+            return _error(status, message, headers, self.plan.code)
         chat = request.url.path.endswith("chat/completions")
         events = self._events(body, chat, self.plan, self._open)
         return StreamingResponse(events, media_type="text/event-stream")
@@ -247,8 +249,10 @@ class FakeServer:
             raise
 
 
-def _error(status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
-    about = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+def _error(
+    status: int, message: str, headers: dict[str, str] | None = None, code: str | None = None
+) -> JSONResponse:
+    about = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
     return JSONResponse({"error": about}, status, headers)
 
 

@@ -106,6 +106,25 @@ def test_a_refusal_is_shown_in_the_words_of_the_server(wide: Any, fake: Any) -> 
 
 
 @pytest.mark.parametrize(
+    ("status", "code", "message"),
+    [
+        (503, "model_unusable", "The model tour cannot be loaded; the server's log says why"),
+        (504, "timeout", "The request took longer than 600 seconds"),
+    ],
+)
+def test_what_will_not_pass_by_waiting_is_said_at_once(
+    wide: Any, fake: Any, status: int, code: str, message: str
+) -> None:
+    fake.plan.refuse, fake.plan.code = [(status, message, {})], code
+    write(wide, "Hello")
+    expect(wide.locator(".meta")).to_have_text(message)
+    expect(wide.get_by_text("The server does not answer")).to_have_count(0)
+    assert len(fake.bodies) == 1
+    wide.get_by_role("button", name="Try again").click()
+    done(wide)
+
+
+@pytest.mark.parametrize(
     ("how", "words"),
     [("fail_after", "the engine fell over"), ("cut_after", "The connection was lost.")],
 )

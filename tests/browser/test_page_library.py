@@ -48,7 +48,7 @@ def test_the_list(page: Any, fake: Any) -> None:
     page.get_by_label("Search conversations").fill("MILLS about")
     expect(titles(page)).to_have_text(["About mills"])
     page.get_by_label("Search conversations").fill("nowhere")
-    expect(page.get_by_text("None has these words.")).to_be_visible()
+    expect(page.get_by_text("No conversation has these words.")).to_be_visible()
     page.get_by_label("Search conversations").fill("")
     page.get_by_role("button", name="Rename “About mills”").focus()
     page.keyboard.press("Enter")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -132,6 +133,7 @@ def serve_models() -> Iterator[Callable[..., RunningServer]]:
         limits: Limits | None = None,
         loaded: int = 2,
         drain: float = 30.0,
+        send_buffer: int | None = None,
         **load: Any,
     ) -> RunningServer:
         load = {"device": "cpu", "slots": 4, "template": "plain", **load}
@@ -142,6 +144,8 @@ def serve_models() -> Iterator[Callable[..., RunningServer]]:
             load=LoadOptions(**load),
         )
         bound = bind("127.0.0.1", 0)
+        if send_buffer is not None:  # also of its connections
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         url, log = f"http://127.0.0.1:{bound.getsockname()[1]}", list[str]()
         begun: Future[RunningServer] = Future()
 

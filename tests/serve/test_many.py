@@ -122,17 +122,16 @@ def test_readers_that_do_not_read_stop_nobody(
     from gristmill.serve import call
 
     monkeypatch.setattr(call, "STALL_SECONDS", 1.0)
-    server = serve_models(mill, slots=4)
-    body = {**BODY, "prompt": ["a"] * 32, "max_tokens": 120, "logprobs": 20, "stream": True}
+    # Otherwise the kernel takes megabytes for a client that reads nothing.
+    server = serve_models(mill, slots=4, send_buffer=65536)
+    body = {**BODY, "prompt": ["a"] * 8, "max_tokens": 120, "logprobs": 20, "stream": True}
     slow = [connect(server, {**body, "ignore_eos": True}) for _ in range(3)]
     assert server.post("/v1/completions", BODY).status_code == 200
     server.until(server.idle)
     assert server.post("/v1/completions", BODY).status_code == 200
     for raw in slow:
         raw.close()
-    # The kernel's buffers may be large enough for an answer, but not for all of them.
-    given_up = re.search(r'status="499"} ([1-3])', server.get("/metrics").text)
-    assert given_up is not None
+    assert re.search(r'status="499"} 3', server.get("/metrics").text) is not None
 
 
 def test_half_a_request_holds_nothing(server: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -205,6 +205,9 @@ def test_names_that_two_models_have(mill: Path, serve_models: Callable[..., Any]
         serve_models(f"a@b={mill}")
     with pytest.raises(UserError):
         serve_models(mill / "nothing")
+    with pytest.raises(UserError, match="whose checkpoints are all served") as wrong:
+        serve_models(f"{mill}@50")
+    assert "clients ask for mill@50" in (wrong.value.problems[0].remedy or "")
     server = serve_models(mill / "checkpoints/step-00000050")
     assert [one["id"] for one in server.get("/v1/models").json()["data"]] == ["mill@50"]
     assert text_of(server.post("/v1/completions", body("mill@50"))) == sampled(mill, 50)
@@ -275,14 +278,22 @@ def test_logits_that_are_not_finite_fail_one_request(
 ) -> None:
     from gristmill.generate import steps
 
-    server, draw = serve_models(mill), steps.HostSteps._draw
+    server, start = serve_models(mill), steps.HostSteps.start
 
-    def sometimes(own: Any, row: Any, logits_V: Any) -> int:
-        if row.request.sampling.seed == 13:
-            logits_V = logits_V * float("nan")
-        return draw(own, row, logits_V)
+    def sometimes(own: Any, slots: Sequence[int]) -> Any:
+        decode = own._decoder.decode
 
-    monkeypatch.setattr(steps.HostSteps, "_draw", sometimes)
+        def spoilt(slots: Sequence[int], tokens: Any, lengths: Any) -> Any:
+            logits_RV = decode(slots, tokens, lengths).clone()
+            bad = [own._rows[slot].request.sampling.seed == 13 for slot in slots]
+            logits_RV[bad] = float("nan")
+            return logits_RV
+
+        with monkeypatch.context() as patch:
+            patch.setattr(own._decoder, "decode", spoilt)
+            return start(own, slots)
+
+    monkeypatch.setattr(steps.HostSteps, "start", sometimes)
     server.until(lambda: bool(server.parts.registry.loaded))
     gate.close()
     with ThreadPoolExecutor(4) as pool:

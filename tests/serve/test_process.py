@@ -117,6 +117,22 @@ def test_what_takes_too_long_is_ended(begin: Callable[..., Served]) -> None:
     assert served.started.end().returncode == Exit.DONE
 
 
+def test_half_a_request_does_not_hold_it_up(begin: Callable[..., Served]) -> None:
+    served = begin("--drain", 0.5, gated=False)
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as raw:
+        raw.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
+        time.sleep(0.3)
+        begun = time.monotonic()
+        served.send(signal.SIGTERM)
+        done = served.started.end()
+        assert time.monotonic() - begun < 15  # a body has 30 seconds to come
+        assert raw.recv(12) == b"HTTP/1.1 503"
+    assert done.returncode == Exit.DONE
+    assert "1 request may take 0.5s to finish" in done.stderr
+    assert "cut short after 0.5s: 1 request" in done.stderr
+
+
 def test_the_second_signal_ends_it_at_once(begin: Callable[..., Served]) -> None:
     served = begin()
     lines = stream_of(served)

@@ -12,6 +12,7 @@ import pytest
 
 from gristmill.base.errors import DataError, UserError
 from gristmill.serve.access import is_local, read_keys, require_keys
+from gristmill.serve.fields import shown
 from gristmill.serve.server import bind
 from gristmill.serve.service import Limits
 
@@ -23,7 +24,9 @@ def error_of(answer: Any, status: int = 400) -> dict[str, Any]:
     assert answer.headers["content-type"] == "application/json"
     error: dict[str, Any] = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
-    assert "/" not in error["message"].replace("/v1/", "")
+    asked = answer.request.url.path
+    own = error["message"].replace(asked, "").replace("/v1/", "").replace("/v1", "")
+    assert "/" not in own
     assert "Traceback" not in error["message"]
     return error
 
@@ -35,7 +38,9 @@ def error_of(answer: Any, status: int = 400) -> dict[str, Any]:
         ("temperature", 10**400), ("top_p", 0), ("top_p", 1.5), ("top_p", [1]), ("top_k", 1.5),
         ("top_k", -2), ("min_p", 2), ("repetition_penalty", 0), ("presence_penalty", 3),
         ("frequency_penalty", "1"), ("max_tokens", -1), ("max_tokens", 1.5), ("max_tokens", "9"),
-        ("max_tokens", 10**30), ("n", 0), ("n", 17), ("n", True), ("best_of", 17), ("seed", 1.5),
+        ("temperature", 101),
+        ("repetition_penalty", 1e-30), ("repetition_penalty", 1e30), ("n", 0), ("n", 17),
+        ("n", True), ("best_of", 17), ("seed", 1.5),
         ("seed", 2**64), ("stop", 5), ("stop", ["a", 1]), ("stop", ["a"] * 17),
         ("stop", "x" * 257), ("stop", "\ud800"), ("stop_token_ids", 5), ("stop_token_ids", ["a"]),
         ("stop_token_ids", [257]), ("logit_bias", []), ("logit_bias", {"a": 1}),
@@ -104,6 +109,36 @@ def test_wrong_chats(server: Any, values: dict[str, Any], param: str) -> None:
     assert error_of(server.post("/v1/chat/completions", body))["param"] == param
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/v1/completions", b"", "the body is empty: send a JSON object"),
+        ("/v1/completions", {}, "prompt is missing: it must be a string"),
+        ("/v1/completions", {"prompt": []}, "such prompts, not []"),
+        ("/v1/completions", {"prompt": "a", "stop": ["a", 1]}, 'strings, not ["a", 1]'),
+        ("/v1/completions", {"prompt": "a", "max_tokens": -1}, "must be 0 or more, not -1"),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {"a": 1}}, "must be token ids, not 'a'"),
+        ("/v1/completions", {"prompt": "a", "model": "mule"}, "there is no model 'mule'; /v1/mo"),
+        ("/v1/completions", {"prompt": "a", "temperature": 101}, "from 0 to 100, not 101"),
+        ("/v1/chat/completions", {"messages": []}, "at least one message, not []"),
+        ("/v1/chat/completions", {}, "messages is missing: it must be an array"),
+        ("/detokenize", {}, "ids is missing: it must be an array of token ids"),
+    ],
+)
+def test_what_is_said_about_a_wrong_request(
+    server: Any, path: str, body: object, words: str
+) -> None:
+    assert words in error_of(server.post(path, body), 404 if "mule" in words else 400)["message"]
+
+
+def test_values_are_shown_however_deep_they_are() -> None:
+    deep = json.loads("[" * 900 + "]" * 900)
+    assert shown(deep) == "[" * 59 + "…"
+    for _ in range(100_000):
+        deep = [deep]
+    assert shown(deep) == "an array"
+
+
 def test_errors_come_before_a_stream_begins(server: Any) -> None:
     body = {"prompt": "a", "stream": True, "temperature": -1}
     assert error_of(server.post("/v1/completions", body))["param"] == "temperature"
@@ -133,8 +168,16 @@ def test_tokens_that_there_are_not(server: Any) -> None:
 def test_addresses_and_methods_that_there_are_not(server: Any) -> None:
     for path in ("/v1", "/v1/nothing", "/v1/completions/", "/static/", "/docs"):
         assert error_of(server.get(path), 404)["type"] == "not_found_error"
-    error_of(server.get("/v1/completions"), 405)
-    error_of(server.post("/v1/models", {}), 405)
+    assert server.get("/v1/completions").headers["allow"] == "POST"
+    for path in ("/v1/models", "/v1/models/mill", "/health", "/static/chat.js"):
+        # Also without a body, which nobody looks at.
+        refused = server.post(path, b"")
+        error_of(refused, 405)
+        assert refused.headers["allow"] == "GET, HEAD"
+    bodies: tuple[Any, ...] = ({}, b"")
+    for body in bodies:
+        refused = server.post("/chat/completions", body)
+        assert "there is something at /v1/chat" in error_of(refused, 404)["message"]
     with server.client() as client:
         for method in ("OPTIONS", "PUT", "DELETE", "PATCH"):
             refused = client.request(method, "/v1/completions", headers={"Origin": "http://a.b"})
@@ -203,8 +246,15 @@ def test_a_full_queue_says_when_to_come_again(small: Any, gate: Any) -> None:
         refused = client.post("/v1/completions", json={"prompt": "a"})
         assert error_of(refused, 429)["type"] == "rate_limit_error"
         assert int(refused.headers["retry-after"]) >= 1
-        many = client.post("/v1/completions", json={"prompt": "a", "n": 4})
-        assert "at most 3" in error_of(many)["message"]
+        for path, given, param in (
+            ("/v1/completions", {"prompt": "a", "n": 4}, "n"),
+            ("/v1/completions", {"prompt": "a", "best_of": 4}, "best_of"),
+            ("/v1/completions", {"prompt": ["a"] * 4}, "prompt"),
+            ("/v1/chat/completions", {"messages": HELLO, "n": 4}, "n"),
+        ):
+            error = error_of(client.post(path, json=given))
+            assert "asks for 4 texts" in error["message"] and "at most 3" in error["message"]
+            assert error["param"] == param
         metrics = small.get("/metrics").text
         assert 'gristmill_queue{model="mill"} 2' in metrics
         assert 'gristmill_slots_used{model="mill"} 1' in metrics

@@ -132,12 +132,35 @@ def test_prompts_may_be_ids_and_lists(server: Any) -> None:
 
 
 def test_too_many_tokens_are_cut_to_the_context(server: Any) -> None:
-    for wanted in (10**6, 2**31):
+    for wanted in (10**6, 2**31, 2**63 - 1, 10**30):
         value = complete(server, max_tokens=wanted, temperature=0, ignore_eos=True)
         assert value["choices"][0]["finish_reason"] == "length"
         assert value["usage"]["total_tokens"] == 128 + 1  # nothing has to come after the last
     full = complete(server, prompt="x" * 128, max_tokens=5)
     assert full["usage"]["completion_tokens"] == 1
+
+
+def test_so_are_those_of_chats(server: Any) -> None:
+    for name in ("max_tokens", "max_completion_tokens"):
+        value = answer(server, **{name: 10**18}, ignore_eos=True)
+        assert value["choices"][0]["finish_reason"] == "length"
+        assert value["usage"]["total_tokens"] == 129
+
+
+@pytest.mark.parametrize("top_p", [1e-300, 1e-46, 1e-9])
+def test_the_smallest_top_p_leaves_the_likeliest_token(server: Any, top_p: float) -> None:
+    """In fp32 it would be zero, and no token would be left."""
+    made = complete(server, temperature=2, top_p=top_p, ignore_eos=True)
+    likeliest = complete(server, temperature=0, ignore_eos=True)
+    assert made["choices"][0]["text"] == likeliest["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("factor", [0.01, 100])
+def test_the_ends_of_what_may_be_asked_for_give_texts(server: Any, factor: float) -> None:
+    ends = {"temperature": 100, "repetition_penalty": factor, "min_p": 1, "ignore_eos": True}
+    assert complete(server, **ends)["usage"]["completion_tokens"] == 16
+    hot = complete(server, temperature=100, repetition_penalty=factor, regex="[ab]{9}")
+    assert set(hot["choices"][0]["text"]) <= set("ab")
 
 
 def test_an_answer_fills_the_context_if_nothing_is_said(server: Any) -> None:

@@ -18,7 +18,7 @@ from gristmill.serve.fields import Fields
 from gristmill.serve.metrics import CONTENT_TYPE, Metrics, ModelState
 from gristmill.serve.page_files import send_page
 from gristmill.serve.protocol import parse_ids, parse_messages
-from gristmill.serve.refusals import RefusalError, bad_request
+from gristmill.serve.refusals import RefusalError, bad_request, no_model
 from gristmill.serve.registry import ModelInfo, Registry
 from gristmill.serve.service import Handler, Service
 from gristmill.serve.texts import Texts
@@ -71,7 +71,7 @@ class App:
             if info.id == wanted:
                 await call.reply_json(_listed(info))
                 return
-        raise RefusalError(404, "there is no such model", param="model", code="model_not_found")
+        raise no_model(wanted)
 
     # ------------------------------------------------------------------ tokens
 
@@ -135,10 +135,17 @@ def build_app(app: App) -> ASGIApp:
     paths = {path for _, path, _, _ in app.routes}
 
     async def refuse(call: Call, body: dict[str, Any]) -> None:
-        path = call.scope["path"]
-        if path in paths:
-            raise RefusalError(405, f"{path} does not take {call.scope['method']}")
-        raise RefusalError(404, "there is nothing at this address", code="not_found")
+        path, method = call.scope["path"], call.scope["method"]
+        others = (
+            route for route in routes if route.matches(call.scope)[0] is routing.Match.PARTIAL
+        )
+        allowed = sorted({name for route in others for name in route.methods})
+        if allowed:
+            what = f"{path} takes {' and '.join(allowed)}, not {method}"
+            raise RefusalError(405, what, headers={"Allow": ", ".join(allowed)})
+        # Clients that were given an address without /v1 look here.
+        hint = f"; there is something at /v1{path}" if f"/v1{path}" in paths else ""
+        raise RefusalError(404, f"there is nothing at {path[:200]}{hint}", code="not_found")
 
     async def respond(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -148,6 +155,6 @@ def build_app(app: App) -> ASGIApp:
         if any(match is routing.Match.FULL for match in matches):
             await router(scope, receive, send)
         else:
-            await app.service.answer(scope, receive, send, refuse, "other")
+            await app.service.answer(scope, receive, send, refuse, "other", takes_json=False)
 
     return respond

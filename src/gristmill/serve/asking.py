@@ -130,11 +130,12 @@ def make_request(
     )
 
 
-def require_room(served: ServedModel, count: int) -> None:
-    """Refuse so many more texts if the queue is full."""
+def require_room(served: ServedModel, count: int, *, param: str) -> None:
+    """Refuse so many more texts if the queue is full; `param` is what asks for so many."""
     if count > served.most_pending:
-        what = f"the request asks for {count} texts, and at most {served.most_pending} may wait"
-        raise bad_request(what, param="prompt")
+        most = served.most_pending
+        what = f"the request asks for {count} texts, and this server takes at most {most} at once"
+        raise bad_request(what, param=param)
     if served.worker.pending + count > served.most_pending:
         what = "the server is busy: its queue is full; try again later"
         raise unavailable(what, status=429, code="queue_full")

@@ -18,6 +18,8 @@ _SHOWN = 60
 
 def parse_json(body: bytes) -> dict[str, Any]:
     """The object that a body holds."""
+    if not body.strip():
+        raise bad_request("the body is empty: send a JSON object")
     try:
         value = json.loads(body, parse_constant=_refuse_constant)
     except RecursionError:
@@ -49,7 +51,10 @@ def _kind(value: object) -> str:
 
 def shown(value: object) -> str:
     """A value for a message."""
-    text = json.dumps(value)
+    try:
+        text = json.dumps(value)
+    except RecursionError:
+        return _kind(value)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
 
 
@@ -73,9 +78,10 @@ class Fields:
 
     def wrong(self, key: str, wanted: str) -> Exception:
         """The refusal of a value."""
-        value = self.get(key)
-        given = _kind(value) if isinstance(value, dict | list) else shown(value)
-        return bad_request(f"{self.name(key)} must be {wanted}, not {given}", param=self.name(key))
+        name, value = self.name(key), self.get(key)
+        if value is None:
+            return bad_request(f"{name} is missing: it must be {wanted}", param=name)
+        return bad_request(f"{name} must be {wanted}, not {shown(value)}", param=name)
 
     def boolean(self, key: str, default: bool = False) -> bool:
         value = self.get(key)
@@ -85,14 +91,15 @@ class Fields:
             raise self.wrong(key, "true or false")
         return value
 
-    def integer(self, key: str, *, low: int, high: int) -> int | None:
+    def integer(self, key: str, *, low: int, high: int | None = None) -> int | None:
+        """`high`: None if there is no limit."""
         value = self.get(key)
         if value is None:
             return None
         if type(value) is not int:
             raise self.wrong(key, "an integer")
-        if not low <= value <= high:
-            raise self.wrong(key, f"from {low} to {high}")
+        if value < low or (high is not None and value > high):
+            raise self.wrong(key, f"{low} or more" if high is None else f"from {low} to {high}")
         return value
 
     def number(self, key: str, *, low: float, high: float = math.inf) -> float | None:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from gristmill.base.errors import UserError
 from gristmill.generate.sampling import MOST_BIAS, Sampling
-from gristmill.serve.fields import Fields, require_text
+from gristmill.serve.fields import Fields, require_text, shown
 from gristmill.serve.refusals import bad_request, bad_value
 from gristmill.text.chat.conversations import Message
 
@@ -27,9 +27,15 @@ MOST_STOPS, LONGEST_STOP = 16, 256
 MOST_LIKELIEST = 20
 """Of `logprobs` and `top_logprobs`."""
 MOST_TOKENS = 2**31
-"""Of `max_tokens`, which is cut to what fits into the context."""
+"""Of `min_tokens` and `top_k`; `max_tokens` is cut to what fits into the context."""
 COMPLETION_TOKENS = 16
 """How long a completion is if nothing is said; an answer in a chat fills the context."""
+MOST_TEMPERATURE = 100.0
+"""All tokens are about as likely with it, and so are they above."""
+LEAST_TOP_P = 1e-6
+"""Only the likeliest token is left with it, as with anything below."""
+LEAST_REPETITION, MOST_REPETITION = 0.01, 100.0
+"""In fp32, logits times or divided by much more than that would no longer be finite."""
 MOST_MESSAGES = 4096
 MOST_PROMPTS = 2048
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -96,7 +102,7 @@ def parse_completion(body: dict[str, Any]) -> CompletionQuery:
         likeliest = 0 if logprobs else None
     else:
         likeliest = fields.integer("logprobs", low=0, high=MOST_LIKELIEST)
-    tokens = fields.integer("max_tokens", low=0, high=MOST_TOKENS)
+    tokens = fields.integer("max_tokens", low=0)
     options = _parse_options(
         fields, tokens=COMPLETION_TOKENS if tokens is None else tokens, likeliest=likeliest
     )
@@ -119,9 +125,9 @@ def parse_chat(body: dict[str, Any]) -> ChatQuery:
         likeliest = None
     else:
         likeliest = likeliest or 0
-    tokens = fields.integer("max_completion_tokens", low=1, high=MOST_TOKENS)
+    tokens = fields.integer("max_completion_tokens", low=1)
     if tokens is None:
-        tokens = fields.integer("max_tokens", low=1, high=MOST_TOKENS)
+        tokens = fields.integer("max_tokens", low=1)
     _refuse_tools(fields)
     messages = parse_messages(fields)
     continues = fields.boolean("continue_final_message")
@@ -181,7 +187,7 @@ def _parse_prompts(fields: Fields) -> list[Prompt]:
     if isinstance(given, str) or _are_ids(given):
         given = [given]
     if not isinstance(given, list) or not given:
-        raise fields.wrong("prompt", "a string, an array of strings, ids, or an array of ids")
+        raise fields.wrong("prompt", "a string, an array of token ids, or an array of such prompts")
     if len(given) > MOST_PROMPTS:
         what = f"there are {len(given)} prompts, and at most {MOST_PROMPTS} are taken"
         raise bad_request(what, param="prompt")
@@ -189,7 +195,7 @@ def _parse_prompts(fields: Fields) -> list[Prompt]:
         if isinstance(prompt, str):
             require_text(prompt, param=f"prompt[{number}]")
         elif not _are_ids(prompt):
-            what = f"prompt[{number}] must be a string or an array of ids"
+            what = f"prompt[{number}] must be a string or an array of at least one token id"
             raise bad_request(what, param="prompt")
     return given
 
@@ -234,17 +240,20 @@ def _parse_options(fields: Fields, *, tokens: int | None, likeliest: int | None)
 def _parse_sampling(fields: Fields) -> Sampling:
     seed = fields.integer("seed", low=-(2**63), high=2**64 - 1)
     numbers = {
-        "temperature": fields.number("temperature", low=0),
+        "temperature": fields.number("temperature", low=0, high=MOST_TEMPERATURE),
         "top_p": fields.number("top_p", low=0, high=1),
         "min_p": fields.number("min_p", low=0, high=1),
-        "repetition_penalty": fields.number("repetition_penalty", low=0),
+        "repetition_penalty": fields.number(
+            "repetition_penalty", low=LEAST_REPETITION, high=MOST_REPETITION
+        ),
         "presence_penalty": fields.number("presence_penalty", low=-2, high=2),
         "frequency_penalty": fields.number("frequency_penalty", low=-2, high=2),
     }
     chosen: dict[str, Any] = {name: value for name, value in numbers.items() if value is not None}
-    for name in ("top_p", "repetition_penalty"):
-        if chosen.get(name) == 0:
-            raise fields.wrong(name, "above 0")
+    if "top_p" in chosen:
+        if chosen["top_p"] == 0:
+            raise fields.wrong("top_p", "above 0")
+        chosen["top_p"] = max(chosen["top_p"], LEAST_TOP_P)
     top_k = fields.integer("top_k", low=-1, high=MOST_TOKENS)
     chosen["top_k"] = max(0, top_k or 0)  # -1 is what others call all
     chosen["seed"] = secrets.randbits(32) if seed is None else seed % 2**64
@@ -264,10 +273,11 @@ def _parse_bias(fields: Fields) -> dict[int, float]:
         raise fields.wrong("logit_bias", "an object from ids to numbers")
     for id, value in given.items():
         if not (id.isascii() and id.isdigit() and len(id) < 10):
-            what = f"logit_bias has keys that are ids, not {id[:20]!r}"
+            what = f"the keys of logit_bias must be token ids, not {id[:20]!r}"
             raise bad_request(what, param="logit_bias")
         if type(value) not in (int, float) or not -MOST_BIAS <= value <= MOST_BIAS:
-            what = f"logit_bias has values from -{MOST_BIAS:g} to {MOST_BIAS:g}"
+            bounds = f"from -{MOST_BIAS:g} to {MOST_BIAS:g}"
+            what = f"the values of logit_bias must be numbers {bounds}, not {shown(value)}"
             raise bad_request(what, param="logit_bias")
         bias[int(id)] = float(value)
     return bias

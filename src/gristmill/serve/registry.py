@@ -25,7 +25,7 @@ from gristmill.distributed.device import select_device
 from gristmill.model import Model
 from gristmill.models.spec import CausalLM
 from gristmill.serve.metrics import Metrics
-from gristmill.serve.refusals import RefusalError, bad_request
+from gristmill.serve.refusals import RefusalError, bad_request, no_model
 from gristmill.serve.served import LoadOptions, OpenedModel, ServedModel
 from gristmill.track.folder import RunFolder
 
@@ -104,6 +104,7 @@ class Registry:
         name, separator, source = given.partition("=")
         if not separator or "/" in name or Path(given).exists():
             name, source = "", given
+        _refuse_step(source)
         model = Model.open(source)
         stored = model.stored
         run = None if stored.run is None else stored.run.resolve()
@@ -136,7 +137,8 @@ class Registry:
         if id is None:
             if len(self.names) == 1:
                 return self._entries[self.names[0]]
-            raise bad_request("say which model: there are several", param="model")
+            names = ", ".join(self.names)
+            raise bad_request(f"model is missing: it must be one of {names}", param="model")
         known = self._entries.get(id)
         if known is not None and not known.has_gone:
             return known
@@ -149,9 +151,7 @@ class Registry:
                 entry = _Entry(id, parent.source, number, run=parent.run, path=path)
                 self._entries[id] = entry
                 return entry
-        raise RefusalError(
-            404, f"there is no model {id[:200]!r}", param="model", code="model_not_found"
-        )
+        raise no_model(id)
 
     async def infos(self) -> list[ModelInfo]:
         """The models, each with the older checkpoints of its run."""
@@ -351,6 +351,18 @@ class Registry:
         entry.served = self._serve(entry, opened, model)
         self._retired.append(old)
         self._drop_retired()
+
+
+def _refuse_step(source: str) -> None:
+    """Clients say RUN@STEP, so people try it here, where it would be taken for a name on the
+    Hub."""
+    run, separator, step = source.rpartition("@")
+    if separator and (Path(run) / "run.toml").is_file() and not Path(source).exists():
+        raise UserError(
+            f"{run} is a run folder, whose checkpoints are all served",
+            where=source,
+            remedy=f"give {run}, and let clients ask for {Path(run).resolve().name}@{step}",
+        )
 
 
 def _names(folder: CheckpointFolder | None) -> list[str]:

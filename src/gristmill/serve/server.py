@@ -26,7 +26,7 @@ from gristmill.serve.app import EXTRA, PURPOSE, App, build_app
 from gristmill.serve.metrics import Metrics
 from gristmill.serve.registry import Registry
 from gristmill.serve.served import LoadOptions
-from gristmill.serve.service import Limits, Service
+from gristmill.serve.service import Limits, Service, counted_requests
 
 BACKLOG = 1024
 """Connections that the system holds until they are accepted."""
@@ -153,7 +153,8 @@ async def _load_first(registry: Registry) -> None:
 
 
 async def _stop(service: Service, server: Any, seconds: float, log: Callable[[str], None]) -> None:
-    log(f"stopping: {service.running} requests are finished first")
+    waiting = counted_requests(service.running)
+    log(f"stopping: {waiting} may take {seconds:g}s to finish" if service.running else "stopping")
     await service.drain(seconds)
     server.should_exit = True
 

@@ -39,6 +39,11 @@ class _Running:
     aborted: asyncio.Future[None]
 
 
+def counted_requests(count: int) -> str:
+    """How many, in words for the log."""
+    return "1 request" if count == 1 else f"{count} requests"
+
+
 class Service:
     """What all routes share."""
 
@@ -63,7 +68,7 @@ class Service:
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
         except TimeoutError:
-            self._log(f"{self.running} requests are ended: they took longer than {seconds:g}s")
+            self._log(f"cut short after {seconds:g}s: {counted_requests(self.running)}")
             for one in self._running:
                 if not one.aborted.done():
                     one.aborted.set_result(None)
@@ -72,15 +77,23 @@ class Service:
     # ------------------------------------------------------------------ a request
 
     async def answer(
-        self, scope: Scope, receive: Receive, send: Send, handler: Handler, route: str
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        handler: Handler,
+        route: str,
+        *,
+        takes_json: bool = True,
     ) -> None:
-        """Answer one request; `route` is what it is counted under."""
+        """Answer one request; `route` is what it is counted under. Without `takes_json` the body
+        is not looked at."""
         call = Call(scope, receive, send)
         try:
             self._access.check(call)
             if route != "/health":
                 self._admit()
-            await self._run(call, handler)
+            await self._run(call, handler, takes_json and call.scope["method"] == "POST")
         except RefusalError as error:
             await self._refuse(call, error)
         except ClientLeftError:
@@ -93,7 +106,7 @@ class Service:
 
     def _admit(self) -> None:
         if self.draining:
-            raise unavailable("the server is shutting down", code="draining", seconds=5)
+            raise _stopping()
         if self.running >= self._limits.running:
             raise unavailable("the server has too many requests", code="overloaded")
 
@@ -103,17 +116,22 @@ class Service:
         except ClientLeftError:
             call.status = CLIENT_LEFT
 
-    async def _run(self, call: Call, handler: Handler) -> None:
+    async def _run(self, call: Call, handler: Handler, takes_json: bool) -> None:
         loop = asyncio.get_running_loop()
         running = _Running(loop.create_future())
         self._running[running] = None
         self._idle.clear()
-        tasks = list[asyncio.Task[None]]()
+        tasks = list[asyncio.Future[Any]]()
         try:
-            body = await self._body(call)
+            reading = loop.create_task(self._body(call, takes_json))
+            tasks = [reading]
+            await asyncio.wait([*tasks, running.aborted], return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():
+                raise _stopping()
+            body = reading.result()
             work = asyncio.ensure_future(handler(call, body))
             left = loop.create_task(call.left())
-            tasks = [work, left]
+            tasks += [work, left]
             done, _ = await asyncio.wait(
                 {work, left, running.aborted},
                 timeout=self._limits.seconds,
@@ -125,7 +143,7 @@ class Service:
             elif left in done:
                 raise ClientLeftError
             elif running.aborted in done:
-                raise unavailable("the server is shutting down", code="draining", seconds=5)
+                raise _stopping()
             else:
                 what = f"the request took longer than {self._limits.seconds:g} seconds"
                 raise RefusalError(504, what, code="timeout")
@@ -142,12 +160,16 @@ class Service:
             if not self._running:
                 self._idle.set()
 
-    async def _body(self, call: Call) -> dict[str, Any]:
+    async def _body(self, call: Call, takes_json: bool) -> dict[str, Any]:
         try:
             async with asyncio.timeout(min(BODY_SECONDS, self._limits.seconds)):
-                if call.scope["method"] == "POST":
+                if takes_json:
                     return await call.json(self._limits.body)
                 await call.body(self._limits.body)
                 return {}
         except TimeoutError:
             raise RefusalError(408, "the body did not come in time", code="timeout") from None
+
+
+def _stopping() -> RefusalError:
+    return unavailable("the server is shutting down", code="draining", seconds=5)

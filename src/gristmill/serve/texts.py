@@ -89,7 +89,7 @@ class Texts:
             sizes = [_room(ids, served, options, param="prompt") for ids in prompts]
             matcher = await find_constraint(served, options.constraint)
             ends = ends_of(served, options, turns=frozenset())
-            require_room(served, len(prompts) * query.best_of)
+            require_room(served, len(prompts) * query.best_of, param=_many(query))
             self._metrics.prompt_tokens += sum(map(len, prompts))
             echoed = await self._echoed(served, query, prompts)
             async with self._answer(served) as answer:
@@ -164,7 +164,7 @@ class Texts:
             assert served.encoder is not None, "without one, the messages were refused"
             begun = query.continues and query.messages[-1].content
             ends = ends_of(served, options, turns=served.encoder.ends)
-            require_room(served, options.n)
+            require_room(served, options.n, param="n")
             self._metrics.prompt_tokens += len(ids)
             async with self._answer(served) as answer:
                 for sample in range(options.n):
@@ -191,6 +191,13 @@ class Texts:
 
 def _room(ids: list[int], served: ServedModel, options: Options, *, param: str) -> int:
     return room(length=len(ids), context=served.context, wanted=options.tokens, param=param)
+
+
+def _many(query: CompletionQuery) -> str:
+    """The field that asks for more texts than one."""
+    if len(query.prompts) > 1:
+        return "prompt"
+    return "best_of" if query.best_of > query.options.n else "n"
 
 
 def _likeliest(query: CompletionQuery) -> int | None:

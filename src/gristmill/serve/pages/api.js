@@ -56,10 +56,12 @@ async function request(path, { body, signal } = {}) {
 
 async function refusal(response) {
   let message = "";
+  let code = "";
   try {
     const { error } = await response.json();
     message = error?.message ?? "";
-    if (error?.code === "context_length_exceeded") {
+    code = error?.code ?? "";
+    if (code === "context_length_exceeded") {
       message += ". Shorten an earlier message, or begin a new conversation.";
     }
   } catch {
@@ -67,11 +69,13 @@ async function refusal(response) {
   }
   const { status } = response;
   if (status === 401) return new Failure("key", message || "The server asks for a key.");
-  if (status === 429 || status === 503) {
+  // A model that cannot be loaded will not be loaded a moment later either.
+  if (status === 429 || (status === 503 && code !== "model_unusable")) {
     const text = message || (status === 429 ? "The server is busy." : "The server is not ready.");
     return new Failure("busy", text, secondsOf(response.headers.get("Retry-After")));
   }
-  if (status === 502 || status === 504) {
+  // The server itself says why; a proxy in front of it says so when it does not answer.
+  if ((status === 502 || status === 504) && !message) {
     return new Failure("offline", "The server behind the proxy does not answer.");
   }
   return new Failure("refused", message || `The server refused this (status ${status}).`);

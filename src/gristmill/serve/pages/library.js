@@ -63,7 +63,8 @@ export class Library {
     this.list.replaceChildren(...found.map((conversation) => this.item(conversation)));
     const none = byId("no-conversations");
     none.hidden = found.length > 0;
-    none.textContent = this.conversations.length ? "None has these words." : "None yet.";
+    none.textContent = this.conversations.length ? "No conversation has these words."
+      : "No conversations yet.";
     if (focused) this.list.querySelector(`[data-key="${focused}"]`)?.focus();
   }
 
