@@ -86,7 +86,7 @@ def test_a_text_with_a_form_is_the_same_beside_others(generator: TextGenerator) 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Constraint.regex("(", TOKENIZER), "--regex: this form cannot be used"),
+        (lambda: Constraint.regex("(", TOKENIZER), "this form cannot be used: unclosed group"),
         (lambda: Constraint.json_schema("{", TOKENIZER), "this schema is not JSON"),
         (lambda: Constraint.json_schema({"type": "sack"}, TOKENIZER), "Invalid type: sack"),
         (lambda: Constraint.regex("a" * 70_000, TOKENIZER), "more than 65536"),

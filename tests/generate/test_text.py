@@ -114,9 +114,11 @@ def test_temperature_top_k_and_top_p() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"temperature": -1.0}, "temperature must be 0 or more"),
-        ({"temperature": math.nan}, "temperature must be 0 or more, not nan"),
-        ({"temperature": math.inf}, "temperature must be 0 or more, not inf"),
+        ({"temperature": -1.0}, "temperature must be from 0 to 100"),
+        ({"temperature": math.nan}, "temperature must be from 0 to 100, not nan"),
+        ({"temperature": 101.0}, "temperature must be from 0 to 100, not 101"),
+        ({"repetition_penalty": 1e-3}, "repetition penalty must be from 0.01 to 100"),
+        ({"temperature": math.inf}, "temperature must be from 0 to 100, not inf"),
         ({"seed": 2**64}, "seed must be from 0"),
         ({"top_k": -1}, "top-k must be 0"),
         ({"top_p": 0.0}, "top-p must be above 0"),
@@ -184,6 +186,10 @@ def test_stop_strings_and_end_of_text_end_a_sample() -> None:
 def test_the_smallest_temperatures_take_the_likeliest_token(temperature: float) -> None:
     for sampling in (Sampling(temperature, top_k=0), Sampling(temperature, top_k=2, top_p=0.9)):
         assert probabilities(sampling, [-50.0, 30.0, 80.0, 79.0], draws=50)[2] == 1
+
+
+def test_the_likeliest_token_is_always_left() -> None:
+    assert draw(torch.tensor([1.0, 3.0, 2.0]), Sampling(top_p=1e-300), 0.99) == 1
 
 
 @pytest.fixture

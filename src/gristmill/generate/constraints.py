@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -33,7 +34,7 @@ class Constraint:
         self._ids = tokenizer.size
         problem = library.LLMatcher.validate_grammar(grammar, self._tokenizer)
         if problem:
-            raise UserError(f"this form cannot be used: {problem.splitlines()[0]}", where=where)
+            raise UserError(f"this form cannot be used: {_reason(problem)}", where=where)
 
     @classmethod
     def regex(cls, pattern: str, tokenizer: Tokenizer, *, where: str = "--regex") -> Constraint:
@@ -65,6 +66,13 @@ class Constraint:
         """What one text is matched with."""
         matcher = _library().LLMatcher(self._tokenizer, self._grammar, log_level=0)
         return ConstraintMatcher(matcher, self._ids)
+
+
+def _reason(problem: str) -> str:
+    """The line of a message that says what is wrong; of an expression it is not the first."""
+    lines = [line.strip() for line in problem.splitlines() if line.strip()]
+    found = (line.removeprefix("error:").strip() for line in lines if line.startswith("error:"))
+    return next(found, lines[0])
 
 
 class ConstraintMatcher:
@@ -107,17 +115,26 @@ class _Tokens:
         return self._encode(text if isinstance(text, str) else text.decode(errors="replace"))
 
 
-_tokens: dict[str, Any] = {}
-"""By fingerprint: reading all tokens takes a moment."""
+@dataclass(frozen=True)
+class _Known:
+    """The tokens of the tokenizer that was used last: reading all of them takes a moment."""
+
+    fingerprint: str
+    tokens: Any
+
+
+_known: _Known | None = None
 
 
 def _known_tokens(tokenizer: Tokenizer) -> Any:
-    if tokenizer.fingerprint not in _tokens:
+    global _known
+    known = _known  # another thread may replace it
+    if known is None or known.fingerprint != tokenizer.fingerprint:
         library = _library()
-        _tokens.clear()
         wrapped = library.TokenizerWrapper(_Tokens(tokenizer))
-        _tokens[tokenizer.fingerprint] = library.LLTokenizer(wrapped, n_vocab=tokenizer.size)
-    return _tokens[tokenizer.fingerprint]
+        tokens = library.LLTokenizer(wrapped, n_vocab=tokenizer.size)
+        known = _known = _Known(tokenizer.fingerprint, tokens)
+    return known.tokens
 
 
 @lru_cache

@@ -15,7 +15,6 @@ Shapes: R rows, V vocabulary.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -25,6 +24,10 @@ from gristmill.base.errors import UserError
 
 MOST_BIAS = 100.0
 """Bias on a logit, at most: 100 makes a token certain, -100 impossible."""
+MOST_TEMPERATURE = 100.0
+"""All tokens are about as likely with it, and so are they above."""
+LEAST_REPETITION, MOST_REPETITION = 0.01, 100.0
+"""In fp32, logits times or divided by much more than that would no longer be finite."""
 NOT_FINITE = -1
 """What is drawn where no id can be: from logits that are not finite, or if none is allowed."""
 
@@ -53,8 +56,8 @@ class Sampling:
     """Added to the logits of some ids."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            what = f"the temperature must be 0 or more, not {self.temperature}"
+        if not 0 <= self.temperature <= MOST_TEMPERATURE:
+            what = f"the temperature must be from 0 to {MOST_TEMPERATURE:g}, not {self.temperature}"
             raise UserError(what, where="--temperature", remedy="for example 0.8")
         if self.top_k < 0:
             raise UserError("top-k must be 0 (all) or more", where="--top-k")
@@ -64,8 +67,9 @@ class Sampling:
             raise UserError("the seed must be from 0 to 2^64 - 1", where="--seed")
         if not 0 <= self.min_p <= 1:
             raise UserError("min-p must be from 0 to 1", where="--min-p")
-        if not 0 < self.repetition_penalty < math.inf:
-            what = "the repetition penalty must be above 0; 1 is none"
+        if not LEAST_REPETITION <= self.repetition_penalty <= MOST_REPETITION:
+            bounds = f"from {LEAST_REPETITION:g} to {MOST_REPETITION:g}"
+            what = f"the repetition penalty must be {bounds}; 1 is none"
             raise UserError(what, where="--repetition-penalty")
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2 <= getattr(self, name) <= 2:
@@ -132,6 +136,7 @@ def draw(logits_V: torch.Tensor, sampling: Sampling, uniform: float) -> int:
         ordered_V, places_V = weights_V.sort(descending=True, stable=True)
         before_V = ordered_V.cumsum(0) - ordered_V
         dropped_V = before_V >= sampling.top_p * ordered_V.sum()
+        dropped_V[0] = False  # the product may be 0
         weights_V[places_V[dropped_V]] = 0.0
     if sampling.min_p > 0:
         weights_V = weights_V * (weights_V >= sampling.min_p)

@@ -15,7 +15,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gristmill.base.errors import UserError
-from gristmill.generate.sampling import MOST_BIAS, Sampling
+from gristmill.generate.sampling import (
+    LEAST_REPETITION,
+    MOST_BIAS,
+    MOST_REPETITION,
+    MOST_TEMPERATURE,
+    Sampling,
+)
 from gristmill.serve.fields import Fields, require_text, shown
 from gristmill.serve.refusals import bad_request, bad_value
 from gristmill.text.chat.conversations import Message
@@ -30,12 +36,6 @@ MOST_TOKENS = 2**31
 """Of `min_tokens` and `top_k`; `max_tokens` is cut to what fits into the context."""
 COMPLETION_TOKENS = 16
 """How long a completion is if nothing is said; an answer in a chat fills the context."""
-MOST_TEMPERATURE = 100.0
-"""All tokens are about as likely with it, and so are they above."""
-LEAST_TOP_P = 1e-6
-"""Only the likeliest token is left with it, as with anything below."""
-LEAST_REPETITION, MOST_REPETITION = 0.01, 100.0
-"""In fp32, logits times or divided by much more than that would no longer be finite."""
 MOST_MESSAGES = 4096
 MOST_PROMPTS = 2048
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -250,10 +250,8 @@ def _parse_sampling(fields: Fields) -> Sampling:
         "frequency_penalty": fields.number("frequency_penalty", low=-2, high=2),
     }
     chosen: dict[str, Any] = {name: value for name, value in numbers.items() if value is not None}
-    if "top_p" in chosen:
-        if chosen["top_p"] == 0:
-            raise fields.wrong("top_p", "above 0")
-        chosen["top_p"] = max(chosen["top_p"], LEAST_TOP_P)
+    if chosen.get("top_p") == 0:
+        raise fields.wrong("top_p", "above 0")
     top_k = fields.integer("top_k", low=-1, high=MOST_TOKENS)
     chosen["top_k"] = max(0, top_k or 0)  # -1 is what others call all
     chosen["seed"] = secrets.randbits(32) if seed is None else seed % 2**64
