@@ -224,17 +224,23 @@ class Engine:
                 if left <= 0 and any(other.decoding for other in self._slots):
                     self.decoder.prefill(parts)
                     return
-                room = self.decoder.chunk
-                if self.decoder.grain == 1:
-                    # Parts of several prompts are computed at once.
-                    room -= sum(len(part.ids) for part in parts)
-                part = self._next_part(slot, room)
-                parts.append(part)
-                left -= len(part.ids)
-                if self.decoder.grain > 1 or len(part.ids) == room:
+                room = self.decoder.chunk - sum(len(part.ids) for part in parts)
+                if parts and room < self._part_length(slot):
+                    self.decoder.prefill(parts)
+                    parts, room = [], self.decoder.chunk
+                parts.append(self._next_part(slot, room))
+                left -= len(parts[-1].ids)
+                if not self.decoder.joins:
                     self.decoder.prefill(parts)
                     parts = []
         self.decoder.prefill(parts)
+
+    def _part_length(self, slot: _Slot) -> int:
+        """Positions that the next part of a prompt needs: with a grain it cannot be cut anywhere
+        else."""
+        if self.decoder.grain == 1:
+            return 1
+        return min(self.decoder.chunk, len(slot.ids) - 1 - slot.filled)
 
     def _next_part(self, slot: _Slot, room: int) -> PromptPart:
         """The next part of a prompt, which is about to be computed. Its last id is the first that

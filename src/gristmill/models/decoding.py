@@ -49,6 +49,8 @@ class Decoder(ABC):
     grain: int
     """A position has the same bits in all prompts that are the same up to the next multiple of
     this: chunks end there. With 1, also if it was generated."""
+    joins = False
+    """Whether parts of several prompts may be computed at once, `chunk` positions together."""
     copies: ClassVar[bool] = False
     """Whether `copy` works: chunks that prompts share are then computed once."""
     runs_in_graphs: ClassVar[bool] = False
@@ -62,8 +64,8 @@ class Decoder(ABC):
 
     @abstractmethod
     def prefill(self, parts: Sequence[PromptPart]) -> None:
-        """Compute parts of prompts, at most `chunk` positions of each, or together if the grain is
-        1."""
+        """Compute parts of prompts, of at most `chunk` positions; all of them together have no more
+        if the decoder joins them."""
 
     @abstractmethod
     def decode(

@@ -39,6 +39,7 @@ class _Rows(NamedTuple):
 class KernelDecoder(GPTDecoder):
     """A decoder whose steps run on a GPU alone."""
 
+    joins = True
     runs_in_graphs: ClassVar[bool] = True
 
     def __init__(

@@ -1,9 +1,9 @@
 """Decoding of the native GPT with torch's own functions, on a CPU mostly.
 
-A prompt is computed by itself, in chunks whose borders depend on positions only; when text is
-generated, rows of several slots are computed at once. Rows are put into matrix products of such
-sizes only for which every row comes out the same, and each slot attends by itself. So a slot's
-results do not depend on the others.
+Prompts are computed in chunks whose borders depend on positions only, those of several slots at
+once where they are short, and so are the rows of all slots that generate. Rows are put into matrix
+products of such sizes only for which every row comes out the same, and attention reads a number of
+positions that each slot's own length decides. So a slot's results do not depend on the others.
 
 Shapes: R rows, S slots, D width, N outputs of a layer, H heads, G key and value heads, K head
 width, C capacity.
@@ -12,17 +12,22 @@ width, C capacity.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch.nn import functional
 
+from gristmill.config.model import Role
 from gristmill.models.decoding import PromptPart
 from gristmill.models.gpt_decoding import AttentionShape, GPTDecoder, HeadNorm, Norm, Stream
 from gristmill.models.layers import RotaryAngles, activated
 from gristmill.models.spec import CausalLM, SlotMemory
 
-KeysAndValues = tuple[torch.Tensor, torch.Tensor]
+STEP = 16
+"""Rows of prompts are filled up to a multiple of this."""
+SPAN = 64
+"""What is generated attends to a multiple of so many positions, the last of which are masked: so
+rows of about the same length are computed at once."""
 
 
 class TorchDecoder(GPTDecoder):
@@ -34,14 +39,34 @@ class TorchDecoder(GPTDecoder):
         self, model: CausalLM, memory: SlotMemory, *, capacity: int, dtype: torch.dtype
     ) -> None:
         super().__init__(model, memory, capacity=capacity, dtype=dtype)
-        one_of_each_shape = {tuple(w.shape): w for w in self._named.values() if w.dim() == 2}
-        self._sizes = invariant_sizes(list(one_of_each_shape.values()), self.slots)
+        matrices = self._matrices(model)
+        head_VD = self._named["head.weight"]
+        self._sizes = invariant_sizes([*matrices, head_VD], range(1, self.slots + 1))
+        if self.slots > 1:
+            sizes = range(STEP, self.chunk + 1, STEP)
+            self.joins = invariant_sizes(matrices, sizes) == list(sizes)
+
+    def _matrices(self, model: CausalLM) -> list[torch.Tensor]:
+        """One matrix of each shape in the blocks."""
+        roles, shapes = model.roles(), dict[tuple[int, ...], torch.Tensor]()
+        for name, _ in model.named_parameters():
+            weight = self._named[name]
+            # Gates are vectors by their role.
+            if weight.dim() == 2 and roles[model.canonical_name(name)] in (
+                Role.MATRIX,
+                Role.VECTOR,
+            ):
+                shapes[tuple(weight.shape)] = weight
+        return list(shapes.values())
 
     def prefill(self, parts: Sequence[PromptPart]) -> None:
-        for part in parts:
-            if part.ids:
-                places = list(range(part.start, part.start + len(part.ids)))
-                self._blocks(part.ids, places, _PromptRows(self.memory, part.slot, places))
+        parts = [part for part in parts if part.ids]
+        if not parts:
+            return
+        tokens = [id for part in parts for id in part.ids]
+        places = [part.start + at for part in parts for at in range(len(part.ids))]
+        padding = [0] * (-len(tokens) % STEP if self.joins else 0)
+        self._blocks([*tokens, *padding], [*places, *padding], _PromptRows(self.memory, parts))
 
     def decode(
         self, slots: Sequence[int], tokens: Sequence[int], lengths: Sequence[int]
@@ -107,14 +132,13 @@ def _head_normalised(
 
 
 class _PromptRows:
-    """Following positions of one slot."""
+    """Following positions of some slots; rows behind them are padding."""
 
     angles: RotaryAngles | None = None
 
-    def __init__(self, memory: SlotMemory, slot: int, places: Sequence[int]) -> None:
-        self._memory, self._slot = memory, slot
-        self._begin, self._end = places[0], places[-1] + 1
-        self._masks: dict[int | None, torch.Tensor | None] = {}
+    def __init__(self, memory: SlotMemory, parts: Sequence[PromptPart]) -> None:
+        self._memory, self._parts = memory, parts
+        self._masks: dict[tuple[int, int | None], torch.Tensor | None] = {}
 
     def attend(
         self,
@@ -124,32 +148,48 @@ class _PromptRows:
         shape: AttentionShape,
     ) -> torch.Tensor:
         """Append keys and values, and attend to all positions up to each row's own."""
-        memory, slot, end = self._memory, self._slot, self._end
-        keys_GCK = memory.keys_LSGCK[shape.layer, slot]
-        values_GCK = memory.values_LSGCK[shape.layer, slot]
-        keys_GCK[:, self._begin : end] = key_RGK.transpose(0, 1)
-        values_GCK[:, self._begin : end] = value_RGK.transpose(0, 1)
-        mask = self._mask(shape.window, query_RHK.device)
-        y_HRK = functional.scaled_dot_product_attention(
-            query_RHK.transpose(0, 1)[None],
-            keys_GCK[None, :, :end],
-            values_GCK[None, :, :end],
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=shape.scale,
-            enable_gqa=shape.heads != len(keys_GCK),
-        )[0]
-        return y_HRK.transpose(0, 1)
+        y_RHK, row = torch.zeros_like(query_RHK), 0
+        for number, part in enumerate(self._parts):
+            rows = slice(row, row := row + len(part.ids))
+            begin, end = part.start, part.start + len(part.ids)
+            keys_GCK = self._memory.keys_LSGCK[shape.layer, part.slot]
+            values_GCK = self._memory.values_LSGCK[shape.layer, part.slot]
+            keys_GCK[:, begin:end] = key_RGK[rows].transpose(0, 1)
+            values_GCK[:, begin:end] = value_RGK[rows].transpose(0, 1)
+            mask = self._mask(number, shape.window, query_RHK.device)
+            y_HTK = functional.scaled_dot_product_attention(
+                query_RHK[rows].transpose(0, 1)[None],
+                keys_GCK[None, :, :end],
+                values_GCK[None, :, :end],
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=shape.scale,
+                enable_gqa=shape.heads != len(keys_GCK),
+            )[0]
+            y_RHK[rows] = y_HTK.transpose(0, 1)
+        return y_RHK
 
-    def _mask(self, window: int | None, device: torch.device) -> torch.Tensor | None:
-        """Which positions each row sees; None for all up to its own, from the first on."""
-        if self._begin == 0 and window is None:
+    def _mask(self, number: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+        """Which positions each row of a part sees; None for all up to its own, from the first
+        on."""
+        part = self._parts[number]
+        if part.start == 0 and window is None:
             return None
-        if window not in self._masks:
-            row = torch.arange(self._begin, self._end, device=device)[:, None]
-            seen = torch.arange(self._end, device=device)
-            self._masks[window] = (seen <= row) & (seen > row - (window or self._end))
-        return self._masks[window]
+        if (number, window) not in self._masks:
+            end = part.start + len(part.ids)
+            row = torch.arange(part.start, end, device=device)[:, None]
+            seen = torch.arange(end, device=device)
+            self._masks[number, window] = (seen <= row) & (seen > row - (window or end))
+        return self._masks[number, window]
+
+
+class _Together(NamedTuple):
+    """Rows that attend to equally many positions."""
+
+    rows: list[int]
+    slots: slice | list[int]
+    seen: slice
+    mask_R11C: torch.Tensor
 
 
 class _SlotRows:
@@ -159,7 +199,7 @@ class _SlotRows:
 
     def __init__(self, memory: SlotMemory, slots: Sequence[int], lengths: Sequence[int]) -> None:
         self._memory, self._slots, self._lengths = memory, list(slots), list(lengths)
-        self._known: dict[int | None, list[list[KeysAndValues]]] = {}
+        self._groups: dict[int | None, list[_Together]] = {}
 
     def attend(
         self,
@@ -169,49 +209,64 @@ class _SlotRows:
         shape: AttentionShape,
     ) -> torch.Tensor:
         """Append keys and values, and attend to all of each slot."""
-        count, memory = len(self._slots), self._memory
-        memory.keys_LSGCK[shape.layer, self._slots, :, self._lengths] = key_RGK[:count]
-        memory.values_LSGCK[shape.layer, self._slots, :, self._lengths] = value_RGK[:count]
-        grouped = key_RGK.shape[1] != shape.heads
-        attended = [
-            functional.scaled_dot_product_attention(
-                query_1HK[:, :, None], *known[shape.layer], scale=shape.scale, enable_gqa=grouped
+        count = len(self._slots)
+        keys_SGCK = self._memory.keys_LSGCK[shape.layer]
+        values_SGCK = self._memory.values_LSGCK[shape.layer]
+        keys_SGCK[self._slots, :, self._lengths] = key_RGK[:count]
+        values_SGCK[self._slots, :, self._lengths] = value_RGK[:count]
+        y_RHK = torch.zeros_like(query_RHK)
+        for group in self._together(shape.window, query_RHK.device):
+            y_RHK[group.rows] = functional.scaled_dot_product_attention(
+                query_RHK[group.rows, :, None],
+                keys_SGCK[group.slots, :, group.seen],
+                values_SGCK[group.slots, :, group.seen],
+                attn_mask=group.mask_R11C,
+                scale=shape.scale,
+                enable_gqa=key_RGK.shape[1] != shape.heads,
             )[:, :, 0]
-            for query_1HK, known in zip(
-                query_RHK[:count].split(1), self._seen(shape.window), strict=True
-            )
-        ]
-        if len(query_RHK) > count:
-            attended.append(torch.zeros_like(query_RHK[count:]))
-        return torch.cat(attended)
+        return y_RHK
 
-    def _seen(self, window: int | None) -> list[list[KeysAndValues]]:
-        """The keys and values that each row attends to, of every layer."""
-        if window not in self._known:
-            self._known[window] = []
-            for slot, length in zip(self._slots, self._lengths, strict=True):
-                first = 0 if window is None else max(0, length + 1 - window)
-                at = slice(slot, slot + 1), slice(None), slice(first, length + 1)
-                both = self._memory.keys_LSGCK[:, *at], self._memory.values_LSGCK[:, *at]
-                self._known[window].append(list(zip(*(one.unbind() for one in both), strict=True)))
-        return self._known[window]
+    def _together(self, window: int | None, device: torch.device) -> list[_Together]:
+        if window not in self._groups:
+            spans: dict[tuple[int, int], list[int]] = {}
+            for row, length in enumerate(self._lengths):
+                first = 0 if window is None else max(0, length + 1 - window) // SPAN * SPAN
+                last = min(-(-(length + 1) // SPAN) * SPAN, self._memory.capacity)
+                spans.setdefault((first, last), []).append(row)
+            self._groups[window] = [
+                self._group(rows, slice(*span), window, device) for span, rows in spans.items()
+            ]
+        return self._groups[window]
+
+    def _group(
+        self, rows: list[int], seen: slice, window: int | None, device: torch.device
+    ) -> _Together:
+        taken = [self._slots[row] for row in rows]
+        following = slice(taken[0], taken[0] + len(taken))
+        # Without a copy if they lie one behind the other.
+        slots = following if taken == list(range(following.start, following.stop)) else taken
+        place = torch.arange(seen.start, seen.stop, device=device)
+        length_R1 = torch.tensor([[self._lengths[row]] for row in rows], device=device)
+        mask_RC = (place <= length_R1) & (place > length_R1 - (window or seen.stop))
+        return _Together(rows, slots, seen, mask_RC[:, None, None])
 
 
-def invariant_sizes(matrices: Sequence[torch.Tensor], largest: int) -> list[int]:
-    """The numbers of rows, up to `largest`, for which a product with these matrices gives every row
-    the same bits as among `largest` rows.
+def invariant_sizes(matrices: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[int]:
+    """The numbers of rows for which a product with these matrices gives every row the same bits as
+    among the largest number.
 
     Libraries choose another algorithm for a single row, and some for up to a dozen. Which they
     choose depends on shapes only, so one product of each size shows it.
     """
-    sizes, generator = set(range(1, largest + 1)), torch.Generator().manual_seed(0)
+    largest, generator = max(sizes), torch.Generator().manual_seed(0)
+    left = set(sizes)
     for matrix_NK in matrices:
         x_RK = torch.randn(largest, matrix_NK.shape[1], generator=generator)
         x_RK = x_RK.to(matrix_NK.device, matrix_NK.dtype)
         whole_RN = functional.linear(x_RK, matrix_NK)
-        sizes = {
+        left = {
             size
-            for size in sizes
+            for size in left
             if torch.equal(functional.linear(x_RK[:size], matrix_NK), whole_RN[:size])
         }
-    return sorted(sizes | {largest})
+    return sorted(left | {largest})
