@@ -257,6 +257,7 @@ def test_an_engine_that_fails_during_a_stream_says_so_in_it(
     from gristmill.generate.engine import Engine
 
     server = serve_models(mill)
+    assert server.post("/v1/completions", body()).status_code == 200  # it has warmed up
     step, left = Engine.step, [5]
 
     def broken(engine: Engine) -> list[Generation]:

@@ -37,7 +37,7 @@ def complaint(device: Device, *, wanted: bool = True) -> str:
 
 def test_fp8_is_used_only_where_it_was_asked_for(pretend: pytest.MonkeyPatch) -> None:
     asked, not_asked = Precision(FP8, CUDA), Precision(PrecisionConfig(compute="bf16"), CUDA)
-    everywhere = Kernels(loss=True, adamw=True)
+    everywhere = Kernels(loss=True, adamw=True, decoding=True)
     assert asked.kernels(wanted=True) == everywhere._replace(products=True, head_fp8=True)
     assert not_asked.kernels(wanted=True) == everywhere._replace(products=True)
     assert not_asked.kernels(wanted=False) == Kernels()

@@ -157,6 +157,13 @@ class Engine:
                 generation.require_token()
         return [generation.ids for generation in generations]
 
+    def warm_up(self) -> None:
+        """Compute some tokens for nobody: the first ones wait for compilers and for graphs."""
+        ids = [0] * min(8, self.capacity - 1)
+        generation = self.submit(Request(ids, 2, Sampling(temperature=0)))
+        while generation.finish is None:
+            self.step()
+
     # ------------------------------------------------------------------ a step
 
     @torch.inference_mode()

@@ -161,6 +161,13 @@ class Worker:
     # ------------------------------------------------------------------ in the thread
 
     def _run(self) -> None:
+        try:
+            # Before anybody waits for it.
+            self._engine = self._build()
+            if self._engine.decoder.runs_in_graphs:
+                self._engine.warm_up()
+        except Exception as error:
+            self._fail(error)
         while self._wait():
             try:
                 self._step()
