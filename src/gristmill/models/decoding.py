@@ -39,6 +39,33 @@ class PromptPart(NamedTuple):
     """The position of the first one."""
 
 
+class Norm(NamedTuple):
+    """LayerNorm, or RMSNorm."""
+
+    centred: bool
+    eps: float
+    gain_K: torch.Tensor | None = None
+    shift_K: torch.Tensor | None = None
+
+
+class HeadNorm(NamedTuple):
+    """RMSNorm of queries and keys."""
+
+    eps: float
+    query_gain_D: torch.Tensor | None = None
+    key_gain_D: torch.Tensor | None = None
+
+
+class AttentionShape(NamedTuple):
+    """What a layer's attention does."""
+
+    layer: int
+    heads: int
+    scale: float
+    window: int | None
+    norm: HeadNorm | None
+
+
 class Decoder(ABC):
     """A model's state for several sequences."""
 

@@ -27,36 +27,15 @@ import torch
 from torch.nn import functional
 
 from gristmill.config.model import GATE_FEATURES, GPTConfig
-from gristmill.models.decoding import Decoder, prepared_weights
+from gristmill.models.decoding import (
+    AttentionShape,
+    Decoder,
+    HeadNorm,
+    Norm,
+    prepared_weights,
+)
 from gristmill.models.loss import capped
 from gristmill.models.spec import CausalLM, SlotMemory
-
-
-class Norm(NamedTuple):
-    """LayerNorm, or RMSNorm."""
-
-    centred: bool
-    eps: float
-    gain_K: torch.Tensor | None = None
-    shift_K: torch.Tensor | None = None
-
-
-class HeadNorm(NamedTuple):
-    """RMSNorm of queries and keys."""
-
-    eps: float
-    query_gain_D: torch.Tensor | None = None
-    key_gain_D: torch.Tensor | None = None
-
-
-class AttentionShape(NamedTuple):
-    """What a layer's attention does."""
-
-    layer: int
-    heads: int
-    scale: float
-    window: int | None
-    norm: HeadNorm | None
 
 
 class Stream(NamedTuple):

@@ -16,8 +16,8 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from gristmill.models.decoding import PromptPart
-from gristmill.models.gpt_decoding import AttentionShape, GPTDecoder, Norm, Stream
+from gristmill.models.decoding import AttentionShape, Norm, PromptPart
+from gristmill.models.gpt_decoding import GPTDecoder, Stream
 from gristmill.models.kernels import decoding as kernels
 from gristmill.models.spec import CausalLM, SlotMemory
 

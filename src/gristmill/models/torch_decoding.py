@@ -18,8 +18,8 @@ import torch
 from torch.nn import functional
 
 from gristmill.config.model import Role
-from gristmill.models.decoding import PromptPart
-from gristmill.models.gpt_decoding import AttentionShape, GPTDecoder, HeadNorm, Norm, Stream
+from gristmill.models.decoding import AttentionShape, HeadNorm, Norm, PromptPart
+from gristmill.models.gpt_decoding import GPTDecoder, Stream
 from gristmill.models.layers import RotaryAngles, activated
 from gristmill.models.spec import CausalLM, SlotMemory
 

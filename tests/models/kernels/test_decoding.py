@@ -16,8 +16,8 @@ pytest.importorskip("triton")
 
 from gristmill.config.model import GPTConfig
 from gristmill.models.build import build_model
+from gristmill.models.decoding import AttentionShape, Norm
 from gristmill.models.gpt import GPT
-from gristmill.models.gpt_decoding import AttentionShape, Norm
 from gristmill.models.kernel_decoding import KernelDecoder
 from gristmill.models.kernels import decoding as kernels
 

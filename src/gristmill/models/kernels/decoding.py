@@ -30,7 +30,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gristmill.models.gpt_decoding import AttentionShape, Norm
+from gristmill.models.decoding import AttentionShape, Norm
 
 WIDE_OUTPUTS = 16384
 """With more outputs than this, such as a head has, there is enough to do for a whole GPU."""
