@@ -366,7 +366,14 @@ def test_the_order_of_chunks(server: Any, usage: bool) -> None:
 
 
 def test_a_stream_with_echo_begins_with_the_prompt(server: Any) -> None:
-    body = {"prompt": PROMPT, "echo": True, "stream": True, "max_tokens": 4, "logprobs": 0, "seed": 1}
+    body = {
+        "prompt": PROMPT,
+        "echo": True,
+        "stream": True,
+        "max_tokens": 4,
+        "logprobs": 0,
+        "seed": 1,
+    }
     chunks = events(server.post("/v1/completions", body))
     assert chunks[0]["choices"][0]["text"].startswith(PROMPT)
     tokens = [t for c in chunks for t in c["choices"][0]["logprobs"]["tokens"]]
