@@ -144,7 +144,8 @@ def draw(logits_V: torch.Tensor, sampling: Sampling, uniform: float) -> int:
         ids, order = ids.sort()
         weights_V = weights_V[order]
     sums_V = weights_V.cumsum(0)
-    # Rounding must not lead behind the last token that may be drawn.
     chosen = int(torch.searchsorted(sums_V, sums_V[-1] * uniform, right=True))
-    chosen = min(chosen, int(weights_V.nonzero()[-1]))
+    if chosen == len(sums_V):
+        # Rounding must not lead behind the last token that may be drawn.
+        chosen = int(weights_V.nonzero()[-1])
     return chosen if ids is None else int(ids[chosen])

@@ -129,8 +129,11 @@ class HostSteps(Steps):
         rows = [self._rows[slot] for slot in slots]
         tokens, lengths = [row.token for row in rows], [row.length for row in rows]
         logits_RV = self._decoder.decode(slots, tokens, lengths)[:, : self._ids].float().cpu()
-        finite = logits_RV.isfinite().all(1).tolist()
-        likeliest = logits_RV.argmax(1).tolist()
+        # NaN is the smallest and the largest.
+        least_R, most_R = logits_RV.aminmax(dim=1)
+        finite = (least_R.isfinite() & most_R.isfinite()).tolist()
+        greedy = any(row.is_plain for row in rows)
+        likeliest = logits_RV.argmax(1).tolist() if greedy else [0] * len(rows)
         ids, chances = [], []
         for row, logits_V, usable, best in zip(rows, logits_RV, finite, likeliest, strict=True):
             id = NOT_FINITE

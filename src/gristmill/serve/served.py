@@ -23,7 +23,7 @@ from gristmill.text.chat.encoding import ChatEncoder
 from gristmill.text.chat.template import choose_template
 from gristmill.text.tokenizers.tokenizer import Tokenizer
 
-SLOTS = {"cpu": 4, "gpu": 64}
+SLOTS = {"cpu": 16, "gpu": 64}
 """Sequences at once, if nothing is said and memory allows."""
 
 

@@ -14,6 +14,7 @@ import os
 import resource
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,9 @@ from gristmill.serve.registry import Registry
 from gristmill.serve.served import LoadOptions
 from gristmill.serve.service import Limits, Service, counted_requests
 
+SWITCH_SECONDS = 0.0005
+"""How long a thread that computes may hold Python's lock while another waits for it. With Python's
+own 5 ms, a token waits for about one more before it is sent."""
 BACKLOG = 1024
 """Connections that the system holds until they are accepted."""
 MOST_FILES = 65536
@@ -61,6 +65,7 @@ def serve(models: Sequence[str], options: ServerOptions, *, log: Callable[[str],
         log(f"warning: {note}")
     require_keys(options.host, keys)
     _allow_many_files()
+    sys.setswitchinterval(SWITCH_SECONDS)
     bound = bind(options.host, options.port)
     with contextlib.closing(bound):
         asyncio.run(run(models, options, bound=bound, keys=keys, log=log))
