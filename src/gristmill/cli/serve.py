@@ -45,7 +45,7 @@ def serve(
             metavar="N",
             min=1,
             help="Texts that a model continues at once, as far as memory allows.",
-            show_default="16 on a CPU, 64 on a GPU",
+            show_default="64",
         ),
     ] = None,
     context: Annotated[

@@ -25,6 +25,8 @@ from gristmill.models.spec import CausalLM, SlotMemory
 
 STEP = 16
 """Rows of prompts are filled up to a multiple of this."""
+FEW = 8
+"""Rows that decode are filled up to a multiple of this if there are more."""
 SPAN = 64
 """What is generated attends to a multiple of so many positions, the last of which are masked: so
 rows of about the same length are computed at once."""
@@ -41,10 +43,12 @@ class TorchDecoder(GPTDecoder):
         super().__init__(model, memory, capacity=capacity, dtype=dtype)
         matrices = self._matrices(model)
         head_VD = self._named["head.weight"]
-        self._sizes = invariant_sizes([*matrices, head_VD], range(1, self.slots + 1))
+        few = min(self.slots, FEW)
+        sizes = [*range(1, few), *range(few, self.slots, FEW), self.slots]
+        self._sizes = invariant_sizes([*matrices, head_VD], sizes)
         if self.slots > 1:
-            sizes = range(STEP, self.chunk + 1, STEP)
-            self.joins = invariant_sizes(matrices, sizes) == list(sizes)
+            steps = range(STEP, self.chunk + 1, STEP)
+            self.joins = invariant_sizes(matrices, steps) == list(steps)
 
     def _matrices(self, model: CausalLM) -> list[torch.Tensor]:
         """One matrix of each shape in the blocks."""

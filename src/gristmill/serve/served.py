@@ -23,7 +23,7 @@ from gristmill.text.chat.encoding import ChatEncoder
 from gristmill.text.chat.template import choose_template
 from gristmill.text.tokenizers.tokenizer import Tokenizer
 
-SLOTS = {"cpu": 16, "gpu": 64}
+SLOTS = 64
 """Sequences at once, if nothing is said and memory allows."""
 
 
@@ -105,9 +105,8 @@ class ServedModel:
         self.name, self.opened, self.model = name, opened, model
         self.texts, self.context, self.encoder = opened.texts, opened.context, opened.encoder
         self.tokenizer, self.known = opened.tokenizer, opened.known
-        on_cpu = model.device.type == "cpu"
         self.dtype = generation_dtype(options.precision, model.device)
-        wanted = options.slots or SLOTS["cpu" if on_cpu else "gpu"]
+        wanted = options.slots or SLOTS
         self.slots = affordable_slots(model, wanted, capacity=self.context, dtype=self.dtype)
         self.most_pending = self.slots + options.queue
         self.users = 0
