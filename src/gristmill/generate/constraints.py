@@ -20,6 +20,8 @@ from gristmill.text.tokenizers.tokenizer import Tokenizer
 
 LARGEST = 2**16
 """Characters of a form."""
+_JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""As Python writes it. Where blanks may be anywhere, weak models write little else."""
 
 
 class Constraint:
@@ -55,7 +57,8 @@ class Constraint:
             json.loads(text)
         except ValueError as error:
             raise UserError(f"this schema is not JSON: {error}", where=where) from error
-        return cls(_library().LLMatcher.grammar_from_json_schema(text), tokenizer, where=where)
+        grammar = _library().LLMatcher.grammar_from_json_schema(text, overrides=_JSON_FORM)
+        return cls(grammar, tokenizer, where=where)
 
     @classmethod
     def json_object(cls, tokenizer: Tokenizer) -> Constraint:
