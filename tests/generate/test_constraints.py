@@ -86,6 +86,8 @@ def test_a_text_with_a_form_is_the_same_beside_others(generator: TextGenerator) 
     [
         (lambda: Constraint.regex("(", TOKENIZER), "this form cannot be used: unclosed group"),
         (lambda: Constraint.json_schema("{", TOKENIZER), "this schema is not JSON"),
+        (lambda: Constraint.json_schema("[1]", TOKENIZER), "a schema must be a JSON object"),
+        (lambda: Constraint.json_schema("true", TOKENIZER), "a schema must be a JSON object"),
         (lambda: Constraint.json_schema({"type": "sack"}, TOKENIZER), "Invalid type: sack"),
         (lambda: Constraint.regex("a" * 70_000, TOKENIZER), "more than 65536"),
     ],

@@ -258,3 +258,14 @@ def test_models_of_transformers_generate_what_they_do_there(kind: str) -> None:
             torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None
         )
         assert expected[0, len(prompt) :].tolist() == ids
+
+
+def test_a_warm_engine_gives_the_same_texts() -> None:
+    model = make_model()
+    requests = [Request([0] * count, 8, Sampling(seed=count)) for count in (1, 8, 20)]
+    warm = Engine(model, slots=2)
+    warm.warm_up()
+    assert not warm.busy
+    cold = run(Engine(model, slots=2), requests)
+    assert [one.ids for one in run(warm, requests)] == [one.ids for one in cold]
+    Engine(model, capacity=2).warm_up()  # the smallest there is

@@ -429,7 +429,6 @@ def test_an_answer_is_continued_where_it_was_cut(server: Any) -> None:
 )
 def test_texts_of_a_form(server: Any, wanted: dict[str, Any]) -> None:
     pytest.importorskip("llguidance")
-    pytest.importorskip("llguidance")
     choices = answer(server, n=2, max_tokens=100, seed=1, **wanted)["choices"]
     for choice in choices:
         text = choice["message"]["content"]

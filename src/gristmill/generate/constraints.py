@@ -54,9 +54,11 @@ class Constraint:
         """JSON that a schema describes."""
         text = schema if isinstance(schema, str) else json.dumps(schema)
         try:
-            json.loads(text)
+            parsed = json.loads(text)
         except ValueError as error:
             raise UserError(f"this schema is not JSON: {error}", where=where) from error
+        if not isinstance(parsed, dict):
+            raise UserError("a schema must be a JSON object", where=where)
         grammar = _library().LLMatcher.grammar_from_json_schema(text, overrides=_JSON_FORM)
         return cls(grammar, tokenizer, where=where)
 

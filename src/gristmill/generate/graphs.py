@@ -131,7 +131,7 @@ class GraphSteps(Steps):
     def _probabilities(
         self, rows: Sequence[_Row], ids: Sequence[Sequence[int]], logits_RV: torch.Tensor
     ) -> list[list[TokenProbability]]:
-        """Those of the requests that ask for them."""
+        """The probabilities of the requests that ask for them."""
         chances = []
         for row, (id,), logits_V in zip(rows, ids, logits_RV, strict=False):
             wanted = row.request.log_probs

@@ -146,7 +146,7 @@ def _survey(
     few_x, few_v, V, logits_stride,
     SETTINGS: tl.constexpr, BLOCK: tl.constexpr, KEPT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Of a block of a row: its likeliest token, its mass, and its KEPT likeliest tokens."""
+    """Note the likeliest token, the mass and the KEPT likeliest tokens of a block of a row."""
     row, block = tl.program_id(0), tl.program_id(1)
     wait_for_input(EARLY)
     slot = tl.load(slots + row).to(tl.int64)

@@ -7,7 +7,7 @@ the vocabulary up to which there is more than that share of probability. A reque
 come from its seed alone, on the CPU and in advance, so its text does not depend on the device's
 generator or on other requests.
 
-Rows are computed independently of each other. `graphs.py` has the same in one kernel for GPUs.
+Rows are computed independently of each other. `kernels.py` has the same for GPUs.
 
 Shapes: R rows, V vocabulary.
 """
@@ -73,8 +73,8 @@ class Sampling:
             raise UserError(what, where="--repetition-penalty")
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2 <= getattr(self, name) <= 2:
-                option = name.replace("_", "-")
-                raise UserError(f"the {option} must be from -2 to 2", where=f"--{option}")
+                what = f"the {name.replace('_', ' ')} must be from -2 to 2"
+                raise UserError(what, where=f"--{name.replace('_', '-')}")
         for bias in self.bias.values():
             if not -MOST_BIAS <= bias <= MOST_BIAS:
                 what = f"a bias must be from -{MOST_BIAS:g} to {MOST_BIAS:g}, not {bias}"

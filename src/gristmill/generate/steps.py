@@ -43,7 +43,7 @@ class Drawn(Protocol):
         """The ids drawn for each row; waits until they are there."""
 
     def probabilities(self) -> Sequence[Sequence[TokenProbability]]:
-        """Those of each row, if it asks for them."""
+        """The probabilities of each row, if it asks for them."""
 
 
 class Steps(ABC):
@@ -171,7 +171,7 @@ def bias_row(sampling: Sampling, ids: int) -> torch.Tensor | None:
 
 
 def probability(logits_V: torch.Tensor, id: int, likeliest: int) -> TokenProbability:
-    """That of an id, and those of the likeliest ones."""
+    """The probability of an id, and of the likeliest ones."""
     log_probs_V = logits_V.log_softmax(0)
     values, ids = log_probs_V.topk(min(likeliest, len(log_probs_V)))
     pairs = tuple(zip(ids.tolist(), values.tolist(), strict=True))

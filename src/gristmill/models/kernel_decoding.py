@@ -1,4 +1,5 @@
-"""Decoding of the native GPT on a GPU, with the kernels of `kernels/decoding.py`.
+"""Decoding of the native GPT on a GPU, with the kernels of `kernels/decoding.py` and
+`kernels/decoding_attention.py`.
 
 A row's bits do not depend on the others, so what a slot holds is the same whether it was computed
 as part of a prompt or generated.
@@ -19,6 +20,7 @@ import torch
 from gristmill.models.decoding import AttentionShape, Norm, PromptPart
 from gristmill.models.gpt_decoding import GPTDecoder, Stream
 from gristmill.models.kernels import decoding as kernels
+from gristmill.models.kernels.decoding_attention import attend
 from gristmill.models.spec import CausalLM, SlotMemory
 
 SPAN = 1024
@@ -127,7 +129,7 @@ class KernelDecoder(GPTDecoder):
         return kernels.product(x_RK, named[f"{name}.weight"], named.get(f"{name}.bias"))
 
     def _attend(self, qkv_RN: torch.Tensor, shape: AttentionShape, rows: _Rows) -> torch.Tensor:
-        return kernels.attend(
+        return attend(
             qkv_RN,
             self.memory.keys_LSGCK[shape.layer],
             self.memory.values_LSGCK[shape.layer],

@@ -61,7 +61,7 @@ class Choice:
         self._text = echo
         """Not yet taken."""
         self._entries = list[TokenEntry]()
-        """Of tokens whose text is not out yet: it may become a stop string."""
+        """Tokens whose text is not out yet: it may become a stop string."""
         self._ready = list(echoed)
 
     @property
@@ -188,5 +188,5 @@ class Answer:
 
     @property
     def tokens(self) -> int:
-        """Of all texts."""
+        """The number of generated tokens, over all texts."""
         return sum(choice.tokens for choice in self.choices)

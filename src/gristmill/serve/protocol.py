@@ -27,13 +27,13 @@ from gristmill.serve.refusals import bad_request, bad_value
 from gristmill.text.chat.conversations import Message
 
 MOST_CHOICES = 16
-"""Of `n` and `best_of`."""
+"""The limit of `n` and `best_of`."""
 MOST_STOPS, LONGEST_STOP = 16, 256
 """Stop strings, and their characters: every token is compared with all their beginnings."""
 MOST_LIKELIEST = 20
-"""Of `logprobs` and `top_logprobs`."""
+"""The limit of `logprobs` and `top_logprobs`."""
 MOST_TOKENS = 2**31
-"""Of `min_tokens` and `top_k`; `max_tokens` is cut to what fits into the context."""
+"""The limit of `min_tokens` and `top_k`; `max_tokens` is cut to what fits into the context."""
 COMPLETION_TOKENS = 16
 """How long a completion is if nothing is said; an answer in a chat fills the context."""
 MOST_MESSAGES = 4096

@@ -60,7 +60,7 @@ class _Entry:
     """Where newer checkpoints would be."""
     run: str | None = None
     path: Path | None = None
-    """Of a single checkpoint."""
+    """The folder of a single checkpoint."""
     opened: OpenedModel | None = None
     served: ServedModel | None = None
     loading: asyncio.Task[ServedModel] | None = None

@@ -33,7 +33,7 @@ class LoadOptions:
 
     device: str = "auto"
     precision: str = "auto"
-    """Of activations and weights: fp32, bf16, fp16, or auto."""
+    """The format of activations and weights: fp32, bf16, fp16, or auto."""
     slots: int | None = None
     context: int | None = None
     """Tokens of a prompt and its answer, if fewer than the model's own."""

@@ -53,7 +53,7 @@ class _Form:
     """How answers of a route look."""
 
     prefix: str
-    """Of their ids."""
+    """What their ids begin with."""
     whole: str
     chunk: str
 

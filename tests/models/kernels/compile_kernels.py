@@ -17,7 +17,7 @@ from gristmill.config.model import GPTConfig
 from gristmill.generate import kernels as drawing
 from gristmill.models.build import build_model
 from gristmill.models.kernel_decoding import KernelDecoder
-from gristmill.models.kernels import decoding
+from gristmill.models.kernels import decoding, decoding_attention
 
 CAPABILITY = int(sys.argv[1])
 
@@ -77,7 +77,7 @@ compiled = list[str]()
 launch, JITFunction.run = JITFunction.run, compile_only
 driver.set_active(Driver())
 start = {"EARLY": True, "launch_pdl": True} if CAPABILITY >= 90 else {"EARLY": False}
-decoding.launched = drawing.launched = lambda device: start
+decoding.launched = decoding_attention.launched = drawing.launched = lambda device: start
 for size in (300, 50304):
     draw(size)
 decode(torch.bfloat16)

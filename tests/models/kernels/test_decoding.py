@@ -20,6 +20,7 @@ from gristmill.models.decoding import AttentionShape, Norm
 from gristmill.models.gpt import GPT
 from gristmill.models.kernel_decoding import KernelDecoder
 from gristmill.models.kernels import decoding as kernels
+from gristmill.models.kernels.decoding_attention import attend
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"
@@ -202,7 +203,7 @@ def test_attention_over_several_spans(window: int | None) -> None:
     slots = torch.tensor([0, 1, 1], dtype=torch.int32, device=DEVICE)
     places = torch.tensor([599, 0, 300], dtype=torch.int32, device=DEVICE)
     shape = AttentionShape(0, heads, 0.25, window, None)
-    got = kernels.attend(qkv, keys, values, slots, places, shape, span=span)
+    got = attend(qkv, keys, values, slots, places, shape, span=span)
     for row, (slot, place) in enumerate(zip(slots.tolist(), places.tolist(), strict=True)):
         query = qkv[row, : heads * width].view(heads, 1, width).double()
         first = 0 if window is None else max(0, place + 1 - window)
