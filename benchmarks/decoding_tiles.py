@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from gristmill.models.gpt_decoding import Norm
+from gristmill.models.decoding import Norm
 from gristmill.models.kernels import decoding
 from gristmill.models.kernels.decoding import Tiles
 
