@@ -30,7 +30,7 @@ class Tables(nn.Module):
         super().__init__()
         self.vocab = VOCAB
         self.embedding = nn.Embedding(rows, width)
-        self.norm = nn.Parameter(torch.empty(5))
+        self.norm = nn.Parameter(torch.randn(5))
 
     def vocabulary_parameters(self) -> frozenset[str]:
         return frozenset({"embedding.weight"})
