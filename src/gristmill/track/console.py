@@ -32,9 +32,10 @@ from gristmill.track.metrics import (
     Record,
     SampleRecord,
     StepRecord,
+    StragglerRecord,
     ValidationRecord,
 )
-from gristmill.track.sinks import EtaEstimator, Horizon, line, rate
+from gristmill.track.sinks import EtaEstimator, Horizon, line, rate, straggler_event
 
 FIRST_STEPS = 5
 SECONDS_BETWEEN_STEPS = 10.0
@@ -109,13 +110,15 @@ class BarSink:
             body = Text.assemble((printable(record.prompt), "bold"), printable(record.text))
             title = f"sample at step {record.step}"
             self._console.print(Panel(body, title=title, title_align="left", border_style="dim"))
-        else:
+        elif (text := line(record)) is not None:
+            if isinstance(record, StragglerRecord):
+                record = straggler_event(record)
             if isinstance(record, EventRecord):
                 style = _STYLES[record.level]
             else:
                 best = isinstance(record, ValidationRecord) and record.best
                 style = "green" if best else "default"
-            self._console.print(Text(line(record), style=style), soft_wrap=True)
+            self._console.print(Text(text, style=style), soft_wrap=True)
 
     def flush(self) -> None:
         self._console.file.flush()
@@ -141,10 +144,12 @@ class LineSink:
         if not isinstance(record, StepRecord):
             if isinstance(record, EventRecord) and record.level == "error":
                 self.flush()
-            self._print(line(record))
+            if (text := line(record)) is not None:
+                self._print(text)
             return
         left = self._eta.seconds_left(record)
         text = line(record, horizon_steps=self._steps, seconds_left=left)
+        assert text is not None
         if (
             record.step <= self._first
             or record.step >= self._steps
@@ -210,8 +215,8 @@ class MegatronSink:
             )
             rule = "-" * (len(text) + 1)
             self._print(f"{rule}\n{text}\n{rule}")
-        else:
-            self._print(line(record))
+        elif (plain := line(record)) is not None:
+            self._print(plain)
 
     def flush(self) -> None:
         self._output.flush()
@@ -268,8 +273,10 @@ class DecentralizedSink:
             self._write_validation(record)
         elif isinstance(record, EventRecord):
             self._write_event(record)
-        else:
-            self._print(record, line(record))
+        elif isinstance(record, StragglerRecord):
+            self._write_event(straggler_event(record))
+        elif (text := line(record)) is not None:
+            self._print(record, text)
 
     def _write_validation(self, record: ValidationRecord) -> None:
         # Other runs have a loss of the training text only if they ask for it.

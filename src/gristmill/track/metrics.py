@@ -8,6 +8,8 @@ others are the fields of that kind's class below, in the order of their declarat
     {"kind": "evaluation", "step": 1200, …, "name": "hellaswag", "metric": "acc", "value": 0.31, …}
     {"kind": "sample", "step": 1200, …, "prompt": "Once", "text": " upon a time"}
     {"kind": "event", "step": 1200, …, "level": "warning", "text": "…"}
+    {"kind": "system", "step": 1200, …, "host": "node7", "cpu_use": 0.31, "gpu_use": 0.97, …}
+    {"kind": "straggler", "step": 1200, …, "rank": 3, "host": "node7", "phase": "data", …}
 
 Floats are written with enough digits to read them back exactly. JSON has no numbers that are not
 finite, so those are the strings "nan", "inf" and "-inf". Keys and kinds that this version does not
@@ -182,7 +184,77 @@ class EventRecord(ProgressStamp):
     """What happened, in one sentence."""
 
 
-Record = StepRecord | ValidationRecord | EvaluationRecord | SampleRecord | EventRecord
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SystemRecord(ProgressStamp):
+    """How busy one host was in the seconds before, over all programs on it. Of its GPUs only those
+    that the run may use are counted; what a machine does not tell is null."""
+
+    kind: ClassVar[str] = "system"
+
+    host: str
+    """The host's name."""
+    cpu_use: float | None = None
+    """Share of all CPU cores that was busy, from 0 to 1."""
+    ram_bytes: int | None = None
+    """Memory in use."""
+    disk_read: float | None = None
+    """Bytes per second read from all disks."""
+    disk_write: float | None = None
+    """Bytes per second written to all disks."""
+    disk_free: int | None = None
+    """Free bytes of the file system that the run folder is on."""
+    net_sent: float | None = None
+    """Bytes per second sent over all network interfaces but loopback."""
+    net_received: float | None = None
+    """Bytes per second received over them."""
+    gpus: int = 0
+    """How many GPUs the following are about."""
+    gpu_use: float | None = None
+    """Share of the time in which a kernel ran, from 0 to 1: the mean over the GPUs."""
+    gpu_memory_bytes: int | None = None
+    """Memory in use on the fullest GPU."""
+    gpu_watts: float | None = None
+    """Power of all GPUs together."""
+    gpu_celsius: float | None = None
+    """Temperature of the hottest GPU."""
+    gpu_mhz: float | None = None
+    """Clock of the multiprocessors of the slowest GPU."""
+    gpu_throttled: str | None = None
+    """What holds the clock of a GPU down: "thermal" (heat), "power" (its power limit or supply), or
+    "thermal, power"; null if nothing does."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StragglerRecord(ProgressStamp):
+    """A process that is much slower than the others, or no longer is."""
+
+    kind: ClassVar[str] = "straggler"
+
+    rank: int
+    """The process."""
+    host: str
+    """Where it runs."""
+    phase: str
+    """What it is slow at, such as data or compute."""
+    ratio: float
+    """Its time as a multiple of the median over all processes; 1.31 is 31 % slower."""
+    seconds: float
+    """What a step costs it in this phase."""
+    cause: str | None = None
+    """Why, as far as the measurements tell."""
+    over: bool = False
+    """Whether this tells that it keeps up again."""
+
+
+Record = (
+    StepRecord
+    | ValidationRecord
+    | EvaluationRecord
+    | SampleRecord
+    | EventRecord
+    | SystemRecord
+    | StragglerRecord
+)
 
 
 _CLASSES: dict[str, type[Record]] = {record.kind: record for record in get_args(Record)}

@@ -40,6 +40,8 @@ from gristmill.track.metrics import (
     Record,
     SampleRecord,
     StepRecord,
+    StragglerRecord,
+    SystemRecord,
     ValidationRecord,
     to_json,
 )
@@ -191,8 +193,13 @@ class EtaEstimator:
 
 def line(
     record: Record, *, horizon_steps: int | None = None, seconds_left: float | None = None
-) -> str:
-    """A record as one plain line, for the log and for output that is not a terminal."""
+) -> str | None:
+    """A record as one plain line, for the log and for output that is not a terminal. None for how
+    busy a host is: those are curves."""
+    if isinstance(record, SystemRecord):
+        return None
+    if isinstance(record, StragglerRecord):
+        record = straggler_event(record)
     if isinstance(record, StepRecord):
         return _step_line(record, horizon_steps, seconds_left)
     if isinstance(record, ValidationRecord):
@@ -219,6 +226,19 @@ def line(
         )
         return f"sample at step {record.step} | {' -> '.join(quoted)}"
     return f"{record.level}: {printable(record.text)}"
+
+
+def straggler_event(record: StragglerRecord) -> EventRecord:
+    """What is said about a process that is slower than the others."""
+    who = f"rank {record.rank} on {on_one_line(record.host)}"
+    slow = f"{record.ratio - 1:.0%} slower than the median at {on_one_line(record.phase)}"
+    text = f"{who} is {slow} ({format_seconds(record.seconds)} per step)"
+    text += f": {on_one_line(record.cause)}" if record.cause else ""
+    if record.over:
+        text = f"{who} keeps up with the others again at {on_one_line(record.phase)}"
+    stamp = {"step": record.step, "samples": record.samples, "tokens": record.tokens}
+    level: Literal["info", "warning"] = "info" if record.over else "warning"
+    return EventRecord(**stamp, time=record.time, level=level, text=text)
 
 
 def _step_line(record: StepRecord, horizon_steps: int | None, seconds_left: float | None) -> str:
@@ -302,7 +322,8 @@ class LogSink(_TextFile):
         left = self._eta.seconds_left(record) if isinstance(record, StepRecord) else None
         when = datetime.fromtimestamp(record.time).astimezone().isoformat(timespec="seconds")
         text = line(record, horizon_steps=self._steps, seconds_left=left)
-        self.append(f"{when} {text}")
+        if text is not None:
+            self.append(f"{when} {text}")
 
 
 _STEP_SCALARS = {
@@ -315,10 +336,14 @@ _STEP_SCALARS = {
     "exchange": ("sent_bytes", "mixing"),
     "progress": ("samples", "tokens"),
 }
+_SYSTEM_SCALARS = (
+    *("cpu_use", "ram_bytes", "disk_read", "disk_write", "disk_free", "net_sent", "net_received"),
+    *("gpus", "gpu_use", "gpu_memory_bytes", "gpu_watts", "gpu_celsius", "gpu_mhz"),
+)
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """The numbers of a record under their names in TensorBoard and W&B, such as train/loss."""
+    """The numbers of a record under their names in tracking services, such as train/loss."""
     if isinstance(record, StepRecord):
         named = {
             f"{group}/{name}": getattr(record, name)
@@ -332,6 +357,13 @@ def scalars(record: Record) -> dict[str, float]:
         return {name: value for name, value in named.items() if value is not None}
     if isinstance(record, EvaluationRecord):
         return {f"evaluation/{record.name}/{record.metric}": record.value}
+    if isinstance(record, SystemRecord):
+        named = {name: getattr(record, name) for name in _SYSTEM_SCALARS}
+        return {
+            f"system/{record.host}/{name}": value
+            for name, value in named.items()
+            if value is not None
+        }
     return {}
 
 
@@ -363,6 +395,8 @@ class TensorBoardSink:
         ]
         if isinstance(record, SampleRecord):
             values.append(self._text_value("sample", record.prompt + record.text))
+        if isinstance(record, StragglerRecord):
+            record = straggler_event(record)
         if isinstance(record, EventRecord):
             values.append(self._text_value(record.level, record.text))
         self._add(record, summary=self._summary(value=values))
